@@ -1,0 +1,1 @@
+"""Everything beside the training process: the command line and the launch files."""

@@ -1,0 +1,1 @@
+"""One file per training framework, behind the protocol in ``base``."""

@@ -1,0 +1,98 @@
+"""The seam to a training framework: where its state lives, as fragments, and how to put it back.
+
+An adapter is used from the training thread only, between optimizer steps, when the state stands still.
+It leaves the user's param groups as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from store.names import Fragment
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A fragment and the live memory behind it.
+
+    tensor: 1-d, contiguous, ``fragment.numel`` elements, a view on the framework's own storage:
+    copying from it saves, copying into it loads.
+    """
+
+    fragment: Fragment
+    tensor: torch.Tensor
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """One parameter or persistent buffer of the model, whole.
+
+    shape: global shape. dtype: of the working copy, as safetensors names it (``BF16``, ``F32``, ...).
+    kind: ``trainable``, ``frozen`` or ``buffer``.
+    aliases: other names under which the very same tensor (tied weights) appears in the module tree.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    kind: str
+    aliases: tuple[str, ...] = ()
+
+
+class Adapter(Protocol):
+    """One training framework.
+
+    Fragments of all ranks together, as given by :meth:`owned`, cover every (fqn, slot) exactly once.
+    Fragments given by :meth:`held` are all that this rank keeps, replicas included: what a load fills.
+    The slot is :data:`store.names.WEIGHTS` for trainable weights (the fp32 master where there is one),
+    :data:`store.names.FROZEN` for parameters without gradient, :data:`store.names.BUFFER` for persistent
+    buffers, and the optimizer's own key (``exp_avg``, ``exp_avg_sq``, ``momentum_buffer``, ...) for its
+    state tensors of the parameter's shape.
+    """
+
+    framework: str
+    module: torch.nn.Module
+
+    def completed_steps(self) -> int | None:
+        """Optimizer steps taken so far, or None where the framework does not count them."""
+        ...
+
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """Every parameter and persistent buffer by fqn, tied ones once, in model order. Same on all ranks."""
+        ...
+
+    def owned(self) -> list[Piece]:
+        """The pieces that this rank saves, in a fixed order."""
+        ...
+
+    def held(self) -> list[Piece]:
+        """All pieces that this rank keeps: what a load has to fill."""
+        ...
+
+    def prepare_load(self, slots: Mapping[str, Mapping[str, str]]) -> None:
+        """Make optimizer state exist before :meth:`held` is asked: slots[fqn][slot] is its dtype."""
+        ...
+
+    def finish_load(self) -> None:
+        """Refresh whatever is derived from what was loaded (bf16 working weights, gathered parameters).
+
+        Collective: all ranks call it."""
+        ...
+
+    def run_state(self) -> dict[str, Any]:
+        """Counters, loss scaler, scheduler, hyperparameters per param group, scalars per parameter.
+
+        Plain values and tensors only. Parameters are named by fqn, never by index, so that it fits any
+        stage and world size."""
+        ...
+
+    def load_run_state(self, state: Mapping[str, Any]) -> None:
+        """The inverse of :meth:`run_state`, possibly from another stage, world size or framework."""
+        ...
+
+    def layout_facts(self) -> dict[str, Any]:
+        """JSON values from which the merger lays out this framework's own checkpoint again."""
+        ...

@@ -1,0 +1,1 @@
+"""Drift meters: ``exact`` keeps a copy, ``sketch`` keeps a few kilobytes a unit."""

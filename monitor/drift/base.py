@@ -1,0 +1,71 @@
+"""How far a unit has moved from what a resume would give back.
+
+A meter lives in the training thread. It keeps, for every unit, a reference: enough of the newest committed
+version to tell the distance to it. References move only when a save that holds the unit is committed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from store.names import Unit
+
+
+@dataclass(frozen=True)
+class Measure:
+    """One unit on one rank; sums over ranks add up (``finite`` by logical and).
+
+    moved_sq: squared L2 distance to the reference. reference_sq: squared L2 norm of the reference.
+    finite: False where any value is NaN or infinite. Both squares are 0.0 where there is no reference.
+    """
+
+    moved_sq: float
+    reference_sq: float
+    finite: bool
+
+
+def drift_ratio(moved_sq: float, reference_sq: float) -> float:
+    """Relative distance ‖X − X̂‖ / ‖X̂‖ from squared norms summed over ranks. From zero: 1 if it moved at all."""
+    if moved_sq <= 0.0:
+        return 0.0
+    if reference_sq <= 0.0:
+        return 1.0
+    return math.sqrt(moved_sq / reference_sq)
+
+
+class DriftMeter(Protocol):
+    """Measures units against their references. ``pieces`` are a unit's local 1-d tensors in a fixed order."""
+
+    def measure(self, unit: Unit, pieces: Sequence[torch.Tensor]) -> Measure:
+        """Distance of the present values to the reference; remembers them for :meth:`settle`."""
+        ...
+
+    def has_reference(self, unit: Unit) -> bool:
+        """Whether a committed version of the unit is known."""
+        ...
+
+    def reset(self, unit: Unit, pieces: Sequence[torch.Tensor]) -> None:
+        """The present values are the newest committed version (after a resume)."""
+        ...
+
+    def stage(self, unit: Unit, copies: Sequence[torch.Tensor]) -> None:
+        """A save took ``copies`` (host memory, same values and order as the pieces) of the unit.
+
+        The copies are not changed until the save is settled."""
+        ...
+
+    def settle(self, unit: Unit, committed: bool) -> list[torch.Tensor]:
+        """The staged save of the unit was committed (its values become the reference) or failed.
+
+        Returns the host tensors that the meter needs no longer: free for the next staging."""
+        ...
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes held for references."""
+        ...

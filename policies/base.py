@@ -1,0 +1,98 @@
+"""What a policy sees and what it answers.
+
+A policy is a pure function of its arguments: no clock, no I/O, no randomness, no memory of its own.
+Whatever it needs to know of the past is in :class:`History`, which survives a restart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from store.names import Unit
+
+
+@dataclass(frozen=True)
+class UnitStats:
+    """One (layer, slot) at the moment of a decision, summed over all ranks.
+
+    position: the layer's place in model order, from 0; all slots of a layer share it.
+    block: the layer is one of the repeated blocks (not an embedding, a final norm or a head).
+    nbytes: size when stored raw, over all ranks.
+    drift: relative distance to what a resume would give back; None when there is no version yet.
+    staleness: steps since the step of the newest committed version; None when there is none.
+    finite: no NaN or infinity among its values.
+    moving: False for what no optimizer updates (frozen parameters).
+    changed_shape: the set of parameters in it is not the one of the newest version.
+    """
+
+    unit: Unit
+    position: int
+    block: bool
+    nbytes: int
+    drift: float | None
+    staleness: int | None
+    finite: bool = True
+    moving: bool = True
+    changed_shape: bool = False
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What saving may cost. None means unlimited."""
+
+    bytes_per_hour: float | None = None
+    time_share: float | None = None
+
+
+@dataclass(frozen=True)
+class History:
+    """What happened before: ``step`` of this decision and the number of ``commits`` in the store so far.
+
+    A failed save is not counted, so a policy that takes turns repeats the turn that failed.
+    """
+
+    step: int
+    commits: int
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What to do with one unit: the name of an encoding, or None to skip it; and why."""
+
+    encoding: str | None
+    reason: str
+
+    @property
+    def saved(self) -> bool:
+        """Whether the unit is to be stored."""
+        return self.encoding is not None
+
+
+@dataclass(frozen=True)
+class Decision:
+    """One choice for each unit that the policy was shown."""
+
+    choices: Mapping[Unit, Choice]
+
+    @property
+    def saved(self) -> tuple[Unit, ...]:
+        """The units to store, in the order they were shown."""
+        return tuple(unit for unit, choice in self.choices.items() if choice.saved)
+
+
+class Policy(Protocol):
+    """Chooses what to save. Deterministic; every unit shown gets exactly one choice with a reason.
+
+    needs_drift: whether ``select`` looks at ``drift``. Where it does not, the measurement may be taken
+    beside the save instead of before it.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def needs_drift(self) -> bool: ...
+
+    def select(self, stats: Sequence[UnitStats], budget: Budget, history: History) -> Decision: ...

@@ -1,0 +1,99 @@
+"""The one error hierarchy of the project.
+
+    DriftpointError
+    ├── UsageError                what the user gave cannot be carried out as given
+    │   ├── ConfigError           a setting is unknown, senseless or contradicts another one
+    │   ├── UnsupportedError      a framework, layout or tensor that is not handled (yet)
+    │   └── ModelMismatchError    the store holds another model than the one at hand
+    ├── StoreError                something about the store
+    │   ├── NoStoreError          there is no store at this path
+    │   ├── StoreInUseError       another job owns this store now
+    │   ├── FencedError           this job lost the store to a newer epoch
+    │   ├── NewerFormatError      written by a newer release
+    │   ├── NothingToResumeError  no manifest can be resumed
+    │   ├── StorageError          the operating system refused an operation
+    │   └── DamagedError          bytes are not what was committed
+    ├── SaveError                 a save did not come about; the older commit is intact
+    └── MergeError                a checkpoint could not be rebuilt
+
+Every message says what is wrong, where, and what to do next. Each class carries the exit code of the
+command line, so that the table of codes lives in one place.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class DriftpointError(Exception):
+    """Root of everything that this project raises on purpose."""
+
+    exit_code: ClassVar[int] = 1
+
+
+class UsageError(DriftpointError):
+    """What the user gave cannot be carried out as given."""
+
+    exit_code = 2
+
+
+class ConfigError(UsageError):
+    """A setting is unknown, senseless, or contradicts another one."""
+
+
+class UnsupportedError(UsageError):
+    """A framework, layout or tensor that is not handled; the message says what is."""
+
+
+class ModelMismatchError(UsageError):
+    """The store holds the state of another model than the one at hand."""
+
+
+class StoreError(DriftpointError):
+    """Something about the store."""
+
+
+class NoStoreError(StoreError):
+    """There is no store at this path."""
+
+    exit_code = 10
+
+
+class StoreInUseError(StoreError):
+    """Another live job owns this store."""
+
+    exit_code = 11
+
+
+class FencedError(StoreError):
+    """This job lost the store to a newer epoch and must not write to it any more."""
+
+    exit_code = 11
+
+
+class NewerFormatError(StoreError):
+    """The store was written in a format that this release cannot read."""
+
+
+class NothingToResumeError(StoreError):
+    """No manifest of the store can be resumed."""
+
+    exit_code = 13
+
+
+class StorageError(StoreError):
+    """The operating system refused a file operation (full, read-only, unreadable, ...)."""
+
+
+class DamagedError(StoreError):
+    """Bytes in the store are not what was committed."""
+
+    exit_code = 12
+
+
+class SaveError(DriftpointError):
+    """A save did not come about. The older commit is intact."""
+
+
+class MergeError(DriftpointError):
+    """A checkpoint could not be rebuilt."""
