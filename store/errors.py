@@ -12,6 +12,8 @@
     │   ├── NewerFormatError      written by a newer release
     │   ├── NothingToResumeError  no manifest can be resumed
     │   ├── StorageError          the operating system refused an operation
+    │   │   ├── MissingError      the file or directory is not there
+    │   │   └── ExistsError       the name is taken, and nothing here is ever replaced
     │   └── DamagedError          bytes are not what was committed
     ├── SaveError                 a save did not come about; the older commit is intact
     └── MergeError                a checkpoint could not be rebuilt
@@ -83,6 +85,14 @@ class NothingToResumeError(StoreError):
 
 class StorageError(StoreError):
     """The operating system refused a file operation (full, read-only, unreadable, ...)."""
+
+
+class MissingError(StorageError):
+    """The file or directory is not there."""
+
+
+class ExistsError(StorageError):
+    """The name is taken already; what is written once is never replaced."""
 
 
 class DamagedError(StoreError):

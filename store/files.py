@@ -1,0 +1,264 @@
+"""The one interface through which a store touches storage.
+
+Everything that writes or deletes goes through :class:`Files`, so that a test can put a simulated disk in its
+place and enumerate what a crash may leave behind. Paths are relative, with ``/`` between names; a path that
+would leave the store (absolute, ``..``, through a symbolic link) is refused here and nowhere else.
+
+It does not know what is stored: no format, no names, no order of operations. That is ``durable``'s room.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol
+
+from store.errors import DamagedError, ExistsError, MissingError, StorageError
+
+
+class NewFile(Protocol):
+    """A file being written. After an error it must be abandoned: a failed fsync is never tried again."""
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        """Append all of ``data``."""
+        ...
+
+    def sync(self) -> None:
+        """Return when the bytes would survive a power loss."""
+        ...
+
+    def close(self) -> None:
+        """Give the descriptor back."""
+        ...
+
+
+class Files(Protocol):
+    """File operations below one root. Raises :class:`StorageError` and its children only."""
+
+    def create(self, path: str) -> NewFile:
+        """Open a new file for writing. ExistsError where the name is taken."""
+        ...
+
+    def link(self, source: str, target: str) -> None:
+        """Give the file a second name. ExistsError where it is taken: this is how nothing gets replaced."""
+        ...
+
+    def rename(self, source: str, target: str) -> None:
+        """Move a file, replacing the target."""
+        ...
+
+    def unlink(self, path: str) -> None:
+        """Remove one name of a file. MissingError where there is none."""
+        ...
+
+    def make_dir(self, path: str) -> bool:
+        """Make one directory; False where it was there already."""
+        ...
+
+    def remove_dir(self, path: str) -> None:
+        """Remove an empty directory."""
+        ...
+
+    def sync_dir(self, path: str) -> None:
+        """Return when the names in the directory would survive a power loss. ``""`` is the root."""
+        ...
+
+    def list_dir(self, path: str) -> list[str]:
+        """Names in the directory, sorted. MissingError where it is not there."""
+        ...
+
+    def size(self, path: str) -> int:
+        """Bytes in a regular file. MissingError where there is none."""
+        ...
+
+    def read(self, path: str, limit: int) -> bytes:
+        """A whole small file. DamagedError where it is larger than ``limit`` bytes."""
+        ...
+
+    def read_into(self, path: str, offset: int, target: memoryview) -> None:
+        """Fill ``target`` from ``offset``. DamagedError where the file ends early."""
+        ...
+
+
+class LocalFiles:
+    """A directory of this machine, or of a shared filesystem mounted on it."""
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        self.root = Path(root).absolute()
+
+    def create(self, path: str) -> NewFile:
+        """See :class:`Files`."""
+        with self._told("create", path):
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+            return _LocalNewFile(os.open(self._at(path), flags, 0o644), str(self.root / path))
+
+    def link(self, source: str, target: str) -> None:
+        """See :class:`Files`."""
+        with self._told("link", target):
+            os.link(self._at(source), self._at(target), follow_symlinks=False)
+
+    def rename(self, source: str, target: str) -> None:
+        """See :class:`Files`."""
+        with self._told("rename", target):
+            self._at(source).replace(self._at(target))
+
+    def unlink(self, path: str) -> None:
+        """See :class:`Files`."""
+        with self._told("unlink", path):
+            self._at(path).unlink()
+
+    def make_dir(self, path: str) -> bool:
+        """See :class:`Files`. The root itself is ``""``; its missing parents are made and synced too."""
+        if path == "":
+            return self._make_root()
+        with self._told("mkdir", path):
+            try:
+                self._at(path).mkdir()
+            except FileExistsError:
+                return False
+            return True
+
+    def remove_dir(self, path: str) -> None:
+        """See :class:`Files`."""
+        with self._told("rmdir", path):
+            self._at(path).rmdir()
+
+    def sync_dir(self, path: str) -> None:
+        """See :class:`Files`."""
+        with self._told("fsync directory", path):
+            _sync_directory(self._at(path))
+
+    def list_dir(self, path: str) -> list[str]:
+        """See :class:`Files`."""
+        with self._told("list", path):
+            return sorted(os.listdir(self._at(path)))  # noqa: PTH208 - names, not paths
+
+    def size(self, path: str) -> int:
+        """See :class:`Files`."""
+        with self._told("stat", path):
+            status = os.lstat(self._at(path))
+        self._require_regular(status, path)
+        return status.st_size
+
+    def read(self, path: str, limit: int) -> bytes:
+        """See :class:`Files`."""
+        with self._opened(path) as descriptor:
+            size = os.fstat(descriptor).st_size
+            if size > limit:
+                raise DamagedError(f"{self.root / path} has {size} bytes, more than the {limit} such a file can have")
+            data = bytearray(size)
+            _fill(descriptor, 0, memoryview(data), self.root / path)
+            return bytes(data)
+
+    def read_into(self, path: str, offset: int, target: memoryview) -> None:
+        """See :class:`Files`."""
+        with self._opened(path) as descriptor:
+            _fill(descriptor, offset, target, self.root / path)
+
+    def _make_root(self) -> bool:
+        with self._told("mkdir", ""):
+            missing = [p for p in (self.root, *self.root.parents) if not p.exists()]
+            for directory in reversed(missing):
+                directory.mkdir(exist_ok=True)
+                _sync_directory(directory.parent)
+            return bool(missing)
+
+    def _at(self, path: str) -> Path:
+        parts = path.split("/") if path else []
+        if any(part in ("", ".", "..") or "\0" in part for part in parts):
+            raise DamagedError(f"{path!r} is no name inside the store {self.root}")
+        parent = self.root.joinpath(*parts[:-1])
+        if parts[:-1] and parent.resolve() != self.root.resolve().joinpath(*parts[:-1]):
+            raise DamagedError(f"{parent} leads out of the store through a symbolic link; put the directory itself there")
+        return self.root.joinpath(*parts)
+
+    @contextmanager
+    def _opened(self, path: str) -> Iterator[int]:
+        with self._told("read", path):
+            descriptor = os.open(self._at(path), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            try:
+                self._require_regular(os.fstat(descriptor), path)
+                yield descriptor
+            finally:
+                os.close(descriptor)
+
+    def _require_regular(self, status: os.stat_result, path: str) -> None:
+        if not stat.S_ISREG(status.st_mode):
+            raise DamagedError(f"{self.root / path} is not a regular file")
+
+    @contextmanager
+    def _told(self, verb: str, path: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise _translated(error, verb, self.root / path) from error
+
+
+class _LocalNewFile:
+    def __init__(self, descriptor: int, path: str) -> None:
+        self._descriptor = descriptor
+        self._path = path
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        rest = memoryview(data).cast("B") if not isinstance(data, bytes) else memoryview(data)
+        try:
+            while len(rest):
+                rest = rest[os.write(self._descriptor, rest[: 1 << 24]) :]
+        except OSError as error:
+            raise _translated(error, "write", Path(self._path)) from error
+
+    def sync(self) -> None:
+        try:
+            os.fsync(self._descriptor)
+        except OSError as error:
+            raise _translated(error, "fsync", Path(self._path)) from error
+
+    def close(self) -> None:
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor < 0:
+            return
+        try:
+            os.close(descriptor)
+        except OSError as error:
+            raise _translated(error, "close", Path(self._path)) from error
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _fill(descriptor: int, offset: int, target: memoryview, path: Path) -> None:
+    rest = target.cast("B") if target.format != "B" or target.ndim != 1 else target
+    while len(rest):
+        got = os.preadv(descriptor, [rest[: 1 << 26]], offset)
+        if got == 0:
+            raise DamagedError(f"{path} ends at byte {offset}, {len(rest)} bytes too early")
+        rest, offset = rest[got:], offset + got
+
+
+_ADVICE = {
+    errno.ENOSPC: "the filesystem is full: free space or run `driftpoint prune STORE`",
+    errno.EDQUOT: "the disk quota is used up: free space or run `driftpoint prune STORE`",
+    errno.EROFS: "the filesystem is read-only: check the mount",
+    errno.EACCES: "permission denied: check the owner and mode",
+    errno.EPERM: "not permitted: check the owner, and that the filesystem has hard links",
+    errno.EFBIG: "the file-size limit is reached: raise `ulimit -f`",
+    errno.EMFILE: "too many open files: raise `ulimit -n`",
+    errno.EIO: "the device reported an I/O error: check `dmesg`",
+    errno.ELOOP: "it is a symbolic link, and the store follows none",
+}
+
+
+def _translated(error: OSError, verb: str, path: Path) -> StorageError:
+    number = error.errno or 0
+    reason = _ADVICE.get(number, os.strerror(number) if number else str(error))
+    kind = {errno.ENOENT: MissingError, errno.EEXIST: ExistsError}.get(number, StorageError)
+    return kind(f"cannot {verb} {path}: {reason}")
