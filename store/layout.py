@@ -1,0 +1,90 @@
+"""Where things are in a store: the only place that knows its file names.
+
+    STORE.json                                format, least reader version, store id
+    LOCK                                      held by the job that writes (advisory, this machine only)
+    epochs/000003.json                        who owns epoch 3
+    segments/00000120-000003/rank-00007.*     payload (.safetensors) and part (.json) of one rank
+    manifests/00000120-000003.json            the commit
+    proven/00000120-000003.json               resumed from, and a step succeeded
+    LATEST                                    a hint, never trusted
+"""
+
+from __future__ import annotations
+
+import re
+
+from store.names import SaveId
+
+STORE = "STORE.json"
+LOCK = "LOCK"
+LATEST = "LATEST"
+EPOCHS = "epochs"
+SEGMENTS = "segments"
+MANIFESTS = "manifests"
+PROVEN = "proven"
+TOP_LEVEL = frozenset({STORE, LOCK, LATEST, EPOCHS, SEGMENTS, MANIFESTS, PROVEN})
+
+_EPOCH_FILE = re.compile(r"(\d{6,9})\.json\Z")
+_RANK_FILE = re.compile(r"rank-(\d{5,8})\.(json|safetensors)\Z")
+
+
+def epoch_path(epoch: int) -> str:
+    """Path of an epoch's record."""
+    return f"{EPOCHS}/{epoch:06d}.json"
+
+
+def parse_epoch(name: str) -> int | None:
+    """The epoch of a file name in ``epochs/``, None for other names."""
+    match = _EPOCH_FILE.match(name)
+    return int(match[1]) if match and f"{int(match[1]):06d}.json" == name else None
+
+
+def segment_dir(save: SaveId) -> str:
+    """Directory of a segment group: all ranks' segments of one save."""
+    return f"{SEGMENTS}/{save.name}"
+
+
+def part_path(save: SaveId, rank: int) -> str:
+    """Path of a rank's part."""
+    return f"{segment_dir(save)}/rank-{rank:05d}.json"
+
+
+def payload_path(save: SaveId, rank: int) -> str:
+    """Path of a rank's payload."""
+    return f"{segment_dir(save)}/rank-{rank:05d}.safetensors"
+
+
+def parse_rank_file(name: str) -> tuple[int, str] | None:
+    """(rank, suffix) of a file name in a segment directory, None for other names."""
+    match = _RANK_FILE.match(name)
+    if match is None or name != f"rank-{int(match[1]):05d}.{match[2]}":
+        return None
+    return int(match[1]), match[2]
+
+
+def manifest_path(save: SaveId) -> str:
+    """Path of a manifest."""
+    return f"{MANIFESTS}/{save.name}.json"
+
+
+def proven_path(save: SaveId) -> str:
+    """Path of the mark that a manifest was resumed from."""
+    return f"{PROVEN}/{save.name}.json"
+
+
+def parse_save_file(name: str) -> SaveId | None:
+    """The save of a file name in ``manifests/`` or ``proven/``, None for other names."""
+    stem, dot, suffix = name.rpartition(".")
+    return _save_or_none(stem) if dot and suffix == "json" else None
+
+
+def parse_save_dir(name: str) -> SaveId | None:
+    """The save of a directory name in ``segments/``, None for other names."""
+    return _save_or_none(name)
+
+
+def _save_or_none(name: str) -> SaveId | None:
+    try:
+        return SaveId.parse(name)
+    except ValueError:
+        return None

@@ -1,0 +1,218 @@
+"""The records of format 1, as frozen models: what their JSON must look like to be believed.
+
+Validated when read and when built. Unknown keys are ignored on reading, so that a later release may add some
+without a new format; a change that an old reader must not overlook raises ``reader`` in STORE.json instead.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+
+from store.errors import DamagedError
+from store.names import SaveId, Unit
+from store.record import seal, unseal
+
+FORMAT = 1
+
+Natural = Annotated[int, Field(ge=0, lt=1 << 62)]
+Ratio = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
+Name = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
+SaveName = Annotated[str, StringConstraints(pattern=r"^\d{8,12}-\d{6,9}$")]
+
+
+class Record(BaseModel):
+    """Base of all records."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
+
+
+class StoreRecord(Record):
+    """STORE.json."""
+
+    format: Natural = FORMAT
+    reader: Natural = FORMAT
+    store_id: Digest
+
+
+class EpochRecord(Record):
+    """Who owns an epoch. ``token`` is drawn anew for each claim; a rank that reads the same token is on the same disk."""
+
+    store_id: Digest
+    epoch: Natural
+    token: Digest
+    host: str
+    pid: Natural
+    started: str
+    """Wall-clock time in ISO 8601, for people; nothing is ordered by it."""
+
+
+class Entry(Record):
+    """One stored fragment: elements [start, start + numel) of the flattened (fqn, slot), and where its bytes are."""
+
+    layer: Name
+    slot: Name
+    fqn: Name
+    start: Natural
+    numel: Natural
+    dtype: Name
+    encoding: Name
+    base: SaveName | None = None
+    offset: Natural
+    """In bytes from the start of the payload's data, after the safetensors header."""
+    nbytes: Natural
+    xxh3_128: Digest
+
+    @property
+    def unit(self) -> Unit:
+        """The unit that the fragment belongs to."""
+        return Unit(self.layer, self.slot)
+
+    @property
+    def stop(self) -> int:
+        """One past the last element."""
+        return self.start + self.numel
+
+
+class StateTensor(Record):
+    """One tensor of the run state, in the same payload."""
+
+    dtype: Name
+    shape: tuple[Natural, ...]
+    offset: Natural
+    nbytes: Natural
+    xxh3_128: Digest
+
+
+class PartRecord(Record):
+    """What one rank wrote in one save."""
+
+    store_id: Digest
+    step: Natural
+    epoch: Natural
+    rank: Natural
+    world_size: Annotated[int, Field(ge=1)]
+    plan: Digest
+    """Digest of the decision that all ranks agreed on; parts of one group must carry the same."""
+    payload_bytes: Natural
+    header_bytes: Natural
+    header_xxh3_128: Digest
+    entries: tuple[Entry, ...]
+    run_state: Any
+    run_tensors: tuple[StateTensor, ...]
+    facts: dict[str, Any] = {}
+    """From rank 0: what the framework's own checkpoint layout needs besides the fragments."""
+
+    @property
+    def save(self) -> SaveId:
+        """The save that the part belongs to."""
+        return SaveId(self.step, self.epoch)
+
+
+class TensorRecord(Record):
+    """One parameter or buffer of the model, whole."""
+
+    layer: Name
+    shape: tuple[Natural, ...]
+    dtype: Name
+    kind: Annotated[str, StringConstraints(pattern=r"^(trainable|frozen|buffer)$")]
+    aliases: tuple[Name, ...] = ()
+
+
+class LayerRecord(Record):
+    """One layer, in model order. ``block``: one of the repeated blocks."""
+
+    name: Name
+    block: bool
+
+
+class GroupRecord(Record):
+    """A segment group that the manifest reaches. ``parts`` is :func:`parts_digest` of its parts' files."""
+
+    world_size: Annotated[int, Field(ge=1)]
+    payload_bytes: Natural
+    parts: Digest
+
+
+class UnitRecord(Record):
+    """The newest committed version of one (layer, slot).
+
+    drift: relative distance of the live state to this version when the manifest was written; None where it
+    could not be measured (the live values were not finite). staleness: steps between version and manifest.
+    """
+
+    layer: Name
+    slot: Name
+    save: SaveName
+    encoding: Name
+    numel: Natural
+    nbytes: Natural
+    drift: Ratio | None
+    staleness: Natural
+    moving: bool
+    reason: str = ""
+
+    @property
+    def unit(self) -> Unit:
+        """The unit."""
+        return Unit(self.layer, self.slot)
+
+    @property
+    def version(self) -> SaveId:
+        """The save that holds the version."""
+        return SaveId.parse(self.save)
+
+
+class ManifestRecord(Record):
+    """The commit."""
+
+    store_id: Digest
+    step: Natural
+    epoch: Natural
+    commits: Natural
+    """How many commits this one makes since the store began, over all epochs of its history."""
+    world_size: Annotated[int, Field(ge=1)]
+    framework: Name
+    policy: Name
+    created: str
+    """Wall-clock time in ISO 8601, for people; nothing is ordered by it."""
+    previous: SaveName | None
+    bytes_avoided: Natural
+    """Bytes that a full save would have written and this one did not."""
+    layers: tuple[LayerRecord, ...]
+    tensors: dict[Name, TensorRecord]
+    groups: dict[SaveName, GroupRecord]
+    units: tuple[UnitRecord, ...]
+
+    @property
+    def save(self) -> SaveId:
+        """The save that the manifest commits."""
+        return SaveId(self.step, self.epoch)
+
+
+class ProvenRecord(Record):
+    """The manifest was resumed from in ``by_epoch``, and an optimizer step succeeded."""
+
+    store_id: Digest
+    save: SaveName
+    by_epoch: Natural
+
+
+_R = TypeVar("_R", bound=Record)
+
+
+def to_bytes(record: Record) -> bytes:
+    """The sealed file content of a record."""
+    return seal(record.model_dump(mode="json"))
+
+
+def from_bytes(kind: type[_R], data: bytes, what: str) -> _R:
+    """The record in sealed bytes. DamagedError, naming ``what``, unless all of it is valid."""
+    try:
+        return kind.model_validate(unseal(data, what), strict=False)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(step) for step in first["loc"])
+        raise DamagedError(f"{what} is no {kind.__name__}: {where}: {first['msg']}") from error

@@ -1,0 +1,174 @@
+"""Segments: one rank's payload and the part that describes it.
+
+The payload is durable under its final name before its part is written, so a part that can be read vouches for a
+payload that was complete. Both are immutable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import xxhash
+
+from store.durable import ensure_dir, write_new
+from store.encoding import encoding_named
+from store.errors import DamagedError, MissingError
+from store.files import Files
+from store.layout import part_path, parse_rank_file, payload_path, segment_dir
+from store.names import SaveId
+from store.payload import Item, Placed, read_piece, write_payload
+from store.schema import Entry, PartRecord, StateTensor, from_bytes, to_bytes
+from store.tree import Leaf, leaf_bytes
+
+PART_LIMIT = 1 << 28
+"""Largest part that is read, in bytes: a million fragments."""
+
+
+@dataclass(frozen=True)
+class StagedFragment:
+    """A fragment ready to be written: encoded bytes that stand still until the write returns."""
+
+    layer: str
+    slot: str
+    fqn: str
+    start: int
+    numel: int
+    dtype: str
+    encoding: str
+    data: bytes | bytearray | memoryview
+
+
+@dataclass(frozen=True)
+class SegmentDraft:
+    """All that one rank writes in one save."""
+
+    store_id: str
+    save: SaveId
+    rank: int
+    world_size: int
+    plan: str
+    fragments: Sequence[StagedFragment]
+    run_state: Any
+    run_leaves: Sequence[Leaf]
+    facts: Mapping[str, Any]
+
+
+def write_segment(files: Files, draft: SegmentDraft) -> PartRecord:
+    """Write payload, then part; both durable on return. ExistsError where this rank wrote this save before."""
+    ensure_dir(files, segment_dir(draft.save))
+    fragments = [
+        Item(f"{f.fqn}/{f.slot}/{f.start}", f.dtype, (f.numel,), f.data) for f in draft.fragments
+    ]
+    leaves = [Item(f"run_state/{i}", leaf.dtype, leaf.shape, leaf.data) for i, leaf in enumerate(draft.run_leaves)]
+    payload = write_payload(files, payload_path(draft.save, draft.rank), fragments + leaves)
+    placed = iter(payload.placed)
+    part = PartRecord(
+        store_id=draft.store_id,
+        step=draft.save.step,
+        epoch=draft.save.epoch,
+        rank=draft.rank,
+        world_size=draft.world_size,
+        plan=draft.plan,
+        payload_bytes=payload.payload_bytes,
+        header_bytes=payload.header_bytes,
+        header_xxh3_128=payload.header_xxh3_128,
+        entries=tuple(_entry(f, next(placed)) for f in draft.fragments),
+        run_state=draft.run_state,
+        run_tensors=tuple(_state_tensor(leaf, next(placed)) for leaf in draft.run_leaves),
+        facts=dict(draft.facts),
+    )
+    data = to_bytes(part)
+    write_new(files, part_path(draft.save, draft.rank), lambda file: file.write(data))
+    return part
+
+
+def read_part(files: Files, store_id: str, save: SaveId, rank: int) -> PartRecord:
+    """A rank's part, checked against where it stands and against itself."""
+    return parse_part(files.read(part_path(save, rank), PART_LIMIT), store_id, save, rank)
+
+
+def parse_part(data: bytes, store_id: str, save: SaveId, rank: int) -> PartRecord:
+    """The part in the bytes of ``part_path(save, rank)``. DamagedError unless it belongs there and is consistent."""
+    path = part_path(save, rank)
+    part = from_bytes(PartRecord, data, path)
+    if (part.store_id, part.save, part.rank) != (store_id, save, rank):
+        raise DamagedError(f"{path} belongs to save {part.save}, rank {part.rank} of store {part.store_id}")
+    room = part.payload_bytes - part.header_bytes
+    pieces: list[Entry | StateTensor] = [*part.entries, *part.run_tensors]
+    if room < 0 or any(piece.offset + piece.nbytes > room for piece in pieces):
+        raise DamagedError(f"{path} names bytes beyond the end of its payload")
+    for entry in part.entries:
+        if encoding_named(entry.encoding).stored_bytes(entry.numel, entry.dtype) != entry.nbytes:
+            raise DamagedError(f"{path}: {entry.fqn}/{entry.slot} has the wrong size for its encoding")
+    return part
+
+
+def check_payload_size(files: Files, part: PartRecord) -> None:
+    """DamagedError unless the payload is there with the size its part says."""
+    path = payload_path(part.save, part.rank)
+    try:
+        found = files.size(path)
+    except MissingError as error:
+        raise DamagedError(str(error)) from error
+    if found != part.payload_bytes:
+        raise DamagedError(f"{path} has {found} bytes instead of {part.payload_bytes}")
+
+
+def read_entry(files: Files, part: PartRecord, entry: Entry, target: memoryview) -> None:
+    """Fill ``target`` (``entry.nbytes`` bytes) with the stored bytes of a fragment, hash checked."""
+    placed = Placed(entry.offset, entry.nbytes, entry.xxh3_128)
+    read_piece(files, payload_path(part.save, part.rank), part.header_bytes, placed, target)
+
+
+def read_leaves(files: Files, part: PartRecord) -> list[Leaf]:
+    """The tensors of a part's run state, hashes checked. Their kind is in the tree."""
+    leaves = []
+    for tensor in part.run_tensors:
+        if leaf_bytes(tensor.dtype, tensor.shape) != tensor.nbytes:
+            raise DamagedError(f"{part_path(part.save, part.rank)}: a run-state tensor has the wrong size")
+        data = bytearray(tensor.nbytes)
+        placed = Placed(tensor.offset, tensor.nbytes, tensor.xxh3_128)
+        read_piece(files, payload_path(part.save, part.rank), part.header_bytes, placed, memoryview(data))
+        leaves.append(Leaf(tensor.dtype, tensor.shape, data))
+    return leaves
+
+
+def present_parts(files: Files, save: SaveId) -> list[int]:
+    """Ranks whose part stands in the group, sorted."""
+    try:
+        names = files.list_dir(segment_dir(save))
+    except MissingError:
+        return []
+    found = [parse_rank_file(name) for name in names]
+    return sorted(item[0] for item in found if item is not None and item[1] == "json")
+
+
+def parts_digest(part_files: Iterable[bytes]) -> str:
+    """Digest of the files of a group's parts, in rank order."""
+    state = xxhash.xxh3_128()
+    for data in part_files:
+        state.update(xxhash.xxh3_128_digest(data))
+    return state.hexdigest()
+
+
+def _entry(fragment: StagedFragment, placed: Placed) -> Entry:
+    return Entry(
+        layer=fragment.layer,
+        slot=fragment.slot,
+        fqn=fragment.fqn,
+        start=fragment.start,
+        numel=fragment.numel,
+        dtype=fragment.dtype,
+        encoding=fragment.encoding,
+        offset=placed.offset,
+        nbytes=placed.nbytes,
+        xxh3_128=placed.xxh3_128,
+    )
+
+
+def _state_tensor(leaf: Leaf, placed: Placed) -> StateTensor:
+    return StateTensor(
+        dtype=leaf.dtype, shape=leaf.shape, offset=placed.offset, nbytes=placed.nbytes, xxh3_128=placed.xxh3_128
+    )

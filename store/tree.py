@@ -1,0 +1,151 @@
+"""Run state as JSON plus tensors: a closed set of plain types, nothing pickled, nothing executed on reading.
+
+Plain JSON values stand for themselves. What JSON has not is tagged: ``{"$": "tuple", "v": [...]}``. Arrays
+and tensors become leaves, kept beside the tree as bytes; the caller says how its tensors turn into leaves.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from store.encoding import itemsize
+from store.errors import DamagedError, UnsupportedError
+
+_TAG = "$"
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A tensor as bytes: C order, little-endian, dtype named as in safetensors; ``kind`` tells whose it was."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes | bytearray | memoryview
+    kind: str = "tensor"
+
+
+ToLeaf = Callable[[Any], Leaf | None]
+FromLeaf = Callable[[Leaf], Any]
+
+_NUMPY_NAMES = {
+    "float64": "F64", "float32": "F32", "float16": "F16",
+    "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
+    "uint32": "U32", "uint64": "U64", "uint16": "U16",
+}  # fmt: skip
+_NUMPY_TYPES = {name: np.dtype(numpy_name) for numpy_name, name in _NUMPY_NAMES.items()}
+
+
+def encode(value: Any, to_leaf: ToLeaf) -> tuple[Any, list[Leaf]]:
+    """(JSON tree, leaves). UnsupportedError names the place of what is not plain data."""
+    leaves: list[Leaf] = []
+    return _Encoder(to_leaf, leaves).encode(value, "state"), leaves
+
+
+def decode(tree: Any, leaves: Sequence[Leaf], from_leaf: FromLeaf) -> Any:
+    """The inverse of :func:`encode`. DamagedError for a tree that this module did not write."""
+    try:
+        return _decode(tree, leaves, from_leaf)
+    except (KeyError, IndexError, TypeError, ValueError, RecursionError) as error:
+        raise DamagedError(f"run state cannot be read back: {error!r}") from error
+
+
+@dataclass(frozen=True)
+class _Encoder:
+    to_leaf: ToLeaf
+    leaves: list[Leaf]
+
+    def encode(self, value: Any, where: str) -> Any:
+        if value is None or type(value) in (bool, int, str):
+            return value
+        if type(value) is float:
+            return value if math.isfinite(value) else {_TAG: "float", "v": repr(value)}
+        if isinstance(value, Mapping):
+            return self._mapping(value, where)
+        if isinstance(value, list | tuple | set | frozenset):
+            return self._sequence(value, where)
+        if isinstance(value, bytes | bytearray):
+            return {_TAG: "bytes", "v": base64.b64encode(value).decode()}
+        return self._leaf(value, where)
+
+    def _mapping(self, value: Mapping[Any, Any], where: str) -> Any:
+        if all(type(key) is str and key != _TAG for key in value):
+            return {key: self.encode(item, f"{where}[{key!r}]") for key, item in value.items()}
+        pairs = [
+            [self.encode(key, f"{where} key"), self.encode(item, f"{where}[{key!r}]")] for key, item in value.items()
+        ]
+        return {_TAG: "dict", "v": pairs}
+
+    def _sequence(self, value: Any, where: str) -> Any:
+        items = sorted(value) if isinstance(value, set | frozenset) else value
+        encoded = [self.encode(item, f"{where}[{i}]") for i, item in enumerate(items)]
+        if isinstance(value, list):
+            return encoded
+        return {_TAG: "tuple" if isinstance(value, tuple) else "set", "v": encoded}
+
+    def _leaf(self, value: Any, where: str) -> Any:
+        leaf = _numpy_leaf(value) if isinstance(value, np.ndarray | np.generic) else self.to_leaf(value)
+        if leaf is None:
+            raise UnsupportedError(
+                f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be stored without "
+                "pickling; keep it out of state_dict() or turn it into numbers, strings, lists, dicts or tensors"
+            )
+        self.leaves.append(leaf)
+        return {_TAG: leaf.kind, "v": len(self.leaves) - 1}
+
+
+def _numpy_leaf(value: np.ndarray[Any, Any] | np.generic) -> Leaf | None:
+    array = np.asarray(value)
+    name = _NUMPY_NAMES.get(array.dtype.name)
+    if name is None:
+        return None
+    kind = "ndarray" if isinstance(value, np.ndarray) else "numpy"
+    little = array.astype(array.dtype.newbyteorder("<"), order="C", copy=False)
+    return Leaf(name, tuple(array.shape), little.tobytes(), kind)
+
+
+def _decode(tree: Any, leaves: Sequence[Leaf], from_leaf: FromLeaf) -> Any:
+    if isinstance(tree, list):
+        return [_decode(item, leaves, from_leaf) for item in tree]
+    if not isinstance(tree, dict):
+        return tree
+    if _TAG not in tree:
+        return {key: _decode(item, leaves, from_leaf) for key, item in tree.items()}
+    tag, value = tree[_TAG], tree["v"]
+    if tag in ("tuple", "set"):
+        return (tuple if tag == "tuple" else set)(_decode(item, leaves, from_leaf) for item in value)
+    if tag == "dict":
+        return {_decode(key, leaves, from_leaf): _decode(item, leaves, from_leaf) for key, item in value}
+    if tag == "float":
+        return float(value)
+    if tag == "bytes":
+        return base64.b64decode(value, validate=True)
+    return _decode_leaf(tag, leaves[_index(value, len(leaves))], from_leaf)
+
+
+def _decode_leaf(tag: str, leaf: Leaf, from_leaf: FromLeaf) -> Any:
+    if tag == "tensor":
+        return from_leaf(leaf)
+    array = np.frombuffer(leaf.data, dtype=_NUMPY_TYPES[leaf.dtype]).reshape(leaf.shape).copy()
+    if tag == "ndarray":
+        return array
+    if tag == "numpy":
+        return array[()]
+    raise ValueError(f"unknown tag {tag!r}")
+
+
+def _index(value: Any, count: int) -> int:
+    if type(value) is not int or not 0 <= value < count:
+        raise ValueError(f"leaf {value!r} of {count}")
+    return value
+
+
+def leaf_bytes(dtype: str, shape: Sequence[int]) -> int:
+    """Bytes that a leaf of this dtype and shape must have."""
+    size = _NUMPY_TYPES[dtype].itemsize if dtype in _NUMPY_TYPES else itemsize(dtype)
+    return math.prod(shape) * size
