@@ -114,4 +114,3 @@ def _group(found: Mapping[int, tuple[bytes, PartRecord]]) -> Group:
         parts=parts_digest(data for data, _ in ordered),
     )
     return Group(parts, record)
-

@@ -8,6 +8,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from store.errors import DamagedError
 from store.names import Fragment
@@ -24,7 +25,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Copy:
-    """Elements ``[source_start, source_start + numel)`` of the stored fragment go to ``target_start`` of the wanted one."""
+    """``numel`` elements from ``source_start`` of the stored fragment go to ``target_start`` of the wanted one."""
 
     source: Source
     source_start: int
@@ -82,17 +83,18 @@ def covered_numel(entries: Iterable[Entry]) -> int:
         total += entry.numel
     for name, found in by_name.items():
         found.sort(key=lambda entry: entry.start)
-        for before, after in zip(found, found[1:], strict=False):
+        for before, after in pairwise(found):
             if before.stop > after.start:
                 raise DamagedError(_overlap(name, before, after))
     return total
 
 
 def _refuse_overlap(name: tuple[str, str], found: Sequence[Source]) -> None:
-    for before, after in zip(found, found[1:], strict=False):
+    for before, after in pairwise(found):
         if before.entry.stop > after.entry.start:
             raise DamagedError(_overlap(name, before.entry, after.entry))
 
 
 def _overlap(name: tuple[str, str], before: Entry, after: Entry) -> str:
-    return f"{name[0]}/{name[1]}: stored fragments [{before.start}, {before.stop}) and [{after.start}, {after.stop}) overlap"
+    spans = f"[{before.start}, {before.stop}) and [{after.start}, {after.stop})"
+    return f"{name[0]}/{name[1]}: stored fragments {spans} overlap"

@@ -173,7 +173,9 @@ class LocalFiles:
             raise DamagedError(f"{path!r} is no name inside the store {self.root}")
         parent = self.root.joinpath(*parts[:-1])
         if parts[:-1] and parent.resolve() != self.root.resolve().joinpath(*parts[:-1]):
-            raise DamagedError(f"{parent} leads out of the store through a symbolic link; put the directory itself there")
+            raise DamagedError(
+                f"{parent} leads out of the store through a symbolic link; put the directory itself there"
+            )
         return self.root.joinpath(*parts)
 
     @contextmanager

@@ -1,12 +1,12 @@
 """Where things are in a store: the only place that knows its file names.
 
-    STORE.json                                format, least reader version, store id
-    LOCK                                      held by the job that writes (advisory, this machine only)
-    epochs/000003.json                        who owns epoch 3
-    segments/00000120-000003/rank-00007.*     payload (.safetensors) and part (.json) of one rank
-    manifests/00000120-000003.json            the commit
-    proven/00000120-000003.json               resumed from, and a step succeeded
-    LATEST                                    a hint, never trusted
+STORE.json                                format, least reader version, store id
+LOCK                                      held by the job that writes (advisory, this machine only)
+epochs/000003.json                        who owns epoch 3
+segments/00000120-000003/rank-00007.*     payload (.safetensors) and part (.json) of one rank
+manifests/00000120-000003.json            the commit
+proven/00000120-000003.json               resumed from, and a step succeeded
+LATEST                                    a hint, never trusted
 """
 
 from __future__ import annotations

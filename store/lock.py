@@ -73,7 +73,7 @@ def lock_holder(root: Path) -> int | None:
 
 # struct flock of Linux on 64-bit: l_type, l_whence, (padding,) l_start, l_len, l_pid, (padding).
 def _holder(descriptor: int) -> int | None:
-    import struct  # noqa: PLC0415
+    import struct
 
     layout = "hhqqi4x"
     question = struct.pack(layout, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)

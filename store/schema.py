@@ -38,7 +38,7 @@ class StoreRecord(Record):
 
 
 class EpochRecord(Record):
-    """Who owns an epoch. ``token`` is drawn anew for each claim; a rank that reads the same token is on the same disk."""
+    """Who owns an epoch. ``token`` is drawn for each claim: a rank that reads the same one is on the same disk."""
 
     store_id: Digest
     epoch: Natural

@@ -16,7 +16,7 @@ from store.durable import ensure_dir, write_new
 from store.encoding import encoding_named
 from store.errors import DamagedError, MissingError
 from store.files import Files
-from store.layout import part_path, parse_rank_file, payload_path, segment_dir
+from store.layout import parse_rank_file, part_path, payload_path, segment_dir
 from store.names import SaveId
 from store.payload import Item, Placed, read_piece, write_payload
 from store.schema import Entry, PartRecord, StateTensor, from_bytes, to_bytes
@@ -58,9 +58,7 @@ class SegmentDraft:
 def write_segment(files: Files, draft: SegmentDraft) -> PartRecord:
     """Write payload, then part; both durable on return. ExistsError where this rank wrote this save before."""
     ensure_dir(files, segment_dir(draft.save))
-    fragments = [
-        Item(f"{f.fqn}/{f.slot}/{f.start}", f.dtype, (f.numel,), f.data) for f in draft.fragments
-    ]
+    fragments = [Item(f"{f.fqn}/{f.slot}/{f.start}", f.dtype, (f.numel,), f.data) for f in draft.fragments]
     leaves = [Item(f"run_state/{i}", leaf.dtype, leaf.shape, leaf.data) for i, leaf in enumerate(draft.run_leaves)]
     payload = write_payload(files, payload_path(draft.save, draft.rank), fragments + leaves)
     placed = iter(payload.placed)
@@ -170,5 +168,9 @@ def _entry(fragment: StagedFragment, placed: Placed) -> Entry:
 
 def _state_tensor(leaf: Leaf, placed: Placed) -> StateTensor:
     return StateTensor(
-        dtype=leaf.dtype, shape=leaf.shape, offset=placed.offset, nbytes=placed.nbytes, xxh3_128=placed.xxh3_128
+        dtype=leaf.dtype,
+        shape=leaf.shape,
+        offset=placed.offset,
+        nbytes=placed.nbytes,
+        xxh3_128=placed.xxh3_128,
     )

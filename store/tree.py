@@ -116,7 +116,10 @@ def _decode(tree: Any, leaves: Sequence[Leaf], from_leaf: FromLeaf) -> Any:
         return tree
     if _TAG not in tree:
         return {key: _decode(item, leaves, from_leaf) for key, item in tree.items()}
-    tag, value = tree[_TAG], tree["v"]
+    return _decode_tagged(tree[_TAG], tree["v"], leaves, from_leaf)
+
+
+def _decode_tagged(tag: str, value: Any, leaves: Sequence[Leaf], from_leaf: FromLeaf) -> Any:
     if tag in ("tuple", "set"):
         return (tuple if tag == "tuple" else set)(_decode(item, leaves, from_leaf) for item in value)
     if tag == "dict":

@@ -1,0 +1,126 @@
+"""Opening a store and reading its records: manifests newest first, parts of a group, each checked.
+
+A catalog reads and never writes. It caches what is immutable. Damage is kept as text beside what could be read,
+because the reader's answer to damage is another version, not an exception.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from store.errors import DamagedError, MissingError, NewerFormatError, NoStoreError, StorageError
+from store.files import Files
+from store.layout import MANIFESTS, PROVEN, STORE, manifest_path, parse_save_file, part_path
+from store.names import SaveId
+from store.record import unseal
+from store.schema import FORMAT, GroupRecord, ManifestRecord, PartRecord, StoreRecord, from_bytes
+from store.segments import PART_LIMIT, check_payload_size, parse_part, parts_digest
+
+_MANIFEST_LIMIT = 1 << 26
+_STORE_LIMIT = 1 << 16
+
+
+@dataclass(frozen=True)
+class LoadedGroup:
+    """What can be read of a segment group: whole parts by rank, and what is wrong with the rest."""
+
+    save: SaveId
+    parts: Mapping[int, PartRecord]
+    problems: tuple[str, ...]
+
+
+class Catalog:
+    """The readable side of one store."""
+
+    def __init__(self, files: Files, record: StoreRecord) -> None:
+        self.files = files
+        self.record = record
+        self._manifests: dict[SaveId, ManifestRecord] = {}
+        self._groups: dict[tuple[SaveId, str], LoadedGroup] = {}
+
+    @property
+    def store_id(self) -> str:
+        """Identity of the store; every record in it carries the same."""
+        return self.record.store_id
+
+    def saves(self) -> list[SaveId]:
+        """All commits by file name, newest first. None of them is read."""
+        return _saves_in(self.files, MANIFESTS)
+
+    def proven(self) -> set[SaveId]:
+        """Commits that a job resumed from and then took a step."""
+        return set(_saves_in(self.files, PROVEN))
+
+    def manifest(self, save: SaveId) -> ManifestRecord:
+        """One manifest. DamagedError where it is not whole or not of this store and name."""
+        if save not in self._manifests:
+            path = manifest_path(save)
+            try:
+                found = from_bytes(ManifestRecord, self.files.read(path, _MANIFEST_LIMIT), path)
+            except MissingError as error:
+                raise DamagedError(str(error)) from error
+            if (found.store_id, found.save) != (self.store_id, save):
+                raise DamagedError(
+                    f"{path} is manifest {found.save} of store {found.store_id}: it was copied or renamed"
+                )
+            self._manifests[save] = found
+        return self._manifests[save]
+
+    def group(self, save: SaveId, record: GroupRecord) -> LoadedGroup:
+        """The parts of a group as the manifest's ``record`` has it, sizes of their payloads checked."""
+        key = (save, record.parts)
+        if key not in self._groups:
+            self._groups[key] = self._load_group(save, record)
+        return self._groups[key]
+
+    def forget(self) -> None:
+        """Drop what was cached: read from storage again."""
+        self._manifests.clear()
+        self._groups.clear()
+
+    def _load_group(self, save: SaveId, record: GroupRecord) -> LoadedGroup:
+        parts: dict[int, PartRecord] = {}
+        raw: list[bytes] = []
+        problems: list[str] = []
+        for rank in range(record.world_size):
+            try:
+                data = self.files.read(part_path(save, rank), PART_LIMIT)
+                part = parse_part(data, self.store_id, save, rank)
+                check_payload_size(self.files, part)
+            except (DamagedError, StorageError) as error:
+                problems.append(str(error))
+            else:
+                raw.append(data)
+                parts[rank] = part
+        if not problems and parts_digest(raw) != record.parts:
+            return LoadedGroup(save, {}, (f"segments/{save}: its parts are not those that were committed",))
+        return LoadedGroup(save, parts, tuple(problems))
+
+
+def open_catalog(files: Files) -> Catalog:
+    """The catalog of an existing store. NoStoreError, NewerFormatError or DamagedError where it cannot be read."""
+    try:
+        data = files.read(STORE, _STORE_LIMIT)
+    except MissingError as error:
+        raise NoStoreError(f"{_where(files)} is no driftpoint store: there is no {STORE} in it") from error
+    body = unseal(data, STORE)
+    reader = body.get("reader") if isinstance(body, dict) else None
+    if isinstance(reader, int) and reader > FORMAT:
+        raise NewerFormatError(
+            f"{_where(files)} is in a format that needs a reader of format {reader}; this release reads up to "
+            f"{FORMAT}: run `pip install --upgrade driftpoint`"
+        )
+    return Catalog(files, from_bytes(StoreRecord, data, STORE))
+
+
+def _saves_in(files: Files, folder: str) -> list[SaveId]:
+    try:
+        names = files.list_dir(folder)
+    except MissingError:
+        return []
+    return sorted((save for name in names if (save := parse_save_file(name)) is not None), reverse=True)
+
+
+def _where(files: Files) -> str:
+    return str(getattr(files, "root", "this directory"))

@@ -1,0 +1,95 @@
+"""The drift certificate: how old and how far moved every layer of a rebuilt checkpoint is.
+
+Pure: from a resolution to numbers. It is never called exact unless every moving (layer, slot) is of the
+manifest's own step and was stored losslessly.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from store.encoding import encoding_named
+from store.versions import Resolution, Version
+
+
+@dataclass(frozen=True)
+class CertifiedUnit:
+    """One (layer, slot). ``drift`` is None where it is not known (after a fallback, or never finite)."""
+
+    layer: str
+    slot: str
+    step: int
+    save: str
+    staleness: int
+    encoding: str
+    drift: float | None
+    moving: bool
+    fallback: bool
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """What a rebuilt checkpoint consists of."""
+
+    store_id: str
+    save: str
+    step: int
+    exact: bool
+    units: tuple[CertifiedUnit, ...]
+    problems: tuple[str, ...]
+
+    @property
+    def max_staleness(self) -> int:
+        """In steps, over moving units."""
+        return max((unit.staleness for unit in self.units if unit.moving), default=0)
+
+    @property
+    def max_drift(self) -> float | None:
+        """Over moving units; None where any of them is unknown."""
+        drifts = [unit.drift for unit in self.units if unit.moving]
+        known = [drift for drift in drifts if drift is not None]
+        return max(known, default=0.0) if len(known) == len(drifts) else None
+
+    def as_json(self) -> dict[str, Any]:
+        """JSON object, bounds included."""
+        return {**asdict(self), "max_staleness": self.max_staleness, "max_drift": self.max_drift}
+
+
+def certify(resolution: Resolution) -> Certificate:
+    """The certificate of the checkpoint that a resolution gives."""
+    manifest = resolution.manifest
+    units = tuple(_certified(manifest.step, version) for version in resolution.versions.values())
+    return Certificate(
+        store_id=manifest.store_id,
+        save=manifest.save.name,
+        step=manifest.step,
+        exact=all(_is_exact(unit) for unit in units),
+        units=units,
+        problems=resolution.problems,
+    )
+
+
+def _certified(step: int, version: Version) -> CertifiedUnit:
+    record = version.record
+    return CertifiedUnit(
+        layer=record.layer,
+        slot=record.slot,
+        step=version.save.step,
+        save=record.save,
+        staleness=step - version.save.step,
+        encoding=record.encoding,
+        drift=None if version.fallback else record.drift,
+        moving=record.moving,
+        fallback=version.fallback,
+        nbytes=record.nbytes,
+    )
+
+
+def _is_exact(unit: CertifiedUnit) -> bool:
+    if not encoding_named(unit.encoding).lossless:
+        return False
+    if unit.moving:
+        return unit.staleness == 0
+    return not unit.fallback and unit.drift == 0

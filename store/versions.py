@@ -1,0 +1,156 @@
+"""Which version of every unit a resume or a merge takes: the newest committed one that is whole.
+
+A bad unit falls back to its own previous version, found through the older manifests, not to the previous
+checkpoint. A version is known bad from its records (missing part, wrong size) or because a reader found bytes
+that do not match their hash and asks again with that version in ``bad``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Set
+from dataclasses import dataclass
+
+from store.catalog import Catalog, LoadedGroup
+from store.coverage import Source, covered_numel
+from store.errors import DamagedError, NothingToResumeError, StorageError
+from store.names import SaveId, Unit
+from store.schema import ManifestRecord, PartRecord, UnitRecord
+
+
+@dataclass(frozen=True)
+class Bad:
+    """A version found to be damaged: of one unit, or (unit None) the run state of a save."""
+
+    save: SaveId
+    unit: Unit | None = None
+
+
+@dataclass(frozen=True)
+class Version:
+    """A unit's version and the stored fragments that hold it.
+
+    record: as in the manifest that was asked for, or, after a fallback, in the older manifest it was found in.
+    fallback: an older version than the manifest names, because that one is damaged.
+    """
+
+    record: UnitRecord
+    sources: tuple[Source, ...]
+    fallback: bool
+
+    @property
+    def save(self) -> SaveId:
+        """The save that holds the version."""
+        return self.record.version
+
+
+@dataclass(frozen=True)
+class Resolution:
+    """One manifest with a whole version for every unit, and the parts that hold its run state by rank."""
+
+    manifest: ManifestRecord
+    versions: Mapping[Unit, Version]
+    run_parts: Mapping[int, PartRecord]
+    problems: tuple[str, ...]
+
+    @property
+    def fallbacks(self) -> tuple[Version, ...]:
+        """Versions that are older than the manifest names."""
+        return tuple(version for version in self.versions.values() if version.fallback)
+
+    def sources(self) -> Iterable[Source]:
+        """All stored fragments of all versions."""
+        for version in self.versions.values():
+            yield from version.sources
+
+
+def resolve(catalog: Catalog, save: SaveId, bad: Set[Bad] = frozenset()) -> Resolution:
+    """Whole versions for every unit of a manifest. DamagedError where one has none, or its run state is gone."""
+    manifest = catalog.manifest(save)
+    problems: list[str] = []
+    versions: dict[Unit, Version] = {}
+    for record in manifest.units:
+        found = _whole(catalog, manifest, record, bad, problems)
+        versions[record.unit] = found or _previous(catalog, manifest, record, bad, problems)
+    run_parts = _run_parts(catalog, manifest, bad)
+    return Resolution(manifest, versions, run_parts, tuple(dict.fromkeys(problems)))
+
+
+def newest_resumable(
+    catalog: Catalog, bad: Set[Bad] = frozenset(), skip: Set[SaveId] = frozenset()
+) -> tuple[Resolution, tuple[str, ...]]:
+    """The newest manifest that resolves, and what was wrong with the newer ones. NothingToResumeError if none does."""
+    passed_over: list[str] = []
+    for save in catalog.saves():
+        if save in skip:
+            continue
+        try:
+            return resolve(catalog, save, bad), tuple(passed_over)
+        except (DamagedError, StorageError) as error:
+            passed_over.append(f"{save}: {error}")
+    if passed_over:
+        raise NothingToResumeError("no commit can be resumed; " + "; ".join(passed_over[:4]))
+    raise NothingToResumeError("the store holds no commit yet")
+
+
+def _whole(
+    catalog: Catalog, manifest: ManifestRecord, record: UnitRecord, bad: Set[Bad], problems: list[str]
+) -> Version | None:
+    if Bad(record.version, record.unit) in bad:
+        problems.append(f"{record.unit}: version {record.save} does not match its hashes")
+        return None
+    group = _group(catalog, manifest, record.version)
+    sources = tuple(
+        Source(part, entry) for part in group.parts.values() for entry in part.entries if entry.unit == record.unit
+    )
+    problem = _problem(record, sources)
+    if problem is None:
+        return Version(record, sources, fallback=False)
+    problems.extend(group.problems)
+    problems.append(problem)
+    return None
+
+
+def _problem(record: UnitRecord, sources: tuple[Source, ...]) -> str | None:
+    try:
+        covered = covered_numel(source.entry for source in sources)
+    except DamagedError as error:
+        return str(error)
+    if covered != record.numel:
+        return f"{record.unit}: version {record.save} has {covered} of its {record.numel} elements"
+    return None
+
+
+def _previous(
+    catalog: Catalog, manifest: ManifestRecord, record: UnitRecord, bad: Set[Bad], problems: list[str]
+) -> Version:
+    tried = {record.version}
+    for older in catalog.saves():
+        if older >= manifest.save:
+            continue
+        try:
+            candidate_manifest = catalog.manifest(older)
+        except (DamagedError, StorageError) as error:
+            problems.append(str(error))
+            continue
+        candidate = next((u for u in candidate_manifest.units if u.unit == record.unit), None)
+        if candidate is None or candidate.numel != record.numel or candidate.version in tried:
+            continue
+        tried.add(candidate.version)
+        found = _whole(catalog, candidate_manifest, candidate, bad, problems)
+        if found is not None:
+            return Version(candidate, found.sources, fallback=True)
+    raise DamagedError(f"{record.unit} has no version that is whole; " + "; ".join(dict.fromkeys(problems)))
+
+
+def _group(catalog: Catalog, manifest: ManifestRecord, save: SaveId) -> LoadedGroup:
+    record = manifest.groups.get(save.name)
+    if record is None:
+        raise DamagedError(f"manifest {manifest.save} names save {save} but not its segment group")
+    return catalog.group(save, record)
+
+
+def _run_parts(catalog: Catalog, manifest: ManifestRecord, bad: Set[Bad]) -> Mapping[int, PartRecord]:
+    group = _group(catalog, manifest, manifest.save)
+    if Bad(manifest.save) in bad or len(group.parts) != manifest.world_size:
+        raise DamagedError(f"the run state of {manifest.save} is damaged; " + "; ".join(group.problems))
+    return group.parts
