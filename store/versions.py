@@ -8,13 +8,13 @@ that do not match their hash and asks again with that version in ``bad``.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from store.catalog import Catalog, LoadedGroup
+from store.catalog import Catalog
 from store.coverage import Source, covered_numel
 from store.errors import DamagedError, NothingToResumeError, StorageError
 from store.names import SaveId, Unit
-from store.schema import ManifestRecord, PartRecord, UnitRecord
+from store.schema import GroupRecord, ManifestRecord, PartRecord, UnitRecord
 
 
 @dataclass(frozen=True)
@@ -30,10 +30,11 @@ class Version:
     """A unit's version and the stored fragments that hold it.
 
     record: as in the manifest that was asked for, or, after a fallback, in the older manifest it was found in.
-    fallback: an older version than the manifest names, because that one is damaged.
+    group: the segment group it lies in. fallback: older than the manifest names, because that one is damaged.
     """
 
     record: UnitRecord
+    group: GroupRecord
     sources: tuple[Source, ...]
     fallback: bool
 
@@ -98,13 +99,14 @@ def _whole(
     if Bad(record.version, record.unit) in bad:
         problems.append(f"{record.unit}: version {record.save} does not match its hashes")
         return None
-    group = _group(catalog, manifest, record.version)
+    group_record = _group_record(manifest, record.version)
+    group = catalog.group(record.version, group_record)
     sources = tuple(
         Source(part, entry) for part in group.parts.values() for entry in part.entries if entry.unit == record.unit
     )
     problem = _problem(record, sources)
     if problem is None:
-        return Version(record, sources, fallback=False)
+        return Version(record, group_record, sources, fallback=False)
     problems.extend(group.problems)
     problems.append(problem)
     return None
@@ -138,19 +140,19 @@ def _previous(
         tried.add(candidate.version)
         found = _whole(catalog, candidate_manifest, candidate, bad, problems)
         if found is not None:
-            return Version(candidate, found.sources, fallback=True)
+            return replace(found, fallback=True)
     raise DamagedError(f"{record.unit} has no version that is whole; " + "; ".join(dict.fromkeys(problems)))
 
 
-def _group(catalog: Catalog, manifest: ManifestRecord, save: SaveId) -> LoadedGroup:
+def _group_record(manifest: ManifestRecord, save: SaveId) -> GroupRecord:
     record = manifest.groups.get(save.name)
     if record is None:
         raise DamagedError(f"manifest {manifest.save} names save {save} but not its segment group")
-    return catalog.group(save, record)
+    return record
 
 
 def _run_parts(catalog: Catalog, manifest: ManifestRecord, bad: Set[Bad]) -> Mapping[int, PartRecord]:
-    group = _group(catalog, manifest, manifest.save)
+    group = catalog.group(manifest.save, _group_record(manifest, manifest.save))
     if Bad(manifest.save) in bad or len(group.parts) != manifest.world_size:
         raise DamagedError(f"the run state of {manifest.save} is damaged; " + "; ".join(group.problems))
     return group.parts
