@@ -1,0 +1,199 @@
+"""The bounds that every policy runs inside, and the gate that keeps broken values out of the store.
+
+Pure, as all policies are. It does not know when decisions happen beyond ``Bounds.interval``, nor whether a
+save comes about: a save that fails, or a commit that lands late, is the caller's to report.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from policies.answer import check_answer, check_shown
+from policies.base import Budget, Choice, Decision, History, Policy, UnitStats
+from policies.health import sick_slots
+from policies.observe import Observe
+from policies.reason import compared, version
+from policies.setting import check_integer, check_number, check_one_of
+from store.errors import ConfigError
+from store.names import RAW, Unit
+
+LOSSLESS = frozenset({RAW})
+"""Encodings that give back every bit."""
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What holds whatever the policy chooses. None: not bounded.
+
+    max_staleness: steps that the newest committed version of a moving, finite unit may lie back, at every
+    step up to and including the next decision; a save that commits late adds its own delay.
+    max_drift: relative distance that a unit may have when a decision leaves it unsaved; between decisions it
+    goes on growing.
+    precision: ``exact`` allows lossless encodings only.
+    interval: the most steps between two decisions; needed with max_staleness, which must not be smaller.
+    """
+
+    max_staleness: int | None = None
+    max_drift: float | None = None
+    precision: Literal["exact", "any"] = "exact"
+    interval: int | None = None
+
+    def __post_init__(self) -> None:
+        check_one_of("bounds", "precision", self.precision, ("exact", "any"))
+        if self.max_drift is not None:
+            check_number("bounds", "max_drift", self.max_drift)
+        if self.interval is not None:
+            check_integer("bounds", "interval", self.interval, least=1)
+        if self.max_staleness is not None:
+            check_integer("bounds", "max_staleness", self.max_staleness, least=1)
+            self._check_interval(self.max_staleness)
+
+    def _check_interval(self, max_staleness: int) -> None:
+        if self.interval is None:
+            raise ConfigError("bounds: max_staleness needs interval, the most steps between two decisions")
+        if max_staleness < self.interval:
+            raise ConfigError(
+                f"bounds: max_staleness {max_staleness} cannot hold with interval {self.interval}: even what is "
+                f"saved every time grows {self.interval} steps old; set max_staleness >= {self.interval}, "
+                "or decide more often"
+            )
+
+    @property
+    def encodings(self) -> frozenset[str] | None:
+        """The encodings allowed; None where any is."""
+        return LOSSLESS if self.precision == "exact" else None
+
+    def is_stale(self, staleness: int) -> bool:
+        """Whether a version this old would be too old by the next decision."""
+        if self.max_staleness is None or self.interval is None:
+            return False
+        return staleness + self.interval > self.max_staleness
+
+
+@dataclass(frozen=True)
+class Bounded:
+    """A policy inside bounds; a policy itself. For each unit the first row that applies decides:
+
+    ===  ==================================================  =======================================
+    1    a slot of its layer has NaN or infinity             skipped: what is committed stays
+    2    no unit has a version                               saved: the first save is full
+    2    it has no version, or other parameters than it had  saved
+    3    does not move, and its version holds (drift 0, or   skipped, however old
+         not measured)
+    3    does not move, and yet has drift                    saved: someone changed it
+    4    drift > max_drift, or drift not known               saved
+    4    staleness + interval > max_staleness                saved
+    5    otherwise                                           as the inner policy says
+    ===  ==================================================  =======================================
+
+    What rows 2 to 4 demand is stored raw. Only where max_staleness demands what the inner policy saves
+    anyway, the inner policy's encoding stands. Under precision ``any``, the error that a lossy encoding adds
+    shows as drift at the next decision, not before.
+
+    The inner policy sees every unit, those that its answer cannot change as well, and its whole answer is
+    checked. Raises PolicyError where it breaks its contract.
+    """
+
+    policy: Policy
+    bounds: Bounds = field(default_factory=Bounds)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.policy, Observe):
+            raise ConfigError("bounds go inside observe, or they would write: use bound(policy, bounds)")
+
+    @property
+    def name(self) -> str:
+        """The inner policy's."""
+        return self.policy.name
+
+    @property
+    def needs_drift(self) -> bool:
+        """True where the inner policy or max_drift needs it."""
+        return self.policy.needs_drift or self.bounds.max_drift is not None
+
+    def select(self, stats: Sequence[UnitStats], budget: Budget, history: History) -> Decision:
+        """One choice for each unit, by the table above."""
+        check_shown(self.name, stats)
+        inner = self.policy.select(stats, budget, history)
+        check_answer(self.name, stats, inner, self.bounds.encodings)
+        sick = sick_slots(stats)
+        first = all(one.staleness is None for one in stats)
+        return Decision(
+            {
+                one.unit: _gated(one, sick.get(one.unit.layer, ()), history.step)
+                or _unversioned(one, first)
+                or _standing(one, history.step)
+                or self._drifted(one)
+                or self._stale(one, inner.choices[one.unit])
+                or inner.choices[one.unit]
+                for one in stats
+            }
+        )
+
+    def _drifted(self, one: UnitStats) -> Choice | None:
+        limit = self.bounds.max_drift
+        if limit is None:
+            return None
+        if one.drift is None or math.isnan(one.drift):
+            return Choice(RAW, f"drift is not known; max_drift {limit!r} could not be kept")
+        if one.drift > limit:
+            return Choice(RAW, compared("drift", one.drift, ">", "max_drift", limit))
+        return None
+
+    def _stale(self, one: UnitStats, inner: Choice) -> Choice | None:
+        if one.staleness is None or not self.bounds.is_stale(one.staleness):
+            return None
+        bounds = self.bounds
+        return Choice(
+            inner.encoding or RAW,
+            f"staleness {one.staleness} + interval {bounds.interval} > max_staleness {bounds.max_staleness}",
+        )
+
+
+def bound(policy: Policy, bounds: Bounds) -> Policy:
+    """The policy inside bounds. Observe stays outermost: it then tells what the bounded policy would do."""
+    if isinstance(policy, Observe):
+        return Observe(Bounded(policy.inner, bounds))
+    return Bounded(policy, bounds)
+
+
+def incomplete(stats: Sequence[UnitStats], decision: Decision) -> tuple[Unit, ...]:
+    """The units that a commit of this decision would lack, in the order shown.
+
+    They are neither saved now nor covered by an older version (one that holds other parameters covers
+    nothing). The caller must refuse the commit unless this is empty.
+    """
+    return tuple(
+        one.unit
+        for one in stats
+        if (one.staleness is None or one.changed_shape) and not decision.choices[one.unit].saved
+    )
+
+
+def _gated(one: UnitStats, sick: tuple[str, ...], step: int) -> Choice | None:
+    if not sick:
+        return None
+    verb = "has" if len(sick) == 1 else "have"
+    stays = version(step, one.staleness) + (" stays" if one.staleness is not None else "")
+    return Choice(None, f"health gate: {', '.join(sick)} of {one.unit.layer} {verb} NaN or Inf; {stays}")
+
+
+def _unversioned(one: UnitStats, first: bool) -> Choice | None:
+    if first:
+        return Choice(RAW, "first save is full")
+    if one.staleness is None:
+        return Choice(RAW, "no version yet")
+    if one.changed_shape:
+        return Choice(RAW, "its set of parameters changed")
+    return None
+
+
+def _standing(one: UnitStats, step: int) -> Choice | None:
+    if one.moving:
+        return None
+    if one.drift is None or one.drift == 0.0:
+        return Choice(None, f"does not move; {version(step, one.staleness)} holds")
+    return Choice(RAW, f"does not move, yet its drift is {one.drift:.3g}: it was changed")
