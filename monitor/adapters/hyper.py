@@ -1,0 +1,131 @@
+"""Optimizer state that is not a slot, in a shape that fits every framework: by parameter name.
+
+Two parts: ``param_groups``, each with the fqns in it and its hyperparameters, and ``scalars``, what the
+optimizer keeps for a parameter besides tensors of the parameter's shape (``step``, factored moments).
+It does not know where a framework keeps either.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from store.errors import ModelMismatchError, UnsupportedError
+
+_IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
+"""How a step is computed, not what it computes: a load leaves these as they were configured."""
+
+_INT_STEP = frozenset({"SparseAdam", "LBFGS"})
+"""Optimizers of torch whose step count is not a tensor."""
+
+
+def snapshot(value: Any, where: str) -> Any:
+    """A copy on the host of plain values and tensors, nested at will. Raises UnsupportedError for others."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, Mapping):
+        return {key: snapshot(item, where) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)([snapshot(item, where) for item in value])
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise UnsupportedError(f"{where} holds a {type(value).__name__}, which cannot be saved as plain data")
+
+
+def describe_group(fqns: Iterable[str], group: Mapping[str, Any]) -> dict[str, Any]:
+    """One param group of an optimizer: ``{"params": [fqn, ...], "hyper": {lr, betas, ...}}``."""
+    hyper = {
+        key: snapshot(value, f"hyperparameter {key!r} of an optimizer param group")
+        for key, value in group.items()
+        if key != "params"
+    }
+    return {"params": list(fqns), "hyper": hyper}
+
+
+def restore_groups(saved: Sequence[Mapping[str, Any]], live: Sequence[tuple[Sequence[str], dict[str, Any]]]) -> None:
+    """Put saved hyperparameters into live groups, matched by the parameters in them, not by position.
+
+    live: for each group its fqns and the group itself. Raises ModelMismatchError, before anything has
+    changed, when a group has no parameter in the saved state, or parameters with different values.
+    """
+    hyper_of = {fqn: group["hyper"] for group in saved for fqn in group["params"]}
+    chosen = [_hyper_for(index, fqns, hyper_of) for index, (fqns, _) in enumerate(live)]
+    for (_, group), hyper in zip(live, chosen, strict=True):
+        for key, value in hyper.items():
+            if key not in _IMPLEMENTATION:
+                group[key] = _like(group.get(key), value)
+
+
+def _hyper_for(index: int, fqns: Sequence[str], hyper_of: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]:
+    known = [fqn for fqn in fqns if fqn in hyper_of]
+    if not known:
+        if not fqns:
+            return {}
+        raise ModelMismatchError(
+            f"param group {index} (with {fqns[0]}) has no parameter in the saved state; resume with the model and "
+            "the optimizer of the run that wrote it"
+        )
+    first = hyper_of[known[0]]
+    for fqn in known[1:]:
+        differing = [key for key in first if not _equal(first[key], hyper_of[fqn].get(key))]
+        if differing:
+            raise ModelMismatchError(
+                f"param group {index} joins {known[0]} and {fqn}, which were saved with different "
+                f"{', '.join(differing)}; split the param group as it was in the run that wrote the state"
+            )
+    return first
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        return bool(torch.equal(torch.as_tensor(one), torch.as_tensor(other)))
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    return bool(one == other)
+
+
+def _like(live: Any, value: Any) -> Any:
+    """The saved value in the kind of container in which the live one comes (JSON knows no tuples)."""
+    if isinstance(live, torch.Tensor):
+        with torch.no_grad():
+            return live.copy_(torch.as_tensor(value))
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    if isinstance(live, tuple) and isinstance(value, list):
+        return tuple(value)
+    return copy.deepcopy(value)
+
+
+def restore_scalar(
+    key: str, value: Any, *, live: Any, optimizer: torch.optim.Optimizer, saved_by: str | None, device: torch.device
+) -> Any:
+    """What to put in the optimizer's state for a saved scalar.
+
+    live: what is there now, or None. device: where a new tensor goes. Kept exactly (kind and dtype) when
+    the same optimizer class saved it. Otherwise a step count becomes what this class counts with: a number
+    where a class expects a tensor would silently never be increased.
+    """
+    if isinstance(live, torch.Tensor) and isinstance(value, torch.Tensor):
+        return value.to(device=live.device, dtype=live.dtype, copy=True)
+    if key == "step" and (live is not None or saved_by != type(optimizer).__name__):
+        value = _step_like(value, live, optimizer)
+    return value.to(device, copy=True) if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+
+
+def _step_like(value: Any, live: Any, optimizer: torch.optim.Optimizer) -> Any:
+    kind = type(optimizer)
+    as_tensor = isinstance(live, torch.Tensor) or (
+        live is None and kind.__module__.startswith("torch.optim") and kind.__name__ not in _INT_STEP
+    )
+    return torch.tensor(float(value), dtype=torch.float32) if as_tensor else int(value)
+
+
+def scalar_device(value: Any, group: Mapping[str, Any], parameter: torch.Tensor) -> torch.device:
+    """Where torch's optimizers want a scalar of the state: step counts on the host, unless the step is
+    fused or captured; anything with elements beside its parameter."""
+    if isinstance(value, torch.Tensor) and value.ndim:
+        return parameter.device
+    return parameter.device if group.get("fused") or group.get("capturable") else torch.device("cpu")

@@ -1,0 +1,123 @@
+"""What a module holds, by name: parameters (tied ones once) and persistent buffers.
+
+It knows nothing of optimizers, shards or slots. Buffers and parameters are looked up when asked: a
+framework may have put other memory behind a name since the last call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from monitor.adapters.base import Piece, TensorInfo
+from monitor.dtypes import dtype_name
+from store.errors import UnsupportedError
+from store.names import Fragment
+
+
+class Inventory:
+    """Names of a module's parameters and persistent buffers.
+
+    The canonical name of a tied tensor is the first in the module's own order; the others are aliases.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._refuse_sharded()
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Every parameter by canonical fqn, in model order."""
+        return dict(self._module.named_parameters())
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """Every persistent buffer by canonical fqn, in model order."""
+        found: dict[int, str] = {}
+        out: dict[str, torch.Tensor] = {}
+        for name, buffer in self._persistent_buffers():
+            if id(buffer) not in found:
+                found[id(buffer)] = name
+                out[name] = buffer
+        return out
+
+    def names(self) -> dict[int, str]:
+        """Canonical fqn of each parameter, by ``id``."""
+        return {id(parameter): name for name, parameter in self.parameters().items()}
+
+    def aliases(self) -> dict[str, tuple[str, ...]]:
+        """Further names of tied tensors, by canonical fqn. Tensors with one name only are absent."""
+        every: list[tuple[str, torch.Tensor]] = list(self._module.named_parameters(remove_duplicate=False))
+        every += self._persistent_buffers()
+        first: dict[int, str] = {}
+        out: dict[str, tuple[str, ...]] = {}
+        for name, tensor in every:
+            canonical = first.setdefault(id(tensor), name)
+            if canonical != name:
+                out[canonical] = (*out.get(canonical, ()), name)
+        return out
+
+    def infos(self, trainable: frozenset[str]) -> dict[str, TensorInfo]:
+        """Every tensor by fqn, parameters first. ``trainable``: the fqns that an optimizer moves."""
+        aliases = self.aliases()
+        out: dict[str, TensorInfo] = {}
+        for name, parameter in self.parameters().items():
+            shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+            kind = "trainable" if parameter.requires_grad or name in trainable else "frozen"
+            out[name] = TensorInfo(shape, dtype_name(parameter.dtype), kind, aliases.get(name, ()))
+        for name, buffer in self.buffers().items():
+            dtype = dtype_name(buffer.dtype)
+            out[name] = TensorInfo(tuple(buffer.shape), dtype, "buffer", aliases.get(name, ()))
+        return out
+
+    def state_dict_names(self) -> list[str]:
+        """Keys of ``module.state_dict()`` that name parameters and buffers, aliases included, in order."""
+        return list(_in_state_dict_order(self._module, ""))
+
+    def _persistent_buffers(self) -> list[tuple[str, torch.Tensor]]:
+        out: list[tuple[str, torch.Tensor]] = []
+        for prefix, module in self._module.named_modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                if name not in module._non_persistent_buffers_set:
+                    out.append((f"{prefix}.{name}" if prefix else name, buffer))
+        return out
+
+    def _refuse_sharded(self) -> None:
+        from torch.distributed.tensor import DTensor
+
+        for name, parameter in self._module.named_parameters():
+            if isinstance(parameter, DTensor) or isinstance(parameter.data, DTensor):
+                raise UnsupportedError(
+                    f"parameter {name} is a DTensor (FSDP2 or tensor parallelism), which is not handled yet; "
+                    "use DistributedDataParallel or DeepSpeed ZeRO"
+                )
+
+
+def _in_state_dict_order(module: nn.Module, prefix: str) -> Iterator[str]:
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            yield prefix + name
+    for name, buffer in module._buffers.items():
+        if buffer is not None and name not in module._non_persistent_buffers_set:
+            yield prefix + name
+    for name, child in module._modules.items():
+        if child is not None:
+            yield from _in_state_dict_order(child, f"{prefix}{name}.")
+
+
+def whole(fqn: str, slot: str, tensor: torch.Tensor) -> Piece:
+    """A piece that spans all of ``tensor``, as a view. Raises UnsupportedError when it is not contiguous."""
+    if not tensor.is_contiguous():
+        raise UnsupportedError(
+            f"{fqn} ({slot}) is not contiguous in memory (shape {tuple(tensor.shape)}, stride {tensor.stride()}); "
+            "make it contiguous before training, e.g. parameter.data = parameter.data.contiguous()"
+        )
+    return Piece(Fragment(fqn, slot, 0, tensor.numel()), tensor.detach().view(-1))
+
+
+def slice_of(piece: Piece, start: int, numel: int) -> Piece:
+    """Elements [start, start + numel) of a piece, counted from its own beginning."""
+    fragment = piece.fragment
+    return Piece(
+        Fragment(fragment.fqn, fragment.slot, fragment.start + start, numel), piece.tensor.narrow(0, start, numel)
+    )

@@ -1,0 +1,198 @@
+"""Plain PyTorch, and DistributedDataParallel: every rank holds everything, whole.
+
+Each rank writes a share (:mod:`monitor.adapters.replicas`), each rank loads all of it. Used from the
+training thread only. It does not know schedulers and gradient scalers: those are the user's own objects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from monitor.adapters.base import Piece, TensorInfo
+from monitor.adapters.hyper import describe_group, restore_groups, restore_scalar, scalar_device, snapshot
+from monitor.adapters.inventory import Inventory, whole
+from monitor.adapters.replicas import share
+from monitor.dtypes import torch_dtype
+from store.errors import UnsupportedError
+from store.names import BUFFER, FROZEN, WEIGHTS
+
+_NOT_STATE = frozenset({WEIGHTS, FROZEN, BUFFER})
+
+
+class PlainAdapter:
+    """Adapter of a module and its optimizer.
+
+    module: without wrappers; its parameter names are the fqns. group: the ranks that hold replicas, None for
+    all (and for one process). Raises UnsupportedError for tensors or optimizers that cannot be handled.
+    """
+
+    framework = "torch"
+
+    def __init__(
+        self, module: nn.Module, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup | None = None
+    ) -> None:
+        self.module = module
+        self.optimizer = optimizer
+        self._inventory = Inventory(module)
+        together = dist.is_available() and dist.is_initialized()
+        self._rank = dist.get_rank(group) if together else 0
+        self._world_size = dist.get_world_size(group) if together else 1
+        self._refuse_strangers()
+        self.held()
+
+    def completed_steps(self) -> int | None:
+        """None: torch does not count them."""
+        return None
+
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """See :class:`monitor.adapters.base.Adapter`."""
+        return self._inventory.infos(trainable=frozenset())
+
+    def owned(self) -> list[Piece]:
+        """This rank's share of :meth:`held`. Optimizer state appears once it exists, after the first step."""
+        return share(self._every_piece(), self._rank, self._world_size)
+
+    def held(self) -> list[Piece]:
+        """Every tensor, whole."""
+        return [piece for piece in self._every_piece() if piece.fragment.numel]
+
+    def prepare_load(self, slots: Mapping[str, Mapping[str, str]]) -> None:
+        """Create, with zeros, the optimizer state named in ``slots`` that does not exist yet."""
+        for fqn, parameter, _ in self._optimized():
+            state = self.optimizer.state[parameter]
+            for slot, dtype in slots.get(fqn, {}).items():
+                if slot not in _NOT_STATE and not isinstance(state.get(slot), torch.Tensor):
+                    state[slot] = torch.zeros_like(parameter, dtype=torch_dtype(dtype), requires_grad=False)
+            if not state:
+                del self.optimizer.state[parameter]
+
+    def finish_load(self) -> None:
+        """Nothing is derived from the parameters here."""
+
+    def run_state(self) -> dict[str, Any]:
+        """See :class:`monitor.adapters.base.Adapter`; counters, scaler and scheduler are not known here."""
+        scalars: dict[str, dict[str, Any]] = {}
+        slots: dict[str, list[str]] = {}
+        for fqn, parameter, _ in self._optimized():
+            state = self.optimizer.state.get(parameter, {})
+            slots[fqn] = [key for key, value in state.items() if is_slot(key, value, parameter)]
+            scalars[fqn] = {
+                key: snapshot(value, f"optimizer state {key!r} of {fqn}")
+                for key, value in state.items()
+                if key not in slots[fqn]
+            }
+        return {
+            "optimizer": type(self.optimizer).__name__,
+            "param_groups": [describe_group(fqns, group) for fqns, group in self._groups()],
+            "scalars": scalars,
+            "slots": slots,
+            "counters": {},
+            "loss_scaler": None,
+            "lr_scheduler": None,
+        }
+
+    def load_run_state(self, state: Mapping[str, Any]) -> None:
+        """See :class:`monitor.adapters.base.Adapter`. Parameters saved without state lose theirs."""
+        saved = {fqn for group in state["param_groups"] for fqn in group["params"]}
+        restore_groups(
+            state["param_groups"], [(self._that_count(fqns, saved), group) for fqns, group in self._groups()]
+        )
+        for fqn, parameter, group in self._optimized():
+            self._load_scalars(fqn, parameter, group, state)
+
+    def layout_facts(self) -> dict[str, Any]:
+        """See :class:`monitor.adapters.base.Adapter`."""
+        return {
+            "framework": self.framework,
+            "optimizer": type(self.optimizer).__name__,
+            "world_size": self._world_size,
+            "param_groups": [{"params": fqns} for fqns, _ in self._groups()],
+            "state_dict_names": self._inventory.state_dict_names(),
+            "shared_params": {alias: fqn for fqn, names in self._inventory.aliases().items() for alias in names},
+        }
+
+    def _every_piece(self) -> Iterator[Piece]:
+        states = self.optimizer.state
+        for fqn, parameter in self._inventory.parameters().items():
+            yield whole(fqn, WEIGHTS if parameter.requires_grad else FROZEN, parameter)
+            for key, value in states.get(parameter, {}).items():
+                if is_slot(key, value, parameter):
+                    yield whole(fqn, key, value)
+        for fqn, buffer in self._inventory.buffers().items():
+            yield whole(fqn, BUFFER, buffer)
+
+    def _groups(self) -> list[tuple[list[str], dict[str, Any]]]:
+        names = self._inventory.names()
+        return [([names[id(p)] for p in group["params"]], group) for group in self.optimizer.param_groups]
+
+    def _optimized(self) -> Iterator[tuple[str, nn.Parameter, dict[str, Any]]]:
+        names = self._inventory.names()
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                yield names[id(parameter)], parameter, group
+
+    def _that_count(self, fqns: list[str], saved: set[str]) -> list[str]:
+        # Frozen parameters in a group say nothing: ZeRO drops them from its groups.
+        parameters = self._inventory.parameters()
+        return [fqn for fqn in fqns if fqn in saved or parameters[fqn].requires_grad]
+
+    def _load_scalars(
+        self, fqn: str, parameter: nn.Parameter, group: Mapping[str, Any], saved: Mapping[str, Any]
+    ) -> None:
+        scalars, slots = saved["scalars"].get(fqn, {}), saved.get("slots", {}).get(fqn, ())
+        state = self.optimizer.state.get(parameter, {})
+        if not scalars and not slots:
+            self.optimizer.state.pop(parameter, None)
+            return
+        if any(slot not in state for slot in slots):
+            return  # moments were not kept: half a state would break the next step, none is a fresh start
+        state = self.optimizer.state[parameter]
+        for key, value in scalars.items():
+            state[key] = restore_scalar(
+                key,
+                value,
+                live=state.get(key),
+                optimizer=self.optimizer,
+                saved_by=saved.get("optimizer"),
+                device=scalar_device(value, group, parameter),
+            )
+
+    def _refuse_strangers(self) -> None:
+        kind = type(self.optimizer).__name__
+        if kind == "ZeroRedundancyOptimizer":
+            raise UnsupportedError(f"{kind} shards its state in its own way; use a plain optimizer or DeepSpeed ZeRO")
+        names = self._inventory.names()
+        for index, group in enumerate(self.optimizer.param_groups):
+            for parameter in group["params"]:
+                if id(parameter) not in names:
+                    raise UnsupportedError(
+                        f"param group {index} of {kind} holds a parameter of shape {tuple(parameter.shape)} that is "
+                        "not in the model, so it would not be saved; pass the module that owns it"
+                    )
+
+
+def is_slot(key: str, value: Any, parameter: torch.Tensor) -> bool:
+    """Whether an entry of a parameter's optimizer state is a slot: a tensor of the parameter's own shape.
+
+    ``step`` never is, not even for a parameter without dimensions.
+    """
+    return isinstance(value, torch.Tensor) and value.shape == parameter.shape and key != "step"
+
+
+def unwrap(model: nn.Module) -> tuple[nn.Module, dist.ProcessGroup | None]:
+    """The module inside of DistributedDataParallel and torch.compile, and the group of its replicas."""
+    group: dist.ProcessGroup | None = None
+    while True:
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            model, group = model.module, cast("dist.ProcessGroup", model.process_group)
+        elif isinstance(model, nn.parallel.DataParallel):
+            model = model.module
+        elif "_orig_mod" in model._modules:
+            model = model.get_submodule("_orig_mod")
+        else:
+            return model, group

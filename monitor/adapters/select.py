@@ -1,0 +1,57 @@
+"""Choosing the adapter for what the user trains with. Nothing of DeepSpeed is imported for anything else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from monitor.adapters.base import Adapter
+from monitor.adapters.plain import PlainAdapter, unwrap
+from store.errors import UnsupportedError
+
+_ACCEPTED = (
+    "accepted: a DeepSpeed engine (ZeRO stage 1, 2, 3, or stage 0 in fp32), or a tuple (model, optimizer) of a "
+    "torch module, possibly in DistributedDataParallel, and a torch optimizer"
+)
+
+
+def adapter_for(target: Any) -> Adapter:
+    """The adapter for a DeepSpeed engine or a ``(model, optimizer)`` tuple.
+
+    Raises UnsupportedError, saying what is accepted, for anything else.
+    """
+    if isinstance(target, tuple | list) and len(target) == 2:
+        model, optimizer = target
+        if _is_engine(model):
+            return adapter_for(model)
+        return _plain(model, _inner_optimizer(optimizer))
+    if _is_engine(target):
+        from monitor.adapters.deepspeed import engine_adapter
+
+        return engine_adapter(target)
+    raise UnsupportedError(f"cannot attach to a {type(target).__name__}; {_ACCEPTED}")
+
+
+def _is_engine(target: Any) -> bool:
+    return any(
+        base.__name__ == "DeepSpeedEngine" and base.__module__.startswith("deepspeed.") for base in type(target).__mro__
+    )
+
+
+def _plain(model: Any, optimizer: Any) -> PlainAdapter:
+    if not isinstance(model, nn.Module) or not isinstance(optimizer, torch.optim.Optimizer):
+        found = f"({type(model).__name__}, {type(optimizer).__name__})"
+        raise UnsupportedError(f"cannot attach to {found}; {_ACCEPTED}")
+    module, group = unwrap(model)
+    for part in module.modules():
+        if type(part).__name__ == "FullyShardedDataParallel":
+            raise UnsupportedError(f"FullyShardedDataParallel (FSDP1) is not handled; {_ACCEPTED}")
+    return PlainAdapter(module, optimizer, group)
+
+
+def _inner_optimizer(optimizer: Any) -> Any:
+    """What a launcher's wrapper (such as Accelerate's) holds: its state is the inner optimizer's."""
+    inner = getattr(optimizer, "optimizer", None)
+    return _inner_optimizer(inner) if isinstance(inner, torch.optim.Optimizer) else optimizer
