@@ -23,13 +23,11 @@ from torch import nn
 from monitor.adapters.base import Adapter, Piece, TensorInfo
 from monitor.adapters.hyper import describe_group, restore_groups, restore_scalar, scalar_device, snapshot
 from monitor.adapters.inventory import Inventory, whole
-from monitor.adapters.plain import PlainAdapter, is_slot
+from monitor.adapters.plain import PlainAdapter, complete_state, fit_slots, slots_of
 from monitor.adapters.replicas import share
-from monitor.dtypes import torch_dtype
 from store.errors import ModelMismatchError, UnsupportedError
-from store.names import BUFFER, FROZEN, WEIGHTS, Fragment
+from store.names import BUFFER, WEIGHTS, Fragment
 
-_NOT_STATE = frozenset({WEIGHTS, FROZEN, BUFFER})
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 _SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
@@ -117,17 +115,18 @@ class ZeroAdapter(ABC):
         return [piece for piece in pieces if piece.fragment.numel]
 
     def prepare_load(self, slots: Mapping[str, Mapping[str, str]]) -> None:
-        """Create, with zeros, the state of each flat partition that ``slots`` names for a parameter in it."""
+        """Make the slots of each flat partition those that ``slots`` names for any parameter in it.
+
+        Missing ones are created with zeros, others dropped; where ``slots`` names one for some parameters of
+        a partition only, the others' pieces become zeros.
+        """
         for flat in self.flats():
             wanted = {slot: dtype for fqn in flat.fqns for slot, dtype in slots.get(fqn, {}).items()}
-            state = self._states().get(flat.tensor, {})
-            missing = {
-                slot: torch.zeros_like(flat.tensor, dtype=torch_dtype(dtype), requires_grad=False)
-                for slot, dtype in wanted.items()
-                if slot not in _NOT_STATE and not isinstance(state.get(slot), torch.Tensor)
-            }
-            if missing:
-                self._states()[flat.tensor].update(missing)
+            fit_slots(self._base(), flat.tensor, wanted)
+            for slot in self._state_of(flat)[0]:
+                for place in flat.placements:
+                    if slot not in slots.get(place.fqn, {}):
+                        self._states()[flat.tensor][slot].narrow(0, place.offset, place.numel).zero_()
 
     def run_state(self) -> dict[str, Any]:
         """See :class:`monitor.adapters.base.Adapter`. The same on all ranks."""
@@ -187,34 +186,28 @@ class ZeroAdapter(ABC):
 
     def _state_of(self, flat: Flat) -> tuple[list[str], dict[str, Any]]:
         """(slots, scalars) of a flat partition's optimizer state."""
-        slots: list[str] = []
-        scalars: dict[str, Any] = {}
-        for key, value in self._states().get(flat.tensor, {}).items():
-            if is_slot(key, value, flat.tensor):
-                slots.append(key)
-            elif isinstance(value, torch.Tensor) and value.ndim:
+        state = self._states().get(flat.tensor, {})
+        slots, scalars = slots_of(state, flat.tensor), {}
+        for key, value in state.items():
+            if key in slots:
+                continue
+            if isinstance(value, torch.Tensor) and value.ndim:
                 raise UnsupportedError(
                     f"{type(self._base()).__name__} keeps {key!r} of shape {tuple(value.shape)} for a flat partition "
                     f"of {flat.tensor.numel()} elements: it cannot be taken apart by parameter; use an optimizer with "
                     "state per element, such as AdamW"
                 )
-            else:
-                scalars[key] = snapshot(value, f"optimizer state {key!r} of the partition with {flat.fqns[0]}")
+            scalars[key] = snapshot(value, f"optimizer state {key!r} of the partition with {flat.fqns[0]}")
         return slots, scalars
 
-    def _load_scalars(
-        self, flat: Flat, common: tuple[set[str], dict[str, Any]] | None, saved: Mapping[str, Any]
-    ) -> None:
-        if common is None:
-            self._states().pop(flat.tensor, None)
-            return
+    def _load_scalars(self, flat: Flat, common: tuple[set[str], dict[str, Any]], saved: Mapping[str, Any]) -> None:
         slots, scalars = common
-        state = self._states().get(flat.tensor, {})
-        if any(slot not in state for slot in slots):
-            return  # moments were not kept: half a state would break the next step, none is a fresh start
+        if not complete_state(self._base(), flat.tensor, slots, bool(scalars)):
+            return
+        state = self._states()[flat.tensor]
         group = self._base().param_groups[flat.group]
         for key, value in scalars.items():
-            self._states()[flat.tensor][key] = restore_scalar(
+            state[key] = restore_scalar(
                 key,
                 value,
                 live=state.get(key),
@@ -356,15 +349,15 @@ def _load_scaler(optimizer: Any, saved: Mapping[str, Any] | None) -> None:
             setattr(scaler, name, saved[name])
 
 
-def _common_scalars(fqns: Sequence[str], saved: Mapping[str, Any]) -> tuple[set[str], dict[str, Any]] | None:
-    """(slots, scalars) that the parameters of a flat partition had in common; None if none had any state.
+def _common_scalars(fqns: Sequence[str], saved: Mapping[str, Any]) -> tuple[set[str], dict[str, Any]]:
+    """(slots, scalars) that the parameters of a flat partition had in common; empty if none had any state.
 
     A flat partition has one step count for all of them. Raises ModelMismatchError where they differ.
     """
     scalars_of, slots_of = saved["scalars"], saved.get("slots", {})
     known = [fqn for fqn in fqns if scalars_of.get(fqn) or slots_of.get(fqn)]
     if not known:
-        return None
+        return set(), {}
     first = scalars_of.get(known[0], {})
     for fqn in known[1:]:
         other = scalars_of.get(fqn, {})

@@ -6,7 +6,7 @@ training thread only. It does not know schedulers and gradient scalers: those ar
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -62,14 +62,9 @@ class PlainAdapter:
         return [piece for piece in self._every_piece() if piece.fragment.numel]
 
     def prepare_load(self, slots: Mapping[str, Mapping[str, str]]) -> None:
-        """Create, with zeros, the optimizer state named in ``slots`` that does not exist yet."""
+        """Make the optimizer's slots those that ``slots`` names: create missing ones, drop others."""
         for fqn, parameter, _ in self._optimized():
-            state = self.optimizer.state[parameter]
-            for slot, dtype in slots.get(fqn, {}).items():
-                if slot not in _NOT_STATE and not isinstance(state.get(slot), torch.Tensor):
-                    state[slot] = torch.zeros_like(parameter, dtype=torch_dtype(dtype), requires_grad=False)
-            if not state:
-                del self.optimizer.state[parameter]
+            fit_slots(self.optimizer, parameter, slots.get(fqn, {}))
 
     def finish_load(self) -> None:
         """Nothing is derived from the parameters here."""
@@ -80,7 +75,7 @@ class PlainAdapter:
         slots: dict[str, list[str]] = {}
         for fqn, parameter, _ in self._optimized():
             state = self.optimizer.state.get(parameter, {})
-            slots[fqn] = [key for key, value in state.items() if is_slot(key, value, parameter)]
+            slots[fqn] = slots_of(state, parameter)
             scalars[fqn] = {
                 key: snapshot(value, f"optimizer state {key!r} of {fqn}")
                 for key, value in state.items()
@@ -120,9 +115,9 @@ class PlainAdapter:
         states = self.optimizer.state
         for fqn, parameter in self._inventory.parameters().items():
             yield whole(fqn, WEIGHTS if parameter.requires_grad else FROZEN, parameter)
-            for key, value in states.get(parameter, {}).items():
-                if is_slot(key, value, parameter):
-                    yield whole(fqn, key, value)
+            state = states.get(parameter, {})
+            for slot in slots_of(state, parameter):
+                yield whole(fqn, slot, state[slot])
         for fqn, buffer in self._inventory.buffers().items():
             yield whole(fqn, BUFFER, buffer)
 
@@ -145,12 +140,8 @@ class PlainAdapter:
         self, fqn: str, parameter: nn.Parameter, group: Mapping[str, Any], saved: Mapping[str, Any]
     ) -> None:
         scalars, slots = saved["scalars"].get(fqn, {}), saved.get("slots", {}).get(fqn, ())
-        state = self.optimizer.state.get(parameter, {})
-        if not scalars and not slots:
-            self.optimizer.state.pop(parameter, None)
+        if not complete_state(self.optimizer, parameter, slots, bool(scalars)):
             return
-        if any(slot not in state for slot in slots):
-            return  # moments were not kept: half a state would break the next step, none is a fresh start
         state = self.optimizer.state[parameter]
         for key, value in scalars.items():
             state[key] = restore_scalar(
@@ -176,12 +167,50 @@ class PlainAdapter:
                     )
 
 
-def is_slot(key: str, value: Any, parameter: torch.Tensor) -> bool:
-    """Whether an entry of a parameter's optimizer state is a slot: a tensor of the parameter's own shape.
+def slots_of(state: Mapping[str, Any], parameter: torch.Tensor) -> list[str]:
+    """The entries of a parameter's optimizer state that are slots, sorted: tensors of the parameter's shape.
 
-    ``step`` never is, not even for a parameter without dimensions.
+    ``step`` never is one, not even for a parameter without dimensions.
     """
-    return isinstance(value, torch.Tensor) and value.shape == parameter.shape and key != "step"
+    return sorted(
+        key
+        for key, value in state.items()
+        if isinstance(value, torch.Tensor) and value.shape == parameter.shape and key != "step"
+    )
+
+
+def fit_slots(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, wanted: Mapping[str, str]) -> None:
+    """Make the slots in the optimizer's state of ``parameter`` those in ``wanted`` (slot: dtype).
+
+    Missing ones are created with zeros, on the parameter's device; others are dropped.
+    """
+    state = optimizer.state.get(parameter, {})
+    for slot in slots_of(state, parameter):
+        if slot not in wanted:
+            del state[slot]
+    for slot, dtype in wanted.items():
+        if slot not in _NOT_STATE and slot not in state:
+            zeros = torch.zeros_like(parameter, dtype=torch_dtype(dtype), requires_grad=False)
+            optimizer.state[parameter][slot] = zeros
+
+
+def complete_state(
+    optimizer: torch.optim.Optimizer, parameter: torch.Tensor, slots: Collection[str], scalars: bool
+) -> bool:
+    """Whether the state of ``parameter`` can take the scalars that were saved beside ``slots``.
+
+    Half a state would break the optimizer's next step. So slots that were not kept become zeros where others
+    were kept; and where none was, or there was no state at all, the state is dropped: a fresh start.
+    """
+    state = optimizer.state.get(parameter, {})
+    kept = [slot for slot in slots if slot in state]
+    if not (kept if slots else scalars):
+        optimizer.state.pop(parameter, None)
+        return False
+    for slot in slots:
+        if slot not in state:
+            state[slot] = torch.zeros_like(parameter, requires_grad=False)
+    return True
 
 
 def unwrap(model: nn.Module) -> tuple[nn.Module, dist.ProcessGroup | None]:

@@ -76,7 +76,10 @@ def config(stage: int, precision: str, **zero: Any) -> dict[str, Any]:
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": {"stage": stage, **zero},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "betas": [0.9, 0.95], "torch_adam": True}},
-        "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 1e-4, "warmup_max_lr": 1e-2, "warmup_num_steps": 9}},
+        "scheduler": {
+            "type": "WarmupLR",
+            "params": {"warmup_min_lr": [1e-4, 2e-4], "warmup_max_lr": [1e-2, 3e-3], "warmup_num_steps": 9},
+        },
         "steps_per_print": 1 << 30,
     }
     if precision == "bf16":

@@ -1,0 +1,176 @@
+"""Taking a training state through an adapter and putting it back, in memory: what the checks share."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from adapter_model import batches
+
+from monitor.adapters.base import Adapter, Piece
+from monitor.dtypes import dtype_name
+
+Key = tuple[str, str]
+
+
+@dataclass(frozen=True)
+class Saved:
+    """Every (fqn, slot) whole, the run state, and this rank's random state."""
+
+    tensors: dict[Key, torch.Tensor]
+    run_state: dict[str, Any]
+    rng: torch.Tensor
+
+
+def report(case: str, check: str, *problems: str) -> None:
+    """Rank 0 prints one line of JSON; the check holds if no rank has a problem."""
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, [problem for problem in problems if problem])
+    found = [f"rank {rank}: {problem}" for rank, one in enumerate(every) for problem in one]
+    if dist.get_rank() == 0:
+        print("RESULT " + json.dumps({"case": case, "check": check, "problems": found[:6]}), flush=True)
+
+
+def all_owned(adapter: Adapter) -> list[Piece]:
+    """The owned pieces of all ranks, as copies."""
+    mine = [Piece(piece.fragment, piece.tensor.clone()) for piece in adapter.owned()]
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, mine)
+    return [piece for one in every for piece in one]
+
+
+def coverage(adapter: Adapter, pieces: list[Piece], slots: tuple[str, ...]) -> list[str]:
+    """What is wrong with the cover: every element of every (fqn, slot) exactly once, and nothing else."""
+    expected: dict[Key, int] = {}
+    for fqn, info in adapter.tensors().items():
+        kinds = {"trainable": ("fp32", *slots), "frozen": ("frozen",), "buffer": ("buffer",)}[info.kind]
+        expected |= {(fqn, slot): torch.Size(info.shape).numel() for slot in kinds}
+    counts = {key: torch.zeros(numel, dtype=torch.int64) for key, numel in expected.items()}
+    problems = []
+    for piece in pieces:
+        f = piece.fragment
+        if (f.fqn, f.slot) not in counts or piece.tensor.numel() != f.numel or piece.tensor.ndim != 1:
+            problems.append(f"unexpected {f}")
+        else:
+            counts[f.fqn, f.slot][f.start : f.stop] += 1
+    return problems + [f"{key} covered {count.tolist()[:9]}" for key, count in counts.items() if not (count == 1).all()]
+
+
+def held_is_live(adapter: Adapter) -> list[str]:
+    """What is owned must lie in what is held: the same memory, so that a load reaches what a save reads."""
+    spans = [(p.tensor.data_ptr(), p.tensor.data_ptr() + p.tensor.nbytes, p.fragment) for p in adapter.held()]
+    problems = []
+    for piece in adapter.owned():
+        begin, end = piece.tensor.data_ptr(), piece.tensor.data_ptr() + piece.tensor.nbytes
+        inside = [f for b, e, f in spans if b <= begin and end <= e]
+        if not any(f.fqn == piece.fragment.fqn and f.slot == piece.fragment.slot for f in inside):
+            problems.append(f"{piece.fragment} is not in what is held")
+    return problems
+
+
+def take(adapter: Adapter) -> Saved:
+    """A copy of the whole state. The run state goes through a file format that holds plain data only."""
+    whole: dict[Key, torch.Tensor] = {}
+    infos = adapter.tensors()
+    for piece in all_owned(adapter):
+        f = piece.fragment
+        numel = torch.Size(infos[f.fqn].shape).numel()
+        full = whole.setdefault((f.fqn, f.slot), torch.empty(numel, dtype=piece.tensor.dtype))
+        full[f.start : f.stop] = piece.tensor
+    file = io.BytesIO()
+    torch.save(adapter.run_state(), file)
+    file.seek(0)
+    return Saved(whole, torch.load(file, weights_only=True), torch.get_rng_state())
+
+
+def put(adapter: Adapter, saved: Saved) -> list[str]:
+    """Load the state in place. Returns what found no place."""
+    slots: dict[str, dict[str, str]] = {}
+    for (fqn, slot), tensor in saved.tensors.items():
+        slots.setdefault(fqn, {})[slot] = dtype_name(tensor.dtype)
+    adapter.prepare_load(slots)
+    filled = set()
+    for piece in adapter.held():
+        f = piece.fragment
+        piece.tensor.copy_(saved.tensors[f.fqn, f.slot][f.start : f.stop])
+        filled.add((f.fqn, f.slot))
+    adapter.load_run_state(saved.run_state)
+    adapter.finish_load()
+    torch.set_rng_state(saved.rng)
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, filled)
+    return [f"{key} was not filled on any rank" for key in saved.tensors.keys() - set().union(*every)]
+
+
+def differences(one: Saved, other: Saved, cast: bool = False) -> list[str]:
+    """Where two states are not equal to the last bit (cast: after the first's dtype became the second's)."""
+    problems = [f"{key} is only in one" for key in one.tensors.keys() ^ other.tensors.keys()]
+    for key in one.tensors.keys() & other.tensors.keys():
+        a, b = one.tensors[key], other.tensors[key]
+        if not cast and a.dtype != b.dtype:
+            problems.append(f"{key}: {a.dtype} and {b.dtype}")
+        elif not torch.equal(a.to(b.dtype).view(torch.uint8), b.view(torch.uint8)):
+            problems.append(f"{key} differs")
+    return problems
+
+
+def unequal(one: Any, other: Any, where: str = "run state") -> list[str]:
+    """Where two run states differ; tensors to the last bit, in value, kind and dtype."""
+    if type(one) is not type(other):
+        return [f"{where}: {type(one).__name__} and {type(other).__name__}"]
+    if isinstance(one, Mapping):
+        if one.keys() != other.keys():
+            return [f"{where}: keys {sorted(map(str, one.keys() ^ other.keys()))} are only in one"]
+        return [found for key in one for found in unequal(one[key], other[key], f"{where}.{key}")]
+    if isinstance(one, list | tuple):
+        if len(one) != len(other):
+            return [f"{where}: lengths {len(one)} and {len(other)}"]
+        return [
+            found for i, (a, b) in enumerate(zip(one, other, strict=True)) for found in unequal(a, b, f"{where}[{i}]")
+        ]
+    if isinstance(one, torch.Tensor):
+        return [] if one.dtype == other.dtype and torch.equal(one, other) else [f"{where}: {one} and {other}"]
+    return [] if one == other else [f"{where}: {one} and {other}"]
+
+
+def engine_steps(engine: Any, steps: range) -> list[float]:
+    """Train these steps; the loss of every micro-batch, exactly."""
+    losses = []
+    for step in steps:
+        for tokens in batches(step, dist.get_rank()):
+            loss = engine(tokens)
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+    return losses
+
+
+def same_losses(one: list[float], other: list[float]) -> list[str]:
+    return [] if one == other else [f"losses {one} and {other}"]
+
+
+def round_trip(case: str, build: Callable[[int], tuple[Adapter, Callable[[range], list[float]]]]) -> Saved:
+    """Save at step 3, train on; load into a fresh engine, train on: all of it must be the same to the last bit.
+
+    build: from a seed, a fresh adapter and a function that trains a range of steps.
+    """
+    adapter, train = build(0)
+    train(range(3))
+    report(case, "cover", *coverage(adapter, all_owned(adapter), ("exp_avg", "exp_avg_sq")), *held_is_live(adapter))
+    saved = take(adapter)
+    losses, end = train(range(3, 8)), take(adapter)
+
+    fresh, train_again = build(1)
+    unlike = [] if differences(saved, take(fresh)) else ["the fresh model is the trained one: this proves nothing"]
+    unplaced = put(fresh, saved)
+    loaded = take(fresh)
+    report(case, "load", *unlike, *unplaced, *differences(saved, loaded), *unequal(saved.run_state, loaded.run_state))
+    losses_again, end_again = train_again(range(3, 8)), take(fresh)
+    report(case, "losses", *same_losses(losses, losses_again))
+    report(case, "end", *differences(end, end_again), *unequal(end.run_state, end_again.run_state))
+    return saved

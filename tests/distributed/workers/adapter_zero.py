@@ -1,0 +1,109 @@
+"""Under torchrun: every ZeRO stage and variant through its adapter. Prints one RESULT line a check.
+
+Usage: adapter_zero.py STATE_FILE — the state of one case is left there for another world size.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from adapter_model import batches, engine
+from adapter_state import Saved, differences, engine_steps, put, report, round_trip, take, unequal
+
+from monitor.adapters.base import Adapter
+from monitor.adapters.select import adapter_for
+
+CPU = {"device": "cpu"}
+CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "zero0-fp32": (0, "fp32", {}),
+    "zero1-bf16": (1, "bf16", {}),
+    "zero1-fp32-round-robin": (1, "fp32", {"round_robin_gradients": True}),
+    "zero1-bf16-fp32-accumulation": (1, "bf16", {"data_types": {"grad_accum_dtype": "fp32"}}),
+    "zero2-bf16-round-robin": (2, "bf16", {"round_robin_gradients": True}),
+    "zero2-bf16-aligned": (2, "bf16", {"parameter_alignment": True}),
+    "zero2-fp32": (2, "fp32", {}),
+    "zero2-bf16-offload": (2, "bf16", {"offload_optimizer": CPU}),
+    "zero3-bf16-sub-groups": (3, "bf16", {"sub_group_size": 300, "stage3_param_persistence_threshold": 50}),
+    "zero3-bf16-none-persistent": (3, "bf16", {"stage3_param_persistence_threshold": 0}),
+    "zero3-fp32-all-persistent": (3, "fp32", {}),
+    "zero3-bf16-offload": (3, "bf16", {"offload_optimizer": CPU, "offload_param": CPU, "sub_group_size": 600}),
+}
+
+
+def build(name: str, seed: int) -> tuple[Adapter, Callable[[range], list[float]]]:
+    stage, precision, zero = CASES[name]
+    built = engine(seed, stage, precision, **zero)
+    return adapter_for(built), functools.partial(engine_steps, built)
+
+
+def next_losses(adapter: Any, rng: torch.Tensor) -> list[float]:
+    """Losses of the next forward passes, dropout on, without a step."""
+    torch.set_rng_state(rng)
+    with torch.no_grad():
+        return [adapter.engine(tokens).item() for tokens in batches(3, dist.get_rank())]
+
+
+def through(case: str, source: str, via: str) -> None:
+    """A state saved in one stage, loaded in another, saved there, and loaded back."""
+    start, train = build(source, 0)
+    train(range(3))
+    saved = take(start)
+    expected = next_losses(start, saved.rng)
+    other, _ = build(via, 1)
+    unplaced = put(other, saved)
+    there = take(other)
+    report(case, "there", *unplaced, *differences(saved, there))
+    report(case, "loss", *([] if next_losses(other, saved.rng) == expected else ["the next forward differs"]))
+    back, _ = build(source, 2)
+    unplaced = put(back, Saved(there.tensors, there.run_state, saved.rng))
+    again = take(back)
+    report(case, "back", *unplaced, *differences(saved, again), *unequal(saved.run_state, again.run_state))
+    report(case, "loss back", *([] if next_losses(back, saved.rng) == expected else ["the next forward differs"]))
+
+
+def same_facts(case: str, adapter: Adapter) -> None:
+    """Layout facts are JSON, and the same on all ranks; so is the run state."""
+    mine = adapter.layout_facts()
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, (mine, adapter.run_state(), list(adapter.tensors())))
+    problems = [] if json.loads(json.dumps(mine)) == mine else ["layout facts are not JSON"]
+    problems += [
+        f"rank {rank}: {found}" for rank, one in enumerate(every) for found in unequal(list(every[0]), list(one))
+    ]
+    report(case, "facts", *problems)
+
+
+def rollback(case: str, name: str) -> None:
+    """Loading into the engine that went on training, not a fresh one; and before any step was taken."""
+    adapter, train = build(name, 0)
+    untrained = take(adapter)
+    first = train(range(2))
+    put(adapter, untrained)
+    report(case, "to the start", *([] if train(range(2)) == first else ["the first steps differ"]))
+
+
+def main(state_file: str) -> None:
+    deepspeed.init_distributed(dist_backend="gloo")
+    for name in CASES:
+        saved = round_trip(name, functools.partial(build, name))
+        same_facts(name, build(name, 0)[0])
+        if name == "zero2-bf16-round-robin" and dist.get_rank() == 0:
+            torch.save((saved.tensors, saved.run_state), state_file)
+    through("zero2-zero3", "zero2-bf16-round-robin", "zero3-bf16-sub-groups")
+    through("zero3-zero1", "zero3-fp32-all-persistent", "zero1-fp32-round-robin")
+    through("zero2-zero0", "zero2-fp32", "zero0-fp32")
+    rollback("rollback-zero2", "zero2-fp32")
+    rollback("rollback-zero3", "zero3-bf16-sub-groups")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
