@@ -1,0 +1,130 @@
+"""The directory of a rebuilt checkpoint: made beside its final name, and given that name when all of it is durable.
+
+An interrupted merge leaves a directory with a temporary name only; the next merge to the same place removes
+it. A lock on the directory tells a merge that was interrupted from one that is at work: the kernel drops it
+with the process. It does not know what is in the files.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from store.errors import StorageError, UsageError
+
+_PREFIX = ".driftpoint-merge-"
+
+
+class Output:
+    """A checkpoint in the making. One process, one thread."""
+
+    def __init__(self, out: Path, store_root: Path) -> None:
+        self.out = out.absolute()
+        _require_free(self.out, store_root.absolute())
+        with _told(self.out):
+            self.out.parent.mkdir(parents=True, exist_ok=True)
+            self._remove_leftovers()
+            self.folder = self.out.parent / f"{_PREFIX}{secrets.token_hex(6)}-{self.out.name}"
+            self.folder.mkdir()
+            self._lock: int | None = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def clear(self) -> None:
+        """Remove what was written so far: begin again."""
+        with _told(self.folder):
+            for path in self.folder.iterdir():
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+    def finish(self) -> None:
+        """Give the directory its final name; durable on return. Files in it must be durable already."""
+        with _told(self.out):
+            for folder, _, _ in os.walk(self.folder):
+                _sync(Path(folder))
+            if self.out.exists() or self.out.is_symlink():
+                raise UsageError(_taken(self.out))
+            self.folder.rename(self.out)
+            _sync(self.out.parent)
+        self._unlock()
+
+    def abandon(self) -> None:
+        """Remove everything. Harmless after :meth:`finish`."""
+        if self._lock is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            self._unlock()
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def _remove_leftovers(self) -> None:
+        leftover = re.compile(re.escape(_PREFIX) + r"[0-9a-f]{12}-" + re.escape(self.out.name) + r"\Z")
+        for path in self.out.parent.iterdir():
+            if leftover.match(path.name) and path.is_dir() and not path.is_symlink():
+                _remove_unless_locked(path)
+
+
+def write_durably(path: Path, data: bytes, mode: int = 0o644) -> int:
+    """Write a new small file; durable on return, its name excepted. Returns its size in bytes."""
+    with _told(path):
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    return len(data)
+
+
+def _remove_unless_locked(path: Path) -> None:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise UsageError(
+            f"another merge is writing to the same place now ({path}): wait for it, or name another output directory"
+        ) from error
+    else:
+        with suppress(FileNotFoundError):
+            shutil.rmtree(path)
+    finally:
+        os.close(descriptor)
+
+
+def _require_free(out: Path, store_root: Path) -> None:
+    if out.exists() or out.is_symlink():
+        raise UsageError(_taken(out))
+    if out.resolve().is_relative_to(store_root.resolve()):
+        raise UsageError(
+            f"{out} lies inside the store {store_root}, which a merge never changes: name a directory outside of it"
+        )
+
+
+def _taken(out: Path) -> str:
+    return f"{out} exists already, and a merge replaces nothing: name a new directory, or remove that one first"
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _told(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(
+            f"cannot write {path}: {error.strerror or error}; free space or name another place"
+        ) from error

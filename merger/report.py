@@ -1,0 +1,52 @@
+"""What a merge tells: the certificate as a file beside the checkpoint, and as rows of a table."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from merger.output import write_durably
+from store.certificate import Certificate
+
+CERTIFICATE = "driftpoint-certificate.json"
+
+COLUMNS = ("layer", "slot", "step", "staleness", "drift", "encoding", "note")
+
+
+def write_certificate(folder: Path, certificate: Certificate, tag: str) -> int:
+    """Write the certificate into a checkpoint's directory, durably. Returns its size in bytes."""
+    document = {"tag": tag, **certificate.as_json()}
+    return write_durably(folder / CERTIFICATE, (json.dumps(document, indent=1) + "\n").encode())
+
+
+def rows(certificate: Certificate) -> list[tuple[str, ...]]:
+    """One row per (layer, slot), in the order of :data:`COLUMNS`, ready to print."""
+    return [
+        (
+            unit.layer,
+            unit.slot,
+            str(unit.step),
+            str(unit.staleness),
+            "unknown" if unit.drift is None else f"{unit.drift:.2e}",
+            unit.encoding,
+            _note(moving=unit.moving, fallback=unit.fallback),
+        )
+        for unit in certificate.units
+    ]
+
+
+def summary(certificate: Certificate) -> str:
+    """One sentence: exact, or how old and how far moved the worst layer is."""
+    if certificate.exact:
+        return f"exact: every layer is of step {certificate.step}"
+    drift = "unknown" if certificate.max_drift is None else f"{certificate.max_drift:.2e}"
+    return (
+        f"not exact: a composite at step {certificate.step}; staleness up to {certificate.max_staleness} steps, "
+        f"drift up to {drift}"
+    )
+
+
+def _note(*, moving: bool, fallback: bool) -> str:
+    if fallback:
+        return "older version: the newest is damaged"
+    return "" if moving else "does not move"

@@ -1,0 +1,43 @@
+"""Torch tensors as bytes: dtypes by their safetensors names, and the memory behind a tensor.
+
+It does not know where bytes come from or go to.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from store.errors import UnsupportedError
+from store.tree import Leaf
+
+_TORCH_OF: dict[str, torch.dtype] = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The torch dtype of a safetensors name. Raises UnsupportedError for one that torch has not."""
+    if name not in _TORCH_OF:
+        raise UnsupportedError(f"the store holds a tensor of dtype {name!r}; this release knows {', '.join(_TORCH_OF)}")
+    return _TORCH_OF[name]
+
+
+def memory_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous host tensor, writable, in place."""
+    flat = tensor.detach().reshape(-1)
+    if flat.numel() == 0:
+        return memoryview(bytearray())
+    if flat.data_ptr() != tensor.data_ptr():
+        raise ValueError("the tensor is not contiguous: writing to its bytes would change a copy")
+    return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+def from_leaf(leaf: Leaf) -> torch.Tensor:
+    """The tensor of a run-state leaf, with memory of its own."""
+    out = torch.empty(leaf.shape, dtype=torch_dtype(leaf.dtype))
+    if out.numel():
+        memory_of(out)[:] = memoryview(leaf.data).cast("B")
+    return out
