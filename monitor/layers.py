@@ -125,8 +125,7 @@ def find_layers(
     for fqn in fqns:
         members.setdefault(claimed.get(fqn, home[fqn]), []).append(fqn)
     return tuple(
-        Layer(name, position, name in blocks, tuple(names))
-        for position, (name, names) in enumerate(members.items())
+        Layer(name, position, name in blocks, tuple(names)) for position, (name, names) in enumerate(members.items())
     )
 
 
@@ -305,6 +304,4 @@ def _compiled(layer: str, pattern: str) -> re.Pattern[str]:
     try:
         return re.compile(pattern)
     except re.error as error:
-        raise ConfigError(
-            f"the pattern {pattern!r} of layer {layer!r} is not a regular expression: {error}"
-        ) from error
+        raise ConfigError(f"the pattern {pattern!r} of layer {layer!r} is not a regular expression: {error}") from error

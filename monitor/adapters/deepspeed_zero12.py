@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from monitor.adapters.base import Piece
-from monitor.adapters.deepspeed import Flat, Placement, ZeroAdapter
+from monitor.adapters.deepspeed_zero import Flat, Placement, ZeroAdapter
 from monitor.adapters.inventory import whole
 from store.errors import UnsupportedError
 from store.names import FROZEN, WEIGHTS
@@ -71,7 +71,6 @@ class Zero12Adapter(ZeroAdapter):
                 [int(padding) for padding in group] for group in getattr(self._zero, "round_robin_bit16_padding", [])
             ],
             "param_groups": [self._group_facts(index) for index in range(len(self._param_lists()))],
-            "frozen": [piece.fragment.fqn for piece in self._outside()[0] if piece.fragment.slot == FROZEN],
         }
 
     def _group_facts(self, index: int) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from monitor.adapters.base import Piece
-from monitor.adapters.deepspeed import Flat, Placement, ZeroAdapter
+from monitor.adapters.deepspeed_zero import Flat, Placement, ZeroAdapter
 from monitor.adapters.inventory import slice_of, whole
 from store.errors import UnsupportedError
 from store.names import FROZEN, WEIGHTS, Fragment
@@ -80,16 +80,10 @@ class Zero3Adapter(ZeroAdapter):
             raise UnsupportedError(f"{fqn} is quantized; set zero_quantized_nontrainable_weights to false")
 
     def _stage_facts(self) -> dict[str, Any]:
-        trained = {id(parameter) for group in self._zero.fp16_groups for parameter in group}
-        outside = [
-            fqn for fqn, p in self._inventory.parameters().items() if id(p) not in trained and not p.requires_grad
-        ]
-        groups = self._groups()
         return {
             "partition_count": int(self._zero.partition_count),
-            "param_groups": [{"params": fqns} for fqns, _ in groups],
+            "param_groups": [{"params": fqns} for fqns, _ in self._groups()],
             "sub_groups": [dict(facts) for facts in self._sub_group_facts()],
-            "frozen": outside,
         }
 
     def _sub_group_facts(self) -> Iterator[dict[str, Any]]:

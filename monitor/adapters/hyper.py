@@ -18,9 +18,6 @@ from store.errors import ModelMismatchError, UnsupportedError
 _IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
 """How a step is computed, not what it computes: a load leaves these as they were configured."""
 
-_INT_STEP = frozenset({"SparseAdam", "LBFGS"})
-"""Optimizers of torch whose step count is not a tensor."""
-
 
 def snapshot(value: Any, where: str) -> Any:
     """A copy on the host of plain values and tensors, nested at will. Raises UnsupportedError for others."""
@@ -70,7 +67,7 @@ def _hyper_for(index: int, fqns: Sequence[str], hyper_of: Mapping[str, Mapping[s
         )
     first = hyper_of[known[0]]
     for fqn in known[1:]:
-        differing = [key for key in first if not _equal(first[key], hyper_of[fqn].get(key))]
+        differing = [key for key in first if not equal(first[key], hyper_of[fqn].get(key))]
         if differing:
             raise ModelMismatchError(
                 f"param group {index} joins {known[0]} and {fqn}, which were saved with different "
@@ -79,11 +76,14 @@ def _hyper_for(index: int, fqns: Sequence[str], hyper_of: Mapping[str, Mapping[s
     return first
 
 
-def _equal(one: Any, other: Any) -> bool:
+def equal(one: Any, other: Any) -> bool:
+    """Whether two plain values or tensors are the same; lists and tuples, tensors and numbers compare by value."""
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
     if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
         return bool(torch.equal(torch.as_tensor(one), torch.as_tensor(other)))
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return len(one) == len(other) and all(map(_equal, one, other))
+        return len(one) == len(other) and all(map(equal, one, other))
     return bool(one == other)
 
 
@@ -97,35 +97,3 @@ def _like(live: Any, value: Any) -> Any:
     if isinstance(live, tuple) and isinstance(value, list):
         return tuple(value)
     return copy.deepcopy(value)
-
-
-def restore_scalar(
-    key: str, value: Any, *, live: Any, optimizer: torch.optim.Optimizer, saved_by: str | None, device: torch.device
-) -> Any:
-    """What to put in the optimizer's state for a saved scalar.
-
-    live: what is there now, or None. device: where a new tensor goes. Kept exactly (kind and dtype) when
-    the same optimizer class saved it. Otherwise a step count becomes what this class counts with: a number
-    where a class expects a tensor would silently never be increased.
-    """
-    if isinstance(live, torch.Tensor) and isinstance(value, torch.Tensor):
-        return value.to(device=live.device, dtype=live.dtype, copy=True)
-    if key == "step" and (live is not None or saved_by != type(optimizer).__name__):
-        value = _step_like(value, live, optimizer)
-    return value.to(device, copy=True) if isinstance(value, torch.Tensor) else copy.deepcopy(value)
-
-
-def _step_like(value: Any, live: Any, optimizer: torch.optim.Optimizer) -> Any:
-    kind = type(optimizer)
-    as_tensor = isinstance(live, torch.Tensor) or (
-        live is None and kind.__module__.startswith("torch.optim") and kind.__name__ not in _INT_STEP
-    )
-    return torch.tensor(float(value), dtype=torch.float32) if as_tensor else int(value)
-
-
-def scalar_device(value: Any, group: Mapping[str, Any], parameter: torch.Tensor) -> torch.device:
-    """Where torch's optimizers want a scalar of the state: step counts on the host, unless the step is
-    fused or captured; anything with elements beside its parameter."""
-    if isinstance(value, torch.Tensor) and value.ndim:
-        return parameter.device
-    return parameter.device if group.get("fused") or group.get("capturable") else torch.device("cpu")

@@ -6,7 +6,7 @@ training thread only. It does not know schedulers and gradient scalers: those ar
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -14,14 +14,12 @@ import torch.distributed as dist
 from torch import nn
 
 from monitor.adapters.base import Piece, TensorInfo
-from monitor.adapters.hyper import describe_group, restore_groups, restore_scalar, scalar_device, snapshot
+from monitor.adapters.hyper import describe_group, restore_groups, snapshot
 from monitor.adapters.inventory import Inventory, whole
+from monitor.adapters.optimizer_state import complete_state, fit_slots, restore_scalar, scalar_device, slots_of
 from monitor.adapters.replicas import share
-from monitor.dtypes import torch_dtype
 from store.errors import UnsupportedError
 from store.names import BUFFER, FROZEN, WEIGHTS
-
-_NOT_STATE = frozenset({WEIGHTS, FROZEN, BUFFER})
 
 
 class PlainAdapter:
@@ -165,52 +163,6 @@ class PlainAdapter:
                         f"param group {index} of {kind} holds a parameter of shape {tuple(parameter.shape)} that is "
                         "not in the model, so it would not be saved; pass the module that owns it"
                     )
-
-
-def slots_of(state: Mapping[str, Any], parameter: torch.Tensor) -> list[str]:
-    """The entries of a parameter's optimizer state that are slots, sorted: tensors of the parameter's shape.
-
-    ``step`` never is one, not even for a parameter without dimensions.
-    """
-    return sorted(
-        key
-        for key, value in state.items()
-        if isinstance(value, torch.Tensor) and value.shape == parameter.shape and key != "step"
-    )
-
-
-def fit_slots(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, wanted: Mapping[str, str]) -> None:
-    """Make the slots in the optimizer's state of ``parameter`` those in ``wanted`` (slot: dtype).
-
-    Missing ones are created with zeros, on the parameter's device; others are dropped.
-    """
-    state = optimizer.state.get(parameter, {})
-    for slot in slots_of(state, parameter):
-        if slot not in wanted:
-            del state[slot]
-    for slot, dtype in wanted.items():
-        if slot not in _NOT_STATE and slot not in state:
-            zeros = torch.zeros_like(parameter, dtype=torch_dtype(dtype), requires_grad=False)
-            optimizer.state[parameter][slot] = zeros
-
-
-def complete_state(
-    optimizer: torch.optim.Optimizer, parameter: torch.Tensor, slots: Collection[str], scalars: bool
-) -> bool:
-    """Whether the state of ``parameter`` can take the scalars that were saved beside ``slots``.
-
-    Half a state would break the optimizer's next step. So slots that were not kept become zeros where others
-    were kept; and where none was, or there was no state at all, the state is dropped: a fresh start.
-    """
-    state = optimizer.state.get(parameter, {})
-    kept = [slot for slot in slots if slot in state]
-    if not (kept if slots else scalars):
-        optimizer.state.pop(parameter, None)
-        return False
-    for slot in slots:
-        if slot not in state:
-            state[slot] = torch.zeros_like(parameter, requires_grad=False)
-    return True
 
 
 def unwrap(model: nn.Module) -> tuple[nn.Module, dist.ProcessGroup | None]:

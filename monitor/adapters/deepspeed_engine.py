@@ -1,0 +1,122 @@
+"""What a DeepSpeed engine keeps besides tensors: counters, scheduler, loss scaler; and facts about itself.
+
+The same for every ZeRO stage; it does not know how any of them lays out its tensors.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import deepspeed
+import torch.distributed as dist
+
+from monitor.adapters.inventory import Inventory
+
+_COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
+_SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+
+
+def engine_state(engine: Any) -> dict[str, Any]:
+    """The engine's own run state: ``counters``, ``loss_scaler``, ``lr_scheduler``."""
+    counters = {name: int(getattr(engine, name)) for name in _COUNTERS}
+    counters["gradient_accumulation_steps"] = int(engine.gradient_accumulation_steps())
+    scheduler = engine.lr_scheduler
+    return {
+        "counters": counters,
+        "loss_scaler": _scaler_state(engine.optimizer),
+        "lr_scheduler": None if scheduler is None else copy.deepcopy(scheduler.state_dict()),
+    }
+
+
+def load_engine_state(engine: Any, state: Mapping[str, Any]) -> None:
+    """The inverse of :func:`engine_state`. State that no engine saved has its counters derived from ``step``."""
+    counters = state.get("counters") or _counters_from_steps(engine, state)
+    accumulation = int(engine.gradient_accumulation_steps())
+    for name in ("global_steps", "global_samples", "skipped_steps"):
+        setattr(engine, name, int(counters[name]))
+    # Gradients accumulated in part are not saved: the window starts anew, and boundaries must stay boundaries.
+    windows = int(counters["micro_steps"]) // int(counters["gradient_accumulation_steps"])
+    engine.micro_steps = windows * accumulation
+    if state.get("lr_scheduler") is not None and engine.lr_scheduler is not None:
+        engine.lr_scheduler.load_state_dict(copy.deepcopy(state["lr_scheduler"]))
+    _load_scaler(engine.optimizer, state.get("loss_scaler"))
+
+
+def _counters_from_steps(engine: Any, state: Mapping[str, Any]) -> dict[str, int]:
+    steps = max((int(scalars.get("step", 0)) for scalars in state["scalars"].values()), default=0)
+    accumulation = int(engine.gradient_accumulation_steps())
+    return {
+        "global_steps": steps,
+        "global_samples": steps * int(engine.train_batch_size()),
+        "skipped_steps": 0,
+        "micro_steps": steps * accumulation,
+        "gradient_accumulation_steps": accumulation,
+    }
+
+
+def _scaler_state(optimizer: Any) -> dict[str, Any] | None:
+    autocast = getattr(optimizer, "torch_autocast_gradscaler", None)
+    if autocast is not None:
+        return {"class": type(autocast).__name__, **autocast.state_dict()}
+    scaler = getattr(optimizer, "loss_scaler", None)
+    if scaler is None:
+        return None
+    plain = {key: value for key, value in vars(scaler).items() if isinstance(value, bool | int | float)}
+    return {"class": type(scaler).__name__, **plain}
+
+
+def _load_scaler(optimizer: Any, saved: Mapping[str, Any] | None) -> None:
+    if saved is None:
+        return
+    autocast = getattr(optimizer, "torch_autocast_gradscaler", None)
+    scaler = getattr(optimizer, "loss_scaler", None) if autocast is None else autocast
+    if scaler is None or type(scaler).__name__ != saved["class"]:
+        return  # another precision scales in its own way, and starts with its own configuration
+    if autocast is not None:
+        autocast.load_state_dict({key: value for key, value in saved.items() if key != "class"})
+    elif getattr(scaler, "dynamic", False):
+        for name in _SCALER_STATE:
+            setattr(scaler, name, saved[name])
+
+
+def engine_facts(engine: Any, inventory: Inventory) -> dict[str, Any]:
+    """What a writer of DeepSpeed's own files needs from the engine, whatever the stage. JSON values."""
+    optimizer = engine.optimizer
+    return {
+        "framework": "deepspeed",
+        "ds_version": str(deepspeed.__version__),
+        "zero_stage": int(engine.zero_optimization_stage()),
+        "world_size": dist.get_world_size(),
+        "mp_world_size": int(engine.mp_world_size),
+        "dtype": _precision(engine),
+        "ds_config": as_json(engine._config._param_dict),
+        "zero_optimizer": type(optimizer).__name__,
+        "optimizer": type(engine.basic_optimizer).__name__,
+        "loss_scaler": _scaler_state(optimizer),
+        "dynamic_loss_scale": bool(getattr(optimizer, "dynamic_loss_scale", False)),
+        "clip_grad": float(getattr(optimizer, "clip_grad", 0.0)),
+        "elastic_checkpoint": bool(getattr(optimizer, "elastic_checkpoint", False)),
+        "state_dict_names": inventory.state_dict_names(),
+        # As DeepSpeed has it: whatever the optimizer wrappers do not take in, parameters without elements too.
+        "frozen": [
+            fqn
+            for fqn, parameter in inventory.parameters().items()
+            if not parameter.requires_grad or not getattr(parameter, "ds_numel", parameter.numel())
+        ],
+        "buffer_names": list(engine._get_buffer_names()),
+        "shared_params": {alias: fqn for fqn, names in inventory.aliases().items() for alias in names},
+    }
+
+
+def _precision(engine: Any) -> str:
+    if engine.bfloat16_enabled():
+        return "bf16"
+    return "fp16" if engine.fp16_enabled() else "fp32"
+
+
+def as_json(value: Any) -> Any:
+    """``value`` as it comes back from JSON; what JSON cannot say becomes a string."""
+    return json.loads(json.dumps(value, default=str))

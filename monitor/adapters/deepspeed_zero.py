@@ -1,0 +1,245 @@
+"""What the ZeRO stages have in common.
+
+A stage says where its flat fp32 partitions are and which piece of which parameter lies where in them
+(:class:`Flat`); everything else here follows from that. Parameters that the optimizer does not hold
+(frozen ones, mostly) are the stage's too. Reads and writes DeepSpeed's tensors in place, from the training
+thread, between optimizer steps. It knows neither tensor nor pipeline nor expert parallelism, and refuses them.
+"""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from monitor.adapters.base import Piece, TensorInfo
+from monitor.adapters.deepspeed_engine import as_json, engine_facts, engine_state, load_engine_state
+from monitor.adapters.hyper import describe_group, restore_groups, snapshot
+from monitor.adapters.inventory import Inventory, whole
+from monitor.adapters.optimizer_state import (
+    common_scalars,
+    complete_state,
+    fit_slots,
+    restore_scalar,
+    scalar_device,
+    slots_of,
+)
+from monitor.adapters.replicas import share
+from store.errors import UnsupportedError
+from store.names import BUFFER, WEIGHTS, Fragment
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a piece of a parameter lies: elements [start, start + numel) of the flattened parameter are
+    elements [offset, offset + numel) of this rank's flat partition."""
+
+    fqn: str
+    start: int
+    offset: int
+    numel: int
+
+
+@dataclass(frozen=True)
+class Flat:
+    """One flat partition of master weights on this rank, 1-d, to which the base optimizer's state is keyed.
+
+    group: index of its param group. fqns: every parameter laid out in it over all ranks, in that order.
+    placements: the pieces on this rank; what is between and behind them is padding.
+    """
+
+    tensor: torch.Tensor
+    group: int
+    fqns: tuple[str, ...]
+    placements: tuple[Placement, ...]
+
+
+class ZeroAdapter(ABC):
+    """What every ZeRO stage shares; a subclass per family of stages says where things are."""
+
+    framework = "deepspeed"
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+        self.module: nn.Module = engine.module
+        self._zero = engine.optimizer
+        self._inventory = Inventory(self.module)
+        self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
+        self._refuse_what_is_not_data_parallel()
+        self._refuse_this_stage()
+
+    # ---- what a stage says
+
+    @abstractmethod
+    def flats(self) -> list[Flat]:
+        """The flat partitions of this rank, in the order of DeepSpeed's own (sub-)groups."""
+
+    @abstractmethod
+    def _outside(self) -> tuple[list[Piece], list[Piece]]:
+        """Pieces of the parameters that no flat partition holds: (replicated whole, this rank's own slices)."""
+
+    @abstractmethod
+    def _refuse_this_stage(self) -> None:
+        """Raise UnsupportedError, naming it, for a variant of the stage that is not handled."""
+
+    @abstractmethod
+    def _stage_facts(self) -> dict[str, Any]:
+        """JSON values of the stage's own layout, the same on all ranks."""
+
+    @abstractmethod
+    def finish_load(self) -> None:
+        """See :class:`monitor.adapters.base.Adapter`."""
+
+    # ---- the adapter's contract
+
+    def completed_steps(self) -> int | None:
+        """Steps at accumulation boundaries, those skipped for an overflow included, as DeepSpeed counts."""
+        return int(self.engine.global_steps)
+
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """See :class:`monitor.adapters.base.Adapter`."""
+        return self._inventory.infos(frozenset(fqn for flat in self.flats() for fqn in flat.fqns))
+
+    def owned(self) -> list[Piece]:
+        """Pieces of the flat partitions and of their optimizer state, and a share of what is replicated."""
+        replicated, sliced = self._outside()
+        return [*self._flat_pieces(), *sliced, *share([*replicated, *self._buffers()], self._rank, self._world_size)]
+
+    def held(self) -> list[Piece]:
+        """As :meth:`owned`, with what is replicated whole on every rank."""
+        replicated, sliced = self._outside()
+        pieces = [*self._flat_pieces(), *sliced, *replicated, *self._buffers()]
+        return [piece for piece in pieces if piece.fragment.numel]
+
+    def prepare_load(self, slots: Mapping[str, Mapping[str, str]]) -> None:
+        """Make the slots of each flat partition those that ``slots`` names for any parameter in it.
+
+        Missing ones are created with zeros, others dropped; where ``slots`` names one for some parameters of
+        a partition only, the others' pieces become zeros.
+        """
+        for flat in self.flats():
+            wanted = {slot: dtype for fqn in flat.fqns for slot, dtype in slots.get(fqn, {}).items()}
+            fit_slots(self._base(), flat.tensor, wanted)
+            for slot in self._state_of(flat)[0]:
+                for place in flat.placements:
+                    if slot not in slots.get(place.fqn, {}):
+                        self._states()[flat.tensor][slot].narrow(0, place.offset, place.numel).zero_()
+
+    def run_state(self) -> dict[str, Any]:
+        """See :class:`monitor.adapters.base.Adapter`. The same on all ranks."""
+        scalars: dict[str, dict[str, Any]] = {}
+        slots: dict[str, list[str]] = {}
+        for flat in self.flats():
+            names, values = self._state_of(flat)
+            for fqn in flat.fqns:
+                slots[fqn], scalars[fqn] = list(names), copy.deepcopy(values)
+        return {
+            "optimizer": type(self._base()).__name__,
+            "param_groups": [describe_group(fqns, group) for fqns, group in self._groups()],
+            "scalars": scalars,
+            "slots": slots,
+            **engine_state(self.engine),
+        }
+
+    def load_run_state(self, state: Mapping[str, Any]) -> None:
+        """See :class:`monitor.adapters.base.Adapter`. Call it on every rank, after :meth:`prepare_load`."""
+        scalars = {flat.fqns: common_scalars(flat.fqns, state) for flat in self.flats()}
+        load_engine_state(self.engine, state)
+        restore_groups(state["param_groups"], self._groups())
+        for flat in self.flats():
+            self._load_scalars(flat, scalars[flat.fqns], state)
+
+    def layout_facts(self) -> dict[str, Any]:
+        """See :class:`monitor.adapters.base.Adapter`."""
+        facts = {**engine_facts(self.engine, self._inventory), **self._stage_facts()}
+        for group, live in zip(facts["param_groups"], self._base().param_groups, strict=True):
+            group["hyper"] = as_json({key: value for key, value in live.items() if key != "params"})
+        return facts
+
+    # ---- shared parts
+
+    def _base(self) -> torch.optim.Optimizer:
+        optimizer: torch.optim.Optimizer = self._zero.optimizer
+        return optimizer
+
+    def _states(self) -> Any:
+        return self._base().state
+
+    def _groups(self) -> list[tuple[list[str], dict[str, Any]]]:
+        fqns: dict[int, list[str]] = {}
+        for flat in self.flats():
+            fqns.setdefault(flat.group, []).extend(flat.fqns)
+        return [(fqns.get(index, []), group) for index, group in enumerate(self._base().param_groups)]
+
+    def _flat_pieces(self) -> Iterator[Piece]:
+        for flat in self.flats():
+            tensors = {WEIGHTS: flat.tensor}
+            state = self._states().get(flat.tensor, {})
+            tensors |= {slot: state[slot] for slot in self._state_of(flat)[0]}
+            for place in flat.placements:
+                for slot, tensor in tensors.items():
+                    fragment = Fragment(place.fqn, slot, place.start, place.numel)
+                    yield Piece(fragment, tensor.detach().narrow(0, place.offset, place.numel))
+
+    def _buffers(self) -> list[Piece]:
+        return [whole(fqn, BUFFER, buffer) for fqn, buffer in self._inventory.buffers().items()]
+
+    def _state_of(self, flat: Flat) -> tuple[list[str], dict[str, Any]]:
+        """(slots, scalars) of a flat partition's optimizer state."""
+        state = self._states().get(flat.tensor, {})
+        slots, scalars = slots_of(state, flat.tensor), {}
+        for key, value in state.items():
+            if key in slots:
+                continue
+            if isinstance(value, torch.Tensor) and value.ndim:
+                raise UnsupportedError(
+                    f"{type(self._base()).__name__} keeps {key!r} of shape {tuple(value.shape)} for a flat partition "
+                    f"of {flat.tensor.numel()} elements: it cannot be taken apart by parameter; use an optimizer with "
+                    "state per element, such as AdamW"
+                )
+            scalars[key] = snapshot(value, f"optimizer state {key!r} of the partition with {flat.fqns[0]}")
+        return slots, scalars
+
+    def _load_scalars(self, flat: Flat, common: tuple[set[str], dict[str, Any]], saved: Mapping[str, Any]) -> None:
+        slots, scalars = common
+        if not complete_state(self._base(), flat.tensor, slots, bool(scalars)):
+            return
+        state = self._states()[flat.tensor]
+        group = self._base().param_groups[flat.group]
+        for key, value in scalars.items():
+            state[key] = restore_scalar(
+                key,
+                value,
+                live=state.get(key),
+                optimizer=self._base(),
+                saved_by=saved.get("optimizer"),
+                device=scalar_device(value, group, flat.tensor),
+            )
+
+    def _refuse_what_is_not_data_parallel(self) -> None:
+        engine = self.engine
+        if getattr(engine, "has_moe_layers", False):
+            raise UnsupportedError("DeepSpeed MoE (expert parallelism) is not handled yet; use a dense model")
+        size = dist.get_world_size(self._zero.dp_process_group)
+        if size != self._world_size:
+            raise UnsupportedError(
+                f"ZeRO partitions over {size} of {self._world_size} ranks: tensor, pipeline or other model "
+                "parallelism is not handled yet; use data parallelism over all ranks"
+            )
+        if getattr(self._zero, "zenflow", False):
+            raise UnsupportedError("ZenFlow is not handled; remove zero_optimization.zenflow")
+
+    def _need(self, *attributes: str) -> None:
+        for name in attributes:
+            if not hasattr(self._zero, name):
+                raise UnsupportedError(
+                    f"{type(self._zero).__name__} of DeepSpeed {deepspeed.__version__} has no {name!r}: this release "
+                    "is not handled; 0.19 is"
+                )

@@ -1,0 +1,53 @@
+"""``monitor.attach``: from what the user trains with and a configuration to a checkpointer. Collective."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from monitor.adapters.select import adapter_for
+from monitor.checkpointer import Checkpointer
+from monitor.config import Config, load_config
+from monitor.drift.select import meter_for
+from monitor.group import current_group
+from monitor.job import Job
+from monitor.layers import find_layers
+from monitor.opened import open_existing, open_store
+from monitor.run_state import UserState, to_tree
+from monitor.units import UnitTable
+from policies.observe import Observe
+
+
+def attach(
+    target: Any,
+    config: str | os.PathLike[str] | Mapping[str, Any] | Config | None = None,
+    *,
+    state: Sequence[Any] = (),
+) -> Checkpointer:
+    """Attach to a DeepSpeed engine, or to ``(model, optimizer)`` of plain PyTorch or DistributedDataParallel.
+
+    config: a YAML file, a mapping, or None for the defaults. state: objects to save and resume besides the model
+    and the optimizer (schedulers, samplers, loss scalers, ``torch.Generator``): each with ``state_dict`` and
+    ``load_state_dict``. Every rank calls it, after the process group is up.
+
+    Raises ConfigError for senseless settings, UnsupportedError for what cannot be handled, StoreInUseError where
+    another job on this machine owns the store, and StorageError where it cannot be written.
+    """
+    settings = load_config(config)
+    adapter = adapter_for(target)
+    user = UserState(state)
+    to_tree({"framework": adapter.run_state(), "user": user.capture()})  # what cannot be stored is told now
+    group = current_group()
+    tensors = adapter.tensors()
+    layers = find_layers(
+        adapter.module, list(tensors), experts=settings.layers.experts, patterns=settings.layers.patterns
+    )
+    table = UnitTable(adapter, layers, group)
+    meter = meter_for(settings.drift.method, settings.drift.width, settings.drift.seed)
+    policy = settings.bounded_policy()
+    if isinstance(policy, Observe):
+        catalog = open_existing(settings.store)
+        return Checkpointer(Job(settings, policy.inner, group, adapter, table, meter, user), None, catalog)
+    opened = open_store(settings.store, group, settings.timeouts.lock)
+    return Checkpointer(Job(settings, policy, group, adapter, table, meter, user), opened, opened.catalog)

@@ -1,0 +1,208 @@
+"""The object in the user's training loop: measure, decide, stage, and let the background thread do the rest.
+
+All public methods are called by the training thread of every rank, in the same order: they hold collectives.
+Rank 0 keeps the ledger and decides; every rank stages and writes its own segment. References (what drift is
+measured against) move only when a save is known to be committed, at the next decision.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from types import TracebackType
+
+from monitor.deciding import Decided, Decider
+from monitor.job import Job
+from monitor.observing import Observer
+from monitor.opened import OpenedStore
+from monitor.report import StepReport
+from monitor.resume import Resumed, resume
+from monitor.saver import Saver
+from store.catalog import Catalog
+from store.certificate import Certificate, certify
+from store.commit import mark_proven
+from store.errors import ConfigError
+
+_log = logging.getLogger("driftpoint")
+
+
+class Checkpointer:
+    """Made by :func:`monitor.attach`. Usable as a context manager, which closes it."""
+
+    def __init__(self, job: Job, opened: OpenedStore | None, catalog: Catalog | None) -> None:
+        self.config = job.config
+        self.metrics = job.metrics
+        self.certificate: Certificate | None = None
+        """What was resumed, on every rank; None where nothing was."""
+        self._job = job
+        self._group = job.group
+        self._opened = opened
+        self._catalog = catalog
+        self._decider = Decider(job)
+        self._saver: Saver | Observer = Observer(job) if opened is None else Saver(job, opened)
+        self._saver.reserve(job.table.local())
+        self._step = job.adapter.completed_steps() or 0
+        self._resumed: Resumed | None = None
+        self._asked_to_resume = False
+        self._proven = False
+        self._closed = False
+        if job.group.rank == 0:
+            self.metrics.epoch.set(opened.epoch if opened else 0)
+            if job.config.metrics.enabled:
+                self.metrics.serve(job.config.metrics.host, job.config.metrics.port)
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """Names of the layers found, in model order."""
+        return tuple(layer.name for layer in self._job.table.layers)
+
+    def resume(self) -> int:
+        """Bring the newest resumable commit into the model, the optimizer and the run state.
+
+        Returns the step to continue from: 0 where the store holds nothing yet. Raises, on all ranks,
+        NothingToResumeError where no commit is whole, and ModelMismatchError where the store is another model's.
+        """
+        self._asked_to_resume = True
+        found = None if self._catalog is None else resume(self._catalog, self._job.adapter, self._group, self._job.user)
+        if found is None:
+            return self._step
+        self._resumed = found
+        self._step = found.resolution.manifest.step
+        self.certificate = certify(found.resolution)
+        self._job.ledger.adopt(found.resolution)
+        for unit, part in self._job.table.local().items():
+            if unit in self._job.ledger.versions:
+                self._job.meter.reset(unit, part.tensors)
+        if self._group.rank == 0:
+            self._tell_resumed(found, self.certificate)
+        return self._step
+
+    def step(self) -> StepReport | None:
+        """Call after every optimizer step. Every ``every`` steps it decides, and perhaps begins a save.
+
+        Returns what was decided, or None where it was not time for a decision. Never waits for the disk."""
+        began = time.perf_counter()
+        if self._closed:
+            raise ConfigError("this checkpointer is closed: attach a new one")
+        if not self._advanced():
+            return None
+        self._require_asked()
+        self._mark_proven()
+        return None if self._step % self.config.every else self._decide(began, None)
+
+    def save(self, *, wait: bool = False) -> StepReport:
+        """Save everything now, whatever the policy says. ``wait``: return when it is committed, or failed."""
+        self._require_asked()
+        report = self._decide(time.perf_counter(), "asked for by save()")
+        if wait:
+            self._saver.flush(self.config.timeouts.close)
+        return report
+
+    def close(self) -> None:
+        """Wait, at most ``timeouts.close`` seconds, for the save under way; let go of the store and the port."""
+        self._close(self.config.timeouts.close)
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # After an error other ranks may be gone, and what they owe to a commit with them.
+        self._close(self.config.timeouts.close if kind is None else min(30.0, self.config.timeouts.close))
+
+    def _close(self, timeout: float) -> None:
+        if not self._closed:
+            self._closed = True
+            self._saver.close(timeout)
+            self.metrics.close()
+
+    def _advanced(self) -> bool:
+        counted = self._job.adapter.completed_steps()
+        if counted is None:
+            self._step += 1
+            return True
+        if counted == self._step:
+            return False  # a micro step of gradient accumulation
+        self._step = counted
+        return True
+
+    def _require_asked(self) -> None:
+        if not self._asked_to_resume and self._opened is not None and self._opened.catalog.saves():
+            raise ConfigError(
+                f"the store {self.config.store} holds commits and resume() was not called: going on would bury them. "
+                "Begin the loop with `range(ckpt.resume(), total_steps)`, or name another `store:`"
+            )
+        self._asked_to_resume = True
+
+    def _mark_proven(self) -> None:
+        opened, resumed = self._opened, self._resumed
+        if self._proven or resumed is None or opened is None:
+            return
+        self._proven = True
+        save = resumed.resolution.manifest.save
+        if self._group.rank == 0:
+            self._saver.upkeep(
+                lambda: mark_proven(opened.files, opened.catalog.store_id, save, opened.epoch),
+                "marking the commit proven",
+            )
+
+    def _decide(self, began: float, forced: str | None) -> StepReport:
+        local = self._job.table.local()
+        settled = self._saver.settle(self._job.table.changed(local))
+        if settled.skip is not None:
+            return self._skipped(settled.skip, began, None)
+        if settled.changed:
+            self._job.table.agree(local)
+        decided = self._decider.decide(self._step, local, forced)
+        self._show(decided)
+        if decided.lacking:
+            return self._skipped("withheld", began, decided)
+        if not decided.saved:
+            return self._skipped("nothing", began, decided)
+        staged = self._saver.begin(self._step, decided, local)
+        return self._report("observe" if self._opened is None else None, began, decided, staged)
+
+    def _skipped(self, reason: str, began: float, decided: Decided | None) -> StepReport:
+        if self._group.rank == 0:
+            self.metrics.skipped.labels(reason).inc()
+            _log.log(*_WHY_SKIPPED[reason], self._step)
+        return self._report(reason, began, decided, 0)
+
+    def _report(self, skipped: str | None, began: float, decided: Decided | None, staged: int) -> StepReport:
+        stall = time.perf_counter() - began
+        self.metrics.stall.observe(stall)
+        if decided is None:
+            return StepReport(self._step, skipped, stall_seconds=stall)
+        saved = decided.saved if skipped in (None, "observe") else {}
+        return StepReport(self._step, skipped, decided.stats, saved, decided.choices, staged, stall)
+
+    def _show(self, decided: Decided) -> None:
+        if self._group.rank == 0:
+            self.metrics.units(
+                {
+                    unit: drift
+                    for unit, drift in decided.drift.items()
+                    if drift is not None and unit in self._job.ledger.versions
+                },
+                {one.unit: one.staleness for one in decided.stats if one.staleness is not None},
+            )
+
+    def _tell_resumed(self, found: Resumed, certificate: Certificate) -> None:
+        fallbacks = found.resolution.fallbacks
+        self.metrics.resumed_step.set(self._step)
+        self.metrics.fallbacks.set(len(fallbacks))
+        kind = "exact" if certificate.exact else f"a composite, up to {certificate.max_staleness} steps stale"
+        _log.info("resumed step %d from %s (%s)", self._step, self.config.store, kind)
+        for note in found.notes:
+            _log.warning("resume: %s", note)
+        if fallbacks:
+            _log.error("resume: %d layer slots fell back to an older version; see driftpoint show", len(fallbacks))
+
+
+_WHY_SKIPPED = {
+    "busy": (logging.WARNING, "no save at step %d: the one before is still being written"),
+    "fenced": (logging.ERROR, "no save at step %d: another job has taken the store over; stop one of the two"),
+    "withheld": (logging.ERROR, "no save at step %d: layers without any version have NaN or Inf"),
+    "nothing": (logging.DEBUG, "no save at step %d: no layer needs it"),
+}

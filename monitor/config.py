@@ -1,0 +1,152 @@
+"""The settings of a job: what the YAML may say, its defaults, and errors that name the nearest known key.
+
+Validated once, where it is read. It knows no store and no policy beyond their settings' names.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from policies.base import Policy
+from policies.bounds import Bounds, bound
+from policies.select import policy_from
+from store.errors import ConfigError
+from store.retention import Retention
+
+
+class Settings(BaseModel):
+    """Base of all sections: frozen, and an unknown key is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class BoundSettings(Settings):
+    """What holds whatever the policy chooses; see :class:`policies.bounds.Bounds`."""
+
+    max_staleness: int | None = None
+    max_drift: float | None = None
+    precision: Literal["exact", "any"] = "exact"
+
+
+class DriftSettings(Settings):
+    """How drift is measured. width and seed are the sketch's."""
+
+    method: Literal["sketch", "exact"] = "sketch"
+    width: int = Field(default=4099, ge=64, le=1 << 20)
+    seed: int = 0
+
+
+class LayerSettings(Settings):
+    """How parameters are grouped. patterns: layer name -> regular expression on parameter names."""
+
+    experts: bool = False
+    patterns: dict[str, str] = {}
+
+
+class RetentionSettings(Settings):
+    """Which commits stay; see :class:`store.retention.Retention`."""
+
+    keep_last: int = 3
+    keep_every: int | None = None
+    log_spaced: bool = True
+
+
+class MetricsSettings(Settings):
+    """The Prometheus endpoint of rank 0."""
+
+    enabled: bool = True
+    host: str = "127.0.0.1"
+    port: int = Field(default=9464, ge=0, le=65535)
+
+
+class TimeoutSettings(Settings):
+    """Seconds. commit: for all ranks' segments. close: for the save that still runs at the end. lock: for the store."""
+
+    commit: float = Field(default=600.0, gt=0)
+    close: float = Field(default=600.0, ge=0)
+    lock: float = Field(default=15.0, ge=0)
+
+
+class Config(Settings):
+    """All settings of a job. ``every``: optimizer steps between two decisions."""
+
+    store: str = "./driftpoint-checkpoints"
+    every: int = Field(default=100, ge=1)
+    policy: str | dict[str, Any] = "full"
+    bounds: BoundSettings = BoundSettings()
+    drift: DriftSettings = DriftSettings()
+    layers: LayerSettings = LayerSettings()
+    retention: RetentionSettings = RetentionSettings()
+    metrics: MetricsSettings = MetricsSettings()
+    timeouts: TimeoutSettings = TimeoutSettings()
+
+    def bounded_policy(self) -> Policy:
+        """The policy inside its bounds. ConfigError where they are senseless or contradict each other."""
+        settings = self.bounds
+        bounds = Bounds(settings.max_staleness, settings.max_drift, settings.precision, self.every)
+        return bound(policy_from(self.policy), bounds)
+
+    def retention_rule(self) -> Retention:
+        """The retention rule. ConfigError where it would keep nothing."""
+        return Retention(**self.retention.model_dump())
+
+
+def load_config(source: str | os.PathLike[str] | Mapping[str, Any] | Config | None) -> Config:
+    """A validated configuration from a YAML file, a mapping, or nothing (the defaults)."""
+    if isinstance(source, Config):
+        config = source
+    elif source is None or isinstance(source, Mapping):
+        config = _validated(source or {}, "the configuration")
+    else:
+        config = _validated(_read(Path(source)), str(source))
+    config.bounded_policy()
+    config.retention_rule()
+    return config
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not YAML: {error}") from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
+        raise ConfigError(f"{path} must be a YAML mapping such as `store: ./checkpoints`")
+    return content
+
+
+def _validated(values: Mapping[str, Any], where: str) -> Config:
+    try:
+        return Config.model_validate(dict(values))
+    except ValidationError as error:
+        raise ConfigError(f"{where}: " + "; ".join(_explained(item) for item in error.errors())) from error
+
+
+def _explained(item: Any) -> str:
+    path = [str(step) for step in item["loc"]]
+    if item["type"] != "extra_forbidden":
+        return f"{'.'.join(path)}: {item['msg'].lower()} (it is {item['input']!r})"
+    known = _known_keys(path[:-1])
+    near = difflib.get_close_matches(path[-1], known, n=1, cutoff=0.0)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    return f"unknown key {'.'.join(path)!r}: {hint}Known here: {', '.join(sorted(known))}"
+
+
+def _known_keys(path: list[str]) -> list[str]:
+    model: type[BaseModel] = Config
+    for step in path:
+        kind = model.model_fields[step].annotation
+        if not (isinstance(kind, type) and issubclass(kind, BaseModel)):
+            return []
+        model = kind
+    return list(model.model_fields)

@@ -1,0 +1,91 @@
+"""One decision: measure what the policy needs, let rank 0 choose, measure the rest. Training thread; collective.
+
+A policy that does not look at drift decides first; what it saves is measured later, on the staged copies, by
+the background thread. So the training thread passes over each byte once: it either copies or measures it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from monitor.agree import on_first
+from monitor.drift.base import Measure
+from monitor.job import Job
+from monitor.measuring import measure_all, unit_stats
+from monitor.units import LocalUnit, is_moving
+from policies.base import Budget, Choice, Decision, History, UnitStats
+from policies.bounds import incomplete
+from store.names import RAW, Unit
+
+
+@dataclass(frozen=True)
+class Decided:
+    """A decision and what it rests on.
+
+    stats, choices: rank 0 only. saved: the same on all ranks. drift: of measured units, None where not finite.
+    mine: this rank's part of what was measured on live tensors. lacking: units that would have no version."""
+
+    stats: tuple[UnitStats, ...]
+    choices: Mapping[Unit, Choice]
+    saved: Mapping[Unit, Choice]
+    drift: Mapping[Unit, float | None]
+    mine: Mapping[Unit, Measure]
+    lacking: tuple[Unit, ...]
+
+
+class Decider:
+    """Asks the policy."""
+
+    def __init__(self, job: Job) -> None:
+        self._policy = job.policy
+        self._meter = job.meter
+        self._group = job.group
+        self._table = job.table
+        self._ledger = job.ledger
+
+    def decide(self, step: int, local: Mapping[Unit, LocalUnit], forced: str | None) -> Decided:
+        """Decide on every unit; ``forced`` saves everything that is finite, for that reason."""
+        units = list(self._table.sizes)
+        first = [unit for unit in units if self._policy.needs_drift or not is_moving(unit)]
+        measured, mine = measure_all(self._meter, self._group, first, local)
+        stats = unit_stats(self._table, self._ledger, step, measured)
+        decision, saved, lacking = self._chosen(step, stats, forced)
+        rest = [unit for unit in units if unit not in measured and unit not in saved]
+        measured_too, mine_too = measure_all(self._meter, self._group, rest, local)
+        drift = {unit: found.drift for unit, found in {**measured, **measured_too}.items()}
+        shown = unit_stats(self._table, self._ledger, step, {**measured, **measured_too})
+        choices = decision.choices if decision else {}
+        return Decided(shown if decision else (), choices, saved, drift, {**mine, **mine_too}, lacking)
+
+    def _chosen(
+        self, step: int, stats: tuple[UnitStats, ...], forced: str | None
+    ) -> tuple[Decision | None, dict[Unit, Choice], tuple[Unit, ...]]:
+        made: list[Decision] = []
+
+        def choose() -> tuple[list[tuple[int, str, str]], list[int]]:
+            decision = self._select(step, stats, forced)
+            made.append(decision)
+            saved = [
+                (index, choice.encoding, choice.reason)
+                for index, one in enumerate(stats)
+                if (choice := decision.choices[one.unit]).encoding is not None
+            ]
+            lacking = set(incomplete(stats, decision))
+            return saved, [index for index, one in enumerate(stats) if one.unit in lacking]
+
+        saved, lacking = on_first(self._group, choose)
+        return (
+            made[0] if made else None,
+            {stats[index].unit: Choice(encoding, reason) for index, encoding, reason in saved},
+            tuple(stats[index].unit for index in lacking),
+        )
+
+    def _select(self, step: int, stats: tuple[UnitStats, ...], forced: str | None) -> Decision:
+        decision = self._policy.select(stats, Budget(), History(step, self._ledger.commits))
+        if forced is None:
+            return decision
+        sick = {one.unit.layer for one in stats if not one.finite}
+        return Decision(
+            {one.unit: decision.choices[one.unit] if one.unit.layer in sick else Choice(RAW, forced) for one in stats}
+        )

@@ -1,0 +1,30 @@
+"""What every part of one job shares, made once by ``attach``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from monitor.adapters.base import Adapter
+from monitor.config import Config
+from monitor.drift.base import DriftMeter
+from monitor.group import Group
+from monitor.ledger import Ledger
+from monitor.metrics import Metrics
+from monitor.run_state import UserState
+from monitor.units import UnitTable
+from policies.base import Policy
+
+
+@dataclass(frozen=True)
+class Job:
+    """The parts of one rank. ``ledger`` is kept on rank 0 (and after a resume stands alike everywhere)."""
+
+    config: Config
+    policy: Policy
+    group: Group
+    adapter: Adapter
+    table: UnitTable
+    meter: DriftMeter
+    user: UserState
+    ledger: Ledger = field(default_factory=Ledger)
+    metrics: Metrics = field(default_factory=Metrics)

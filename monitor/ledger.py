@@ -1,0 +1,183 @@
+"""What is committed so far, and the next manifest: kept on rank 0, moved only by a commit.
+
+Knows records, not tensors or files. The training thread owns the ledger; the background thread gets an
+immutable :class:`CommitDraft` and gives a manifest back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+
+from monitor.drift.base import drift_ratio
+from monitor.units import UnitSize, is_moving
+from policies.base import Choice
+from store.commit import Group
+from store.errors import SaveError
+from store.names import SaveId, Unit
+from store.schema import GroupRecord, LayerRecord, ManifestRecord, TensorRecord, UnitRecord
+from store.versions import Resolution
+
+
+@dataclass(frozen=True)
+class JobFacts:
+    """What every manifest of this job says alike."""
+
+    store_id: str
+    framework: str
+    policy: str
+    layers: tuple[LayerRecord, ...]
+    tensors: Mapping[str, TensorRecord]
+
+
+@dataclass(frozen=True)
+class CommitDraft:
+    """A manifest but for what the segments tell.
+
+    kept: the versions that stay where they are not replaced, drift and staleness as of this save.
+    saved: the units of this save and why. sizes: of all units over all ranks."""
+
+    facts: JobFacts
+    save: SaveId
+    world_size: int
+    commits: int
+    previous: SaveId | None
+    kept: Mapping[Unit, UnitRecord]
+    saved: Mapping[Unit, Choice]
+    sizes: Mapping[Unit, UnitSize]
+    groups: Mapping[str, GroupRecord]
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A manifest ready to be committed; units that the health gate held back; drift of each unit as staged."""
+
+    manifest: ManifestRecord
+    dropped: tuple[Unit, ...]
+    drift: Mapping[Unit, float]
+
+
+@dataclass
+class Ledger:
+    """The newest committed version of every unit, the groups they lie in, and how many commits there were."""
+
+    versions: dict[Unit, UnitRecord] = field(default_factory=dict)
+    groups: dict[str, GroupRecord] = field(default_factory=dict)
+    commits: int = 0
+    newest: SaveId | None = None
+
+    def adopt(self, resolution: Resolution) -> None:
+        """Stand where a resume put the state, fallbacks included."""
+        self.versions = {unit: version.record for unit, version in resolution.versions.items()}
+        self.groups = {version.record.save: version.group for version in resolution.versions.values()}
+        self.commits = resolution.manifest.commits
+        self.newest = resolution.manifest.save
+
+    def advance(self, manifest: ManifestRecord) -> None:
+        """A manifest was committed."""
+        self.versions = {record.unit: record for record in manifest.units}
+        self.groups = dict(manifest.groups)
+        self.commits = manifest.commits
+        self.newest = manifest.save
+
+    def staleness(self, unit: Unit, step: int) -> int | None:
+        """Steps since the step of the newest version; None where there is none."""
+        record = self.versions.get(unit)
+        return None if record is None else step - record.version.step
+
+    def kept(
+        self, step: int, drift: Mapping[Unit, float | None], sizes: Mapping[Unit, UnitSize]
+    ) -> dict[Unit, UnitRecord]:
+        """The present versions, for units that still exist with the same elements, as of ``step``."""
+        return {
+            unit: record.model_copy(
+                update={"drift": drift.get(unit), "staleness": step - record.version.step, "reason": ""}
+            )
+            for unit, record in self.versions.items()
+            if unit in sizes and sizes[unit].numel == record.numel
+        }
+
+
+def draw(draft: CommitDraft, group: Group) -> Drawn:
+    """The manifest that commits a complete segment group.
+
+    SaveError where the segments do not hold what was decided, or where a unit would be left without any
+    version because its values are not finite."""
+    sick_layers, drift = _measured(group)
+    stored = _stored_sizes(group)
+    for unit in draft.saved:
+        if stored.get(unit) != draft.sizes[unit]:
+            raise SaveError(
+                f"save {draft.save}: the segments hold {stored.get(unit)} of {unit}, not {draft.sizes[unit]}"
+            )
+    dropped = tuple(unit for unit in draft.saved if unit.layer in sick_layers)
+    units = [_unit_record(draft, unit, dropped) for unit in draft.sizes]
+    if len(dropped) == len(draft.saved):
+        raise SaveError(f"save {draft.save}: every layer to be saved has NaN or Inf; the versions before stay")
+    reached = {record.save for record in units}
+    groups = {name: record for name, record in draft.groups.items() if name in reached}
+    groups[draft.save.name] = group.record
+    written = sum(draft.sizes[unit].nbytes for unit in draft.saved)
+    manifest = ManifestRecord(
+        store_id=draft.facts.store_id,
+        step=draft.save.step,
+        epoch=draft.save.epoch,
+        commits=draft.commits,
+        world_size=draft.world_size,
+        framework=draft.facts.framework,
+        policy=draft.facts.policy,
+        created=datetime.now(UTC).isoformat(timespec="milliseconds"),
+        previous=draft.previous.name if draft.previous else None,
+        bytes_avoided=sum(size.nbytes for size in draft.sizes.values()) - written,
+        layers=draft.facts.layers,
+        tensors=dict(draft.facts.tensors),
+        groups=groups,
+        units=tuple(units),
+    )
+    return Drawn(manifest, dropped, drift)
+
+
+def _unit_record(draft: CommitDraft, unit: Unit, dropped: tuple[Unit, ...]) -> UnitRecord:
+    choice = draft.saved.get(unit)
+    if choice is None or unit in dropped:
+        record = draft.kept.get(unit)
+        if record is None:
+            raise SaveError(
+                f"save {draft.save}: {unit} has NaN or Inf and no version yet, so nothing complete can be saved"
+            )
+        return record.model_copy(update={"drift": None}) if unit in dropped else record
+    assert choice.encoding is not None
+    return UnitRecord(
+        layer=unit.layer,
+        slot=unit.slot,
+        save=draft.save.name,
+        encoding=choice.encoding,
+        numel=draft.sizes[unit].numel,
+        nbytes=draft.sizes[unit].nbytes,
+        drift=0.0,
+        staleness=0,
+        moving=is_moving(unit),
+        reason=choice.reason,
+    )
+
+
+def _measured(group: Group) -> tuple[set[str], dict[Unit, float]]:
+    sick: set[str] = set()
+    squares: dict[Unit, tuple[float, float]] = {}
+    for part in group.parts:
+        for found in part.measures:
+            if not found.finite:
+                sick.add(found.layer)
+            moved, reference = squares.get(found.unit, (0.0, 0.0))
+            squares[found.unit] = (moved + found.moved_sq, reference + found.reference_sq)
+    return sick, {unit: drift_ratio(*pair) for unit, pair in squares.items() if unit.layer not in sick}
+
+
+def _stored_sizes(group: Group) -> dict[Unit, UnitSize]:
+    sizes: dict[Unit, UnitSize] = {}
+    for part in group.parts:
+        for entry in part.entries:
+            before = sizes.get(entry.unit, UnitSize(0, 0))
+            sizes[entry.unit] = UnitSize(before.numel + entry.numel, before.nbytes + entry.nbytes)
+    return sizes

@@ -1,0 +1,68 @@
+"""Observe mode: the same measurements and decisions, nothing written.
+
+Stands where the saver stands. A decision takes effect on the references only, as if its save had been
+committed at once, so that drift is what it would be under that policy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from monitor.deciding import Decided
+from monitor.job import Job
+from monitor.saver import Settled
+from monitor.units import LocalUnit, is_moving
+from store.names import SaveId, Unit
+from store.schema import UnitRecord
+
+
+class Observer:
+    """Pretends to save."""
+
+    def __init__(self, job: Job) -> None:
+        self._group = job.group
+        self._table = job.table
+        self._meter = job.meter
+        self._ledger = job.ledger
+
+    def reserve(self, local: Mapping[Unit, LocalUnit]) -> None:
+        """Nothing is staged, so nothing is reserved."""
+
+    def settle(self, changed: bool) -> Settled:
+        """Nothing is ever under way. Collective."""
+        return Settled(None, bool(self._group.largest([changed])[0]))
+
+    def begin(self, step: int, decided: Decided, local: Mapping[Unit, LocalUnit]) -> int:
+        """Move references and versions as the commit would have. Returns the bytes that it would have copied here."""
+        for unit, choice in decided.saved.items():
+            if unit in local:
+                self._meter.reset(unit, local[unit].tensors)
+            size = self._table.sizes[unit]
+            self._ledger.versions[unit] = UnitRecord(
+                layer=unit.layer,
+                slot=unit.slot,
+                save=SaveId(step, 0).name,
+                encoding=choice.encoding or "",
+                numel=size.numel,
+                nbytes=size.nbytes,
+                drift=0.0,
+                staleness=0,
+                moving=is_moving(unit),
+                reason=choice.reason,
+            )
+        self._ledger.commits += 1
+        return sum(
+            tensor.numel() * tensor.element_size()
+            for unit in decided.saved
+            if unit in local
+            for tensor in local[unit].tensors
+        )
+
+    def upkeep(self, job: Callable[[], None], what: str) -> None:
+        """Nothing is kept up."""
+
+    def flush(self, timeout: float) -> None:
+        """Nothing to wait for."""
+
+    def close(self, timeout: float) -> None:
+        """Nothing to let go of."""

@@ -1,0 +1,79 @@
+"""A job's hold on its store: opened or created by rank 0, locked, an epoch claimed, seen by every rank.
+
+Collective; before training. Every rank must read rank 0's epoch record with its token at its own path: this is
+what tells a shared disk from one that every node has for itself, or a path that differs between ranks.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from monitor.agree import everywhere, on_first
+from monitor.group import Group
+from store.catalog import Catalog, open_catalog
+from store.epochs import claim_epoch, read_epoch
+from store.errors import DamagedError, MissingError, NoStoreError, StorageError
+from store.files import LocalFiles
+from store.lock import StoreLock
+from store.store import open_or_create
+
+
+@dataclass
+class OpenedStore:
+    """A store that this job owns. ``lock`` is rank 0's."""
+
+    files: LocalFiles
+    catalog: Catalog
+    epoch: int
+    lock: StoreLock | None
+
+    def release(self) -> None:
+        """Let the next job have it."""
+        if self.lock is not None:
+            self.lock.release()
+            self.lock = None
+
+
+def open_store(path: str, group: Group, lock_seconds: float) -> OpenedStore:
+    """Own the store at ``path``. StoreInUseError, StorageError or DamagedError, on all ranks alike."""
+    files = LocalFiles(os.path.expanduser(path))  # noqa: PTH111
+    held: list[StoreLock] = []
+
+    def claim() -> tuple[int, str]:
+        catalog = open_or_create(files)
+        held.append(StoreLock(files.root, lock_seconds))
+        record = claim_epoch(files, catalog.store_id)
+        return record.epoch, record.token
+
+    try:
+        epoch, token = on_first(group, claim)
+        catalog = everywhere(group, lambda: _seen(files, epoch, token))
+    except BaseException:
+        for lock in held:
+            lock.release()
+        raise
+    return OpenedStore(files, catalog, epoch, held[0] if held else None)
+
+
+def open_existing(path: str) -> Catalog | None:
+    """The store at ``path`` for reading only; None where there is none."""
+    try:
+        return open_catalog(LocalFiles(os.path.expanduser(path)))  # noqa: PTH111
+    except NoStoreError:
+        return None
+
+
+def _seen(files: LocalFiles, epoch: int, token: str) -> Catalog:
+    advice = (
+        "`store:` must be the same directory for all ranks, on a disk that all nodes share. "
+        "Check the path (is there a time or a host name in it?) and the mount"
+    )
+    try:
+        catalog = open_catalog(files)
+        record = read_epoch(files, epoch)
+    except (NoStoreError, MissingError, DamagedError) as error:
+        raise StorageError(f"this rank does not see rank 0's store at {files.root}: {error}. {advice}") from error
+    if record.token != token:
+        raise StorageError(f"this rank sees another store at {files.root} than rank 0. {advice}")
+    return catalog

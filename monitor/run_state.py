@@ -1,0 +1,96 @@
+"""Run state: whatever a resume needs besides tensors of the model and the optimizer, rank by rank.
+
+The random generators of torch, CUDA, numpy and python; the framework's counters and schedules (from the
+adapter); and the objects that the user names. Turned into plain data here, stored by ``store.tree``.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from monitor.dtypes import dtype_name, torch_dtype
+from store.errors import ConfigError, ModelMismatchError
+from store.tree import Leaf, decode, encode
+
+
+class UserState:
+    """The objects given as ``state=[...]``: with state_dict and load_state_dict, or a ``torch.Generator``."""
+
+    def __init__(self, objects: Sequence[Any]) -> None:
+        for index, item in enumerate(objects):
+            if not isinstance(item, torch.Generator) and not _has_state(item):
+                raise ConfigError(
+                    f"state[{index}] is a {type(item).__name__} without state_dict() and load_state_dict(): "
+                    "give it both, or leave it out"
+                )
+        self._objects = list(objects)
+
+    def capture(self) -> list[Any]:
+        """Their states, in order."""
+        return [item.get_state() if isinstance(item, torch.Generator) else item.state_dict() for item in self._objects]
+
+    def restore(self, states: Sequence[Any]) -> None:
+        """Put states back. ModelMismatchError where the number of objects is another one."""
+        if len(states) != len(self._objects):
+            raise ModelMismatchError(
+                f"the store holds the state of {len(states)} objects, state=[...] has {len(self._objects)}: "
+                "pass the same objects in the same order as when it was saved"
+            )
+        for item, state in zip(self._objects, states, strict=True):
+            if isinstance(item, torch.Generator):
+                item.set_state(state)
+            else:
+                item.load_state_dict(state)
+
+
+def capture_rng() -> dict[str, Any]:
+    """The state of every global generator of this process."""
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "numpy": np.random.get_state(),
+        "python": random.getstate(),
+    }
+
+
+def restore_rng(state: Mapping[str, Any]) -> None:
+    """Put the generators back where they were."""
+    torch.set_rng_state(state["torch"])
+    if torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(state["cuda"])
+    np.random.set_state(state["numpy"])
+    random.setstate(state["python"])
+
+
+def to_tree(state: Any) -> tuple[Any, list[Leaf]]:
+    """Plain data and tensors as a JSON tree and leaves; a snapshot, nothing live stays in it."""
+    return encode(state, _tensor_leaf)
+
+
+def from_tree(tree: Any, leaves: Sequence[Leaf]) -> Any:
+    """The inverse of :func:`to_tree`, tensors in host memory."""
+    return decode(tree, leaves, _leaf_tensor)
+
+
+def _has_state(item: Any) -> bool:
+    return callable(getattr(item, "state_dict", None)) and callable(getattr(item, "load_state_dict", None))
+
+
+def _tensor_leaf(value: Any) -> Leaf | None:
+    if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
+        return None
+    host = value.detach().to("cpu", copy=True).contiguous()
+    data = host.reshape(-1).view(torch.uint8).numpy().tobytes() if host.numel() else b""
+    return Leaf(dtype_name(host.dtype), tuple(host.shape), data)
+
+
+def _leaf_tensor(leaf: Leaf) -> torch.Tensor:
+    dtype = torch_dtype(leaf.dtype)
+    if not len(leaf.data):
+        return torch.empty(leaf.shape, dtype=dtype)
+    return torch.frombuffer(bytearray(leaf.data), dtype=dtype).reshape(leaf.shape)

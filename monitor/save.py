@@ -1,0 +1,143 @@
+"""One save on one rank, as the background thread runs it: measure the copies, write the segment, commit, prune.
+
+Everything it needs was staged by the training thread and stands still; it touches no live tensor and calls no
+collective. Only rank 0 has a :class:`Committing` part.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from monitor.drift.base import DriftMeter
+from monitor.dtypes import dtype_name
+from monitor.ledger import CommitDraft, Drawn, draw
+from monitor.staging import as_bytes
+from store.catalog import Catalog
+from store.commit import Expected, commit, hint_latest, wait_for_group
+from store.errors import DamagedError, StorageError
+from store.files import Files
+from store.names import Fragment, Unit
+from store.prune import execute, plan_prune
+from store.retention import Retention
+from store.schema import MeasureRecord
+from store.segments import SegmentDraft, StagedFragment, write_segment
+
+
+@dataclass(frozen=True)
+class StagedUnit:
+    """A unit's copies on this rank, fragment by fragment. ``measure``: already taken on the live tensors."""
+
+    unit: Unit
+    encoding: str
+    fragments: tuple[Fragment, ...]
+    copies: tuple[torch.Tensor, ...]
+    measure: MeasureRecord | None
+
+
+@dataclass(frozen=True)
+class Committing:
+    """Rank 0's part of a save."""
+
+    draft: CommitDraft
+    timeout: float
+    catalog: Catalog
+    retention: Retention
+    give_up: threading.Event = field(default_factory=threading.Event)
+
+
+@dataclass(frozen=True)
+class SaveJob:
+    """All of one save on one rank. ``segment`` lacks its fragments and measures; they come from ``staged``."""
+
+    files: Files
+    segment: SegmentDraft
+    staged: Sequence[StagedUnit]
+    meter: DriftMeter
+    committing: Committing | None
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A finished save. drawn and written_bytes (over all ranks) are rank 0's. notes: trouble after the commit."""
+
+    drawn: Drawn | None
+    seconds: float
+    written_bytes: int = 0
+    notes: tuple[str, ...] = ()
+
+
+def run(job: SaveJob) -> Saved:
+    """Carry a save out. Any DriftpointError it raises means: there is no such commit."""
+    began = time.monotonic()
+    measures = [unit.measure or measured(job.meter, unit) for unit in job.staged]
+    fragments = [fragment for unit in job.staged for fragment in _fragments(unit)]
+    segment = SegmentDraft(
+        **{**vars(job.segment), "fragments": fragments, "measures": measures},
+    )
+    write_segment(job.files, segment)
+    if job.committing is None:
+        return Saved(None, time.monotonic() - began)
+    return _commit(job, job.committing, began)
+
+
+def measured(meter: DriftMeter, unit: StagedUnit) -> MeasureRecord:
+    """Measure a unit on its copies, and stage them as the reference to come."""
+    found = meter.measure(unit.unit, unit.copies)
+    meter.stage(unit.unit, unit.copies)
+    return MeasureRecord(
+        layer=unit.unit.layer,
+        slot=unit.unit.slot,
+        moved_sq=found.moved_sq if found.finite else 0.0,
+        reference_sq=found.reference_sq if found.finite else 0.0,
+        finite=found.finite,
+    )
+
+
+def _commit(job: SaveJob, committing: Committing, began: float) -> Saved:
+    segment = job.segment
+    expected = Expected(segment.store_id, segment.save, segment.world_size, segment.plan)
+    group = wait_for_group(job.files, expected, committing.timeout, aborted=committing.give_up.is_set)
+    drawn = draw(committing.draft, group)
+    commit(job.files, drawn.manifest)
+    seconds = time.monotonic() - began
+    notes = _tidy(job.files, committing, drawn)
+    return Saved(drawn, seconds, group.record.payload_bytes, notes)
+
+
+def _tidy(files: Files, committing: Committing, drawn: Drawn) -> tuple[str, ...]:
+    # The commit stands whatever happens here; trouble is told, and the next save tries again.
+    notes = []
+    try:
+        hint_latest(files, drawn.manifest.save)
+    except StorageError as error:
+        notes.append(f"LATEST was not updated: {error}")
+    try:
+        plan = plan_prune(committing.catalog, committing.retention)
+        execute(files, plan)
+        committing.catalog.retain(plan.keep)
+        if plan.blocked:
+            notes.append(f"pruning: {plan.blocked}")
+    except (StorageError, DamagedError) as error:
+        notes.append(f"pruning stopped: {error}")
+    return tuple(notes)
+
+
+def _fragments(staged: StagedUnit) -> list[StagedFragment]:
+    return [
+        StagedFragment(
+            layer=staged.unit.layer,
+            slot=staged.unit.slot,
+            fqn=fragment.fqn,
+            start=fragment.start,
+            numel=fragment.numel,
+            dtype=dtype_name(copy.dtype),
+            encoding=staged.encoding,
+            data=as_bytes(copy),
+        )
+        for fragment, copy in zip(staged.fragments, staged.copies, strict=True)
+    ]

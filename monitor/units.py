@@ -1,0 +1,113 @@
+"""From the pieces of an adapter to units: which live memory makes up each (layer, slot), here and over all ranks.
+
+Layers are found once; pieces are listed anew at every decision, because optimizer state may appear after the
+first step and parameters may be unfrozen. Used from the training thread only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from monitor.adapters.base import Adapter, Piece
+from monitor.group import Group
+from monitor.layers import Layer
+from store.names import BUFFER, FROZEN, Unit
+from store.schema import LayerRecord, TensorRecord
+
+
+@dataclass(frozen=True)
+class UnitSize:
+    """A unit over all ranks: elements and raw bytes."""
+
+    numel: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class LocalUnit:
+    """This rank's pieces of a unit, in a fixed order; possibly none."""
+
+    unit: Unit
+    pieces: tuple[Piece, ...]
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The live 1-d tensors."""
+        return [piece.tensor for piece in self.pieces]
+
+
+class UnitTable:
+    """The units of a job."""
+
+    def __init__(self, adapter: Adapter, layers: Sequence[Layer], group: Group) -> None:
+        self._adapter = adapter
+        self._group = group
+        self.layers = tuple(layers)
+        self._layer_of = {fqn: layer for layer in layers for fqn in layer.fqns}
+        self._shape: object = None
+        self.sizes: Mapping[Unit, UnitSize] = {}
+
+    def changed(self, local: Mapping[Unit, LocalUnit]) -> bool:
+        """Whether this rank's pieces are others than when :meth:`agree` was last called."""
+        return _shape_of(local) != self._shape
+
+    def local(self) -> dict[Unit, LocalUnit]:
+        """This rank's units that have pieces here."""
+        found: dict[Unit, list[Piece]] = {}
+        for piece in self._adapter.owned():
+            if piece.fragment.numel:
+                unit = Unit(self._layer_of[piece.fragment.fqn].name, piece.fragment.slot)
+                found.setdefault(unit, []).append(piece)
+        return {unit: LocalUnit(unit, tuple(pieces)) for unit, pieces in found.items()}
+
+    def agree(self, local: Mapping[Unit, LocalUnit]) -> None:
+        """Learn the units and sizes over all ranks. Collective."""
+        mine = {unit: _size(part) for unit, part in local.items()}
+        totals: dict[Unit, UnitSize] = {}
+        for theirs in self._group.gather(mine):
+            for unit, size in theirs.items():
+                before = totals.get(unit, UnitSize(0, 0))
+                totals[unit] = UnitSize(before.numel + size.numel, before.nbytes + size.nbytes)
+        self.sizes = {unit: totals[unit] for unit in sorted(totals, key=self._order)}
+        self._shape = _shape_of(local)
+
+    def layer(self, unit: Unit) -> Layer:
+        """The layer of a unit."""
+        return next(layer for layer in self.layers if layer.name == unit.layer)
+
+    def layer_records(self) -> tuple[LayerRecord, ...]:
+        """The layers as the manifest has them."""
+        return tuple(LayerRecord(name=layer.name, block=layer.block) for layer in self.layers)
+
+    def tensor_records(self) -> dict[str, TensorRecord]:
+        """The model's tensors as the manifest has them."""
+        return {
+            fqn: TensorRecord(
+                layer=self._layer_of[fqn].name,
+                shape=info.shape,
+                dtype=info.dtype,
+                kind=info.kind,
+                aliases=info.aliases,
+            )
+            for fqn, info in self._adapter.tensors().items()
+        }
+
+    def _order(self, unit: Unit) -> tuple[int, str]:
+        return self.layer(unit).position, unit.slot
+
+
+def is_moving(unit: Unit) -> bool:
+    """Whether an optimizer updates the unit. Buffers are not its business; they are saved when they changed."""
+    return unit.slot not in (FROZEN, BUFFER)
+
+
+def _size(part: LocalUnit) -> UnitSize:
+    numel = sum(piece.fragment.numel for piece in part.pieces)
+    return UnitSize(numel, sum(piece.tensor.numel() * piece.tensor.element_size() for piece in part.pieces))
+
+
+def _shape_of(local: Mapping[Unit, LocalUnit]) -> object:
+    return {unit: tuple((p.fragment, p.tensor.dtype) for p in part.pieces) for unit, part in local.items()}
