@@ -6,7 +6,7 @@ because the reader's answer to damage is another version, not an exception.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from store.errors import DamagedError, MissingError, NewerFormatError, NoStoreError, StorageError
@@ -73,6 +73,16 @@ class Catalog:
         if key not in self._groups:
             self._groups[key] = self._load_group(save, record)
         return self._groups[key]
+
+    def retain(self, saves: Collection[SaveId]) -> None:
+        """Drop from the cache what only other commits need; for a process that lives as long as a job."""
+        self._manifests = {save: found for save, found in self._manifests.items() if save in saves}
+        needed = {
+            (SaveId.parse(name), record.parts)
+            for manifest in self._manifests.values()
+            for name, record in manifest.groups.items()
+        }
+        self._groups = {key: group for key, group in self._groups.items() if key in needed}
 
     def forget(self) -> None:
         """Drop what was cached: read from storage again."""

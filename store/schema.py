@@ -86,6 +86,24 @@ class StateTensor(Record):
     xxh3_128: Digest
 
 
+class MeasureRecord(Record):
+    """What one rank measured on its staged copy of a unit, against the version before.
+
+    moved_sq, reference_sq: squared L2 norms of the movement and of the reference; both 0 where there was no
+    version before or where values are not finite. They add up over ranks."""
+
+    layer: Name
+    slot: Name
+    moved_sq: Ratio
+    reference_sq: Ratio
+    finite: bool
+
+    @property
+    def unit(self) -> Unit:
+        """The unit."""
+        return Unit(self.layer, self.slot)
+
+
 class PartRecord(Record):
     """What one rank wrote in one save."""
 
@@ -100,6 +118,7 @@ class PartRecord(Record):
     header_bytes: Natural
     header_xxh3_128: Digest
     entries: tuple[Entry, ...]
+    measures: tuple[MeasureRecord, ...] = ()
     run_state: Any
     run_tensors: tuple[StateTensor, ...]
     facts: dict[str, Any] = {}

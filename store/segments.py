@@ -19,7 +19,7 @@ from store.files import Files
 from store.layout import parse_rank_file, part_path, payload_path, segment_dir
 from store.names import SaveId
 from store.payload import Item, Placed, read_piece, write_payload
-from store.schema import Entry, PartRecord, StateTensor, from_bytes, to_bytes
+from store.schema import Entry, MeasureRecord, PartRecord, StateTensor, from_bytes, to_bytes
 from store.tree import Leaf, leaf_bytes
 
 PART_LIMIT = 1 << 28
@@ -53,6 +53,7 @@ class SegmentDraft:
     run_state: Any
     run_leaves: Sequence[Leaf]
     facts: Mapping[str, Any]
+    measures: Sequence[MeasureRecord] = ()
 
 
 def write_segment(files: Files, draft: SegmentDraft) -> PartRecord:
@@ -73,6 +74,7 @@ def write_segment(files: Files, draft: SegmentDraft) -> PartRecord:
         header_bytes=payload.header_bytes,
         header_xxh3_128=payload.header_xxh3_128,
         entries=tuple(_entry(f, next(placed)) for f in draft.fragments),
+        measures=tuple(draft.measures),
         run_state=draft.run_state,
         run_tensors=tuple(_state_tensor(leaf, next(placed)) for leaf in draft.run_leaves),
         facts=dict(draft.facts),
