@@ -1,0 +1,45 @@
+# Every target sets up what it needs. PYTHON is only used to make the environment.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: help setup check format test test-fast demo bench clean
+
+help: ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
+
+setup: $(READY) ## make the environment in .venv
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit("driftpoint needs Python 3.11 or newer; set PYTHON=...") if sys.version_info < (3, 11) else None'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+	    --editable '.[deepspeed,demo,dev]'
+	@touch $@
+
+check: $(READY) ## format, lint, types, import contracts
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(READY) ## rewrite the sources in the house format
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+test: $(READY) ## the whole test suite, fast tests first
+	$(BIN)/python -m tests
+
+test-fast: $(READY) ## the tests that take seconds
+	$(BIN)/python -m pytest -q -m 'not slow and not distributed' -n 2
+
+demo: $(READY) ## train, kill a rank, watch the job resume; under five minutes
+	$(BIN)/python -m examples.demo
+
+bench: $(READY) ## the benchmarks, each against its goal
+	$(BIN)/python benchmarks/save.py
+	$(BIN)/python benchmarks/drift.py
+
+clean: ## remove the environment and what demos and tests left
+	rm -rf $(VENV) demo-output driftpoint-checkpoints .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,32 @@
+"""Runs the whole suite as ``make test`` does: fast tests first, then slow ones over two processes, then the
+tests that launch jobs of their own, one at a time so that they do not fight for the cores.
+
+Arguments go to pytest. Stops at the first stage that fails.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+STAGES = {
+    "fast": ["-m", "not slow and not distributed", "-n", "2"],
+    "slow": ["-m", "slow and not distributed", "-n", "2", "--dist", "worksteal"],
+    "distributed": ["-m", "distributed"],
+}
+NO_TESTS = 5
+
+
+def main() -> int:
+    for name, options in STAGES.items():
+        began = time.monotonic()
+        code = subprocess.call([sys.executable, "-m", "pytest", "-q", "--durations=5", *options, *sys.argv[1:]])
+        print(f"stage {name}: {time.monotonic() - began:.0f} s", flush=True)
+        if code not in (0, NO_TESTS):
+            return code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
