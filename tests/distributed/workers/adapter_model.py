@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import deepspeed
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -91,6 +90,8 @@ def config(stage: int, precision: str, **zero: Any) -> dict[str, Any]:
 
 def engine(seed: int, stage: int, precision: str, **zero: Any) -> Any:
     """A fresh engine; other seeds give other weights."""
+    import deepspeed
+
     torch.manual_seed(seed)
     model = Tiny()
     built, *_ = deepspeed.initialize(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -27,13 +29,24 @@ class Saved:
     rng: torch.Tensor
 
 
+def leave() -> None:
+    """End the process when all ranks are done, without tearing gloo's threads down: DeepSpeed's many process
+    groups now and then abort there ("terminate called without an active exception"), after all is over."""
+    dist.barrier()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
 def report(case: str, check: str, *problems: str) -> None:
     """Rank 0 prints one line of JSON; the check holds if no rank has a problem."""
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, [problem for problem in problems if problem])
     found = [f"rank {rank}: {problem}" for rank, one in enumerate(every) for problem in one]
     if dist.get_rank() == 0:
-        print("RESULT " + json.dumps({"case": case, "check": check, "problems": found[:6]}), flush=True)
+        line = json.dumps({"case": case, "check": check, "problems": found[:6]})
+        sys.stdout.write(f"RESULT {line}\n")
+        sys.stdout.flush()
 
 
 def all_owned(adapter: Adapter) -> list[Piece]:

@@ -1,6 +1,6 @@
 """Under torchrun: every ZeRO stage and variant through its adapter. Prints one RESULT line a check.
 
-Usage: adapter_zero.py STATE_FILE — the state of one case is left there for another world size.
+Usage: adapter_zero.py DIRECTORY — ``state.pt`` is left there for another world size.
 """
 
 from __future__ import annotations
@@ -9,13 +9,15 @@ import functools
 import json
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import deepspeed
 import torch
 import torch.distributed as dist
+from adapter_files import file_problems
 from adapter_model import batches, engine
-from adapter_state import Saved, differences, engine_steps, put, report, round_trip, take, unequal
+from adapter_state import Saved, differences, engine_steps, leave, put, report, round_trip, take, unequal
 
 from monitor.adapters.base import Adapter
 from monitor.adapters.select import adapter_for
@@ -80,6 +82,14 @@ def same_facts(case: str, adapter: Adapter) -> None:
     report(case, "facts", *problems)
 
 
+def own_files(case: str, directory: Path) -> None:
+    """What DeepSpeed itself would write follows from the layout facts and the state."""
+    adapter, train = build(case, 0)
+    train(range(2))
+    problems = file_problems(adapter.engine, adapter.layout_facts(), take(adapter), directory)  # type: ignore[attr-defined]
+    report(case, "files", *problems)
+
+
 def rollback(case: str, name: str) -> None:
     """Loading into the engine that went on training, not a fresh one; and before any step was taken."""
     adapter, train = build(name, 0)
@@ -89,21 +99,31 @@ def rollback(case: str, name: str) -> None:
     report(case, "to the start", *([] if train(range(2)) == first else ["the first steps differ"]))
 
 
-def main(state_file: str) -> None:
+def leave_behind(name: str, path: Path) -> None:
+    """The state at step 3 and rank 0's next losses, for other processes."""
+    adapter, train = build(name, 0)
+    train(range(3))
+    saved = take(adapter)
+    losses = next_losses(adapter, saved.rng)
+    if dist.get_rank() == 0:
+        torch.save((saved.tensors, saved.run_state, saved.rng, losses), path)
+
+
+def main(directory: Path) -> None:
     deepspeed.init_distributed(dist_backend="gloo")
     for name in CASES:
-        saved = round_trip(name, functools.partial(build, name))
+        round_trip(name, functools.partial(build, name))
         same_facts(name, build(name, 0)[0])
-        if name == "zero2-bf16-round-robin" and dist.get_rank() == 0:
-            torch.save((saved.tensors, saved.run_state), state_file)
+        if not name.startswith("zero0"):
+            own_files(name, directory / name)
+    leave_behind("zero2-bf16-round-robin", directory / "state.pt")
     through("zero2-zero3", "zero2-bf16-round-robin", "zero3-bf16-sub-groups")
     through("zero3-zero1", "zero3-fp32-all-persistent", "zero1-fp32-round-robin")
     through("zero2-zero0", "zero2-fp32", "zero0-fp32")
     rollback("rollback-zero2", "zero2-fp32")
     rollback("rollback-zero3", "zero3-bf16-sub-groups")
-    dist.barrier()
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(Path(sys.argv[1]))

@@ -1,0 +1,115 @@
+"""Adapters against the real frameworks: torchrun, gloo, DeepSpeed on the CPU.
+
+One launch runs many checks and prints a line of JSON for each; a test here is one such line.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+WORKERS = Path(__file__).parent / "workers"
+ROOT = Path(__file__).parents[2]
+TRIP = ("cover", "load", "losses", "end")
+ZERO = (
+    "zero1-bf16",
+    "zero1-fp32-round-robin",
+    "zero1-bf16-fp32-accumulation",
+    "zero2-bf16-round-robin",
+    "zero2-bf16-aligned",
+    "zero2-fp32",
+    "zero2-bf16-offload",
+    "zero3-bf16-sub-groups",
+    "zero3-bf16-none-persistent",
+    "zero3-fp32-all-persistent",
+    "zero3-bf16-offload",
+)
+THROUGH = ("zero2-zero3", "zero3-zero1", "zero2-zero0")
+Results = dict[tuple[str, str], list[str]]
+
+
+def launch(script: str, ranks: int, *arguments: str) -> Results:
+    """Run a worker under torchrun; problems by (case, check)."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [*command, str(WORKERS / script), *arguments],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+    lines = [json.loads(line[7:]) for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    return {(line["case"], line["check"]): line["problems"] for line in lines}
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("adapters")
+
+
+@pytest.fixture(scope="module")
+def zero(directory: Path) -> Results:
+    pytest.importorskip("deepspeed")
+    return launch("adapter_zero.py", 2, str(directory))
+
+
+@pytest.fixture(scope="module")
+def reshard(zero: Results, directory: Path) -> Results:
+    return launch("adapter_reshard.py", 3, str(directory))
+
+
+@pytest.fixture(scope="module")
+def ddp() -> Results:
+    return launch("adapter_ddp.py", 2)
+
+
+@pytest.mark.parametrize("check", [*TRIP, "facts", "files"])
+@pytest.mark.parametrize("case", ZERO)
+def test_zero(zero: Results, case: str, check: str) -> None:
+    assert zero[case, check] == []
+
+
+@pytest.mark.parametrize("check", [*TRIP, "facts"])
+def test_stage_0_in_fp32(zero: Results, check: str) -> None:
+    assert zero["zero0-fp32", check] == []
+
+
+@pytest.mark.parametrize("check", ["there", "loss", "back", "loss back"])
+@pytest.mark.parametrize("case", THROUGH)
+def test_through_another_stage_and_back(zero: Results, case: str, check: str) -> None:
+    assert zero[case, check] == []
+
+
+@pytest.mark.parametrize("case", ["rollback-zero2", "rollback-zero3"])
+def test_back_to_before_the_first_step(zero: Results, case: str) -> None:
+    assert zero[case, "to the start"] == []
+
+
+@pytest.mark.parametrize("check", ["cover", "state", "losses"])
+@pytest.mark.parametrize("case", ["zero2-to-zero3", "zero2-to-zero1"])
+def test_another_world_size_in_fresh_processes(reshard: Results, case: str, check: str) -> None:
+    assert reshard[case, check] == []
+
+
+def test_zero_to_ddp(reshard: Results) -> None:
+    assert reshard["zero2-to-ddp", "state"] == []
+
+
+@pytest.mark.parametrize("check", ["state", "counters", "losses"])
+def test_ddp_to_zero(reshard: Results, check: str) -> None:
+    assert reshard["ddp-to-zero3", check] == []
+
+
+@pytest.mark.parametrize("check", [*TRIP, "shares", "names", "to the start", "no deepspeed"])
+def test_ddp(ddp: Results, check: str) -> None:
+    assert ddp["ddp", check] == []
