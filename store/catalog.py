@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
 
 from store.errors import DamagedError, MissingError, NewerFormatError, NoStoreError, StorageError
 from store.files import Files
 from store.layout import MANIFESTS, PROVEN, STORE, manifest_path, parse_save_file, part_path
-from store.names import SaveId
+from store.names import SaveId, Unit
 from store.record import unseal
-from store.schema import FORMAT, GroupRecord, ManifestRecord, PartRecord, StoreRecord, from_bytes
-from store.segments import PART_LIMIT, check_payload_size, parse_part, parts_digest
+from store.schema import FORMAT, Entry, GroupRecord, ManifestRecord, PartRecord, StoreRecord, from_bytes
+from store.segments import PART_LIMIT, check_payload_size, parse_part, parts_digest, present_parts
 
 _MANIFEST_LIMIT = 1 << 26
 _STORE_LIMIT = 1 << 16
@@ -23,11 +25,24 @@ _STORE_LIMIT = 1 << 16
 
 @dataclass(frozen=True)
 class LoadedGroup:
-    """What can be read of a segment group: whole parts by rank, and what is wrong with the rest."""
+    """What can be read of a segment group: whole parts by rank, and what is wrong with the rest.
+
+    refused: storage refused a read (I/O error, too many open files, ...), so what is missing may yet be whole.
+    """
 
     save: SaveId
     parts: Mapping[int, PartRecord]
     problems: tuple[str, ...]
+    refused: bool = False
+
+    @cached_property
+    def by_unit(self) -> Mapping[Unit, tuple[tuple[PartRecord, Entry], ...]]:
+        """Stored fragments of all whole parts, by unit: built once, because a group may hold a million."""
+        found: dict[Unit, list[tuple[PartRecord, Entry]]] = {}
+        for part in self.parts.values():
+            for entry in part.entries:
+                found.setdefault(entry.unit, []).append((part, entry))
+        return {unit: tuple(entries) for unit, entries in found.items()}
 
 
 class Catalog:
@@ -71,7 +86,10 @@ class Catalog:
         """The parts of a group as the manifest's ``record`` has it, sizes of their payloads checked."""
         key = (save, record.parts)
         if key not in self._groups:
-            self._groups[key] = self._load_group(save, record)
+            found = self._load_group(save, record)
+            if found.refused:  # may go better next time
+                return found
+            self._groups[key] = found
         return self._groups[key]
 
     def retain(self, saves: Collection[SaveId]) -> None:
@@ -93,19 +111,34 @@ class Catalog:
         parts: dict[int, PartRecord] = {}
         raw: list[bytes] = []
         problems: list[str] = []
-        for rank in range(record.world_size):
+        refused = False
+        # Goes by the names that are there: the number in the record is only believed once it is matched.
+        try:
+            ranks = [rank for rank in present_parts(self.files, save) if rank < record.world_size]
+        except (DamagedError, StorageError) as error:
+            return LoadedGroup(save, {}, (str(error),), refused=isinstance(error, StorageError))
+        if len(ranks) != record.world_size:
+            there = set(ranks)
+            missing = list(islice((rank for rank in range(record.world_size) if rank not in there), 4))
+            problems.append(
+                f"segments/{save}: {len(ranks)} of {record.world_size} parts are there; missing: ranks {missing} ..."
+            )
+        for rank in ranks:
             try:
                 data = self.files.read(part_path(save, rank), PART_LIMIT)
                 part = parse_part(data, self.store_id, save, rank)
                 check_payload_size(self.files, part)
-            except (DamagedError, StorageError) as error:
+            except (DamagedError, MissingError) as error:
                 problems.append(str(error))
+            except StorageError as error:
+                problems.append(str(error))
+                refused = True
             else:
                 raw.append(data)
                 parts[rank] = part
         if not problems and parts_digest(raw) != record.parts:
             return LoadedGroup(save, {}, (f"segments/{save}: its parts are not those that were committed",))
-        return LoadedGroup(save, parts, tuple(problems))
+        return LoadedGroup(save, parts, tuple(problems), refused)
 
 
 def open_catalog(files: Files) -> Catalog:

@@ -26,8 +26,8 @@ def digest(data: bytes | bytearray | memoryview) -> str:
 
 
 def seal(body: Any) -> bytes:
-    """The file content for a JSON value. ValueError for NaN or infinity: JSON has none."""
-    text = json.dumps(body, separators=(",", ":"), sort_keys=True, allow_nan=False, ensure_ascii=True).encode()
+    """The file content for a JSON value, its keys in the order given. ValueError for NaN or infinity: JSON has none."""
+    text = json.dumps(body, separators=(",", ":"), allow_nan=False, ensure_ascii=True).encode()
     return _HEAD + text + _MIDDLE + digest(text).encode() + _TAIL
 
 

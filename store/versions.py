@@ -101,9 +101,7 @@ def _whole(
         return None
     group_record = _group_record(manifest, record.version)
     group = catalog.group(record.version, group_record)
-    sources = tuple(
-        Source(part, entry) for part in group.parts.values() for entry in part.entries if entry.unit == record.unit
-    )
+    sources = tuple(Source(part, entry) for part, entry in group.by_unit.get(record.unit, ()))
     problem = _problem(record, sources)
     if problem is None:
         return Version(record, group_record, sources, fallback=False)
