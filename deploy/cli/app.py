@@ -1,0 +1,118 @@
+"""The command ``driftpoint``: which commands there are, and how whatever they raise becomes a line and a code.
+
+Knows nothing of stores. Nothing here is imported that takes long: a command imports what it needs when it runs.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Annotated, Protocol, runtime_checkable
+
+import typer
+
+from deploy.cli import merge, prune, show, status, verify
+from deploy.cli.exit_codes import BROKEN_PIPE, EPILOG, INTERRUPTED
+from deploy.cli.output import answer_error, note
+from store.errors import DriftpointError, UsageError
+
+app = typer.Typer(
+    name="driftpoint",
+    epilog=EPILOG,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for _command in (status.status, show.show, verify.verify, merge.merge, prune.prune):
+    app.command(epilog=EPILOG)(_command)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            found = version("driftpoint")
+        except PackageNotFoundError:
+            found = "(not installed: running from source)"
+        typer.echo(f"driftpoint {found}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def _driftpoint(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and leave.")
+    ] = False,
+) -> None:
+    """Look at, check, rebuild and prune the checkpoints of a store."""
+    del version
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+        raise typer.Exit(UsageError.exit_code)
+
+
+def main() -> None:
+    """Entry point of the command: run it on the process's arguments and leave with its code."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")  # a terminal of another encoding must not stop a command
+    code = run(sys.argv[1:])
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        code = BROKEN_PIPE
+    if code == BROKEN_PIPE:
+        # The interpreter flushes once more on its way out, and would complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(code)
+
+
+def run(args: Sequence[str]) -> int:
+    """Run the command line on ``args``; returns the exit code and lets no exception out."""
+    given = list(args)[: list(args).index("--")] if "--" in args else list(args)
+    as_json = "--json" in given
+    try:
+        result = app(args=list(args), prog_name="driftpoint", standalone_mode=False)
+        code = result if isinstance(result, int) else 0
+    except BrokenPipeError:
+        return BROKEN_PIPE
+    except (KeyboardInterrupt, typer.Abort):
+        code = INTERRUPTED
+    except Exception as error:  # noqa: BLE001 - the process's edge: everything becomes a line and a code
+        if "--debug" in given:
+            traceback.print_exc()
+        return _failed(error, as_json=as_json)
+    if code == INTERRUPTED:
+        note("interrupted")
+    return code
+
+
+@runtime_checkable
+class _WrongUsage(Protocol):
+    """What typer raises for arguments that it cannot take, whichever parser it stands on."""
+
+    exit_code: int
+
+    def format_message(self) -> str: ...
+
+
+def _failed(error: Exception, *, as_json: bool) -> int:
+    if isinstance(error, DriftpointError):
+        kind, message, code = type(error).__name__, str(error), error.exit_code
+    elif isinstance(error, _WrongUsage):
+        kind, message, code = UsageError.__name__, _usage(error), error.exit_code
+    else:
+        kind, code = type(error).__name__, DriftpointError.exit_code
+        message = f"internal {kind}: {error} (run it again with --debug to see the traceback)"
+    answer_error(kind, " ".join(message.split()), as_json=as_json)
+    return code
+
+
+def _usage(error: _WrongUsage) -> str:
+    context = getattr(error, "ctx", None)
+    command = context.command_path if context is not None else "driftpoint"
+    return f"{error.format_message().rstrip('.')}; see `{command} --help`"

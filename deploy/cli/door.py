@@ -1,0 +1,76 @@
+"""From what the user typed to a store and a commit in it."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+
+from store.catalog import Catalog, open_catalog
+from store.errors import DamagedError, NoStoreError, NothingToResumeError, UsageError
+from store.files import LocalFiles
+from store.layout import LOCK, STORE
+from store.lock import lock_holder
+from store.names import SaveId
+from store.schema import ManifestRecord
+
+
+def open_store(root: Path) -> Catalog:
+    """The catalog of the store at ``root``. NoStoreError where there is none, NothingToResumeError without its head."""
+    if not root.is_dir():
+        found = "is a file" if root.exists() else "does not exist"
+        raise NoStoreError(f"{root.absolute()} {found}: give the directory of a store, the `store:` of its job")
+    try:
+        return open_catalog(LocalFiles(root))
+    except NoStoreError as error:
+        raise NoStoreError(f"{error}{_nearby(root)}") from error
+    except DamagedError as error:
+        raise NothingToResumeError(
+            f"{error}; nothing can be read without it: put {STORE} back from a copy of the store"
+        ) from error
+
+
+def find_save(catalog: Catalog, wanted: str) -> SaveId:
+    """The commit of a step number (of the newest epoch that has it) or of a save name. UsageError without one."""
+    saves = catalog.saves()
+    if not saves:
+        raise NothingToResumeError("the store holds no commit yet")
+    if wanted.isascii() and wanted.isdigit():
+        found = next((save for save in saves if save.step == int(wanted)), None)
+    else:
+        found = next((save for save in saves if save.name == wanted), None)
+    if found is None:
+        raise UsageError(f"there is no commit {wanted!r}; {_what_there_is(saves)}")
+    return found
+
+
+def holder(root: Path) -> int | None:
+    """Process id of the job of this machine that is using the store, 0 where its id is not known."""
+    return lock_holder(root)
+
+
+def holder_text(root: Path, pid: int | None) -> str:
+    """Who is using the store, in words."""
+    if pid is not None:
+        return f"by process {pid} on this machine" if pid > 0 else "by another process"
+    lock = root / LOCK
+    if lock.exists() and not os.access(lock, os.R_OK | os.W_OK):
+        return f"not known: {LOCK} cannot be opened by this user"
+    return "by no process on this machine"
+
+
+def parameters(manifest: ManifestRecord) -> int:
+    """Parameters of the model, tied ones once, buffers not at all."""
+    return sum(math.prod(tensor.shape) for tensor in manifest.tensors.values() if tensor.kind != "buffer")
+
+
+def _nearby(root: Path) -> str:
+    for place in (*sorted(root.glob(f"*/{STORE}"))[:1], root.absolute().parent / STORE):
+        if place.is_file():
+            return f"; there is one in {place.parent}"
+    return ""
+
+
+def _what_there_is(saves: list[SaveId]) -> str:
+    listed = ", ".join(save.name for save in saves[:5])
+    return f"there is {listed}" + (f" and {len(saves) - 5} older ones" if len(saves) > 5 else "")

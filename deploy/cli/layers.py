@@ -1,0 +1,198 @@
+"""Tables of a certificate: one row per layer with its slots side by side, one row per unit, one row per slot.
+
+Knows no store: only certified units, in the order of their layers.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from deploy.cli import output
+from deploy.cli.text import drift_text, size_text, tail
+from store.certificate import CertifiedUnit
+from store.names import BUFFER, FROZEN, WEIGHTS, Unit
+
+_GAP = 3
+_BYTES_WIDTH = 8
+_NAME_WIDTH = 14
+_STALE = "yellow"
+_FALLBACK = "bold red"
+
+LEGEND = (
+    "age: steps from the version to the commit. drift: how far the values had moved from the version by then, "
+    "relative to its norm; ? where that is not known."
+)
+FALLBACK_LEGEND = "!: an older version than was committed, because that one is damaged."
+
+
+def print_layers(console: Console, units: Sequence[CertifiedUnit]) -> None:
+    """One row per layer, the age and drift of each slot in columns.
+
+    Slots that do not fit side by side go into tables of their own, each with the layers that have them.
+    """
+    by_layer: dict[str, dict[str, CertifiedUnit]] = {}
+    for unit in units:
+        by_layer.setdefault(unit.layer, {})[unit.slot] = unit
+    ages, drifts = _widths(units)
+    name_width = max((len(name) for name in by_layer), default=0)
+    for slots in _that_fit(_slots(units), ages, drifts, console.width - _BYTES_WIDTH - _GAP, name_width):
+        taken = sum(_slot_width(slot, ages, drifts) + _GAP for slot in slots) + _BYTES_WIDTH + _GAP
+        console.print(_layer_table(by_layer, slots, (ages, drifts), max(console.width - taken, _NAME_WIDTH)))
+        console.print()
+    console.print(LEGEND, style="dim")
+    if any(unit.fallback for unit in units):
+        console.print(FALLBACK_LEGEND, style="dim")
+
+
+def unit_table(units: Sequence[CertifiedUnit], reasons: Mapping[Unit, str]) -> Table:
+    """One row per layer and slot, with everything known of it."""
+    table = output.table()
+    table.add_column("Layer\n  slot", overflow="fold", min_width=12)
+    for name in ("Step", "Age", "Drift", "Bytes"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("Encoding", overflow="fold")
+    table.add_column("Reason", overflow="fold", ratio=1)
+    layer = None
+    for unit in units:
+        if unit.layer != layer:
+            table.add_row(output.cell(unit.layer, "bold"))
+            layer = unit.layer
+        age, drift = _age(unit)
+        reason = "does not move" if not unit.moving else reasons.get(Unit(unit.layer, unit.slot), "")
+        reason = "damaged: an older version" if unit.fallback else reason
+        table.add_row(
+            output.cell(f"  {unit.slot}"),
+            str(unit.step),
+            age,
+            drift,
+            size_text(unit.nbytes),
+            output.cell(unit.encoding),
+            output.cell(reason, _style(unit)),
+        )
+    return table
+
+
+def slot_table(units: Sequence[CertifiedUnit], parameters: int) -> Table:
+    """One row per slot: encodings, ages, drift and bytes, and a total. ``parameters`` is the model's number."""
+    table = output.table()
+    table.add_column("Slot", no_wrap=True, min_width=8)
+    table.add_column("Units", justify="right")
+    table.add_column("Encoding", overflow="fold")
+    for name in ("Oldest", "Newest", "Max drift", "Bytes", "B/param"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for slot in _slots(units):
+        table.add_row(output.cell(slot), *_slot_row([unit for unit in units if unit.slot == slot], parameters))
+    table.add_section()
+    table.add_row("all", *_slot_row(units, parameters), style="bold")
+    return table
+
+
+def bytes_per_parameter(nbytes: int, parameters: int) -> float | None:
+    """None for a model without parameters."""
+    return nbytes / parameters if parameters else None
+
+
+def _layer_table(
+    by_layer: Mapping[str, Mapping[str, CertifiedUnit]],
+    slots: Sequence[str],
+    widths: tuple[int, int],
+    name_width: int,
+) -> Table:
+    table = output.table()
+    table.add_column("Layer", no_wrap=True)
+    for slot in slots:
+        heading = "" if slot == FROZEN else f"\n{'age':>{widths[0]}}  {'drift':>{widths[1]}}"
+        table.add_column(Text(slot + heading), justify="right", no_wrap=True)
+    table.add_column("Bytes", justify="right", no_wrap=True)
+    for layer, all_units in by_layer.items():
+        units = {slot: all_units[slot] for slot in slots if slot in all_units}
+        if not units:
+            continue
+        cells = [_unit_cell(units.get(slot), widths) for slot in slots]
+        total = sum(unit.nbytes for unit in units.values())
+        table.add_row(output.cell(tail(layer, name_width)), *cells, size_text(total))
+    return table
+
+
+def _unit_cell(unit: CertifiedUnit | None, widths: tuple[int, int]) -> Text:
+    if unit is None:
+        return Text("")
+    age, drift = _age(unit)
+    if not unit.moving and not unit.fallback:
+        return Text(age, style="dim")
+    return Text(f"{age:>{widths[0]}}  {drift:>{widths[1]}}", style=_style(unit))
+
+
+def _age(unit: CertifiedUnit) -> tuple[str, str]:
+    if not unit.moving and not unit.fallback:
+        return "fixed", ""
+    return f"{unit.staleness}{'!' if unit.fallback else ''}", drift_text(unit.drift)
+
+
+def _style(unit: CertifiedUnit) -> str:
+    if unit.fallback:
+        return _FALLBACK
+    return _STALE if unit.moving and unit.staleness else ""
+
+
+def _widths(units: Sequence[CertifiedUnit]) -> tuple[int, int]:
+    pairs = [_age(unit) for unit in units if unit.moving or unit.fallback]
+    return (
+        max([len("age"), *(len(age) for age, _ in pairs)]),
+        max([len("drift"), *(len(drift) for _, drift in pairs)]),
+    )
+
+
+def _slot_width(slot: str, ages: int, drifts: int) -> int:
+    return max(len(slot), ages + 2 + drifts)
+
+
+def _that_fit(slots: Sequence[str], ages: int, drifts: int, room: int, name_width: int) -> Iterator[list[str]]:
+    """The slots in runs that fit side by side next to the layer's name."""
+    room -= min(name_width, max(_NAME_WIDTH, room // 4))
+    run: list[str] = []
+    used = 0
+    for slot in slots:
+        width = _slot_width(slot, ages, drifts) + _GAP
+        if run and used + width > room:
+            yield run
+            run, used = [], 0
+        run.append(slot)
+        used += width
+    if run:
+        yield run
+
+
+def _slots(units: Sequence[CertifiedUnit]) -> list[str]:
+    """Slots as they come, weights first, what hardly moves last."""
+    place = {WEIGHTS: 0, FROZEN: 2, BUFFER: 3}
+    return sorted(dict.fromkeys(unit.slot for unit in units), key=lambda slot: place.get(slot, 1))
+
+
+def _slot_row(units: Sequence[CertifiedUnit], parameters: int) -> list[str | Text]:
+    moving = [unit for unit in units if unit.moving]
+    known = [unit.drift for unit in moving if unit.drift is not None]
+    nbytes = sum(unit.nbytes for unit in units)
+    drift = None if len(known) < len(moving) else max(known, default=0.0)
+    share = bytes_per_parameter(nbytes, parameters)
+    return [
+        str(len(units)),
+        output.cell(_encodings(units)),
+        str(min((unit.step for unit in units), default="")),
+        str(max((unit.step for unit in units), default="")),
+        drift_text(drift) if moving else "fixed",
+        size_text(nbytes),
+        "" if share is None else f"{share:.2f}",
+    ]
+
+
+def _encodings(units: Sequence[CertifiedUnit]) -> str:
+    counts = Counter(unit.encoding for unit in units)
+    if len(counts) == 1:
+        return next(iter(counts))
+    return ", ".join(f"{name} {count}" for name, count in counts.most_common())

@@ -1,0 +1,185 @@
+"""``driftpoint prune``: delete the commits that need not be kept, and the segments that nothing reaches any more.
+
+Holds the store's lock while it looks and deletes, so that no job of this machine starts meanwhile.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from deploy.cli import output
+from deploy.cli.door import holder, holder_text, open_store
+from deploy.cli.exit_codes import OK, health
+from deploy.cli.options import DebugOption, JsonOption, StoreArgument
+from deploy.cli.text import plural, size_text
+from store.catalog import Catalog
+from store.epochs import newest_epoch, read_epoch
+from store.errors import DamagedError, NothingToResumeError, StorageError
+from store.lock import StoreLock
+from store.names import SaveId
+from store.prune import PrunePlan, execute, plan_prune
+from store.retention import Retention
+from store.versions import newest_resumable
+
+_DEFAULT = Retention()
+
+DryRunOption = Annotated[bool, typer.Option("--dry-run", "-n", help="Only tell what would be deleted.")]
+KeepLastOption = Annotated[int, typer.Option(min=1, metavar="N", help="Keep the newest N commits.")]
+KeepEveryOption = Annotated[
+    int | None,
+    typer.Option(min=1, metavar="N", help="Also keep one commit in every N steps.", show_default=False),
+]
+LogSpacedOption = Annotated[
+    bool, typer.Option("--log-spaced/--no-log-spaced", help="Also keep ever sparser ones further back.")
+]
+
+
+@dataclass(frozen=True)
+class Pruned:
+    """What was deleted, or would be. foreign: a host other than this one that made the newest epoch."""
+
+    root: Path
+    dry_run: bool
+    plan: PrunePlan
+    in_use_by: int | None
+    foreign: str | None
+    resumable: bool
+
+    @property
+    def exit_code(self) -> int:
+        """0, or the state of a store in which nothing may be deleted."""
+        return OK if self.plan.blocked is None else health(resumable=self.resumable, damaged=True)
+
+
+def prune(
+    store: StoreArgument,
+    *,
+    dry_run: DryRunOption = False,
+    keep_last: KeepLastOption = _DEFAULT.keep_last,
+    keep_every: KeepEveryOption = _DEFAULT.keep_every,
+    log_spaced: LogSpacedOption = _DEFAULT.log_spaced,
+    json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Delete commits that need not be kept. Never the newest whole one, nor the last one resumed from."""
+    del debug
+    retention = Retention(keep_last=keep_last, keep_every=keep_every, log_spaced=log_spaced)
+    found = tidy(store, retention, dry_run=dry_run)
+    output.answer(as_json(found), lambda console: draw(console, found), as_json=json)
+    raise typer.Exit(found.exit_code)
+
+
+def tidy(root: Path, retention: Retention, *, dry_run: bool) -> Pruned:
+    """Prune the store at ``root``. StoreInUseError, before anything is looked at, where a job is using it."""
+    catalog = open_store(root)
+    in_use_by = holder(root)
+    with _held(root, dry_run=dry_run):
+        plan = plan_prune(catalog, retention)
+        resumable = plan.blocked is None or _resumable(catalog)
+        if not dry_run and plan.blocked is None:
+            execute(catalog.files, plan)
+    return Pruned(root.absolute(), dry_run, plan, in_use_by, _foreign_owner(catalog), resumable)
+
+
+def as_json(found: Pruned) -> dict[str, Any]:
+    """The JSON object of the command."""
+    plan = found.plan
+    return {
+        "store": str(found.root),
+        "dry_run": found.dry_run,
+        "blocked": plan.blocked,
+        "in_use_by": found.in_use_by or None,
+        "keep": [save.name for save in plan.keep],
+        "delete": {
+            "commits": [save.name for save in plan.manifests],
+            "segments": [save.name for save in plan.groups],
+            "temporaries": list(plan.temporaries),
+        },
+        "freed_bytes": plan.freed_bytes,
+        "unrecognised": list(plan.unrecognised),
+    }
+
+
+def draw(console: Console, found: Pruned) -> None:
+    """The text of the command."""
+    plan = found.plan
+    if plan.blocked is not None:
+        console.print(Text(f"Not pruned: {plan.blocked}", style="bold red"))
+    else:
+        console.print(output.facts(_rows(found)))
+    if plan.unrecognised:
+        console.print()
+        console.print("Not recognised, so left alone:")
+        for name in plan.unrecognised:
+            console.print(output.cell(f"  {name}"))
+    for remark in _remarks(found):
+        console.print()
+        console.print(output.cell(remark, "yellow"))
+
+
+@contextmanager
+def _held(root: Path, *, dry_run: bool) -> Iterator[None]:
+    if dry_run:
+        yield
+        return
+    lock = StoreLock(root, wait_seconds=0)
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _rows(found: Pruned) -> dict[str, Text | str]:
+    plan = found.plan
+    would = "Would delete" if found.dry_run else "Deleted"
+    rows: dict[str, Text | str] = {
+        "Kept": f"{plural(len(plan.keep), 'commit')}: {_names(plan.keep)}",
+        would: f"{plural(len(plan.manifests), 'commit')}: {_names(plan.manifests)}" if plan.manifests else "no commit",
+        "": f"{plural(len(plan.groups), 'segment group')}, {plural(len(plan.temporaries), 'left-over temporary file')}",
+    }
+    freed = size_text(plan.freed_bytes)
+    rows["Would free" if found.dry_run else "Freed"] = Text(freed, style="bold")
+    return rows
+
+
+def _names(saves: tuple[SaveId, ...], limit: int = 8) -> str:
+    newest_first = [save.name for save in sorted(saves, reverse=True)]
+    more = f" and {len(saves) - limit} older ones" if len(saves) > limit else ""
+    return ", ".join(newest_first[:limit]) + more
+
+
+def _remarks(found: Pruned) -> Iterator[str]:
+    if found.in_use_by is not None:
+        user = holder_text(found.root, found.in_use_by)
+        yield f"The store is in use {user}: without --dry-run this is refused. The job prunes by itself."
+    if found.foreign is not None:
+        yield (
+            f"The newest job on this store ran on {found.foreign}. The lock holds for this machine only: "
+            "make sure that no job there is saving."
+        )
+
+
+def _foreign_owner(catalog: Catalog) -> str | None:
+    epoch = newest_epoch(catalog.files)
+    try:
+        host = read_epoch(catalog.files, epoch).host if epoch else None
+    except (DamagedError, StorageError):
+        return None
+    return host if host != socket.gethostname() else None
+
+
+def _resumable(catalog: Catalog) -> bool:
+    try:
+        newest_resumable(catalog)
+    except NothingToResumeError:
+        return False
+    return True

@@ -1,0 +1,196 @@
+"""``driftpoint show``: what one commit is made of, layer by layer and slot by slot."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from deploy.cli import layers, output
+from deploy.cli.door import find_save, open_store, parameters
+from deploy.cli.exit_codes import health
+from deploy.cli.options import DebugOption, JsonOption, StoreArgument
+from deploy.cli.text import kind_text, plural, size_text
+from store.catalog import Catalog
+from store.certificate import Certificate, CertifiedUnit, certify
+from store.errors import DamagedError, NothingToResumeError, StorageError
+from store.names import SaveId, Unit
+from store.schema import ManifestRecord, UnitRecord
+from store.versions import newest_resumable, resolve
+
+StepArgument = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[STEP]",
+        help="A step (of the newest epoch that has it), or a save such as 00000120-000003. "
+        "Without it: what a resume would take.",
+        show_default=False,
+    ),
+]
+LongOption = Annotated[bool, typer.Option("--long", "-l", help="One row per layer and slot, with the reasons.")]
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A commit and what it gives.
+
+    resumable: whether it gives a checkpoint; where not, the certificate tells what it would be if it were whole.
+    others_resumable: whether some commit does.
+    """
+
+    manifest: ManifestRecord
+    certificate: Certificate
+    resumable: bool
+    others_resumable: bool
+    problems: tuple[str, ...]
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of the model."""
+        return parameters(self.manifest)
+
+    @property
+    def reasons(self) -> Mapping[Unit, str]:
+        """Why each unit that this save wrote was written."""
+        return {record.unit: record.reason for record in self.manifest.units}
+
+    @property
+    def bytes_written(self) -> int:
+        """Payload bytes of this save's own segments."""
+        own = self.manifest.groups.get(self.manifest.save.name)
+        return 0 if own is None else own.payload_bytes
+
+    @property
+    def exit_code(self) -> int:
+        """See :func:`health`."""
+        return health(resumable=self.resumable or self.others_resumable, damaged=bool(self.problems))
+
+
+def show(
+    store: StoreArgument,
+    *,
+    step: StepArgument = None,
+    long: LongOption = False,
+    json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Show the versions that a commit is made of: steps, ages, drift, bytes and encodings of every layer."""
+    del debug
+    shown = look(store, step)
+    output.answer(as_json(shown), lambda console: draw(console, shown, long=long), as_json=json)
+    raise typer.Exit(shown.exit_code)
+
+
+def look(root: Path, wanted: str | None) -> Shown:
+    """The commit of a step or save name; without one, the commit that a resume would take."""
+    catalog = open_store(root)
+    if wanted is not None:
+        return _look_at(catalog, find_save(catalog, wanted))
+    resolution, passed_over = newest_resumable(catalog)
+    problems = (*passed_over, *resolution.problems)
+    return Shown(resolution.manifest, certify(resolution), True, True, problems)
+
+
+def as_json(shown: Shown) -> dict[str, Any]:
+    """The JSON object of the command."""
+    certificate, reasons = shown.certificate, shown.reasons
+    units = [{**asdict(unit), "reason": reasons.get(Unit(unit.layer, unit.slot), "")} for unit in certificate.units]
+    return {
+        **certificate.as_json(),
+        "epoch": shown.manifest.epoch,
+        "created": shown.manifest.created,
+        "framework": shown.manifest.framework,
+        "policy": shown.manifest.policy,
+        "world_size": shown.manifest.world_size,
+        "resumable": shown.resumable,
+        "parameters": shown.parameters,
+        "nbytes": _nbytes(certificate),
+        "bytes_per_parameter": layers.bytes_per_parameter(_nbytes(certificate), shown.parameters),
+        "bytes_written": shown.bytes_written,
+        "bytes_avoided": shown.manifest.bytes_avoided,
+        "units": units,
+        "problems": list(shown.problems),
+    }
+
+
+def draw(console: Console, shown: Shown, *, long: bool) -> None:
+    """The text of the command."""
+    certificate = shown.certificate
+    console.print(output.facts({"Commit": _title(shown), "Kind": _kind(shown), "Bytes": _bytes(shown)}))
+    console.print()
+    if long:
+        console.print(layers.unit_table(certificate.units, shown.reasons))
+        console.print()
+    else:
+        layers.print_layers(console, certificate.units)
+        console.print()
+    console.print(layers.slot_table(certificate.units, shown.parameters))
+    output.problems(console, shown.problems)
+
+
+def _look_at(catalog: Catalog, save: SaveId) -> Shown:
+    manifest = catalog.manifest(save)
+    try:
+        resolution = resolve(catalog, save)
+    except (DamagedError, StorageError) as error:
+        found = _as_committed(manifest)
+        return Shown(manifest, found, False, _any_resumable(catalog, save), (f"cannot be resumed: {error}",))
+    return Shown(manifest, certify(resolution), True, True, resolution.problems)
+
+
+def _any_resumable(catalog: Catalog, but: SaveId) -> bool:
+    try:
+        newest_resumable(catalog, skip={but})
+    except NothingToResumeError:
+        return False
+    return True
+
+
+def _as_committed(manifest: ManifestRecord) -> Certificate:
+    units = tuple(_unit_as_committed(manifest.step, record) for record in manifest.units)
+    return Certificate(manifest.store_id, manifest.save.name, manifest.step, exact=False, units=units, problems=())
+
+
+def _unit_as_committed(step: int, record: UnitRecord) -> CertifiedUnit:
+    return CertifiedUnit(
+        layer=record.layer,
+        slot=record.slot,
+        step=record.version.step,
+        save=record.save,
+        staleness=step - record.version.step,
+        encoding=record.encoding,
+        drift=record.drift,
+        moving=record.moving,
+        fallback=False,
+        nbytes=record.nbytes,
+    )
+
+
+def _nbytes(certificate: Certificate) -> int:
+    return sum(unit.nbytes for unit in certificate.units)
+
+
+def _title(shown: Shown) -> str:
+    manifest = shown.manifest
+    return (
+        f"{manifest.save}: step {manifest.step}, epoch {manifest.epoch}, {manifest.created}; "
+        f"{manifest.framework} on {plural(manifest.world_size, 'rank')}, policy {manifest.policy}"
+    )
+
+
+def _kind(shown: Shown) -> str:
+    certificate = shown.certificate
+    if not shown.resumable:
+        return "damaged: what follows is what was committed, not what is left of it"
+    return kind_text(exact=certificate.exact, max_staleness=certificate.max_staleness, max_drift=certificate.max_drift)
+
+
+def _bytes(shown: Shown) -> str:
+    own, kept = shown.bytes_written, shown.manifest.bytes_avoided
+    share = layers.bytes_per_parameter(own, shown.parameters)
+    each = "" if share is None else f" ({share:.2f} bytes a parameter)"
+    return f"this save wrote {size_text(own)}{each}" + (f" and left out {size_text(kept)}" if kept else "")

@@ -1,0 +1,64 @@
+"""Numbers and names as people read them. Pure."""
+
+from __future__ import annotations
+
+_BINARY = ("KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
+_DECIMAL = ("", " k", " M", " G", " T", " P")
+
+
+def size_text(count: int) -> str:
+    """Bytes in binary units, three digits: ``512 B``, ``1.50 GiB``."""
+    if count < 1024:
+        return f"{count} B"
+    value, unit = count / 1024, _BINARY[0]
+    for larger in _BINARY[1:]:
+        if value < 1023.5:
+            break
+        value, unit = value / 1024, larger
+    return f"{_three_digits(value)} {unit}"
+
+
+def count_text(count: int) -> str:
+    """A large number in decimal units, three digits: ``405 G``."""
+    value, unit = float(count), _DECIMAL[0]
+    for larger in _DECIMAL[1:]:
+        if value < 999.5:
+            break
+        value, unit = value / 1000, larger
+    return str(count) if unit == "" else f"{_three_digits(value)}{unit}"
+
+
+def drift_text(drift: float | None) -> str:
+    """Three significant digits; ``0`` for no drift at all, ``?`` where it is not known."""
+    if drift is None:
+        return "?"
+    return "0" if drift == 0 else f"{drift:#.3g}".rstrip(".")
+
+
+def kind_text(*, exact: bool, max_staleness: int, max_drift: float | None) -> str:
+    """Whether a checkpoint is exact, and how far from it where it is not."""
+    if exact:
+        return "exact"
+    return f"composite: layers up to {plural(max_staleness, 'step')} old, drift up to {drift_text(max_drift)}"
+
+
+def plural(count: int, noun: str) -> str:
+    """The count and its noun, in the singular for one."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def printable(text: str) -> str:
+    """The text with control characters spelled out: names in a store come from elsewhere, terminals obey them."""
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
+
+
+def tail(text: str, width: int) -> str:
+    """The text cut to ``width`` characters at its start: layer names differ at their end."""
+    return text if len(text) <= width else "…" + text[len(text) - width + 1 :]
+
+
+def _three_digits(value: float) -> str:
+    decimals = 2 if value < 9.995 else 1 if value < 99.95 else 0
+    return f"{value:.{decimals}f}"

@@ -1,0 +1,133 @@
+"""``driftpoint verify``: read every byte of a store and check every hash."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from deploy.cli import output
+from deploy.cli.door import holder, open_store
+from deploy.cli.exit_codes import health
+from deploy.cli.options import DebugOption, JsonOption, StoreArgument
+from deploy.cli.progress import byte_progress, watched
+from deploy.cli.text import plural, size_text
+from store.names import SaveId
+from store.verify import CommitState, VerifyReport, total_bytes
+from store.verify import verify as verify_store
+
+_STYLES = {"ok": "green", "fallback": "yellow", "damaged": "bold red"}
+_MEANINGS = {
+    "ok": "as committed",
+    "fallback": "resumable; some of it in an older version, or not readable by others",
+    "damaged": "cannot be resumed",
+}
+
+
+@dataclass(frozen=True)
+class Verified:
+    """The report and what else the table shows. in_use: a job may have pruned while it was being read."""
+
+    root: Path
+    store_id: str
+    report: VerifyReport
+    proven: Set[SaveId]
+    in_use: bool
+
+    @property
+    def exit_code(self) -> int:
+        """See :func:`health`."""
+        return health(resumable=self.report.resumable is not None, damaged=not self.report.ok)
+
+
+def verify(store: StoreArgument, *, json: JsonOption = False, debug: DebugOption = False) -> None:
+    """Read every byte of the store and check every hash. Changes nothing."""
+    del debug
+    found = check(store)
+    output.answer(as_json(found), lambda console: draw(console, found), as_json=json)
+    raise typer.Exit(found.exit_code)
+
+
+def check(root: Path) -> Verified:
+    """Verify the store at ``root``, with a progress bar where someone is watching."""
+    catalog = open_store(root)
+    total = total_bytes(catalog) if watched() else 0
+    with byte_progress("Verifying", total) as progress:
+        report = verify_store(catalog, progress)
+    return Verified(root.absolute(), catalog.store_id, report, catalog.proven(), holder(root) is not None)
+
+
+def as_json(found: Verified) -> dict[str, Any]:
+    """The JSON object of the command."""
+    report = found.report
+    return {
+        "store": str(found.root),
+        "store_id": found.store_id,
+        "ok": report.ok,
+        "resumable": None if report.resumable is None else report.resumable.name,
+        "bytes_read": report.bytes_read,
+        "commits": [
+            {
+                "save": commit.save.name,
+                "state": commit.state,
+                "proven": commit.save in found.proven,
+                "problems": list(commit.problems),
+            }
+            for commit in report.commits
+        ],
+        "in_use": found.in_use,
+        "problems": list(report.problems),
+    }
+
+
+def draw(console: Console, found: Verified) -> None:
+    """The text of the command."""
+    report = found.report
+    if report.commits:
+        console.print(_table(found))
+        console.print()
+    console.print(_verdict(report))
+    output.problems(console, report.problems)
+    if report.problems and found.in_use:
+        console.print("The store is in use: what its job deleted meanwhile shows up here too. Verify it again.")
+
+
+def _table(found: Verified) -> Any:
+    table = output.table()
+    table.add_column("Commit", no_wrap=True)
+    table.add_column("Step", justify="right", no_wrap=True)
+    table.add_column("Epoch", justify="right", no_wrap=True)
+    table.add_column("Proven", no_wrap=True)
+    table.add_column("State", no_wrap=True)
+    table.add_column("What it means", overflow="fold", ratio=1)
+    for commit in found.report.commits:
+        save = commit.save
+        table.add_row(
+            save.name,
+            str(save.step),
+            str(save.epoch),
+            "yes" if save in found.proven else "",
+            Text(commit.state, style=_STYLES[commit.state]),
+            _meaning(commit, found.report),
+        )
+    return table
+
+
+def _meaning(commit: CommitState, report: VerifyReport) -> str:
+    meaning = _MEANINGS[commit.state]
+    return f"{meaning}; a resume takes this one" if commit.save == report.resumable else meaning
+
+
+def _verdict(report: VerifyReport) -> Text:
+    read = f"{size_text(report.bytes_read)} read"
+    if report.resumable is None:
+        why = "no commit can be resumed" if report.commits else "the store holds no commit yet"
+        return Text(f"Nothing to resume: {why}. {read}.", style="bold red")
+    if report.ok:
+        return Text(f"{plural(len(report.commits), 'commit')}, all as written. {read}.", style="green")
+    return Text(f"Damaged, but a resume works, from step {report.resumable.step}. {read}.", style="yellow")
