@@ -69,12 +69,18 @@ def plan_prune(catalog: Catalog, retention: Retention) -> PrunePlan:
 
 
 def execute(files: Files, plan: PrunePlan) -> None:
-    """Carry a plan out. It may be interrupted anywhere and run again."""
+    """Carry a plan out. It may be interrupted anywhere and run again.
+
+    The manifests that stay are made durable first, and the absence of the others before any segment goes, even
+    where the plan drops no manifest: what the plan saw may be the work of a process killed before it synced.
+    """
+    if plan.blocked is not None:
+        return
+    files.sync_dir(MANIFESTS)
     for save in plan.manifests:
         with suppress(MissingError):
             files.unlink(manifest_path(save))
-    if plan.manifests:
-        files.sync_dir(MANIFESTS)
+    files.sync_dir(MANIFESTS)
     for save in plan.manifests:
         with suppress(MissingError):
             files.unlink(proven_path(save))

@@ -387,3 +387,36 @@ def disk_after(start: Disk, log: Sequence[Op]) -> Disk:
     for op in log:
         disk.apply(op)
     return disk
+
+
+def every_crash(disk: Disk, limit: int) -> Iterator[Disk]:
+    """All crash states of a disk; where there are more than ``limit`` only the extreme ones.
+
+    Extreme: nothing kept, all kept, one change lost, one change kept, and every prefix kept.
+    """
+    count = _choices(disk)
+    if 1 << count <= limit:
+        todo: list[tuple[bool, ...]] = [()]
+        while todo:
+            asked: list[bool] = []
+            yield disk.crashed(_scripted(script := todo.pop(), asked))
+            todo += [(*asked[:i], True) for i in range(len(script), len(asked))]
+        return
+    for i in range(count + 1):
+        yield disk.crashed(_scripted([at < i for at in range(count)], []))
+        yield disk.crashed(_scripted([at == i for at in range(count)], []))
+        yield disk.crashed(_scripted([at != i for at in range(count)], []))
+
+
+def _choices(disk: Disk) -> int:
+    asked: list[bool] = []
+    disk.crashed(_scripted([True] * 10_000, asked))
+    return len(asked)
+
+
+def _scripted(script: Sequence[bool], asked: list[bool]) -> Choose:
+    def choose(kind: str) -> bool:
+        asked.append(len(asked) < len(script) and script[len(asked)])
+        return asked[-1]
+
+    return choose

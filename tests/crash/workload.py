@@ -1,0 +1,229 @@
+"""A tiny training job that saves and prunes through the store's public functions only.
+
+Two ranks, three layers, two slots; units saved in turn, so most commits are composites. Every value follows from
+(name, slot, save), so whoever reads the store can say what must be there. Whatever the job is told (a commit
+that returned, a prune about to start) goes to a journal outside the store. Ranks write one after the other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from store.catalog import Catalog, open_catalog
+from store.commit import Expected, Group, commit, hint_latest, mark_proven, wait_for_group
+from store.epochs import claim_epoch
+from store.errors import NothingToResumeError
+from store.files import Files
+from store.names import RAW, SaveId, Unit
+from store.prune import execute, plan_prune
+from store.retention import Retention
+from store.schema import GroupRecord, LayerRecord, ManifestRecord, TensorRecord, UnitRecord
+from store.segments import SegmentDraft, StagedFragment, write_segment
+from store.store import open_or_create
+from store.tree import encode
+from store.versions import Resolution, newest_resumable
+
+RANKS = 2
+STEPS = 10
+PLAN = "0" * 32
+SLOTS = ("fp32", "exp_avg")
+MODEL = {"embed.weight": ("embed", 7), "block.0.weight": ("block.0", 9), "block.0.bias": ("block.0", 1),
+         "block.1.weight": ("block.1", 9), "block.1.bias": ("block.1", 1)}  # fmt: skip
+UNITS = tuple(dict.fromkeys(Unit(layer, slot) for layer, _ in MODEL.values() for slot in SLOTS))
+RETENTION = Retention(keep_last=2, log_spaced=False)
+
+
+class Journal(Protocol):
+    """Where the job writes down what it was told."""
+
+    def note(self, event: str, **facts: Any) -> None: ...
+
+
+class Memory:
+    """A journal in memory. ``position`` stamps each event, with the length of an operation log for example."""
+
+    def __init__(self, position: Callable[[], int] = lambda: 0) -> None:
+        self.events: list[dict[str, Any]] = []
+        self._position = position
+
+    def note(self, event: str, **facts: Any) -> None:
+        self.events.append({"event": event, "at": self._position(), **facts})
+
+
+class Paper:
+    """A journal in a file outside the store: one line an event, in the page cache when :meth:`note` returns."""
+
+    def __init__(self, path: str) -> None:
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+
+    def note(self, event: str, **facts: Any) -> None:
+        os.write(self._descriptor, (json.dumps({"event": event, **facts}) + "\n").encode())
+
+    @staticmethod
+    def read(path: Path) -> list[dict[str, Any]]:
+        """All whole lines."""
+        lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+        return [json.loads(line) for line in lines]
+
+
+def content(fqn: str, slot: str, save: SaveId) -> bytes:
+    """The value of a whole tensor in the version made by ``save``: fp32, little-endian."""
+    return hashlib.shake_128(f"{fqn}/{slot}/{save}".encode()).digest(4 * MODEL[fqn][1])
+
+
+def run_state(save: SaveId, rank: int) -> dict[str, Any]:
+    """What rank keeps besides the tensors."""
+    words = np.frombuffer(hashlib.shake_128(f"{rank}/{save}".encode()).digest(12), dtype="<u4")
+    return {"step": save.step, "rng": (rank, words), "loss": float("inf")}
+
+
+def piece(fqn: str, rank: int) -> tuple[int, int]:
+    """(start, numel) of the rank's fragment."""
+    numel = MODEL[fqn][1]
+    start = numel * rank // RANKS
+    return start, numel * (rank + 1) // RANKS - start
+
+
+@dataclass(frozen=True)
+class Save:
+    """One save in the making."""
+
+    id: SaveId
+    units: tuple[Unit, ...]
+
+
+class Job:
+    """One incarnation of the job, resumed from whatever the store gives."""
+
+    def __init__(self, files: Files, journal: Journal) -> None:
+        self.files = files
+        self.journal = journal
+        self.catalog: Catalog = open_or_create(files)
+        self.epoch = claim_epoch(files, self.catalog.store_id).epoch
+        journal.note("claimed", epoch=self.epoch)
+        self.resumed: Resolution | None = _resume(self.catalog)
+        self.last: ManifestRecord | None = self.resumed.manifest if self.resumed else None
+        self.again = {v.record.unit for v in self.resumed.fallbacks} if self.resumed else set()
+
+    def save(self) -> SaveId:
+        """Segments of all ranks, commit, hint."""
+        draft = self.plan()
+        for rank in range(RANKS):
+            self.write(draft, rank)
+        self.commit(draft)
+        hint_latest(self.files, draft.id)
+        return draft.id
+
+    def plan(self) -> Save:
+        """The next save: everything at first, then units in turn; a unit that fell back is saved again at once."""
+        if self.last is None:
+            return Save(SaveId(STEPS, self.epoch), UNITS)
+        turn = self.last.commits % 2
+        units = tuple(unit for i, unit in enumerate(UNITS) if i % 2 == turn or unit in self.again)
+        return Save(SaveId(self.last.step + STEPS, self.epoch), units)
+
+    def write(self, save: Save, rank: int) -> None:
+        """One rank's segment."""
+        tree, leaves = encode(run_state(save.id, rank), lambda _: None)
+        draft = SegmentDraft(
+            self.catalog.store_id, save.id, rank, RANKS, PLAN, _fragments(save, rank), tree, leaves, {}
+        )
+        write_segment(self.files, draft)
+
+    def commit(self, save: Save) -> None:
+        """Wait for the segments and commit; the journal learns of it when the call returned."""
+        expected = Expected(self.catalog.store_id, save.id, RANKS, PLAN)
+        manifest = self._manifest(save, wait_for_group(self.files, expected, timeout=0))
+        commit(self.files, manifest)
+        self.journal.note("acknowledged", save=save.id.name, units={str(u.unit): u.save for u in manifest.units})
+        self.last, self.again = manifest, set()
+
+    def prune(self) -> None:
+        """Drop what retention does not keep."""
+        plan = plan_prune(open_catalog(self.files), RETENTION)
+        assert plan.blocked is None, plan.blocked
+        assert plan.unrecognised == (), plan.unrecognised
+        self.journal.note("dropping", saves=[save.name for save in plan.manifests])
+        execute(self.files, plan)
+
+    def prove(self) -> None:
+        """Mark the newest commit as one that a job resumed from."""
+        assert self.last is not None
+        mark_proven(self.files, self.catalog.store_id, self.last.save, self.epoch)
+        self.journal.note("proven", save=self.last.save.name)
+
+    def _manifest(self, save: Save, group: Group) -> ManifestRecord:
+        units = tuple(self._unit(save, unit) for unit in UNITS)
+        known: Mapping[str, GroupRecord] = {**(self.last.groups if self.last else {}), save.id.name: group.record}
+        return ManifestRecord(
+            store_id=self.catalog.store_id,
+            step=save.id.step,
+            epoch=save.id.epoch,
+            commits=self.last.commits + 1 if self.last else 1,
+            world_size=RANKS,
+            framework="none",
+            policy="parity",
+            created="2000-01-01T00:00:00+00:00",
+            previous=self.last.save.name if self.last else None,
+            bytes_avoided=0,
+            layers=tuple(LayerRecord(name=name, block="." in name) for name in dict.fromkeys(u.layer for u in UNITS)),
+            tensors={
+                fqn: TensorRecord(layer=layer, shape=(numel,), dtype="F32", kind="trainable")
+                for fqn, (layer, numel) in MODEL.items()
+            },
+            groups={unit.save: known[unit.save] for unit in units} | {save.id.name: group.record},
+            units=units,
+        )
+
+    def _unit(self, save: Save, unit: Unit) -> UnitRecord:
+        if unit not in save.units:
+            assert self.last is not None
+            old = next(u for u in self.last.units if u.unit == unit)
+            return old.model_copy(update={"staleness": save.id.step - old.version.step})
+        numel = sum(numel for layer, numel in MODEL.values() if layer == unit.layer)
+        return UnitRecord(
+            layer=unit.layer, slot=unit.slot, save=save.id.name, encoding=RAW, numel=numel, nbytes=4 * numel,
+            drift=0.0, staleness=0, moving=True,
+        )  # fmt: skip
+
+
+def run(files: Files, journal: Journal, saves: int = 5) -> None:
+    """Several saves with a prune after each from the third on; the first commit is proven; then a second job."""
+    first = Job(files, journal)
+    for number in range(saves):
+        first.save()
+        if number == 0:
+            first.prove()
+        if number >= 2:
+            first.prune()
+    second = Job(files, journal)
+    second.prove()
+    second.save()
+    second.prune()
+
+
+def _fragments(save: Save, rank: int) -> list[StagedFragment]:
+    found = []
+    for unit in save.units:
+        for fqn, (layer, _) in MODEL.items():
+            start, numel = piece(fqn, rank)
+            if layer == unit.layer and numel:
+                data = content(fqn, unit.slot, save.id)[4 * start : 4 * (start + numel)]
+                found.append(StagedFragment(layer, unit.slot, fqn, start, numel, "F32", RAW, data))
+    return found
+
+
+def _resume(catalog: Catalog) -> Resolution | None:
+    try:
+        return newest_resumable(catalog)[0]
+    except NothingToResumeError:
+        assert catalog.saves() == []
+        return None
