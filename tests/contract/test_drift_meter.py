@@ -1,0 +1,285 @@
+"""What every drift meter must do, run on all of them, with units small and large."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+import torch
+
+from monitor.drift.base import DriftMeter, drift_ratio
+from monitor.drift.exact import ExactMeter
+from monitor.drift.select import meter_for
+from monitor.drift.sketch import SketchMeter
+from store.errors import ConfigError
+from store.names import Unit
+
+UNIT = Unit("model.layers.0", "fp32")
+OTHER = Unit("model.layers.1", "fp32")
+SMALL = (700, 0, 33, 1)
+LARGE = (40_000, 0, 17, 300_000, 1)
+
+
+@pytest.fixture(params=["exact", "sketch"])
+def meter(request: pytest.FixtureRequest) -> DriftMeter:
+    return meter_for(request.param, 4099, 0)
+
+
+@pytest.fixture(params=[SMALL, LARGE], ids=["small", "large"])
+def sizes(request: pytest.FixtureRequest) -> tuple[int, ...]:
+    return request.param
+
+
+def tolerance(meter: DriftMeter, sizes: Sequence[int]) -> float:
+    """Relative error allowed of a distance; a sketch keeps small units whole."""
+    return 1e-6 if isinstance(meter, ExactMeter) or sum(sizes) <= 4099 else 0.05
+
+
+def values(sizes: Sequence[int], seed: int = 0, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(size, generator=generator).to(dtype) for size in sizes]
+
+
+def copies(pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [piece.clone() for piece in pieces]
+
+
+def nudge(pieces: Sequence[torch.Tensor], by: float, seed: int = 99) -> None:
+    for piece, noise in zip(pieces, values([len(piece) for piece in pieces], seed), strict=True):
+        piece.add_(noise.to(piece.dtype), alpha=by)
+
+
+def distance(now: Sequence[torch.Tensor], then: Sequence[torch.Tensor]) -> float:
+    """The same in numpy, in float64."""
+    flat = [np.concatenate([piece.double().numpy() for piece in pieces]) for pieces in (now, then)]
+    return float(np.linalg.norm(flat[0] - flat[1]))
+
+
+def moved(meter: DriftMeter, pieces: Sequence[torch.Tensor], unit: Unit = UNIT) -> float:
+    return math.sqrt(meter.measure(unit, pieces).moved_sq)
+
+
+def commit(meter: DriftMeter, pieces: Sequence[torch.Tensor], unit: Unit = UNIT) -> list[torch.Tensor]:
+    meter.stage(unit, copies(pieces))
+    return meter.settle(unit, True)
+
+
+def test_without_a_reference_both_squares_are_zero(meter: DriftMeter, sizes: tuple[int, ...]) -> None:
+    measure = meter.measure(UNIT, values(sizes))
+    assert (measure.moved_sq, measure.reference_sq, measure.finite) == (0.0, 0.0, True)
+    assert not meter.has_reference(UNIT)
+    assert not meter.measure(UNIT, [torch.tensor([math.nan])]).finite
+
+
+def test_reset_makes_the_present_the_reference(meter: DriftMeter, sizes: tuple[int, ...]) -> None:
+    pieces = values(sizes)
+    meter.reset(UNIT, pieces)
+    assert meter.has_reference(UNIT)
+    assert not meter.has_reference(OTHER)
+    measure = meter.measure(UNIT, pieces)
+    assert measure.moved_sq == 0.0
+    norm = distance(pieces, [torch.zeros_like(piece) for piece in pieces])
+    assert math.sqrt(measure.reference_sq) == pytest.approx(norm, rel=tolerance(meter, sizes))
+
+
+@pytest.mark.parametrize("by", [1.0, 1e-2, 1e-4, 1e-5])
+def test_distance_agrees_with_float64(meter: DriftMeter, sizes: tuple[int, ...], by: float) -> None:
+    pieces = values(sizes)
+    before = copies(pieces)
+    meter.reset(UNIT, pieces)
+    nudge(pieces, by)
+    assert moved(meter, pieces) == pytest.approx(distance(pieces, before), rel=tolerance(meter, sizes))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_other_float_types(meter: DriftMeter, sizes: tuple[int, ...], dtype: torch.dtype) -> None:
+    pieces = values(sizes, dtype=dtype)
+    before = copies(pieces)
+    meter.reset(UNIT, pieces)
+    nudge(pieces, 0.1)
+    assert moved(meter, pieces) == pytest.approx(distance(pieces, before), rel=tolerance(meter, sizes))
+
+
+def test_integers_and_booleans_among_the_pieces(meter: DriftMeter, sizes: tuple[int, ...]) -> None:
+    counters = [torch.tensor([10**12 + 7]), torch.tensor([True, False])]
+    large = [torch.arange(sum(sizes)) % 1000]
+    for start in (counters, large):
+        meter.reset(UNIT, start)
+        after = copies(start)
+        after[0] += 3
+        allowed = tolerance(meter, [sum(len(piece) for piece in start)])
+        assert moved(meter, after) == pytest.approx(distance(after, start), rel=allowed)
+
+
+def test_a_unit_without_values(meter: DriftMeter) -> None:
+    for pieces in ([], [torch.empty(0)]):
+        meter.reset(UNIT, pieces)
+        assert meter.measure(UNIT, pieces).moved_sq == 0.0
+        commit(meter, pieces)
+
+
+def test_parameters_that_require_gradients(meter: DriftMeter, sizes: tuple[int, ...]) -> None:
+    pieces = [piece.requires_grad_() for piece in values(sizes)]
+    meter.reset(UNIT, [piece.view(-1) for piece in pieces])
+    with torch.no_grad():
+        nudge(pieces, 0.5)
+    assert moved(meter, [piece.view(-1) for piece in pieces]) > 0
+
+
+def test_units_do_not_mix(meter: DriftMeter, sizes: tuple[int, ...]) -> None:
+    pieces, others = values(sizes), values(sizes, seed=1)
+    meter.reset(UNIT, pieces)
+    meter.reset(OTHER, others)
+    assert moved(meter, pieces) == 0.0
+    assert moved(meter, others, OTHER) == 0.0
+    nudge(pieces, 1.0)
+    assert moved(meter, others, OTHER) == 0.0
+
+
+def test_a_commit_moves_the_reference(meter: DriftMeter, sizes: tuple[int, ...]) -> None:
+    pieces = values(sizes)
+    commit(meter, pieces)
+    assert meter.has_reference(UNIT)
+    saved = copies(pieces)
+    nudge(pieces, 0.1)
+    assert moved(meter, pieces) == pytest.approx(distance(pieces, saved), rel=tolerance(meter, sizes))
+    commit(meter, pieces)
+    assert moved(meter, pieces) == 0.0
+
+
+def test_a_failed_save_leaves_the_reference(meter: DriftMeter, sizes: tuple[int, ...]) -> None:
+    pieces = values(sizes)
+    meter.reset(UNIT, pieces)
+    nudge(pieces, 0.1)
+    before = meter.measure(UNIT, pieces)
+    meter.stage(UNIT, copies(pieces))
+    assert meter.measure(UNIT, pieces) == before
+    meter.settle(UNIT, False)
+    assert meter.measure(UNIT, pieces) == before
+
+
+def test_a_failed_first_save_leaves_no_reference(meter: DriftMeter, sizes: tuple[int, ...]) -> None:
+    pieces = values(sizes)
+    meter.stage(UNIT, copies(pieces))
+    assert not meter.has_reference(UNIT)
+    meter.settle(UNIT, False)
+    assert not meter.has_reference(UNIT)
+
+
+def test_measuring_between_stage_and_settle_disturbs_nothing(meter: DriftMeter, sizes: tuple[int, ...]) -> None:
+    pieces = values(sizes)
+    meter.measure(UNIT, pieces)
+    saved = copies(pieces)
+    meter.stage(UNIT, copies(saved))
+    nudge(pieces, 1.0)
+    meter.measure(UNIT, pieces)
+    meter.settle(UNIT, True)
+    assert moved(meter, saved) == 0.0
+    assert moved(meter, pieces) == pytest.approx(distance(pieces, saved), rel=tolerance(meter, sizes))
+
+
+def test_the_state_may_move_on_before_it_is_staged(meter: DriftMeter, sizes: tuple[int, ...]) -> None:
+    pieces = values(sizes)
+    meter.measure(UNIT, pieces)
+    nudge(pieces, 1e-3)
+    commit(meter, pieces)
+    assert moved(meter, pieces) == 0.0
+
+
+def test_a_measurement_serves_one_save_only(meter: DriftMeter, sizes: tuple[int, ...]) -> None:
+    pieces = values(sizes)
+    meter.measure(UNIT, pieces)
+    commit(meter, pieces)
+    nudge(pieces, 1e-3)
+    commit(meter, pieces)
+    assert moved(meter, pieces) == 0.0
+
+
+def test_every_staged_tensor_comes_back_once(meter: DriftMeter, sizes: tuple[int, ...]) -> None:
+    pieces = values(sizes)
+    out, back = [], []
+    for committed in (True, True, False, True, False, False, True):
+        nudge(pieces, 0.1)
+        staged = copies(pieces)
+        out += staged
+        meter.stage(UNIT, staged)
+        back += meter.settle(UNIT, committed)
+    assert len({id(tensor) for tensor in back}) == len(back)
+    kept = {id(tensor) for tensor in out} - {id(tensor) for tensor in back}
+    assert len(kept) == (len(sizes) if isinstance(meter, ExactMeter) else 0)
+    for tensor in back:
+        tensor.fill_(7.0)  # free means free: also for values of autograd's and inference's making
+    assert moved(meter, pieces) == 0.0
+
+
+def test_tensors_of_a_reset_can_be_staged_into_later(meter: DriftMeter, sizes: tuple[int, ...]) -> None:
+    pieces = values(sizes)
+    meter.reset(UNIT, pieces)
+    for tensor in commit(meter, pieces):
+        tensor.copy_(torch.zeros_like(tensor))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_no_bad_value_hides(meter: DriftMeter, sizes: tuple[int, ...], bad: float, dtype: torch.dtype) -> None:
+    pieces = values(sizes, dtype=dtype)
+    meter.reset(UNIT, pieces)
+    for piece in pieces:
+        for place in {0, len(piece) // 3, len(piece) - 1} if len(piece) else ():
+            kept = piece[place].clone()
+            piece[place] = bad
+            measure = meter.measure(UNIT, pieces)
+            assert not measure.finite
+            assert measure.moved_sq == math.inf
+            assert math.isfinite(measure.reference_sq)
+            piece[place] = kept
+    assert meter.measure(UNIT, pieces).finite
+
+
+def test_two_opposite_infinities_are_seen(meter: DriftMeter, sizes: tuple[int, ...]) -> None:
+    pieces = values(sizes)
+    pieces[0][::2], pieces[0][1::2] = math.inf, -math.inf
+    assert not meter.measure(UNIT, pieces).finite
+
+
+def test_huge_values_are_finite(meter: DriftMeter, sizes: tuple[int, ...]) -> None:
+    pieces = [piece.abs().add_(1).mul_(4e37) for piece in values(sizes)]
+    meter.reset(UNIT, pieces)
+    measure = meter.measure(UNIT, pieces)
+    assert measure.finite
+    assert not math.isnan(drift_ratio(measure.moved_sq, measure.reference_sq))
+
+
+def test_memory_is_what_the_references_take(meter: DriftMeter, sizes: tuple[int, ...]) -> None:
+    assert meter.memory_bytes == 0
+    meter.reset(UNIT, values(sizes))
+    elements = sum(sizes) if isinstance(meter, ExactMeter) else min(sum(sizes), 4099)
+    assert meter.memory_bytes == 4 * elements
+
+
+Misuse = Callable[[DriftMeter, list[torch.Tensor]], object]
+
+
+@pytest.mark.parametrize(
+    ("misuse", "said"),
+    [
+        (lambda meter, pieces: meter.settle(UNIT, True), "not staged"),
+        (lambda meter, pieces: (meter.stage(UNIT, pieces), meter.stage(UNIT, pieces)), "staged already"),
+        (lambda meter, pieces: (meter.reset(UNIT, pieces), meter.measure(UNIT, pieces[:1])), "reset the unit"),
+    ],
+)
+def test_misuse_is_told(meter: DriftMeter, sizes: tuple[int, ...], misuse: Misuse, said: str) -> None:
+    with pytest.raises(ValueError, match=said) as caught:
+        misuse(meter, values(sizes))
+    assert str(UNIT) in str(caught.value)
+
+
+def test_meters_by_name() -> None:
+    assert isinstance(meter_for("exact", 4099, 0), ExactMeter)
+    assert isinstance(meter_for("sketch", 4099, 0), SketchMeter)
+    with pytest.raises(ConfigError, match="exact, sketch"):
+        meter_for("guess", 4099, 0)
+    with pytest.raises(ConfigError, match="at least 64"):
+        meter_for("sketch", 8, 0)
