@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch.distributed as dist
+
 from monitor.adapters.base import Adapter
 from monitor.adapters.deepspeed_engine import engine_facts, engine_state, load_engine_state
 from monitor.adapters.plain import PlainAdapter
@@ -18,6 +20,7 @@ def engine_adapter(engine: Any) -> Adapter:
             raise UnsupportedError(f"{base.__name__} is not handled yet; use deepspeed.initialize on a plain module")
     if engine.optimizer is None or type(engine.optimizer).__name__ == "DummyOptim":
         raise UnsupportedError("the DeepSpeed engine has no optimizer, so there is nothing to checkpoint; give it one")
+    _refuse_model_parallelism(engine)
     stage, kind = int(engine.zero_optimization_stage()), type(engine.optimizer).__name__
     if kind in {"DeepSpeedZeroOptimizer", "BF16_Optimizer"}:
         from monitor.adapters.deepspeed_zero12 import Zero12Adapter
@@ -34,8 +37,24 @@ def engine_adapter(engine: Any) -> Adapter:
     )
 
 
+def _refuse_model_parallelism(engine: Any) -> None:
+    if getattr(engine, "has_moe_layers", False):
+        raise UnsupportedError("DeepSpeed MoE (expert parallelism) is not handled yet; use a dense model")
+    group = getattr(engine.optimizer, "dp_process_group", engine.data_parallel_group)
+    size, world_size = dist.get_world_size(group), dist.get_world_size()
+    if size != world_size or int(engine.mp_world_size) != 1:
+        raise UnsupportedError(
+            f"DeepSpeed is data parallel over {size} of {world_size} ranks: tensor, pipeline or other model "
+            "parallelism is not handled yet; use data parallelism over all ranks"
+        )
+    if getattr(engine.optimizer, "zenflow", False):
+        raise UnsupportedError("ZenFlow is not handled; remove zero_optimization.zenflow")
+
+
 class Stage0Adapter(PlainAdapter):
     """An engine without ZeRO, in fp32: replicas, with DeepSpeed's counters and scheduler."""
+
+    framework = "deepspeed"
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
@@ -51,8 +70,8 @@ class Stage0Adapter(PlainAdapter):
 
     def load_run_state(self, state: Mapping[str, Any]) -> None:
         """See :class:`monitor.adapters.base.Adapter`."""
-        load_engine_state(self.engine, state)
         super().load_run_state(state)
+        load_engine_state(self.engine, state)
 
     def layout_facts(self) -> dict[str, Any]:
         """See :class:`monitor.adapters.base.Adapter`."""

@@ -72,7 +72,6 @@ class ZeroAdapter(ABC):
         self._zero = engine.optimizer
         self._inventory = Inventory(self.module)
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
-        self._refuse_what_is_not_data_parallel()
         self._refuse_this_stage()
 
     # ---- what a stage says
@@ -151,8 +150,8 @@ class ZeroAdapter(ABC):
     def load_run_state(self, state: Mapping[str, Any]) -> None:
         """See :class:`monitor.adapters.base.Adapter`. Call it on every rank, after :meth:`prepare_load`."""
         scalars = {flat.fqns: common_scalars(flat.fqns, state) for flat in self.flats()}
-        load_engine_state(self.engine, state)
         restore_groups(state["param_groups"], self._groups())
+        load_engine_state(self.engine, state)
         for flat in self.flats():
             self._load_scalars(flat, scalars[flat.fqns], state)
 
@@ -222,19 +221,6 @@ class ZeroAdapter(ABC):
                 saved_by=saved.get("optimizer"),
                 device=scalar_device(value, group, flat.tensor),
             )
-
-    def _refuse_what_is_not_data_parallel(self) -> None:
-        engine = self.engine
-        if getattr(engine, "has_moe_layers", False):
-            raise UnsupportedError("DeepSpeed MoE (expert parallelism) is not handled yet; use a dense model")
-        size = dist.get_world_size(self._zero.dp_process_group)
-        if size != self._world_size:
-            raise UnsupportedError(
-                f"ZeRO partitions over {size} of {self._world_size} ranks: tensor, pipeline or other model "
-                "parallelism is not handled yet; use data parallelism over all ranks"
-            )
-        if getattr(self._zero, "zenflow", False):
-            raise UnsupportedError("ZenFlow is not handled; remove zero_optimization.zenflow")
 
     def _need(self, *attributes: str) -> None:
         for name in attributes:

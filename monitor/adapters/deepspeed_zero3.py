@@ -68,6 +68,8 @@ class Zero3Adapter(ZeroAdapter):
             raise UnsupportedError("ZeRO-3 with offload to NVMe is not handled; offload to the CPU, or not at all")
         if getattr(zero, "offload_optimizer", False) and getattr(zero, "partial_offload", 1.0) != 1.0:
             raise UnsupportedError("partial optimizer offload (ratio below 1) is not handled; set its ratio to 1.0")
+        if getattr(zero, "use_muon", False):
+            raise UnsupportedError("Muon at ZeRO stage 3 is not handled; use stage 1 or 2")
         for fqn, parameter in self._inventory.parameters().items():
             self._refuse_parameter(fqn, parameter)
 

@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 WORKERS = Path(__file__).parent / "workers"
 ROOT = Path(__file__).parents[2]
-TRIP = ("cover", "load", "losses", "end")
+TRIP = ("cover", "load", "working", "losses", "end")
 ZERO = (
     "zero1-bf16",
     "zero1-fp32-round-robin",
@@ -88,6 +88,11 @@ def test_stage_0_in_fp32(zero: Results, check: str) -> None:
 @pytest.mark.parametrize("case", THROUGH)
 def test_through_another_stage_and_back(zero: Results, case: str, check: str) -> None:
     assert zero[case, check] == []
+
+
+@pytest.mark.parametrize("case", ["zero0-bf16", "no-optimizer", "joined-groups", "another-model", "non-contiguous"])
+def test_what_is_refused(zero: Results, case: str) -> None:
+    assert zero[case, "refused"] == []
 
 
 @pytest.mark.parametrize("case", ["rollback-zero2", "rollback-zero3"])

@@ -163,6 +163,20 @@ def engine_steps(engine: Any, steps: range) -> list[float]:
     return losses
 
 
+def working(adapter: Adapter) -> dict[str, torch.Tensor]:
+    """The working weights that are in memory whole."""
+    named = adapter.module.named_parameters()
+    return {fqn: parameter.detach().clone().view(-1) for fqn, parameter in named if parameter.numel()}
+
+
+def stale(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> list[str]:
+    """Which working weights a load did not bring back."""
+    gone = [f"{fqn} is gathered in one only" for fqn in before.keys() ^ after.keys()]
+    return gone + [
+        f"{fqn} is stale" for fqn in before.keys() & after.keys() if not torch.equal(before[fqn], after[fqn])
+    ]
+
+
 def same_losses(one: list[float], other: list[float]) -> list[str]:
     return [] if one == other else [f"losses {one} and {other}"]
 
@@ -175,7 +189,7 @@ def round_trip(case: str, build: Callable[[int], tuple[Adapter, Callable[[range]
     adapter, train = build(0)
     train(range(3))
     report(case, "cover", *coverage(adapter, all_owned(adapter), ("exp_avg", "exp_avg_sq")), *held_is_live(adapter))
-    saved = take(adapter)
+    saved, weights = take(adapter), working(adapter)
     losses, end = train(range(3, 8)), take(adapter)
 
     fresh, train_again = build(1)
@@ -183,6 +197,7 @@ def round_trip(case: str, build: Callable[[int], tuple[Adapter, Callable[[range]
     unplaced = put(fresh, saved)
     loaded = take(fresh)
     report(case, "load", *unlike, *unplaced, *differences(saved, loaded), *unequal(saved.run_state, loaded.run_state))
+    report(case, "working", *stale(weights, working(fresh)))
     losses_again, end_again = train_again(range(3, 8)), take(fresh)
     report(case, "losses", *same_losses(losses, losses_again))
     report(case, "end", *differences(end, end_again), *unequal(end.run_state, end_again.run_state))

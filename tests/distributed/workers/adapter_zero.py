@@ -16,11 +16,12 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from adapter_files import file_problems
-from adapter_model import batches, engine
+from adapter_model import Tiny, batches, engine
 from adapter_state import Saved, differences, engine_steps, leave, put, report, round_trip, take, unequal
 
 from monitor.adapters.base import Adapter
 from monitor.adapters.select import adapter_for
+from store.errors import ModelMismatchError, UnsupportedError
 
 CPU = {"device": "cpu"}
 CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
@@ -90,6 +91,46 @@ def own_files(case: str, directory: Path) -> None:
     report(case, "files", *problems)
 
 
+def refused(case: str, error: type[Exception], words: str, attempt: Callable[[], object]) -> None:
+    try:
+        attempt()
+    except error as found:
+        report(case, "refused", *([] if words in str(found) else [f"the message is: {found}"]))
+    else:
+        report(case, "refused", "it was accepted")
+
+
+def joined_groups(state: dict[str, Any]) -> None:
+    """Load a state in which one parameter of a group had another weight decay than the rest."""
+    first, *rest = state["param_groups"]
+    apart = {"params": first["params"][:1], "hyper": {**first["hyper"], "weight_decay": 0.5}}
+    build("zero2-fp32", 0)[0].load_run_state(
+        {**state, "param_groups": [apart, {**first, "params": first["params"][1:]}, *rest]}
+    )
+
+
+def another_model(state: dict[str, Any]) -> None:
+    groups = [{**group, "params": [f"other.{fqn}" for fqn in group["params"]]} for group in state["param_groups"]]
+    build("zero3-fp32-all-persistent", 0)[0].load_run_state({**state, "param_groups": groups})
+
+
+def strided() -> None:
+    adapter, _ = build("zero2-fp32", 0)
+    frozen = adapter.module.get_parameter("blocks.1.up.weight")
+    frozen.data = frozen.data.t().contiguous().t()
+    adapter.owned()
+
+
+def refusals() -> None:
+    state = build("zero2-fp32", 0)[0].run_state()
+    without, *_ = deepspeed.initialize(model=Tiny(), config={"train_micro_batch_size_per_gpu": 1})
+    refused("zero0-bf16", UnsupportedError, "stage 0", lambda: adapter_for(engine(0, 0, "bf16")))
+    refused("no-optimizer", UnsupportedError, "no optimizer", lambda: adapter_for(without))
+    refused("joined-groups", ModelMismatchError, "weight_decay", lambda: joined_groups(state))
+    refused("another-model", ModelMismatchError, "no parameter in the saved state", lambda: another_model(state))
+    refused("non-contiguous", UnsupportedError, "blocks.1.up.weight", strided)
+
+
 def rollback(case: str, name: str) -> None:
     """Loading into the engine that went on training, not a fresh one; and before any step was taken."""
     adapter, train = build(name, 0)
@@ -120,6 +161,7 @@ def main(directory: Path) -> None:
     through("zero2-zero3", "zero2-bf16-round-robin", "zero3-bf16-sub-groups")
     through("zero3-zero1", "zero3-fp32-all-persistent", "zero1-fp32-round-robin")
     through("zero2-zero0", "zero2-fp32", "zero0-fp32")
+    refusals()
     rollback("rollback-zero2", "zero2-fp32")
     rollback("rollback-zero3", "zero3-bf16-sub-groups")
     leave()
