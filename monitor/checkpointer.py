@@ -91,12 +91,22 @@ class Checkpointer:
         return None if self._step % self.config.every else self._decide(began, None)
 
     def save(self, *, wait: bool = False) -> StepReport:
-        """Save everything now, whatever the policy says. ``wait``: return when it is committed, or failed."""
+        """Save everything now, whatever the policy says, after the save under way.
+
+        ``wait``: return when it is committed, or failed. Collective."""
         self._require_asked()
+        self._step = self._job.adapter.completed_steps() or self._step
+        self.flush()
         report = self._decide(time.perf_counter(), "asked for by save()")
         if wait:
-            self._saver.flush(self.config.timeouts.close)
+            self.flush()
         return report
+
+    def flush(self) -> None:
+        """Wait, at most ``timeouts.close`` seconds, until this rank's part of the save under way is done.
+
+        On rank 0 that is the commit. Not collective."""
+        self._saver.flush(self.config.timeouts.close)
 
     def close(self) -> None:
         """Wait, at most ``timeouts.close`` seconds, for the save under way; let go of the store and the port."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -52,7 +52,7 @@ class Committing:
 
 @dataclass(frozen=True)
 class SaveJob:
-    """All of one save on one rank. ``segment`` lacks its fragments and measures; they come from ``staged``."""
+    """All of one save on one rank. ``segment`` lacks its fragments; they come from ``staged``."""
 
     files: Files
     segment: SegmentDraft
@@ -74,12 +74,8 @@ class Saved:
 def run(job: SaveJob) -> Saved:
     """Carry a save out. Any DriftpointError it raises means: there is no such commit."""
     began = time.monotonic()
-    measures = [unit.measure or measured(job.meter, unit) for unit in job.staged]
-    fragments = [fragment for unit in job.staged for fragment in _fragments(unit)]
-    segment = SegmentDraft(
-        **{**vars(job.segment), "fragments": fragments, "measures": measures},
-    )
-    write_segment(job.files, segment)
+    segment = replace(job.segment, fragments=[fragment for unit in job.staged for fragment in _fragments(unit)])
+    write_segment(job.files, segment, lambda: [unit.measure or measured(job.meter, unit) for unit in job.staged])
     if job.committing is None:
         return Saved(None, time.monotonic() - began)
     return _commit(job, job.committing, began)

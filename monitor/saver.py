@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from monitor.agree import on_first
 from monitor.deciding import Decided
 from monitor.job import Job
 from monitor.ledger import CommitDraft, JobFacts
@@ -21,6 +22,7 @@ from monitor.save import Committing, Saved, SaveJob, StagedUnit, run
 from monitor.staging import StagingPool, copy_to_host, wait_for_copies
 from monitor.units import LocalUnit
 from monitor.writer import Done, Writer
+from store.epochs import claim_epoch, require_newest
 from store.errors import DriftpointError, FencedError
 from store.names import SaveId, Unit
 from store.record import digest, seal
@@ -66,6 +68,7 @@ class Saver:
         self._pending: _Pending | None = None
         self._outcome: Done[Saved | None] | None = None
         self._fenced = False
+        self._last_step: int | None = None
 
     def reserve(self, local: Mapping[Unit, LocalUnit]) -> None:
         """Make room for a full save now, so that the first one does not pay for it in the training loop."""
@@ -90,6 +93,9 @@ class Saver:
 
     def begin(self, step: int, decided: Decided, local: Mapping[Unit, LocalUnit]) -> int:
         """Copy what was decided and hand it to the background thread. Returns the bytes copied on this rank."""
+        if step == self._last_step:
+            self._renew_epoch()  # names are never used twice, and this step's may be taken
+        self._last_step = step
         save = SaveId(step, self._opened.epoch)
         staged = tuple(
             self._staged(local[unit], choice.encoding or "", decided)
@@ -137,6 +143,15 @@ class Saver:
             self._pending = None
         self._writer.stop()
         self._opened.release()
+
+    def _renew_epoch(self) -> None:
+        store_id, files = self._opened.catalog.store_id, self._opened.files
+
+        def claim() -> int:
+            require_newest(files, self._opened.epoch)
+            return claim_epoch(files, store_id).epoch
+
+        self._opened.epoch = on_first(self._group, claim)
 
     def _collect(self) -> None:
         for done in self._writer.finished():

@@ -207,11 +207,15 @@ class LocalFiles:
             raise _translated(error, verb, self.root / path) from error
 
 
+_HAND_ON = 1 << 24
+
+
 class _LocalNewFile:
     def __init__(self, descriptor: int, path: str) -> None:
         self._descriptor = descriptor
         self._path = path
         self._written = 0
+        self._handed_on = 0
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         rest = memoryview(data).cast("B") if not isinstance(data, bytes) else memoryview(data)
@@ -223,6 +227,7 @@ class _LocalNewFile:
                     raise OSError(errno.EIO, os.strerror(errno.EIO))
                 rest = rest[done:]
                 self._written += done
+                self._hand_on(descriptor)
 
     def sync(self) -> None:
         descriptor = self._opened("fsync")
@@ -238,6 +243,14 @@ class _LocalNewFile:
             return
         with self._told("close"):
             os.close(descriptor)
+
+    def _hand_on(self, descriptor: int) -> None:
+        # The kernel would begin to write only when fsync asks: the device would idle while we copy and hash.
+        # The advice starts write-back; errors of it still reach fsync.
+        ready = self._written - self._handed_on
+        if ready >= _HAND_ON:
+            os.posix_fadvise(descriptor, self._handed_on, ready, os.POSIX_FADV_DONTNEED)
+            self._handed_on = self._written
 
     def _opened(self, verb: str) -> int:
         if self._descriptor < 0:

@@ -7,7 +7,7 @@ while it is written and fsync before the name appears. Offsets are relative to t
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import xxhash
@@ -55,8 +55,12 @@ class Payload:
     placed: tuple[Placed, ...]
 
 
-def write_payload(files: Files, path: str, items: Sequence[Item]) -> Payload:
-    """Write all items under a name that must not exist; durable on return."""
+def write_payload(
+    files: Files, path: str, items: Sequence[Item], meanwhile: Callable[[], None] = lambda: None
+) -> Payload:
+    """Write all items under a name that must not exist; durable on return.
+
+    ``meanwhile`` runs once when all bytes are handed to the device and before they are waited for."""
     header, offsets = _header(items)
     hashes: list[str] = []
 
@@ -64,6 +68,7 @@ def write_payload(files: Files, path: str, items: Sequence[Item]) -> Payload:
         hashes.clear()
         file.write(header)
         hashes.extend(_stream(file, memoryview(item.data)) for item in items)
+        meanwhile()
 
     write_new(files, path, fill)
     placed = tuple(

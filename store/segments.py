@@ -6,7 +6,7 @@ payload that was complete. Both are immutable.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,15 +53,21 @@ class SegmentDraft:
     run_state: Any
     run_leaves: Sequence[Leaf]
     facts: Mapping[str, Any]
-    measures: Sequence[MeasureRecord] = ()
 
 
-def write_segment(files: Files, draft: SegmentDraft) -> PartRecord:
-    """Write payload, then part; both durable on return. ExistsError where this rank wrote this save before."""
+def write_segment(
+    files: Files, draft: SegmentDraft, measure: Callable[[], Sequence[MeasureRecord]] = lambda: ()
+) -> PartRecord:
+    """Write payload, then part; both durable on return. ExistsError where this rank wrote this save before.
+
+    ``measure`` is asked for what the part says of the staged copies while the device takes the payload."""
+    measures: list[MeasureRecord] = []
     ensure_dir(files, segment_dir(draft.save))
     fragments = [Item(f"{f.fqn}/{f.slot}/{f.start}", f.dtype, (f.numel,), f.data) for f in draft.fragments]
     leaves = [Item(f"run_state/{i}", leaf.dtype, leaf.shape, leaf.data) for i, leaf in enumerate(draft.run_leaves)]
-    payload = write_payload(files, payload_path(draft.save, draft.rank), fragments + leaves)
+    payload = write_payload(
+        files, payload_path(draft.save, draft.rank), fragments + leaves, lambda: measures.extend(measure())
+    )
     placed = iter(payload.placed)
     part = PartRecord(
         store_id=draft.store_id,
@@ -74,7 +80,7 @@ def write_segment(files: Files, draft: SegmentDraft) -> PartRecord:
         header_bytes=payload.header_bytes,
         header_xxh3_128=payload.header_xxh3_128,
         entries=tuple(_entry(f, next(placed)) for f in draft.fragments),
-        measures=tuple(draft.measures),
+        measures=tuple(measures),
         run_state=draft.run_state,
         run_tensors=tuple(_state_tensor(leaf, next(placed)) for leaf in draft.run_leaves),
         facts=dict(draft.facts),

@@ -1,0 +1,97 @@
+"""What a full-state save costs: stall, bytes, time to durable, and the training beside it.
+
+Against ``engine.save_checkpoint`` and DCP ``async_save`` (its default stager and its best), on the same state of
+the same engine, taken in turns within one run. Two ranks, gloo, CPU or whatever DeepSpeed's accelerator is.
+
+    python benchmarks/save.py [--stages 2 3] [--rounds 5] [--layers 12] [--json FILE]
+
+The floor of a stall is one copy of the state in memory; the floor of the time to durable is an fsync'ed write of
+the same bytes. Both are measured here too. Exits 1 when a goal is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+from benchmarks.figures import Figure, report  # noqa: E402
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
+    parser.add_argument("--stages", type=int, nargs="+", default=[2, 3])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--layers", type=int, default=12, help="12 make 110 million parameters")
+    parser.add_argument("--dir", type=Path, default=None, help="where to write; needs about 8 GB")
+    parser.add_argument("--json", type=Path, default=None)
+    options = parser.parse_args()
+    figures = []
+    for stage in options.stages:
+        with tempfile.TemporaryDirectory(prefix="driftpoint-bench-", dir=options.dir) as folder:
+            figures += _figures(stage, _measure(stage, options, Path(folder)))
+    return report("cost of a full-state save, two ranks", figures, options.json)
+
+
+def _measure(stage: int, options: argparse.Namespace, folder: Path) -> dict[str, list[float]]:
+    out = folder / "result.json"
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"),
+        *(str(HERE / "save_worker.py"), f"--stage={stage}", f"--rounds={options.rounds}"),
+        *(f"--layers={options.layers}", f"--folder={folder}", f"--out={out}"),
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent)}
+    subprocess.run(command, check=True, env=environment)
+    measured: dict[str, list[float]] = json.loads(out.read_text())
+    return measured
+
+
+def _figures(stage: int, seen: dict[str, list[float]]) -> list[Figure]:
+    def middle(name: str) -> float:
+        return statistics.median(seen[name])
+
+    def ratio(name: str, against: str) -> float:
+        return statistics.median(a / b for a, b in zip(seen[name], seen[against], strict=True))
+
+    z = f"ZeRO-{stage}"
+    dcp = min(("dcp_default_stall", "dcp_cached_stall", "dcp_async_stall"), key=middle)
+    return [
+        Figure(f"{z} parameters", middle("parameters") / 1e6, "million"),
+        Figure(f"{z} copy of the state in memory", middle("copy"), "s"),
+        Figure(f"{z} stall", middle("stall"), "s"),
+        Figure(f"{z} first stall", seen["first_stall"][0], "s"),
+        Figure(f"{z} stall of engine.save_checkpoint", middle("deepspeed_stall"), "s"),
+        Figure(f"{z} stall of DCP async_save, default", middle("dcp_default_stall"), "s"),
+        Figure(f"{z} stall of DCP async_save, cached stager", middle("dcp_cached_stall"), "s"),
+        Figure(f"{z} stall of DCP async_save, asynchronous stager", middle("dcp_async_stall"), "s"),
+        Figure(f"{z} stall ratio", ratio("stall", "deepspeed_stall"), "x", "engine.save_checkpoint", 1 / 15),
+        Figure(
+            f"{z} stall ratio, drift measured before",
+            ratio("aware_stall", "deepspeed_stall"),
+            "x",
+            "engine.save_checkpoint",
+        ),
+        Figure(f"{z} stall ratio", ratio("stall", dcp), "x", "DCP async_save, its best", 1 / 3),
+        Figure(f"{z} bytes", middle("bytes") / 1e6, "MB"),
+        Figure(
+            f"{z} bytes ratio", ratio("bytes", "deepspeed_bytes"), "x", "DeepSpeed's files", 0.87 if stage < 3 else None
+        ),
+        Figure(f"{z} time to durable", middle("durable"), "s"),
+        Figure(
+            f"{z} time to durable ratio", ratio("durable", "write_floor"), "x", "fsync'ed write of the same bytes", 1.25
+        ),
+        Figure(f"{z} time to durable of DCP ratio", ratio("dcp_default_durable", "write_floor"), "x", "the same write"),
+        Figure(f"{z} step", middle("step"), "s"),
+        Figure(f"{z} step while a save is written", ratio("step_beside", "step"), "x", "step without"),
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

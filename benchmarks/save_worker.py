@@ -1,0 +1,216 @@
+"""One rank of ``save.py``: an engine of the given stage, and every way of saving it in turns."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+
+import deepspeed
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import monitor
+from monitor.adapters.select import adapter_for
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--stage", type=int, required=True)
+    parser.add_argument("--rounds", type=int, required=True)
+    parser.add_argument("--layers", type=int, required=True)
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    deepspeed.init_distributed(dist_backend="gloo")
+    bench = Bench(options.stage, options.layers, options.folder)
+    bench.warm_up()
+    for _ in range(options.rounds):
+        bench.round()
+    bench.finish()
+    if dist.get_rank() == 0:
+        options.out.write_text(json.dumps(bench.seen))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+class Bench:
+    def __init__(self, stage: int, layers: int, folder: Path) -> None:
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            vocab_size=16000,
+            hidden_size=768,
+            intermediate_size=2048,
+            num_hidden_layers=layers,
+            num_attention_heads=12,
+            max_position_embeddings=256,
+        )
+        self.engine, *_ = deepspeed.initialize(
+            model=LlamaForCausalLM(config),
+            config={
+                "train_batch_size": 2,
+                "bf16": {"enabled": True},
+                "zero_optimization": {"stage": stage},
+                "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
+            },
+        )
+        self.folder = folder
+        self.seen: dict[str, list[float]] = {}
+        self.turn = 0
+
+    def warm_up(self) -> None:
+        self.step()
+        self.step()
+        settings = {"every": 1 << 20, "metrics": {"enabled": False}, "retention": {"keep_last": 1, "log_spaced": False}}
+        self.ckpt = monitor.attach(self.engine, {**settings, "store": str(self.folder / "store")})
+        threshold = {"name": "threshold", "threshold": 0.0}
+        self.aware = monitor.attach(self.engine, {**settings, "store": str(self.folder / "aware"), "policy": threshold})
+        for ckpt in (self.ckpt, self.aware):
+            ckpt.resume()
+        self.note("first_stall", self.ckpt.save(wait=True).stall_seconds)
+        self.aware.save(wait=True)
+        pieces = adapter_for(self.engine).owned()
+        self.tensors = {
+            f"{dist.get_rank()}/{p.fragment.fqn}/{p.fragment.slot}/{p.fragment.start}": p.tensor for p in pieces
+        }
+        self.local_bytes = sum(t.numel() * t.element_size() for t in self.tensors.values())
+        self.copies = {name: torch.zeros_like(tensor) for name, tensor in self.tensors.items()}
+        pinned = torch.cuda.is_available()
+        self.stagers = {
+            "dcp_default": None,  # allocates anew at each save
+            "dcp_cached": DefaultStager(StagingOptions(pinned, True, False, pinned)),
+            "dcp_async": DefaultStager(StagingOptions(pinned, True, True, pinned)),
+        }
+        self.deepspeed_save(self.folder / "warm-deepspeed")
+        for name, stager in self.stagers.items():
+            self.dcp_save(name, stager)
+        for name in self.stagers:
+            self.seen.pop(f"{name}_stall")
+            self.seen.pop(f"{name}_durable")
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(self.folder / "warm-deepspeed")
+        self.note(
+            "parameters",
+            sum(p.ds_numel if hasattr(p, "ds_numel") else p.numel() for p in self.engine.module.parameters()),
+        )
+
+    def round(self) -> None:
+        self.turn += 1
+        self.note("step", self.slowest(self.step))
+        self.note("copy", self.slowest(self.copy))
+        self.note("write_floor", self.slowest(self.write))
+        self.ours()
+        self.note("aware_stall", self.worst(self.aware.save(wait=True).stall_seconds))
+        folder = self.folder / f"deepspeed-{self.turn}"
+        self.note("deepspeed_stall", self.slowest(lambda: self.deepspeed_save(folder)))
+        self.note("deepspeed_bytes", float(_size(folder)))
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(folder)
+        for name, stager in self.stagers.items():
+            self.dcp_save(name, stager)
+        self.beside()
+
+    def ours(self) -> None:
+        self.step()
+        os.sync()
+        dist.barrier()
+        began = time.perf_counter()
+        report = self.ckpt.save()
+        self.note("stall", self.worst(report.stall_seconds))
+        self.ckpt.flush()  # on rank 0: until it is committed
+        self.note("durable", self.worst(time.perf_counter() - began))
+        dist.barrier()
+        self.note("bytes", float(max(_size(path) for path in (self.folder / "store" / "segments").iterdir())))
+
+    def beside(self) -> None:
+        self.ckpt.save()
+        self.note("step_beside", self.slowest(self.step))
+        self.ckpt.flush()
+        self.step()
+
+    def deepspeed_save(self, folder: Path) -> None:
+        self.engine.save_checkpoint(str(folder))
+
+    def dcp_save(self, name: str, stager: DefaultStager | None) -> None:
+        """The stall is the call, and where staging is asynchronous also the wait for it: state must stand still."""
+        folder = self.folder / f"dcp-{name}-{self.turn}"
+        os.sync()
+        dist.barrier()
+        began = time.perf_counter()
+        answer = dcp.async_save(self.tensors, checkpoint_id=str(folder), async_stager=stager)
+        if isinstance(answer, Future):
+            upload = answer
+        else:
+            answer.staging_completion.result()
+            upload = answer.upload_completion
+        stall = time.perf_counter() - began
+        upload.result()
+        durable = time.perf_counter() - began
+        self.note(f"{name}_stall", self.worst(stall))
+        self.note(f"{name}_durable", self.worst(durable))
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(folder)
+
+    def step(self) -> None:
+        tokens = torch.randint(0, 16000, (1, 128), device=self.engine.device)
+        loss = self.engine(input_ids=tokens, labels=tokens).loss
+        self.engine.backward(loss)
+        self.engine.step()
+
+    def copy(self) -> None:
+        for name, tensor in self.tensors.items():
+            self.copies[name].copy_(tensor)
+
+    def write(self) -> None:
+        """The floor of durability: the same bytes, one write per tensor, one fsync."""
+        path = self.folder / f"floor-{dist.get_rank()}"
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        for tensor in self.copies.values():
+            data = memoryview(tensor.cpu().view(torch.uint8).numpy())
+            while len(data):
+                data = data[os.write(descriptor, data[: 1 << 24]) :]
+        os.fsync(descriptor)
+        os.close(descriptor)
+        path.unlink()
+
+    def finish(self) -> None:
+        self.ckpt.close()
+        self.aware.close()
+        for stager in self.stagers.values():
+            if stager is not None:
+                stager.close()
+
+    def note(self, name: str, value: float) -> None:
+        self.seen.setdefault(name, []).append(float(value))
+
+    def slowest(self, action: Callable[[], object]) -> float:
+        """Seconds of the slowest rank, begun together with no write-back pending."""
+        os.sync()
+        dist.barrier()
+        began = time.perf_counter()
+        action()
+        return self.worst(time.perf_counter() - began)
+
+    def worst(self, value: float) -> float:
+        box = torch.tensor([value], dtype=torch.float64)
+        dist.all_reduce(box, op=dist.ReduceOp.MAX)
+        return float(box)
+
+
+def _size(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+if __name__ == "__main__":
+    main()
