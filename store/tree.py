@@ -18,6 +18,9 @@ from store.encoding import itemsize
 from store.errors import DamagedError, UnsupportedError
 
 _TAG = "$"
+_DEEPEST = 100
+"""Levels of nesting that are written: far more than a state has, far fewer than reading could stumble over."""
+_SEQUENCES: dict[str, type] = {"tuple": tuple, "set": set, "frozenset": frozenset}
 
 
 @dataclass(frozen=True)
@@ -60,33 +63,37 @@ class _Encoder:
     to_leaf: ToLeaf
     leaves: list[Leaf]
 
-    def encode(self, value: Any, where: str) -> Any:
+    def encode(self, value: Any, where: str, depth: int = 0) -> Any:
+        if depth > _DEEPEST:
+            raise UnsupportedError(f"{where[:80]}... is nested more than {_DEEPEST} levels deep, or contains itself")
         if value is None or type(value) in (bool, int, str):
             return value
         if type(value) is float:
             return value if math.isfinite(value) else {_TAG: "float", "v": repr(value)}
         if isinstance(value, Mapping):
-            return self._mapping(value, where)
+            return self._mapping(value, where, depth + 1)
         if isinstance(value, list | tuple | set | frozenset):
-            return self._sequence(value, where)
+            return self._sequence(value, where, depth + 1)
         if isinstance(value, bytes | bytearray):
             return {_TAG: "bytes", "v": base64.b64encode(value).decode()}
         return self._leaf(value, where)
 
-    def _mapping(self, value: Mapping[Any, Any], where: str) -> Any:
+    def _mapping(self, value: Mapping[Any, Any], where: str, depth: int) -> Any:
         if all(type(key) is str and key != _TAG for key in value):
-            return {key: self.encode(item, f"{where}[{key!r}]") for key, item in value.items()}
+            return {key: self.encode(item, f"{where}[{key!r}]", depth) for key, item in value.items()}
         pairs = [
-            [self.encode(key, f"{where} key"), self.encode(item, f"{where}[{key!r}]")] for key, item in value.items()
+            [self.encode(key, f"{where} key", depth), self.encode(item, f"{where}[{key!r}]", depth)]
+            for key, item in value.items()
         ]
         return {_TAG: "dict", "v": pairs}
 
-    def _sequence(self, value: Any, where: str) -> Any:
-        items = sorted(value) if isinstance(value, set | frozenset) else value
-        encoded = [self.encode(item, f"{where}[{i}]") for i, item in enumerate(items)]
+    def _sequence(self, value: Any, where: str, depth: int) -> Any:
+        # Sets have no order; by repr because their items need not be comparable.
+        items = sorted(value, key=repr) if isinstance(value, set | frozenset) else value
+        encoded = [self.encode(item, f"{where}[{i}]", depth) for i, item in enumerate(items)]
         if isinstance(value, list):
             return encoded
-        return {_TAG: "tuple" if isinstance(value, tuple) else "set", "v": encoded}
+        return {_TAG: next(tag for tag, kind in _SEQUENCES.items() if isinstance(value, kind)), "v": encoded}
 
     def _leaf(self, value: Any, where: str) -> Any:
         leaf = _numpy_leaf(value) if isinstance(value, np.ndarray | np.generic) else self.to_leaf(value)
@@ -120,8 +127,8 @@ def _decode(tree: Any, leaves: Sequence[Leaf], from_leaf: FromLeaf) -> Any:
 
 
 def _decode_tagged(tag: str, value: Any, leaves: Sequence[Leaf], from_leaf: FromLeaf) -> Any:
-    if tag in ("tuple", "set"):
-        return (tuple if tag == "tuple" else set)(_decode(item, leaves, from_leaf) for item in value)
+    if type(tag) is str and tag in _SEQUENCES:
+        return _SEQUENCES[tag](_decode(item, leaves, from_leaf) for item in value)
     if tag == "dict":
         return {_decode(key, leaves, from_leaf): _decode(item, leaves, from_leaf) for key, item in value}
     if tag == "float":
