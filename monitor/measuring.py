@@ -14,7 +14,7 @@ import torch
 from monitor.drift.base import DriftMeter, Measure, drift_ratio
 from monitor.group import Group
 from monitor.ledger import Ledger
-from monitor.units import LocalUnit, UnitTable, is_moving
+from monitor.units import LocalUnit, UnitTable, is_gated, is_moving
 from policies.base import UnitStats
 from store.names import Unit
 from store.schema import MeasureRecord
@@ -58,8 +58,9 @@ def unit_stats(table: UnitTable, ledger: Ledger, step: int, measured: Mapping[Un
                 nbytes=size.nbytes,
                 drift=found.drift if found is not None and staleness is not None else None,
                 staleness=staleness,
-                finite=found is None or found.finite,
-                moving=is_moving(unit),
+                finite=found is None or found.finite or not is_gated(unit),
+                # A buffer with infinities has no drift to tell whether it stands still: it takes its turn.
+                moving=is_moving(unit) or (found is not None and not found.finite),
                 changed_shape=version is not None and version.numel != size.numel,
             )
         )
@@ -73,7 +74,7 @@ def measure_record(unit: Unit, measure: Measure) -> MeasureRecord:
         slot=unit.slot,
         moved_sq=measure.moved_sq if measure.finite else 0.0,
         reference_sq=measure.reference_sq if measure.finite else 0.0,
-        finite=measure.finite,
+        finite=measure.finite or not is_gated(unit),
     )
 
 

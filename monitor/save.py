@@ -16,6 +16,7 @@ import torch
 from monitor.drift.base import DriftMeter
 from monitor.dtypes import dtype_name
 from monitor.ledger import CommitDraft, Drawn, draw
+from monitor.measuring import measure_record
 from monitor.staging import as_bytes
 from store.catalog import Catalog
 from store.commit import Expected, commit, hint_latest, wait_for_group
@@ -85,13 +86,7 @@ def measured(meter: DriftMeter, unit: StagedUnit) -> MeasureRecord:
     """Measure a unit on its copies, and stage them as the reference to come."""
     found = meter.measure(unit.unit, unit.copies)
     meter.stage(unit.unit, unit.copies)
-    return MeasureRecord(
-        layer=unit.unit.layer,
-        slot=unit.unit.slot,
-        moved_sq=found.moved_sq if found.finite else 0.0,
-        reference_sq=found.reference_sq if found.finite else 0.0,
-        finite=found.finite,
-    )
+    return measure_record(unit.unit, found)
 
 
 def _commit(job: SaveJob, committing: Committing, began: float) -> Saved:

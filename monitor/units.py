@@ -99,6 +99,11 @@ class UnitTable:
         return self.layer(unit).position, unit.slot
 
 
+def is_gated(unit: Unit) -> bool:
+    """Whether NaN or infinity there means harm. Buffers may hold infinities on purpose (attention masks)."""
+    return unit.slot != BUFFER
+
+
 def is_moving(unit: Unit) -> bool:
     """Whether an optimizer updates the unit. Buffers are not its business; they are saved when they changed."""
     return unit.slot not in (FROZEN, BUFFER)
