@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Mapping, Sequence
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,7 @@ def _feed(state: xxhash.xxh3_128, value: Any) -> None:
         state.update(f"{type(value).__name__} {len(value)};".encode())
         for item in value:
             _feed(state, item)
-    elif hasattr(value, "__dict__") and not isinstance(value, type) and vars(value):
+    elif hasattr(value, "__dict__") and not isinstance(value, type | Enum):
         state.update(f"{type(value).__qualname__};".encode())
         _feed(state, vars(value))
     else:

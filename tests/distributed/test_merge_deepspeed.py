@@ -1,0 +1,194 @@
+"""Merging stores of real DeepSpeed runs: stock DeepSpeed loads the result, with nothing of ours, and goes on bitwise.
+
+One launch trains and saves every case; the merges run here; a second launch, in which driftpoint cannot be
+imported, loads what they wrote.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from merger.merge import MergeResult, merge
+from merger.report import CERTIFICATE
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+WORKERS = Path(__file__).parent / "workers"
+ROOT = Path(__file__).parents[2]
+RANKS = 2
+CASES = (
+    "zero0-fp32",
+    "zero1-bf16",
+    "zero1-fp32-round-robin",
+    "zero1-bf16-fp32-accumulation",
+    "zero2-bf16-round-robin",
+    "zero2-bf16-aligned-round-robin",
+    "zero2-fp32",
+    "zero3-bf16-sub-groups",
+    "zero3-fp32",
+)
+COMPOSITES = ("zero1-bf16", "zero2-fp32", "zero3-bf16-sub-groups")
+
+
+def launch(script: str, directory: Path, cwd: Path, path: str) -> None:
+    """Run a worker under torchrun, with ``path`` as PYTHONPATH."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={RANKS}"]
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    done = subprocess.run(
+        [*command, str(WORKERS / script), str(directory)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        cwd=cwd,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+
+
+@pytest.fixture(scope="module")
+def merged(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, MergeResult]]:
+    """Everything trained, saved, merged and loaded again; the results by case."""
+    directory = tmp_path_factory.mktemp("merges")
+    launch("merge_train.py", directory, ROOT, str(ROOT))
+    results = {case: merge(directory / case / "store", directory / case / "merged") for case in CASES}
+    for case in COMPOSITES:
+        results[f"{case}-composite"] = merge(directory / case / "composite", directory / case / "merged-composite")
+    launch("merge_load.py", directory, directory, "")
+    return directory, results
+
+
+def read(path: Path) -> Any:
+    return torch.load(path, map_location="cpu", weights_only=False)
+
+
+def differences(one: Any, other: Any, where: str = "") -> list[str]:
+    """Where two nests of plain values and tensors differ, to the last bit."""
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        same = one.dtype == other.dtype and one.shape == other.shape
+        same = same and torch.equal(
+            one.detach().reshape(-1).view(torch.uint8), other.detach().reshape(-1).view(torch.uint8)
+        )
+        return [] if same else [f"{where}: tensors"]
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        if list(map(str, one)) != list(map(str, other)) and set(one) != set(other):
+            return [f"{where}: keys {sorted(map(str, set(one) ^ set(other)))}"]
+        return [found for key in one for found in differences(one[key], other[key], f"{where}/{key}")]
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        if len(one) != len(other):
+            return [f"{where}: lengths"]
+        return [
+            found for i, pair in enumerate(zip(one, other, strict=True)) for found in differences(*pair, f"{where}/{i}")
+        ]
+    if type(one) is type(other) and hasattr(one, "__dict__") and not isinstance(one, type | Enum):
+        return differences(vars(one), vars(other), where)
+    return [] if type(one) is type(other) and one == other else [f"{where}: {one!r} is not {other!r}"]
+
+
+def files(checkpoint: Path) -> list[str]:
+    return sorted(str(path.relative_to(checkpoint)) for path in checkpoint.rglob("*") if path.is_file())
+
+
+def directory_differences(one: Path, other: Path) -> list[str]:
+    """Where two of DeepSpeed's directories differ. What only we add to the client state is left out."""
+    assert files(one) == [name for name in files(other) if name != CERTIFICATE]
+    out = []
+    for name in files(one):
+        if name.endswith(".pt"):
+            out += differences(comparable(one, name), comparable(other, name), name)
+        elif (one / name).read_bytes() != (other / name).read_bytes():
+            out.append(name)
+    return out
+
+
+def comparable(checkpoint: Path, name: str) -> Any:
+    """A file's content, with zeros where ZeRO-3 pads: DeepSpeed never initialises its paddings."""
+    content = read(checkpoint / name)
+    content.pop("driftpoint", None)
+    found = re.search(r"zero_pp_rank_(\d+)_mp_rank_00_(model|optim)", name)
+    if found is None:
+        return content
+    rank = int(found[1])
+    model = content if found[2] == "model" else None
+    if model is not None:
+        for fqn, shape in model["frozen_param_shapes"].items():
+            clear_paddings(model["frozen_param_fragments"][fqn], [shape.numel()], rank)
+    elif "fp32_flat_groups" in content["optimizer_state_dict"]:
+        shapes = read(checkpoint / Path(name).parent / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")[
+            "param_shapes"
+        ]
+        for flat, group in zip(content["optimizer_state_dict"]["fp32_flat_groups"], shapes, strict=True):
+            clear_paddings(flat.detach(), [shape.numel() for shape in group.values()], rank)
+    return content
+
+
+def clear_paddings(flat: torch.Tensor, numels: list[int], rank: int) -> None:
+    offset = 0
+    for numel in numels:
+        part = -(-numel // RANKS)
+        held = min(part, max(0, numel - rank * part))
+        flat[offset + held : offset + part] = 0
+        offset += part
+    assert offset == flat.numel()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_stock_deepspeed_continues_bitwise(merged: tuple[Path, dict[str, MergeResult]], case: str) -> None:
+    folder = merged[0] / case
+    for rank in range(RANKS):
+        told = json.loads((folder / f"after-{rank}.json").read_text())
+        assert told["losses"] == json.loads((folder / f"losses-{rank}.json").read_text())
+    assert directory_differences(folder / "own-7", folder / "after-7") == []
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_files_are_those_that_deepspeed_writes(merged: tuple[Path, dict[str, MergeResult]], case: str) -> None:
+    folder = merged[0] / case
+    assert directory_differences(folder / "own-4", folder / "merged") == []
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_rest_of_the_run_state_is_in_the_client_state(
+    merged: tuple[Path, dict[str, MergeResult]], case: str
+) -> None:
+    for rank in range(RANKS):
+        told = json.loads((merged[0] / case / f"after-{rank}.json").read_text())
+        assert told["save"] == "00000004-000001"
+        assert (told["rank"], told["matrix"], told["rng"]) == (rank, [[0, 1, 2], [3, 4, 5]], "Tensor")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_full_save_is_certified_exact(merged: tuple[Path, dict[str, MergeResult]], case: str) -> None:
+    result = merged[1][case]
+    certificate = json.loads((result.out / CERTIFICATE).read_text())
+    assert (result.tag, result.problems, result.certificate.exact) == ("global_step4", (), True)
+    assert (certificate["tag"], certificate["exact"], certificate["max_staleness"]) == ("global_step4", True, 0)
+    assert result.bytes_written == sum(path.stat().st_size for path in result.out.rglob("*") if path.is_file())
+
+
+@pytest.mark.parametrize("case", COMPOSITES)
+def test_each_tensor_is_of_the_version_that_the_certificate_names(
+    merged: tuple[Path, dict[str, MergeResult]], case: str
+) -> None:
+    folder, certificate = merged[0] / case, merged[1][f"{case}-composite"].certificate
+    expected, found = read(folder / "states.pt"), read(folder / "composite.pt")
+    step_of = {(unit.layer, unit.slot): unit.step for unit in certificate.units}
+    assert not certificate.exact and certificate.max_staleness == 2
+    assert set(step_of.values()) == {2, 4}
+    for fqn, slots in found.items():
+        layer = ".".join(fqn.split(".")[:2]) if fqn.startswith("blocks.") else fqn.split(".")[0]
+        for slot, tensor in slots.items():
+            step = step_of[layer, slot]
+            assert torch.equal(tensor, expected[step][fqn][slot]), (fqn, slot)
+            assert not torch.equal(tensor, expected[6 - step][fqn][slot]), (fqn, slot)

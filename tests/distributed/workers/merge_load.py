@@ -1,0 +1,78 @@
+"""Under torchrun, where nothing of driftpoint can be imported: stock DeepSpeed loads what was merged, and goes on.
+
+Usage: merge_load.py DIRECTORY — per case: reads ``merged`` and ``merged-composite``, writes ``after-RANK.json`` (losses,
+client state), ``after-7`` (DeepSpeed's checkpoint) and ``composite.pt`` (whole tensors as loaded).
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+OURS = ("store", "monitor", "merger", "policies", "deploy")
+
+
+class Barred:
+    """First on the import path: driftpoint's packages are not to be found, installed or not."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None = None, target: Any = None) -> None:
+        if name.partition(".")[0] in OURS:
+            raise ImportError(f"{name} is barred in this process")
+
+
+sys.meta_path.insert(0, Barred())  # type: ignore[arg-type]
+
+import deepspeed  # noqa: E402
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from merge_cases import CASES, COMPOSITES, LAST, SAVED, build, train, whole_state  # noqa: E402
+
+
+def run(case: str, folder: Path) -> None:
+    built = build(case, 1)
+    path, client = built.load_checkpoint(str(folder / "merged"))
+    assert path is not None and built.global_steps == SAVED
+    own = client["driftpoint"]["ranks"][dist.get_rank()]
+    losses = train(built, range(SAVED, LAST))
+    built.save_checkpoint(str(folder / f"after-{LAST}"))
+    told = {
+        "losses": losses,
+        "save": client["driftpoint"]["save"],
+        "rank": own["user"][1]["rank"],
+        "matrix": own["user"][0]["matrix"].tolist(),
+        "rng": type(own["rng"]["torch"]).__name__,
+    }
+    (folder / f"after-{dist.get_rank()}.json").write_text(json.dumps(told))
+
+
+def run_composite(case: str, folder: Path) -> None:
+    built = build(case, 2)
+    assert built.load_checkpoint(str(folder / "merged-composite"))[0] is not None
+    found = whole_state(built)
+    train(built, range(SAVED, SAVED + 1))
+    if dist.get_rank() == 0:
+        torch.save(found, folder / "composite.pt")
+
+
+def main(directory: Path) -> None:
+    for name in OURS:
+        try:
+            importlib.import_module(name)
+        except ImportError:
+            continue
+        raise AssertionError(f"{name} can be imported: this process proves nothing")
+    deepspeed.init_distributed(dist_backend="gloo")
+    for case in CASES:
+        run(case, directory / case)
+    for case in COMPOSITES:
+        run_composite(case, directory / case)
+    assert not any(name in sys.modules for name in OURS)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
