@@ -41,6 +41,8 @@ class FragmentIndex:
         for source in sources:
             self._by_name.setdefault((source.entry.fqn, source.entry.slot), []).append(source)
         for name, found in self._by_name.items():
+            # Empty fragments fill nothing and overlap nothing; one stays where it is all there is of a tensor.
+            found[:] = [source for source in found if source.entry.numel] or found[:1]
             found.sort(key=lambda source: source.entry.start)
             _refuse_overlap(name, found)
 
@@ -79,6 +81,8 @@ def covered_numel(entries: Iterable[Entry]) -> int:
     by_name: dict[tuple[str, str], list[Entry]] = {}
     total = 0
     for entry in entries:
+        if entry.numel == 0:
+            continue
         by_name.setdefault((entry.fqn, entry.slot), []).append(entry)
         total += entry.numel
     for name, found in by_name.items():

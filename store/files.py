@@ -218,7 +218,8 @@ class _LocalNewFile:
         self._handed_on = 0
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        rest = memoryview(data).cast("B") if not isinstance(data, bytes) else memoryview(data)
+        view = memoryview(data)
+        rest = view.cast("B") if view.nbytes else memoryview(b"")  # an empty view of several dimensions has no cast
         descriptor = self._opened("write")
         with self._told("write"):
             while len(rest):
@@ -285,7 +286,7 @@ def _refuse_link(place: str) -> None:
 
 
 def _fill(descriptor: int, offset: int, target: memoryview, path: Path) -> None:
-    rest = target.cast("B") if target.format != "B" or target.ndim != 1 else target
+    rest = target.cast("B") if target.nbytes else memoryview(b"")
     while len(rest):
         got = os.preadv(descriptor, [rest[: 1 << 26]], offset)
         if got == 0:

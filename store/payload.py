@@ -110,7 +110,7 @@ def _header(items: Sequence[Item]) -> tuple[bytes, list[int]]:
 
 
 def _stream(file: NewFile, data: memoryview) -> str:
-    flat = data.cast("B")
+    flat = data.cast("B") if data.nbytes else memoryview(b"")  # an empty view of several dimensions has no cast
     state = xxhash.xxh3_128()
     for start in range(0, len(flat), _CHUNK):
         piece = flat[start : start + _CHUNK]

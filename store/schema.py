@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
 from store.errors import DamagedError
 from store.names import SaveId, Unit
@@ -20,7 +20,14 @@ Natural = Annotated[int, Field(ge=0, lt=1 << 62)]
 Ratio = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
 Name = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
-SaveName = Annotated[str, StringConstraints(pattern=r"^\d{8,12}-\d{6,9}$")]
+
+
+def _save_name(name: str) -> str:
+    return SaveId.parse(name).name
+
+
+SaveName = Annotated[str, AfterValidator(_save_name)]
+"""Canonical, so that whoever holds a record may parse it without fear."""
 
 
 class Record(BaseModel):

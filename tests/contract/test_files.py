@@ -76,8 +76,10 @@ def test_write_takes_memory_of_any_shape(files: Files) -> None:
     file = files.create("a")
     file.write(memoryview(np.arange(6, dtype="<f4").reshape(2, 3)))
     file.write(memoryview(np.zeros(0, dtype="<f4")))
+    file.write(memoryview(np.zeros((0, 3), dtype="<f4")))
     file.close()
     assert files.size("a") == 24
+    files.read_into("a", 0, memoryview(np.zeros((0, 3), dtype="<f4")))
 
 
 def test_limit_is_the_largest_size_that_is_read(files: Files) -> None:

@@ -300,7 +300,7 @@ class SimulatedFiles:
         return data
 
     def read_into(self, path: str, offset: int, target: memoryview) -> None:
-        flat = target.cast("B")
+        flat = target.cast("B") if target.nbytes else memoryview(bytearray())
         data = self._require_file("read", path, DamagedError).live[offset : offset + len(flat)]
         if len(data) < len(flat):
             raise DamagedError(f"{path} ends at byte {offset + len(data)}, too early")

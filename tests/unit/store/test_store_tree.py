@@ -61,7 +61,7 @@ def same(one: Any, other: Any) -> bool:
     if type(one) is not type(other):
         return False
     if isinstance(one, float):
-        return one == other and math.copysign(1, one) == math.copysign(1, other) or (one != one and other != other)
+        return (one == other and math.copysign(1, one) == math.copysign(1, other)) or (one != one and other != other)
     if isinstance(one, dict):
         pairs = zip(one.items(), other.items(), strict=True) if len(one) == len(other) else [((0, 0), (0, 1))]
         return all(same(a, b) and same(x, y) for (a, x), (b, y) in pairs)
