@@ -79,6 +79,14 @@ def _figures(stage: int, seen: dict[str, list[float]]) -> list[Figure]:
             "engine.save_checkpoint",
         ),
         Figure(f"{z} stall ratio", ratio("stall", dcp), "x", "DCP async_save, its best", 1 / 3),
+        Figure(
+            f"{z} stall ratio, staging lazy",
+            ratio("lazy_stall", "deepspeed_stall"),
+            "x",
+            "engine.save_checkpoint",
+            1 / 15,
+        ),
+        Figure(f"{z} stall ratio, staging lazy", ratio("lazy_stall", dcp), "x", "DCP async_save, its best", 1 / 3),
         Figure(f"{z} bytes", middle("bytes") / 1e6, "MB"),
         Figure(
             f"{z} bytes ratio", ratio("bytes", "deepspeed_bytes"), "x", "DeepSpeed's files", 0.87 if stage < 3 else None
@@ -89,6 +97,7 @@ def _figures(stage: int, seen: dict[str, list[float]]) -> list[Figure]:
         ),
         Figure(f"{z} time to durable of DCP ratio", ratio("dcp_default_durable", "write_floor"), "x", "the same write"),
         Figure(f"{z} step", middle("step"), "s"),
+        Figure(f"{z} step while a save is copied and written", ratio("lazy_step", "step"), "x", "step without"),
         Figure(f"{z} step while a save is written", ratio("step_beside", "step"), "x", "step without"),
     ]
 

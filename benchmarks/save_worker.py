@@ -73,10 +73,13 @@ class Bench:
         self.ckpt = monitor.attach(self.engine, {**settings, "store": str(self.folder / "store")})
         threshold = {"name": "threshold", "threshold": 0.0}
         self.aware = monitor.attach(self.engine, {**settings, "store": str(self.folder / "aware"), "policy": threshold})
-        for ckpt in (self.ckpt, self.aware):
+        lazy = {**settings, "store": str(self.folder / "lazy"), "staging": "lazy"}
+        self.lazy = monitor.attach(self.engine, lazy)
+        for ckpt in (self.ckpt, self.aware, self.lazy):
             ckpt.resume()
         self.note("first_stall", self.ckpt.save(wait=True).stall_seconds)
         self.aware.save(wait=True)
+        self.lazy.save(wait=True)
         pieces = adapter_for(self.engine).owned()
         self.tensors = {
             f"{dist.get_rank()}/{p.fragment.fqn}/{p.fragment.slot}/{p.fragment.start}": p.tensor for p in pieces
@@ -119,6 +122,7 @@ class Bench:
         for name, stager in self.stagers.items():
             self.dcp_save(name, stager)
         self.beside()
+        self.overlapped()
 
     def ours(self) -> None:
         self.step()
@@ -136,6 +140,16 @@ class Bench:
         self.ckpt.save()
         self.note("step_beside", self.slowest(self.step))
         self.ckpt.flush()
+        self.step()
+
+    def overlapped(self) -> None:
+        """Lazy staging: the stall is what save() takes and what the next optimizer step waits for copies."""
+        dist.barrier()
+        waited = _sum(self.lazy)
+        stall = self.lazy.save().stall_seconds
+        self.note("lazy_step", self.slowest(self.step))
+        self.note("lazy_stall", self.worst(stall + _sum(self.lazy) - waited))
+        self.lazy.flush()
         self.step()
 
     def deepspeed_save(self, folder: Path) -> None:
@@ -178,7 +192,7 @@ class Bench:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         for tensor in self.copies.values():
             data = memoryview(tensor.cpu().view(torch.uint8).numpy())
-            while len(data):
+            while data:
                 data = data[os.write(descriptor, data[: 1 << 24]) :]
         os.fsync(descriptor)
         os.close(descriptor)
@@ -187,6 +201,7 @@ class Bench:
     def finish(self) -> None:
         self.ckpt.close()
         self.aware.close()
+        self.lazy.close()
         for stager in self.stagers.values():
             if stager is not None:
                 stager.close()
@@ -206,6 +221,10 @@ class Bench:
         box = torch.tensor([value], dtype=torch.float64)
         dist.all_reduce(box, op=dist.ReduceOp.MAX)
         return float(box)
+
+
+def _sum(ckpt: monitor.Checkpointer) -> float:
+    return ckpt.metrics.registry.get_sample_value("driftpoint_copy_wait_seconds_sum") or 0.0
 
 
 def _size(folder: Path) -> int:

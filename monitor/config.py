@@ -75,10 +75,16 @@ class TimeoutSettings(Settings):
 
 
 class Config(Settings):
-    """All settings of a job. ``every``: optimizer steps between two decisions."""
+    """All settings of a job.
+
+    every: optimizer steps between two decisions. staging: ``eager`` copies what is saved before ``step()``
+    returns; ``lazy`` copies beside the next forward and backward, and the next optimizer step waits for what is
+    left. ``lazy`` needs that nothing but the optimizer changes parameters or its state in between.
+    """
 
     store: str = "./driftpoint-checkpoints"
     every: int = Field(default=100, ge=1)
+    staging: Literal["eager", "lazy"] = "eager"
     policy: str | dict[str, Any] = "full"
     bounds: BoundSettings = BoundSettings()
     drift: DriftSettings = DriftSettings()

@@ -52,6 +52,12 @@ class Metrics:
             buckets=_STALL_BUCKETS,
             registry=registry,
         )
+        self.copy_wait = Histogram(
+            "driftpoint_copy_wait_seconds",
+            "Time an optimizer step waited for copies of the state (staging lazy)",
+            buckets=_STALL_BUCKETS,
+            registry=registry,
+        )
         self.duration = Histogram(
             "driftpoint_save_duration_seconds",
             "From the begin of writing to the commit",

@@ -17,7 +17,7 @@ from monitor.drift.base import DriftMeter
 from monitor.dtypes import dtype_name
 from monitor.ledger import CommitDraft, Drawn, draw
 from monitor.measuring import measure_record
-from monitor.staging import as_bytes
+from monitor.staging import Copying, as_bytes
 from store.catalog import Catalog
 from store.commit import Expected, commit, hint_latest, wait_for_group
 from store.errors import DamagedError, StorageError
@@ -58,6 +58,7 @@ class SaveJob:
     files: Files
     segment: SegmentDraft
     staged: Sequence[StagedUnit]
+    copying: Copying
     meter: DriftMeter
     committing: Committing | None
 
@@ -75,6 +76,7 @@ class Saved:
 def run(job: SaveJob) -> Saved:
     """Carry a save out. Any DriftpointError it raises means: there is no such commit."""
     began = time.monotonic()
+    job.copying.finish()
     segment = replace(job.segment, fragments=[fragment for unit in job.staged for fragment in _fragments(unit)])
     write_segment(job.files, segment, lambda: [unit.measure or measured(job.meter, unit) for unit in job.staged])
     if job.committing is None:

@@ -7,6 +7,7 @@ else is exchanged. The background thread owns staged copies from :meth:`Saver.be
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,12 +20,12 @@ from monitor.measuring import measure_record
 from monitor.opened import OpenedStore
 from monitor.run_state import capture_rng, to_tree
 from monitor.save import Committing, Saved, SaveJob, StagedUnit, run
-from monitor.staging import StagingPool, copy_to_host, wait_for_copies
+from monitor.staging import Copying, StagingPool
 from monitor.units import LocalUnit
 from monitor.writer import Done, Writer
 from store.epochs import claim_epoch, require_newest
 from store.errors import DriftpointError, FencedError
-from store.names import SaveId, Unit
+from store.names import BUFFER, SaveId, Unit
 from store.record import digest, seal
 from store.segments import SegmentDraft
 
@@ -67,7 +68,9 @@ class Saver:
         self._writer: Writer[Saved | None] = Writer(f"driftpoint-writer-{job.group.rank}")
         self._pending: _Pending | None = None
         self._outcome: Done[Saved | None] | None = None
+        self._copying: Copying | None = None
         self._fenced = False
+        job.adapter.before_update(self._before_update)
         self._last_step: int | None = None
 
     def reserve(self, local: Mapping[Unit, LocalUnit]) -> None:
@@ -97,19 +100,22 @@ class Saver:
             self._renew_epoch()  # names are never used twice, and this step's may be taken
         self._last_step = step
         save = SaveId(step, self._opened.epoch)
+        copying = Copying()
         staged = tuple(
-            self._staged(local[unit], choice.encoding or "", decided)
+            self._staged(local[unit], choice.encoding or "", decided, copying)
             for unit, choice in decided.saved.items()
             if unit in local
         )
-        for device in {piece.tensor.device for unit in decided.saved if unit in local for piece in local[unit].pieces}:
-            wait_for_copies(device)
+        copying.start()
+        if self._job.config.staging == "eager":
+            copying.finish()
         for unit in staged:
             if unit.measure is not None:
                 self._meter.stage(unit.unit, unit.copies)
         committing = self._committing(save, decided) if self._group.rank == 0 else None
-        job = SaveJob(self._opened.files, self._segment(save, decided), staged, self._meter, committing)
+        job = SaveJob(self._opened.files, self._segment(save, decided), staged, copying, self._meter, committing)
         self._outcome = None
+        self._copying = copying
         self._pending = _Pending(self._writer.submit(lambda: run(job)), save, staged, committing)
         return sum(copy.numel() * copy.element_size() for unit in staged for copy in unit.copies)
 
@@ -152,6 +158,14 @@ class Saver:
             return claim_epoch(files, store_id).epoch
 
         self._opened.epoch = on_first(self._group, claim)
+
+    def _before_update(self) -> None:
+        """An optimizer step is about to change the state: what is not copied yet must be waited for."""
+        copying, self._copying = self._copying, None
+        if copying is not None:
+            began = time.perf_counter()
+            copying.finish()
+            self._metrics.copy_wait.observe(time.perf_counter() - began)
 
     def _collect(self) -> None:
         for done in self._writer.finished():
@@ -203,9 +217,15 @@ class Saver:
         _log.info("committed step %d: %d bytes, %.2f s", manifest.step, saved.written_bytes, saved.seconds)
         return drawn
 
-    def _staged(self, part: LocalUnit, encoding: str, decided: Decided) -> StagedUnit:
+    def _staged(self, part: LocalUnit, encoding: str, decided: Decided, copying: Copying) -> StagedUnit:
         copies = self._pool.take(part.unit, part.tensors)
-        copy_to_host(part.tensors, copies)
+        if part.unit.slot == BUFFER:  # a forward may change buffers
+            now = Copying()
+            now.add(part.tensors, copies)
+            now.start()
+            now.finish()
+        else:
+            copying.add(part.tensors, copies)
         mine = decided.mine.get(part.unit)
         return StagedUnit(
             unit=part.unit,

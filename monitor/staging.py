@@ -2,10 +2,14 @@
 
 Buffers are kept and used again: fresh memory costs a page fault every 4 KiB, which is several times the copy.
 The training thread takes and gives; whoever holds a buffer owns it.
+
+State stands still between two optimizer steps. So the copies may be made at once (``eager``), or beside the next
+forward and backward (``lazy``), where the next optimizer step waits for what is not copied yet.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 
 import torch
@@ -50,25 +54,46 @@ class StagingPool:
         )
 
 
-def copy_to_host(sources: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]) -> None:
-    """Start copying live tensors into host buffers; :func:`wait_for_copies` before they are read.
+class Copying:
+    """The copies of one save, from live tensors into host buffers.
 
-    On CUDA the copies go through a side stream into pinned memory, ordered after all work queued so far."""
-    if any(source.is_cuda for source in sources):
-        stream = _side_stream(sources[0].device)
-        stream.wait_stream(torch.cuda.current_stream(sources[0].device))
-        with torch.cuda.stream(stream):
-            for source, buffer in zip(sources, buffers, strict=True):
-                buffer.copy_(source, non_blocking=True)
-        return
-    for source, buffer in zip(sources, buffers, strict=True):
-        buffer.copy_(source)
+    The training thread adds and starts. Whichever thread comes first finishes, and the other waits for it: so
+    training never depends on a background thread that is stuck. Nobody reads a buffer, and nobody changes a
+    source, before that. On CUDA the copies go through a side stream into pinned memory, ordered after all work
+    queued when they start. ``finish`` may be called more than once.
+    """
 
+    def __init__(self) -> None:
+        self._host: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._devices: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        self._lock = threading.Lock()
+        self._done = False
 
-def wait_for_copies(device: torch.device) -> None:
-    """Return when every copy started on ``device`` is complete."""
-    if device.type == "cuda":
-        _side_stream(device).synchronize()
+    def add(self, sources: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]) -> None:
+        """Have ``sources`` copied into ``buffers``, pair by pair."""
+        for pair in zip(sources, buffers, strict=True):
+            pairs = self._devices.setdefault(pair[0].device, []) if pair[0].is_cuda else self._host
+            pairs.append(pair)
+
+    def start(self) -> None:
+        """Queue what runs on a device. Training thread."""
+        for device, pairs in self._devices.items():
+            stream = _side_stream(device)
+            stream.wait_stream(torch.cuda.current_stream(device))
+            with torch.cuda.stream(stream):
+                for source, buffer in pairs:
+                    buffer.copy_(source, non_blocking=True)
+
+    def finish(self) -> None:
+        """Copy what is in host memory, and return when every copy is complete."""
+        with self._lock:
+            if self._done:
+                return
+            self._done = True  # after an error too: it is the save's to tell, and training must not stumble over it
+            for source, buffer in self._host:
+                buffer.copy_(source)
+            for device in self._devices:
+                _side_stream(device).synchronize()
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:

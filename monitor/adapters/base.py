@@ -6,7 +6,7 @@ It leaves the user's param groups as they are.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -58,6 +58,10 @@ class Adapter(Protocol):
 
     def completed_steps(self) -> int | None:
         """Optimizer steps taken so far, or None where the framework does not count them."""
+        ...
+
+    def before_update(self, hook: Callable[[], None]) -> None:
+        """Call ``hook`` in the training thread whenever an optimizer step is about to change the state."""
         ...
 
     def tensors(self) -> Mapping[str, TensorInfo]:

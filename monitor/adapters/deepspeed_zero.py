@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,6 +101,11 @@ class ZeroAdapter(ABC):
     def completed_steps(self) -> int | None:
         """Steps at accumulation boundaries, those skipped for an overflow included, as DeepSpeed counts."""
         return int(self.engine.global_steps)
+
+    def before_update(self, hook: Callable[[], None]) -> None:
+        """Master weights and moments change only in the optimizer that ZeRO wraps."""
+        optimizer: torch.optim.Optimizer = self._zero.optimizer
+        optimizer.register_step_pre_hook(lambda *_: hook())
 
     def tensors(self) -> Mapping[str, TensorInfo]:
         """See :class:`monitor.adapters.base.Adapter`."""

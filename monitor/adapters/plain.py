@@ -6,7 +6,7 @@ training thread only. It does not know schedulers and gradient scalers: those ar
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -46,6 +46,10 @@ class PlainAdapter:
     def completed_steps(self) -> int | None:
         """None: torch does not count them."""
         return None
+
+    def before_update(self, hook: Callable[[], None]) -> None:
+        """See :class:`monitor.adapters.base.Adapter`."""
+        self.optimizer.register_step_pre_hook(lambda *_: hook())
 
     def tensors(self) -> Mapping[str, TensorInfo]:
         """See :class:`monitor.adapters.base.Adapter`."""
