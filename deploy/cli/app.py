@@ -14,8 +14,8 @@ from typing import Annotated, Protocol, runtime_checkable
 import typer
 
 from deploy.cli import merge, prune, show, status, verify
-from deploy.cli.exit_codes import BROKEN_PIPE, EPILOG, INTERRUPTED
-from deploy.cli.output import answer_error, note
+from deploy.cli.exit_codes import BROKEN_PIPE, EPILOG, INTERRUPTED, OK
+from deploy.cli.output import ReaderLeftError, answer_error, note
 from store.errors import DriftpointError, UsageError
 
 app = typer.Typer(
@@ -61,10 +61,6 @@ def main() -> None:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")  # a terminal of another encoding must not stop a command
     code = run(sys.argv[1:])
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        code = BROKEN_PIPE
     if code == BROKEN_PIPE:
         # The interpreter flushes once more on its way out, and would complain.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -74,21 +70,27 @@ def main() -> None:
 def run(args: Sequence[str]) -> int:
     """Run the command line on ``args``; returns the exit code and lets no exception out."""
     given = list(args)[: list(args).index("--")] if "--" in args else list(args)
-    as_json = "--json" in given
     try:
-        result = app(args=list(args), prog_name="driftpoint", standalone_mode=False)
-        code = result if isinstance(result, int) else 0
-    except BrokenPipeError:
+        code = _run(list(args), as_json="--json" in given, debug="--debug" in given)
+    except ReaderLeftError:
         return BROKEN_PIPE
-    except (KeyboardInterrupt, typer.Abort):
-        code = INTERRUPTED
-    except Exception as error:  # noqa: BLE001 - the process's edge: everything becomes a line and a code
-        if "--debug" in given:
-            traceback.print_exc()
-        return _failed(error, as_json=as_json)
     if code == INTERRUPTED:
         note("interrupted")
     return code
+
+
+def _run(args: list[str], *, as_json: bool, debug: bool) -> int:
+    try:
+        result = app(args=args, prog_name="driftpoint", standalone_mode=False)
+    except ReaderLeftError:
+        raise
+    except (KeyboardInterrupt, typer.Abort):
+        return INTERRUPTED
+    except Exception as error:  # noqa: BLE001 - the process's edge: everything becomes a line and a code
+        if debug:
+            traceback.print_exc()
+        return _failed(error, as_json=as_json)
+    return result if isinstance(result, int) else OK
 
 
 @runtime_checkable

@@ -18,6 +18,12 @@ from rich.text import Text
 
 from deploy.cli.text import printable
 
+_PIECE = 1024  # characters, of 4 bytes at most
+
+
+class ReaderLeftError(Exception):
+    """Nobody reads stdout any more. No OSError, so that no layer between takes it for its own."""
+
 
 def answer(body: Mapping[str, Any], render: Callable[[Console], None], *, as_json: bool) -> None:
     """Print a command's result: ``body`` as JSON, or what ``render`` draws."""
@@ -83,5 +89,11 @@ def problems(console: Console, found: tuple[str, ...], limit: int = 20) -> None:
 
 
 def _write(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
+    try:
+        # An unbuffered stdout (PYTHONUNBUFFERED) loses the rest of a write that the system carries out in part;
+        # pieces of at most PIPE_BUF bytes are written whole or not at all.
+        for start in range(0, len(text), _PIECE):
+            sys.stdout.write(text[start : start + _PIECE])
+        sys.stdout.flush()
+    except BrokenPipeError as error:
+        raise ReaderLeftError from error

@@ -22,11 +22,7 @@ from store.verify import CommitState, VerifyReport, total_bytes
 from store.verify import verify as verify_store
 
 _STYLES = {"ok": "green", "fallback": "yellow", "damaged": "bold red"}
-_MEANINGS = {
-    "ok": "as committed",
-    "fallback": "resumable; some of it in an older version, or not readable by others",
-    "damaged": "cannot be resumed",
-}
+_RESUME = {"ok": "can", "fallback": "can, though damaged", "damaged": "cannot"}
 
 
 @dataclass(frozen=True)
@@ -101,26 +97,23 @@ def _table(found: Verified) -> Any:
     table = output.table()
     table.add_column("Commit", no_wrap=True)
     table.add_column("Step", justify="right", no_wrap=True)
-    table.add_column("Epoch", justify="right", no_wrap=True)
     table.add_column("Proven", no_wrap=True)
     table.add_column("State", no_wrap=True)
-    table.add_column("What it means", overflow="fold", ratio=1)
+    table.add_column("Resume", overflow="fold", ratio=1)
     for commit in found.report.commits:
         save = commit.save
         table.add_row(
             save.name,
             str(save.step),
-            str(save.epoch),
             "yes" if save in found.proven else "",
             Text(commit.state, style=_STYLES[commit.state]),
-            _meaning(commit, found.report),
+            _resume(commit, found.report),
         )
     return table
 
 
-def _meaning(commit: CommitState, report: VerifyReport) -> str:
-    meaning = _MEANINGS[commit.state]
-    return f"{meaning}; a resume takes this one" if commit.save == report.resumable else meaning
+def _resume(commit: CommitState, report: VerifyReport) -> str:
+    return _RESUME[commit.state] + (" <- next" if commit.save == report.resumable else "")
 
 
 def _verdict(report: VerifyReport) -> Text:
