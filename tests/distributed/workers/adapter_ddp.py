@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from adapter_model import ACCUMULATION, CLIP, Tiny, batches, param_groups
-from adapter_state import all_owned, report, round_trip, same_losses, take, unequal
+from adapter_state import all_owned, leave, report, round_trip, same_losses, take, unequal
 from torch.nn.parallel import DistributedDataParallel
 
 from monitor.adapters.base import Adapter
@@ -81,8 +81,7 @@ def main() -> None:
     names()
     to_the_start()
     report("ddp", "no deepspeed", *(["deepspeed was imported"] if "deepspeed" in sys.modules else []))
-    dist.barrier()
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

@@ -20,8 +20,8 @@ class Block(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 3 * width + 1)
-        self.down = nn.Linear(3 * width + 1, width, bias=False)
+        self.up = nn.Linear(width, 3 * width + 2)
+        self.down = nn.Linear(3 * width + 2, width, bias=False)
         self.dropout = nn.Dropout(0.1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -30,8 +30,8 @@ class Saved:
 
 
 def leave() -> None:
-    """End the process when all ranks are done, without tearing gloo's threads down: DeepSpeed's many process
-    groups now and then abort there ("terminate called without an active exception"), after all is over."""
+    """End the process when all ranks are done, without tearing gloo's threads down: now and then that aborts
+    ("terminate called without an active exception") after all is over."""
     dist.barrier()
     sys.stdout.flush()
     sys.stderr.flush()
