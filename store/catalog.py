@@ -13,7 +13,7 @@ from itertools import islice
 
 from store.errors import DamagedError, MissingError, NewerFormatError, NoStoreError, StorageError
 from store.files import Files
-from store.layout import MANIFESTS, PROVEN, STORE, manifest_path, parse_save_file, part_path
+from store.layout import MANIFESTS, PROVEN, SEGMENTS, STORE, manifest_path, parse_save_dir, parse_save_file, part_path
 from store.names import SaveId, Unit
 from store.record import unseal
 from store.schema import FORMAT, Entry, GroupRecord, ManifestRecord, PartRecord, StoreRecord, from_bytes
@@ -60,12 +60,26 @@ class Catalog:
         return self.record.store_id
 
     def saves(self) -> list[SaveId]:
-        """All commits by file name, newest first. None of them is read."""
-        return _saves_in(self.files, MANIFESTS)
+        """All commits by file name, newest first. None of them is read.
+
+        DamagedError where there are segments but no ``manifests/``: that is not a store without commits.
+        """
+        try:
+            return _saves_in(self.files, MANIFESTS)
+        except MissingError as error:
+            if _groups_in(self.files):
+                raise DamagedError(
+                    f"{_where(self.files)} holds segments but its {MANIFESTS}/ is missing: restore that directory "
+                    "from a copy, or make an empty one to begin anew"
+                ) from error
+            return []
 
     def proven(self) -> set[SaveId]:
         """Commits that a job resumed from and then took a step."""
-        return set(_saves_in(self.files, PROVEN))
+        try:
+            return set(_saves_in(self.files, PROVEN))
+        except MissingError:
+            return set()
 
     def manifest(self, save: SaveId) -> ManifestRecord:
         """One manifest. DamagedError where it is not whole or not of this store and name."""
@@ -157,11 +171,15 @@ def open_catalog(files: Files) -> Catalog:
     return Catalog(files, from_bytes(StoreRecord, data, STORE))
 
 
-def _saves_in(files: Files, folder: str) -> list[SaveId]:
+def _groups_in(files: Files) -> bool:
     try:
-        names = files.list_dir(folder)
+        return any(parse_save_dir(name) is not None for name in files.list_dir(SEGMENTS))
     except MissingError:
-        return []
+        return False
+
+
+def _saves_in(files: Files, folder: str) -> list[SaveId]:
+    names = files.list_dir(folder)
     return sorted((save for name in names if (save := parse_save_file(name)) is not None), reverse=True)
 
 

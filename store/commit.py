@@ -69,13 +69,19 @@ def wait_for_group(
 
 
 def commit(files: Files, manifest: ManifestRecord) -> None:
-    """Make the save exist. FencedError where a newer epoch was claimed, ExistsError where it exists already."""
+    """Make the save exist. FencedError where a newer epoch was claimed, ExistsError where it exists already.
+
+    The epoch is checked before the manifest gets its name and again when it is durable, because nothing keeps
+    another job from claiming in between. Fenced by the second check, the commit exists but nobody is told so.
+    Passed by it, every later claimant finds the manifest: its prune cannot take the segments for garbage.
+    """
     ensure_dir(files, MANIFESTS)
     # Every rank synced its own segment; this makes the group's directory entry durable whoever created it.
     files.sync_dir(segment_dir(manifest.save))
     data = to_bytes(manifest)
     require_newest(files, manifest.epoch)
     write_new(files, manifest_path(manifest.save), lambda file: file.write(data))
+    require_newest(files, manifest.epoch)
 
 
 def hint_latest(files: Files, save: SaveId) -> None:

@@ -11,10 +11,10 @@ import secrets
 import socket
 from datetime import UTC, datetime
 
-from store.durable import write_new
+from store.durable import ensure_dir, write_new
 from store.errors import DamagedError, ExistsError, FencedError, MissingError, StoreError
 from store.files import Files
-from store.layout import EPOCHS, epoch_path, parse_epoch
+from store.layout import EPOCHS, MANIFESTS, SEGMENTS, epoch_path, parse_epoch, parse_save_dir, parse_save_file
 from store.schema import EpochRecord, from_bytes, to_bytes
 
 _LIMIT = 1 << 16
@@ -22,19 +22,19 @@ _LIMIT = 1 << 16
 
 def newest_epoch(files: Files) -> int:
     """The highest epoch ever claimed, 0 where there is none."""
-    try:
-        names = files.list_dir(EPOCHS)
-    except MissingError:
-        return 0
-    return max((epoch for name in names if (epoch := parse_epoch(name)) is not None), default=0)
+    return max((epoch for name in _names(files, EPOCHS) if (epoch := parse_epoch(name)) is not None), default=0)
 
 
 def claim_epoch(files: Files, store_id: str) -> EpochRecord:
-    """Own the next epoch, durably. Older owners are fenced from now on."""
+    """Own the next epoch, durably. Older owners are fenced from now on.
+
+    Higher than any number in use, also where the claim that took it was lost: saves must not collide with it.
+    """
+    ensure_dir(files, EPOCHS)
     for _ in range(100):
         record = EpochRecord(
             store_id=store_id,
-            epoch=newest_epoch(files) + 1,
+            epoch=max(newest_epoch(files), _newest_in_use(files)) + 1,
             token=secrets.token_hex(16),
             host=socket.gethostname(),
             pid=os.getpid(),
@@ -47,6 +47,19 @@ def claim_epoch(files: Files, store_id: str) -> EpochRecord:
             continue
         return record
     raise StoreError("100 other jobs claimed this store one after the other: find out who keeps starting them")
+
+
+def _newest_in_use(files: Files) -> int:
+    saves = [parse_save_file(name) for name in _names(files, MANIFESTS)]
+    saves += [parse_save_dir(name) for name in _names(files, SEGMENTS)]
+    return max((save.epoch for save in saves if save is not None), default=0)
+
+
+def _names(files: Files, folder: str) -> list[str]:
+    try:
+        return files.list_dir(folder)
+    except MissingError:
+        return []
 
 
 def read_epoch(files: Files, epoch: int) -> EpochRecord:

@@ -23,6 +23,8 @@ SEGMENTS = "segments"
 MANIFESTS = "manifests"
 PROVEN = "proven"
 TOP_LEVEL = frozenset({STORE, LOCK, LATEST, EPOCHS, SEGMENTS, MANIFESTS, PROVEN})
+FOREIGN = frozenset({"lost+found"})
+"""What a filesystem puts into its own root, where a store may well be."""
 
 _EPOCH_FILE = re.compile(r"(\d{6,9})\.json\Z")
 _RANK_FILE = re.compile(r"rank-(\d{5,8})\.(json|safetensors)\Z")

@@ -16,29 +16,30 @@ from pathlib import Path
 from store.errors import StorageError, StoreInUseError
 from store.layout import LOCK
 
-_held: set[Path] = set()
+_held: dict[Path, int] = {}
+"""Process that holds each lock: a forked child has a copy of this, but not of the lock."""
 
 
 class StoreLock:
     """Held from construction until :meth:`release`."""
 
     def __init__(self, root: Path, wait_seconds: float) -> None:
-        self._path = (root / LOCK).resolve()
-        if self._path in _held:
+        self._path = root.resolve() / LOCK
+        if _held.get(self._path) == os.getpid():
             raise StoreInUseError(f"{root} is attached already in this process; close the first checkpointer")
         try:
             self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
         except OSError as error:
             raise StorageError(f"cannot open {self._path} for locking: {error.strerror}") from error
         self._acquire(root, time.monotonic() + wait_seconds)
-        _held.add(self._path)
+        _held[self._path] = os.getpid()
 
     def release(self) -> None:
         """Let another job have the store."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
-            _held.discard(self._path)
+            _held.pop(self._path, None)
 
     def _acquire(self, root: Path, deadline: float) -> None:
         while True:
@@ -58,8 +59,8 @@ class StoreLock:
 
 def lock_holder(root: Path) -> int | None:
     """Process id of the job on this machine that holds the store, None where there is none."""
-    path = (root / LOCK).resolve()
-    if path in _held:
+    path = root.resolve() / LOCK
+    if _held.get(path) == os.getpid():
         return os.getpid()
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
