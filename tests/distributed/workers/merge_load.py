@@ -1,7 +1,7 @@
 """Under torchrun, where nothing of driftpoint can be imported: stock DeepSpeed loads what was merged, and goes on.
 
-Usage: merge_load.py DIRECTORY — per case: reads ``merged`` and ``merged-composite``, writes ``after-RANK.json`` (losses,
-client state), ``after-7`` (DeepSpeed's checkpoint) and ``composite.pt`` (whole tensors as loaded).
+Usage: merge_load.py DIRECTORY — per case: reads ``merged`` and ``merged-composite``; writes ``after-RANK.json``
+(losses, client state), ``after-7`` (DeepSpeed's checkpoint) and ``composite.pt`` (whole tensors as loaded).
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ USER = {"seen": [1, 2.5], "names": ("a", "b"), "matrix": np.arange(6, dtype=np.f
 
 
 def layer_of(fqn: str) -> str:
-    return ".".join(fqn.split(".")[:2]) if fqn.startswith("blocks.") else fqn.split(".")[0]
+    return ".".join(fqn.split(".")[:2]) if fqn.startswith("blocks.") else fqn.split(".", maxsplit=1)[0]
 
 
 class StoreWriter:

@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from merger.plan import plan_merge, sources_of
+from store.catalog import open_catalog
+from store.errors import MergeError, NothingToResumeError
+from store.names import SaveId, Unit
+from store.schema import ManifestRecord
+from tests.support.plain_stores import PlainStore
+from tests.support.stores import StoreBuilder, flip_byte
+
+
+def test_the_newest_commit_is_planned_with_each_unit_at_its_own_version(store: PlainStore) -> None:
+    store.save(10)
+    store.save(20, slots=("fp32",))
+    plan = plan_merge(open_catalog(store.files), None)
+    assert plan.save == SaveId(20, 1)
+    steps = {(fqn, slot): {s.part.step for s in found} for (fqn, slot), found in plan.sources.items()}
+    assert all(found == {20 if slot == "fp32" else 10} for (_, slot), found in steps.items())
+    total = sum(12 * layer.numel for layer in store.layers)
+    assert (plan.bytes_to_read, plan.bytes_to_write, plan.problems) == (total, total, ())
+    assert sum(source.entry.nbytes for source in sources_of(plan)) == total
+    assert plan.framework_state["param_groups"][0]["params"] == store.fqns
+    assert [plan.run_states[rank].user[0]["rank"] for rank in (0, 1)] == [0, 1]
+
+
+def test_a_named_commit(store: PlainStore) -> None:
+    first = store.save(10)
+    store.save(20)
+    assert plan_merge(open_catalog(store.files), first).save == first
+
+
+def test_a_commit_that_is_not_there_is_told_with_those_that_are(store: PlainStore) -> None:
+    store.save(10)
+    with pytest.raises(MergeError, match="no commit 00000011-000001; the newest are: 00000010-000001"):
+        plan_merge(open_catalog(store.files), SaveId(11, 1))
+
+
+def test_an_empty_store(store: PlainStore) -> None:
+    with pytest.raises(NothingToResumeError, match="no commit yet"):
+        plan_merge(open_catalog(store.files), None)
+
+
+def test_a_hole_names_the_parameter(store: PlainStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    make = store._manifest
+
+    def with_a_larger_tensor(*args: object) -> ManifestRecord:
+        manifest = make(*args)  # type: ignore[arg-type]
+        larger = manifest.tensors["layers.1.weight"].model_copy(update={"shape": (70,)})
+        return manifest.model_copy(update={"tensors": {**manifest.tensors, "layers.1.weight": larger}})
+
+    monkeypatch.setattr(store, "_manifest", with_a_larger_tensor)
+    store.save(10)
+    with pytest.raises(MergeError, match=r"hole.*layers\.1\.weight/exp_avg: elements 64 to 70"):
+        plan_merge(open_catalog(store.files), None)
+
+
+def test_a_slot_that_is_not_there_at_all_is_a_hole(store: PlainStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    make = store._manifest
+
+    def without_weights(*args: object) -> ManifestRecord:
+        manifest = make(*args)  # type: ignore[arg-type]
+        lost = Unit("norm", "fp32")
+        return manifest.model_copy(update={"units": tuple(unit for unit in manifest.units if unit.unit != lost)})
+
+    monkeypatch.setattr(store, "_manifest", without_weights)
+    store.save(10)
+    with pytest.raises(MergeError, match=r"hole.*norm\.weight/fp32: elements 0 to 8"):
+        plan_merge(open_catalog(store.files), None)
+
+
+def test_damaged_run_state_falls_back_to_the_commit_before(store: PlainStore) -> None:
+    first = store.save(10)
+    second = store.save(20)
+    flip_byte(store.payload(second, rank=1))  # the run state is last in a payload
+    plan = plan_merge(open_catalog(store.files), None)
+    assert plan.save == first
+    assert any("run state of 00000020-000001 is damaged" in problem for problem in plan.problems)
+    with pytest.raises(MergeError, match=r"00000020-000001 cannot be rebuilt: .*run state"):
+        plan_merge(open_catalog(store.files), second)
+
+
+def test_a_run_state_of_something_else(tmp_path: Path) -> None:
+    store = StoreBuilder(tmp_path / "store")
+    store.save(10)
+    with pytest.raises(MergeError, match="names no framework state"):
+        plan_merge(open_catalog(store.files), None)
