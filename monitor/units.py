@@ -46,6 +46,7 @@ class UnitTable:
         self._adapter = adapter
         self._group = group
         self.layers = tuple(layers)
+        self._by_name = {layer.name: layer for layer in layers}
         self._layer_of = {fqn: layer for layer in layers for fqn in layer.fqns}
         self._shape: object = None
         self.sizes: Mapping[Unit, UnitSize] = {}
@@ -76,7 +77,7 @@ class UnitTable:
 
     def layer(self, unit: Unit) -> Layer:
         """The layer of a unit."""
-        return next(layer for layer in self.layers if layer.name == unit.layer)
+        return self._by_name[unit.layer]
 
     def layer_records(self) -> tuple[LayerRecord, ...]:
         """The layers as the manifest has them."""
