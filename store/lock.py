@@ -63,7 +63,7 @@ def lock_holder(root: Path) -> int | None:
     if _held.get(path) == os.getpid():
         return os.getpid()
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
         return None
     try:
