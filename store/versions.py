@@ -7,7 +7,7 @@ that do not match their hash and asks again with that version in ``bad``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 
 from store.catalog import Catalog
@@ -124,14 +124,7 @@ def _previous(
     catalog: Catalog, manifest: ManifestRecord, record: UnitRecord, bad: Set[Bad], problems: list[str]
 ) -> Version:
     tried = {record.version}
-    for older in catalog.saves():
-        if older >= manifest.save:
-            continue
-        try:
-            candidate_manifest = catalog.manifest(older)
-        except (DamagedError, StorageError) as error:
-            problems.append(str(error))
-            continue
+    for candidate_manifest in _ancestors(catalog, manifest, problems):
         candidate = next((u for u in candidate_manifest.units if u.unit == record.unit), None)
         if candidate is None or candidate.numel != record.numel or candidate.version in tried:
             continue
@@ -140,6 +133,25 @@ def _previous(
         if found is not None:
             return replace(found, fallback=True)
     raise DamagedError(f"{record.unit} has no version that is whole; " + "; ".join(dict.fromkeys(problems)))
+
+
+def _ancestors(catalog: Catalog, manifest: ManifestRecord, problems: list[str]) -> Iterator[ManifestRecord]:
+    """Older manifests that the commit continues, newest first.
+
+    What lies between a commit and the one it continues was given up by going back, so it is nobody's past.
+    Where that one is pruned or damaged the next older one stands in, unless it is ahead in steps.
+    """
+    previous = manifest.previous
+    for save in catalog.saves():
+        if previous is None or save > SaveId.parse(previous) or save.step > manifest.step:
+            continue
+        try:
+            older = catalog.manifest(save)
+        except (DamagedError, StorageError) as error:
+            problems.append(str(error))
+            continue
+        previous = older.previous
+        yield older
 
 
 def _group_record(manifest: ManifestRecord, save: SaveId) -> GroupRecord:
