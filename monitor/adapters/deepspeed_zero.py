@@ -131,10 +131,11 @@ class ZeroAdapter(ABC):
         for flat in self.flats():
             wanted = {slot: dtype for fqn in flat.fqns for slot, dtype in slots.get(fqn, {}).items()}
             fit_slots(self._base(), flat.tensor, wanted)
-            for slot in self._state_of(flat)[0]:
+            state = self._states().get(flat.tensor, {})
+            for slot in slots_of(state, flat.tensor):
                 for place in flat.placements:
                     if slot not in slots.get(place.fqn, {}):
-                        self._states()[flat.tensor][slot].narrow(0, place.offset, place.numel).zero_()
+                        state[slot].narrow(0, place.offset, place.numel).zero_()
 
     def run_state(self) -> dict[str, Any]:
         """See :class:`monitor.adapters.base.Adapter`. The same on all ranks."""
@@ -186,7 +187,7 @@ class ZeroAdapter(ABC):
         for flat in self.flats():
             tensors = {WEIGHTS: flat.tensor}
             state = self._states().get(flat.tensor, {})
-            tensors |= {slot: state[slot] for slot in self._state_of(flat)[0]}
+            tensors |= {slot: state[slot] for slot in slots_of(state, flat.tensor)}
             for place in flat.placements:
                 for slot, tensor in tensors.items():
                     fragment = Fragment(place.fqn, slot, place.start, place.numel)

@@ -95,6 +95,19 @@ def test_what_is_refused(zero: Results, case: str) -> None:
     assert zero[case, "refused"] == []
 
 
+@pytest.mark.parametrize("case", ["moment-zero2", "moment-zero3"])
+def test_a_moment_that_was_not_kept_becomes_zero(zero: Results, case: str) -> None:
+    assert zero[case, "zero"] == []
+
+
+def test_another_gradient_accumulation(zero: Results) -> None:
+    assert zero["accumulation", "counters"] == []
+
+
+def test_state_of_the_loss_scaler(zero: Results) -> None:
+    assert zero["loss-scaler", "state"] == []
+
+
 @pytest.mark.parametrize("case", ["rollback-zero2", "rollback-zero3"])
 def test_back_to_before_the_first_step(zero: Results, case: str) -> None:
     assert zero[case, "to the start"] == []

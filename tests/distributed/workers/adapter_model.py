@@ -68,9 +68,10 @@ def batches(step: int, rank: int) -> list[torch.Tensor]:
 def config(stage: int, precision: str, **zero: Any) -> dict[str, Any]:
     """A DeepSpeed configuration: AdamW of torch, warm-up, clipping, accumulation."""
     data_types = zero.pop("data_types", None)
+    accumulation = zero.pop("accumulation", ACCUMULATION)
     out: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": BATCH,
-        "gradient_accumulation_steps": ACCUMULATION,
+        "gradient_accumulation_steps": accumulation,
         "gradient_clipping": CLIP,
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": {"stage": stage, **zero},

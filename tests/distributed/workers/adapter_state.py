@@ -110,6 +110,8 @@ def put(adapter: Adapter, saved: Saved) -> list[str]:
     filled = set()
     for piece in adapter.held():
         f = piece.fragment
+        if (f.fqn, f.slot) not in saved.tensors:
+            continue  # a moment that was not kept
         piece.tensor.copy_(saved.tensors[f.fqn, f.slot][f.start : f.stop])
         filled.add((f.fqn, f.slot))
     adapter.load_run_state(saved.run_state)

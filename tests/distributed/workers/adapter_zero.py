@@ -18,6 +18,7 @@ import torch.distributed as dist
 from adapter_files import file_problems
 from adapter_model import Tiny, batches, engine
 from adapter_state import Saved, differences, engine_steps, leave, put, report, round_trip, take, unequal
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
 from monitor.adapters.base import Adapter
 from monitor.adapters.select import adapter_for
@@ -91,6 +92,48 @@ def own_files(case: str, directory: Path) -> None:
     report(case, "files", *problems)
 
 
+def without_a_moment(case: str, name: str) -> None:
+    """One parameter's moment is not in the store: it becomes zero, also where there is one, and nothing else does."""
+    adapter, train = build(name, 0)
+    train(range(2))
+    saved, lost = take(adapter), ("blocks.0.up.weight", "exp_avg")
+    put(adapter, Saved({key: saved.tensors[key] for key in saved.tensors if key != lost}, saved.run_state, saved.rng))
+    expected = {**saved.tensors, lost: torch.zeros_like(saved.tensors[lost])}
+    report(case, "zero", *differences(Saved(expected, {}, saved.rng), take(adapter)))
+    train(range(2, 3))
+
+
+def another_accumulation(case: str, name: str) -> None:
+    """The number of micro-batches a step changes: steps stay, and boundaries stay boundaries."""
+    adapter, train = build(name, 0)
+    train(range(3))
+    adapter.engine.micro_steps += 1  # type: ignore[attr-defined]
+    stage, precision, zero = CASES[name]
+    other: Any = adapter_for(engine(1, stage, precision, accumulation=3, **zero))
+    put(other, take(adapter))
+    counters = (other.engine.global_steps, other.engine.micro_steps, other.completed_steps())
+    report(case, "counters", *unequal(counters, (3, 9, 3), "counters"))
+
+
+def loss_scaler(case: str) -> None:
+    """The state of fp16's dynamic scaler moves, its configuration does not."""
+
+    def with_scaler(window: int) -> Any:
+        adapter: Any = build("zero2-fp32", 0)[0]
+        scaler = DynamicLossScaler(2.0**16, window, 1.0, 2, False)
+        adapter.engine.optimizer.loss_scaler = scaler
+        return adapter
+
+    one, other = with_scaler(100), with_scaler(200)
+    for overflow in (False, True, True, False):
+        one.engine.optimizer.loss_scaler.update_scale(overflow)
+    other.load_run_state(one.run_state())
+    expected = {**vars(one.engine.optimizer.loss_scaler), "scale_window": 200}
+    moved = expected["cur_scale"] == 2.0**15
+    found = unequal(expected, vars(other.engine.optimizer.loss_scaler), "scaler")
+    report(case, "state", *found, *([] if moved else ["the scale never moved: this proves nothing"]))
+
+
 def refused(case: str, error: type[Exception], words: str, attempt: Callable[[], object]) -> None:
     try:
         attempt()
@@ -162,6 +205,10 @@ def main(directory: Path) -> None:
     through("zero3-zero1", "zero3-fp32-all-persistent", "zero1-fp32-round-robin")
     through("zero2-zero0", "zero2-fp32", "zero0-fp32")
     refusals()
+    without_a_moment("moment-zero2", "zero2-bf16-round-robin")
+    without_a_moment("moment-zero3", "zero3-bf16-sub-groups")
+    another_accumulation("accumulation", "zero1-bf16")
+    loss_scaler("loss-scaler")
     rollback("rollback-zero2", "zero2-fp32")
     rollback("rollback-zero3", "zero3-bf16-sub-groups")
     leave()
