@@ -187,9 +187,9 @@ def _apply(read: _Read, adapter: Adapter, user: UserState, manifest: ManifestRec
     with torch.no_grad():
         for piece, host in read.loads:
             piece.tensor.copy_(host)
-    adapter.finish_load()
     state: Mapping[str, Any] = read.run_state or {}
     adapter.load_run_state(state["framework"])
+    adapter.finish_load()
     user.restore(state["user"])
     if group.rank < manifest.world_size:
         restore_rng(state["rng"])

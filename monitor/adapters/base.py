@@ -51,6 +51,9 @@ class Adapter(Protocol):
     :data:`store.names.FROZEN` for parameters without gradient, :data:`store.names.BUFFER` for persistent
     buffers, and the optimizer's own key (``exp_avg``, ``exp_avg_sq``, ``momentum_buffer``, ...) for its
     state tensors of the parameter's shape.
+
+    A load goes in this order: :meth:`prepare_load`, copying into what :meth:`held` gives, :meth:`load_run_state`,
+    :meth:`finish_load`.
     """
 
     framework: str
