@@ -37,7 +37,13 @@ CASES = (
     "zero2-fp32",
     "zero3-bf16-sub-groups",
     "zero3-fp32",
+    "zero1-bf16-elastic",
+    "zero2-fp16",
+    "zero3-fp16",
+    "zero3-bf16-offload",
 )
+OTHER_FORM = "zero1-bf16-elastic"
+"""DeepSpeed writes such moments in another form and loads both: the rebuilt one has the usual form."""
 COMPOSITES = ("zero1-bf16", "zero2-fp32", "zero3-bf16-sub-groups")
 
 
@@ -152,7 +158,7 @@ def test_stock_deepspeed_continues_bitwise(merged: tuple[Path, dict[str, MergeRe
     assert directory_differences(folder / "own-7", folder / "after-7") == []
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [case for case in CASES if case != OTHER_FORM])
 def test_the_files_are_those_that_deepspeed_writes(merged: tuple[Path, dict[str, MergeResult]], case: str) -> None:
     folder = merged[0] / case
     assert directory_differences(folder / "own-4", folder / "merged") == []

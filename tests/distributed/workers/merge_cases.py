@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from adapter_model import batches, engine
+from adapter_model import Tiny, batches, config, engine, param_groups
 
+CPU = {"device": "cpu"}
 CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "zero0-fp32": (0, "fp32", {}),
     "zero1-bf16": (1, "bf16", {}),
@@ -18,6 +19,10 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "zero2-fp32": (2, "fp32", {}),
     "zero3-bf16-sub-groups": (3, "bf16", {"sub_group_size": 300, "stage3_param_persistence_threshold": 50}),
     "zero3-fp32": (3, "fp32", {}),
+    "zero1-bf16-elastic": (1, "bf16", {"elastic_checkpoint": True}),
+    "zero2-fp16": (2, "fp16", {}),
+    "zero3-fp16": (3, "fp16", {}),
+    "zero3-bf16-offload": (3, "bf16", {"offload_optimizer": CPU, "offload_param": CPU, "sub_group_size": 600}),
 }
 COMPOSITES = ("zero1-bf16", "zero2-fp32", "zero3-bf16-sub-groups")
 EARLIER, SAVED, LAST = 2, 4, 7
@@ -25,8 +30,22 @@ SLOTS = ("fp32", "exp_avg", "exp_avg_sq")
 
 
 def build(case: str, seed: int) -> Any:
+    """A fresh engine; other seeds give other weights."""
     stage, precision, zero = CASES[case]
-    return engine(seed, stage, precision, **zero)
+    return _half(seed, stage) if precision == "fp16" else engine(seed, stage, precision, **zero)
+
+
+def _half(seed: int, stage: int) -> Any:
+    import deepspeed
+    from deepspeed.accelerator import get_accelerator
+
+    # torch computes in fp16 on the CPU; DeepSpeed believes it does not, for its speed.
+    get_accelerator().is_fp16_supported = lambda: True
+    torch.manual_seed(seed)
+    model = Tiny()
+    scaling = {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2, "hysteresis": 3}
+    settings = {**config(stage, "fp32"), "fp16": scaling}
+    return deepspeed.initialize(model=model, model_parameters=param_groups(model), config=settings)[0]
 
 
 def train(built: Any, steps: range) -> list[str]:
