@@ -3,7 +3,8 @@
 The copy costs nothing extra where saves are staged anyway: once a save is committed, its staged tensors
 become the reference as they are, and the tensors of the old reference are handed back for the next staging.
 
-Used from the training thread only. It does not know steps, files, or why a unit is saved.
+Threads: any, one at a time, held by a lock: a thread that carries out a save may measure and stage its copies
+while the training thread measures live pieces. It does not know steps, files, or why a unit is saved.
 
 Every tensor that comes in through :meth:`ExactMeter.stage` goes out through :meth:`ExactMeter.settle` exactly
 once, at this save or at a later one: the caller's staging memory never grows.
@@ -12,6 +13,7 @@ once, at this save or at a later one: the caller's staging memory never grows.
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Sequence
 
 import torch
@@ -33,6 +35,7 @@ class ExactMeter:
     def __init__(self) -> None:
         self._references: dict[Unit, list[torch.Tensor]] = {}
         self._staged: dict[Unit, list[torch.Tensor]] = {}
+        self._lock = threading.RLock()
         self._present = torch.empty(_CHUNK, dtype=torch.float64)
         self._past = torch.empty(_CHUNK, dtype=torch.float64)
 
@@ -58,17 +61,12 @@ class ExactMeter:
 
         Raises ValueError if the pieces have other sizes than those of the reference.
         """
-        references = self._references.get(unit)
-        if references is None:
-            return Measure(0.0, 0.0, all(_all_finite(piece) for piece in pieces))
-        _check_sizes(unit, pieces, references)
-        moved_sq = reference_sq = 0.0
-        with torch.no_grad():
-            for piece, reference in zip(pieces, references, strict=True):
-                for now, then in zip(torch.split(piece, _CHUNK), torch.split(reference, _CHUNK), strict=True):
-                    moved, size = self._compare(now, then)
-                    moved_sq += moved
-                    reference_sq += size
+        with self._lock:
+            references = self._references.get(unit)
+            if references is None:
+                return Measure(0.0, 0.0, all(_all_finite(piece) for piece in pieces))
+            _check_sizes(unit, pieces, references)
+            moved_sq, reference_sq = self._compared(pieces, references)
         # A value that is not finite makes the sum so; the reverse may be a float64 overflow.
         if math.isfinite(moved_sq + reference_sq):
             return Measure(moved_sq, reference_sq, True)
@@ -77,27 +75,41 @@ class ExactMeter:
 
     def reset(self, unit: Unit, pieces: Sequence[torch.Tensor]) -> None:
         """Copy the present values: they are the newest committed version."""
-        self._references[unit] = [piece.detach().to("cpu", copy=True) for piece in pieces]
+        copies = [piece.detach().to("cpu", copy=True) for piece in pieces]
+        with self._lock:
+            self._references[unit] = copies
 
     def stage(self, unit: Unit, copies: Sequence[torch.Tensor]) -> None:
         """Keep hold of a save's copies until it is settled. Raises ValueError if one is unsettled already."""
-        if unit in self._staged:
-            raise ValueError(f"{unit} is staged already; settle that save before staging another one")
-        self._staged[unit] = list(copies)
+        with self._lock:
+            if unit in self._staged:
+                raise ValueError(f"{unit} is staged already; settle that save before staging another one")
+            self._staged[unit] = list(copies)
 
     def settle(self, unit: Unit, committed: bool) -> list[torch.Tensor]:
         """Move the reference if committed; return the tensors that are free now.
 
         Raises ValueError if the unit is not staged.
         """
-        if unit not in self._staged:
-            raise ValueError(f"{unit} is not staged; only what was staged can be settled")
-        copies = self._staged.pop(unit)
-        if not committed:
-            return copies
-        freed = self._references.get(unit, [])
-        self._references[unit] = copies
-        return freed
+        with self._lock:
+            if unit not in self._staged:
+                raise ValueError(f"{unit} is not staged; only what was staged can be settled")
+            copies = self._staged.pop(unit)
+            if not committed:
+                return copies
+            freed = self._references.get(unit, [])
+            self._references[unit] = copies
+            return freed
+
+    def _compared(self, pieces: Sequence[torch.Tensor], references: Sequence[torch.Tensor]) -> tuple[float, float]:
+        moved_sq = reference_sq = 0.0
+        with torch.no_grad():
+            for piece, reference in zip(pieces, references, strict=True):
+                for now, then in zip(torch.split(piece, _CHUNK), torch.split(reference, _CHUNK), strict=True):
+                    moved, size = self._compare(now, then)
+                    moved_sq += moved
+                    reference_sq += size
+        return moved_sq, reference_sq
 
     def _compare(self, now: torch.Tensor, then: torch.Tensor) -> tuple[float, float]:
         """Squared distance and squared reference norm of at most a chunk of elements."""

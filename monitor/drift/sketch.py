@@ -1,21 +1,25 @@
 """The sketching drift meter: a signature of a few thousand values a unit stands for the committed state.
 
 Memory does not grow with the model; a measurement is one pass over the values at about the speed of a copy.
-The mathematics is in :mod:`monitor.drift.projection`; here is what is remembered when.
+The mathematics is in :mod:`monitor.drift.projection`; here is what is remembered when. Signatures compare within
+one meter only: they are not saved or sent.
 
-Used from the training thread only. Signatures compare within one meter only: they are not saved or sent.
+Which signature a save gets: that of the last measurement of the unit by the thread that stages it, if there is
+one that no earlier save used up; else one computed from the copies. :meth:`SketchMeter.stage` does not read the
+copies, which may still be filling; :meth:`SketchMeter.settle` does, once the save is committed, and then also
+compares a sample of at most 64 values, spread over the unit, to the bit. If they differ, the state moved between
+measuring and copying (an optimizer step changes all of them), and the signature is computed from the copies. A
+change that leaves the whole sample alone (a few rows of an embedding) goes unnoticed; so measure a unit in the
+step in which it is staged, and nothing rests on the sample.
 
-Three signatures a unit at most: of the last measurement, of the save under way, of the reference. What
-:meth:`SketchMeter.stage` takes for the save's: that of the last measurement, if there is one that no earlier
-save used up and the values have not changed since; else it is computed from the copies. Whether they changed
-is told by a sample of at most 64 values, spread over the unit, compared to the bit: an optimizer step changes
-every one of them. A change that leaves the whole sample alone (a few rows of an embedding) goes unnoticed;
-so measure a unit in the step in which it is staged, and nothing rests on the sample.
+Threads: any, one at a time, held by a lock. The training thread measures live pieces; a thread that carries out a
+save may measure and stage its copies meanwhile, and neither takes the other's measurement.
 """
 
 from __future__ import annotations
 
 import math
+import threading
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -50,6 +54,26 @@ class _Signature:
         return self.values.numel() * self.values.element_size()
 
 
+@dataclass(frozen=True)
+class _Measured:
+    """A signature, and a sample of the values it was taken of."""
+
+    signature: _Signature
+    sample: torch.Tensor
+
+    @property
+    def nbytes(self) -> int:
+        return self.signature.nbytes + self.sample.numel() * self.sample.element_size()
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """A save under way. measured: what the last measurement found, None where there was none to use."""
+
+    copies: list[torch.Tensor]
+    measured: _Measured | None
+
+
 class SketchMeter:
     """Estimates distances within about 1.2 % (one standard deviation, width 4099), for any kind of change.
 
@@ -62,15 +86,18 @@ class SketchMeter:
         self._projection = Projection(width, seed)
         self._chunk_lengths: dict[Unit, int] = {}
         self._references: dict[Unit, _Signature] = {}
-        self._measured: dict[Unit, tuple[_Signature, torch.Tensor]] = {}
-        self._pending: dict[Unit, tuple[_Signature, list[torch.Tensor]]] = {}
+        self._measured: dict[tuple[int, Unit], _Measured] = {}
+        """By thread and unit."""
+        self._pending: dict[Unit, _Pending] = {}
+        self._lock = threading.RLock()
 
     @property
     def memory_bytes(self) -> int:
         """Bytes of all signatures held: references, last measurements, saves under way."""
-        measured = sum(signature.nbytes + 8 * sample.numel() for signature, sample in self._measured.values())
-        pending = sum(signature.nbytes for signature, _ in self._pending.values())
-        return measured + pending + sum(signature.nbytes for signature in self._references.values())
+        with self._lock:
+            measured = [*self._measured.values(), *(pending.measured for pending in self._pending.values())]
+            known = sum(found.nbytes for found in measured if found is not None)
+            return known + sum(signature.nbytes for signature in self._references.values())
 
     @property
     def scratch_bytes(self) -> int:
@@ -89,9 +116,10 @@ class SketchMeter:
 
         Raises ValueError if the pieces have other sizes than those of the reference.
         """
-        signature = self._signature(unit, pieces)
-        self._measured[unit] = (signature, _sample(pieces))
-        reference = self._references.get(unit)
+        with self._lock:
+            signature = self._signature(unit, pieces)
+            self._measured[threading.get_ident(), unit] = _Measured(signature, _sample(pieces))
+            reference = self._references.get(unit)
         if reference is None:
             return Measure(0.0, 0.0, signature.finite)
         if reference.numels != signature.numels:
@@ -104,32 +132,39 @@ class SketchMeter:
 
     def reset(self, unit: Unit, pieces: Sequence[torch.Tensor]) -> None:
         """Take the signature of the present values: they are the newest committed version."""
-        self._measured.pop(unit, None)
-        self._references[unit] = self._signature(unit, pieces)
+        with self._lock:
+            self._measured.pop((threading.get_ident(), unit), None)
+            self._references[unit] = self._signature(unit, pieces)
 
     def stage(self, unit: Unit, copies: Sequence[torch.Tensor]) -> None:
-        """Note the signature of a save's copies, by the rule at the top of this module.
+        """Note a save's copies, and which signature is theirs by the rule at the top of this module.
 
         Raises ValueError if an earlier save of the unit is unsettled.
         """
-        if unit in self._pending:
-            raise ValueError(f"{unit} is staged already; settle that save before staging another one")
-        signature, sample = self._measured.pop(unit, (None, None))
-        if signature is None or sample is None or not torch.equal(sample, _sample(copies)):
-            signature = self._signature(unit, copies)
-        self._pending[unit] = (signature, list(copies))
+        with self._lock:
+            if unit in self._pending:
+                raise ValueError(f"{unit} is staged already; settle that save before staging another one")
+            measured = self._measured.pop((threading.get_ident(), unit), None)
+            self._pending[unit] = _Pending(list(copies), measured)
 
     def settle(self, unit: Unit, committed: bool) -> list[torch.Tensor]:
         """Move the reference if committed. Returns the copies that were staged: the meter keeps none.
 
         Raises ValueError if the unit is not staged.
         """
-        if unit not in self._pending:
-            raise ValueError(f"{unit} is not staged; only what was staged can be settled")
-        signature, copies = self._pending.pop(unit)
-        if committed:
-            self._references[unit] = signature
-        return copies
+        with self._lock:
+            pending = self._pending.pop(unit, None)
+            if pending is None:
+                raise ValueError(f"{unit} is not staged; only what was staged can be settled")
+            if committed:
+                self._references[unit] = self._signature_of(unit, pending)
+            return pending.copies
+
+    def _signature_of(self, unit: Unit, pending: _Pending) -> _Signature:
+        measured = pending.measured
+        if measured is not None and torch.equal(measured.sample, _sample(pending.copies)):
+            return measured.signature
+        return self._signature(unit, pending.copies)
 
     def _signature(self, unit: Unit, pieces: Sequence[torch.Tensor]) -> _Signature:
         numels = tuple(piece.numel() for piece in pieces)

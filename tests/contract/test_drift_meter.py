@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -188,6 +189,44 @@ def test_the_state_may_move_on_before_it_is_staged(meter: DriftMeter, sizes: tup
     assert moved(meter, pieces) == 0.0
 
 
+def test_copies_may_fill_after_they_are_staged(meter: DriftMeter, sizes: tuple[int, ...]) -> None:
+    pieces = values(sizes)
+    for measured in (True, False):
+        if measured:
+            meter.measure(UNIT, pieces)
+        staged = [torch.full_like(piece, 1e30) for piece in pieces]
+        meter.stage(UNIT, staged)
+        for copy, piece in zip(staged, pieces, strict=True):
+            copy.copy_(piece)
+        meter.settle(UNIT, True)
+        assert moved(meter, pieces) == 0.0
+        nudge(pieces, 1.0)
+
+
+def test_the_thread_of_a_save_and_the_training_thread_keep_apart(meter: DriftMeter, sizes: tuple[int, ...]) -> None:
+    pieces, saved = values(sizes), values(sizes)
+    with ThreadPoolExecutor(1) as saver:
+        saver.submit(meter.measure, UNIT, saved).result()
+        pieces[0][5] += 1.0  # no value of a sample
+        meter.measure(UNIT, pieces)
+        saver.submit(meter.stage, UNIT, saved).result()
+        meter.settle(UNIT, True)
+    assert moved(meter, saved) == 0.0
+    assert moved(meter, pieces) == pytest.approx(1.0, rel=1e-5)
+
+
+def test_two_threads_measure_what_one_measures(meter: DriftMeter) -> None:
+    units = [Unit(f"layers.{i}", "fp32") for i in range(8)]
+    state = {unit: values((60_000, 1000), seed) for seed, unit in enumerate(units)}
+    for unit in units:
+        meter.reset(unit, values((60_000, 1000), seed=77))
+    alone = [meter.measure(unit, state[unit]) for unit in units]
+    with ThreadPoolExecutor(2) as threads:
+        for _ in range(10):
+            again = threads.map(lambda unit: meter.measure(unit, state[unit]), units)
+            assert list(again) == alone
+
+
 def test_a_measurement_serves_one_save_only(meter: DriftMeter, sizes: tuple[int, ...]) -> None:
     pieces = values(sizes)
     meter.measure(UNIT, pieces)
@@ -256,6 +295,9 @@ def test_memory_is_what_the_references_take(meter: DriftMeter, sizes: tuple[int,
     assert meter.memory_bytes == 0
     meter.reset(UNIT, values(sizes))
     elements = sum(sizes) if isinstance(meter, ExactMeter) else min(sum(sizes), 4099)
+    assert meter.memory_bytes == 4 * elements
+    meter.measure(UNIT, values(sizes, seed=1))
+    commit(meter, values(sizes, seed=1))
     assert meter.memory_bytes == 4 * elements
 
 

@@ -95,6 +95,22 @@ def test_many_small_pieces() -> None:
     assert math.sqrt(meter.measure(UNIT, pieces).moved_sq) == pytest.approx(length, rel=0.05)
 
 
+def test_thousands_of_single_values() -> None:
+    pieces = [torch.ones(1) for _ in range(WIDTH + 1000)]
+    meter = SketchMeter()
+    meter.reset(UNIT, [torch.zeros(1) for _ in pieces])
+    assert math.sqrt(meter.measure(UNIT, pieces).moved_sq) == pytest.approx(math.sqrt(len(pieces)), rel=0.05)
+
+
+def test_errors_of_two_units_are_not_the_same() -> None:
+    other = Unit("layer", "exp_avg")
+    meter = SketchMeter()
+    for unit in (UNIT, other):
+        meter.reset(unit, [torch.zeros(100_000)])
+    squares = [meter.measure(unit, [randn(100_000)]).moved_sq for unit in (UNIT, other)]
+    assert squares[0] != squares[1]
+
+
 UPDATES: dict[str, Callable[[], torch.Tensor]] = {
     "constant": lambda: torch.ones(600_000),
     "rank one, width k": lambda: torch.outer(randn(150), randn(WIDTH, seed=1)),
@@ -123,6 +139,15 @@ def test_small_drifts_of_large_units(start: str, drift: float, allowed: float) -
     before = randn(numel) if start == "weights" else randn(numel).square() + 0.5
     update = randn(numel, seed=5) * drift
     assert abs(error(update, start=before)) < allowed
+
+
+def test_many_chunks_do_not_blur_a_tiny_drift() -> None:
+    before = randn(16_000_000)
+    after = before + randn(16_000_000, seed=5) * 1e-6
+    projection = Projection(WIDTH, 0)
+    signatures = [projection.project([values], 1 << 14, 0).double() for values in (after, before)]
+    measured = float((signatures[0] - signatures[1]).norm())
+    assert measured == pytest.approx(float((after.double() - before.double()).norm()), rel=0.06)
 
 
 def test_the_same_seed_gives_the_same_map_and_another_another() -> None:
@@ -185,7 +210,7 @@ def test_memory_share_of_a_realistic_shard() -> None:
     shard = len(units) * sum(piece.numel() for piece in layer) * 4
     assert shard > 550e6
     sample = 8 * 64
-    assert peak == len(units) * (3 * 4 * WIDTH + sample)  # reference, under way, last measured
+    assert peak == len(units) * (3 * 4 * WIDTH + 2 * sample)  # reference, under way, last measured
     assert peak <= 0.005 * shard
     assert 0 < meter.scratch_bytes <= 16 << 20
 
