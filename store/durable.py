@@ -17,12 +17,18 @@ from contextlib import suppress
 from store.errors import StorageError
 from store.files import Files, NewFile
 
-_TEMPORARY = re.compile(r"\.tmp-[0-9a-f]{12}-.+\Z")
+_TEMPORARY = re.compile(r"\.tmp-[0-9a-f]{12}-(.+)\Z")
 
 
 def is_temporary(name: str) -> bool:
     """Whether a file name is one that an interrupted write may leave behind."""
-    return _TEMPORARY.match(name) is not None
+    return final_name(name) is not None
+
+
+def final_name(temporary: str) -> str | None:
+    """The name that a temporary file was to get, None where the name is not a temporary one."""
+    match = _TEMPORARY.match(temporary)
+    return match[1] if match else None
 
 
 def ensure_dir(files: Files, path: str) -> None:

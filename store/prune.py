@@ -8,15 +8,16 @@ and stay.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
 
-from store.catalog import Catalog
-from store.durable import is_temporary
+from store.catalog import Catalog, LoadedGroup
+from store.durable import final_name, is_temporary
 from store.errors import DamagedError, MissingError, StorageError
 from store.files import Files
 from store.layout import (
+    FOREIGN,
     MANIFESTS,
     PROVEN,
     SEGMENTS,
@@ -49,10 +50,12 @@ def plan_prune(catalog: Catalog, retention: Retention) -> PrunePlan:
     """Look at the store and decide. Writes nothing."""
     commits = _commits(catalog)
     groups, strange = _groups(catalog.files)
-    strange += [name for name in catalog.files.list_dir("") if name not in TOP_LEVEL and not is_temporary(name)]
+    known = TOP_LEVEL | FOREIGN
+    strange += [name for name in catalog.files.list_dir("") if name not in known and not is_temporary(name)]
     strange += [f"{MANIFESTS}/{name}" for name in _names(catalog.files, MANIFESTS) if not _known_record(name)]
-    if commits.unreadable or not commits.whole:
-        # What a damaged manifest reaches is not known, so nothing may be called garbage.
+    if commits.refused or commits.unreadable or not commits.whole:
+        # What a damaged manifest reaches is not known, so nothing may be called garbage. What storage refused to
+        # read may be whole: a passing error must not get a good commit deleted.
         blocked = f"{_why_blocked(commits)}: nothing is deleted"
         return PrunePlan(tuple(sorted(commits.readable)), (), (), (), tuple(strange), 0, blocked)
     # Damaged commits do not count as kept ones; but those newer than all whole ones may still be resumed in part.
@@ -63,7 +66,9 @@ def plan_prune(catalog: Catalog, retention: Retention) -> PrunePlan:
     newest = max(commits.readable)
     dead = tuple(sorted(group for group in groups if group not in reachable and group < newest))
     dropped = tuple(sorted(set(commits.readable) - keep))
-    temporaries = tuple(_temporaries(catalog.files, [g for g in groups if g < newest and g not in dead]))
+    quiet = sorted(group for group in groups if group < newest and group not in dead)
+    temporaries = tuple(_temporaries(catalog.files, quiet, newest, keep))
+    strange += [path for group in dead for path in _strange_in(catalog.files, group)]
     freed = sum(_group_bytes(catalog.files, group) for group in dead)
     return PrunePlan(tuple(sorted(keep)), dropped, dead, temporaries, tuple(strange), freed)
 
@@ -95,33 +100,41 @@ def execute(files: Files, plan: PrunePlan) -> None:
 
 @dataclass(frozen=True)
 class _Commits:
+    """``unreadable``: damaged manifests. ``refused``: why storage did not give a record, '' where it gave all."""
+
     whole: tuple[SaveId, ...]
     readable: tuple[SaveId, ...]
     unreadable: tuple[SaveId, ...]
+    refused: str
 
 
 def _commits(catalog: Catalog) -> _Commits:
-    readable, unreadable = [], []
+    readable, unreadable, refused = [], [], ""
     for save in catalog.saves():
         try:
             catalog.manifest(save)
-        except (DamagedError, StorageError):
+        except DamagedError:
             unreadable.append(save)
+        except StorageError as error:
+            refused = str(error)
         else:
             readable.append(save)
-    whole = tuple(save for save in readable if _is_whole(catalog, save))
-    return _Commits(whole, tuple(readable), tuple(unreadable))
+    hurt = {save: [group for group in _groups_of(catalog, save) if group.problems] for save in readable}
+    refused = next((group.problems[-1] for groups in hurt.values() for group in groups if group.refused), refused)
+    whole = tuple(save for save in readable if not hurt[save])
+    return _Commits(whole, tuple(readable), tuple(unreadable), refused)
 
 
 def _why_blocked(commits: _Commits) -> str:
+    if commits.refused:
+        return commits.refused
     if commits.unreadable:
         return f"commit {commits.unreadable[0]} cannot be read (move its manifest away once you looked at it)"
     return "no commit is whole" if commits.readable else "there is no commit"
 
 
-def _is_whole(catalog: Catalog, save: SaveId) -> bool:
-    groups = catalog.manifest(save).groups
-    return all(not catalog.group(SaveId.parse(name), record).problems for name, record in groups.items())
+def _groups_of(catalog: Catalog, save: SaveId) -> list[LoadedGroup]:
+    return [catalog.group(SaveId.parse(name), record) for name, record in catalog.manifest(save).groups.items()]
 
 
 def _groups(files: Files) -> tuple[set[SaveId], list[str]]:
@@ -135,19 +148,33 @@ def _groups(files: Files) -> tuple[set[SaveId], list[str]]:
     return groups, strange
 
 
-def _temporaries(files: Files, groups: list[SaveId]) -> Iterator[str]:
-    for folder in (MANIFESTS, PROVEN, *(segment_dir(group) for group in sorted(groups))):
+def _temporaries(files: Files, quiet: Sequence[SaveId], newest: SaveId, keep: Set[SaveId]) -> Iterator[str]:
+    # Never one that may be in use: of the commit after the newest, or a mark that is being set on a kept commit.
+    for name in _names(files, MANIFESTS):
+        save = parse_save_file(final_name(name) or "")
+        if save is not None and save <= newest:
+            yield f"{MANIFESTS}/{name}"
+    for name in _names(files, PROVEN):
+        save = parse_save_file(final_name(name) or "")
+        if save is not None and save <= newest and save not in keep:
+            yield f"{PROVEN}/{name}"
+    for folder in map(segment_dir, quiet):
         yield from (f"{folder}/{name}" for name in _names(files, folder) if is_temporary(name))
+
+
+def _strange_in(files: Files, group: SaveId) -> list[str]:
+    folder = segment_dir(group)
+    return [f"{folder}/{name}" for name in _names(files, folder) if not _is_segment_file(name)]
 
 
 def _remove_group(files: Files, group: SaveId) -> None:
     folder = segment_dir(group)
     names = _names(files, folder)
     for name in names:
-        if parse_rank_file(name) is not None or is_temporary(name):
+        if _is_segment_file(name):
             with suppress(MissingError):
                 files.unlink(f"{folder}/{name}")
-    if all(parse_rank_file(name) is not None or is_temporary(name) for name in names):
+    if all(_is_segment_file(name) for name in names):
         with suppress(MissingError):
             files.remove_dir(folder)
 
@@ -162,6 +189,10 @@ def _names(files: Files, folder: str) -> list[str]:
         return files.list_dir(folder)
     except MissingError:
         return []
+
+
+def _is_segment_file(name: str) -> bool:
+    return parse_rank_file(name) is not None or is_temporary(name)
 
 
 def _known_record(name: str) -> bool:
