@@ -1,0 +1,191 @@
+from __future__ import annotations
+
+import errno
+
+import pytest
+from checker import check_goes_on, promised, read_newest
+from damage import flip, forge, remove
+from simulated import Fault, SimulatedFiles
+from workload import PLAN, RANKS, Job, Memory, Save
+
+from store.catalog import open_catalog
+from store.commit import Expected, commit, hint_latest, mark_proven, wait_for_group
+from store.durable import is_temporary
+from store.errors import DamagedError, ExistsError, SaveError, StorageError
+from store.layout import part_path, payload_path
+from store.segments import present_parts
+
+
+class Clock:
+    """Time that passes only while somebody sleeps."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.slept: list[float] = []
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        self.now += seconds
+
+
+def expected(job: Job, save: Save, world_size: int = RANKS, plan: str = PLAN) -> Expected:
+    return Expected(job.catalog.store_id, save.id, world_size, plan)
+
+
+def test_waits_until_every_rank_wrote(job: Job) -> None:
+    draft = job.plan()
+    job.write(draft, 0)
+    clock = Clock()
+
+    def sleep(seconds: float) -> None:
+        clock.sleep(seconds)
+        if len(clock.slept) == 3:
+            job.write(draft, 1)
+
+    group = wait_for_group(job.files, expected(job, draft), 60, clock=clock, sleep=sleep)
+    assert [part.rank for part in group.parts] == [0, 1]
+    assert group.record.world_size == RANKS
+    assert group.record.payload_bytes == sum(job.files.size(payload_path(draft.id, rank)) for rank in range(RANKS))
+    assert len(clock.slept) == 3
+
+
+def test_a_rank_that_never_writes(job: Job) -> None:
+    """Scenario 12."""
+    draft = job.plan()
+    job.write(draft, 1)
+    clock = Clock()
+    with pytest.raises(SaveError, match=r"ranks \[0\] wrote no segment within 5 s"):
+        wait_for_group(job.files, expected(job, draft), 5, clock=clock, sleep=clock.sleep)
+    assert 105 <= clock.now < 106
+    assert open_catalog(job.files).saves() == []
+
+
+def test_a_save_can_be_given_up_early(job: Job) -> None:
+    draft = job.plan()
+    clock = Clock()
+    with pytest.raises(SaveError, match="given up"):
+        wait_for_group(
+            job.files, expected(job, draft), 60, aborted=lambda: clock.now > 101, clock=clock, sleep=clock.sleep
+        )
+    assert clock.now < 102
+
+
+def test_a_payload_without_its_part_is_not_there(job: Job) -> None:
+    draft = job.plan()
+    job.write(draft, 0)
+    job.write(draft, 1)
+    remove(job.files, part_path(draft.id, 1))
+    assert present_parts(job.files, draft.id) == [0]
+    with pytest.raises(SaveError):
+        wait_for_group(job.files, expected(job, draft), 0)
+
+
+@pytest.mark.parametrize("wrong", ["world size", "too few", "plan", "store", "payload", "part"])
+def test_parts_that_do_not_fit_stop_the_save(job: Job, wrong: str) -> None:
+    draft = job.plan()
+    job.write(draft, 0)
+    job.write(draft, 1)
+    want = expected(job, draft)
+    if wrong == "world size":
+        want = expected(job, draft, world_size=3)
+    elif wrong == "too few":
+        want = expected(job, draft, world_size=1)
+    elif wrong == "plan":
+        want = expected(job, draft, plan="1" * 32)
+    elif wrong == "store":
+        forge(job.files, part_path(draft.id, 0), lambda body: body.update(store_id="1" * 32))
+    elif wrong == "payload":
+        remove(job.files, payload_path(draft.id, 0))
+    else:
+        flip(job.files, part_path(draft.id, 0), 33)
+    with pytest.raises(DamagedError):
+        wait_for_group(job.files, want, 0)
+
+
+def test_a_rank_writes_a_save_once(job: Job) -> None:
+    """Scenario 14: the same rank twice."""
+    draft = job.plan()
+    job.write(draft, 0)
+    before = job.files.disk.files()
+    with pytest.raises(ExistsError):
+        job.write(draft, 0)
+    assert job.files.disk.files() == before
+
+
+def test_the_hint_follows_and_nobody_trusts_it(job: Job) -> None:
+    first, second = job.save(), job.save()
+    assert job.files.read("LATEST", 99) == f"{second}\n".encode()
+    hint_latest(job.files, first)
+    assert job.files.read("LATEST", 99) == f"{first}\n".encode()
+    assert read_newest(open_catalog(job.files)).save == second
+    remove(job.files, "LATEST")
+    assert read_newest(open_catalog(job.files)).save == second
+
+
+def test_a_mark_is_set_once(job: Job) -> None:
+    save = job.save()
+    mark_proven(job.files, job.catalog.store_id, save, 1)
+    before = job.files.disk.files()
+    mark_proven(job.files, job.catalog.store_id, save, 2)
+    assert job.files.disk.files() == before
+    assert open_catalog(job.files).proven() == {save}
+
+
+@pytest.mark.parametrize("verb", ["create", "write", "sync", "link", "unlink", "sync_dir", "mkdir", "rename"])
+@pytest.mark.parametrize("kind", ["EIO", "EIO after", "ENOSPC", "EIO for ever"])
+def test_any_error_in_a_save_is_typed_and_harms_nothing(verb: str, kind: str) -> None:
+    """EIO once, after success, or for good; ENOSPC at the first, second, ... operation of a kind."""
+    for nth in range(1, 40):
+        job = Job(SimulatedFiles(), Memory())
+        job.save()
+        fault = Fault(
+            verb,
+            nth=nth,
+            error=errno.ENOSPC if kind == "ENOSPC" else errno.EIO,
+            times=None if kind == "EIO for ever" else 1,
+            after=kind == "EIO after",
+        )
+        job.files.faults = [fault]
+        draft = job.plan()
+        try:
+            job.save()
+        except (StorageError, SaveError):
+            pass
+        else:
+            assert verb == "unlink" or fault.seen < nth, "an error was swallowed"
+        job.files.faults = []
+        if fault.seen < nth:
+            break
+        visible = {name for name in job.files.disk.files() if not is_temporary(name.rpartition("/")[2])}
+        assert visible >= {f"manifests/{save}.json" for save in promised(job.journal.events).kept}
+        assert read_newest(open_catalog(job.files)).save >= promised(job.journal.events).newest
+        assert check_goes_on(job.files) > draft.id
+    assert nth > 1 or verb == "mkdir"
+
+
+def test_an_error_at_the_commit_point_is_no_acknowledgement(job: Job) -> None:
+    job.save()
+    draft = job.plan()
+    for rank in range(RANKS):
+        job.write(draft, rank)
+    job.files.faults = [Fault("sync_dir", path="manifests")]
+    with pytest.raises(StorageError):
+        job.commit(draft)
+    assert job.journal.events[-1]["save"] != draft.id.name
+    check_goes_on(job.files)
+
+
+def test_a_commit_that_was_refused_can_be_given_up(job: Job) -> None:
+    job.save()
+    draft = job.plan()
+    job.write(draft, 0)
+    with pytest.raises(SaveError):
+        job.commit(draft)
+    newer = job.plan()
+    assert newer.id == draft.id  # its name is used up by rank 0: the job goes on at another step
+    assert job.last is not None
+    with pytest.raises(ExistsError):
+        commit(job.files, job.last)
