@@ -30,7 +30,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
-    deepspeed.init_distributed(dist_backend="gloo")
+    deepspeed.init_distributed(dist_backend="cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     bench = Bench(options.stage, options.layers, options.folder)
     bench.warm_up()
     for _ in range(options.rounds):
@@ -85,7 +85,10 @@ class Bench:
             f"{dist.get_rank()}/{p.fragment.fqn}/{p.fragment.slot}/{p.fragment.start}": p.tensor for p in pieces
         }
         self.local_bytes = sum(t.numel() * t.element_size() for t in self.tensors.values())
-        self.copies = {name: torch.zeros_like(tensor) for name, tensor in self.tensors.items()}
+        self.copies = {
+            name: torch.zeros(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            for name, tensor in self.tensors.items()
+        }
         pinned = torch.cuda.is_available()
         self.stagers = {
             "dcp_default": None,  # allocates anew at each save
@@ -215,6 +218,8 @@ class Bench:
         dist.barrier()
         began = time.perf_counter()
         action()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
         return self.worst(time.perf_counter() - began)
 
     def worst(self, value: float) -> float:
