@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -21,27 +21,38 @@ from merger.tensors import memory_of
 from store.errors import MergeError, StorageError
 
 
-def write_pt(path: Path, value: Any, classes: Sequence[Any]) -> int:
-    """Write ``value`` to a new file and return its size in bytes; durable and checked on return.
+def write_pt(path: Path, make: Callable[[], Any], classes: Sequence[Any]) -> int:
+    """Write what ``make`` returns to a new file and return its size in bytes; durable and checked on return.
 
-    classes: what may occur in the file besides tensors and plain values. MergeError where the file read back
-    holds something else, StorageError where the system refuses to write.
+    It is let go before the file is read back, so that a rank's state is in memory once. classes: what may occur
+    in the file besides tensors and plain values. MergeError where the file read back holds something else,
+    StorageError where the system refuses to write.
     """
+    value = make()
     expected = fingerprint(value)
-    try:
-        with path.open("xb") as file:
-            torch.save(value, file)
-            file.flush()
-            os.fsync(file.fileno())
-            size = file.tell()
-    except (OSError, RuntimeError) as error:
-        raise StorageError(f"cannot write {path}: {error}; free space or name another output directory") from error
+    _save(path, value)
+    del value
     if fingerprint(read_pt(path, classes)) != expected:
         raise MergeError(
             f"{path} does not read back as it was written: the storage under it is not to be trusted; "
             "check `dmesg`, or name an output directory elsewhere"
         )
-    return size
+    return path.stat().st_size
+
+
+def _save(path: Path, value: Any) -> None:
+    try:
+        if path.exists() or path.is_symlink():
+            raise FileExistsError("the name is taken")
+        # By its name, not as an open file: torch then writes several times as fast.
+        torch.save(value, path)
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except (OSError, RuntimeError) as error:
+        raise StorageError(f"cannot write {path}: {error}; free space or name another output directory") from error
 
 
 def read_pt(path: Path, classes: Sequence[Any]) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,12 +56,11 @@ class DeepSpeedLayout:
         ranks = range(facts.world_size)
         total = 0
         for rank in ranks if facts.zero_stage == 3 else ranks[:1]:
-            total += write_pt(
-                folder / tag / _model_file(facts, rank), _model_states(facts, plan, reader, rank), CLASSES
-            )
+            make = partial(_model_states, facts, plan, reader, rank)
+            total += write_pt(folder / tag / _model_file(facts, rank), make, CLASSES)
         for rank in ranks if facts.zero_stage else ():
             name = f"{facts.optim_prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
-            total += write_pt(folder / tag / name, _optim_states(facts, plan, reader, rank), CLASSES)
+            total += write_pt(folder / tag / name, partial(_optim_states, facts, plan, reader, rank), CLASSES)
         if facts.zero_stage:
             total += _copy_recovery_scripts(folder)
         return Written(tag, total + write_durably(folder / "latest", tag.encode()))

@@ -39,10 +39,13 @@ def flat_tensor(
         raise MergeError(
             f"the parameters of a flat partition have {slot} in several dtypes: {sorted(map(str, dtypes))}"
         )
-    out = torch.zeros(numel, dtype=dtypes.pop() if dtypes else fallback)
-    for piece in pieces:
-        target = out.narrow(0, piece.offset, piece.numel)
-        reader.fill(Fragment(piece.fqn, slot, piece.start, piece.numel), target)
+    out = torch.empty(numel, dtype=dtypes.pop() if dtypes else fallback)
+    end = 0
+    for piece in sorted(pieces, key=lambda piece: piece.offset):
+        out[end : piece.offset] = 0
+        end = piece.offset + piece.numel
+        reader.fill(Fragment(piece.fqn, slot, piece.start, piece.numel), out[piece.offset : end])
+    out[end:] = 0
     return out
 
 

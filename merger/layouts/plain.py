@@ -8,6 +8,7 @@ take them, with nothing of ours installed. Random-number states and the user's o
 from __future__ import annotations
 
 from collections import OrderedDict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +27,15 @@ class PlainLayout:
 
     def write(self, plan: MergePlan, reader: Reader, folder: Path) -> Written:
         """See :class:`merger.layouts.base.Layout`."""
-        total = write_pt(folder / "model.pt", model_state(plan, reader), ())
-        total += write_pt(folder / "optimizer.pt", optimizer_state(plan, reader), ())
-        ranks = {
-            rank: {"rng": portable(state.rng), "user": portable(state.user)} for rank, state in plan.run_states.items()
-        }
-        total += write_pt(folder / "extra.pt", {"save": plan.save.name, "step": plan.save.step, "ranks": ranks}, ())
+        total = write_pt(folder / "model.pt", partial(model_state, plan, reader), ())
+        total += write_pt(folder / "optimizer.pt", partial(optimizer_state, plan, reader), ())
+        total += write_pt(folder / "extra.pt", partial(_extra, plan), ())
         return Written(f"step{plan.save.step}", total)
+
+
+def _extra(plan: MergePlan) -> dict[str, Any]:
+    ranks = {rank: {"rng": portable(one.rng), "user": portable(one.user)} for rank, one in plan.run_states.items()}
+    return {"save": plan.save.name, "step": plan.save.step, "ranks": ranks}
 
 
 def model_state(plan: MergePlan, reader: Reader) -> OrderedDict[str, torch.Tensor]:

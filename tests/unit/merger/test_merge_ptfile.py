@@ -31,7 +31,7 @@ VALUE = {
 
 def test_what_is_written_reads_back(tmp_path: Path) -> None:
     path = tmp_path / "x.pt"
-    assert write_pt(path, VALUE, (Colour, Thing)) == path.stat().st_size
+    assert write_pt(path, lambda: VALUE, (Colour, Thing)) == path.stat().st_size
     found = read_pt(path, (Colour, Thing))
     assert fingerprint(found) == fingerprint(VALUE)
     assert found["thing"].size == 4 and found[5] is Colour.RED
@@ -39,13 +39,13 @@ def test_what_is_written_reads_back(tmp_path: Path) -> None:
 
 def test_a_class_that_is_not_named_is_refused(tmp_path: Path) -> None:
     with pytest.raises(MergeError, match="cannot be read back"):
-        write_pt(tmp_path / "x.pt", VALUE, (Colour,))
+        write_pt(tmp_path / "x.pt", lambda: VALUE, (Colour,))
 
 
 def test_a_name_that_is_taken_stays_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "x.pt").write_text("mine")
     with pytest.raises(StorageError, match="cannot write"):
-        write_pt(tmp_path / "x.pt", VALUE, (Colour, Thing))
+        write_pt(tmp_path / "x.pt", lambda: VALUE, (Colour, Thing))
     assert (tmp_path / "x.pt").read_text() == "mine"
 
 
