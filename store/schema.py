@@ -37,10 +37,10 @@ class Record(BaseModel):
 
 
 class StoreRecord(Record):
-    """STORE.json."""
+    """STORE.json. No defaults: no other record must pass for it."""
 
-    format: Natural = FORMAT
-    reader: Natural = FORMAT
+    format: Natural
+    reader: Natural
     store_id: Digest
 
 

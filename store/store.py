@@ -10,7 +10,7 @@ from store.durable import ensure_dir, is_temporary, write_new
 from store.errors import DamagedError, ExistsError, NoStoreError, StorageError
 from store.files import Files
 from store.layout import EPOCHS, FOREIGN, MANIFESTS, PROVEN, SEGMENTS, STORE, TOP_LEVEL
-from store.schema import StoreRecord, to_bytes
+from store.schema import FORMAT, StoreRecord, to_bytes
 
 
 def open_or_create(files: Files) -> Catalog:
@@ -28,7 +28,7 @@ def open_or_create(files: Files) -> Catalog:
         return _reopened(files)
     for folder in (EPOCHS, SEGMENTS, MANIFESTS, PROVEN):
         ensure_dir(files, folder)
-    data = to_bytes(StoreRecord(store_id=secrets.token_hex(16)))
+    data = to_bytes(StoreRecord(format=FORMAT, reader=FORMAT, store_id=secrets.token_hex(16)))
     with suppress(ExistsError):  # another process made it just now: its store is as good
         write_new(files, STORE, lambda file: file.write(data))
     return open_catalog(files)
