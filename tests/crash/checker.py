@@ -9,7 +9,7 @@ never shows what is not complete.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,10 +29,11 @@ from store.versions import Bad, Resolution, Version, newest_resumable, resolve
 
 @dataclass(frozen=True)
 class Promise:
-    """What the job was told: its acknowledged commits, but those that it asked a prune to drop."""
+    """What the job was told: its acknowledged commits and marks, but those that it asked a prune to drop."""
 
     kept: Mapping[SaveId, Mapping[str, str]] = field(default_factory=dict)
     newest: SaveId | None = None
+    proven: Set[SaveId] = frozenset()
 
 
 def promised(events: Iterable[Mapping[str, Any]]) -> Promise:
@@ -49,7 +50,7 @@ def promised(events: Iterable[Mapping[str, Any]]) -> Promise:
             sacred = set(sorted(kept)[-2:]) | set(sorted(proven & set(kept))[-1:])
             assert not dropped & sacred, f"prune drops {dropped & sacred}"
             kept = {save: units for save, units in kept.items() if save not in dropped}
-    return Promise(kept, max(kept, default=None))
+    return Promise(kept, max(kept, default=None), proven & set(kept))
 
 
 @dataclass(frozen=True)
@@ -129,6 +130,7 @@ def check_reading(files: Files, promise: Promise) -> Reading | None:
         reading = read_commit(catalog, save)
         assert {str(unit): version.name for unit, version in reading.versions.items()} == units
         assert_true_to_write(reading)
+    assert promise.proven <= catalog.proven()
     try:
         newest = read_newest(catalog)
     except NothingToResumeError:

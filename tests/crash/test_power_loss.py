@@ -112,7 +112,7 @@ def test_power_lost_after_the_last_acknowledgement(machine: Machine) -> None:
     """Nothing that was acknowledged is lost, the very last of it included."""
     machine.fresh("base")
     with machine.mounted() as store:
-        outcome = machine.zygote.doomed("save", store, machine.folder / "journal", BEYOND)
+        outcome = machine.zygote.doomed("commit", store, machine.folder / "journal", BEYOND)
     promise = promised([*machine.base_events, *outcome.events])
     assert promise.newest is not None
     assert promise.newest > promised(machine.base_events).newest

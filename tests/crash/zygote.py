@@ -10,11 +10,12 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import os
+import stat
 import sys
 import time
 from pathlib import Path
 
-from workload import Job, Paper
+from workload import RANKS, Job, Paper
 
 from store.errors import DriftpointError
 from store.files import LocalFiles, NewFile
@@ -41,7 +42,16 @@ def several(files: LocalFiles, journal: Paper) -> None:
         job.prune()
 
 
-SCENARIOS = {"save": save, "several": several}
+def commit(files: LocalFiles, journal: Paper) -> None:
+    """Resume and commit, and not a change more."""
+    job = Job(files, journal)
+    draft = job.plan()
+    for rank in range(RANKS):
+        job.write(draft, rank)
+    job.commit(draft)
+
+
+SCENARIOS = {"save": save, "several": several, "commit": commit}
 
 
 class Doomed(LocalFiles):
@@ -107,6 +117,17 @@ class _DoomedFile:
         self._file.close()
 
 
+def drop_fsync(of_directories: bool) -> None:
+    """A mutant, to test the tests: fsync does nothing for directories, or for files."""
+    real = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode) != of_directories:
+            real(descriptor)
+
+    os.fsync = fsync
+
+
 def child(scenario: str, store: str, journal_path: str, k: str) -> None:
     """One run. Never returns."""
     journal = Paper(journal_path)
@@ -116,6 +137,9 @@ def child(scenario: str, store: str, journal_path: str, k: str) -> None:
             time.sleep(0.001)
         time.sleep(0.01)  # attached is not yet stopped: let the tracer get hold of us first
     files = LocalFiles(store) if k == "trace" else Doomed(store, int(k))
+    scenario, _, mutant = scenario.partition("-without-")
+    if mutant:
+        drop_fsync(of_directories=mutant == "directory-sync")
     try:
         SCENARIOS[scenario](files, journal)
     except DriftpointError as error:
