@@ -1,0 +1,133 @@
+"""A job that was killed and brought back ends where the uninterrupted one does, to the last bit; and a composite
+holds exactly the versions that its certificate names.
+
+Dropout, a schedule, accumulation, clipping, two param groups, tied weights, a frozen block, and a loader whose
+order and augmentation come from four random generators. The death is a real SIGKILL in the middle of a step; the
+restart is torchrun's own, or a process started anew.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.launch import Launched, alone, torchrun
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+STEPS, KILL_AT = 11, 8
+ZERO = [
+    {"name": f"zero{stage}-{precision}", "kind": "zero", "stage": stage, "precision": precision, "every": 3}
+    for stage in (1, 2, 3)
+    for precision in ("bf16", "fp32")
+]
+DDP = [{"name": "ddp", "kind": "ddp", "every": 3}]
+PLAIN = [{"name": "plain", "kind": "plain", "every": 3}]
+COMPOSITES: list[dict[str, Any]] = [
+    {
+        "name": "zero2-parity2", "kind": "zero", "stage": 2, "precision": "bf16",
+        "every": 2, "policy": {"name": "parity", "k": 2}, "composite": True,
+    },
+    {
+        "name": "zero3-parity3", "kind": "zero", "stage": 3, "precision": "bf16",
+        "every": 1, "policy": {"name": "parity", "k": 3}, "composite": True,
+    },
+    {"name": "ddp-parity2", "kind": "ddp", "every": 2, "policy": {"name": "parity", "k": 2}, "composite": True},
+]  # fmt: skip
+EXACT = [case["name"] for case in [*ZERO, *DDP, *PLAIN]]
+
+
+def spec(cases: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+    return {"cases": cases, "steps": STEPS, "kill_at": KILL_AT, **more}
+
+
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory: pytest.TempPathFactory) -> Launched:
+    """All launches together."""
+    pytest.importorskip("deepspeed")
+    zero = [*ZERO, *[case for case in COMPOSITES if case["kind"] == "zero"]]
+    ddp = [*DDP, *[case for case in COMPOSITES if case["kind"] == "ddp"]]
+    done = [
+        torchrun("resume_train.py", 2, spec(zero), tmp_path_factory.mktemp("zero"), restarts=1),
+        torchrun("resume_train.py", 2, spec(ddp), tmp_path_factory.mktemp("ddp"), restarts=1),
+        *_alone_twice(tmp_path_factory.mktemp("plain")),
+    ]
+    assert [one.code for one in done] == [0, 0, -9, 0], "\n".join(one.output[-3000:] for one in done)
+    return Launched(0, "", [record for one in done for record in one.records])
+
+
+def _alone_twice(directory: Path) -> list[Launched]:
+    return [alone("resume_train.py", spec(PLAIN, phase=phase), directory) for phase in (0, 1)]
+
+
+def losses(launched: Launched, kind: str, case: str) -> dict[tuple[int, int], list[float]]:
+    """By rank and step."""
+    return {(one["rank"], one["step"]): one["losses"] for one in launched.of(kind, case=case)}
+
+
+def test_a_rank_died_of_a_signal_in_each_launch(launched: Launched) -> None:
+    assert [one["rank"] for one in launched.of("dies")] == [1, 1, 0]
+
+
+@pytest.mark.parametrize("case", EXACT)
+def test_saving_changes_nothing(launched: Launched, case: str) -> None:
+    straight, killed = losses(launched, "straight", case), losses(launched, "killed", case)
+    assert {step for _, step in killed} == set(range(KILL_AT))
+    assert killed == {key: value for key, value in straight.items() if key[1] < KILL_AT}
+
+
+@pytest.mark.parametrize("case", EXACT)
+def test_losses_after_a_resume_are_those_of_the_uninterrupted_run(launched: Launched, case: str) -> None:
+    straight, continued = losses(launched, "straight", case), losses(launched, "continued", case)
+    assert {step for _, step in continued} == set(range(6, STEPS))
+    assert continued == {key: value for key, value in straight.items() if key[1] >= 6}
+
+
+@pytest.mark.parametrize("case", EXACT)
+def test_the_end_is_the_same_state(launched: Launched, case: str) -> None:
+    ranks = (0,) if case == "plain" else (0, 1)
+    for rank in ranks:
+        straight = launched.one("end", case=case, of="straight", rank=rank)
+        resumed = launched.one("end", case=case, of="resumed", rank=rank)
+        assert len(straight["hashes"]) > 10
+        assert straight["hashes"] == resumed["hashes"]
+
+
+@pytest.mark.parametrize("case", EXACT)
+def test_a_full_save_is_certified_exact(launched: Launched, case: str) -> None:
+    for one in launched.of("resumed", case=case):
+        assert (one["step"], one["exact"], one["save"]) == (6, True, "00000006-000001")
+
+
+@pytest.mark.parametrize("case", [case["name"] for case in COMPOSITES])
+def test_a_composite_holds_the_versions_that_its_certificate_names(launched: Launched, case: str) -> None:
+    newest = max(one["step"] for one in launched.of("saved", case=case) if one["step"] <= KILL_AT)
+    layer_of = _layers(launched, case)
+    for rank in (0, 1):
+        resumed = launched.one("resumed", case=case, rank=rank)
+        assert (resumed["step"], resumed["exact"]) == (newest, False)
+        steps = {(layer, slot): step for layer, slot, step in resumed["units"]}
+        assert len(set(steps.values())) > 1
+        for fragment, digest in resumed["hashes"].items():
+            fqn, slot, *_ = fragment.split("|")
+            step = steps[layer_of[fqn], slot]
+            assert digest == _saved(launched, case, rank, step)[fragment], f"{fragment} is not that of step {step}"
+
+
+@pytest.mark.parametrize("case", [case["name"] for case in COMPOSITES])
+def test_training_goes_on_from_a_composite(launched: Launched, case: str) -> None:
+    assert {step for _, step in losses(launched, "continued", case)} >= {KILL_AT, STEPS - 1}
+
+
+def _saved(launched: Launched, case: str, rank: int, step: int) -> dict[str, str]:
+    # The first record of a step: the one before the kill.
+    return launched.of("saved", case=case, rank=rank, step=step)[0]["hashes"]
+
+
+def _layers(launched: Launched, case: str) -> dict[str, str]:
+    # Of this small model: blocks are layers, and so are the embedding and what the model owns itself.
+    units = {layer for layer, _, _ in launched.one("resumed", case=case, rank=0)["units"]}
+    names = {key.split("|")[0] for rank in (0, 1) for key in launched.one("resumed", case=case, rank=rank)["hashes"]}
+    return {name: next((unit for unit in units if name.startswith(f"{unit}.")), "(root)") for name in names}
