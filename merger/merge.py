@@ -39,7 +39,8 @@ def merge(
     """Rebuild the newest commit that can be (or ``save``) as a checkpoint of the framework that was training.
 
     out: must not exist; it appears when all of it is durable and was read back. progress: told the stored
-    bytes just read; ``MergePlan.bytes_to_read`` is their sum.
+    bytes just read; ``MergePlan.bytes_to_read`` is their sum. Where bytes turn out to be damaged, writing starts
+    again with the versions before, and so does the count.
 
     Raises NoStoreError, NothingToResumeError, MergeError (a hole; a commit that is not there), UsageError
     (``out`` is taken), UnsupportedError (a framework without a layout), StorageError (full, read-only).
@@ -62,9 +63,7 @@ def layout_for(plan: MergePlan) -> Layout:
     """The layout of the framework that wrote the store. UnsupportedError, naming it, where there is none."""
     framework = plan.manifest.framework
     if framework == "deepspeed":
-        from merger.layouts.deepspeed import DeepSpeedLayout
-
-        return DeepSpeedLayout(plan)
+        return _deepspeed_layout(plan)
     if framework == "torch":
         from merger.layouts.plain import PlainLayout
 
@@ -73,6 +72,17 @@ def layout_for(plan: MergePlan) -> Layout:
         f"the store was written by framework {framework!r}, for which there is no layout; there is one for "
         "'deepspeed' and one for 'torch'"
     )
+
+
+def _deepspeed_layout(plan: MergePlan) -> Layout:
+    try:
+        from merger.layouts.deepspeed import DeepSpeedLayout
+    except ModuleNotFoundError as error:
+        raise UnsupportedError(
+            f"the store was written by DeepSpeed, whose classes its files need, and {error.name} is not installed here: "
+            "run `pip install 'driftpoint[deepspeed]'`"
+        ) from error
+    return DeepSpeedLayout(plan)
 
 
 def _write_clean(

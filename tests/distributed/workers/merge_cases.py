@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from typing import Any
 
 import torch
@@ -59,6 +61,14 @@ def train(built: Any, steps: range) -> list[str]:
             built.step()
             losses.append(loss.item().hex())
     return losses
+
+
+def leave() -> None:
+    """End without tearing down: gloo's threads can abort the process when many engines lived in it."""
+    dist.barrier()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def whole_state(built: Any) -> dict[str, dict[str, torch.Tensor]]:

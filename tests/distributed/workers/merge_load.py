@@ -29,7 +29,7 @@ sys.meta_path.insert(0, Barred())  # type: ignore[arg-type]
 import deepspeed  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from merge_cases import CASES, COMPOSITES, LAST, SAVED, build, train, whole_state  # noqa: E402
+from merge_cases import CASES, COMPOSITES, LAST, SAVED, build, leave, train, whole_state  # noqa: E402
 
 
 def run(case: str, folder: Path) -> None:
@@ -71,7 +71,7 @@ def main(directory: Path) -> None:
     for case in COMPOSITES:
         run_composite(case, directory / case)
     assert not any(name in sys.modules for name in OURS)
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

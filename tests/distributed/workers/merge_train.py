@@ -13,7 +13,7 @@ from pathlib import Path
 import deepspeed
 import torch
 import torch.distributed as dist
-from merge_cases import CASES, COMPOSITES, EARLIER, LAST, SAVED, build, train, whole_state
+from merge_cases import CASES, COMPOSITES, EARLIER, LAST, SAVED, build, leave, train, whole_state
 from merge_store import StoreWriter
 
 from monitor.adapters.select import adapter_for
@@ -56,7 +56,7 @@ def main(directory: Path) -> None:
             (directory / case).mkdir()
         dist.barrier()
         run(case, directory / case)
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

@@ -155,6 +155,23 @@ def test_a_deepspeed_store_without_its_layout_is_refused(tmp_path: Path) -> None
         merge(store.root, tmp_path / "out")
 
 
+def test_a_deepspeed_store_where_there_is_no_deepspeed(tmp_path: Path) -> None:
+    store = PlainStore(tmp_path / "store", framework="deepspeed")
+    store.save(10)
+    code = (
+        "import sys; sys.modules['deepspeed'] = None\n"
+        "from pathlib import Path; from merger.merge import merge; from store.errors import UnsupportedError\n"
+        "try: merge(Path(sys.argv[1]), Path(sys.argv[2]))\n"
+        "except UnsupportedError as error: sys.exit(str(error))"
+    )
+    command = [sys.executable, "-c", code, str(store.root), str(tmp_path / "out")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, check=False, env=environment, timeout=120, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "pip install 'driftpoint[deepspeed]'" in done.stderr
+    assert siblings(tmp_path / "out") == []
+
+
 @pytest.mark.parametrize("taken", ["file", "directory", "link"])
 def test_nothing_is_replaced(store: PlainStore, tmp_path: Path, taken: str) -> None:
     store.save(10)
