@@ -79,7 +79,7 @@ def _deepspeed_layout(plan: MergePlan) -> Layout:
         from merger.layouts.deepspeed import DeepSpeedLayout
     except ModuleNotFoundError as error:
         raise UnsupportedError(
-            f"the store was written by DeepSpeed, whose classes its files need, and {error.name} is not installed here: "
+            f"the store was written by DeepSpeed, whose classes its files need, and {error.name} is not installed: "
             "run `pip install 'driftpoint[deepspeed]'`"
         ) from error
     return DeepSpeedLayout(plan)
