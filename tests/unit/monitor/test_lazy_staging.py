@@ -1,0 +1,82 @@
+"""Lazy staging: what is written is the state of the decision, whenever the copies are made."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+import monitor
+from monitor.adapters.plain import PlainAdapter
+from store.catalog import open_catalog
+from store.files import LocalFiles
+from store.segments import read_entry
+from store.versions import newest_resumable
+
+
+def training(store: Path, staging: str) -> tuple[torch.nn.Linear, torch.optim.Optimizer, monitor.Checkpointer]:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    settings = {"store": str(store), "every": 1, "staging": staging, "metrics": {"enabled": False}}
+    return model, optimizer, monitor.attach((model, optimizer), settings)
+
+
+def update(model: torch.nn.Linear, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    model(torch.randn(4, 8)).square().mean().backward()
+    optimizer.step()
+
+
+def stored_weight(store: Path) -> torch.Tensor:
+    catalog = open_catalog(LocalFiles(store))
+    resolution, _ = newest_resumable(catalog)
+    source = next(s for s in resolution.sources() if (s.entry.fqn, s.entry.slot) == ("weight", "fp32"))
+    data = bytearray(source.entry.nbytes)
+    read_entry(catalog.files, source.part, source.entry, memoryview(data))
+    return torch.frombuffer(data, dtype=torch.float32).reshape(8, 8)
+
+
+def save_with_writer_held_up(store: Path, staging: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """(weights at the decision, weights after the next update), the writer begins only after that update."""
+    model, optimizer, ckpt = training(store, staging)
+    ckpt.resume()
+    release = threading.Event()
+    ckpt._saver.upkeep(lambda: bool(release.wait(30)) and None, "holding the writer up")
+    update(model, optimizer)
+    before = model.weight.detach().clone()
+    assert ckpt.step() is not None
+    update(model, optimizer)
+    after = model.weight.detach().clone()
+    release.set()
+    ckpt.close()
+    return before, after
+
+
+@pytest.mark.parametrize("staging", ["eager", "lazy"])
+def test_the_state_of_the_decision_is_written_although_the_writer_comes_late(tmp_path: Path, staging: str) -> None:
+    before, after = save_with_writer_held_up(tmp_path / "s", staging)
+    assert not torch.equal(before, after)
+    assert torch.equal(stored_weight(tmp_path / "s"), before)
+
+
+def test_without_the_hook_before_the_update_lazy_staging_would_be_torn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PlainAdapter, "before_update", lambda self, hook: None)
+    before, after = save_with_writer_held_up(tmp_path / "s", "lazy")
+    assert torch.equal(stored_weight(tmp_path / "s"), after)
+    assert not torch.equal(stored_weight(tmp_path / "s"), before)
+
+
+def test_the_wait_for_copies_is_measured(tmp_path: Path) -> None:
+    model, optimizer, ckpt = training(tmp_path / "s", "lazy")
+    ckpt.resume()
+    for _ in range(3):
+        update(model, optimizer)
+        ckpt.step()
+        ckpt.flush()
+    ckpt.close()
+    assert ckpt.metrics.registry.get_sample_value("driftpoint_copy_wait_seconds_count") == 2
