@@ -70,11 +70,13 @@ def wait_for_group(
 
 def commit(files: Files, manifest: ManifestRecord) -> None:
     """Make the save exist. FencedError where a newer epoch was claimed, ExistsError where it exists already.
+    SaveError for a manifest that names a save without its group.
 
     The epoch is checked before the manifest gets its name and again when it is durable, because nothing keeps
     another job from claiming in between. Fenced by the second check, the commit exists but nobody is told so.
     Passed by it, every later claimant finds the manifest: its prune cannot take the segments for garbage.
     """
+    _require_reachable(manifest)
     ensure_dir(files, MANIFESTS)
     # Every rank synced its own segment; this makes the group's directory entry durable whoever created it.
     files.sync_dir(segment_dir(manifest.save))
@@ -82,6 +84,16 @@ def commit(files: Files, manifest: ManifestRecord) -> None:
     require_newest(files, manifest.epoch)
     write_new(files, manifest_path(manifest.save), lambda file: file.write(data))
     require_newest(files, manifest.epoch)
+
+
+def _require_reachable(manifest: ManifestRecord) -> None:
+    """A commit that no reader could follow must not come about: it would be the newest one."""
+    reached = {manifest.save.name, *(unit.save for unit in manifest.units)}
+    lost = sorted(reached - manifest.groups.keys())
+    if lost:
+        raise SaveError(
+            f"the manifest of save {manifest.save} takes units from {lost[0]} but has no record of its group"
+        )
 
 
 def hint_latest(files: Files, save: SaveId) -> None:

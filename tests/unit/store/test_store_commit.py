@@ -189,3 +189,15 @@ def test_a_commit_that_was_refused_can_be_given_up(job: Job) -> None:
     assert job.last is not None
     with pytest.raises(ExistsError):
         commit(job.files, job.last)
+
+
+def test_a_manifest_that_nobody_could_follow_is_refused(job: Job) -> None:
+    job.save()
+    job.save()
+    assert job.last is not None
+    before = job.files.disk.files()
+    for name in job.last.groups:
+        groups = {key: record for key, record in job.last.groups.items() if key != name}
+        with pytest.raises(SaveError, match=name):
+            commit(job.files, job.last.model_copy(update={"groups": groups}))
+    assert job.files.disk.files() == before

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from store import layout
 from store.errors import DamagedError
 from store.names import Fragment, SaveId, Unit
+from store.record import seal
 from store.schema import ManifestRecord, from_bytes, to_bytes
 
 STEPS = st.integers(0, 10**12 - 1)
@@ -101,4 +102,4 @@ def test_records_believe_only_names_that_parse(name: str) -> None:
     }  # fmt: skip
     for wrong in ({"previous": name}, {"groups": {name: group}}, {"units": (unit,)}):
         with pytest.raises(DamagedError, match="it is no ManifestRecord"):
-            from_bytes(ManifestRecord, to_bytes(manifest.model_copy(update=wrong)), "it")
+            from_bytes(ManifestRecord, seal({**manifest.model_dump(mode="json"), **wrong}), "it")
