@@ -150,6 +150,15 @@ def test_many_chunks_do_not_blur_a_tiny_drift() -> None:
     assert measured == pytest.approx(float((after.double() - before.double()).norm()), rel=0.06)
 
 
+def test_an_accelerator_gets_longer_chunks_and_the_host_can_follow() -> None:
+    numel = 20_000_000
+    length = Projection.chunk_length(numel, torch.device("cuda"))
+    assert length > Projection.chunk_length(numel, torch.device("cpu"))
+    values = randn(numel)
+    signature = Projection(WIDTH, 0).project([values[:7_000_001], values[7_000_001:]], length, 0)
+    assert float(signature.double().norm()) == pytest.approx(float(values.double().norm()), rel=0.05)
+
+
 def test_the_same_seed_gives_the_same_map_and_another_another() -> None:
     values = [randn(50_000)]
     first, same, other = (Projection(WIDTH, seed).project(values, 1 << 14, 1) for seed in (3, 3, 4))
