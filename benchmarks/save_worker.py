@@ -69,7 +69,12 @@ class Bench:
     def warm_up(self) -> None:
         self.step()
         self.step()
-        settings = {"every": 1 << 20, "metrics": {"enabled": False}, "retention": {"keep_last": 1, "log_spaced": False}}
+        settings = {
+            "every": 1 << 20,
+            "staging": "eager",
+            "metrics": {"enabled": False},
+            "retention": {"keep_last": 1, "log_spaced": False},
+        }
         self.ckpt = monitor.attach(self.engine, {**settings, "store": str(self.folder / "store")})
         threshold = {"name": "threshold", "threshold": 0.0}
         self.aware = monitor.attach(self.engine, {**settings, "store": str(self.folder / "aware"), "policy": threshold})

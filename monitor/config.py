@@ -79,12 +79,13 @@ class Config(Settings):
 
     every: optimizer steps between two decisions. staging: ``eager`` copies what is saved before ``step()``
     returns; ``lazy`` copies beside the next forward and backward, and the next optimizer step waits for what is
-    left. ``lazy`` needs that nothing but the optimizer changes parameters or its state in between.
+    left. ``lazy`` needs that nothing but the optimizer changes what is saved in between; ``auto`` takes it where
+    that is certain (the master weights and moments of DeepSpeed ZeRO) and ``eager`` elsewhere.
     """
 
     store: str = "./driftpoint-checkpoints"
     every: int = Field(default=100, ge=1)
-    staging: Literal["eager", "lazy"] = "eager"
+    staging: Literal["auto", "eager", "lazy"] = "auto"
     policy: str | dict[str, Any] = "full"
     bounds: BoundSettings = BoundSettings()
     drift: DriftSettings = DriftSettings()

@@ -20,7 +20,7 @@ from monitor.measuring import measure_record
 from monitor.staging import Copying, as_bytes
 from store.catalog import Catalog
 from store.commit import Expected, commit, hint_latest, wait_for_group
-from store.errors import DamagedError, StorageError
+from store.errors import DamagedError, StorageError, UsageError
 from store.files import Files
 from store.names import Fragment, Unit
 from store.prune import execute, plan_prune
@@ -53,7 +53,10 @@ class Committing:
 
 @dataclass(frozen=True)
 class SaveJob:
-    """All of one save on one rank. ``segment`` lacks its fragments; they come from ``staged``."""
+    """All of one save on one rank. ``segment`` lacks its fragments; they come from ``staged``.
+
+    unstorable: why the run state could not be captured; then there is nothing to write.
+    metered: units whose copies the meter holds until the save is settled; a save may fail before it has all."""
 
     files: Files
     segment: SegmentDraft
@@ -61,6 +64,13 @@ class SaveJob:
     copying: Copying
     meter: DriftMeter
     committing: Committing | None
+    unstorable: UsageError | None = None
+    metered: set[Unit] = field(default_factory=set)
+
+    def meter_stage(self, unit: StagedUnit) -> None:
+        """Hand a unit's copies to the meter, as the reference to come."""
+        self.meter.stage(unit.unit, unit.copies)
+        self.metered.add(unit.unit)
 
 
 @dataclass(frozen=True)
@@ -77,17 +87,20 @@ def run(job: SaveJob) -> Saved:
     """Carry a save out. Any DriftpointError it raises means: there is no such commit."""
     began = time.monotonic()
     job.copying.finish()
+    job.copying.require_whole()
+    if job.unstorable is not None:
+        raise job.unstorable
     segment = replace(job.segment, fragments=[fragment for unit in job.staged for fragment in _fragments(unit)])
-    write_segment(job.files, segment, lambda: [unit.measure or measured(job.meter, unit) for unit in job.staged])
+    write_segment(job.files, segment, lambda: [unit.measure or measured(job, unit) for unit in job.staged])
     if job.committing is None:
         return Saved(None, time.monotonic() - began)
     return _commit(job, job.committing, began)
 
 
-def measured(meter: DriftMeter, unit: StagedUnit) -> MeasureRecord:
+def measured(job: SaveJob, unit: StagedUnit) -> MeasureRecord:
     """Measure a unit on its copies, and stage them as the reference to come."""
-    found = meter.measure(unit.unit, unit.copies)
-    meter.stage(unit.unit, unit.copies)
+    found = job.meter.measure(unit.unit, unit.copies)
+    job.meter_stage(unit)
     return measure_record(unit.unit, found)
 
 

@@ -10,22 +10,22 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from monitor.agree import on_first
 from monitor.deciding import Decided
 from monitor.job import Job
-from monitor.ledger import CommitDraft, JobFacts
+from monitor.ledger import CommitDraft, Drawn, JobFacts
 from monitor.measuring import measure_record
 from monitor.opened import OpenedStore
-from monitor.run_state import capture_rng, to_tree
+from monitor.run_state import captured, to_tree
 from monitor.save import Committing, Saved, SaveJob, StagedUnit, run
 from monitor.staging import Copying, StagingPool
+from monitor.telling import tell_save, tell_segment, tell_upkeep
 from monitor.units import LocalUnit
 from monitor.writer import Done, Writer
 from store.epochs import claim_epoch, require_newest
-from store.errors import DriftpointError, FencedError
-from store.names import BUFFER, SaveId, Unit
+from store.errors import FencedError, StoreError, UsageError
+from store.names import BUFFER, FROZEN, SaveId, Unit
 from store.record import digest, seal
 from store.segments import SegmentDraft
 
@@ -43,9 +43,12 @@ class Settled:
 @dataclass(frozen=True)
 class _Pending:
     number: int
-    save: SaveId
-    staged: tuple[StagedUnit, ...]
-    committing: Committing | None
+    job: SaveJob
+    saved: frozenset[Unit]
+
+    @property
+    def save(self) -> SaveId:
+        return self.job.segment.save
 
 
 class Saver:
@@ -69,6 +72,9 @@ class Saver:
         self._pending: _Pending | None = None
         self._outcome: Done[Saved | None] | None = None
         self._copying: Copying | None = None
+        staging = job.config.staging
+        self._lazy = staging == "lazy" or (staging == "auto" and job.adapter.state_is_private)
+        self._upkeep: dict[int, str] = {}
         self._fenced = False
         job.adapter.before_update(self._before_update)
         self._last_step: int | None = None
@@ -87,8 +93,8 @@ class Saver:
         flags = self._group.largest([busy, failed, changed, self._fenced])
         any_busy, any_failed, any_changed, fenced = (bool(flag) for flag in flags)
         if any_busy:
-            if any_failed and pending is not None and pending.committing is not None:
-                pending.committing.give_up.set()  # a rank cannot deliver: rank 0 need not wait for it
+            if any_failed and pending is not None and pending.job.committing is not None:
+                pending.job.committing.give_up.set()  # a rank cannot deliver: rank 0 need not wait for it
             return Settled("busy", any_changed)
         if pending is not None:
             self._finish(pending, outcome)
@@ -96,8 +102,6 @@ class Saver:
 
     def begin(self, step: int, decided: Decided, local: Mapping[Unit, LocalUnit]) -> int:
         """Copy what was decided and hand it to the background thread. Returns the bytes copied on this rank."""
-        if step == self._last_step:
-            self._renew_epoch()  # names are never used twice, and this step's may be taken
         self._last_step = step
         save = SaveId(step, self._opened.epoch)
         copying = Copying()
@@ -107,28 +111,40 @@ class Saver:
             if unit in local
         )
         copying.start()
-        if self._job.config.staging == "eager":
+        if not self._lazy:
             copying.finish()
+        committing = self._committing(save, decided) if self._group.rank == 0 else None
+        segment, unstorable = self._segment(save, decided)
+        job = SaveJob(self._opened.files, segment, staged, copying, self._meter, committing, unstorable)
         for unit in staged:
             if unit.measure is not None:
-                self._meter.stage(unit.unit, unit.copies)
-        committing = self._committing(save, decided) if self._group.rank == 0 else None
-        job = SaveJob(self._opened.files, self._segment(save, decided), staged, copying, self._meter, committing)
+                job.meter_stage(unit)
         self._outcome = None
         self._copying = copying
-        self._pending = _Pending(self._writer.submit(lambda: run(job)), save, staged, committing)
+        self._pending = _Pending(self._writer.submit(lambda: run(job)), job, frozenset(decided.saved))
         return sum(copy.numel() * copy.element_size() for unit in staged for copy in unit.copies)
+
+    def claim_name(self, step: int) -> str | None:
+        """Make sure that a save of ``step`` gets a name that was never used. Why it cannot, else None. Collective."""
+        if step != self._last_step:
+            return None
+        try:
+            self._renew_epoch()
+        except FencedError:
+            self._fenced = True
+            return "fenced"
+        except StoreError as error:
+            _log.warning("%s", error)
+            return "storage"
+        return None
 
     def upkeep(self, job: Callable[[], None], what: str) -> None:
         """Do something small in the background; failing, it is reported and costs nothing else."""
 
-        def told() -> None:
-            try:
-                job()
-            except DriftpointError as error:
-                _log.warning("%s failed: %s", what, error)
+        def work() -> None:
+            job()
 
-        self._writer.submit(told)
+        self._upkeep[self._writer.submit(work)] = what
 
     def flush(self, timeout: float) -> None:
         """Wait for the save under way on this rank; not collective. Rank 0 waits for the commit."""
@@ -144,7 +160,7 @@ class Saver:
     def close(self, timeout: float) -> None:
         """Wait for the save under way, tell what became of it, and let go of the store."""
         self.flush(timeout)
-        if self._pending is not None and self._outcome is not None and self._group.rank == 0:
+        if self._pending is not None and self._outcome is not None:
             self._told(self._pending, self._outcome)
             self._pending = None
         self._writer.stop()
@@ -172,54 +188,32 @@ class Saver:
             if self._pending is not None and done.number == self._pending.number:
                 self._outcome = done
                 self._fenced = self._fenced or isinstance(done.error, FencedError)
+            elif done.error is not None:
+                tell_upkeep(self._metrics, self._upkeep.get(done.number, "upkeep"), done.error)
+            self._upkeep.pop(done.number, None)
 
     def _finish(self, pending: _Pending, outcome: Done[Saved | None] | None) -> None:
-        news: tuple[bool, tuple[Unit, ...]] = (False, ())
-        if self._group.rank == 0 and outcome is not None:
-            drawn = self._told(pending, outcome)
-            news = (drawn is not None, drawn.dropped if drawn else ())
-        elif outcome is not None and outcome.error is not None:
-            _log.warning(
-                "rank %d could not write its segment of step %d: %s", self._group.rank, pending.save.step, outcome.error
-            )
+        drawn = self._told(pending, outcome) if outcome is not None else None
+        news = (drawn is not None, drawn.dropped if drawn else ())
         committed, dropped = self._group.from_first(news)
-        for unit in pending.staged:
-            freed = self._meter.settle(unit.unit, committed and unit.unit not in dropped)
-            self._pool.give(unit.unit, freed)
+        for unit in pending.job.staged:
+            settled = unit.unit in pending.job.metered
+            moved = committed and unit.unit not in dropped
+            self._pool.give(unit.unit, self._meter.settle(unit.unit, moved) if settled else unit.copies)
+        if committed:
+            self._job.table.lost -= pending.saved - set(dropped)
         self._pending = self._outcome = None
 
-    def _told(self, pending: _Pending, outcome: Done[Saved | None]) -> Any:
-        saved = outcome.result
-        if saved is None or saved.drawn is None:
-            error = outcome.error
-            self._metrics.failures.labels(_reason(error)).inc()
-            _log.warning(
-                "the save of step %d failed, the commit before it is intact: %s",
-                pending.save.step,
-                error,
-                exc_info=error if not isinstance(error, DriftpointError) else None,
-            )
-            return None
-        drawn, manifest = saved.drawn, saved.drawn.manifest
-        self._job.ledger.advance(manifest)
-        self._metrics.committed(manifest.step, saved.seconds, saved.written_bytes, manifest.bytes_avoided)
-        self._metrics.units(drawn.drift, {record.unit: record.staleness for record in manifest.units})
-        for note in saved.notes:
-            self._metrics.failures.labels("upkeep").inc()
-            _log.warning("step %d is committed, but %s", manifest.step, note)
-        if drawn.dropped:
-            self._metrics.withheld.inc(len(drawn.dropped))
-            _log.error(
-                "health gate: NaN or Inf in %s at step %d; the versions before stay",
-                ", ".join(str(unit) for unit in drawn.dropped[:6]),
-                manifest.step,
-            )
-        _log.info("committed step %d: %d bytes, %.2f s", manifest.step, saved.written_bytes, saved.seconds)
-        return drawn
+    def _told(self, pending: _Pending, outcome: Done[Saved | None]) -> Drawn | None:
+        if self._group.rank == 0:
+            return tell_save(self._metrics, self._job.ledger, pending.save.step, outcome)
+        if outcome.error is not None:
+            tell_segment(self._group.rank, pending.save.step, outcome.error)
+        return None
 
     def _staged(self, part: LocalUnit, encoding: str, decided: Decided, copying: Copying) -> StagedUnit:
         copies = self._pool.take(part.unit, part.tensors)
-        if part.unit.slot == BUFFER:  # a forward may change buffers
+        if part.unit.slot in (BUFFER, FROZEN):  # a forward may change buffers, and scripts reach frozen weights
             now = Copying()
             now.add(part.tensors, copies)
             now.start()
@@ -235,11 +229,17 @@ class Saver:
             measure=None if mine is None else measure_record(part.unit, mine),
         )
 
-    def _segment(self, save: SaveId, decided: Decided) -> SegmentDraft:
-        state = {"framework": self._job.adapter.run_state(), "rng": capture_rng(), "user": self._job.user.capture()}
-        tree, leaves = to_tree(state)
+    def _segment(self, save: SaveId, decided: Decided) -> tuple[SegmentDraft, UsageError | None]:
+        """The segment without its fragments; and what in the run state cannot be stored, if anything.
+
+        That is no reason to stop a training that runs: the save fails, and is reported like any other."""
+        unstorable = None
+        try:
+            tree, leaves = to_tree(captured(self._job.adapter, self._job.user))
+        except UsageError as error:
+            tree, leaves, unstorable = None, [], error
         plan = [save.name, [[unit.layer, unit.slot, choice.encoding] for unit, choice in decided.saved.items()]]
-        return SegmentDraft(
+        segment = SegmentDraft(
             store_id=self._opened.catalog.store_id,
             save=save,
             rank=self._group.rank,
@@ -250,6 +250,7 @@ class Saver:
             run_leaves=leaves,
             facts=self._job.adapter.layout_facts() if self._group.rank == 0 else {},
         )
+        return segment, unstorable
 
     def _committing(self, save: SaveId, decided: Decided) -> Committing:
         draft = CommitDraft(
@@ -266,7 +267,3 @@ class Saver:
         return Committing(
             draft, self._job.config.timeouts.commit, self._opened.catalog, self._job.config.retention_rule()
         )
-
-
-def _reason(error: BaseException | None) -> str:
-    return type(error).__name__ if isinstance(error, DriftpointError) else "internal"

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
+from store.errors import SaveError
 from store.names import Unit
 
 
@@ -64,6 +65,8 @@ class Copying:
     """
 
     def __init__(self) -> None:
+        self._versions: list[tuple[torch.Tensor, int]] = []
+        self._torn = False
         self._host: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._devices: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         self._lock = threading.Lock()
@@ -71,6 +74,7 @@ class Copying:
 
     def add(self, sources: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]) -> None:
         """Have ``sources`` copied into ``buffers``, pair by pair."""
+        self._versions += [(source, source._version) for source in sources]
         for pair in zip(sources, buffers, strict=True):
             pairs = self._devices.setdefault(pair[0].device, []) if pair[0].is_cuda else self._host
             pairs.append(pair)
@@ -94,6 +98,19 @@ class Copying:
                 buffer.copy_(source)
             for device in self._devices:
                 _side_stream(device).synchronize()
+            self._torn = any(source._version != version for source, version in self._versions)
+            self._versions.clear()
+
+    def require_whole(self) -> None:
+        """SaveError where a source was changed in place before its copy was complete.
+
+        A net for what goes around the optimizer. It sees whatever autograd counts; a change through ``.data``
+        is not counted."""
+        if self._torn:
+            raise SaveError(
+                "the state was changed between two optimizer steps while it was copied, so this save is given up; "
+                "set `staging: eager`, or leave parameters alone after ckpt.step()"
+            )
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:

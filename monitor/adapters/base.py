@@ -58,6 +58,9 @@ class Adapter(Protocol):
 
     framework: str
     module: torch.nn.Module
+    state_is_private: bool
+    """Whether weights, as saved, and optimizer state are copies that only the optimizer touches (ZeRO's master
+    weights), so that nothing a training script does between two optimizer steps can change them."""
 
     def completed_steps(self) -> int | None:
         """Optimizer steps taken so far, or None where the framework does not count them."""

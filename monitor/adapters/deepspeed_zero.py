@@ -65,6 +65,7 @@ class ZeroAdapter(ABC):
     """What every ZeRO stage shares; a subclass per family of stages says where things are."""
 
     framework = "deepspeed"
+    state_is_private = True
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine

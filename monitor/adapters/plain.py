@@ -30,6 +30,7 @@ class PlainAdapter:
     """
 
     framework = "torch"
+    state_is_private = False
 
     def __init__(
         self, module: nn.Module, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup | None = None

@@ -10,6 +10,7 @@ import torch
 
 import monitor
 from monitor.adapters.plain import PlainAdapter
+from monitor.staging import Copying
 from store.catalog import open_catalog
 from store.files import LocalFiles
 from store.segments import read_entry
@@ -62,10 +63,15 @@ def test_the_state_of_the_decision_is_written_although_the_writer_comes_late(tmp
     assert torch.equal(stored_weight(tmp_path / "s"), before)
 
 
-def test_without_the_hook_before_the_update_lazy_staging_would_be_torn(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_the_hook_the_net_gives_the_save_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PlainAdapter, "before_update", lambda self, hook: None)
+    save_with_writer_held_up(tmp_path / "s", "lazy")
+    assert open_catalog(LocalFiles(tmp_path / "s")).saves() == []
+
+
+def test_without_hook_and_net_a_torn_state_would_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PlainAdapter, "before_update", lambda self, hook: None)
+    monkeypatch.setattr(Copying, "require_whole", lambda self: None)
     before, after = save_with_writer_held_up(tmp_path / "s", "lazy")
     assert torch.equal(stored_weight(tmp_path / "s"), after)
     assert not torch.equal(stored_weight(tmp_path / "s"), before)
@@ -80,3 +86,38 @@ def test_the_wait_for_copies_is_measured(tmp_path: Path) -> None:
         ckpt.flush()
     ckpt.close()
     assert ckpt.metrics.registry.get_sample_value("driftpoint_copy_wait_seconds_count") == 2
+
+
+def test_a_change_around_the_optimizer_gives_the_save_up_and_training_goes_on(tmp_path: Path) -> None:
+    model, optimizer, ckpt = training(tmp_path / "s", "lazy")
+    ckpt.resume()
+    update(model, optimizer)
+    ckpt.step()
+    ckpt.flush()
+    release = threading.Event()
+    ckpt._saver.upkeep(lambda: bool(release.wait(30)) and None, "holding the writer up")
+    update(model, optimizer)
+    committed = model.weight.detach().clone()
+    with torch.no_grad():
+        committed_step_one = stored_weight(tmp_path / "s")
+        ckpt.step()
+        model.weight.clamp_(-0.01, 0.01)
+    update(model, optimizer)
+    release.set()
+    ckpt.close()
+    assert not torch.equal(committed, committed_step_one)
+    assert torch.equal(stored_weight(tmp_path / "s"), committed_step_one)
+    assert ckpt.metrics.registry.get_sample_value("driftpoint_failures_total", {"reason": "SaveError"}) == 1
+
+
+def test_auto_is_eager_where_scripts_can_reach_the_weights(tmp_path: Path) -> None:
+    before, after = save_with_writer_held_up(tmp_path / "s", "auto")
+    assert torch.equal(stored_weight(tmp_path / "s"), before)
+    model, optimizer, ckpt = training(tmp_path / "t", "auto")
+    ckpt.resume()
+    update(model, optimizer)
+    ckpt.step()
+    with torch.no_grad():
+        model.weight.data.copy_(torch.zeros(8, 8))  # as weight averaging does, unseen by autograd
+    ckpt.close()
+    assert not torch.equal(stored_weight(tmp_path / "t"), model.weight)
