@@ -111,7 +111,7 @@ def test_a_change_around_the_optimizer_gives_the_save_up_and_training_goes_on(tm
 
 
 def test_auto_is_eager_where_scripts_can_reach_the_weights(tmp_path: Path) -> None:
-    before, after = save_with_writer_held_up(tmp_path / "s", "auto")
+    before, _ = save_with_writer_held_up(tmp_path / "s", "auto")
     assert torch.equal(stored_weight(tmp_path / "s"), before)
     model, optimizer, ckpt = training(tmp_path / "t", "auto")
     ckpt.resume()
