@@ -47,7 +47,8 @@ def attach(
     meter = meter_for(settings.drift.method, settings.drift.width, settings.drift.seed)
     policy = settings.bounded_policy()
     if isinstance(policy, Observe):
-        catalog = open_existing(settings.store)
-        return Checkpointer(Job(settings, policy.inner, group, adapter, table, meter, user), None, catalog)
+        catalog = open_existing(settings.store, group)
+        observing = Job(settings, policy.inner, group, adapter, table, meter, user, observing=True)
+        return Checkpointer(observing, None, catalog)
     opened = open_store(settings.store, group, settings.timeouts.lock)
     return Checkpointer(Job(settings, policy, group, adapter, table, meter, user), opened, opened.catalog)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
 from types import TracebackType
 
 from monitor.deciding import Decided, Decider
@@ -18,10 +19,12 @@ from monitor.opened import OpenedStore
 from monitor.report import StepReport
 from monitor.resume import Resumed, resume
 from monitor.saver import Saver
+from monitor.units import LocalUnit
 from store.catalog import Catalog
 from store.certificate import Certificate, certify
 from store.commit import mark_proven
 from store.errors import ConfigError
+from store.names import Unit
 
 _log = logging.getLogger("driftpoint")
 
@@ -82,8 +85,7 @@ class Checkpointer:
 
         Returns what was decided, or None where it was not time for a decision. Never waits for the disk."""
         began = time.perf_counter()
-        if self._closed:
-            raise ConfigError("this checkpointer is closed: attach a new one")
+        self._require_open()
         if not self._advanced():
             return None
         self._require_asked()
@@ -94,12 +96,14 @@ class Checkpointer:
         """Save everything now, whatever the policy says, after the save under way.
 
         ``wait``: return when it is committed, or failed. Collective."""
+        self._require_open()
         self._require_asked()
         self._step = self._job.adapter.completed_steps() or self._step
         self.flush()
         report = self._decide(time.perf_counter(), "asked for by save()")
         if wait:
             self.flush()
+            self._saver.settle(False)
         return report
 
     def flush(self) -> None:
@@ -137,8 +141,12 @@ class Checkpointer:
         self._step = counted
         return True
 
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ConfigError("this checkpointer is closed: attach a new one")
+
     def _require_asked(self) -> None:
-        if not self._asked_to_resume and self._opened is not None and self._opened.catalog.saves():
+        if not self._asked_to_resume and self._opened is not None and self._opened.has_commits:
             raise ConfigError(
                 f"the store {self.config.store} holds commits and resume() was not called: going on would bury them. "
                 "Begin the loop with `range(ckpt.resume(), total_steps)`, or name another `store:`"
@@ -163,15 +171,23 @@ class Checkpointer:
         if settled.skip is not None:
             return self._skipped(settled.skip, began, None)
         if settled.changed:
-            self._job.table.agree(local)
+            self._agree(local)
         decided = self._decider.decide(self._step, local, forced)
         self._show(decided)
         if decided.lacking:
             return self._skipped("withheld", began, decided)
         if not decided.saved:
             return self._skipped("nothing", began, decided)
+        unnamed = self._saver.claim_name(self._step)
+        if unnamed is not None:
+            return self._skipped(unnamed, began, decided)
         staged = self._saver.begin(self._step, decided, local)
         return self._report("observe" if self._opened is None else None, began, decided, staged)
+
+    def _agree(self, local: Mapping[Unit, LocalUnit]) -> None:
+        for unit in self._job.table.agree(local):
+            if unit in local:  # the old reference fits no more; the unit counts as lost until it is saved
+                self._job.meter.reset(unit, local[unit].tensors)
 
     def _skipped(self, reason: str, began: float, decided: Decided | None) -> StepReport:
         if self._group.rank == 0:
@@ -214,5 +230,6 @@ _WHY_SKIPPED = {
     "busy": (logging.WARNING, "no save at step %d: the one before is still being written"),
     "fenced": (logging.ERROR, "no save at step %d: another job has taken the store over; stop one of the two"),
     "withheld": (logging.ERROR, "no save at step %d: layers without any version have NaN or Inf"),
+    "storage": (logging.ERROR, "no save at step %d: the store could not be claimed for a second save of this step"),
     "nothing": (logging.DEBUG, "no save at step %d: no layer needs it"),
 }

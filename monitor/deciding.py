@@ -7,12 +7,12 @@ the background thread. So the training thread passes over each byte once: it eit
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from monitor.agree import on_first
 from monitor.drift.base import Measure
 from monitor.job import Job
-from monitor.measuring import measure_all, unit_stats
+from monitor.measuring import Measured, measure_all, unit_stats
 from monitor.units import LocalUnit, is_moving
 from policies.base import Budget, Choice, Decision, History, UnitStats
 from policies.bounds import incomplete
@@ -39,6 +39,7 @@ class Decider:
 
     def __init__(self, job: Job) -> None:
         self._policy = job.policy
+        self._sees_all = job.policy.needs_drift or job.observing
         self._meter = job.meter
         self._group = job.group
         self._table = job.table
@@ -47,16 +48,24 @@ class Decider:
     def decide(self, step: int, local: Mapping[Unit, LocalUnit], forced: str | None) -> Decided:
         """Decide on every unit; ``forced`` saves everything that is finite, for that reason."""
         units = list(self._table.sizes)
-        first = [unit for unit in units if self._policy.needs_drift or not is_moving(unit)]
-        measured, mine = measure_all(self._meter, self._group, first, local)
+        first = [unit for unit in units if self._sees_all or not is_moving(unit)]
+        measured, mine = self._measure(first, local)
         stats = unit_stats(self._table, self._ledger, step, measured)
         decision, saved, lacking = self._chosen(step, stats, forced)
         rest = [unit for unit in units if unit not in measured and unit not in saved]
-        measured_too, mine_too = measure_all(self._meter, self._group, rest, local)
+        measured_too, mine_too = self._measure(rest, local)
         drift = {unit: found.drift for unit, found in {**measured, **measured_too}.items()}
         shown = unit_stats(self._table, self._ledger, step, {**measured, **measured_too})
         choices = decision.choices if decision else {}
         return Decided(shown if decision else (), choices, saved, drift, {**mine, **mine_too}, lacking)
+
+    def _measure(
+        self, units: list[Unit], local: Mapping[Unit, LocalUnit]
+    ) -> tuple[dict[Unit, Measured], dict[Unit, Measure]]:
+        measured, mine = measure_all(self._meter, self._group, units, local)
+        for unit in self._table.lost & measured.keys():
+            measured[unit] = replace(measured[unit], drift=None)
+        return measured, mine
 
     def _chosen(
         self, step: int, stats: tuple[UnitStats, ...], forced: str | None

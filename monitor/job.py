@@ -17,7 +17,9 @@ from policies.base import Policy
 
 @dataclass(frozen=True)
 class Job:
-    """The parts of one rank. ``ledger`` is kept on rank 0 (and after a resume stands alike everywhere)."""
+    """The parts of one rank. ``ledger`` is kept on rank 0 (and after a resume stands alike everywhere).
+
+    observing: nothing is written, everything is measured."""
 
     config: Config
     policy: Policy
@@ -26,5 +28,6 @@ class Job:
     table: UnitTable
     meter: DriftMeter
     user: UserState
+    observing: bool = False
     ledger: Ledger = field(default_factory=Ledger)
     metrics: Metrics = field(default_factory=Metrics)

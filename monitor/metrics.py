@@ -46,6 +46,15 @@ class Metrics:
         self.avoided = Counter(
             "driftpoint_avoided_bytes", "Bytes that full saves would have written besides", registry=registry
         )
+        self.observed_saves = Counter(
+            "driftpoint_observed_saves", "Saves that policy observe would have begun", registry=registry
+        )
+        self.observed_written = Counter(
+            "driftpoint_observed_written_bytes", "Bytes that they would have written, all ranks", registry=registry
+        )
+        self.observed_avoided = Counter(
+            "driftpoint_observed_avoided_bytes", "Bytes that full saves would have written besides", registry=registry
+        )
         self.stall = Histogram(
             "driftpoint_stall_seconds",
             "Time a decision kept the training thread",
@@ -102,6 +111,12 @@ class Metrics:
         self.duration.observe(seconds)
         self.last_step.set(step)
         self.last_time.set(time.time())
+
+    def observed(self, written: int, avoided: int) -> None:
+        """A save would have been begun."""
+        self.observed_saves.inc()
+        self.observed_written.inc(written)
+        self.observed_avoided.inc(avoided)
 
     def units(self, drift: Mapping[Unit, float], staleness: Mapping[Unit, int]) -> None:
         """Newest drift and staleness of each unit."""

@@ -6,6 +6,7 @@ committed at once, so that drift is what it would be under that policy.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 
 from monitor.deciding import Decided
@@ -14,6 +15,8 @@ from monitor.saver import Settled
 from monitor.units import LocalUnit, is_moving
 from store.names import SaveId, Unit
 from store.schema import UnitRecord
+
+_log = logging.getLogger("driftpoint")
 
 
 class Observer:
@@ -24,6 +27,7 @@ class Observer:
         self._table = job.table
         self._meter = job.meter
         self._ledger = job.ledger
+        self._metrics = job.metrics
 
     def reserve(self, local: Mapping[Unit, LocalUnit]) -> None:
         """Nothing is staged, so nothing is reserved."""
@@ -31,6 +35,9 @@ class Observer:
     def settle(self, changed: bool) -> Settled:
         """Nothing is ever under way. Collective."""
         return Settled(None, bool(self._group.largest([changed])[0]))
+
+    def claim_name(self, step: int) -> str | None:
+        """Nothing gets a name."""
 
     def begin(self, step: int, decided: Decided, local: Mapping[Unit, LocalUnit]) -> int:
         """Move references and versions as the commit would have. Returns the bytes that it would have copied here."""
@@ -51,11 +58,26 @@ class Observer:
                 reason=choice.reason,
             )
         self._ledger.commits += 1
+        if self._group.rank == 0:
+            self._tell(step, decided)
         return sum(
             tensor.numel() * tensor.element_size()
             for unit in decided.saved
             if unit in local
             for tensor in local[unit].tensors
+        )
+
+    def _tell(self, step: int, decided: Decided) -> None:
+        full = sum(size.nbytes for size in self._table.sizes.values())
+        would = sum(self._table.sizes[unit].nbytes for unit in decided.saved)
+        self._metrics.observed(would, full - would)
+        _log.info(
+            "observe: step %d would have saved %d of %d layer slots, %d of %d bytes",
+            step,
+            len(decided.saved),
+            len(self._table.sizes),
+            would,
+            full,
         )
 
     def upkeep(self, job: Callable[[], None], what: str) -> None:

@@ -14,18 +14,19 @@ from monitor.group import Group
 from store.catalog import Catalog, open_catalog
 from store.epochs import claim_epoch, read_epoch
 from store.errors import DamagedError, MissingError, NoStoreError, StorageError
-from store.files import LocalFiles
+from store.files import Files, LocalFiles
 from store.lock import StoreLock
 from store.store import open_or_create
 
 
 @dataclass
 class OpenedStore:
-    """A store that this job owns. ``lock`` is rank 0's."""
+    """A store that this job owns. ``lock`` is rank 0's. ``has_commits``: when it was opened."""
 
-    files: LocalFiles
+    files: Files
     catalog: Catalog
     epoch: int
+    has_commits: bool
     lock: StoreLock | None
 
     def release(self) -> None:
@@ -40,24 +41,29 @@ def open_store(path: str, group: Group, lock_seconds: float) -> OpenedStore:
     files = LocalFiles(os.path.expanduser(path))  # noqa: PTH111
     held: list[StoreLock] = []
 
-    def claim() -> tuple[int, str]:
+    def claim() -> tuple[int, str, bool]:
         catalog = open_or_create(files)
         held.append(StoreLock(files.root, lock_seconds))
         record = claim_epoch(files, catalog.store_id)
-        return record.epoch, record.token
+        return record.epoch, record.token, bool(catalog.saves())
 
     try:
-        epoch, token = on_first(group, claim)
+        epoch, token, has_commits = on_first(group, claim)
         catalog = everywhere(group, lambda: _seen(files, epoch, token))
     except BaseException:
         for lock in held:
             lock.release()
         raise
-    return OpenedStore(files, catalog, epoch, held[0] if held else None)
+    return OpenedStore(files, catalog, epoch, has_commits, held[0] if held else None)
 
 
-def open_existing(path: str) -> Catalog | None:
-    """The store at ``path`` for reading only; None where there is none."""
+def open_existing(path: str, group: Group) -> Catalog | None:
+    """The store at ``path`` for reading only; None where any rank sees none."""
+    catalog = everywhere(group, lambda: _existing(path))
+    return catalog if all(group.gather(catalog is not None)) else None
+
+
+def _existing(path: str) -> Catalog | None:
     try:
         return open_catalog(LocalFiles(os.path.expanduser(path)))  # noqa: PTH111
     except NoStoreError:

@@ -66,6 +66,7 @@ def resume(catalog: Catalog, adapter: Adapter, group: Group, user: UserState) ->
         read = everywhere(group, lambda found=resolution: _read(catalog, found, adapter, group.rank))  # type: ignore[misc]
         newly_bad = frozenset().union(*group.gather(read.bad))
         if not newly_bad:
+            everywhere(group, lambda read=read: _require_fit(read, adapter, user))  # type: ignore[misc]
             notes += [*passed_over, *resolution.problems, *read.notes]
             _apply(read, adapter, user, resolution.manifest, group)
             return Resumed(resolution, tuple(dict.fromkeys(notes)))
@@ -129,6 +130,26 @@ def _require_slots(resolution: Resolution, adapter: Adapter, group: Group) -> No
             f"the store holds optimizer state {sorted(stored)}, this optimizer keeps {sorted(live)}: "
             "resume with the optimizer that it was saved with"
         )
+
+
+_TELLING = frozenset({"betas", "momentum", "alpha", "rho", "lr_decay", "etas", "lambd", "nesterov"})
+"""Hyperparameters that tell one kind of optimizer from another, whoever implements it."""
+
+
+def _require_fit(read: _Read, adapter: Adapter, user: UserState) -> None:
+    """The last check before anything changes: the run state is for this optimizer and these objects."""
+    state = read.run_state or {}
+    user.require(state["user"])
+    saved, live = state["framework"], adapter.run_state()
+    if _telling(saved) != _telling(live):
+        raise ModelMismatchError(
+            f"the store holds the state of optimizer {saved['optimizer']}, this job has {live['optimizer']}: "
+            "resume with the kind of optimizer that it was saved with, or name another `store:`"
+        )
+
+
+def _telling(framework: Mapping[str, Any]) -> set[str]:
+    return {key for group in framework["param_groups"] for key in group["hyper"] if key in _TELLING}
 
 
 def _read(catalog: Catalog, resolution: Resolution, adapter: Adapter, rank: int) -> _Read:

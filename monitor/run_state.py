@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from monitor.adapters.base import Adapter
 from monitor.dtypes import dtype_name, torch_dtype
 from store.errors import ConfigError, ModelMismatchError
 from store.tree import Leaf, decode, encode
@@ -34,13 +35,16 @@ class UserState:
         """Their states, in order."""
         return [item.get_state() if isinstance(item, torch.Generator) else item.state_dict() for item in self._objects]
 
-    def restore(self, states: Sequence[Any]) -> None:
-        """Put states back. ModelMismatchError where the number of objects is another one."""
+    def require(self, states: Sequence[Any]) -> None:
+        """ModelMismatchError where there is another number of objects than when it was saved."""
         if len(states) != len(self._objects):
             raise ModelMismatchError(
                 f"the store holds the state of {len(states)} objects, state=[...] has {len(self._objects)}: "
                 "pass the same objects in the same order as when it was saved"
             )
+
+    def restore(self, states: Sequence[Any]) -> None:
+        """Put states back; :meth:`require` them first."""
         for item, state in zip(self._objects, states, strict=True):
             if isinstance(item, torch.Generator):
                 item.set_state(state)
@@ -65,6 +69,11 @@ def restore_rng(state: Mapping[str, Any]) -> None:
         torch.cuda.set_rng_state_all(state["cuda"])
     np.random.set_state(state["numpy"])
     random.setstate(state["python"])
+
+
+def captured(adapter: Adapter, user: UserState) -> dict[str, Any]:
+    """All of this rank's run state now."""
+    return {"framework": adapter.run_state(), "rng": capture_rng(), "user": user.capture()}
 
 
 def to_tree(state: Any) -> tuple[Any, list[Leaf]]:

@@ -14,8 +14,10 @@ import torch
 from monitor.adapters.base import Adapter, Piece
 from monitor.group import Group
 from monitor.layers import Layer
-from store.names import BUFFER, FROZEN, Unit
+from store.names import BUFFER, FROZEN, Fragment, Unit
 from store.schema import LayerRecord, TensorRecord
+
+_Shape = dict[Unit, tuple[tuple[Fragment, torch.dtype], ...]]
 
 
 @dataclass(frozen=True)
@@ -48,8 +50,11 @@ class UnitTable:
         self.layers = tuple(layers)
         self._by_name = {layer.name: layer for layer in layers}
         self._layer_of = {fqn: layer for layer in layers for fqn in layer.fqns}
-        self._shape: object = None
+        self._shape: _Shape | None = None
         self.sizes: Mapping[Unit, UnitSize] = {}
+        self.lost: set[Unit] = set()
+        """Units whose distance to their version cannot be told since their pieces changed, until they are saved.
+        The same on all ranks."""
 
     def changed(self, local: Mapping[Unit, LocalUnit]) -> bool:
         """Whether this rank's pieces are others than when :meth:`agree` was last called."""
@@ -64,16 +69,26 @@ class UnitTable:
                 found.setdefault(unit, []).append(piece)
         return {unit: LocalUnit(unit, tuple(pieces)) for unit, pieces in found.items()}
 
-    def agree(self, local: Mapping[Unit, LocalUnit]) -> None:
-        """Learn the units and sizes over all ranks. Collective."""
+    def agree(self, local: Mapping[Unit, LocalUnit]) -> set[Unit]:
+        """Learn the units and sizes over all ranks. Returns those whose pieces changed on any rank. Collective."""
         mine = {unit: _size(part) for unit, part in local.items()}
         totals: dict[Unit, UnitSize] = {}
-        for theirs in self._group.gather(mine):
+        reshaped: set[Unit] = set()
+        for theirs, changed in self._group.gather((mine, self._changed_units(local))):
+            reshaped |= changed
             for unit, size in theirs.items():
                 before = totals.get(unit, UnitSize(0, 0))
                 totals[unit] = UnitSize(before.numel + size.numel, before.nbytes + size.nbytes)
         self.sizes = {unit: totals[unit] for unit in sorted(totals, key=self._order)}
         self._shape = _shape_of(local)
+        self.lost = (self.lost | reshaped) & set(self.sizes)
+        return reshaped
+
+    def _changed_units(self, local: Mapping[Unit, LocalUnit]) -> set[Unit]:
+        before, now = self._shape, _shape_of(local)
+        if before is None:
+            return set()
+        return {unit for unit in before.keys() | now.keys() if before.get(unit) != now.get(unit)}
 
     def layer(self, unit: Unit) -> Layer:
         """The layer of a unit."""
@@ -115,5 +130,5 @@ def _size(part: LocalUnit) -> UnitSize:
     return UnitSize(numel, sum(piece.tensor.numel() * piece.tensor.element_size() for piece in part.pieces))
 
 
-def _shape_of(local: Mapping[Unit, LocalUnit]) -> object:
+def _shape_of(local: Mapping[Unit, LocalUnit]) -> _Shape:
     return {unit: tuple((p.fragment, p.tensor.dtype) for p in part.pieces) for unit, part in local.items()}
