@@ -196,4 +196,4 @@ def _is_segment_file(name: str) -> bool:
 
 
 def _known_record(name: str) -> bool:
-    return parse_save_file(name) is not None or is_temporary(name)
+    return parse_save_file(final_name(name) or name) is not None

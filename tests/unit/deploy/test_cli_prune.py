@@ -172,7 +172,7 @@ def test_senseless_numbers_are_wrong_usage(here: Here, builder: StoreBuilder, op
 def test_a_refusal_by_the_system_is_an_error_and_the_lock_is_let_go(here: Here, builder: StoreBuilder) -> None:
     for step in (10, 20):
         builder.save(step)
-    in_the_way = builder.root / "manifests" / ".tmp-0123456789ab-a-directory"
+    in_the_way = builder.root / "manifests" / ".tmp-0123456789ab-00000010-000001.json"
     in_the_way.mkdir()
     answer = here("prune", builder.root, *ONE)
     assert (answer.code, answer.out, answer.err.count("\n")) == (1, "", 1)

@@ -121,7 +121,8 @@ def test_what_interrupted_writes_left_goes(job: Job, saves: list[SaveId]) -> Non
 
 def test_what_is_not_recognised_stays_and_is_reported(job: Job, saves: list[SaveId]) -> None:
     strange = [
-        "notes.txt", "manifests/notes.txt", "manifests/00000010-000001.json.bak", "segments/notes.txt",
+        "notes.txt", "manifests/notes.txt", "manifests/.tmp-0123456789ab-notes.txt",
+        "manifests/00000010-000001.json.bak", "segments/notes.txt",
         f"{segment_dir(saves[0])}/notes.txt", f"{segment_dir(saves[0])}/rank-1.json",
     ]  # fmt: skip
     for path in strange:
