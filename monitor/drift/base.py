@@ -1,6 +1,7 @@
 """How far a unit has moved from what a resume would give back.
 
-A meter lives in the training thread. It keeps, for every unit, a reference: enough of the newest committed
+A meter serves two threads: the training thread measures live tensors, the background thread the copies of the save
+under way; calls are serialised inside. It keeps, for every unit, a reference: enough of the newest committed
 version to tell the distance to it. References move only when a save that holds the unit is committed.
 """
 
