@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from monitor.adapters.select import adapter_for
+from monitor.agree import everywhere
 from monitor.checkpointer import Checkpointer
 from monitor.config import Config, load_config
 from monitor.drift.select import meter_for
-from monitor.group import current_group
+from monitor.group import Group, current_group
 from monitor.job import Job
 from monitor.layers import find_layers
 from monitor.opened import open_existing, open_store
@@ -34,21 +35,28 @@ def attach(
     Raises ConfigError for senseless settings, UnsupportedError for what cannot be handled, StoreInUseError where
     another job on this machine owns the store, and StorageError where it cannot be written.
     """
+    group = current_group()
+    job = everywhere(group, lambda: _job(target, config, state, group))
+    settings = job.config
+    if job.observing:
+        return Checkpointer(job, None, open_existing(settings.store, group))
+    opened = open_store(settings.store, group, settings.timeouts.lock)
+    return Checkpointer(job, opened, opened.catalog)
+
+
+def _job(
+    target: Any, config: str | os.PathLike[str] | Mapping[str, Any] | Config | None, state: Sequence[Any], group: Group
+) -> Job:
     settings = load_config(config)
     adapter = adapter_for(target)
     user = UserState(state)
     to_tree({"framework": adapter.run_state(), "user": user.capture()})  # what cannot be stored is told now
-    group = current_group()
-    tensors = adapter.tensors()
     layers = find_layers(
-        adapter.module, list(tensors), experts=settings.layers.experts, patterns=settings.layers.patterns
+        adapter.module, list(adapter.tensors()), experts=settings.layers.experts, patterns=settings.layers.patterns
     )
     table = UnitTable(adapter, layers, group)
     meter = meter_for(settings.drift.method, settings.drift.width, settings.drift.seed)
     policy = settings.bounded_policy()
-    if isinstance(policy, Observe):
-        catalog = open_existing(settings.store, group)
-        observing = Job(settings, policy.inner, group, adapter, table, meter, user, observing=True)
-        return Checkpointer(observing, None, catalog)
-    opened = open_store(settings.store, group, settings.timeouts.lock)
-    return Checkpointer(Job(settings, policy, group, adapter, table, meter, user), opened, opened.catalog)
+    observing = isinstance(policy, Observe)
+    inner = policy.inner if isinstance(policy, Observe) else policy
+    return Job(settings, inner, group, adapter, table, meter, user, observing=observing)

@@ -103,7 +103,7 @@ class Checkpointer:
         report = self._decide(time.perf_counter(), "asked for by save()")
         if wait:
             self.flush()
-            self._saver.settle(False)
+            self._saver.settle(self._step, False)
         return report
 
     def flush(self) -> None:
@@ -167,7 +167,7 @@ class Checkpointer:
 
     def _decide(self, began: float, forced: str | None) -> StepReport:
         local = self._job.table.local()
-        settled = self._saver.settle(self._job.table.changed(local))
+        settled = self._saver.settle(self._step, self._job.table.changed(local))
         if settled.skip is not None:
             return self._skipped(settled.skip, began, None)
         if settled.changed:
@@ -231,5 +231,9 @@ _WHY_SKIPPED = {
     "fenced": (logging.ERROR, "no save at step %d: another job has taken the store over; stop one of the two"),
     "withheld": (logging.ERROR, "no save at step %d: layers without any version have NaN or Inf"),
     "storage": (logging.ERROR, "no save at step %d: the store could not be claimed for a second save of this step"),
+    "disagree": (
+        logging.ERROR,
+        "no save at step %d: ranks are at different steps; call ckpt.step() alike on all of them",
+    ),
     "nothing": (logging.DEBUG, "no save at step %d: no layer needs it"),
 }

@@ -32,9 +32,10 @@ class Observer:
     def reserve(self, local: Mapping[Unit, LocalUnit]) -> None:
         """Nothing is staged, so nothing is reserved."""
 
-    def settle(self, changed: bool) -> Settled:
+    def settle(self, step: int, changed: bool) -> Settled:
         """Nothing is ever under way. Collective."""
-        return Settled(None, bool(self._group.largest([changed])[0]))
+        newest, oldest, any_changed = self._group.largest([step, -step, changed])
+        return Settled(None if newest == -oldest else "disagree", bool(any_changed))
 
     def claim_name(self, step: int) -> str | None:
         """Nothing gets a name."""

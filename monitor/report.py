@@ -13,8 +13,8 @@ from store.names import Unit
 class StepReport:
     """Returned by ``ckpt.step()`` at every decision.
 
-    skipped: why no save was begun (``busy``, ``nothing``, ``withheld``, ``fenced``, ``storage``, ``observe``),
-    None where one was.
+    skipped: why no save was begun (``busy``, ``nothing``, ``withheld``, ``fenced``, ``storage``, ``disagree``,
+    ``observe``), None where one was.
     stats: what the policy saw (drift and staleness of every unit over all ranks); rank 0 only, empty elsewhere
     and where nothing was measured. saved: units that this save holds, with the reason for each.
     choices: the whole decision with its reasons; rank 0 only. staged_bytes: copied on this rank.

@@ -84,13 +84,13 @@ class Saver:
         for unit, part in local.items():
             self._pool.reserve(unit, part.tensors)
 
-    def settle(self, changed: bool) -> Settled:
+    def settle(self, step: int, changed: bool) -> Settled:
         """Learn how the save under way stands, on all ranks, and move the references if it is committed. Collective."""
         self._collect()
         pending, outcome = self._pending, self._outcome
         busy = pending is not None and outcome is None
         failed = outcome is not None and outcome.error is not None
-        flags = self._group.largest([busy, failed, changed, self._fenced])
+        newest, oldest, *flags = self._group.largest([step, -step, busy, failed, changed, self._fenced])
         any_busy, any_failed, any_changed, fenced = (bool(flag) for flag in flags)
         if any_busy:
             if any_failed and pending is not None and pending.job.committing is not None:
@@ -98,6 +98,8 @@ class Saver:
             return Settled("busy", any_changed)
         if pending is not None:
             self._finish(pending, outcome)
+        if newest != -oldest:
+            return Settled("disagree", any_changed)
         return Settled("fenced" if fenced else None, any_changed)
 
     def begin(self, step: int, decided: Decided, local: Mapping[Unit, LocalUnit]) -> int:
@@ -130,6 +132,7 @@ class Saver:
             return None
         try:
             self._renew_epoch()
+            self._metrics.epoch.set(self._opened.epoch)
         except FencedError:
             self._fenced = True
             return "fenced"

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from prometheus_client import CollectorRegistry
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import monitor
 from tests.support.hooked import HookedFiles
@@ -34,17 +35,20 @@ class Model(nn.Module):
 
 
 class Job:
-    """Model, optimizer and checkpointer. ``state``: given to attach besides."""
+    """Model, optimizer and checkpointer. ``state``: given to attach besides.
+
+    Where a process group is up, the model is replicated by DistributedDataParallel."""
 
     def __init__(self, store: Path, state: list[Any] | None = None, width: int = 8, **settings: Any) -> None:
         self.model = Model(width)
+        self._trained = DistributedDataParallel(self.model) if torch.distributed.is_initialized() else self.model
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         values: Mapping[str, Any] = {"store": str(store), "every": 1, "metrics": {"enabled": False}, **settings}
-        self.ckpt = monitor.attach((self.model, self.optimizer), values, state=state or [])
+        self.ckpt = monitor.attach((self._trained, self.optimizer), values, state=state or [])
 
     def update(self) -> None:
         """One optimizer step."""
-        loss = self.model(torch.randn(4, 3)).square().mean()
+        loss = self._trained(torch.randn(4, 3)).square().mean()
         self.optimizer.zero_grad()
         loss.backward()
         self.optimizer.step()
