@@ -1,8 +1,8 @@
 """The demo: train, lose a rank to SIGKILL, resume by itself, finish; then show what it cost and what came of it.
 
-    python examples/demo.py
+    python -m examples.demo
 
-Starts examples/train_llama.py under torchrun, twice: once with a rank killed part-way, once left alone, so that
+Starts examples.train_llama under torchrun, twice: once with a rank killed part-way, once left alone, so that
 there is something to compare with. All it makes is under demo-output/, which it removes first. The numbers come
 from these two runs; nothing is remembered from elsewhere. Ends with code 1 unless the job resumed and finished.
 """
@@ -14,18 +14,20 @@ import shutil
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Generator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import yaml
-from commits import Commit, Watcher
-from job import Job, JobError
-from journal import Reader
-from picture import draw
 from rich.console import Console
-from story import Story, tell
-from table import certificate_table, footnotes, result_table
+
+from examples.commits import Commit, Watcher
+from examples.job import Job, JobError
+from examples.journal import Reader
+from examples.picture import draw
+from examples.story import Story, tell
+from examples.table import certificate_table, footnotes, result_table
 
 _VICTIM = 1
 _OURS = ".made-by-the-demo"
@@ -52,14 +54,15 @@ class Conductor:
         commits: list[Commit] = []
         events: list[dict[str, Any]] = []
         killed = False
-        for event in self._run("interrupted", config, ["--time-deepspeed", str(out / "deepspeed")]):
-            commits += watcher.new()
-            if event is None:
-                continue
-            events.append(event)
-            self._show(event, commits)
-            if not killed and event["event"] == "step" and event["step"] >= self._kill_after:
-                killed = self._kill(event["step"], events[0]["metrics_port"])
+        with closing(self._run("interrupted", config, ["--time-deepspeed", str(out / "deepspeed")])) as told:
+            for event in told:
+                commits += watcher.new()
+                if event is None:
+                    continue
+                events.append(event)
+                self._show(event, commits)
+                if not killed and event["event"] == "step" and event["step"] >= self._kill_after:
+                    killed = self._kill(event["step"], events[0]["metrics_port"])
         commits += watcher.new()
         if not killed:
             raise JobError(f"the job ended before step {self._kill_after}, so no rank was killed")
@@ -73,17 +76,18 @@ class Conductor:
         settings = {key: value for key, value in self._settings.items() if key != "bounds"}
         settings |= {"store": str(self._args.out / "never-made"), "policy": {"name": "observe"}}
         events = []
-        for event in self._run("undisturbed", self._config("observe", settings), []):
-            if event is not None:
-                events.append(event)
-                self._show(event, [])
+        with closing(self._run("undisturbed", self._config("observe", settings), [])) as told:
+            for event in told:
+                if event is not None:
+                    events.append(event)
+                    self._show(event, [])
         return tell(events)
 
     def say(self, text: str) -> None:
         """One line, with the time since the demo began."""
         self._console.print(f"[dim]{time.monotonic() - self._began:5.0f} s[/dim]  {text}", highlight=False)
 
-    def _run(self, name: str, config: Path, extra: list[str]) -> Iterator[dict[str, Any] | None]:
+    def _run(self, name: str, config: Path, extra: list[str]) -> Generator[dict[str, Any] | None, None, None]:
         """The journal's events as they come, and None in between."""
         args, out = self._args, self._args.out
         journal = out / f"{name}.jsonl"

@@ -13,7 +13,7 @@ from types import TracebackType
 
 import psutil
 
-_SCRIPT = Path(__file__).with_name("train_llama.py")
+_SCRIPT = "examples.train_llama"
 _RANKS = 2
 
 
@@ -22,7 +22,7 @@ class JobError(Exception):
 
 
 class Job:
-    """``train_llama.py`` on two CPU ranks under torchrun, which restarts it up to twice. Output goes to ``log``.
+    """``examples.train_llama`` on two CPU ranks under torchrun, which restarts it up to twice. Output goes to ``log``.
 
     As a context manager it ends whatever of the job is still there.
     """
@@ -30,7 +30,7 @@ class Job:
     def __init__(self, arguments: Sequence[str], log: Path) -> None:
         self.log = log
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(_RANKS)]
-        command += ["--max-restarts", "2", str(_SCRIPT), *arguments]
+        command += ["--max-restarts", "2", "-m", _SCRIPT, *arguments]
         with log.open("wb") as output:
             self._process = subprocess.Popen(
                 command, stdout=output, stderr=subprocess.STDOUT, env=_environment(), start_new_session=True

@@ -14,7 +14,8 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from story import Life, Story
+
+from examples.story import Life, Story
 
 BLUE, ORANGE, GREEN, RED, PINK, GREY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#8A8A8A"
 LIFE = (BLUE, GREEN, PINK)
@@ -26,7 +27,7 @@ _SLOTS = (
     ("exp_avg", "first moment", "#56B4E9"),
     ("exp_avg_sq", "second moment", ORANGE),
 )
-_STYLE = {
+_STYLE: Any = {
     "font.size": 9,
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -38,7 +39,14 @@ _STYLE = {
 
 
 def draw(story: Story, control: Story | None, path: Path, threshold: float | None = None) -> Path:
-    """Draw ``story`` into a PNG file at ``path``, which is returned. ``threshold``: of the weights, to be shown."""
+    """Draw ``story`` into a PNG file at ``path``, which is returned; see :func:`drawn`."""
+    with mpl.rc_context(_STYLE):
+        drawn(story, control, threshold).savefig(path)
+    return path
+
+
+def drawn(story: Story, control: Story | None, threshold: float | None = None) -> Figure:
+    """The figure: loss, drift of each layer's weights, bytes of each save. ``threshold``: of the weights, is shown."""
     layers = story.lives[0].start["layers"]
     heights = [2.4, *[0.85] * len(layers), 1.5]
     with mpl.rc_context(_STYLE):
@@ -49,10 +57,10 @@ def draw(story: Story, control: Story | None, path: Path, threshold: float | Non
             _draw_layer(axis, story, layer, threshold)
         _draw_bytes(axes[-1], story)
         for axis in axes:
-            _mark_failure(axis, story)
+            _mark_failure(axis, story, top=1.0 if axis is axes[0] else 1.4)  # on into the gap above
+        _same_scale(axes[1:-1], story, threshold)
         _finish(figure, axes, story, threshold)
-        figure.savefig(path)
-    return path
+    return figure
 
 
 def teeth(decisions: Sequence[dict[str, Any]], first: int, layer: str, saved: set[int]) -> list[tuple[int, float]]:
@@ -84,7 +92,7 @@ def _draw_loss(axis: Axes, story: Story, control: Story | None) -> None:
         axis.plot(*zip(*own, strict=True), color=LIFE[index % 3], lw=1.6, label=label)
     values = list(story.losses.values())
     axis.set_ylim(min(values) - 0.1, sorted(values)[-max(3, len(values) // 25)] + 0.2)
-    axis.legend(frameon=False, ncols=3, loc="upper right", borderaxespad=0.1)
+    axis.legend(frameon=False, ncols=3, loc="upper center", bbox_to_anchor=(0.32, 1.0), borderaxespad=0.0)
     _label(axis, "loss", "mean of 8 steps;\nthin: each step")
 
 
@@ -101,12 +109,11 @@ def _draw_layer(axis: Axes, story: Story, layer: str, threshold: float | None) -
         axis.plot(sorted(saved), [0.0] * len(saved), "^", color=colour, ms=4, clip_on=False, zorder=5)
     if threshold is not None:
         axis.axhline(threshold, color="#606060", lw=0.7, ls=(0, (4, 3)))
-    count = sum(len(story.saved_at(index, layer, WEIGHTS)) for index in range(len(story.lives)))
-    _label(axis, layer.removeprefix("model."), f"saved {count} times")
+    _label(axis, layer.removeprefix("model."), _times(story.times_saved(layer, WEIGHTS)))
 
 
 def _draw_bytes(axis: Axes, story: Story) -> None:
-    sizes = {(u["layer"], u["slot"]): u["nbytes"] for life in story.lives for d in life.decisions for u in d["units"]}
+    sizes = story.sizes
     for commit in story.commits:
         bottom = 0.0
         for slot, _, colour in _SLOTS:
@@ -116,16 +123,15 @@ def _draw_bytes(axis: Axes, story: Story) -> None:
     full = max((commit.nbytes + commit.avoided for commit in story.commits), default=0) / 1e6
     axis.axhline(full, color="#606060", lw=0.7, ls=(0, (4, 3)))
     handles = [mpl.patches.Patch(color=colour, label=name) for _, name, colour in _SLOTS]
-    axis.legend(
-        handles=handles, frameon=False, ncols=3, loc="lower right", bbox_to_anchor=(1.0, 1.0), borderaxespad=0.0
-    )
+    legend = axis.legend(handles=handles, ncols=3, loc="upper right", bbox_to_anchor=(1.0, 0.97), columnspacing=1.2)
+    legend.get_frame().set(edgecolor="none", facecolor="white", alpha=1.0)
     axis.set_ylim(0, full * 1.08)
     _label(axis, "MB a save", "dashed: a full save")
 
 
-def _mark_failure(axis: Axes, story: Story) -> None:
+def _mark_failure(axis: Axes, story: Story, top: float) -> None:
     for step, colour, style in _failures(story):
-        axis.axvline(step, color=colour, lw=1.2, ls=style, zorder=0)
+        axis.axvline(step, ymax=top, color=colour, lw=1.2, ls=style, zorder=0, clip_on=False)
 
 
 def _failures(story: Story) -> Iterator[tuple[float, str, Any]]:
@@ -134,29 +140,49 @@ def _failures(story: Story) -> Iterator[tuple[float, str, Any]]:
         yield after.first, GREEN, (0, (1, 1.2))
 
 
-def _finish(figure: Figure, axes: Sequence[Axes], story: Story, threshold: float | None) -> None:
-    figure.suptitle(
-        "Each layer is saved when it has drifted far enough", x=0.02, y=0.988, ha="left", size=14, weight="bold"
-    )
-    dashed = "" if threshold is None else f", dashed: threshold {threshold:g}"
-    figure.text(
-        0.02,
-        0.957,
-        "Drift of the weights: relative distance between the live layer and what a resume would give back "
-        f"(triangle: saved{dashed}).",
-        ha="left",
-        color="#404040",
-    )
-    top = max((y for axis in axes[1:-1] for line in axis.lines for y in line.get_ydata()), default=1.0)
-    for axis in axes[1:-1]:
-        axis.set_ylim(0, top * 1.05)
+def _same_scale(axes: Sequence[Axes], story: Story, threshold: float | None) -> None:
+    """One scale for all layers, so that they compare; what few teeth leave it get their height in figures."""
+    layers = story.lives[0].start["layers"]
+    drifts = {layer: _peaks(story, layer) for layer in layers}
+    every = sorted(drift for peaks in drifts.values() for _, drift in peaks) or [1.0]
+    top = max(every[int(0.97 * (len(every) - 1))], 1.6 * (threshold or 0.0)) * 1.1
+    for axis, layer in zip(axes, layers, strict=True):
+        axis.set_ylim(0, top)
         axis.spines["bottom"].set_visible(False)
         axis.tick_params(axis="x", length=0)
+        axis.set_yticks(
+            [0.0] if threshold is None else [0.0, threshold], ["0"] if threshold is None else ["0", f"{threshold:g}"]
+        )
+        cut = [(step, drift) for step, drift in drifts[layer] if drift > top]
+        if cut:
+            highest = max(drift for _, drift in cut)
+            axis.text(cut[-1][0] + 1.5, top * 1.06, f"cut: up to {highest:.2f}", size=8, va="center", color="#606060")
+
+
+def _peaks(story: Story, layer: str) -> list[tuple[int, float]]:
+    return [
+        point
+        for index, life in enumerate(story.lives)
+        for point in teeth(life.decisions, life.first, layer, story.saved_at(index, layer, WEIGHTS))
+        if point[1] > 0
+    ]
+
+
+def _finish(figure: Figure, axes: Sequence[Axes], story: Story, threshold: float | None) -> None:
+    inch = 1 / figure.get_figheight()
+    title = "Each layer is saved when it has drifted far enough"
+    dashed = "" if threshold is None else f", dashed: threshold {threshold:g}"
+    below = (
+        "Drift of the weights: relative distance between the live layer and what a resume would give back "
+        f"(triangle: saved{dashed})."
+    )
+    figure.text(0.02, 1 - 0.1 * inch, title, va="top", size=14, weight="bold")
+    figure.text(0.02, 1 - 0.38 * inch, below, va="top", color="#404040")
     for life, after in pairwise(story.lives):
         _say(axes[0], life, after)
     axes[-1].set_xlabel("optimizer step")
     axes[-1].set_xlim(0, max(story.losses) + 1)
-    figure.subplots_adjust(left=0.17, right=0.985, top=0.905, bottom=0.055, hspace=0.35)
+    figure.subplots_adjust(left=0.18, right=0.985, top=1 - 0.85 * inch, bottom=0.5 * inch, hspace=0.35)
 
 
 def _say(axis: Axes, life: Life, after: Life) -> None:
@@ -166,8 +192,18 @@ def _say(axis: Axes, life: Life, after: Life) -> None:
 
 
 def _label(axis: Axes, name: str, below: str) -> None:
-    axis.text(-0.175, 0.62, name, transform=axis.transAxes, ha="left", va="center", weight="bold")
-    axis.text(-0.175, 0.56, below, transform=axis.transAxes, ha="left", va="top", color="#606060", size=8)
+    place: dict[str, Any] = {
+        "xy": (-0.195, 0.5),
+        "xycoords": "axes fraction",
+        "textcoords": "offset points",
+        "ha": "left",
+    }
+    axis.annotate(name, **place, xytext=(0, 1), va="bottom", weight="bold")
+    axis.annotate(below, **place, xytext=(0, -2), va="top", color="#606060", size=8)
+
+
+def _times(count: int) -> str:
+    return "never saved" if count == 0 else "saved once" if count == 1 else f"saved {count} times"
 
 
 def _smooth(losses: dict[int, float], width: int = 8) -> tuple[list[int], list[float]]:

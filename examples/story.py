@@ -11,7 +11,7 @@ from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
-from commits import Commit
+from examples.commits import Commit
 
 
 @dataclass
@@ -62,7 +62,8 @@ class Story:
     @property
     def is_composite(self) -> bool:
         """Whether what was resumed came from several steps."""
-        return self.certificate is not None and len(self.resumed_steps) > 1 and not self.certificate["exact"]
+        exact = bool(self.certificate["exact"]) if self.certificate else True
+        return not exact and len(self.resumed_steps) > 1
 
     @property
     def resumed_steps(self) -> list[int]:
@@ -96,6 +97,16 @@ class Story:
         for life in self.lives:
             kept = {step: loss for step, loss in kept.items() if step <= life.first} | life.losses
         return kept
+
+    @property
+    def sizes(self) -> dict[tuple[str, str], int]:
+        """Bytes of each (layer, slot) when stored raw."""
+        decisions = (decision for life in self.lives for decision in life.decisions)
+        return {(unit["layer"], unit["slot"]): unit["nbytes"] for one in decisions for unit in one["units"]}
+
+    def times_saved(self, layer: str, slot: str) -> int:
+        """How many commits wrote a unit."""
+        return sum(len(self.saved_at(life, layer, slot)) for life in range(len(self.lives)))
 
     def saved_at(self, life: int, layer: str, slot: str) -> set[int]:
         """Steps of the commits of a life (counted from 0) that wrote a unit."""

@@ -8,7 +8,8 @@ from typing import Any
 
 from rich.table import Table
 from rich.text import Text
-from story import Story, mean_gap
+
+from examples.story import Story, mean_gap
 
 LAST = 10
 """Steps that "at the end" means."""
@@ -55,11 +56,14 @@ def footnotes(story: Story, control: Story | None) -> Text:
         notes.append("NOT SHOWN BY THIS RUN: that saves are selective; most of them were full.")
     if not story.is_composite:
         notes.append("NOT SHOWN BY THIS RUN: that a composite is resumed; what was resumed is of one step.")
-    notes.append(_on_layers(story))
+    notes += [_on_layers(story), _on_frequency(story)]
     if control is not None:
         notes.append(_on_determinism(story, control))
     if story.deepspeed_save is not None:
-        notes.append("save_checkpoint was timed at the end of this run; it returns before its files are on the disk.")
+        notes.append(
+            "save_checkpoint was timed at the end of this run. Neither it nor a decision waits for the disk; a save of "
+            "Driftpoint's counts here only once it is committed, which means on the disk."
+        )
     return Text("\n".join(f"- {note}" for note in notes), style="dim")
 
 
@@ -127,23 +131,30 @@ def _failure_rows(story: Story, control: Story | None) -> list[tuple[str, str, s
 
 
 def _on_layers(story: Story) -> str:
-    """Which layers were written less often than the others, by their weights."""
+    """Where the saving came from: which layers, and which slots, were written less often."""
     layers = story.lives[0].start["layers"]
-    counts = {
-        layer: sum(len(story.saved_at(life, layer, "fp32")) for life in range(len(story.lives))) for layer in layers
-    }
-    by_slot = {
-        name: sum(any(unit.slot == slot for unit in commit.units) for commit in story.commits)
-        for slot, name in _SLOTS.items()
-    }
+    counts = {layer: story.times_saved(layer, "fp32") for layer in layers}
     blocks = [count for layer, count in counts.items() if layer.rsplit(".", 1)[-1].isdigit()]
     others = ", ".join(f"{layer} {count}" for layer, count in counts.items() if not layer.rsplit(".", 1)[-1].isdigit())
     spread = f"{min(blocks)} to {max(blocks)}" if blocks else "-"
-    slots = ", ".join(f"{name} in {count}" for name, count in by_slot.items())
+    sizes = story.sizes
+    slots = ", ".join(
+        f"{name} {_mb(sum(sizes[unit.layer, slot] for c in story.commits for unit in c.units if unit.slot == slot))}"
+        for slot, name in _SLOTS.items()
+    )
     return (
-        f"weights were written, of {len(story.commits)} saves: a block {spread} times; {others}. With AdamW the blocks "
-        f"move almost alike, so among them little is gained by choosing; what is gained comes from slots ({slots}), "
-        "from the layers that are no blocks, and from drift that slows down with the learning rate."
+        f"weights were written, in {len(story.commits)} saves: a block {spread} times; {others}. With AdamW the blocks "
+        "move almost alike, so choosing among them gained little. What was gained came from the slots (written: "
+        f"{slots}), and from drift that slows down with the learning rate, so that saves become rarer by themselves."
+    )
+
+
+def _on_frequency(story: Story) -> str:
+    """What the simplest alternative is: full saves, less often, for the same bytes."""
+    steps = max(story.losses) / max(1, story.written / (story.full / len(story.commits)))
+    return (
+        f"the same bytes would pay for a full save every {steps:.0f} steps: exact, but up to that many steps to do "
+        "again. Which of the two is better depends on how often jobs fail; the table shows both sides of it."
     )
 
 

@@ -1,7 +1,7 @@
 """Trains a small Llama on the text of Python's standard library with DeepSpeed ZeRO-3, and resumes by itself.
 
     export DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
-    torchrun --standalone --nproc-per-node 2 --max-restarts 2 examples/train_llama.py --config examples/demo.yaml
+    torchrun --standalone --nproc-per-node 2 --max-restarts 2 -m examples.train_llama --config examples/demo.yaml
 
 Kill any of its ranks whenever you like: torchrun starts them again, and training goes on from the newest commit.
 (The third variable is for torchrun on gloo: without it a restart may look for the ranks that died.)
@@ -20,12 +20,12 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed_save import timed_save
-from journal import Journal, decision
-from stdlib_text import VOCABULARY, Batches, standard_library
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import monitor
+from examples.deepspeed_save import timed_save
+from examples.journal import Journal, decision
+from examples.stdlib_text import VOCABULARY, Batches, standard_library
 
 
 def main() -> None:
@@ -93,7 +93,11 @@ def deepspeed_config(args: argparse.Namespace) -> dict[str, Any]:
         "optimizer": {"type": "AdamW", "params": {"lr": args.lr, "betas": [0.9, 0.95], "torch_adam": True}},
         "scheduler": {
             "type": "WarmupCosineLR",
-            "params": {"total_num_steps": args.steps, "warmup_num_steps": args.steps // 10, "cos_min_ratio": 0.05},
+            "params": {
+                "total_num_steps": args.steps,
+                "warmup_num_steps": max(1, args.steps // 10),
+                "cos_min_ratio": 0.05,
+            },
         },
         "steps_per_print": 10**9,
     }
@@ -106,7 +110,7 @@ def mean_loss(loss: torch.Tensor) -> float:
     return float(total) / dist.get_world_size()
 
 
-def tell_start(journal: Journal, ckpt: monitor.Checkpointer, first: int, model: torch.nn.Module) -> None:
+def tell_start(journal: Journal, ckpt: monitor.Checkpointer, first: int, model: Any) -> None:
     """Where this incarnation of the job begins, on what, and where it can be watched."""
     journal.write(
         "start",
