@@ -6,6 +6,7 @@ Arguments go to pytest. Stops at the first stage that fails.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -19,9 +20,12 @@ NO_TESTS = 5
 
 
 def main() -> int:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # two test processes on two cores
     for name, options in STAGES.items():
         began = time.monotonic()
-        code = subprocess.call([sys.executable, "-m", "pytest", "-q", "--durations=5", *options, *sys.argv[1:]])
+        code = subprocess.call(
+            [sys.executable, "-m", "pytest", "-q", "--durations=5", *options, *sys.argv[1:]], env=environment
+        )
         print(f"stage {name}: {time.monotonic() - began:.0f} s", flush=True)
         if code not in (0, NO_TESTS):
             return code
