@@ -33,9 +33,9 @@ def save(files: LocalFiles, journal: Paper) -> None:
 
 
 def several(files: LocalFiles, journal: Paper) -> None:
-    """From an empty directory: three saves, a mark, a prune after each save."""
+    """From an empty directory: four saves, a mark, a prune after each save."""
     job = Job(files, journal)
-    for number in range(3):
+    for number in range(4):
         job.save()
         if number == 0:
             job.prove()
