@@ -23,7 +23,11 @@ ZERO = [
     for stage in (1, 2, 3)
     for precision in ("bf16", "fp32")
 ]
-DDP = [{"name": "ddp", "kind": "ddp", "every": 3}]
+ZERO += [{**ZERO[4], "name": "zero3-bf16-eager", "staging": "eager"}]
+DDP = [
+    {"name": "ddp", "kind": "ddp", "every": 3},
+    {"name": "ddp-lazy", "kind": "ddp", "every": 3, "staging": "lazy"},
+]
 PLAIN = [{"name": "plain", "kind": "plain", "every": 3}]
 COMPOSITES: list[dict[str, Any]] = [
     {

@@ -47,6 +47,7 @@ class Run:
         for step in range(self.kill_at):
             self.results.tell("killed", case=case["name"], step=step, losses=trainee.step())
             self.checkpoint(case, trainee, ckpt)
+        ckpt.flush()
         if last:
             self.die(trainee)
 
@@ -77,16 +78,17 @@ class Run:
             "store": str(Path(self.spec["directory"]) / case["name"]),
             "every": case["every"],
             "policy": case.get("policy", "full"),
+            "staging": case.get("staging", "auto"),
             "metrics": {"enabled": False},
         }
         return monitor.attach(trainee.target, settings, state=trainee.state)
 
     def checkpoint(self, case: Mapping[str, Any], trainee: Trainee, ckpt: monitor.Checkpointer) -> None:
+        ckpt.flush()  # so that each decision finds the save before it committed, and writing overlaps training
         report = ckpt.step()
         if report is None:
             return
         assert report.skipped is None, report
-        ckpt.flush()  # so that each decision finds the save before it committed
         self.results.tell("saved", case=case["name"], step=report.step, hashes=hashes(trainee))
 
     def die(self, trainee: Trainee) -> None:
