@@ -5,7 +5,7 @@ Colours are Okabe and Ito's, which stay apart for colour-blind readers; saves ha
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
@@ -63,7 +63,7 @@ def drawn(story: Story, control: Story | None, threshold: float | None = None) -
     return figure
 
 
-def teeth(decisions: Sequence[dict[str, Any]], first: int, layer: str, saved: set[int]) -> list[tuple[int, float]]:
+def teeth(decisions: Sequence[Mapping[str, Any]], first: int, layer: str, saved: set[int]) -> list[tuple[int, float]]:
     """A layer's drift of its weights as points (step, drift): it rises, and drops to 0 where it was saved.
 
     ``first``: the step that this life was resumed at; there the live state is the stored one. 0: nothing was.

@@ -35,16 +35,15 @@ def story_of(out: Path, name: str) -> Story:
 
 def test_the_demo_loses_a_rank_resumes_a_composite_and_finishes(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    done = demo(out, "--steps", "40")
+    done = demo(out, "--steps", "60")
     assert done.returncode == 0, done.stdout + done.stderr
     story, control = story_of(out, "interrupted"), story_of(out, "undisturbed")
 
     assert len(story.lives) == 2
-    assert story.lives[0].last >= 23, "the kill comes after step 23"
+    assert story.lives[0].last >= 38, "the kill comes after step 38"
     assert 0 < story.lives[1].first <= story.lives[0].last
-    assert story.lives[1].first >= 15, "saves were committed up to shortly before the kill"
-    assert story.finished_at == control.finished_at == 40
-    assert sorted(story.losses) == list(range(1, 41))
+    assert story.finished_at == control.finished_at == 60
+    assert sorted(story.losses) == list(range(1, 61))
 
     before_the_kill = story.lives[0].losses
     assert before_the_kill == {step: control.losses[step] for step in before_the_kill}
@@ -57,7 +56,8 @@ def test_the_demo_loses_a_rank_resumes_a_composite_and_finishes(tmp_path: Path) 
 
     assert (out / "drift.png").stat().st_size > 50_000
     catalog = open_catalog(LocalFiles(out / "store"))
-    assert catalog.saves()[0].step == 40
+    newest = catalog.saves()[0]
+    assert (newest.epoch, newest.step > story.lives[1].first) == (2, True), "saving went on after the resume"
     assert [save.step for save in catalog.proven()] == [story.lives[1].first]
     assert not (out / "never-made").exists(), "the run to compare with saves nothing"
     assert not (out / "deepspeed").exists(), "DeepSpeed's own saves are timed and removed"
