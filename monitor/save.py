@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -20,9 +21,10 @@ from monitor.measuring import measure_record
 from monitor.staging import Copying, as_bytes
 from store.catalog import Catalog
 from store.commit import Expected, commit, hint_latest, wait_for_group
-from store.errors import DamagedError, StorageError, UsageError
+from store.errors import DamagedError, MissingError, SaveError, StorageError, UsageError
 from store.files import Files
-from store.names import Fragment, Unit
+from store.layout import part_path, payload_path, segment_dir
+from store.names import Fragment, SaveId, Unit
 from store.prune import execute, plan_prune
 from store.retention import Retention
 from store.schema import MeasureRecord
@@ -51,12 +53,23 @@ class Committing:
     give_up: threading.Event = field(default_factory=threading.Event)
 
 
+@dataclass
+class Progress:
+    """How far a save came; written by the background thread, read by the training thread once it is finished.
+
+    metered: units whose copies the meter holds until the save is settled; a save may fail before it has all.
+    attempted: the manifest may exist, whatever was raised. drawn: what is committed."""
+
+    metered: set[Unit] = field(default_factory=set)
+    attempted: bool = False
+    drawn: Drawn | None = None
+
+
 @dataclass(frozen=True)
 class SaveJob:
     """All of one save on one rank. ``segment`` lacks its fragments; they come from ``staged``.
 
-    unstorable: why the run state could not be captured; then there is nothing to write.
-    metered: units whose copies the meter holds until the save is settled; a save may fail before it has all."""
+    unstorable: why the run state could not be captured; then there is nothing to write."""
 
     files: Files
     segment: SegmentDraft
@@ -65,26 +78,25 @@ class SaveJob:
     meter: DriftMeter
     committing: Committing | None
     unstorable: UsageError | None = None
-    metered: set[Unit] = field(default_factory=set)
+    progress: Progress = field(default_factory=Progress)
 
     def meter_stage(self, unit: StagedUnit) -> None:
         """Hand a unit's copies to the meter, as the reference to come."""
         self.meter.stage(unit.unit, unit.copies)
-        self.metered.add(unit.unit)
+        self.progress.metered.add(unit.unit)
 
 
 @dataclass(frozen=True)
 class Saved:
-    """A finished save. drawn and written_bytes (over all ranks) are rank 0's. notes: trouble after the commit."""
+    """A finished save. drawn and written_bytes (over all ranks) are rank 0's."""
 
     drawn: Drawn | None
     seconds: float
     written_bytes: int = 0
-    notes: tuple[str, ...] = ()
 
 
 def run(job: SaveJob) -> Saved:
-    """Carry a save out. Any DriftpointError it raises means: there is no such commit."""
+    """Carry a save out. Any DriftpointError it raises means: nobody was told of such a commit."""
     began = time.monotonic()
     job.copying.finish()
     job.copying.require_whole()
@@ -95,6 +107,36 @@ def run(job: SaveJob) -> Saved:
     if job.committing is None:
         return Saved(None, time.monotonic() - began)
     return _commit(job, job.committing, began)
+
+
+def tidy(job: SaveJob) -> None:
+    """Rank 0, after :func:`run`: point LATEST at the commit, if there is one, and prune.
+
+    Raises SaveError with all that went wrong. The commit stands whatever happens here; the next save tries again."""
+    drawn, committing, notes = job.progress.drawn, job.committing, []
+    if drawn is None or committing is None:
+        return
+    try:
+        hint_latest(job.files, drawn.manifest.save)
+    except StorageError as error:
+        notes.append(f"LATEST was not updated: {error}")
+    try:
+        notes += _prune(job.files, committing)
+    except (StorageError, DamagedError) as error:
+        notes.append(f"pruning stopped: {error}")
+    if notes:
+        raise SaveError("; ".join(notes))
+
+
+def discard(files: Files, save: SaveId, rank: int) -> None:
+    """Remove what this rank wrote for a save that was given up before anything could point to it.
+
+    On a disk that is nearly full, what failed saves leave behind would keep the next ones from coming about."""
+    for path in (part_path(save, rank), payload_path(save, rank)):  # a part must not outlive its payload
+        with suppress(MissingError):
+            files.unlink(path)
+    with suppress(StorageError):  # other ranks may have theirs in it still
+        files.remove_dir(segment_dir(save))
 
 
 def measured(job: SaveJob, unit: StagedUnit) -> MeasureRecord:
@@ -109,28 +151,17 @@ def _commit(job: SaveJob, committing: Committing, began: float) -> Saved:
     expected = Expected(segment.store_id, segment.save, segment.world_size, segment.plan)
     group = wait_for_group(job.files, expected, committing.timeout, aborted=committing.give_up.is_set)
     drawn = draw(committing.draft, group)
+    job.progress.attempted = True
     commit(job.files, drawn.manifest)
-    seconds = time.monotonic() - began
-    notes = _tidy(job.files, committing, drawn)
-    return Saved(drawn, seconds, group.record.payload_bytes, notes)
+    job.progress.drawn = drawn
+    return Saved(drawn, time.monotonic() - began, group.record.payload_bytes)
 
 
-def _tidy(files: Files, committing: Committing, drawn: Drawn) -> tuple[str, ...]:
-    # The commit stands whatever happens here; trouble is told, and the next save tries again.
-    notes = []
-    try:
-        hint_latest(files, drawn.manifest.save)
-    except StorageError as error:
-        notes.append(f"LATEST was not updated: {error}")
-    try:
-        plan = plan_prune(committing.catalog, committing.retention)
-        execute(files, plan)
-        committing.catalog.retain(plan.keep)
-        if plan.blocked:
-            notes.append(f"pruning: {plan.blocked}")
-    except (StorageError, DamagedError) as error:
-        notes.append(f"pruning stopped: {error}")
-    return tuple(notes)
+def _prune(files: Files, committing: Committing) -> list[str]:
+    plan = plan_prune(committing.catalog, committing.retention)
+    execute(files, plan)
+    committing.catalog.retain(plan.keep)
+    return [f"pruning: {plan.blocked}"] if plan.blocked else []
 
 
 def _fragments(staged: StagedUnit) -> list[StagedFragment]:

@@ -18,7 +18,7 @@ from monitor.ledger import CommitDraft, Drawn, JobFacts
 from monitor.measuring import measure_record
 from monitor.opened import OpenedStore
 from monitor.run_state import captured, to_tree
-from monitor.save import Committing, Saved, SaveJob, StagedUnit, run
+from monitor.save import Committing, Saved, SaveJob, StagedUnit, discard, run, tidy
 from monitor.staging import Copying, StagingPool
 from monitor.telling import tell_save, tell_segment, tell_upkeep
 from monitor.units import LocalUnit
@@ -124,6 +124,8 @@ class Saver:
         self._outcome = None
         self._copying = copying
         self._pending = _Pending(self._writer.submit(lambda: run(job)), job, frozenset(decided.saved))
+        if committing is not None:
+            self.upkeep(lambda: tidy(job), f"tidying up after the commit of step {step}")
         return sum(copy.numel() * copy.element_size() for unit in staged for copy in unit.copies)
 
     def claim_name(self, step: int) -> str | None:
@@ -197,14 +199,17 @@ class Saver:
 
     def _finish(self, pending: _Pending, outcome: Done[Saved | None] | None) -> None:
         drawn = self._told(pending, outcome) if outcome is not None else None
-        news = (drawn is not None, drawn.dropped if drawn else ())
-        committed, dropped = self._group.from_first(news)
+        news = (drawn is not None, drawn.dropped if drawn else (), pending.job.progress.attempted)
+        committed, dropped, attempted = self._group.from_first(news)
         for unit in pending.job.staged:
-            settled = unit.unit in pending.job.metered
+            settled = unit.unit in pending.job.progress.metered
             moved = committed and unit.unit not in dropped
             self._pool.give(unit.unit, self._meter.settle(unit.unit, moved) if settled else unit.copies)
         if committed:
             self._job.table.lost -= pending.saved - set(dropped)
+        elif not attempted:
+            files, save, rank = self._opened.files, pending.save, self._group.rank
+            self.upkeep(lambda: discard(files, save, rank), f"removing what the failed save of step {save.step} left")
         self._pending = self._outcome = None
 
     def _told(self, pending: _Pending, outcome: Done[Saved | None]) -> Drawn | None:

@@ -29,9 +29,6 @@ def tell_save(metrics: Metrics, ledger: Ledger, step: int, outcome: Done[Saved |
     ledger.advance(manifest)
     metrics.committed(manifest.step, saved.seconds, saved.written_bytes, manifest.bytes_avoided)
     metrics.units(drawn.drift, {record.unit: record.staleness for record in manifest.units})
-    for note in saved.notes:
-        metrics.failures.labels("upkeep").inc()
-        _log.warning("step %d is committed, but %s", manifest.step, note)
     if drawn.dropped:
         metrics.withheld.inc(len(drawn.dropped))
         _log.error(

@@ -300,6 +300,44 @@ def full(operation: str, path: str) -> None:
         raise StorageError(f"cannot write {path}: the filesystem is full")
 
 
+def test_a_failed_save_leaves_nothing_behind(store: Path) -> None:
+    with job(store) as one:
+        one.step()
+        files = one.hook()
+        files.before = lambda operation, path: full(operation, path) if path.endswith("rank-00000.json") else None
+        one.step()
+        one.step()
+        assert one.metric("driftpoint_failures_total", reason="StorageError") == 1
+        files.before = lambda operation, path: None
+        one.ckpt.flush()
+        one.step()
+        assert sorted(path.name[:8] for path in (store / "segments").iterdir()) == ["00000001", "00000004"]
+
+
+def test_a_commit_in_doubt_keeps_its_segments(store: Path) -> None:
+    """The manifest has its name, and then the directory could not be synced: nobody was told, but it may stand."""
+
+    def unsynced(operation: str, path: str) -> None:
+        if operation == "sync_dir" and path == "manifests" and (store / "manifests/00000002-000001.json").exists():
+            raise StorageError("cannot fsync manifests: the device reported an I/O error")
+
+    with job(store) as one:
+        one.step()
+        files = one.hook()
+        files.before = unsynced
+        one.step()
+        files.before = lambda operation, path: None
+        one.update()
+        one.ckpt.step()
+        assert one.metric("driftpoint_failures_total", reason="StorageError") == 1
+        saved = one.weights()
+    assert steps_of(store) == [1, 2, 3]
+    with job(store) as other:
+        assert other.ckpt.resume() == 3
+        assert same(other.weights(), saved)
+    assert all(commit.state == "ok" for commit in verify(open_catalog(LocalFiles(store))).commits)
+
+
 @pytest.mark.parametrize("method", ["exact", "sketch"])
 @pytest.mark.parametrize("policy", ["full", {"name": "threshold", "threshold": 0.0}])
 def test_a_full_disk_costs_the_save_not_the_training(store: Path, policy: object, method: str) -> None:
@@ -389,8 +427,9 @@ def test_pruning_fails_without_harm(store: Path, caplog: pytest.LogCaptureFixtur
         one.hook().before = stuck
         one.step()
         one.step()
-        assert one.metric("driftpoint_failures_total", reason="upkeep") == 1
-    assert "committed, but pruning stopped" in caplog.text
+        assert one.metric("driftpoint_failures_total", reason="upkeep") == 2
+        assert one.metric("driftpoint_last_commit_step") == 2
+    assert "tidying up after the commit of step 2 failed: pruning stopped" in caplog.text
     assert steps_of(store) == [1, 2, 3]
 
 
