@@ -14,9 +14,10 @@ from monitor.drift.base import drift_ratio
 from monitor.units import UnitSize, is_moving
 from policies.base import Choice
 from store.commit import Group
+from store.coverage import covered_numel
 from store.errors import SaveError
 from store.names import SaveId, Unit
-from store.schema import GroupRecord, LayerRecord, ManifestRecord, TensorRecord, UnitRecord
+from store.schema import Entry, GroupRecord, LayerRecord, ManifestRecord, TensorRecord, UnitRecord
 from store.versions import Resolution
 
 
@@ -102,8 +103,8 @@ class Ledger:
 def draw(draft: CommitDraft, group: Group) -> Drawn:
     """The manifest that commits a complete segment group.
 
-    SaveError where the segments do not hold what was decided, or where a unit would be left without any
-    version because its values are not finite."""
+    SaveError or DamagedError where the segments do not hold exactly what was decided, or where a unit would be
+    left without any version because its values are not finite."""
     sick_layers, drift = _measured(group)
     stored = _stored_sizes(group)
     for unit in draft.saved:
@@ -175,9 +176,11 @@ def _measured(group: Group) -> tuple[set[str], dict[Unit, float]]:
 
 
 def _stored_sizes(group: Group) -> dict[Unit, UnitSize]:
-    sizes: dict[Unit, UnitSize] = {}
+    entries: dict[Unit, list[Entry]] = {}
     for part in group.parts:
         for entry in part.entries:
-            before = sizes.get(entry.unit, UnitSize(0, 0))
-            sizes[entry.unit] = UnitSize(before.numel + entry.numel, before.nbytes + entry.nbytes)
-    return sizes
+            entries.setdefault(entry.unit, []).append(entry)
+    # Without overlaps, as many elements as the unit has means that no element is missing.
+    return {
+        unit: UnitSize(covered_numel(found), sum(entry.nbytes for entry in found)) for unit, found in entries.items()
+    }

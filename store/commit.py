@@ -52,7 +52,7 @@ def wait_for_group(
 
     DamagedError for a part that says something else than expected: it belongs to another job or decision.
     """
-    deadline = clock() + timeout
+    deadline, pause = clock() + timeout, 0.01
     found: dict[int, tuple[bytes, PartRecord]] = {}
     while True:
         for rank in present_parts(files, expected.save):
@@ -65,7 +65,8 @@ def wait_for_group(
             raise SaveError(f"save {expected.save} was given up: a rank could not write its segment")
         if clock() >= deadline:
             raise SaveError(f"save {expected.save}: ranks {missing} wrote no segment within {timeout:g} s")
-        sleep(0.02)
+        sleep(pause)
+        pause = min(0.25, pause * 1.5)  # listing is dear where many ranks share a filesystem
 
 
 def commit(files: Files, manifest: ManifestRecord) -> None:
