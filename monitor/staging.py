@@ -93,7 +93,8 @@ class Copying:
         with self._lock:
             if self._done:
                 return
-            self._done = True  # after an error too: it is the save's to tell, and training must not stumble over it
+            # After an error too: it is the save's to tell, which must then not take the copies for whole.
+            self._done = self._torn = True
             for source, buffer in self._host:
                 buffer.copy_(source)
             for device in self._devices:

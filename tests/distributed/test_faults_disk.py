@@ -1,0 +1,144 @@
+"""Real disks that fill up, vanish, are read-only, or limit a file's size, under a job in this process: training goes on
+to the end, the trouble is told, what was committed stays, and when there is room again saves come about.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from store.catalog import open_catalog
+from store.errors import StorageError
+from store.files import LocalFiles
+from store.verify import verify
+from tests.support.jobs import Job, job, same
+from tests.support.launch import alone
+
+ROOT_ONLY = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount a small filesystem")
+WIDTH = 128
+"""A commit of this job takes 0.6 MiB."""
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A filesystem of 3 MiB."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", place], capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        pytest.skip(f"cannot mount a tmpfs here: {done.stderr.strip()}")
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", "-l", place], check=True)
+
+
+def commits(store: Path) -> list[int]:
+    report = verify(open_catalog(LocalFiles(store)))
+    assert all(commit.state == "ok" for commit in report.commits)
+    return sorted(commit.save.step for commit in report.commits)
+
+
+def fill(disk: Path, leave: int) -> Path:
+    """A file that leaves ``leave`` bytes."""
+    ballast = disk / "ballast"
+    status = os.statvfs(disk)
+    ballast.write_bytes(bytes(status.f_bavail * status.f_bsize - leave))
+    return ballast
+
+
+@pytest.mark.needs_root
+@ROOT_ONLY
+@pytest.mark.parametrize("leave", [0, 4096, 300_000])
+def test_a_disk_that_fills_up_and_is_freed(disk: Path, leave: int, caplog: pytest.LogCaptureFixture) -> None:
+    store = disk / "store"
+    with job(store, width=WIDTH, retention={"keep_last": 1, "log_spaced": False}) as one:
+        one.step()
+        ballast = fill(disk, leave)
+        for _ in range(4):
+            one.step()
+        assert one.metric("driftpoint_failures_total", reason="StorageError") >= 3
+        assert "the filesystem is full" in caplog.text
+        assert commits(store) == [1]
+        ballast.unlink()
+        one.ckpt.flush()
+        one.step()
+        saved = one.weights()
+    assert commits(store) == [6]
+    with job(store, width=WIDTH) as other:
+        assert other.ckpt.resume() == 6
+        assert same(other.weights(), saved)
+
+
+@pytest.mark.needs_root
+@ROOT_ONLY
+def test_failed_saves_do_not_eat_the_disk(disk: Path) -> None:
+    """Room for a commit and a half: every save fails, and leaves as much room as there was."""
+    store = disk / "store"
+    with job(store, width=WIDTH) as one:
+        one.step()
+        ballast = fill(disk, 400_000)
+        room = os.statvfs(disk).f_bavail
+        for _ in range(5):
+            one.step()
+        one.ckpt.save(wait=True)
+        one.ckpt.flush()
+        assert one.metric("driftpoint_failures_total", reason="StorageError") == 6
+        assert os.statvfs(disk).f_bavail == room - 1  # the record of the epoch that save() claimed
+        ballast.unlink()
+    assert [path.name[:8] for path in (store / "segments").iterdir() if any(path.iterdir())] == ["00000001"]
+
+
+def test_a_store_that_is_deleted_under_the_job(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store = tmp_path / "store"
+    with job(store, width=WIDTH) as one:
+        one.step()
+        store.rename(tmp_path / "elsewhere")
+        for _ in range(3):
+            report = one.step()
+            assert report is not None and report.skipped is None
+        assert one.metric("driftpoint_failures_total", reason="MissingError") == 2
+        assert not store.exists()
+        (tmp_path / "elsewhere").rename(store)
+        one.step()
+    assert "the commit before it is intact" in caplog.text
+    assert commits(store) == [1, 5]
+
+
+@pytest.mark.needs_root
+@ROOT_ONLY
+def test_a_store_on_a_read_only_disk_is_refused(disk: Path) -> None:
+    with job(disk / "store", width=WIDTH) as one:
+        one.step()
+    subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+    for place in ("store", "new"):
+        with pytest.raises(StorageError, match=r"[Rr]ead-only"):
+            Job(disk / place, width=WIDTH)
+    assert commits(disk / "store") == [1]
+
+
+@pytest.mark.needs_root
+@ROOT_ONLY
+def test_observing_a_store_on_a_read_only_disk(disk: Path) -> None:
+    with job(disk / "store", width=WIDTH) as one:
+        one.step()
+    subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+    with job(disk / "store", width=WIDTH, policy={"name": "observe"}) as other:
+        assert other.ckpt.resume() == 1
+        other.step()
+
+
+@pytest.mark.slow
+def test_a_limit_on_the_size_of_files(tmp_path: Path) -> None:
+    done = alone("faults_file_limit.py", {}, tmp_path)
+    assert done.code == 0, done.output[-4000:]
+    end = done.one("end")
+    assert end["failures"] == 3
+    assert end["commits"] == [1, 5]
+    assert "the file-size limit is reached: raise `ulimit -f`" in done.output
