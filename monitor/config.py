@@ -20,6 +20,9 @@ from policies.select import policy_from
 from store.errors import ConfigError
 from store.retention import Retention
 
+_LONGEST = 1e6
+"""Seconds; threads cannot wait for ever longer ones."""
+
 
 class Settings(BaseModel):
     """Base of all sections: frozen, and an unknown key is an error."""
@@ -69,9 +72,9 @@ class MetricsSettings(Settings):
 class TimeoutSettings(Settings):
     """Seconds. commit: for all ranks' segments. close: for the save that still runs at the end. lock: for the store."""
 
-    commit: float = Field(default=600.0, gt=0)
-    close: float = Field(default=600.0, ge=0)
-    lock: float = Field(default=15.0, ge=0)
+    commit: float = Field(default=600.0, gt=0, le=_LONGEST)
+    close: float = Field(default=600.0, ge=0, le=_LONGEST)
+    lock: float = Field(default=15.0, ge=0, le=_LONGEST)
 
 
 class Config(Settings):
@@ -83,7 +86,7 @@ class Config(Settings):
     that is certain (the master weights and moments of DeepSpeed ZeRO) and ``eager`` elsewhere.
     """
 
-    store: str = "./driftpoint-checkpoints"
+    store: str = Field(default="./driftpoint-checkpoints", min_length=1)
     every: int = Field(default=100, ge=1)
     staging: Literal["auto", "eager", "lazy"] = "auto"
     policy: str | dict[str, Any] = "full"

@@ -1,0 +1,108 @@
+"""All ranks or none: an error on one rank is an error, of its own class, on every rank. Ranks are threads here,
+meeting in a group that keeps the contract of the real one; real ranks are in tests/distributed.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from monitor.agree import everywhere, on_first
+from monitor.group import Alone, Group
+from store.errors import ConfigError, DriftpointError, StorageError
+
+
+class Threads:
+    """A rank of a group whose ranks are threads."""
+
+    def __init__(self, rank: int, meeting: threading.Barrier, table: list[Any]) -> None:
+        self.rank, self.world_size = rank, len(table)
+        self._meeting, self._table = meeting, table
+
+    def gather(self, value: Any) -> list[Any]:
+        self._table[self.rank] = value
+        self._meeting.wait(30)
+        every = list(self._table)
+        self._meeting.wait(30)
+        return every
+
+    def from_first(self, value: Any) -> Any:
+        return self.gather(value)[0]
+
+    def largest(self, values: Sequence[int]) -> list[int]:
+        return [max(column) for column in zip(*self.gather(list(values)), strict=True)]
+
+    def total(self, values: torch.Tensor) -> torch.Tensor:
+        return torch.stack(self.gather(values)).sum(0)
+
+
+def on_ranks(action: Callable[[Group], Any], world_size: int = 3) -> list[Any]:
+    """What the action returns, or the error it raises, by rank."""
+    meeting, table, results = threading.Barrier(world_size), [None] * world_size, [None] * world_size
+
+    def work(rank: int) -> None:
+        try:
+            results[rank] = action(Threads(rank, meeting, table))
+        except DriftpointError as error:
+            results[rank] = error  # type: ignore[call-overload]
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return results
+
+
+def fail_on(rank: int, error: DriftpointError, group: Group) -> int:
+    if group.rank == rank:
+        raise error
+    return group.rank * 10
+
+
+def test_everywhere_gives_each_rank_its_own_result() -> None:
+    assert on_ranks(lambda group: everywhere(group, lambda: group.rank * 10)) == [0, 10, 20]
+
+
+def test_an_error_on_one_rank_is_everybodys() -> None:
+    results = on_ranks(lambda group: everywhere(group, lambda: fail_on(1, StorageError("the disk is gone"), group)))
+    assert [type(one) for one in results] == [StorageError] * 3
+    assert [str(one) for one in results] == [
+        "rank 1: the disk is gone",
+        "the disk is gone",
+        "rank 1: the disk is gone",
+    ]
+
+
+def test_the_first_ranks_answer_is_everybodys() -> None:
+    assert on_ranks(lambda group: on_first(group, lambda: f"rank {group.rank}")) == ["rank 0"] * 3
+
+
+def test_the_first_ranks_error_is_everybodys() -> None:
+    results = on_ranks(lambda group: on_first(group, lambda: fail_on(0, ConfigError("no"), group)))
+    assert [(type(one), str(one)) for one in results] == [(ConfigError, "no")] * 3
+
+
+def test_other_ranks_do_not_act() -> None:
+    assert on_ranks(lambda group: on_first(group, lambda: fail_on(2, ConfigError("no"), group))) == [0, 0, 0]
+
+
+def test_an_error_class_of_somebody_else_keeps_its_message() -> None:
+    class Odd(DriftpointError):
+        pass
+
+    results = on_ranks(lambda group: everywhere(group, lambda: fail_on(0, Odd("strange"), group)))
+    assert type(results[0]) is Odd
+    assert [(type(one), str(one)) for one in results[1:]] == [(DriftpointError, "rank 0: strange")] * 2
+
+
+def test_alone_keeps_the_error_itself() -> None:
+    error = StorageError("gone")
+    for run in (everywhere, on_first):
+        with pytest.raises(StorageError) as caught:
+            run(Alone(), lambda: fail_on(0, error, Alone()))
+        assert caught.value is error

@@ -1,0 +1,117 @@
+"""The configuration: defaults, YAML, and errors that say where and name the nearest known key."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from monitor.config import Config, load_config
+from policies.observe import Observe
+from store.errors import ConfigError
+
+
+def test_nothing_gives_the_defaults() -> None:
+    assert load_config(None) == load_config({}) == Config()
+    assert Config().bounded_policy().name == "full"
+
+
+def test_an_empty_file_gives_the_defaults(tmp_path: Path) -> None:
+    path = tmp_path / "driftpoint.yaml"
+    path.write_text("# nothing yet\n")
+    assert load_config(path) == load_config(str(path)) == Config()
+
+
+def test_yaml_and_mapping_say_the_same(tmp_path: Path) -> None:
+    path = tmp_path / "driftpoint.yaml"
+    path.write_text("store: here\nevery: 7\npolicy: {name: parity, k: 3}\ntimeouts:\n  commit: 5\n")
+    values = {"store": "here", "every": 7, "policy": {"name": "parity", "k": 3}, "timeouts": {"commit": 5}}
+    assert load_config(path) == load_config(values)
+    assert load_config(path).bounded_policy().name == "parity"
+
+
+def test_a_configuration_is_taken_as_it_is() -> None:
+    config = Config(every=3)
+    assert load_config(config) is config
+
+
+def test_it_cannot_be_changed() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        Config().every = 3  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("values", "near"),
+    [
+        ({"evrey": 5}, "unknown key 'evrey': did you mean 'every'?"),
+        ({"timeouts": {"comit": 5}}, "unknown key 'timeouts.comit': did you mean 'commit'?"),
+        ({"retention": {"keeplast": 5}}, "unknown key 'retention.keeplast': did you mean 'keep_last'?"),
+        ({"metric": {"port": 1}}, "unknown key 'metric': did you mean 'metrics'?"),
+    ],
+)
+def test_an_unknown_key_names_the_nearest(values: dict[str, Any], near: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(values)
+    assert near in str(caught.value)
+    assert "Known here: " in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("values", "where"),
+    [
+        ({"every": 0}, "every"),
+        ({"every": "often"}, "every"),
+        ({"store": ""}, "store"),
+        ({"store": 5}, "store"),
+        ({"staging": "soon"}, "staging"),
+        ({"metrics": {"port": 70000}}, "metrics.port"),
+        ({"drift": {"width": 3}}, "drift.width"),
+        ({"drift": {"method": "guess"}}, "drift.method"),
+        ({"timeouts": {"commit": 0}}, "timeouts.commit"),
+        ({"timeouts": {"close": float("inf")}}, "timeouts.close"),
+        ({"timeouts": {"commit": float("nan")}}, "timeouts.commit"),
+        ({"timeouts": 5}, "timeouts"),
+        ({"retention": {"keep_last": 0}}, "retention.keep_last"),
+        ({"bounds": {"precision": "some"}}, "bounds.precision"),
+        ({"bounds": {"max_staleness": 10}, "every": 100}, "max_staleness 10"),
+        ({"policy": "ful"}, "ful"),
+        ({"policy": {"name": "parity", "k": 1}}, "k"),
+        ({"policy": {"k": 2}}, "name"),
+    ],
+)
+def test_what_makes_no_sense_is_told_with_its_place(values: dict[str, Any], where: str) -> None:
+    with pytest.raises(ConfigError, match=where):
+        load_config(values)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("a: [1", "is not YAML"),
+        ("- one\n- two\n", "must be a YAML mapping"),
+        ("1: 2\n", "must be a YAML mapping"),
+        ("just words\n", "must be a YAML mapping"),
+        ("!!python/object/apply:os.system ['true']\n", "is not YAML"),
+    ],
+)
+def test_a_file_that_is_no_mapping(tmp_path: Path, text: str, told: str) -> None:
+    path = tmp_path / "driftpoint.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=told) as caught:
+        load_config(path)
+    assert str(path) in str(caught.value)
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    for path in (tmp_path / "missing.yaml", tmp_path):
+        with pytest.raises(ConfigError, match="cannot read the configuration"):
+            load_config(path)
+    (tmp_path / "bytes.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="is not YAML"):
+        load_config(tmp_path / "bytes.yaml")
+
+
+def test_observe_stays_outermost() -> None:
+    policy = load_config({"policy": "observe", "bounds": {"max_staleness": 100}}).bounded_policy()
+    assert isinstance(policy, Observe)

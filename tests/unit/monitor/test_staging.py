@@ -1,0 +1,111 @@
+"""Staging buffers are used again, and copies are the state as it stood when they were asked for."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from monitor.staging import Copying, StagingPool, as_bytes
+from store.errors import SaveError
+from store.names import Unit
+
+UNIT = Unit("blocks.0", "fp32")
+
+
+def tensors() -> list[torch.Tensor]:
+    return [torch.randn(5), torch.randn(3).to(torch.bfloat16)]
+
+
+def test_reserved_buffers_are_taken_and_taken_again() -> None:
+    pool, live = StagingPool(), tensors()
+    pool.reserve(UNIT, live)
+    assert pool.memory_bytes == 5 * 4 + 3 * 2
+    first = pool.take(UNIT, live)
+    assert pool.memory_bytes == 0
+    assert [(b.dtype, b.numel()) for b in first] == [(torch.float32, 5), (torch.bfloat16, 3)]
+    pool.give(UNIT, first)
+    again = pool.take(UNIT, live)
+    assert [b.data_ptr() for b in again] == [b.data_ptr() for b in first]
+
+
+def test_a_second_set_is_another_one() -> None:
+    pool, live = StagingPool(), tensors()
+    one, other = pool.take(UNIT, live), pool.take(UNIT, live)
+    assert not {b.data_ptr() for b in one} & {b.data_ptr() for b in other}
+
+
+def test_buffers_of_an_earlier_shape_are_dropped() -> None:
+    pool = StagingPool()
+    pool.reserve(UNIT, tensors())
+    taken = pool.take(UNIT, [torch.zeros(9)])
+    assert [b.numel() for b in taken] == [9]
+    assert pool.memory_bytes == 0
+
+
+def test_nothing_given_is_nothing_kept() -> None:
+    pool = StagingPool()
+    pool.give(UNIT, [])
+    assert pool.memory_bytes == 0
+    assert [b.numel() for b in pool.take(UNIT, tensors())] == [5, 3]
+
+
+def copying(live: list[torch.Tensor]) -> tuple[Copying, list[torch.Tensor]]:
+    made, buffers = Copying(), [torch.empty_like(t) for t in live]
+    made.add(live, buffers)
+    made.start()
+    return made, buffers
+
+
+def test_copies_are_equal_to_the_bit_and_stand_still() -> None:
+    live = [torch.tensor([float("nan"), -0.0, 1e-45]), torch.arange(3)]
+    made, buffers = copying(live)
+    made.finish()
+    made.require_whole()
+    before = [bytes(as_bytes(buffer)) for buffer in buffers]
+    assert before == [bytes(as_bytes(t)) for t in live]
+    for t in live:
+        t.zero_()
+    made.finish()
+    assert [bytes(as_bytes(buffer)) for buffer in buffers] == before
+
+
+def test_a_change_before_the_copy_is_noticed() -> None:
+    live = tensors()
+    made, _ = copying(live)
+    live[0].add_(1)
+    made.finish()
+    with pytest.raises(SaveError, match="staging: eager"):
+        made.require_whole()
+
+
+def test_a_copy_that_failed_is_not_whole() -> None:
+    live = tensors()
+    made = Copying()
+    made.add([*live, torch.zeros(3)], [torch.empty_like(live[0]), torch.empty_like(live[1]), torch.empty(2)])
+    with pytest.raises(RuntimeError):
+        made.finish()
+    made.finish()
+    with pytest.raises(SaveError):
+        made.require_whole()
+
+
+def test_two_threads_finish_the_same_copies_once() -> None:
+    live = [torch.randn(1 << 16) for _ in range(8)]
+    made, buffers = copying(live)
+    threads = [threading.Thread(target=made.finish) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    made.finish()
+    assert all(torch.equal(t, b) for t, b in zip(live, buffers, strict=True))
+    for thread in threads:
+        thread.join()
+
+
+def test_bytes_are_the_tensors_own_memory() -> None:
+    tensor = torch.tensor([1.0, 2.0])
+    view = as_bytes(tensor)
+    assert view.nbytes == 8 and view.format == "B"
+    tensor[0] = 0.0
+    assert bytes(view[:4]) == b"\0\0\0\0"

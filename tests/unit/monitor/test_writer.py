@@ -1,0 +1,85 @@
+"""The background thread: in order, one at a time, nothing swallowed, nobody kept."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from monitor.writer import Writer
+
+
+@pytest.fixture
+def writer() -> Iterator[Writer[str]]:
+    made: Writer[str] = Writer("test-writer")
+    yield made
+    made.stop()
+
+
+def test_jobs_run_in_order_beside_the_caller(writer: Writer[str]) -> None:
+    seen: list[str] = []
+
+    def job(name: str) -> str:
+        seen.append(threading.current_thread().name)
+        return name
+
+    numbers = [writer.submit(lambda name=name: job(name)) for name in ("a", "b", "c")]  # type: ignore[misc]
+    assert writer.join(30)
+    done = writer.finished()
+    assert [(one.number, one.result, one.error) for one in done] == [
+        (number, name, None) for number, name in zip(numbers, ("a", "b", "c"), strict=True)
+    ]
+    assert seen == ["test-writer"] * 3
+    assert writer.finished() == []
+
+
+def test_what_a_job_raises_is_kept_and_the_next_one_runs(writer: Writer[str]) -> None:
+    def broken() -> str:
+        raise KeyboardInterrupt("even this")
+
+    first, second = writer.submit(broken), writer.submit(lambda: "fine")
+    assert writer.join(30)
+    failed, fine = writer.finished()
+    assert failed.number == first and isinstance(failed.error, KeyboardInterrupt)
+    assert (fine.number, fine.result) == (second, "fine")
+
+
+def test_join_gives_up_in_time_and_tells(writer: Writer[str]) -> None:
+    go_on, begun = threading.Event(), threading.Event()
+
+    def slow() -> str:
+        begun.set()
+        assert go_on.wait(30)
+        return "late"
+
+    number = writer.submit(slow)
+    assert begun.wait(30)
+    assert not writer.join(0)
+    assert writer.running(number)
+    assert writer.finished() == []
+    go_on.set()
+    assert writer.join(30)
+    assert not writer.running(number)
+    assert [one.result for one in writer.finished()] == ["late"]
+
+
+def test_a_result_is_there_once_join_returns(writer: Writer[str]) -> None:
+    for index in range(200):
+        writer.submit(lambda index=index: str(index))  # type: ignore[misc]
+        assert writer.join(30)
+        assert [one.result for one in writer.finished()] == [str(index)]
+
+
+def test_the_thread_ends_when_it_is_stopped() -> None:
+    writer: Writer[str] = Writer("ends")
+    writer.submit(lambda: "last")
+    writer.stop()
+    thread = next(one for one in threading.enumerate() if one.name == "ends")
+    thread.join(30)
+    assert not thread.is_alive()
+    assert [one.result for one in writer.finished()] == ["last"]
+
+
+def test_it_cannot_keep_a_process_from_ending(writer: Writer[str]) -> None:
+    assert next(one for one in threading.enumerate() if one.name == "test-writer").daemon
