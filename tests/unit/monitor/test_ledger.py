@@ -1,0 +1,98 @@
+"""The ledger moves by commits only, and says what stays where a save does not replace it."""
+
+from __future__ import annotations
+
+from monitor.ledger import CommitDraft, Drawn, JobFacts, Ledger, draw
+from monitor.units import UnitSize
+from policies.base import Choice
+from store.commit import Group
+from store.names import SaveId, Unit
+from store.schema import Entry, GroupRecord, LayerRecord, ManifestRecord, MeasureRecord, PartRecord, TensorRecord
+
+DIGEST = "0" * 32
+A, B = Unit("a", "fp32"), Unit("b", "fp32")
+SIZES = {A: UnitSize(4, 16), B: UnitSize(2, 8)}
+FACTS = JobFacts(
+    DIGEST, "torch", "parity", tuple(LayerRecord(name=name, block=True) for name in "ab"),
+    {unit.layer: TensorRecord(layer=unit.layer, shape=(size.numel,), dtype="F32", kind="trainable")
+     for unit, size in SIZES.items()},
+)  # fmt: skip
+
+
+def commit(ledger: Ledger, step: int, saved: tuple[Unit, ...], sick: tuple[Unit, ...] = ()) -> Drawn:
+    """Draw the commit of ``saved`` and advance the ledger by it."""
+    save = SaveId(step, 1)
+    draft = CommitDraft(
+        facts=FACTS, save=save, world_size=1, commits=ledger.commits + 1, previous=ledger.newest,
+        kept=ledger.kept(step, {A: 0.25}, SIZES), saved={unit: Choice("raw", "chosen") for unit in saved},
+        sizes=SIZES, groups=dict(ledger.groups),
+    )  # fmt: skip
+    drawn = draw(draft, Group((part(save, saved, sick),), GroupRecord(world_size=1, payload_bytes=99, parts=DIGEST)))
+    ledger.advance(drawn.manifest)
+    return drawn
+
+
+def part(save: SaveId, saved: tuple[Unit, ...], sick: tuple[Unit, ...]) -> PartRecord:
+    entries = tuple(
+        Entry(
+            layer=unit.layer, slot=unit.slot, fqn=unit.layer, start=0, numel=SIZES[unit].numel, dtype="F32",
+            encoding="raw", offset=0, nbytes=SIZES[unit].nbytes, xxh3_128=DIGEST,
+        )
+        for unit in saved
+    )  # fmt: skip
+    measures = tuple(
+        MeasureRecord(layer=unit.layer, slot=unit.slot, moved_sq=0.0, reference_sq=1.0, finite=unit not in sick)
+        for unit in saved
+    )
+    return PartRecord(
+        store_id=DIGEST, step=save.step, epoch=save.epoch, rank=0, world_size=1, plan=DIGEST, payload_bytes=99,
+        header_bytes=8, header_xxh3_128=DIGEST, entries=entries, run_state=None, run_tensors=(), measures=measures,
+    )  # fmt: skip
+
+
+def versions(manifest: ManifestRecord) -> dict[str, tuple[int, int]]:
+    """Step and staleness by layer."""
+    return {record.layer: (record.version.step, record.staleness) for record in manifest.units}
+
+
+def test_an_empty_ledger_knows_no_staleness() -> None:
+    ledger = Ledger()
+    assert ledger.staleness(A, 5) is None
+    assert ledger.kept(5, {}, SIZES) == {}
+    assert (ledger.commits, ledger.newest) == (0, None)
+
+
+def test_what_is_not_saved_keeps_its_version_and_ages() -> None:
+    ledger = Ledger()
+    commit(ledger, 10, (A, B))
+    manifest = commit(ledger, 14, (B,)).manifest
+    assert versions(manifest) == {"a": (10, 4), "b": (14, 0)}
+    assert [record.drift for record in manifest.units] == [0.25, 0.0]
+    assert (manifest.commits, manifest.previous) == (2, "00000010-000001")
+    assert set(manifest.groups) == {"00000010-000001", "00000014-000001"}
+    assert manifest.bytes_avoided == 16
+    assert (ledger.staleness(A, 20), ledger.staleness(B, 20)) == (10, 6)
+
+
+def test_groups_that_nothing_needs_are_left_out() -> None:
+    ledger = Ledger()
+    commit(ledger, 10, (A, B))
+    commit(ledger, 14, (B,))
+    manifest = commit(ledger, 18, (A,)).manifest
+    assert set(manifest.groups) == {"00000014-000001", "00000018-000001"}
+
+
+def test_a_sick_layer_keeps_its_version_with_unknown_drift() -> None:
+    ledger = Ledger()
+    commit(ledger, 10, (A, B))
+    drawn = commit(ledger, 14, (A, B), sick=(A,))
+    assert drawn.dropped == (A,)
+    assert versions(drawn.manifest) == {"a": (10, 4), "b": (14, 0)}
+    assert [record.drift for record in drawn.manifest.units] == [None, 0.0]
+
+
+def test_units_of_other_sizes_are_not_kept() -> None:
+    ledger = Ledger()
+    commit(ledger, 10, (A, B))
+    assert set(ledger.kept(12, {}, {A: UnitSize(5, 20), B: SIZES[B]})) == {B}
+    assert set(ledger.kept(12, {}, {B: SIZES[B]})) == {B}

@@ -1,0 +1,83 @@
+"""Units: from live pieces to (layer, slot), and what happens when they change on the way."""
+
+from __future__ import annotations
+
+import torch
+
+from monitor.adapters.select import adapter_for
+from monitor.group import Alone
+from monitor.layers import find_layers
+from monitor.units import UnitSize, UnitTable, is_moving
+from store.names import BUFFER, FROZEN, WEIGHTS, Unit
+from tests.support.jobs import LAYERS, Model
+
+
+def made() -> tuple[Model, torch.optim.Optimizer, UnitTable]:
+    model = Model()
+    model.blocks[1].requires_grad_(False)
+    model.head.register_buffer("scale", torch.ones(3))
+    optimizer = torch.optim.AdamW(model.parameters())
+    adapter = adapter_for((model, optimizer))
+    layers = find_layers(adapter.module, list(adapter.tensors()))
+    return model, optimizer, UnitTable(adapter, layers, Alone())
+
+
+def step(model: Model, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    model(torch.randn(2, 3)).sum().backward()
+    optimizer.step()
+
+
+def test_units_are_in_model_order_with_sizes_in_elements_and_bytes() -> None:
+    _, _, table = made()
+    table.agree(table.local())
+    assert list(table.sizes) == [
+        Unit("embed", WEIGHTS), Unit("blocks.0", WEIGHTS), Unit("blocks.1", FROZEN), Unit("blocks.2", WEIGHTS),
+        Unit("head", BUFFER), Unit("head", WEIGHTS),
+    ]  # fmt: skip
+    assert table.sizes[Unit("blocks.0", WEIGHTS)] == UnitSize(8 * 8 + 8, 4 * (8 * 8 + 8))
+    assert [table.layer(unit).name for unit in table.sizes] == [unit.layer for unit in table.sizes]
+    assert [record.name for record in table.layer_records()] == list(LAYERS)
+
+
+def test_the_optimizers_slots_appear_with_its_first_step() -> None:
+    model, optimizer, table = made()
+    table.agree(table.local())
+    assert not table.changed(table.local())
+    step(model, optimizer)
+    assert table.changed(table.local())
+    reshaped = table.agree(table.local())
+    assert {unit.slot for unit in table.sizes} == {WEIGHTS, FROZEN, BUFFER, "exp_avg", "exp_avg_sq"}
+    assert {unit.slot for unit in reshaped} == {"exp_avg", "exp_avg_sq"}
+    assert not table.changed(table.local())
+
+
+def test_values_that_change_are_no_change_of_the_table() -> None:
+    model, optimizer, table = made()
+    step(model, optimizer)
+    table.agree(table.local())
+    step(model, optimizer)
+    assert not table.changed(table.local())
+    assert table.agree(table.local()) == set() == table.lost
+
+
+def test_unfreezing_moves_a_unit_and_its_distance_is_lost() -> None:
+    model, _, table = made()
+    table.agree(table.local())
+    model.blocks[1].requires_grad_(True)
+    assert table.agree(table.local()) == {Unit("blocks.1", FROZEN), Unit("blocks.1", WEIGHTS)}
+    assert Unit("blocks.1", FROZEN) not in table.sizes
+    assert table.lost == {Unit("blocks.1", WEIGHTS)}
+
+
+def test_only_what_the_optimizer_updates_moves() -> None:
+    assert is_moving(Unit("a", WEIGHTS)) and is_moving(Unit("a", "exp_avg"))
+    assert not is_moving(Unit("a", FROZEN)) and not is_moving(Unit("a", BUFFER))
+
+
+def test_tensors_are_described_for_the_manifest() -> None:
+    _, _, table = made()
+    records = table.tensor_records()
+    assert (records["head.weight"].layer, records["head.weight"].shape) == ("head", (2, 8))
+    assert records["blocks.1.0.bias"].kind == "frozen"
+    assert records["head.scale"].kind == "buffer"
