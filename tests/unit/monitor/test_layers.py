@@ -23,9 +23,7 @@ HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2}
 def names_of(module: nn.Module) -> list[str]:
     """Parameters and persistent buffers in model order, tied ones once."""
     seen: set[int] = set()
-    tensors = dict(module.named_parameters(remove_duplicate=False)) | dict(
-        module.named_buffers(remove_duplicate=False)
-    )
+    tensors = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
     found = []
     for name in module.state_dict():
         if id(tensors[name]) not in seen:
