@@ -7,9 +7,11 @@ measured against) move only when a save is known to be committed, at the next de
 
 from __future__ import annotations
 
+import atexit
 import logging
 import time
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping
 from types import TracebackType
 
 from monitor.deciding import Decided, Decider
@@ -49,6 +51,7 @@ class Checkpointer:
         self._asked_to_resume = False
         self._proven = False
         self._closed = False
+        self._forget_exit = _close_at_exit(self)
         if job.group.rank == 0:
             self.metrics.epoch.set(opened.epoch if opened else 0)
             if job.config.metrics.enabled:
@@ -122,12 +125,17 @@ class Checkpointer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._close(self.config.timeouts.close if kind is None else self._patience)
+
+    @property
+    def _patience(self) -> float:
         # After an error other ranks may be gone, and what they owe to a commit with them.
-        self._close(self.config.timeouts.close if kind is None else min(30.0, self.config.timeouts.close))
+        return min(30.0, self.config.timeouts.close)
 
     def _close(self, timeout: float) -> None:
         if not self._closed:
             self._closed = True
+            self._forget_exit()
             self._saver.close(timeout)
             self.metrics.close()
 
@@ -224,6 +232,19 @@ class Checkpointer:
             _log.warning("resume: %s", note)
         if fallbacks:
             _log.error("resume: %d layer slots fell back to an older version; see driftpoint show", len(fallbacks))
+
+
+def _close_at_exit(checkpointer: Checkpointer) -> Callable[[], None]:
+    """A script that ends without ``close()``, or by an error, still gets the save that is under way."""
+    reference = weakref.ref(checkpointer)
+
+    def close() -> None:
+        living = reference()
+        if living is not None:
+            living._close(living._patience)
+
+    atexit.register(close)
+    return lambda: atexit.unregister(close)
 
 
 _WHY_SKIPPED = {

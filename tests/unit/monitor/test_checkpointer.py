@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -26,6 +29,7 @@ from store.names import Unit
 from store.record import seal, unseal
 from store.verify import verify
 from tests.support.jobs import LAYERS, Job, Model, job, same
+from tests.support.launch import ENVIRONMENT
 
 
 @pytest.fixture
@@ -101,6 +105,26 @@ def test_close_waits_for_the_save_under_way(store: Path) -> None:
     assert steps_of(store) == [1]
 
 
+FORGETFUL = """
+import sys, time
+from pathlib import Path
+from tests.support.jobs import Job
+job = Job(Path(sys.argv[1]))
+job.hook().before = lambda operation, path: time.sleep(0.2) if operation == "write" else None
+job.step(flush=False)
+if sys.argv[2] == "error":
+    raise RuntimeError("training went wrong")
+"""
+
+
+@pytest.mark.parametrize(("ending", "code"), [("end", 0), ("error", 1)])
+def test_a_script_that_never_closes_keeps_its_last_save(store: Path, ending: str, code: int) -> None:
+    environment = {**os.environ, **ENVIRONMENT}
+    done = subprocess.run([sys.executable, "-c", FORGETFUL, store, ending], env=environment, check=False)
+    assert done.returncode == code
+    assert steps_of(store) == [1]
+
+
 def test_a_closed_checkpointer_says_so(store: Path) -> None:
     with job(store) as one:
         one.step()
@@ -144,6 +168,50 @@ def test_parity_goes_on_with_its_turn_after_a_restart(store: Path) -> None:
         sorted(LAYERS[1::2]),
         sorted(LAYERS[0::2]),
     ]
+
+
+class Awkward(torch.nn.Module):
+    """Tied weights, an empty parameter, one without dimensions, batch norm, and one that takes no part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(4, 4)
+        self.norm = torch.nn.BatchNorm1d(4)
+        self.last = torch.nn.Linear(4, 4)
+        self.last.weight = self.first.weight
+        self.gain = torch.nn.Parameter(torch.tensor(1.0))
+        self.empty = torch.nn.Parameter(torch.empty(0, 3))
+        self.unused = torch.nn.Parameter(torch.ones(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.norm(self.first(x))) * self.gain
+
+
+@pytest.mark.parametrize("staging", ["eager", "lazy"])
+def test_an_awkward_model_comes_back(store: Path, staging: str) -> None:
+    def made() -> tuple[Awkward, torch.optim.Optimizer, monitor.Checkpointer]:
+        model = Awkward()
+        optimizer = torch.optim.Adam(model.parameters(), amsgrad=True)
+        settings = {"store": str(store), "every": 1, "metrics": {"enabled": False}, "staging": staging}
+        return model, optimizer, monitor.attach((model, optimizer), settings)
+
+    model, optimizer, ckpt = made()
+    with ckpt:
+        for _ in range(2):
+            ckpt.flush()
+            optimizer.zero_grad()
+            model(torch.randn(5, 4)).square().sum().backward()
+            optimizer.step()
+            ckpt.step()
+        saved = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model, optimizer, ckpt = made()
+    with ckpt:
+        assert ckpt.resume() == 2
+        for name, tensor in model.state_dict().items():
+            assert torch.equal(tensor, saved[name]), name
+        assert model.unused not in optimizer.state
+        assert optimizer.state[model.gain]["step"] == 2
+        assert set(optimizer.state[model.gain]) == {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
 
 
 # ---- refusing
