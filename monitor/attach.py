@@ -10,6 +10,7 @@ from monitor.adapters.select import adapter_for
 from monitor.agree import everywhere
 from monitor.checkpointer import Checkpointer
 from monitor.config import Config, load_config
+from monitor.drift.buffers import BySlotMeter
 from monitor.drift.select import meter_for
 from monitor.group import Group, current_group
 from monitor.job import Job
@@ -55,7 +56,7 @@ def _job(
         adapter.module, list(adapter.tensors()), experts=settings.layers.experts, patterns=settings.layers.patterns
     )
     table = UnitTable(adapter, layers, group)
-    meter = meter_for(settings.drift.method, settings.drift.width, settings.drift.seed)
+    meter = BySlotMeter(meter_for(settings.drift.method, settings.drift.width, settings.drift.seed))
     policy = settings.bounded_policy()
     observing = isinstance(policy, Observe)
     inner = policy.inner if isinstance(policy, Observe) else policy

@@ -12,6 +12,7 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import TracebackType
 
 from monitor.deciding import Decided, Decider
@@ -49,6 +50,8 @@ class Checkpointer:
         self._step = job.adapter.completed_steps() or 0
         self._resumed: Resumed | None = None
         self._asked_to_resume = False
+        self._updates = 0
+        job.adapter.before_update(self._count_update)
         self._proven = False
         self._closed = False
         self._forget_exit = _close_at_exit(self)
@@ -68,13 +71,17 @@ class Checkpointer:
         Returns the step to continue from: 0 where the store holds nothing yet. Raises, on all ranks,
         NothingToResumeError where no commit is whole, and ModelMismatchError where the store is another model's.
         """
-        self._asked_to_resume = True
         found = None if self._catalog is None else resume(self._catalog, self._job.adapter, self._group, self._job.user)
+        self._asked_to_resume = True
+        self._updates = 0
         if found is None:
             return self._step
         self._resumed = found
         self._step = found.resolution.manifest.step
-        self.certificate = certify(found.resolution)
+        certificate = certify(found.resolution)
+        self.certificate = replace(
+            certificate, exact=certificate.exact and not found.rounded, problems=certificate.problems + found.rounded
+        )
         self._job.ledger.adopt(found.resolution)
         for unit, part in self._job.table.local().items():
             if unit in self._job.ledger.versions:
@@ -101,12 +108,15 @@ class Checkpointer:
         ``wait``: return when it is committed, or failed. Collective."""
         self._require_open()
         self._require_asked()
+        self._require_told()
         self._step = self._job.adapter.completed_steps() or self._step
         self.flush()
         report = self._decide(time.perf_counter(), "asked for by save()")
         if wait:
             self.flush()
             self._saver.settle(self._step, False)
+            if self._group.largest([self._saver.failed])[0]:
+                return replace(report, skipped="failed", saved={})
         return report
 
     def flush(self) -> None:
@@ -139,7 +149,18 @@ class Checkpointer:
             self._saver.close(timeout)
             self.metrics.close()
 
+    def _require_told(self) -> None:
+        if self._job.adapter.completed_steps() is None and self._updates:
+            raise ConfigError(
+                "save() was called between optimizer.step() and ckpt.step(), so the state would be filed under the "
+                "step before: call ckpt.step() first"
+            )
+
+    def _count_update(self) -> None:
+        self._updates += 1
+
     def _advanced(self) -> bool:
+        self._updates = 0
         counted = self._job.adapter.completed_steps()
         if counted is None:
             self._step += 1

@@ -6,6 +6,7 @@ immutable :class:`CommitDraft` and gives a manifest back.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -16,7 +17,8 @@ from policies.base import Choice
 from store.commit import Group
 from store.coverage import covered_numel
 from store.errors import SaveError
-from store.names import SaveId, Unit
+from store.members import members_digest, members_of
+from store.names import BUFFER, FROZEN, WEIGHTS, SaveId, Unit
 from store.schema import Entry, GroupRecord, LayerRecord, ManifestRecord, TensorRecord, UnitRecord
 from store.versions import Resolution
 
@@ -85,7 +87,8 @@ class Ledger:
     def staleness(self, unit: Unit, step: int) -> int | None:
         """Steps since the step of the newest version; None where there is none."""
         record = self.versions.get(unit)
-        return None if record is None else step - record.version.step
+        # A version of a later step is no version any more: the job went back behind it.
+        return None if record is None or record.version.step > step else step - record.version.step
 
     def kept(
         self, step: int, drift: Mapping[Unit, float | None], sizes: Mapping[Unit, UnitSize]
@@ -96,7 +99,7 @@ class Ledger:
                 update={"drift": drift.get(unit), "staleness": step - record.version.step, "reason": ""}
             )
             for unit, record in self.versions.items()
-            if unit in sizes and sizes[unit].numel == record.numel
+            if unit in sizes and sizes[unit].members == record.members and record.version.step <= step
         }
 
 
@@ -106,6 +109,7 @@ def draw(draft: CommitDraft, group: Group) -> Drawn:
     SaveError or DamagedError where the segments do not hold exactly what was decided, or where a unit would be
     left without any version because its values are not finite."""
     sick_layers, drift = _measured(group)
+    _require_whole_tensors(draft, group)
     stored = _stored_sizes(group)
     for unit in draft.saved:
         if stored.get(unit) != draft.sizes[unit]:
@@ -160,7 +164,19 @@ def _unit_record(draft: CommitDraft, unit: Unit, dropped: tuple[Unit, ...]) -> U
         staleness=0,
         moving=is_moving(unit),
         reason=choice.reason,
+        members=draft.sizes[unit].members,
     )
+
+
+def _require_whole_tensors(draft: CommitDraft, group: Group) -> None:
+    found: dict[tuple[str, str], int] = {}
+    for part in group.parts:
+        for entry in part.entries:
+            found[entry.fqn, entry.slot] = found.get((entry.fqn, entry.slot), 0) + entry.numel
+    for (fqn, slot), numel in found.items():
+        shape = draft.facts.tensors[fqn].shape if fqn in draft.facts.tensors else None
+        if slot in (WEIGHTS, FROZEN, BUFFER) and (shape is None or math.prod(shape) != numel):
+            raise SaveError(f"save {draft.save}: the segments hold {numel} elements of {fqn}, whose shape is {shape}")
 
 
 def _measured(group: Group) -> tuple[set[str], dict[Unit, float]]:
@@ -182,5 +198,6 @@ def _stored_sizes(group: Group) -> dict[Unit, UnitSize]:
             entries.setdefault(entry.unit, []).append(entry)
     # Without overlaps, as many elements as the unit has means that no element is missing.
     return {
-        unit: UnitSize(covered_numel(found), sum(entry.nbytes for entry in found)) for unit, found in entries.items()
+        unit: UnitSize(covered_numel(found), sum(entry.nbytes for entry in found), members_digest(members_of(found)))
+        for unit, found in entries.items()
     }

@@ -6,6 +6,7 @@ Training thread only.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
@@ -14,7 +15,7 @@ import torch
 from monitor.drift.base import DriftMeter, Measure, drift_ratio
 from monitor.group import Group
 from monitor.ledger import Ledger
-from monitor.units import LocalUnit, UnitTable, is_gated, is_moving
+from monitor.units import LocalUnit, UnitTable, is_moving
 from policies.base import UnitStats
 from store.names import Unit
 from store.schema import MeasureRecord
@@ -33,12 +34,12 @@ def measure_all(
 ) -> tuple[dict[Unit, Measured], dict[Unit, Measure]]:
     """Measure ``units`` (the same on all ranks) on live tensors: over all ranks, and on this one. Collective."""
     mine = {unit: meter.measure(unit, local[unit].tensors) for unit in units if unit in local}
-    rows = torch.tensor([_row(mine.get(unit)) for unit in units], dtype=torch.float64).reshape(-1, 3)
+    rows = torch.tensor([_row(mine.get(unit)) for unit in units], dtype=torch.float64).reshape(-1, 4)
     summed = group.total(rows).tolist()
     measured = {}
-    for unit, (moved, reference, sick) in zip(units, summed, strict=True):
-        finite = sick == 0
-        measured[unit] = Measured(drift_ratio(moved, reference) if finite else None, finite)
+    for unit, (moved, reference, sick, unknown) in zip(units, summed, strict=True):
+        drift = drift_ratio(moved, reference) if not (sick or unknown) else None
+        measured[unit] = Measured(drift if drift is None or math.isfinite(drift) else None, sick == 0)
     return measured, mine
 
 
@@ -58,29 +59,36 @@ def unit_stats(table: UnitTable, ledger: Ledger, step: int, measured: Mapping[Un
                 nbytes=size.nbytes,
                 drift=found.drift if found is not None and staleness is not None else None,
                 staleness=staleness,
-                finite=found is None or found.finite or not is_gated(unit),
-                # A buffer with infinities has no drift to tell whether it stands still: it takes its turn.
-                moving=is_moving(unit) or (found is not None and not found.finite),
-                changed_shape=version is not None and version.numel != size.numel,
+                finite=found is None or found.finite,
+                moving=is_moving(unit),
+                changed_shape=version is not None and (version.members != size.members or _untold(table, unit, found)),
             )
         )
     return tuple(shown)
 
 
+def _untold(table: UnitTable, unit: Unit, found: Measured | None) -> bool:
+    """Whether something that should stand still cannot be told to do so: then it has to be saved."""
+    return not is_moving(unit) and (unit in table.lost or (found is not None and found.finite and found.drift is None))
+
+
 def measure_record(unit: Unit, measure: Measure) -> MeasureRecord:
-    """A local measure as the part keeps it."""
+    """A local measure as the part keeps it. What is too large for a number counts as no distance."""
+    known = measure.finite and math.isfinite(measure.moved_sq) and math.isfinite(measure.reference_sq)
     return MeasureRecord(
         layer=unit.layer,
         slot=unit.slot,
-        moved_sq=measure.moved_sq if measure.finite else 0.0,
-        reference_sq=measure.reference_sq if measure.finite else 0.0,
-        finite=measure.finite or not is_gated(unit),
+        moved_sq=measure.moved_sq if known else 0.0,
+        reference_sq=measure.reference_sq if known else 0.0,
+        finite=measure.finite,
     )
 
 
 def _row(measure: Measure | None) -> list[float]:
     if measure is None:
-        return [0.0, 0.0, 0.0]
+        return [0.0, 0.0, 0.0, 0.0]
     if not measure.finite:
-        return [0.0, 0.0, 1.0]
-    return [measure.moved_sq, measure.reference_sq, 0.0]
+        return [0.0, 0.0, 1.0, 0.0]
+    if not (math.isfinite(measure.moved_sq) and math.isfinite(measure.reference_sq)):
+        return [0.0, 0.0, 0.0, 1.0]
+    return [measure.moved_sq, measure.reference_sq, 0.0, 0.0]

@@ -57,6 +57,7 @@ class Observer:
                 staleness=0,
                 moving=is_moving(unit),
                 reason=choice.reason,
+                members=size.members,
             )
         self._ledger.commits += 1
         if self._group.rank == 0:
@@ -83,6 +84,8 @@ class Observer:
 
     def upkeep(self, job: Callable[[], None], what: str) -> None:
         """Nothing is kept up."""
+
+    failed = False
 
     def flush(self, timeout: float) -> None:
         """Nothing to wait for."""

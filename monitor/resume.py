@@ -7,9 +7,10 @@ Used from the training thread, before training. Collective.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -21,19 +22,25 @@ from monitor.run_state import UserState, from_tree, restore_rng
 from monitor.staging import as_bytes
 from store.catalog import Catalog
 from store.coverage import Copy, FragmentIndex
-from store.errors import DamagedError, ModelMismatchError, NothingToResumeError, StorageError
+from store.errors import DamagedError, MissingError, ModelMismatchError, NothingToResumeError, StorageError
 from store.names import BUFFER, FROZEN, WEIGHTS, Fragment, SaveId
 from store.schema import ManifestRecord
 from store.segments import read_entry, read_leaves
 from store.versions import Bad, Resolution, newest_resumable, resolve
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
 class Resumed:
-    """What the job stands on now. ``notes``: what was damaged, skipped or converted, for people."""
+    """What the job stands on now.
+
+    notes: what was damaged, skipped or converted, for people. rounded: what the live dtypes could not hold, over
+    all ranks; the state is not exact then."""
 
     resolution: Resolution
     notes: tuple[str, ...]
+    rounded: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -44,6 +51,7 @@ class _Read:
     run_state: dict[str, Any] | None
     bad: frozenset[Bad]
     notes: tuple[str, ...]
+    rounded: tuple[str, ...]
 
 
 def resume(catalog: Catalog, adapter: Adapter, group: Group, user: UserState) -> Resumed | None:
@@ -67,17 +75,22 @@ def resume(catalog: Catalog, adapter: Adapter, group: Group, user: UserState) ->
         newly_bad = frozenset().union(*group.gather(read.bad))
         if not newly_bad:
             everywhere(group, lambda read=read: _require_fit(read, adapter, user))  # type: ignore[misc]
-            notes += [*passed_over, *resolution.problems, *read.notes]
+            rounded = tuple(sorted(set().union(*group.gather(read.rounded))))
+            notes += [*passed_over, *resolution.problems, *read.notes, *rounded]
             _apply(read, adapter, user, resolution.manifest, group)
-            return Resumed(resolution, tuple(dict.fromkeys(notes)))
+            return Resumed(resolution, tuple(dict.fromkeys(notes)), rounded)
         bad |= newly_bad
 
 
 def _choose(catalog: Catalog, bad: frozenset[Bad]) -> tuple[str | None, tuple[str, ...]]:
+    catalog.forget()
     if not catalog.saves():
         return None, ()
     try:
         resolution, passed_over = newest_resumable(catalog, bad)
+        if passed_over or resolution.problems:
+            _pause(catalog)
+            resolution, passed_over = newest_resumable(catalog, bad)
     except NothingToResumeError as error:
         raise NothingToResumeError(
             f"{error}. Look with `driftpoint verify STORE`; to start over on purpose, name another `store:`"
@@ -85,8 +98,26 @@ def _choose(catalog: Catalog, bad: frozenset[Bad]) -> tuple[str | None, tuple[st
     return resolution.manifest.save.name, passed_over
 
 
+def _resolved(catalog: Catalog, save: SaveId, bad: frozenset[Bad]) -> Resolution:
+    try:
+        resolution = resolve(catalog, save, bad)
+    except (DamagedError, StorageError):
+        _pause(catalog)
+        return resolve(catalog, save, bad)
+    if resolution.problems:
+        _pause(catalog)
+        return resolve(catalog, save, bad)
+    return resolution
+
+
+def _pause(catalog: Catalog) -> None:
+    """Before a second look: what a disk refuses once it may give the next time."""
+    time.sleep(0.2)
+    catalog.forget()
+
+
 def _prepared(catalog: Catalog, save: SaveId, bad: frozenset[Bad], adapter: Adapter) -> Resolution:
-    resolution = resolve(catalog, save, bad)
+    resolution = _resolved(catalog, save, bad)
     _require_model(resolution.manifest, adapter)
     slots: dict[str, dict[str, str]] = {}
     for source in resolution.sources():
@@ -157,8 +188,11 @@ def _read(catalog: Catalog, resolution: Resolution, adapter: Adapter, rank: int)
     bad: set[Bad] = set()
     notes: list[str] = []
     loads = []
+    rounded: set[str] = set()
     for piece in adapter.held():
         slot = _stored_slot(index, piece.fragment)
+        if slot is None and piece.fragment.slot in (WEIGHTS, FROZEN, BUFFER):
+            raise ModelMismatchError(f"the store holds no values of {piece.fragment.fqn}, though it names it")
         if slot is None:
             notes.append(f"{piece.fragment.fqn}/{piece.fragment.slot} is not in the store and starts afresh")
             continue
@@ -166,17 +200,31 @@ def _read(catalog: Catalog, resolution: Resolution, adapter: Adapter, rank: int)
         dtype = torch_dtype(index.dtype(wanted.fqn, slot) or "")
         host = torch.empty(wanted.numel, dtype=dtype)
         _fill(catalog, index.cover(wanted), host, bad)
-        if piece.tensor.dtype != dtype and piece.tensor.element_size() < host.element_size():
-            notes.append(f"{wanted.fqn}/{slot} was rounded from {dtype} to {piece.tensor.dtype}")
+        if _is_rounded(host, piece):
+            rounded.add(f"{wanted.fqn}/{slot} was rounded from {dtype} to {piece.tensor.dtype}")
         loads.append((piece, host))
     run_state = _read_run_state(catalog, resolution, rank, bad)
-    return _Read(loads, run_state, frozenset(bad), tuple(notes))
+    return _Read(loads, run_state, frozenset(bad), tuple(notes), tuple(sorted(rounded)))
+
+
+def _is_rounded(host: torch.Tensor, piece: Piece) -> bool:
+    """Whether the live dtype cannot hold the stored values. ModelMismatchError where it makes them infinite."""
+    if piece.tensor.dtype == host.dtype:
+        return False
+    cast = host.to(piece.tensor.dtype)
+    if bool((cast.isfinite() != host.isfinite()).any()):
+        raise ModelMismatchError(
+            f"{piece.fragment.fqn}/{piece.fragment.slot}: values of {host.dtype} are too large for the live "
+            f"{piece.tensor.dtype}; resume with a wider dtype"
+        )
+    return not torch.equal(cast.to(host.dtype), host)
 
 
 def _stored_slot(index: FragmentIndex, fragment: Fragment) -> str | None:
     # A parameter may have been frozen or unfrozen since; its values are its values.
     options = {WEIGHTS: (WEIGHTS, FROZEN), FROZEN: (FROZEN, WEIGHTS)}.get(fragment.slot, (fragment.slot,))
-    return next((slot for slot in options if index.dtype(fragment.fqn, slot) is not None), None)
+    stored = [slot for slot in options if index.dtype(fragment.fqn, slot) is not None]
+    return max(stored, key=lambda slot: index.names()[fragment.fqn, slot][0].part.save, default=None)
 
 
 def _fill(catalog: Catalog, copies: Iterable[Copy], host: torch.Tensor, bad: set[Bad]) -> None:
@@ -185,19 +233,32 @@ def _fill(catalog: Catalog, copies: Iterable[Copy], host: torch.Tensor, bad: set
         target = host[copy.target_start : copy.target_start + copy.numel]
         try:
             if copy.numel == entry.numel:
-                read_entry(catalog.files, part, entry, as_bytes(target))
+                _patiently(lambda: read_entry(catalog.files, part, entry, as_bytes(target)))  # noqa: B023
             else:
                 whole = torch.empty(entry.numel, dtype=host.dtype)
-                read_entry(catalog.files, part, entry, as_bytes(whole))
+                _patiently(lambda: read_entry(catalog.files, part, entry, as_bytes(whole)))  # noqa: B023
                 target.copy_(whole[copy.source_start : copy.source_start + copy.numel])
         except (DamagedError, StorageError):
             bad.add(Bad(part.save, entry.unit))
 
 
+def _patiently(read: Callable[[], T]) -> T:
+    """What a disk refuses once it may give the next time; what it keeps refusing is treated like damage."""
+    for pause in (0.1, 1.0):
+        try:
+            return read()
+        except MissingError:
+            raise
+        except StorageError:
+            time.sleep(pause)
+    return read()
+
+
 def _read_run_state(catalog: Catalog, resolution: Resolution, rank: int, bad: set[Bad]) -> dict[str, Any] | None:
     part = resolution.run_parts[rank if rank in resolution.run_parts else 0]
     try:
-        state: dict[str, Any] = from_tree(part.run_state, read_leaves(catalog.files, part))
+        leaves = _patiently(lambda: read_leaves(catalog.files, part))
+        state: dict[str, Any] = from_tree(part.run_state, leaves)
     except (DamagedError, StorageError):
         bad.add(Bad(part.save))
         return None

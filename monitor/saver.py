@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from monitor.agree import on_first
 from monitor.deciding import Decided
@@ -24,7 +24,7 @@ from monitor.telling import tell_save, tell_segment, tell_upkeep
 from monitor.units import LocalUnit
 from monitor.writer import Done, Writer
 from store.epochs import claim_epoch, require_newest
-from store.errors import FencedError, StoreError, UsageError
+from store.errors import ExistsError, FencedError, StoreError, UnsupportedError, UsageError
 from store.names import BUFFER, FROZEN, SaveId, Unit
 from store.record import digest, seal
 from store.segments import SegmentDraft
@@ -75,9 +75,9 @@ class Saver:
         staging = job.config.staging
         self._lazy = staging == "lazy" or (staging == "auto" and job.adapter.state_is_private)
         self._upkeep: dict[int, str] = {}
-        self._fenced = False
+        self._fenced = self._failed = False
         job.adapter.before_update(self._before_update)
-        self._last_step: int | None = None
+        self._highest_step = -1
 
     def reserve(self, local: Mapping[Unit, LocalUnit]) -> None:
         """Make room for a full save now, so that the first one does not pay for it in the training loop."""
@@ -104,7 +104,7 @@ class Saver:
 
     def begin(self, step: int, decided: Decided, local: Mapping[Unit, LocalUnit]) -> int:
         """Copy what was decided and hand it to the background thread. Returns the bytes copied on this rank."""
-        self._last_step = step
+        self._highest_step = max(step, self._highest_step)
         save = SaveId(step, self._opened.epoch)
         copying = Copying()
         staged = tuple(
@@ -130,10 +130,11 @@ class Saver:
 
     def claim_name(self, step: int) -> str | None:
         """Make sure that a save of ``step`` gets a name that was never used. Why it cannot, else None. Collective."""
-        if step != self._last_step:
+        if step > self._highest_step:
             return None
         try:
-            self._renew_epoch()
+            self._renew_epoch()  # the job went back, or saves a step anew: newer has to mean a later epoch then
+            self._highest_step = -1
             self._metrics.epoch.set(self._opened.epoch)
         except FencedError:
             self._fenced = True
@@ -150,6 +151,11 @@ class Saver:
             job()
 
         self._upkeep[self._writer.submit(work)] = what
+
+    @property
+    def failed(self) -> bool:
+        """Whether the save that this rank settled or finished last failed."""
+        return self._failed
 
     def flush(self, timeout: float) -> None:
         """Wait for the save under way on this rank; not collective. Rank 0 waits for the commit."""
@@ -192,6 +198,7 @@ class Saver:
         for done in self._writer.finished():
             if self._pending is not None and done.number == self._pending.number:
                 self._outcome = done
+                self._failed = done.error is not None
                 self._fenced = self._fenced or isinstance(done.error, FencedError)
             elif done.error is not None:
                 tell_upkeep(self._metrics, self._upkeep.get(done.number, "upkeep"), done.error)
@@ -207,7 +214,7 @@ class Saver:
             self._pool.give(unit.unit, self._meter.settle(unit.unit, moved) if settled else unit.copies)
         if committed:
             self._job.table.lost -= pending.saved - set(dropped)
-        elif not attempted:
+        elif not attempted and not (outcome is not None and isinstance(outcome.error, ExistsError)):
             files, save, rank = self._opened.files, pending.save, self._group.rank
             self.upkeep(lambda: discard(files, save, rank), f"removing what the failed save of step {save.step} left")
         self._pending = self._outcome = None
@@ -246,6 +253,8 @@ class Saver:
             tree, leaves = to_tree(captured(self._job.adapter, self._job.user))
         except UsageError as error:
             tree, leaves, unstorable = None, [], error
+        except Exception as error:  # noqa: BLE001 - the edge to the user's own objects: kept as the save's failure
+            tree, leaves, unstorable = None, [], UnsupportedError(f"the run state could not be taken: {error!r}")
         plan = [save.name, [[unit.layer, unit.slot, choice.encoding] for unit, choice in decided.saved.items()]]
         segment = SegmentDraft(
             store_id=self._opened.catalog.store_id,
@@ -262,7 +271,7 @@ class Saver:
 
     def _committing(self, save: SaveId, decided: Decided) -> Committing:
         draft = CommitDraft(
-            facts=self._facts,
+            facts=replace(self._facts, tensors=self._job.table.tensor_records()),
             save=save,
             world_size=self._group.world_size,
             commits=self._job.ledger.commits + 1,

@@ -12,8 +12,11 @@ from dataclasses import dataclass
 import torch
 
 from monitor.adapters.base import Adapter, Piece
+from monitor.dtypes import dtype_name
 from monitor.group import Group
 from monitor.layers import Layer
+from store.errors import UnsupportedError
+from store.members import members_digest
 from store.names import BUFFER, FROZEN, Fragment, Unit
 from store.schema import LayerRecord, TensorRecord
 
@@ -22,10 +25,11 @@ _Shape = dict[Unit, tuple[tuple[Fragment, torch.dtype], ...]]
 
 @dataclass(frozen=True)
 class UnitSize:
-    """A unit over all ranks: elements and raw bytes."""
+    """A unit over all ranks: elements, raw bytes, and :func:`store.members.members_digest` of its tensors."""
 
     numel: int
     nbytes: int
+    members: str = ""
 
 
 @dataclass(frozen=True)
@@ -65,21 +69,20 @@ class UnitTable:
         found: dict[Unit, list[Piece]] = {}
         for piece in self._adapter.owned():
             if piece.fragment.numel:
-                unit = Unit(self._layer_of[piece.fragment.fqn].name, piece.fragment.slot)
+                unit = Unit(self._layer_named(piece.fragment.fqn), piece.fragment.slot)
                 found.setdefault(unit, []).append(piece)
         return {unit: LocalUnit(unit, tuple(pieces)) for unit, pieces in found.items()}
 
     def agree(self, local: Mapping[Unit, LocalUnit]) -> set[Unit]:
         """Learn the units and sizes over all ranks. Returns those whose pieces changed on any rank. Collective."""
-        mine = {unit: _size(part) for unit, part in local.items()}
-        totals: dict[Unit, UnitSize] = {}
+        mine = {unit: _members(part) for unit, part in local.items()}
+        totals: dict[Unit, _Members] = {}
         reshaped: set[Unit] = set()
         for theirs, changed in self._group.gather((mine, self._changed_units(local))):
             reshaped |= changed
-            for unit, size in theirs.items():
-                before = totals.get(unit, UnitSize(0, 0))
-                totals[unit] = UnitSize(before.numel + size.numel, before.nbytes + size.nbytes)
-        self.sizes = {unit: totals[unit] for unit in sorted(totals, key=self._order)}
+            for unit, members in theirs.items():
+                _add(totals.setdefault(unit, {}), members)
+        self.sizes = {unit: _size(totals[unit]) for unit in sorted(totals, key=self._order)}
         self._shape = _shape_of(local)
         self.lost = (self.lost | reshaped) & set(self.sizes)
         return reshaped
@@ -89,6 +92,13 @@ class UnitTable:
         if before is None:
             return set()
         return {unit for unit in before.keys() | now.keys() if before.get(unit) != now.get(unit)}
+
+    def _layer_named(self, fqn: str) -> str:
+        if fqn not in self._layer_of:
+            raise UnsupportedError(
+                f"{fqn} was added to the model after monitor.attach: add it before, or close() and attach anew"
+            )
+        return self._layer_of[fqn].name
 
     def layer(self, unit: Unit) -> Layer:
         """The layer of a unit."""
@@ -102,7 +112,7 @@ class UnitTable:
         """The model's tensors as the manifest has them."""
         return {
             fqn: TensorRecord(
-                layer=self._layer_of[fqn].name,
+                layer=self._layer_named(fqn),
                 shape=info.shape,
                 dtype=info.dtype,
                 kind=info.kind,
@@ -115,19 +125,35 @@ class UnitTable:
         return self.layer(unit).position, unit.slot
 
 
-def is_gated(unit: Unit) -> bool:
-    """Whether NaN or infinity there means harm. Buffers may hold infinities on purpose (attention masks)."""
-    return unit.slot != BUFFER
-
-
 def is_moving(unit: Unit) -> bool:
     """Whether an optimizer updates the unit. Buffers are not its business; they are saved when they changed."""
     return unit.slot not in (FROZEN, BUFFER)
 
 
-def _size(part: LocalUnit) -> UnitSize:
-    numel = sum(piece.fragment.numel for piece in part.pieces)
-    return UnitSize(numel, sum(piece.tensor.numel() * piece.tensor.element_size() for piece in part.pieces))
+_Members = dict[str, tuple[int, str, int]]
+"""fqn -> elements, dtype, bytes."""
+
+
+def _members(part: LocalUnit) -> _Members:
+    members: _Members = {}
+    for piece in part.pieces:
+        nbytes = piece.tensor.numel() * piece.tensor.element_size()
+        _add(members, {piece.fragment.fqn: (piece.fragment.numel, dtype_name(piece.tensor.dtype), nbytes)})
+    return members
+
+
+def _add(total: _Members, more: _Members) -> None:
+    for fqn, (numel, dtype, nbytes) in more.items():
+        before = total.get(fqn, (0, dtype, 0))
+        total[fqn] = (before[0] + numel, dtype if dtype == before[1] else "mixed", before[2] + nbytes)
+
+
+def _size(members: _Members) -> UnitSize:
+    return UnitSize(
+        sum(numel for numel, _, _ in members.values()),
+        sum(nbytes for _, _, nbytes in members.values()),
+        members_digest({fqn: (numel, dtype) for fqn, (numel, dtype, _) in members.items()}),
+    )
 
 
 def _shape_of(local: Mapping[Unit, LocalUnit]) -> _Shape:

@@ -17,7 +17,7 @@ from store.errors import DamagedError, ExistsError, SaveError
 from store.files import Files
 from store.layout import LATEST, MANIFESTS, PROVEN, manifest_path, part_path, proven_path, segment_dir
 from store.names import SaveId
-from store.schema import GroupRecord, ManifestRecord, PartRecord, ProvenRecord, to_bytes
+from store.schema import GroupRecord, ManifestRecord, PartRecord, ProvenRecord, from_bytes, to_bytes
 from store.segments import PART_LIMIT, check_payload_size, parse_part, parts_digest, present_parts
 
 
@@ -82,6 +82,7 @@ def commit(files: Files, manifest: ManifestRecord) -> None:
     # Every rank synced its own segment; this makes the group's directory entry durable whoever created it.
     files.sync_dir(segment_dir(manifest.save))
     data = to_bytes(manifest)
+    from_bytes(ManifestRecord, data, manifest_path(manifest.save))  # what could not be read again is never committed
     require_newest(files, manifest.epoch)
     write_new(files, manifest_path(manifest.save), lambda file: file.write(data))
     require_newest(files, manifest.epoch)

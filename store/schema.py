@@ -179,6 +179,8 @@ class UnitRecord(Record):
     staleness: Natural
     moving: bool
     reason: str = ""
+    members: str = ""
+    """:func:`store.members.members_digest` of what the unit was made of."""
 
     @property
     def unit(self) -> Unit:

@@ -105,6 +105,9 @@ def parse_part(data: bytes, store_id: str, save: SaveId, rank: int) -> PartRecor
     pieces: list[Entry | StateTensor] = [*part.entries, *part.run_tensors]
     if room < 0 or any(piece.offset + piece.nbytes > room for piece in pieces):
         raise DamagedError(f"{path} names bytes beyond the end of its payload")
+    for tensor in part.run_tensors:
+        if leaf_bytes(tensor.dtype, tensor.shape) != tensor.nbytes:
+            raise DamagedError(f"{path}: a tensor of the run state has the wrong size for its dtype")
     for entry in part.entries:
         if encoding_named(entry.encoding).stored_bytes(entry.numel, entry.dtype) != entry.nbytes:
             raise DamagedError(f"{path}: {entry.fqn}/{entry.slot} has the wrong size for its encoding")

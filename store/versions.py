@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 
 from store.catalog import Catalog
-from store.coverage import Source, covered_numel
+from store.coverage import FragmentIndex, Source, covered_numel
 from store.errors import DamagedError, NothingToResumeError, StorageError
 from store.names import SaveId, Unit
 from store.schema import GroupRecord, ManifestRecord, PartRecord, UnitRecord
@@ -73,6 +73,8 @@ def resolve(catalog: Catalog, save: SaveId, bad: Set[Bad] = frozenset()) -> Reso
         found = _whole(catalog, manifest, record, bad, problems)
         versions[record.unit] = found or _previous(catalog, manifest, record, bad, problems)
     run_parts = _run_parts(catalog, manifest, bad)
+    # Units of different versions must not hold the same elements: then it is not one state.
+    FragmentIndex(source for version in versions.values() for source in version.sources)
     return Resolution(manifest, versions, run_parts, tuple(dict.fromkeys(problems)))
 
 
@@ -126,13 +128,17 @@ def _previous(
     tried = {record.version}
     for candidate_manifest in _ancestors(catalog, manifest, problems):
         candidate = next((u for u in candidate_manifest.units if u.unit == record.unit), None)
-        if candidate is None or candidate.numel != record.numel or candidate.version in tried:
+        if candidate is None or not _alike(candidate, record) or candidate.version in tried:
             continue
         tried.add(candidate.version)
         found = _whole(catalog, candidate_manifest, candidate, bad, problems)
         if found is not None:
             return replace(found, fallback=True)
     raise DamagedError(f"{record.unit} has no version that is whole; " + "; ".join(dict.fromkeys(problems)))
+
+
+def _alike(older: UnitRecord, record: UnitRecord) -> bool:
+    return (older.numel, older.members) == (record.numel, record.members)
 
 
 def _ancestors(catalog: Catalog, manifest: ManifestRecord, problems: list[str]) -> Iterator[ManifestRecord]:

@@ -9,6 +9,7 @@ from monitor.units import UnitSize
 from policies.base import Choice
 from store.commit import Group
 from store.errors import DamagedError, SaveError
+from store.members import members_digest
 from store.names import SaveId, Unit
 from store.schema import Entry, GroupRecord, LayerRecord, MeasureRecord, PartRecord, TensorRecord
 
@@ -39,7 +40,7 @@ def drawn(*parts: PartRecord) -> object:
     )  # fmt: skip
     draft = CommitDraft(
         facts=facts, save=SAVE, world_size=2, commits=1, previous=None, kept={}, saved={UNIT: Choice("raw", "first")},
-        sizes={UNIT: UnitSize(10, 40)}, groups={},
+        sizes={UNIT: UnitSize(10, 40, members_digest({"w": (10, "F32")}))}, groups={},
     )  # fmt: skip
     return draw(draft, Group(parts, GroupRecord(world_size=2, payload_bytes=100, parts=DIGEST)))
 
@@ -56,7 +57,7 @@ def test_an_overlap_that_makes_up_for_a_hole_is_refused() -> None:
 
 
 def test_a_hole_is_refused() -> None:
-    with pytest.raises(SaveError, match="block/fp32"):
+    with pytest.raises(SaveError, match="9 elements of w"):
         drawn(part(0, (0, 5)), part(1, (5, 4)))
 
 

@@ -6,12 +6,16 @@ from monitor.ledger import CommitDraft, Drawn, JobFacts, Ledger, draw
 from monitor.units import UnitSize
 from policies.base import Choice
 from store.commit import Group
+from store.members import members_digest
 from store.names import SaveId, Unit
 from store.schema import Entry, GroupRecord, LayerRecord, ManifestRecord, MeasureRecord, PartRecord, TensorRecord
 
 DIGEST = "0" * 32
 A, B = Unit("a", "fp32"), Unit("b", "fp32")
-SIZES = {A: UnitSize(4, 16), B: UnitSize(2, 8)}
+SIZES = {
+    A: UnitSize(4, 16, members_digest({"a": (4, "F32")})),
+    B: UnitSize(2, 8, members_digest({"b": (2, "F32")})),
+}
 FACTS = JobFacts(
     DIGEST, "torch", "parity", tuple(LayerRecord(name=name, block=True) for name in "ab"),
     {unit.layer: TensorRecord(layer=unit.layer, shape=(size.numel,), dtype="F32", kind="trainable")
@@ -96,3 +100,18 @@ def test_units_of_other_sizes_are_not_kept() -> None:
     commit(ledger, 10, (A, B))
     assert set(ledger.kept(12, {}, {A: UnitSize(5, 20), B: SIZES[B]})) == {B}
     assert set(ledger.kept(12, {}, {B: SIZES[B]})) == {B}
+
+
+def test_units_of_other_tensors_of_the_same_size_are_not_kept() -> None:
+    ledger = Ledger()
+    commit(ledger, 10, (A, B))
+    swapped = UnitSize(4, 16, members_digest({"another": (4, "F32")}))
+    assert set(ledger.kept(12, {}, {A: swapped, B: SIZES[B]})) == {B}
+
+
+def test_versions_of_later_steps_are_none_after_the_job_went_back() -> None:
+    ledger = Ledger()
+    commit(ledger, 10, (A, B))
+    commit(ledger, 20, (B,))
+    assert (ledger.staleness(A, 15), ledger.staleness(B, 15)) == (5, None)
+    assert set(ledger.kept(15, {}, SIZES)) == {A}

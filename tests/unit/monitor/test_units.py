@@ -8,6 +8,7 @@ from monitor.adapters.select import adapter_for
 from monitor.group import Alone
 from monitor.layers import find_layers
 from monitor.units import UnitSize, UnitTable, is_moving
+from store.members import members_digest
 from store.names import BUFFER, FROZEN, WEIGHTS, Unit
 from tests.support.jobs import LAYERS, Model
 
@@ -35,7 +36,11 @@ def test_units_are_in_model_order_with_sizes_in_elements_and_bytes() -> None:
         Unit("embed", WEIGHTS), Unit("blocks.0", WEIGHTS), Unit("blocks.1", FROZEN), Unit("blocks.2", WEIGHTS),
         Unit("head", BUFFER), Unit("head", WEIGHTS),
     ]  # fmt: skip
-    assert table.sizes[Unit("blocks.0", WEIGHTS)] == UnitSize(8 * 8 + 8, 4 * (8 * 8 + 8))
+    assert table.sizes[Unit("blocks.0", WEIGHTS)] == UnitSize(
+        8 * 8 + 8,
+        4 * (8 * 8 + 8),
+        members_digest({"blocks.0.0.weight": (64, "F32"), "blocks.0.0.bias": (8, "F32")}),
+    )
     assert [table.layer(unit).name for unit in table.sizes] == [unit.layer for unit in table.sizes]
     assert [record.name for record in table.layer_records()] == list(LAYERS)
 
