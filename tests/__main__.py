@@ -7,6 +7,7 @@ Arguments go to pytest. Stops at the first stage that fails.
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -20,6 +21,8 @@ NO_TESTS = 5
 
 
 def main() -> int:
+    # Started in the background of a script, a process ignores Ctrl-C, and so would the commands under test.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # two test processes on two cores
     for name, options in STAGES.items():
         began = time.monotonic()
