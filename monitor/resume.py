@@ -21,7 +21,7 @@ from monitor.group import Group
 from monitor.run_state import UserState, from_tree, restore_rng
 from monitor.staging import as_bytes
 from store.catalog import Catalog
-from store.coverage import Copy, FragmentIndex
+from store.coverage import Copy, FragmentIndex, Source
 from store.errors import DamagedError, MissingError, ModelMismatchError, NothingToResumeError, StorageError
 from store.names import BUFFER, FROZEN, WEIGHTS, Fragment, SaveId
 from store.schema import ManifestRecord
@@ -220,14 +220,14 @@ def _is_rounded(host: torch.Tensor, piece: Piece) -> bool:
     return not torch.equal(cast.to(host.dtype), host)
 
 
-def _stored_slot(index: FragmentIndex, fragment: Fragment) -> str | None:
+def _stored_slot(index: FragmentIndex[Source], fragment: Fragment) -> str | None:
     # A parameter may have been frozen or unfrozen since; its values are its values.
     options = {WEIGHTS: (WEIGHTS, FROZEN), FROZEN: (FROZEN, WEIGHTS)}.get(fragment.slot, (fragment.slot,))
     stored = [slot for slot in options if index.dtype(fragment.fqn, slot) is not None]
     return max(stored, key=lambda slot: index.names()[fragment.fqn, slot][0].part.save, default=None)
 
 
-def _fill(catalog: Catalog, copies: Iterable[Copy], host: torch.Tensor, bad: set[Bad]) -> None:
+def _fill(catalog: Catalog, copies: Iterable[Copy[Source]], host: torch.Tensor, bad: set[Bad]) -> None:
     for copy in copies:
         part, entry = copy.source.part, copy.source.entry
         target = host[copy.target_start : copy.target_start + copy.numel]
