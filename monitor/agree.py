@@ -1,6 +1,7 @@
 """All ranks or none: run something on every rank (or on rank 0) and let an error on any of them be everybody's.
 
-Without this, the rank that failed raises while the others wait in a collective for good.
+Without this, the rank that failed raises while the others wait in a collective for good. That goes for any error,
+also one that nobody raises on purpose: the rank that has it raises it as it is, the others a DriftpointError.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ T = TypeVar("T")
 
 
 def everywhere(group: Group, action: Callable[[], T]) -> T:
-    """The action's result on this rank, once it succeeded on every rank. Else a DriftpointError on every rank."""
+    """The action's result on this rank, once it succeeded on every rank. Else an error on every rank."""
     result: T | None = None
-    mine: DriftpointError | None = None
+    mine: Exception | None = None
     try:
         result = action()
-    except DriftpointError as error:
+    except Exception as error:  # noqa: BLE001 - this rank's edge: raised again once the others know
         mine = error
     told = group.gather(None if mine is None else _packed(mine))
     if mine is not None:
@@ -36,21 +37,24 @@ def everywhere(group: Group, action: Callable[[], T]) -> T:
 def on_first(group: Group, action: Callable[[], T]) -> T:
     """Rank 0's result on every rank, or rank 0's error on every rank. The result must be plain data."""
     packed: tuple[T | None, tuple[str, str] | None] = (None, None)
+    mine: Exception | None = None
     if group.rank == 0:
         try:
             packed = (action(), None)
-        except DriftpointError as error:
-            if group.world_size == 1:
-                raise
+        except Exception as error:  # noqa: BLE001 - this rank's edge: raised again once the others know
+            mine = error
             packed = (None, _packed(error))
     result, failed = group.from_first(packed)
+    if mine is not None:
+        raise mine
     if failed is not None:
         raise _unpacked(*failed)
     return result  # type: ignore[no-any-return]
 
 
-def _packed(error: DriftpointError) -> tuple[str, str]:
-    return type(error).__name__, str(error)
+def _packed(error: Exception) -> tuple[str, str]:
+    named = isinstance(error, DriftpointError)  # others say little without their class: KeyError('n') says 'n'
+    return type(error).__name__, str(error) if named else repr(error)
 
 
 def _unpacked(kind: str, message: str) -> DriftpointError:

@@ -47,7 +47,7 @@ def on_ranks(action: Callable[[Group], Any], world_size: int = 3) -> list[Any]:
     def work(rank: int) -> None:
         try:
             results[rank] = action(Threads(rank, meeting, table))
-        except DriftpointError as error:
+        except Exception as error:  # noqa: BLE001 - a thread's edge
             results[rank] = error  # type: ignore[call-overload]
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(world_size)]
@@ -58,7 +58,7 @@ def on_ranks(action: Callable[[Group], Any], world_size: int = 3) -> list[Any]:
     return results
 
 
-def fail_on(rank: int, error: DriftpointError, group: Group) -> int:
+def fail_on(rank: int, error: Exception, group: Group) -> int:
     if group.rank == rank:
         raise error
     return group.rank * 10
@@ -98,6 +98,18 @@ def test_an_error_class_of_somebody_else_keeps_its_message() -> None:
     results = on_ranks(lambda group: everywhere(group, lambda: fail_on(0, Odd("strange"), group)))
     assert type(results[0]) is Odd
     assert [(type(one), str(one)) for one in results[1:]] == [(DriftpointError, "rank 0: strange")] * 2
+
+
+def test_an_error_that_nobody_raises_on_purpose_is_everybodys_too() -> None:
+    error = KeyError("epoch")
+    results = on_ranks(lambda group: everywhere(group, lambda: fail_on(1, error, group)))
+    assert results[1] is error
+    assert [(type(results[rank]), str(results[rank])) for rank in (0, 2)] == [
+        (DriftpointError, "rank 1: KeyError('epoch')")
+    ] * 2
+    results = on_ranks(lambda group: on_first(group, lambda: fail_on(0, error, group)))
+    assert results[0] is error
+    assert [(type(one), str(one)) for one in results[1:]] == [(DriftpointError, "KeyError('epoch')")] * 2
 
 
 def test_alone_keeps_the_error_itself() -> None:
