@@ -1,107 +1,102 @@
 """Rebuilding a checkpoint: plan, read and write, verify, rename; and again where bytes turn out to be damaged.
 
-Changes nothing in the store. One process, one thread.
+Changes nothing in its sources.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from merger.layouts.base import Layout, Written
+from merger.blocks import Flaw
 from merger.output import Output
-from merger.plan import MergePlan, plan_merge
-from merger.read import DamagedVersionError, Reader, find_damage
-from merger.report import write_certificate
-from store.catalog import Catalog, open_catalog
-from store.certificate import Certificate, certify
-from store.errors import UnsupportedError
-from store.files import LocalFiles
+from merger.plan import Request, open_request, plan_merge
+from merger.produce import produce
+from merger.sources.base import Source
+from merger.target import Target
+from merger.transfer import Progress
+from store.certificate import Certificate
 from store.names import SaveId
-from store.versions import Bad
 
 
 @dataclass(frozen=True)
 class MergeResult:
-    """A rebuilt checkpoint. problems: what was damaged in the store, and so was taken from an older version."""
+    """A rebuilt checkpoint. problems: what was damaged in the sources, and so was taken from an older version.
+
+    load: lines of Python that load it. notes: what to know before loading it.
+    """
 
     certificate: Certificate
     out: Path
     tag: str
     bytes_written: int
     problems: tuple[str, ...]
+    load: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 def merge(
-    store_root: Path, out: Path, *, save: SaveId | None = None, progress: Callable[[int], None] = lambda _: None
+    source: Path,
+    out: Path,
+    *,
+    save: SaveId | int | str | None = None,
+    target: Target | None = None,
+    workers: int | None = None,
+    progress: Progress = lambda _: None,
 ) -> MergeResult:
-    """Rebuild the newest commit that can be (or ``save``) as a checkpoint of the framework that was training.
+    """Rebuild the newest state that can be (or ``save``: a commit, step or tag) as a checkpoint of a framework.
 
-    out: must not exist; it appears when all of it is durable and was read back. progress: told the stored
-    bytes just read; ``MergePlan.bytes_to_read`` is their sum. Where bytes turn out to be damaged, writing starts
-    again with the versions before, and so does the count.
+    source: a store, or a checkpoint. out: must not exist; it appears when all of it is durable and was read back.
+    workers: threads; by default as many as there are processors, up to eight. progress: told, from any of them but
+    never two at a time, the stored bytes just read; ``MergePlan.bytes_to_read`` is their sum. Where a version in a
+    store turns out to be damaged, writing starts again with the version before, and so does the count.
 
-    Raises NoStoreError, NothingToResumeError, MergeError (a hole; a commit that is not there), UsageError
-    (``out`` is taken), UnsupportedError (a framework without a layout), StorageError (full, read-only).
+    Raises NoStoreError, NothingToResumeError, MergeError (a hole; a commit that is not there), DamagedError (a
+    foreign checkpoint), UsageError (``out`` is taken), UnsupportedError (no such layout for it), StorageError.
     """
-    catalog = open_catalog(LocalFiles(store_root))
-    layout_for(plan_merge(catalog, save))  # refuse before anything is written
-    output = Output(out, store_root)
+    request = Request(source, save.name if isinstance(save, SaveId) else save, target or Target())
+    attempts = _Attempts(open_request(request), request)  # refuses before anything is written
+    output = Output(out, source)
     try:
-        plan, written, damage = _write_clean(catalog, save, output, progress)
-        certificate = certify(plan.resolution)
-        extra = write_certificate(output.folder, certificate, written.tag)
+        written = attempts.write(output, workers or default_workers(), progress)
         output.finish()
     finally:
         output.abandon()
-    problems = tuple(dict.fromkeys((*damage, *plan.problems)))
-    return MergeResult(certificate, output.out, written.tag, written.bytes_written + extra, problems)
-
-
-def layout_for(plan: MergePlan) -> Layout:
-    """The layout of the framework that wrote the store. UnsupportedError, naming it, where there is none."""
-    framework = plan.manifest.framework
-    if framework == "deepspeed":
-        return _deepspeed_layout(plan)
-    if framework == "torch":
-        from merger.layouts.plain import PlainLayout
-
-        return PlainLayout()
-    raise UnsupportedError(
-        f"the store was written by framework {framework!r}, for which there is no layout; there is one for "
-        "'deepspeed' and one for 'torch'"
+    plan = attempts.plan
+    load = tuple(line.format(out=str(output.out)) for line in plan.laid.load)
+    return MergeResult(
+        plan.checkpoint.certificate, output.out, plan.laid.tag, written, attempts.problems, load, plan.laid.notes
     )
 
 
-def _deepspeed_layout(plan: MergePlan) -> Layout:
-    try:
-        from merger.layouts.deepspeed import DeepSpeedLayout
-    except ModuleNotFoundError as error:
-        raise UnsupportedError(
-            f"the store was written by DeepSpeed, whose classes its files need, and {error.name} is not installed: "
-            "run `pip install 'driftpoint[deepspeed]'`"
-        ) from error
-    return DeepSpeedLayout(plan)
+def default_workers() -> int:
+    """Threads that a merge uses unless told otherwise."""
+    return min(8, len(os.sched_getaffinity(0)))
 
 
-def _write_clean(
-    catalog: Catalog, save: SaveId | None, output: Output, progress: Callable[[int], None]
-) -> tuple[MergePlan, Written, list[str]]:
-    bad: set[Bad] = set()
-    damage: list[str] = []
-    while True:
-        plan = plan_merge(catalog, save, bad)
-        try:
-            written = layout_for(plan).write(plan, Reader(catalog.files, plan, progress), output.folder)
-        except DamagedVersionError:
+class _Attempts:
+    """Plans, one after another, until one finds all of its versions whole."""
+
+    def __init__(self, source: Source, request: Request) -> None:
+        self._source, self._request = source, request
+        self._flaws: set[Flaw] = set()
+        self._damage: list[str] = []
+        self.plan = plan_merge(source, request)
+
+    def write(self, output: Output, workers: int, progress: Progress) -> int:
+        """Write the output, again where versions turn out to be damaged. Returns the bytes written."""
+        while True:
+            written, found = produce(output.folder, self.plan.files, self.plan.checkpoint.index, workers, progress)
+            if not found:
+                return written
             # A unit's version is spread over many files: none of them may keep a part of the damaged one.
-            # All damage is looked for at once, so that a store with much of it is not written many times.
-            found = find_damage(catalog.files, plan)
-            if not found or bad >= found.keys():
-                raise  # a read that fails now and then: the storage, not the store
-            bad |= found.keys()
-            damage += found.values()
+            self._flaws |= found.keys()
+            self._damage += found.values()
             output.clear()
-        else:
-            return plan, written, damage
+            self.plan = plan_merge(self._source, self._request, self._flaws)
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """What was damaged, each thing once."""
+        return tuple(dict.fromkeys((*self._damage, *self.plan.checkpoint.problems)))

@@ -70,17 +70,6 @@ class Output:
                 _remove_unless_locked(path)
 
 
-def write_durably(path: Path, data: bytes, mode: int = 0o644) -> int:
-    """Write a new small file; durable on return, its name excepted. Returns its size in bytes."""
-    with _told(path):
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-    return len(data)
-
-
 def _remove_unless_locked(path: Path) -> None:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)

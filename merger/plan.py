@@ -1,135 +1,70 @@
-"""The plan of a merge: which version of every tensor, checked for holes before a byte is written.
+"""The plan of a merge: what would be read, what written, before a byte of either moves.
 
-Reads records and run state only, no payload. What a plan says stands as long as the payloads are whole; a
-reader that finds one that is not asks for another plan with that version in ``bad``.
+Reads records, pickles' structure and run state only, no tensors. What a plan says stands as long as the bytes are
+whole; where a version of a store turns out not to be, another plan is made with that version among the flaws.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Set
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
-from merger.runstate import RankState, read_run_states
-from store.catalog import Catalog
-from store.coverage import FragmentIndex, Source
-from store.encoding import itemsize
-from store.errors import DamagedError, MergeError, StorageError
-from store.names import BUFFER, FROZEN, WEIGHTS, Fragment, SaveId
-from store.schema import ManifestRecord, TensorRecord
-from store.versions import Bad, Resolution, newest_resumable, resolve
+from merger.blocks import Flaw
+from merger.checkpoint import Checkpoint
+from merger.containers.base import Hole, OutFile
+from merger.layouts.base import Laid
+from merger.layouts.select import layout_for
+from merger.report import certificate_file
+from merger.sources.base import Source
+from merger.sources.select import open_source
+from merger.target import Target
+from merger.transfer import CHUNK, plan_transfer
 
-SLOT_OF_KIND = {"trainable": WEIGHTS, "frozen": FROZEN, "buffer": BUFFER}
-"""The slot that holds a tensor itself, by the kind that its record names."""
+
+@dataclass(frozen=True)
+class Request:
+    """What the user asks for.
+
+    source: a store or a checkpoint. step: a step, a save's name or a tag; None: the newest.
+    """
+
+    source: Path
+    step: int | str | None = None
+    target: Target = field(default_factory=Target)
 
 
 @dataclass(frozen=True)
 class MergePlan:
-    """What a rebuilt checkpoint is made of.
+    """What a merge does.
 
-    sources: the stored fragments of each (fqn, slot), by start; together they cover it. run_states: by rank,
-    of the manifest's own save. facts: from the framework's adapter, of the same save. problems: what is wrong
-    with newer commits and with versions that were passed over.
+    files: all of the output, the certificate among them. bytes_to_read: each block once. bytes_to_write: about.
     """
 
-    resolution: Resolution
-    index: FragmentIndex
-    run_states: Mapping[int, RankState]
-    facts: Mapping[str, Any]
-    problems: tuple[str, ...]
+    checkpoint: Checkpoint
+    laid: Laid
+    files: tuple[OutFile, ...]
+    bytes_to_read: int
+    bytes_to_write: int
 
-    @property
-    def manifest(self) -> ManifestRecord:
-        """The commit that is rebuilt."""
-        return self.resolution.manifest
-
-    @property
-    def save(self) -> SaveId:
-        """The commit that is rebuilt."""
-        return self.manifest.save
-
-    @property
-    def tensors(self) -> Mapping[str, TensorRecord]:
-        """Every parameter and buffer of the model, in model order."""
-        return self.manifest.tensors
-
-    @property
-    def sources(self) -> Mapping[tuple[str, str], Sequence[Source]]:
-        """Stored fragments by (fqn, slot)."""
-        return self.index.names()
-
-    @property
-    def framework_state(self) -> Mapping[str, Any]:
-        """What the framework's adapter gave as its run state; the same on all ranks."""
-        state: Mapping[str, Any] = self.run_states[0].framework
-        return state
-
-    @property
-    def bytes_to_read(self) -> int:
-        """Payload bytes that the plan names, each counted once."""
-        return sum(source.entry.nbytes for found in self.sources.values() for source in found)
-
-    @property
-    def bytes_to_write(self) -> int:
-        """Bytes of all tensors in the dtypes of the training state, without paddings and working copies."""
-        return sum(
-            source.entry.numel * itemsize(source.entry.dtype) for found in self.sources.values() for source in found
-        )
+    def memory(self, workers: int) -> int:
+        """Bytes that moving the tensors takes at most, on top of the program itself."""
+        return 2 * CHUNK * workers
 
 
-def plan_merge(catalog: Catalog, save: SaveId | None, bad: Set[Bad] = frozenset()) -> MergePlan:
-    """The plan for a commit, or for the newest one that can be rebuilt.
-
-    Raises NothingToResumeError where no commit can be, MergeError where ``save`` can not, or where a
-    parameter has a hole.
-    """
-    known = set(bad)
-    while True:
-        resolution, passed_over = _resolution(catalog, save, known)
-        states, damage = read_run_states(catalog.files, resolution.run_parts)
-        if damage is None:
-            break
-        known.add(Bad(resolution.manifest.save))
-    index = FragmentIndex(resolution.sources())
-    _require_whole(resolution.manifest, index)
-    facts = resolution.run_parts[0].facts
-    return MergePlan(resolution, index, states, facts, (*passed_over, *resolution.problems))
+def open_request(request: Request) -> Source:
+    """The source that a request names. UsageError, NoStoreError where it is none."""
+    return open_source(request.source)
 
 
-def sources_of(plan: MergePlan) -> list[Source]:
-    """All stored fragments of a plan, in the order in which they lie in the store."""
-    found = [source for sources in plan.sources.values() for source in sources]
-    return sorted(found, key=lambda source: (source.part.save, source.part.rank, source.entry.offset))
-
-
-def _resolution(catalog: Catalog, save: SaveId | None, bad: Set[Bad]) -> tuple[Resolution, tuple[str, ...]]:
-    if save is None:
-        return newest_resumable(catalog, bad)
-    saves = catalog.saves()
-    if save not in saves:
-        there = ", ".join(known.name for known in saves[:5]) or "none at all"
-        raise MergeError(f"the store has no commit {save}; the newest are: {there}")
-    try:
-        return resolve(catalog, save, bad), ()
-    except (DamagedError, StorageError) as error:
-        raise MergeError(
-            f"commit {save} cannot be rebuilt: {error}; name no save to get the newest one that can"
-        ) from error
-
-
-def _require_whole(manifest: ManifestRecord, index: FragmentIndex) -> None:
-    slots: dict[str, set[str]] = {}
-    for fqn, slot in index.names():
-        slots.setdefault(fqn, set()).add(slot)
-    for fqn, tensor in manifest.tensors.items():
-        numel = 1
-        for size in tensor.shape:
-            numel *= size
-        for slot in sorted(slots.get(fqn, set()) | {SLOT_OF_KIND[tensor.kind]}):
-            try:
-                index.cover(Fragment(fqn, slot, 0, numel))
-            except DamagedError as error:
-                raise MergeError(
-                    f"commit {manifest.save} has a hole and cannot be rebuilt: {error}; "
-                    "name an older save, or run `driftpoint verify` to see which commits are whole"
-                ) from error
+def plan_merge(source: Source, request: Request, flaws: Set[Flaw] = frozenset()) -> MergePlan:
+    """The plan. Raises what sources and layouts raise: NothingToResumeError, MergeError, UnsupportedError."""
+    checkpoint = source.checkpoint(request.step, flaws)
+    if request.target.files is not None:
+        checkpoint = replace(checkpoint, files=request.target.files)
+    laid = layout_for(checkpoint, request.target).lay_out(checkpoint, request.target)
+    certificate = certificate_file(checkpoint.certificate, laid.tag, laid.notes)
+    files = (*laid.files, certificate)
+    holes = [Hole(0, stored) for file in files for stored in file.container.tensors()]
+    transfer = plan_transfer(checkpoint.index, ((0, hole) for hole in holes))
+    return MergePlan(checkpoint, laid, files, transfer.bytes_to_read, sum(file.container.nbytes for file in files))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
+from collections.abc import Sequence
 
-from merger.output import write_durably
+from merger.containers.base import OutFile
+from merger.containers.verbatim import Verbatim
 from store.certificate import Certificate
 
 CERTIFICATE = "driftpoint-certificate.json"
@@ -13,10 +14,10 @@ CERTIFICATE = "driftpoint-certificate.json"
 COLUMNS = ("layer", "slot", "step", "staleness", "drift", "encoding", "note")
 
 
-def write_certificate(folder: Path, certificate: Certificate, tag: str) -> int:
-    """Write the certificate into a checkpoint's directory, durably. Returns its size in bytes."""
-    document = {"tag": tag, **certificate.as_json()}
-    return write_durably(folder / CERTIFICATE, (json.dumps(document, indent=1) + "\n").encode())
+def certificate_file(certificate: Certificate, tag: str, notes: Sequence[str]) -> OutFile:
+    """The certificate as a file of the output. tag: the checkpoint's name inside of it."""
+    document = {"tag": tag, **certificate.as_json(), "notes": list(notes)}
+    return OutFile(CERTIFICATE, Verbatim((json.dumps(document, indent=1) + "\n").encode()))
 
 
 def rows(certificate: Certificate) -> list[tuple[str, ...]]:

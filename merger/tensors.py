@@ -25,6 +25,14 @@ def torch_dtype(name: str) -> torch.dtype:
     return _TORCH_OF[name]
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """The inverse of :func:`torch_dtype`. Raises UnsupportedError for one that safetensors has not."""
+    for name, known in _TORCH_OF.items():
+        if known == dtype:
+            return name
+    raise UnsupportedError(f"tensors of {dtype} cannot be handled; there are {', '.join(_TORCH_OF)}")
+
+
 def memory_of(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous host tensor, writable, in place."""
     flat = tensor.detach().reshape(-1)

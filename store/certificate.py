@@ -15,7 +15,8 @@ from store.versions import Resolution, Version
 
 @dataclass(frozen=True)
 class CertifiedUnit:
-    """One (layer, slot). ``drift`` is None where it is not known (after a fallback, or never finite)."""
+    """One (layer, slot). drift: None where it is not known (after a fallback, or never finite). source: where it is
+    read from, for people; empty for the store at hand."""
 
     layer: str
     slot: str
@@ -27,6 +28,7 @@ class CertifiedUnit:
     moving: bool
     fallback: bool
     nbytes: int
+    source: str = ""
 
 
 @dataclass(frozen=True)

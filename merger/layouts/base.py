@@ -1,29 +1,32 @@
-"""What a layout is: one way to write a rebuilt checkpoint, so that a framework loads it by itself."""
+"""What a layout is: one way to write a checkpoint, so that a framework loads it by itself."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
-from merger.plan import MergePlan
-from merger.read import Reader
+from merger.checkpoint import Checkpoint
+from merger.containers.base import OutFile
+from merger.target import Target
 
 
 @dataclass(frozen=True)
-class Written:
-    """What a layout wrote. tag: the checkpoint's name inside the directory, as its framework says it."""
+class Laid:
+    """All files of an output, planned. tag: the checkpoint's name inside the directory, as its framework says it.
+
+    load: lines of Python that load it, with ``{out}`` for the directory. notes: what the user has to know before
+    loading it, each with its way out.
+    """
 
     tag: str
-    bytes_written: int
+    files: tuple[OutFile, ...]
+    load: tuple[str, ...]
+    notes: tuple[str, ...] = ()
 
 
 class Layout(Protocol):
-    """Writes one checkpoint into an empty directory, one rank's files in memory at a time.
+    """Plans the files of one checkpoint. Reads no tensor and writes nothing."""
 
-    Every file is durable when :meth:`write` returns; names of files are made durable by the caller.
-    """
-
-    def write(self, plan: MergePlan, reader: Reader, folder: Path) -> Written:
-        """Write the checkpoint. MergeError where the plan does not hold what the layout needs."""
+    def lay_out(self, checkpoint: Checkpoint, target: Target, /) -> Laid:
+        """MergeError where the checkpoint lacks what the layout needs, UnsupportedError where it cannot hold it."""
         ...

@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
-from merger.plan import MergePlan
-from merger.read import Reader
+from merger.checkpoint import Checkpoint
 from merger.runstate import portable
+from merger.stored import Placed, Stored, flat
+from merger.tensors import torch_dtype
 from store.errors import MergeError
 from store.names import Fragment
 
@@ -28,38 +29,29 @@ class FlatPiece:
 
 
 def flat_tensor(
-    reader: Reader, slot: str, pieces: Sequence[FlatPiece], numel: int, fallback: torch.dtype = torch.float32
-) -> torch.Tensor:
+    checkpoint: Checkpoint, slot: str, pieces: Sequence[FlatPiece], numel: int, fallback: torch.dtype = torch.float32
+) -> Stored:
     """A flat partition of one slot, 1-d, ``numel`` elements; zeros where no parameter lies.
 
     fallback: the dtype where a rank has no piece at all.
     """
-    dtypes = {reader.dtype(piece.fqn, slot) for piece in pieces}
+    dtypes = {checkpoint.dtype(piece.fqn, slot) for piece in pieces}
     if len(dtypes) > 1:
-        raise MergeError(
-            f"the parameters of a flat partition have {slot} in several dtypes: {sorted(map(str, dtypes))}"
-        )
-    out = torch.empty(numel, dtype=dtypes.pop() if dtypes else fallback)
-    end = 0
-    for piece in sorted(pieces, key=lambda piece: piece.offset):
-        out[end : piece.offset] = 0
-        end = piece.offset + piece.numel
-        reader.fill(Fragment(piece.fqn, slot, piece.start, piece.numel), out[piece.offset : end])
-    out[end:] = 0
-    return out
+        raise MergeError(f"the parameters of a flat partition have {slot} in several dtypes: {sorted(dtypes)}")
+    dtype = torch_dtype(dtypes.pop()) if dtypes else fallback
+    return flat(
+        numel, dtype, (Placed(Fragment(piece.fqn, slot, piece.start, piece.numel), piece.offset) for piece in pieces)
+    )
 
 
-def flat_slots(
-    plan: MergePlan, reader: Reader, fqns: Sequence[str], pieces: Sequence[FlatPiece], numel: int
-) -> dict[str, Any]:
+def flat_slots(checkpoint: Checkpoint, fqns: Sequence[str], pieces: Sequence[FlatPiece], numel: int) -> dict[str, Any]:
     """What the base optimizer keeps for one flat partition: its scalars, then its slots.
 
     fqns: all parameters laid out in it, over all ranks. MergeError where they differ in what they keep, or
     where a slot that the optimizer had is not stored.
     """
-    state = plan.framework_state
-    kept = [(state["scalars"].get(fqn, {}), list(state["slots"].get(fqn, ()))) for fqn in fqns]
-    scalars, slots = kept[0] if kept else ({}, [])
+    kept = [(checkpoint.framework_state["scalars"].get(fqn, {}), checkpoint.slots(fqn)) for fqn in fqns]
+    scalars, slots = kept[0] if kept else ({}, ())
     for fqn, other in zip(fqns, kept, strict=True):
         if other[1] != slots or not _same(other[0], scalars):
             raise MergeError(
@@ -67,25 +59,18 @@ def flat_slots(
             )
     out: dict[str, Any] = dict(portable(scalars))
     for slot in slots:
-        missing = [fqn for fqn in fqns if not reader.has(fqn, slot)]
-        if missing:
-            raise MergeError(
-                f"the optimizer had {slot} of {missing[0]}, which commit {plan.save} does not hold; name a save that "
-                "does (a full one)"
-            )
-        dtype = reader.dtype(fqns[0], slot)
-        out[slot] = flat_tensor(reader, slot, pieces, numel, dtype)
+        out[slot] = flat_tensor(checkpoint, slot, pieces, numel, torch_dtype(checkpoint.dtype(fqns[0], slot)))
     return out
 
 
 def base_optimizer_state(
-    plan: MergePlan, states: Sequence[dict[str, Any]], members: Sequence[Sequence[int]]
+    checkpoint: Checkpoint, states: Sequence[dict[str, Any]], members: Sequence[Sequence[int]]
 ) -> dict[str, Any]:
     """``state_dict()`` of the base optimizer.
 
     states: of each flat partition, by index. members: by param group, the indices of its flat partitions.
     """
-    groups = plan.framework_state["param_groups"]
+    groups = checkpoint.framework_state["param_groups"]
     if len(groups) != len(members):
         raise MergeError(f"the run had {len(groups)} param groups, its layout has {len(members)}")
     return {

@@ -9,14 +9,13 @@ from deepspeed.checkpoint import constants
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
+from merger.checkpoint import Checkpoint
 from merger.layouts.deepspeed_facts import EngineFacts, GroupFacts, PlacedParameter
 from merger.layouts.deepspeed_flat import FlatPiece, base_optimizer_state, flat_slots, flat_tensor
-from merger.plan import MergePlan
-from merger.read import Reader
 from store.names import WEIGHTS
 
 
-def zero12_states(facts: EngineFacts, plan: MergePlan, reader: Reader, rank: int) -> dict[str, Any]:
+def zero12_states(facts: EngineFacts, checkpoint: Checkpoint, rank: int) -> dict[str, Any]:
     """What ``optimizer.state_dict()`` gives on a rank, the loss scaler excepted."""
     groups = facts.param_groups
     masters, states = [], []
@@ -24,11 +23,11 @@ def zero12_states(facts: EngineFacts, plan: MergePlan, reader: Reader, rank: int
         pieces = _pieces(group, rank)
         lean = group.partition_size - (0 if facts.is_bf16_optimizer else group.group_paddings[rank])
         # DeepSpeed strips the padding behind the masters, and leaves it behind the moments.
-        masters.append(flat_tensor(reader, WEIGHTS, pieces, lean))
-        states.append(flat_slots(plan, reader, [placed.fqn for placed in group.layout], pieces, group.partition_size))
+        masters.append(flat_tensor(checkpoint, WEIGHTS, pieces, lean))
+        states.append(flat_slots(checkpoint, [placed.fqn for placed in group.layout], pieces, group.partition_size))
     out: dict[str, Any] = {
         constants.CLIP_GRAD: facts.clip_grad,
-        constants.BASE_OPTIMIZER_STATE: base_optimizer_state(plan, states, [[i] for i in range(len(groups))]),
+        constants.BASE_OPTIMIZER_STATE: base_optimizer_state(checkpoint, states, [[i] for i in range(len(groups))]),
         constants.SINGLE_PARTITION_OF_FP32_GROUPS: masters,
         constants.GROUP_PADDINGS: [group.group_paddings[rank] for group in groups],
         constants.PARTITION_COUNT: list(facts.partition_count) if isinstance(facts.partition_count, tuple) else None,

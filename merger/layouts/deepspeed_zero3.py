@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
-import torch
 from deepspeed.checkpoint import constants
 from deepspeed.runtime.zero.config import ZeroStageEnum
 
+from merger.checkpoint import Checkpoint
 from merger.layouts.deepspeed_facts import EngineFacts, SubGroupFacts
 from merger.layouts.deepspeed_flat import FlatPiece, base_optimizer_state, flat_slots, flat_tensor
-from merger.plan import MergePlan
-from merger.read import Reader
+from merger.stored import Placed, Stored, flat
+from merger.tensors import torch_dtype
 from store.names import FROZEN, WEIGHTS, Fragment
 
 
-def zero3_states(facts: EngineFacts, plan: MergePlan, reader: Reader, rank: int) -> dict[str, Any]:
+def zero3_states(facts: EngineFacts, checkpoint: Checkpoint, rank: int) -> dict[str, Any]:
     """What ``optimizer.state_dict()`` gives on a rank, the loss scaler excepted."""
     masters, states = [], []
     for sub_group in facts.sub_groups:
-        pieces = _pieces(plan, sub_group, rank)
-        masters.append(flat_tensor(reader, WEIGHTS, pieces, sub_group.flat_numel))
-        states.append(flat_slots(plan, reader, sub_group.params, pieces, sub_group.flat_numel))
+        pieces = _pieces(checkpoint, sub_group, rank)
+        masters.append(flat_tensor(checkpoint, WEIGHTS, pieces, sub_group.flat_numel))
+        states.append(flat_slots(checkpoint, sub_group.params, pieces, sub_group.flat_numel))
     members: list[list[int]] = [[] for _ in facts.param_groups]
     for index, sub_group in enumerate(facts.sub_groups):
         members[sub_group.param_group].append(index)
@@ -31,25 +30,23 @@ def zero3_states(facts: EngineFacts, plan: MergePlan, reader: Reader, rank: int)
         "dynamic_loss_scale": facts.dynamic_loss_scale,
         "overflow": False,
         constants.PARTITION_COUNT: facts.partition_count,
-        constants.OPTIMIZER_STATE_DICT: base_optimizer_state(plan, states, members),
+        constants.OPTIMIZER_STATE_DICT: base_optimizer_state(checkpoint, states, members),
         constants.FP32_FLAT_GROUPS: masters,
     }
 
 
-def frozen_slices(facts: EngineFacts, plan: MergePlan, reader: Reader, rank: int, fqn: str) -> torch.Tensor:
+def frozen_slices(facts: EngineFacts, checkpoint: Checkpoint, rank: int, fqn: str) -> Stored:
     """A rank's slice of a parameter that the optimizer does not hold, padding included."""
-    numel = math.prod(plan.tensors[fqn].shape)
+    numel = checkpoint.numel(fqn)
     part = -(-numel // facts.world_size)
-    out = torch.zeros(part, dtype=reader.dtype(fqn, FROZEN))
     start, count = _slice(part, numel, rank)
-    reader.fill(Fragment(fqn, FROZEN, start, count), out.narrow(0, 0, count))
-    return out
+    return flat(part, torch_dtype(checkpoint.dtype(fqn, FROZEN)), [Placed(Fragment(fqn, FROZEN, start, count), 0)])
 
 
-def _pieces(plan: MergePlan, sub_group: SubGroupFacts, rank: int) -> list[FlatPiece]:
+def _pieces(checkpoint: Checkpoint, sub_group: SubGroupFacts, rank: int) -> list[FlatPiece]:
     pieces, offset = [], 0
     for fqn, part in zip(sub_group.params, sub_group.partition_numels, strict=True):
-        start, count = _slice(part, math.prod(plan.tensors[fqn].shape), rank)
+        start, count = _slice(part, checkpoint.numel(fqn), rank)
         if count:
             pieces.append(FlatPiece(fqn, start, offset, count))
         offset += part

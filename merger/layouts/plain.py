@@ -8,73 +8,69 @@ take them, with nothing of ours installed. Random-number states and the user's o
 from __future__ import annotations
 
 from collections import OrderedDict
-from functools import partial
-from pathlib import Path
 from typing import Any
 
-import torch
-
-from merger.layouts.base import Written
-from merger.plan import SLOT_OF_KIND, MergePlan
-from merger.ptfile import write_pt
-from merger.read import Reader
+from merger.checkpoint import SLOT_OF_KIND, Checkpoint
+from merger.containers.base import OutFile
+from merger.containers.pt import PtFile
+from merger.layouts.base import Laid
 from merger.runstate import portable
-from store.errors import MergeError
+from merger.stored import Stored, whole
+from merger.target import Target
 
 
 class PlainLayout:
     """The layout of a model and an optimizer that every rank held whole."""
 
-    def write(self, plan: MergePlan, reader: Reader, folder: Path) -> Written:
+    def lay_out(self, checkpoint: Checkpoint, _: Target) -> Laid:
         """See :class:`merger.layouts.base.Layout`."""
-        total = write_pt(folder / "model.pt", partial(model_state, plan, reader), ())
-        total += write_pt(folder / "optimizer.pt", partial(optimizer_state, plan, reader), ())
-        total += write_pt(folder / "extra.pt", partial(_extra, plan), ())
-        return Written(f"step{plan.save.step}", total)
+        files = (
+            OutFile("model.pt", PtFile(model_state(checkpoint))),
+            OutFile("optimizer.pt", PtFile(optimizer_state(checkpoint))),
+            OutFile("extra.pt", PtFile(_extra(checkpoint))),
+        )
+        load = tuple(f"{name}.load_state_dict(torch.load('{{out}}/{name}.pt'))" for name in ("model", "optimizer"))
+        return Laid(f"step{checkpoint.step}", files, load)
 
 
-def _extra(plan: MergePlan) -> dict[str, Any]:
-    ranks = {rank: {"rng": portable(one.rng), "user": portable(one.user)} for rank, one in plan.run_states.items()}
-    return {"save": plan.save.name, "step": plan.save.step, "ranks": ranks}
+def _extra(checkpoint: Checkpoint) -> dict[str, Any]:
+    ranks = {
+        rank: {"rng": portable(one.rng), "user": portable(one.user)} for rank, one in checkpoint.run_states.items()
+    }
+    return {"save": checkpoint.certificate.save, "step": checkpoint.step, "ranks": ranks}
 
 
-def model_state(plan: MergePlan, reader: Reader) -> OrderedDict[str, torch.Tensor]:
+def model_state(checkpoint: Checkpoint) -> OrderedDict[str, Stored]:
     """``model.state_dict()``: tied tensors under each of their names."""
-    canonical = {alias: fqn for fqn, record in plan.tensors.items() for alias in record.aliases}
-    found: dict[str, torch.Tensor] = {}
-    out: OrderedDict[str, torch.Tensor] = OrderedDict()
-    for name in plan.facts.get("state_dict_names", [*plan.tensors, *canonical]):
+    canonical = {alias: fqn for fqn, record in checkpoint.tensors.items() for alias in record.aliases}
+    found: dict[str, Stored] = {}
+    out: OrderedDict[str, Stored] = OrderedDict()
+    for name in checkpoint.facts.get("state_dict_names", [*checkpoint.tensors, *canonical]):
         fqn = canonical.get(name, name)
         if fqn not in found:
-            reader.shape(fqn)
-            found[fqn] = reader.tensor(fqn, SLOT_OF_KIND[plan.tensors[fqn].kind])
+            found[fqn] = whole(checkpoint, fqn, SLOT_OF_KIND[checkpoint.record(fqn).kind])
         out[name] = found[fqn]
     return out
 
 
-def optimizer_state(plan: MergePlan, reader: Reader) -> dict[str, Any]:
+def optimizer_state(checkpoint: Checkpoint) -> dict[str, Any]:
     """``optimizer.state_dict()``: parameters numbered in the order of the param groups."""
     state: dict[int, dict[str, Any]] = {}
     groups: list[dict[str, Any]] = []
     number = 0
-    for group in plan.framework_state["param_groups"]:
+    for group in checkpoint.framework_state["param_groups"]:
         members = range(number, number + len(group["params"]))
         number = members.stop
         for index, fqn in zip(members, group["params"], strict=True):
-            found = _state_of(plan, reader, fqn)
+            found = _state_of(checkpoint, fqn)
             if found:
                 state[index] = found
         groups.append({**portable(group["hyper"]), "params": list(members)})
     return {"state": state, "param_groups": groups}
 
 
-def _state_of(plan: MergePlan, reader: Reader, fqn: str) -> dict[str, Any]:
-    out = dict(portable(plan.framework_state["scalars"].get(fqn, {})))
-    for slot in plan.framework_state["slots"].get(fqn, ()):
-        if not reader.has(fqn, slot):
-            raise MergeError(
-                f"the optimizer had {slot} of {fqn}, which commit {plan.save} does not hold; name a save that does "
-                "(a full one)"
-            )
-        out[slot] = reader.tensor(fqn, slot)
+def _state_of(checkpoint: Checkpoint, fqn: str) -> dict[str, Any]:
+    out = dict(portable(checkpoint.framework_state["scalars"].get(fqn, {})))
+    for slot in checkpoint.slots(fqn):
+        out[slot] = whole(checkpoint, fqn, slot)
     return out

@@ -1,0 +1,109 @@
+"""From planned files to an output directory: made, filled, sealed, durable and read back, in this order.
+
+Nothing here has the output's final name; that is :mod:`merger.output`'s. Files are made one after another, in the
+calling thread, because ``torch.save`` is told by a process-wide switch to leave the tensors out.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from merger.blocks import Extent, Flaw
+from merger.containers.base import Hole, OutFile
+from merger.transfer import (
+    OutputError,
+    Progress,
+    Transferred,
+    check_hole,
+    checksums,
+    in_parallel,
+    plan_transfer,
+    transfer,
+)
+from store.coverage import FragmentIndex
+from store.errors import StorageError
+
+
+@dataclass(frozen=True)
+class _Made:
+    file: OutFile
+    path: Path
+    holes: tuple[Hole, ...]
+
+
+def produce(
+    folder: Path, files: Sequence[OutFile], index: FragmentIndex[Extent], workers: int, progress: Progress
+) -> tuple[int, dict[Flaw, str]]:
+    """Write all files below an empty directory. Returns (bytes written, versions of a store that are not whole).
+
+    Where any version is not whole the files are not complete and must be thrown away. Everything is durable on
+    return, names of files and directories excepted. MergeError, StorageError.
+    """
+    with _told(folder):
+        _require_room(folder, files)
+        made = [_make(folder, file) for file in files]
+        plan = plan_transfer(index, ((i, hole) for i, one in enumerate(made) for hole in one.holes))
+        moved = transfer(plan, [one.path for one in made], workers, progress)
+        if moved.flaws:
+            return 0, moved.flaws
+        _finish(made, moved, workers)
+    return sum(one.path.stat().st_size for one in made), {}
+
+
+def _make(folder: Path, file: OutFile) -> _Made:
+    path = folder / file.path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    holes = file.container.make(path)
+    path.chmod(file.mode)
+    return _Made(file, path, holes)
+
+
+def _finish(made: Sequence[_Made], moved: Transferred, workers: int) -> None:
+    """Seal and sync every file, then read every byte of it back."""
+    checks: list[tuple[_Made, Hole | None, int]] = []
+    for i, one in enumerate(made):
+        crcs = checksums(moved.pieces.get(i, ()), one.holes)
+        one.file.container.seal(one.path, crcs)
+        checks += [(one, hole, crcs[hole.offset]) for hole in one.holes]
+        checks.append((one, None, 0))
+    in_parallel(_sync, [one.path for one in made], workers)
+    in_parallel(_check, checks, workers)
+
+
+def _check(what: tuple[_Made, Hole | None, int]) -> None:
+    one, hole, crc = what
+    if hole is None:
+        one.file.container.check(one.path)
+    else:
+        check_hole(one.path, hole, crc)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _require_room(folder: Path, files: Sequence[OutFile]) -> None:
+    wanted, free = sum(file.container.nbytes for file in files), shutil.disk_usage(folder).free
+    if wanted > free:
+        raise StorageError(
+            f"cannot write {folder}: {wanted} bytes are needed and {free} are free; free space or name another output "
+            "directory"
+        )
+
+
+@contextmanager
+def _told(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, OutputError) as error:
+        what = str(error) if isinstance(error, OutputError) else f"cannot write {folder}: {error.strerror or error}"
+        raise StorageError(f"{what}; free space or name another output directory") from error

@@ -1,0 +1,107 @@
+"""Our own store as a source: the newest version of every layer at a commit, an older one where bytes are damaged."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from dataclasses import replace
+from pathlib import Path
+
+from merger.blocks import Block, Extent, Flaw, xxh3
+from merger.checkpoint import Checkpoint, require_whole
+from merger.runstate import RankState, read_run_states
+from store.catalog import Catalog, open_catalog
+from store.certificate import Certificate, certify
+from store.coverage import FragmentIndex, Source
+from store.errors import DamagedError, MergeError, StorageError, UnsupportedError
+from store.files import LocalFiles
+from store.layout import payload_path
+from store.names import RAW, SaveId
+from store.versions import Bad, Resolution, newest_resumable, resolve
+
+
+class StoreSource:
+    """A store. NoStoreError where there is none."""
+
+    kind = "store"
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.catalog = open_catalog(LocalFiles(root))
+
+    def steps(self) -> tuple[int, ...]:
+        """See :class:`merger.sources.base.Source`."""
+        return tuple(dict.fromkeys(save.step for save in self.catalog.saves()))
+
+    def checkpoint(self, step: int | str | None, flaws: Set[Flaw]) -> Checkpoint:
+        """See :class:`merger.sources.base.Source`. A step is that of the newest epoch that has it."""
+        save = None if step is None else self._save(step)
+        known = {flaw.bad for flaw in flaws if flaw.store == self.root}
+        while True:
+            resolution, passed_over = _resolution(self.catalog, save, known)
+            states, damage = read_run_states(self.catalog.files, resolution.run_parts)
+            if damage is None:
+                break
+            known.add(Bad(resolution.manifest.save))
+        return self._checkpoint(resolution, states, passed_over)
+
+    def _save(self, step: int | str) -> SaveId:
+        saves = self.catalog.saves()
+        for save in saves:
+            if step in (save.step, save.name, str(save.step)):
+                return save
+        there = ", ".join(known.name for known in saves[:5]) or "none at all"
+        raise MergeError(f"the store {self.root} has no commit {step}; the newest are: {there}")
+
+    def _checkpoint(
+        self, resolution: Resolution, states: dict[int, RankState], passed_over: tuple[str, ...]
+    ) -> Checkpoint:
+        manifest = resolution.manifest
+        checkpoint = Checkpoint(
+            origin=f"commit {manifest.save} of {self.root}",
+            framework=manifest.framework,
+            step=manifest.step,
+            tensors=manifest.tensors,
+            layers=manifest.layers,
+            index=FragmentIndex(self._extent(source) for source in resolution.sources()),
+            framework_state=states[0].framework,
+            facts=resolution.run_parts[0].facts,
+            run_states=states,
+            certificate=self._certificate(resolution),
+            problems=(*passed_over, *resolution.problems),
+        )
+        require_whole(checkpoint)
+        return checkpoint
+
+    def _certificate(self, resolution: Resolution) -> Certificate:
+        certificate = certify(resolution)
+        return replace(certificate, units=tuple(replace(unit, source=str(self.root)) for unit in certificate.units))
+
+    def _extent(self, source: Source) -> Extent:
+        part, entry = source.part, source.entry
+        if entry.encoding != RAW:
+            raise UnsupportedError(
+                f"{entry.fqn}/{entry.slot} is stored as {entry.encoding!r}, which this release cannot merge; it can "
+                "merge 'raw'"
+            )
+        block = Block(
+            self.catalog.files,
+            payload_path(part.save, part.rank),
+            part.header_bytes + entry.offset,
+            entry.nbytes,
+            xxh3,
+            entry.xxh3_128,
+            f"{entry.unit} of save {part.save}",
+            Flaw(self.root, Bad(part.save, entry.unit)),
+        )
+        return Extent(entry.fqn, entry.slot, entry.start, entry.stop, entry.dtype, block, 0)
+
+
+def _resolution(catalog: Catalog, save: SaveId | None, bad: Set[Bad]) -> tuple[Resolution, tuple[str, ...]]:
+    if save is None:
+        return newest_resumable(catalog, bad)
+    try:
+        return resolve(catalog, save, bad), ()
+    except (DamagedError, StorageError) as error:
+        raise MergeError(
+            f"commit {save} cannot be rebuilt: {error}; name no save to get the newest one that can"
+        ) from error

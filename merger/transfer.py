@@ -1,0 +1,246 @@
+"""Moving tensors: every block of the sources is read once, front to back, checked, and put wherever it belongs.
+
+A block goes through memory a chunk at a time, so memory does not grow with a tensor, a rank or a model. Whether
+a block was right is known only at its end; until everything is known to be right the output has no name yet.
+Blocks are spread over threads; a thread holds one chunk, and one more where a dtype changes.
+It does not know what a checkpoint or a layout is.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from isal import isal_zlib
+
+from merger.blocks import Block, Extent, Flaw
+from merger.checksum import Piece, combined
+from merger.containers.base import Hole
+from merger.tensors import memory_of, torch_dtype
+from store.coverage import FragmentIndex
+from store.errors import DamagedError, MergeError, StorageError
+
+CHUNK = 1 << 22
+"""Bytes read at a time: enough for the device, small enough for a processor's cache."""
+
+_OPEN_FILES = 64
+
+T = TypeVar("T")
+
+Progress = Callable[[int], None]
+"""Told the number of stored bytes just read."""
+
+
+@dataclass(frozen=True)
+class Move:
+    """``nbytes`` bytes from ``start`` of a block, elements of ``source``, go to ``offset`` of a file as ``target``."""
+
+    start: int
+    nbytes: int
+    source: torch.dtype
+    file: int
+    offset: int
+    target: torch.dtype
+
+
+@dataclass(frozen=True)
+class TransferPlan:
+    """What is read and where it goes. moves: by block, sorted by where they start in it."""
+
+    moves: Mapping[Block, Sequence[Move]]
+
+    @property
+    def bytes_to_read(self) -> int:
+        """All blocks, each whole and once."""
+        return sum(block.nbytes for block in self.moves)
+
+
+def plan_transfer(index: FragmentIndex[Extent], holes: Iterable[tuple[int, Hole]]) -> TransferPlan:
+    """The moves that fill (file number, hole) pairs. MergeError where a wanted element is in no extent."""
+    moves: dict[Block, list[Move]] = {}
+    for file, hole in holes:
+        for placed in hole.stored.placed:
+            try:
+                copies = index.cover(placed.fragment)
+            except DamagedError as error:
+                raise MergeError(str(error)) from error
+            for copy in copies:
+                extent, source = copy.source, torch_dtype(copy.source.dtype)
+                at = hole.offset + (placed.offset + copy.target_start) * hole.stored.dtype.itemsize
+                start = extent.offset + copy.source_start * source.itemsize
+                move = Move(start, copy.numel * source.itemsize, source, file, at, hole.stored.dtype)
+                moves.setdefault(extent.block, []).append(move)
+    for found in moves.values():
+        found.sort(key=lambda move: move.start)
+    return TransferPlan(moves)
+
+
+@dataclass
+class Transferred:
+    """What came of a transfer. pieces: what was written, by file. flaws: versions that are not whole, and why."""
+
+    pieces: dict[int, list[Piece]]
+    flaws: dict[Flaw, str]
+
+
+def transfer(plan: TransferPlan, paths: Sequence[Path], workers: int, progress: Progress) -> Transferred:
+    """Carry out a plan. Raises MergeError for a damaged block that nothing can stand in for, StorageError.
+
+    Goes on after a damaged version of a store, so that all damage is known at once.
+    """
+    result = Transferred({}, {})
+    lock = threading.Lock()
+
+    def move(block: Block) -> None:
+        try:
+            pieces = _move_block(block, plan.moves[block], paths, lambda count: _locked(lock, progress, count))
+        except (DamagedError, StorageError) as error:
+            if block.flaw is None:
+                raise
+            with lock:
+                result.flaws.setdefault(block.flaw, str(error))
+            return
+        with lock:
+            for file, piece in pieces:
+                result.pieces.setdefault(file, []).append(piece)
+
+    blocks = sorted(plan.moves, key=lambda block: (block.path, block.offset))
+    in_parallel(move, blocks, workers)
+    return result
+
+
+def in_parallel(work: Callable[[T], None], items: Sequence[T], workers: int) -> None:
+    """Run ``work`` on every item; the first error ends it and is raised."""
+    with ThreadPoolExecutor(workers, initializer=_one_thread_each) as pool:
+        futures: list[Future[None]] = [pool.submit(work, item) for item in items]
+        try:
+            done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+            for future in done:
+                future.result()
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+def checksums(pieces: Iterable[Piece], holes: Sequence[Hole]) -> dict[int, int]:
+    """CRC-32 of every hole of a file, by its offset, from the pieces that were written."""
+    found = sorted(pieces)
+    starts = [piece.offset for piece in found]
+    out = {}
+    for hole in holes:
+        nbytes = hole.stored.nbytes
+        own = found[bisect_left(starts, hole.offset) : bisect_left(starts, hole.offset + nbytes)]
+        out[hole.offset] = combined(hole.offset, nbytes, own)
+    return out
+
+
+def check_hole(path: Path, hole: Hole, expected: int) -> None:
+    """Read a filled hole back. MergeError unless its bytes have the CRC-32 ``expected``."""
+    crc, buffer = 0, memoryview(bytearray(min(CHUNK, hole.stored.nbytes)))
+    with path.open("rb", buffering=0) as file:
+        file.seek(hole.offset)
+        left = hole.stored.nbytes
+        while left:
+            count = file.readinto(buffer[: min(left, len(buffer))])
+            if not count:
+                break
+            crc = isal_zlib.crc32(buffer[:count], crc)
+            left -= count
+    if left or crc != expected:
+        raise MergeError(
+            f"{path} does not read back as it was written: the storage under it is not to be trusted; check `dmesg`, "
+            "or name an output directory elsewhere"
+        )
+
+
+def _move_block(
+    block: Block, moves: Sequence[Move], paths: Sequence[Path], progress: Progress
+) -> list[tuple[int, Piece]]:
+    running, pieces = block.checksum(), []
+    waiting, first = list(moves), 0
+    buffer = torch.empty(min(CHUNK, block.nbytes), dtype=torch.uint8)
+    with ExitStack() as stack:
+        files = _Files(paths)
+        stack.callback(files.close)
+        for begin in range(0, block.nbytes, CHUNK):
+            chunk = buffer.narrow(0, 0, min(CHUNK, block.nbytes - begin))
+            block.files.read_into(block.path, block.offset + begin, memory_of(chunk))
+            running.update(memory_of(chunk))
+            while first < len(waiting) and waiting[first].start + waiting[first].nbytes <= begin:
+                first += 1
+            for move in waiting[first:]:
+                if move.start >= begin + chunk.numel():
+                    break
+                piece = _put(move, chunk, begin, files)
+                if piece is not None:
+                    pieces.append((move.file, piece))
+            progress(chunk.numel())
+    if running.hexdigest() != block.digest:
+        raise DamagedError(
+            f"{block.name}: bytes {block.offset} to {block.offset + block.nbytes} of {block.path} do not match their "
+            "checksum"
+        )
+    return pieces
+
+
+def _put(move: Move, chunk: torch.Tensor, begin: int, files: _Files) -> Piece | None:
+    """Write what of a move lies in a chunk that begins at byte ``begin`` of the block."""
+    start, stop = max(move.start, begin), min(move.start + move.nbytes, begin + chunk.numel())
+    if start >= stop:
+        return None
+    data = chunk.narrow(0, start - begin, stop - start)
+    done = (start - move.start) // move.source.itemsize
+    if move.source != move.target:
+        # A view needs memory aligned to its dtype, which a place in a file need not be.
+        data = data.clone() if data.storage_offset() % move.source.itemsize else data
+        data = data.view(move.source).to(move.target).view(torch.uint8)
+    memory, offset = memory_of(data), move.offset + done * move.target.itemsize
+    files.write(move.file, offset, memory)
+    return Piece(offset, len(memory), isal_zlib.crc32(memory))
+
+
+class _Files:
+    """Output files that one block is written to, a bounded number of them open at a time."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self._paths = paths
+        self._open: dict[int, int] = {}
+
+    def write(self, file: int, offset: int, data: memoryview) -> None:
+        try:
+            if file not in self._open:
+                if len(self._open) >= _OPEN_FILES:
+                    self.close()
+                self._open[file] = os.open(self._paths[file], os.O_WRONLY | os.O_CLOEXEC)
+            written = 0
+            while written < len(data):
+                written += os.pwrite(self._open[file], data[written:], offset + written)
+        except OSError as error:
+            raise OutputError(self._paths[file], error) from error
+
+    def close(self) -> None:
+        while self._open:
+            os.close(self._open.popitem()[1])
+
+
+class OutputError(Exception):
+    """The system refused to write an output file. Not a StorageError: that one is about what is read."""
+
+    def __init__(self, path: Path, error: OSError) -> None:
+        super().__init__(f"cannot write {path}: {error.strerror or error}")
+
+
+def _one_thread_each() -> None:
+    torch.set_num_threads(1)
+
+
+def _locked(lock: threading.Lock, progress: Progress, count: int) -> None:
+    with lock:
+        progress(count)
