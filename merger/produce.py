@@ -25,6 +25,7 @@ from merger.transfer import (
     plan_transfer,
     transfer,
 )
+from merger.writeback import early_writeback
 from store.coverage import FragmentIndex
 from store.errors import StorageError
 
@@ -48,7 +49,9 @@ def produce(
         _require_room(folder, files)
         made = [_make(folder, file) for file in files]
         plan = plan_transfer(index, ((i, hole) for i, one in enumerate(made) for hole in one.holes))
-        moved = transfer(plan, [one.path for one in made], workers, progress)
+        paths = [one.path for one in made]
+        with early_writeback(paths):
+            moved = transfer(plan, paths, workers, progress)
         if moved.flaws:
             return 0, moved.flaws
         _finish(made, moved, workers)
