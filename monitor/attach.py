@@ -31,7 +31,8 @@ def attach(
 
     config: a YAML file, a mapping, or None for the defaults. state: objects to save and resume besides the model
     and the optimizer (schedulers, samplers, loss scalers, ``torch.Generator``): each with ``state_dict`` and
-    ``load_state_dict``. Every rank calls it, after the process group is up.
+    ``load_state_dict``. A resume loads them before weights, moments and hyperparameters, which have the last word.
+    Every rank calls it, after the process group is up.
 
     Raises ConfigError for senseless settings, UnsupportedError for what cannot be handled, StoreInUseError where
     another job on this machine owns the store, and StorageError where it cannot be written.

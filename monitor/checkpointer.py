@@ -68,8 +68,9 @@ class Checkpointer:
     def resume(self) -> int:
         """Bring the newest resumable commit into the model, the optimizer and the run state.
 
-        Returns the step to continue from: 0 where the store holds nothing yet. Raises, on all ranks,
-        NothingToResumeError where no commit is whole, and ModelMismatchError where the store is another model's.
+        Returns the step to continue from: 0 where the store holds nothing yet. Raises, on all ranks and with the job
+        left as it was: NothingToResumeError where no commit is whole, ModelMismatchError where the store is another
+        model's, UsageError where an object in ``state=[...]`` does not take its state.
         """
         found = None if self._catalog is None else resume(self._catalog, self._job.adapter, self._group, self._job.user)
         self._asked_to_resume = True

@@ -33,7 +33,7 @@ class UserState:
 
     def capture(self) -> list[Any]:
         """Their states, in order."""
-        return [item.get_state() if isinstance(item, torch.Generator) else item.state_dict() for item in self._objects]
+        return [state_of(item) for item in self._objects]
 
     def require(self, states: Sequence[Any]) -> None:
         """ModelMismatchError where there is another number of objects than when it was saved."""
@@ -43,13 +43,25 @@ class UserState:
                 "pass the same objects in the same order as when it was saved"
             )
 
-    def restore(self, states: Sequence[Any]) -> None:
-        """Put states back; :meth:`require` them first."""
-        for item, state in zip(self._objects, states, strict=True):
-            if isinstance(item, torch.Generator):
-                item.set_state(state)
-            else:
-                item.load_state_dict(state)
+    def named(self, states: Sequence[Any]) -> list[tuple[str, Any, Any]]:
+        """(name for people, object, its saved state) of each; :meth:`require` the states first."""
+        return [
+            (f"state[{index}] (a {type(item).__name__})", item, state)
+            for index, (item, state) in enumerate(zip(self._objects, states, strict=True))
+        ]
+
+
+def state_of(item: Any) -> Any:
+    """The state of an object of the user's, live tensors in it."""
+    return item.get_state() if isinstance(item, torch.Generator) else item.state_dict()
+
+
+def put_state(item: Any, state: Any) -> None:
+    """The inverse of :func:`state_of`. Raises whatever the object raises."""
+    if isinstance(item, torch.Generator):
+        item.set_state(state)
+    else:
+        item.load_state_dict(state)
 
 
 def capture_rng() -> dict[str, Any]:

@@ -28,6 +28,14 @@ class Piece:
 
 
 @dataclass(frozen=True)
+class Place:
+    """Where a load will put a fragment: a piece whose memory need not exist yet. dtype: of the live tensor."""
+
+    fragment: Fragment
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
 class TensorInfo:
     """One parameter or persistent buffer of the model, whole.
 
@@ -52,8 +60,9 @@ class Adapter(Protocol):
     buffers, and the optimizer's own key (``exp_avg``, ``exp_avg_sq``, ``momentum_buffer``, ...) for its
     state tensors of the parameter's shape.
 
-    A load goes in this order: :meth:`prepare_load`, copying into what :meth:`held` gives, :meth:`load_run_state`,
-    :meth:`finish_load`.
+    A load is checked first, which changes nothing: :meth:`expected`, :meth:`check_run_state`. Then it goes in this
+    order: the states of :meth:`objects`, :meth:`prepare_load`, copying into what :meth:`held` gives,
+    :meth:`load_run_state`, :meth:`finish_load`.
     """
 
     framework: str
@@ -82,6 +91,12 @@ class Adapter(Protocol):
         """All pieces that this rank keeps: what a load has to fill."""
         ...
 
+    def expected(self, slots: Mapping[str, Mapping[str, str]]) -> list[Place]:
+        """What :meth:`held` will give after :meth:`prepare_load` with the same ``slots``. Changes nothing.
+
+        Raises whatever those two would raise."""
+        ...
+
     def prepare_load(self, slots: Mapping[str, Mapping[str, str]]) -> None:
         """Make optimizer state exist before :meth:`held` is asked: slots[fqn][slot] is its dtype."""
         ...
@@ -99,8 +114,18 @@ class Adapter(Protocol):
         stage and world size."""
         ...
 
+    def objects(self) -> Mapping[str, Any]:
+        """Objects that the framework was given and that load their state themselves (a learning-rate scheduler), by
+        the key of :meth:`run_state` where that state is."""
+        ...
+
+    def check_run_state(self, state: Mapping[str, Any]) -> None:
+        """Raise whatever :meth:`load_run_state` would raise. Changes nothing."""
+        ...
+
     def load_run_state(self, state: Mapping[str, Any]) -> None:
-        """The inverse of :meth:`run_state`, possibly from another stage, world size or framework."""
+        """The inverse of :meth:`run_state` but for :meth:`objects`, possibly from another stage, world size or
+        framework."""
         ...
 
     def layout_facts(self) -> dict[str, Any]:

@@ -8,7 +8,13 @@ from typing import Any
 import torch.distributed as dist
 
 from monitor.adapters.base import Adapter
-from monitor.adapters.deepspeed_engine import engine_facts, engine_state, load_engine_state
+from monitor.adapters.deepspeed_engine import (
+    check_engine_state,
+    engine_facts,
+    engine_objects,
+    engine_state,
+    load_engine_state,
+)
 from monitor.adapters.plain import PlainAdapter
 from store.errors import UnsupportedError
 
@@ -67,6 +73,15 @@ class Stage0Adapter(PlainAdapter):
     def run_state(self) -> dict[str, Any]:
         """See :class:`monitor.adapters.base.Adapter`."""
         return {**super().run_state(), **engine_state(self.engine)}
+
+    def objects(self) -> Mapping[str, Any]:
+        """See :class:`monitor.adapters.base.Adapter`."""
+        return engine_objects(self.engine)
+
+    def check_run_state(self, state: Mapping[str, Any]) -> None:
+        """See :class:`monitor.adapters.base.Adapter`."""
+        super().check_run_state(state)
+        check_engine_state(self.engine, state)
 
     def load_run_state(self, state: Mapping[str, Any]) -> None:
         """See :class:`monitor.adapters.base.Adapter`."""

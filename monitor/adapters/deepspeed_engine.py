@@ -11,12 +11,15 @@ from collections.abc import Mapping
 from typing import Any
 
 import deepspeed
+import torch
 import torch.distributed as dist
 
 from monitor.adapters.inventory import Inventory
+from store.errors import ModelMismatchError
 
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 _SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+_AUTOCAST_STATE = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 
 
 def engine_state(engine: Any) -> dict[str, Any]:
@@ -31,18 +34,35 @@ def engine_state(engine: Any) -> dict[str, Any]:
     }
 
 
+def engine_objects(engine: Any) -> dict[str, Any]:
+    """The scheduler, which may be anybody's: see :meth:`monitor.adapters.base.Adapter.objects`."""
+    return {} if engine.lr_scheduler is None else {"lr_scheduler": engine.lr_scheduler}
+
+
+def check_engine_state(engine: Any, state: Mapping[str, Any]) -> None:
+    """Raise whatever :func:`load_engine_state` would raise. Changes nothing."""
+    _counters(engine, state)
+    _scaler_values(engine.optimizer, state.get("loss_scaler"))
+
+
 def load_engine_state(engine: Any, state: Mapping[str, Any]) -> None:
-    """The inverse of :func:`engine_state`. State that no engine saved has its counters derived from ``step``."""
-    counters = state.get("counters") or _counters_from_steps(engine, state)
-    accumulation = int(engine.gradient_accumulation_steps())
-    for name in ("global_steps", "global_samples", "skipped_steps"):
-        setattr(engine, name, int(counters[name]))
+    """The inverse of :func:`engine_state` but for the scheduler. State that no engine saved has its counters derived
+    from ``step``."""
+    values = _scaler_values(engine.optimizer, state.get("loss_scaler"))
+    for name, value in _counters(engine, state).items():
+        setattr(engine, name, value)
+    _load_scaler(engine.optimizer, values)
+
+
+def _counters(engine: Any, state: Mapping[str, Any]) -> dict[str, int]:
+    saved = state.get("counters") or _counters_from_steps(engine, state)
+    missing = sorted({*_COUNTERS, "gradient_accumulation_steps"} - saved.keys())
+    if missing:
+        raise ModelMismatchError(f"the saved counters lack {', '.join(missing)}: they are not those of this DeepSpeed")
+    counters = {name: int(saved[name]) for name in _COUNTERS}
     # Gradients accumulated in part are not saved: the window starts anew, and boundaries must stay boundaries.
-    windows = int(counters["micro_steps"]) // int(counters["gradient_accumulation_steps"])
-    engine.micro_steps = windows * accumulation
-    if state.get("lr_scheduler") is not None and engine.lr_scheduler is not None:
-        engine.lr_scheduler.load_state_dict(copy.deepcopy(state["lr_scheduler"]))
-    _load_scaler(engine.optimizer, state.get("loss_scaler"))
+    windows = counters["micro_steps"] // int(saved["gradient_accumulation_steps"])
+    return {**counters, "micro_steps": windows * int(engine.gradient_accumulation_steps())}
 
 
 def _counters_from_steps(engine: Any, state: Mapping[str, Any]) -> dict[str, int]:
@@ -68,18 +88,37 @@ def _scaler_state(optimizer: Any) -> dict[str, Any] | None:
     return {"class": type(scaler).__name__, **plain}
 
 
-def _load_scaler(optimizer: Any, saved: Mapping[str, Any] | None) -> None:
-    if saved is None:
-        return
+def _live_scaler(optimizer: Any) -> tuple[Any, tuple[str, ...]]:
+    """The loss scaler, and the keys of its state that move; none where it is static."""
     autocast = getattr(optimizer, "torch_autocast_gradscaler", None)
-    scaler = getattr(optimizer, "loss_scaler", None) if autocast is None else autocast
-    if scaler is None or type(scaler).__name__ != saved["class"]:
-        return  # another precision scales in its own way, and starts with its own configuration
     if autocast is not None:
-        autocast.load_state_dict({key: value for key, value in saved.items() if key != "class"})
-    elif getattr(scaler, "dynamic", False):
-        for name in _SCALER_STATE:
-            setattr(scaler, name, saved[name])
+        return autocast, _AUTOCAST_STATE if autocast.is_enabled() else ()
+    scaler = getattr(optimizer, "loss_scaler", None)
+    return scaler, _SCALER_STATE if getattr(scaler, "dynamic", False) else ()
+
+
+def _scaler_values(optimizer: Any, saved: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What the live scaler takes of the saved one's state. Another precision scales in its own way, and starts with
+    its own configuration."""
+    scaler, keys = _live_scaler(optimizer)
+    if saved is None or scaler is None or type(scaler).__name__ != saved["class"]:
+        return {}
+    missing = [key for key in keys if key not in saved]
+    if missing:
+        raise ModelMismatchError(
+            f"the saved state of the loss scaler {saved['class']} lacks {', '.join(missing)}: it was saved by a scaler "
+            "with other settings; configure it as in the run that wrote the state"
+        )
+    return {key: saved[key] for key in keys}
+
+
+def _load_scaler(optimizer: Any, values: Mapping[str, Any]) -> None:
+    scaler, _ = _live_scaler(optimizer)
+    if values and isinstance(scaler, torch.amp.GradScaler):
+        scaler.load_state_dict(dict(values))
+    else:
+        for name, value in values.items():
+            setattr(scaler, name, value)
 
 
 def engine_facts(engine: Any, inventory: Inventory) -> dict[str, Any]:

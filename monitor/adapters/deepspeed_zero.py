@@ -19,9 +19,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from monitor.adapters.base import Piece, TensorInfo
-from monitor.adapters.deepspeed_engine import as_json, engine_facts, engine_state, load_engine_state
-from monitor.adapters.hyper import describe_group, restore_groups, snapshot
+from monitor.adapters.base import Piece, Place, TensorInfo
+from monitor.adapters.deepspeed_engine import (
+    as_json,
+    check_engine_state,
+    engine_facts,
+    engine_objects,
+    engine_state,
+    load_engine_state,
+)
+from monitor.adapters.hyper import describe_group, match_groups, restore_groups, snapshot
 from monitor.adapters.inventory import Inventory, whole
 from monitor.adapters.optimizer_state import (
     common_scalars,
@@ -30,6 +37,7 @@ from monitor.adapters.optimizer_state import (
     restore_scalar,
     scalar_device,
     slots_of,
+    slots_to_be,
 )
 from monitor.adapters.replicas import share
 from store.errors import UnsupportedError
@@ -123,6 +131,16 @@ class ZeroAdapter(ABC):
         pieces = [*self._flat_pieces(), *sliced, *replicated, *self._buffers()]
         return [piece for piece in pieces if piece.fragment.numel]
 
+    def expected(self, slots: Mapping[str, Mapping[str, str]]) -> list[Place]:
+        """See :class:`monitor.adapters.base.Adapter`."""
+        replicated, sliced = self._outside()
+        places = [Place(piece.fragment, piece.tensor.dtype) for piece in [*sliced, *replicated, *self._buffers()]]
+        for flat in self.flats():
+            planned = slots_to_be(self._states().get(flat.tensor, {}), flat.tensor, _wanted(flat, slots))
+            for slot, dtype in {WEIGHTS: flat.tensor.dtype, **planned}.items():
+                places += [Place(Fragment(one.fqn, slot, one.start, one.numel), dtype) for one in flat.placements]
+        return [place for place in places if place.fragment.numel]
+
     def prepare_load(self, slots: Mapping[str, Mapping[str, str]]) -> None:
         """Make the slots of each flat partition those that ``slots`` names for any parameter in it.
 
@@ -130,8 +148,7 @@ class ZeroAdapter(ABC):
         a partition only, the others' pieces become zeros.
         """
         for flat in self.flats():
-            wanted = {slot: dtype for fqn in flat.fqns for slot, dtype in slots.get(fqn, {}).items()}
-            fit_slots(self._base(), flat.tensor, wanted)
+            fit_slots(self._base(), flat.tensor, _wanted(flat, slots))
             state = self._states().get(flat.tensor, {})
             for slot in slots_of(state, flat.tensor):
                 for place in flat.placements:
@@ -154,13 +171,27 @@ class ZeroAdapter(ABC):
             **engine_state(self.engine),
         }
 
+    def objects(self) -> Mapping[str, Any]:
+        """See :class:`monitor.adapters.base.Adapter`."""
+        return engine_objects(self.engine)
+
+    def check_run_state(self, state: Mapping[str, Any]) -> None:
+        """See :class:`monitor.adapters.base.Adapter`."""
+        match_groups(state["param_groups"], self._groups())
+        check_engine_state(self.engine, state)
+        for flat in self.flats():
+            self._scalars_to_be(flat, common_scalars(flat.fqns, state)[1], state)
+
     def load_run_state(self, state: Mapping[str, Any]) -> None:
         """See :class:`monitor.adapters.base.Adapter`. Call it on every rank, after :meth:`prepare_load`."""
-        scalars = {flat.fqns: common_scalars(flat.fqns, state) for flat in self.flats()}
+        common = {flat.fqns: common_scalars(flat.fqns, state) for flat in self.flats()}
         restore_groups(state["param_groups"], self._groups())
         load_engine_state(self.engine, state)
         for flat in self.flats():
-            self._load_scalars(flat, scalars[flat.fqns], state)
+            slots, saved = common[flat.fqns]
+            scalars = self._scalars_to_be(flat, saved, state)
+            if complete_state(self._base(), flat.tensor, slots, bool(scalars)):
+                self._states()[flat.tensor].update(scalars)
 
     def layout_facts(self) -> dict[str, Any]:
         """See :class:`monitor.adapters.base.Adapter`."""
@@ -213,21 +244,19 @@ class ZeroAdapter(ABC):
             scalars[key] = snapshot(value, f"optimizer state {key!r} of the partition with {flat.fqns[0]}")
         return slots, scalars
 
-    def _load_scalars(self, flat: Flat, common: tuple[set[str], dict[str, Any]], saved: Mapping[str, Any]) -> None:
-        slots, scalars = common
-        if not complete_state(self._base(), flat.tensor, slots, bool(scalars)):
-            return
-        state = self._states()[flat.tensor]
-        group = self._base().param_groups[flat.group]
-        for key, value in scalars.items():
-            state[key] = restore_scalar(
+    def _scalars_to_be(self, flat: Flat, scalars: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+        live, group = self._states().get(flat.tensor, {}), self._base().param_groups[flat.group]
+        return {
+            key: restore_scalar(
                 key,
                 value,
-                live=state.get(key),
+                live=live.get(key),
                 optimizer=self._base(),
                 saved_by=saved.get("optimizer"),
                 device=scalar_device(value, group, flat.tensor),
             )
+            for key, value in scalars.items()
+        }
 
     def _need(self, *attributes: str) -> None:
         for name in attributes:
@@ -236,3 +265,8 @@ class ZeroAdapter(ABC):
                     f"{type(self._zero).__name__} of DeepSpeed {deepspeed.__version__} has no {name!r}: this release "
                     "is not handled; 0.19 is"
                 )
+
+
+def _wanted(flat: Flat, slots: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
+    """The slots that any parameter in a flat partition has."""
+    return {slot: dtype for fqn in flat.fqns for slot, dtype in slots.get(fqn, {}).items()}

@@ -42,18 +42,49 @@ def describe_group(fqns: Iterable[str], group: Mapping[str, Any]) -> dict[str, A
     return {"params": list(fqns), "hyper": hyper}
 
 
-def restore_groups(saved: Sequence[Mapping[str, Any]], live: Sequence[tuple[Sequence[str], dict[str, Any]]]) -> None:
-    """Put saved hyperparameters into live groups, matched by the parameters in them, not by position.
+LiveGroups = Sequence[tuple[Sequence[str], dict[str, Any]]]
+"""Each param group of a live optimizer, after the fqns in it."""
 
-    live: for each group its fqns and the group itself. Raises ModelMismatchError, before anything has
-    changed, when a group has no parameter in the saved state, or parameters with different values.
+
+def match_groups(saved: Sequence[Mapping[str, Any]], live: LiveGroups) -> list[Mapping[str, Any]]:
+    """The saved hyperparameters for each live group, matched by the parameters in them, not by position.
+
+    Changes nothing. Raises ModelMismatchError when a group has no parameter in the saved state, parameters with
+    different values, or a tensor that cannot take the saved value.
     """
     hyper_of = {fqn: group["hyper"] for group in saved for fqn in group["params"]}
     chosen = [_hyper_for(index, fqns, hyper_of) for index, (fqns, _) in enumerate(live)]
-    for (_, group), hyper in zip(live, chosen, strict=True):
+    for index, ((_, group), hyper) in enumerate(zip(live, chosen, strict=True)):
+        for key, value in hyper.items():
+            if key not in _IMPLEMENTATION:
+                _require_alike(index, key, group.get(key), value)
+    return chosen
+
+
+def restore_groups(saved: Sequence[Mapping[str, Any]], live: LiveGroups) -> None:
+    """Put saved hyperparameters into live groups. Raises what :func:`match_groups` raises, before any change."""
+    for (_, group), hyper in zip(live, match_groups(saved, live), strict=True):
         for key, value in hyper.items():
             if key not in _IMPLEMENTATION:
                 group[key] = _like(group.get(key), value)
+
+
+def _require_alike(index: int, key: str, live: Any, value: Any) -> None:
+    if not isinstance(live, torch.Tensor):
+        return
+    number = isinstance(value, bool | int | float)
+    shape = value.shape if isinstance(value, torch.Tensor) else torch.Size() if number else None
+    if shape is None or not _fills(shape, live.shape):
+        raise ModelMismatchError(
+            f"{key!r} of param group {index} is a tensor of shape {tuple(live.shape)} here and was saved as "
+            f"{value if shape is None or number else f'one of shape {tuple(shape)}'}; give the optimizer what it had "
+            "in the run that wrote the state"
+        )
+
+
+def _fills(shape: torch.Size, live: torch.Size) -> bool:
+    """Whether copying would stretch ``shape`` to ``live``, as it does for a number."""
+    return len(shape) <= len(live) and all(a in (1, b) for a, b in zip(reversed(shape), reversed(live), strict=False))
 
 
 def _hyper_for(index: int, fqns: Sequence[str], hyper_of: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]:

@@ -34,19 +34,33 @@ def slots_of(state: Mapping[str, Any], parameter: torch.Tensor) -> list[str]:
     )
 
 
+def slots_to_be(state: Mapping[str, Any], parameter: torch.Tensor, wanted: Mapping[str, str]) -> dict[str, torch.dtype]:
+    """The slots, with their dtypes, that :func:`fit_slots` makes of a parameter's state. Changes nothing.
+
+    wanted: slot -> dtype as stored; a slot that is there already keeps the dtype it has. UnsupportedError for a
+    dtype that is not known.
+    """
+    live = slots_of(state, parameter)
+    return {
+        slot: state[slot].dtype if slot in live else torch_dtype(dtype)
+        for slot, dtype in wanted.items()
+        if slot not in _NOT_STATE
+    }
+
+
 def fit_slots(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, wanted: Mapping[str, str]) -> None:
     """Make the slots in the optimizer's state of ``parameter`` those in ``wanted`` (slot: dtype).
 
     Missing ones are created with zeros, on the parameter's device; others are dropped.
     """
     state = optimizer.state.get(parameter, {})
-    for slot in slots_of(state, parameter):
-        if slot not in wanted:
+    planned, live = slots_to_be(state, parameter, wanted), slots_of(state, parameter)
+    for slot in live:
+        if slot not in planned:
             del state[slot]
-    for slot, dtype in wanted.items():
-        if slot not in _NOT_STATE and slot not in state:
-            zeros = torch.zeros_like(parameter, dtype=torch_dtype(dtype), requires_grad=False)
-            optimizer.state[parameter][slot] = zeros
+    for slot, dtype in planned.items():
+        if slot not in live:
+            optimizer.state[parameter][slot] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
 
 
 def complete_state(

@@ -13,13 +13,22 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from monitor.adapters.base import Piece, TensorInfo
-from monitor.adapters.hyper import describe_group, restore_groups, snapshot
+from monitor.adapters.base import Piece, Place, TensorInfo
+from monitor.adapters.hyper import LiveGroups, describe_group, match_groups, restore_groups, snapshot
 from monitor.adapters.inventory import Inventory, whole
-from monitor.adapters.optimizer_state import complete_state, fit_slots, restore_scalar, scalar_device, slots_of
+from monitor.adapters.optimizer_state import (
+    complete_state,
+    fit_slots,
+    restore_scalar,
+    scalar_device,
+    slots_of,
+    slots_to_be,
+)
 from monitor.adapters.replicas import share
 from store.errors import UnsupportedError
-from store.names import BUFFER, FROZEN, WEIGHTS
+from store.names import BUFFER, FROZEN, WEIGHTS, Fragment
+
+_NO_STATE = (WEIGHTS, FROZEN, BUFFER)
 
 
 class PlainAdapter:
@@ -64,6 +73,19 @@ class PlainAdapter:
         """Every tensor, whole."""
         return [piece for piece in self._every_piece() if piece.fragment.numel]
 
+    def expected(self, slots: Mapping[str, Mapping[str, str]]) -> list[Place]:
+        """See :class:`monitor.adapters.base.Adapter`."""
+        optimized = {fqn: parameter for fqn, parameter, _ in self._optimized()}
+        places = [
+            Place(piece.fragment, piece.tensor.dtype)
+            for piece in self.held()
+            if piece.fragment.slot in _NO_STATE or piece.fragment.fqn not in optimized
+        ]
+        for fqn, parameter in optimized.items():
+            planned = slots_to_be(self.optimizer.state.get(parameter, {}), parameter, slots.get(fqn, {}))
+            places += [Place(Fragment(fqn, slot, 0, parameter.numel()), dtype) for slot, dtype in planned.items()]
+        return [place for place in places if place.fragment.numel]
+
     def prepare_load(self, slots: Mapping[str, Mapping[str, str]]) -> None:
         """Make the optimizer's slots those that ``slots`` names: create missing ones, drop others."""
         for fqn, parameter, _ in self._optimized():
@@ -94,14 +116,23 @@ class PlainAdapter:
             "lr_scheduler": None,
         }
 
+    def objects(self) -> Mapping[str, Any]:
+        """None: schedulers and gradient scalers are the user's own."""
+        return {}
+
+    def check_run_state(self, state: Mapping[str, Any]) -> None:
+        """See :class:`monitor.adapters.base.Adapter`."""
+        match_groups(state["param_groups"], self._groups_that_count(state))
+        for fqn, parameter, group in self._optimized():
+            self._scalars_to_be(fqn, parameter, group, state)
+
     def load_run_state(self, state: Mapping[str, Any]) -> None:
         """See :class:`monitor.adapters.base.Adapter`. Parameters saved without state lose theirs."""
-        saved = {fqn for group in state["param_groups"] for fqn in group["params"]}
-        restore_groups(
-            state["param_groups"], [(self._that_count(fqns, saved), group) for fqns, group in self._groups()]
-        )
+        restore_groups(state["param_groups"], self._groups_that_count(state))
         for fqn, parameter, group in self._optimized():
-            self._load_scalars(fqn, parameter, group, state)
+            scalars = self._scalars_to_be(fqn, parameter, group, state)
+            if complete_state(self.optimizer, parameter, state.get("slots", {}).get(fqn, ()), bool(scalars)):
+                self.optimizer.state[parameter].update(scalars)
 
     def layout_facts(self) -> dict[str, Any]:
         """See :class:`monitor.adapters.base.Adapter`."""
@@ -134,27 +165,30 @@ class PlainAdapter:
             for parameter in group["params"]:
                 yield names[id(parameter)], parameter, group
 
-    def _that_count(self, fqns: list[str], saved: set[str]) -> list[str]:
+    def _groups_that_count(self, saved: Mapping[str, Any]) -> LiveGroups:
         # Frozen parameters in a group say nothing: ZeRO drops them from its groups.
+        known = {fqn for group in saved["param_groups"] for fqn in group["params"]}
         parameters = self._inventory.parameters()
-        return [fqn for fqn in fqns if fqn in saved or parameters[fqn].requires_grad]
+        return [
+            ([fqn for fqn in fqns if fqn in known or parameters[fqn].requires_grad], group)
+            for fqns, group in self._groups()
+        ]
 
-    def _load_scalars(
+    def _scalars_to_be(
         self, fqn: str, parameter: nn.Parameter, group: Mapping[str, Any], saved: Mapping[str, Any]
-    ) -> None:
-        scalars, slots = saved["scalars"].get(fqn, {}), saved.get("slots", {}).get(fqn, ())
-        if not complete_state(self.optimizer, parameter, slots, bool(scalars)):
-            return
-        state = self.optimizer.state[parameter]
-        for key, value in scalars.items():
-            state[key] = restore_scalar(
+    ) -> dict[str, Any]:
+        live = self.optimizer.state.get(parameter, {})
+        return {
+            key: restore_scalar(
                 key,
                 value,
-                live=state.get(key),
+                live=live.get(key),
                 optimizer=self.optimizer,
                 saved_by=saved.get("optimizer"),
                 device=scalar_device(value, group, parameter),
             )
+            for key, value in saved["scalars"].get(fqn, {}).items()
+        }
 
     def _refuse_strangers(self) -> None:
         kind = type(self.optimizer).__name__

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import json
 import os
@@ -106,7 +107,14 @@ def put(adapter: Adapter, saved: Saved) -> list[str]:
     slots: dict[str, dict[str, str]] = {}
     for (fqn, slot), tensor in saved.tensors.items():
         slots.setdefault(fqn, {})[slot] = dtype_name(tensor.dtype)
+    expected = {(place.fragment, place.dtype) for place in adapter.expected(slots)}
+    adapter.check_run_state(saved.run_state)
+    for key, item in adapter.objects().items():
+        if saved.run_state[key] is not None:
+            item.load_state_dict(copy.deepcopy(saved.run_state[key]))
     adapter.prepare_load(slots)
+    found = {(piece.fragment, piece.tensor.dtype) for piece in adapter.held()}
+    unplanned = [f"{what} was foretold or is held, not both" for what in expected ^ found]
     filled = set()
     for piece in adapter.held():
         f = piece.fragment
@@ -119,7 +127,8 @@ def put(adapter: Adapter, saved: Saved) -> list[str]:
     torch.set_rng_state(saved.rng)
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, filled)
-    return [f"{key} was not filled on any rank" for key in saved.tensors.keys() - set().union(*every)]
+    unfilled = saved.tensors.keys() - set().union(*every)
+    return unplanned + [f"{key} was not filled on any rank" for key in unfilled]
 
 
 def differences(one: Saved, other: Saved, cast: bool = False) -> list[str]:

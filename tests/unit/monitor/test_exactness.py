@@ -257,7 +257,7 @@ def test_nan_never_replaces_a_finite_buffer(store: Path) -> None:
         finite = one.tensors()
         with torch.no_grad():
             model(torch.full((4, 8), torch.inf))  # a scaler would skip the optimizer's step
-        assert one.tensors()["1.running_mean"].isnan().all()
+        assert one.tensors()["1.running_mean"].isnan().any()
         one.steps(2)
         newest = one.tensors()
     with Trained(store, nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))) as other:

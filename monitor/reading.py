@@ -1,0 +1,114 @@
+"""Reading a commit into host memory, as far as this rank needs it: checked, and nothing live touched.
+
+Reading is interval arithmetic over stored fragments, so another world size, ZeRO stage or framework is nothing
+special. What cannot be read is told to the caller, who falls back.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from monitor.adapters.base import Place
+from monitor.dtypes import torch_dtype
+from monitor.fit import is_rounded
+from monitor.run_state import from_tree
+from monitor.staging import as_bytes
+from store.catalog import Catalog
+from store.coverage import Copy, FragmentIndex, Source
+from store.errors import DamagedError, MissingError, ModelMismatchError, StorageError
+from store.names import BUFFER, FROZEN, WEIGHTS, Fragment
+from store.segments import read_entry, read_leaves
+from store.versions import Bad, Resolution
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Read:
+    """Everything a rank needs, in host memory and checked.
+
+    values: for each live fragment, 1-d, in the dtype as stored. run_state: None where it cannot be read.
+    bad: what is not as it was committed; the rest is no use then. notes: what starts afresh.
+    rounded: what the live dtypes cannot hold."""
+
+    values: Mapping[Fragment, torch.Tensor]
+    run_state: dict[str, Any] | None
+    bad: frozenset[Bad]
+    notes: tuple[str, ...]
+    rounded: tuple[str, ...]
+
+
+def read(catalog: Catalog, resolution: Resolution, places: Sequence[Place], rank: int) -> Read:
+    """Read what ``places`` need, and the rank's run state. ModelMismatchError where the live dtypes cannot take it."""
+    index = FragmentIndex(resolution.sources())
+    bad: set[Bad] = set()
+    notes: list[str] = []
+    values: dict[Fragment, torch.Tensor] = {}
+    rounded: set[str] = set()
+    for place in places:
+        fragment = place.fragment
+        slot = _stored_slot(index, fragment)
+        if slot is None and fragment.slot in (WEIGHTS, FROZEN, BUFFER):
+            raise ModelMismatchError(f"the store holds no values of {fragment.fqn}, though it names it")
+        if slot is None:
+            notes.append(f"{fragment.fqn}/{fragment.slot} is not in the store and starts afresh")
+            continue
+        wanted = Fragment(fragment.fqn, slot, fragment.start, fragment.numel)
+        dtype = torch_dtype(index.dtype(wanted.fqn, slot) or "")
+        host = torch.empty(wanted.numel, dtype=dtype)
+        _fill(catalog, index.cover(wanted), host, bad)
+        if is_rounded(host, place):
+            rounded.add(f"{wanted.fqn}/{slot} was rounded from {dtype} to {place.dtype}")
+        values[fragment] = host
+    run_state = _read_run_state(catalog, resolution, rank, bad)
+    return Read(values, run_state, frozenset(bad), tuple(notes), tuple(sorted(rounded)))
+
+
+def _stored_slot(index: FragmentIndex[Source], fragment: Fragment) -> str | None:
+    # A parameter may have been frozen or unfrozen since; its values are its values.
+    options = {WEIGHTS: (WEIGHTS, FROZEN), FROZEN: (FROZEN, WEIGHTS)}.get(fragment.slot, (fragment.slot,))
+    stored = [slot for slot in options if index.dtype(fragment.fqn, slot) is not None]
+    return max(stored, key=lambda slot: index.names()[fragment.fqn, slot][0].part.save, default=None)
+
+
+def _fill(catalog: Catalog, copies: Iterable[Copy[Source]], host: torch.Tensor, bad: set[Bad]) -> None:
+    for copy in copies:
+        part, entry = copy.source.part, copy.source.entry
+        target = host[copy.target_start : copy.target_start + copy.numel]
+        try:
+            if copy.numel == entry.numel:
+                _patiently(lambda: read_entry(catalog.files, part, entry, as_bytes(target)))  # noqa: B023
+            else:
+                whole = torch.empty(entry.numel, dtype=host.dtype)
+                _patiently(lambda: read_entry(catalog.files, part, entry, as_bytes(whole)))  # noqa: B023
+                target.copy_(whole[copy.source_start : copy.source_start + copy.numel])
+        except (DamagedError, StorageError):
+            bad.add(Bad(part.save, entry.unit))
+
+
+def _patiently(attempt: Callable[[], T]) -> T:
+    """What a disk refuses once it may give the next time; what it keeps refusing is treated like damage."""
+    for pause in (0.1, 1.0):
+        try:
+            return attempt()
+        except MissingError:
+            raise
+        except StorageError:
+            time.sleep(pause)
+    return attempt()
+
+
+def _read_run_state(catalog: Catalog, resolution: Resolution, rank: int, bad: set[Bad]) -> dict[str, Any] | None:
+    part = resolution.run_parts[rank if rank in resolution.run_parts else 0]
+    try:
+        leaves = _patiently(lambda: read_leaves(catalog.files, part))
+        state: dict[str, Any] = from_tree(part.run_state, leaves)
+    except (DamagedError, StorageError):
+        bad.add(Bad(part.save))
+        return None
+    return state
