@@ -23,30 +23,45 @@ from store.tree import decode
 
 @dataclass(frozen=True)
 class RankState:
-    """One rank's run state."""
+    """What is one rank's own: its random-number generators and the user's objects."""
 
-    framework: Mapping[str, Any]
     rng: Any
     user: Any
 
 
+@dataclass(frozen=True)
+class RunStates:
+    """The run state of a save. framework: the adapter's. ranks: by rank."""
+
+    framework: Mapping[str, Any]
+    ranks: Mapping[int, RankState]
+
+
 def read_run_states(
     files: Files, parts: Mapping[int, PartRecord]
-) -> tuple[dict[int, RankState], DamagedError | StorageError | None]:
-    """(run state by rank, None), or what is damaged about it."""
-    states: dict[int, RankState] = {}
+) -> tuple[RunStates | None, DamagedError | StorageError | None]:
+    """(run state, None), or (None, what is damaged about it)."""
+    trees: dict[int, dict[str, Any]] = {}
     for rank, part in sorted(parts.items()):
         try:
-            tree = decode(part.run_state, read_leaves(files, part), from_leaf)
+            trees[rank] = decode(_wanted(part, rank), read_leaves(files, part), from_leaf)
         except (DamagedError, StorageError) as error:
-            return states, error
-        if not isinstance(tree, dict) or not isinstance(tree.get("framework"), dict):
-            raise MergeError(
-                f"save {part.save}, rank {rank}: its run state names no framework state, so no checkpoint can be laid "
-                "out from it; it was written by something else than driftpoint's saver"
-            )
-        states[rank] = RankState(tree["framework"], tree.get("rng"), tree.get("user"))
-    return states, None
+            return None, error
+    framework = trees[0].get("framework")
+    if not isinstance(framework, dict):
+        raise MergeError(
+            f"save {parts[0].save}: its run state names no framework state, so no checkpoint can be laid out from it; "
+            "it was written by something else than driftpoint's saver"
+        )
+    return RunStates(
+        framework, {rank: RankState(tree.get("rng"), tree.get("user")) for rank, tree in trees.items()}
+    ), None
+
+
+def _wanted(part: PartRecord, rank: int) -> dict[str, Any]:
+    """A part's run state without the framework's, which is the same on all ranks and large, but on rank 0."""
+    tree = part.run_state if isinstance(part.run_state, dict) else {}
+    return {key: value for key, value in tree.items() if rank == 0 or key != "framework"}
 
 
 def portable(value: Any) -> Any:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from merger.blocks import Block, Extent, Flaw, xxh3
 from merger.checkpoint import Checkpoint, require_whole
-from merger.runstate import RankState, read_run_states
+from merger.runstate import RunStates, read_run_states
 from store.catalog import Catalog, open_catalog
 from store.certificate import Certificate, certify
 from store.coverage import FragmentIndex, Source
@@ -38,8 +38,8 @@ class StoreSource:
         known = {flaw.bad for flaw in flaws if flaw.store == self.root}
         while True:
             resolution, passed_over = _resolution(self.catalog, save, known)
-            states, damage = read_run_states(self.catalog.files, resolution.run_parts)
-            if damage is None:
+            states, _ = read_run_states(self.catalog.files, resolution.run_parts)
+            if states is not None:
                 break
             known.add(Bad(resolution.manifest.save))
         return self._checkpoint(resolution, states, passed_over)
@@ -52,9 +52,7 @@ class StoreSource:
         there = ", ".join(known.name for known in saves[:5]) or "none at all"
         raise MergeError(f"the store {self.root} has no commit {step}; the newest are: {there}")
 
-    def _checkpoint(
-        self, resolution: Resolution, states: dict[int, RankState], passed_over: tuple[str, ...]
-    ) -> Checkpoint:
+    def _checkpoint(self, resolution: Resolution, states: RunStates, passed_over: tuple[str, ...]) -> Checkpoint:
         manifest = resolution.manifest
         checkpoint = Checkpoint(
             origin=f"commit {manifest.save} of {self.root}",
@@ -63,9 +61,9 @@ class StoreSource:
             tensors=manifest.tensors,
             layers=manifest.layers,
             index=FragmentIndex(self._extent(source) for source in resolution.sources()),
-            framework_state=states[0].framework,
+            framework_state=states.framework,
             facts=resolution.run_parts[0].facts,
-            run_states=states,
+            run_states=states.ranks,
             certificate=self._certificate(resolution),
             problems=(*passed_over, *resolution.problems),
         )

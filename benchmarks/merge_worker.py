@@ -1,0 +1,105 @@
+"""One rank of ``merge.py``: an engine that trains, saves in both ways, and loads what it saved in both ways."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import monitor
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--stage", type=int, required=True)
+    parser.add_argument("--rounds", type=int, required=True)
+    parser.add_argument("--layers", type=int, required=True)
+    parser.add_argument("--saves", type=int, required=True, help="checkpoints of DeepSpeed's, one step apart")
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    deepspeed.init_distributed(dist_backend="gloo")
+    worker = Worker(options.stage, options.layers, options.folder)
+    for number in range(options.saves):
+        worker.step()
+        worker.engine.save_checkpoint(str(options.folder / f"own-{number}"))
+    if not options.saves:
+        worker.save()
+        for _ in range(options.rounds):
+            worker.load()
+    if dist.get_rank() == 0:
+        options.out.write_text(json.dumps(worker.seen))
+    dist.barrier()
+    os._exit(0)  # gloo's threads may abort at the interpreter's end
+
+
+class Worker:
+    def __init__(self, stage: int, layers: int, folder: Path) -> None:
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            vocab_size=16000,
+            hidden_size=768,
+            intermediate_size=2048,
+            num_hidden_layers=layers,
+            num_attention_heads=12,
+            max_position_embeddings=256,
+        )
+        self.engine, *_ = deepspeed.initialize(
+            model=LlamaForCausalLM(config),
+            config={
+                "train_batch_size": 2,
+                "bf16": {"enabled": True},
+                "zero_optimization": {"stage": stage},
+                "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
+            },
+        )
+        self.folder = folder
+        self.seen: dict[str, list[float]] = {}
+
+    def step(self) -> None:
+        tokens = torch.randint(0, 16000, (1, 64))
+        loss = self.engine(input_ids=tokens, labels=tokens).loss
+        self.engine.backward(loss)
+        self.engine.step()
+
+    def save(self) -> None:
+        self.step()
+        self.step()
+        ckpt = self._attached()
+        ckpt.resume()
+        ckpt.save(wait=True)
+        ckpt.close()
+        self.engine.save_checkpoint(str(self.folder / "own"))
+        self.load()  # both ways once, for what is made only once
+        self.seen.clear()
+
+    def load(self) -> None:
+        ckpt = self._attached()
+        self.note("resume", ckpt.resume)
+        ckpt.close()
+        self.note("load", lambda: self.engine.load_checkpoint(str(self.folder / "own")))
+
+    def _attached(self) -> monitor.Checkpointer:
+        settings = {"every": 1 << 20, "metrics": {"enabled": False}}
+        return monitor.attach(self.engine, {**settings, "store": str(self.folder / "store")})
+
+    def note(self, name: str, action: Callable[[], object]) -> None:
+        """Seconds of the slowest rank, begun together."""
+        dist.barrier()
+        began = time.perf_counter()
+        action()
+        box = torch.tensor([time.perf_counter() - began], dtype=torch.float64)
+        dist.all_reduce(box, op=dist.ReduceOp.MAX)
+        self.seen.setdefault(name, []).append(float(box))
+
+
+if __name__ == "__main__":
+    main()
