@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -78,15 +79,15 @@ def _finish(made: Sequence[_Made], moved: Transferred, workers: int) -> None:
     in_parallel(_check, checks, workers)
 
 
-def _check(what: tuple[_Made, Hole | None, int]) -> None:
+def _check(what: tuple[_Made, Hole | None, int], stop: threading.Event) -> None:
     one, hole, crc = what
     if hole is None:
         one.file.container.check(one.path)
     else:
-        check_hole(one.path, hole, crc)
+        check_hole(one.path, hole, crc, stop)
 
 
-def _sync(path: Path) -> None:
+def _sync(path: Path, _: threading.Event) -> None:
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

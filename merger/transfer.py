@@ -33,6 +33,9 @@ CHUNK = 1 << 22
 
 _OPEN_FILES = 64
 
+_TAIL = 16
+"""Bytes of the chunk before that are kept: the beginning of an element that ends in this one. The largest dtype's."""
+
 T = TypeVar("T")
 
 Progress = Callable[[int], None]
@@ -64,7 +67,10 @@ class TransferPlan:
 
 
 def plan_transfer(index: FragmentIndex[Extent], holes: Iterable[tuple[int, Hole]]) -> TransferPlan:
-    """The moves that fill (file number, hole) pairs. MergeError where a wanted element is in no extent."""
+    """The moves that fill (file number, hole) pairs.
+
+    MergeError where a wanted element is in no extent, DamagedError where an extent is not inside its block.
+    """
     moves: dict[Block, list[Move]] = {}
     for file, hole in holes:
         for placed in hole.stored.placed:
@@ -74,6 +80,7 @@ def plan_transfer(index: FragmentIndex[Extent], holes: Iterable[tuple[int, Hole]
                 raise MergeError(str(error)) from error
             for copy in copies:
                 extent, source = copy.source, torch_dtype(copy.source.dtype)
+                _require_inside(extent, source.itemsize)
                 at = hole.offset + (placed.offset + copy.target_start) * hole.stored.dtype.itemsize
                 start = extent.offset + copy.source_start * source.itemsize
                 move = Move(start, copy.numel * source.itemsize, source, file, at, hole.stored.dtype)
@@ -81,6 +88,16 @@ def plan_transfer(index: FragmentIndex[Extent], holes: Iterable[tuple[int, Hole]
     for found in moves.values():
         found.sort(key=lambda move: move.start)
     return TransferPlan(moves)
+
+
+def _require_inside(extent: Extent, itemsize: int) -> None:
+    # What lies beyond would stay zero in the output, and its checksum would be right.
+    end, block = extent.offset + (extent.stop - extent.start) * itemsize, extent.block
+    if extent.offset < 0 or end > block.nbytes:
+        raise DamagedError(
+            f"{extent.fqn}/{extent.slot}: elements {extent.start} to {extent.stop} do not lie in {block.name} of "
+            f"{block.path}: they would end at byte {end} of {block.nbytes}"
+        )
 
 
 @dataclass
@@ -92,16 +109,21 @@ class Transferred:
 
 
 def transfer(plan: TransferPlan, paths: Sequence[Path], workers: int, progress: Progress) -> Transferred:
-    """Carry out a plan. Raises MergeError for a damaged block that nothing can stand in for, StorageError.
+    """Carry out a plan. Raises DamagedError, StorageError for a block that nothing can stand in for; OutputError.
 
     Goes on after a damaged version of a store, so that all damage is known at once.
     """
     result = Transferred({}, {})
     lock = threading.Lock()
 
-    def move(block: Block) -> None:
+    def move(block: Block, stop: threading.Event) -> None:
+        def told(count: int) -> None:
+            with lock:
+                go_on(stop)
+                progress(count)
+
         try:
-            pieces = _move_block(block, plan.moves[block], paths, lambda count: _locked(lock, progress, count))
+            pieces = _move_block(block, plan.moves[block], paths, told)
         except (DamagedError, StorageError) as error:
             if block.flaw is None:
                 raise
@@ -117,37 +139,81 @@ def transfer(plan: TransferPlan, paths: Sequence[Path], workers: int, progress: 
     return result
 
 
-def in_parallel(work: Callable[[T], None], items: Sequence[T], workers: int) -> None:
-    """Run ``work`` on every item; the first error ends it and is raised."""
-    with ThreadPoolExecutor(workers, initializer=_one_thread_each) as pool:
-        futures: list[Future[None]] = [pool.submit(work, item) for item in items]
+class _StoppedError(Exception):
+    """Something else ended the work; this is never the error to tell."""
+
+
+def go_on(stop: threading.Event) -> None:
+    """Leave the work, by an exception that :func:`in_parallel` keeps to itself, where it was told to stop."""
+    if stop.is_set():
+        raise _StoppedError
+
+
+def in_parallel(work: Callable[[T, threading.Event], None], items: Sequence[T], workers: int) -> None:
+    """Run ``work`` on every item; the first error ends it and is raised.
+
+    Work that takes long asks :func:`go_on` now and then with the event that it is given, so that an error
+    elsewhere, or Ctrl-C, need not wait for it. No thread is at work on return.
+    """
+    stop = threading.Event()
+
+    def one(item: T) -> None:
         try:
-            done, _ = wait(futures, return_when=FIRST_EXCEPTION)
-            for future in done:
-                future.result()
+            go_on(stop)
+            work(item, stop)
+        except BaseException:
+            stop.set()
+            raise
+
+    futures: list[Future[None]] = []
+    with ThreadPoolExecutor(workers, initializer=_one_thread_each) as pool:
+        try:
+            futures.extend(pool.submit(one, item) for item in items)
+            wait(futures, return_when=FIRST_EXCEPTION)
+        except BaseException:
+            stop.set()
+            raise
         finally:
-            pool.shutdown(wait=True, cancel_futures=True)
+            pool.shutdown(wait=True, cancel_futures=stop.is_set())
+    errors = [future.exception() for future in futures if not future.cancelled()]
+    for error in errors:
+        if error is not None and not isinstance(error, _StoppedError):
+            raise error
 
 
 def checksums(pieces: Iterable[Piece], holes: Sequence[Hole]) -> dict[int, int]:
-    """CRC-32 of every hole of a file, by its offset, from the pieces that were written."""
+    """CRC-32 of every hole of a file, by its offset, from the pieces that were written.
+
+    MergeError unless the pieces fill the holes just as planned.
+    """
     found = sorted(pieces)
     starts = [piece.offset for piece in found]
-    out = {}
-    for hole in holes:
-        nbytes = hole.stored.nbytes
-        own = found[bisect_left(starts, hole.offset) : bisect_left(starts, hole.offset + nbytes)]
-        out[hole.offset] = combined(hole.offset, nbytes, own)
+    out, position = {}, 0
+    for hole in sorted(holes, key=lambda hole: hole.offset):
+        after = bisect_left(starts, hole.offset + hole.stored.nbytes)
+        own, position = found[position:after], after
+        _require_filled(hole, own)
+        out[hole.offset] = combined(hole.offset, hole.stored.nbytes, own)
+    combined(0, 0, found[position:])  # none is left over
     return out
 
 
-def check_hole(path: Path, hole: Hole, expected: int) -> None:
+def _require_filled(hole: Hole, pieces: Sequence[Piece]) -> None:
+    written = sum(piece.nbytes for piece in pieces)
+    wanted = sum(placed.fragment.numel for placed in hole.stored.placed) * hole.stored.dtype.itemsize
+    if written < wanted:
+        raise MergeError(f"{written} of {wanted} bytes were written to the tensor at byte {hole.offset}")
+
+
+def check_hole(path: Path, hole: Hole, expected: int, stop: threading.Event | None = None) -> None:
     """Read a filled hole back. MergeError unless its bytes have the CRC-32 ``expected``."""
     crc, buffer = 0, memoryview(bytearray(min(CHUNK, hole.stored.nbytes)))
     with path.open("rb", buffering=0) as file:
         file.seek(hole.offset)
         left = hole.stored.nbytes
         while left:
+            if stop is not None:
+                go_on(stop)
             count = file.readinto(buffer[: min(left, len(buffer))])
             if not count:
                 break
@@ -163,25 +229,27 @@ def check_hole(path: Path, hole: Hole, expected: int) -> None:
 def _move_block(
     block: Block, moves: Sequence[Move], paths: Sequence[Path], progress: Progress
 ) -> list[tuple[int, Piece]]:
-    running, pieces = block.checksum(), []
-    waiting, first = list(moves), 0
-    buffer = torch.empty(min(CHUNK, block.nbytes), dtype=torch.uint8)
+    running, pieces, first = block.checksum(), [], 0
+    # The end of the chunk before stands in front of each, as if the two were one.
+    buffer = torch.empty(_TAIL + min(CHUNK, block.nbytes), dtype=torch.uint8)
     with ExitStack() as stack:
         files = _Files(paths)
         stack.callback(files.close)
         for begin in range(0, block.nbytes, CHUNK):
-            chunk = buffer.narrow(0, 0, min(CHUNK, block.nbytes - begin))
-            block.files.read_into(block.path, block.offset + begin, memory_of(chunk))
-            running.update(memory_of(chunk))
-            while first < len(waiting) and waiting[first].start + waiting[first].nbytes <= begin:
+            end = min(begin + CHUNK, block.nbytes)
+            chunk = memory_of(buffer)[_TAIL : _TAIL + end - begin]
+            _read(block, begin, chunk)
+            running.update(chunk)
+            while first < len(moves) and moves[first].start + moves[first].nbytes <= begin:
                 first += 1
-            for move in waiting[first:]:
-                if move.start >= begin + chunk.numel():
+            for i in range(first, len(moves)):
+                if moves[i].start >= end:
                     break
-                piece = _put(move, chunk, begin, files)
+                piece = _put(moves[i], buffer, begin, end, files)
                 if piece is not None:
-                    pieces.append((move.file, piece))
-            progress(chunk.numel())
+                    pieces.append((moves[i].file, piece))
+            progress(end - begin)
+            buffer[:_TAIL] = buffer[end - begin : end - begin + _TAIL].clone()
     if running.hexdigest() != block.digest:
         raise DamagedError(
             f"{block.name}: bytes {block.offset} to {block.offset + block.nbytes} of {block.path} do not match their "
@@ -190,18 +258,29 @@ def _move_block(
     return pieces
 
 
-def _put(move: Move, chunk: torch.Tensor, begin: int, files: _Files) -> Piece | None:
-    """Write what of a move lies in a chunk that begins at byte ``begin`` of the block."""
-    start, stop = max(move.start, begin), min(move.start + move.nbytes, begin + chunk.numel())
-    if start >= stop:
+def _read(block: Block, begin: int, target: memoryview) -> None:
+    try:
+        block.files.read_into(block.path, block.offset + begin, target)
+    except OSError as error:  # of a reader that does not tell it in our words; never to be taken for the output's
+        raise StorageError(f"{block.name}: cannot read {block.path}: {error.strerror or error}") from error
+
+
+def _put(move: Move, buffer: torch.Tensor, begin: int, end: int, files: _Files) -> Piece | None:
+    """Write the elements of a move that end in the chunk [begin, end) of the block.
+
+    buffer: the ``_TAIL`` bytes before the chunk, and the chunk.
+    """
+    size = move.source.itemsize
+    first = max(0, (begin - move.start) // size)
+    after = (min(move.start + move.nbytes, end) - move.start) // size
+    if first >= after:
         return None
-    data = chunk.narrow(0, start - begin, stop - start)
-    done = (start - move.start) // move.source.itemsize
+    data = buffer.narrow(0, move.start + first * size - begin + _TAIL, (after - first) * size)
     if move.source != move.target:
         # A view needs memory aligned to its dtype, which a place in a file need not be.
-        data = data.clone() if data.storage_offset() % move.source.itemsize else data
+        data = data.clone() if data.storage_offset() % size else data
         data = data.view(move.source).to(move.target).view(torch.uint8)
-    memory, offset = memory_of(data), move.offset + done * move.target.itemsize
+    memory, offset = memory_of(data), move.offset + first * move.target.itemsize
     files.write(move.file, offset, memory)
     return Piece(offset, len(memory), isal_zlib.crc32(memory))
 
@@ -239,8 +318,3 @@ class OutputError(Exception):
 
 def _one_thread_each() -> None:
     torch.set_num_threads(1)
-
-
-def _locked(lock: threading.Lock, progress: Progress, count: int) -> None:
-    with lock:
-        progress(count)
