@@ -6,6 +6,7 @@ APPNOTE 6.3, sections 4.3.7 (local header), 4.3.9 (data descriptor) and 4.3.12 (
 
 from __future__ import annotations
 
+import errno
 import struct
 import zipfile
 from dataclasses import dataclass
@@ -33,9 +34,18 @@ class Record:
 
 
 def records(path: Path) -> list[Record]:
-    """All records, in the order of the directory. DamagedError for a file that is no whole, uncompressed zip."""
+    """All records, in the order of the directory.
+
+    DamagedError for a file that is no whole, uncompressed zip. Other errors of the system, as OSError, pass through.
+    """
+    with path.open("rb") as file:
+        return records_in(file, path)
+
+
+def records_in(file: BinaryIO, path: Path) -> list[Record]:
+    """:func:`records` of a zip that is open for reading. path: what to call it in an error."""
     try:
-        with path.open("rb") as file, zipfile.ZipFile(file) as directory:
+        with zipfile.ZipFile(file) as directory:
             found = []
             entry = directory.start_dir
             for info in directory.infolist():
@@ -47,8 +57,12 @@ def records(path: Path) -> list[Record]:
                 found.append(Record(info.filename, offset, info.file_size, info.CRC, info.header_offset, entry))
                 entry += _entry_bytes(file, entry, path)
             return found
-    except (zipfile.BadZipFile, struct.error, NotImplementedError, UnicodeDecodeError) as error:
+    except (zipfile.BadZipFile, struct.error, NotImplementedError, ValueError, OverflowError) as error:
         raise DamagedError(f"{path} is truncated or damaged: {error}") from error
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        raise DamagedError(f"{path} is damaged: it names a place before its own beginning") from error
 
 
 def patch_checksum(file: BinaryIO, record: Record, crc: int) -> None:
