@@ -1,0 +1,195 @@
+"""The files of one DeepSpeed checkpoint: which ranks' there have to be, read and found to be of one save.
+
+Structure only, no tensor. It does not know how a ZeRO stage lays out its tensors.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from merger.sources.deepspeed_classes import STAND_INS, Kept, attributes
+from merger.sources.nest import Nest
+from merger.sources.pt import read_pt
+from merger.sources.tensor import FileTensor, values
+from store.errors import MergeError, UnsupportedError
+from store.files import LocalFiles
+
+_OPTIM = re.compile(r"(bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+_MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
+_STRANGE = {
+    r"layer_\d+_expert_\d+_.*\.pt|expert_\d+_.*\.pt|expp_rank_.*\.pt": "experts of a mixture (MoE)",
+    r"layer_\d+-model.*\.pt": "a pipeline",
+    r"offloaded_tensors": "optimizer state on NVMe",
+}
+
+
+@dataclass(frozen=True)
+class RankFiles:
+    """What the files of a checkpoint hold.
+
+    models: of each rank at ZeRO-3, else one. optims: of each rank, the optimizer's state alone. stage: of ZeRO.
+    bf16: whether the optimizer's files say so in their names.
+    """
+
+    folder: Path
+    models: tuple[Nest, ...]
+    optims: tuple[Nest, ...]
+    stage: int
+    bf16: bool
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks that saved."""
+        return len(self.optims)
+
+    @property
+    def model(self) -> Nest:
+        """Rank 0's model states."""
+        return self.models[0]
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Whether a directory holds model states of DeepSpeed's."""
+    return folder.is_dir() and any(_MODEL.fullmatch(path.name) for path in folder.iterdir())
+
+
+def read_files(folder: Path) -> RankFiles:
+    """Read a checkpoint's files. MergeError, naming it, for a file that is missing, one too many or of another save;
+    UnsupportedError for what is not handled; DamagedError, StorageError."""
+    files = LocalFiles(folder)
+    names = files.list_dir("")
+    _refuse_strange(folder, names)
+    models, optims, bf16 = _by_rank(folder, names)
+    if not optims:
+        raise UnsupportedError(
+            f"{folder} has no optimizer files of ZeRO: a checkpoint of stage 0 does not say which optimizer state is "
+            "of which parameter. Rebuild it from a store, or save it with ZeRO stage 1"
+        )
+    first = _nest(files, models[min(models)])
+    world_size = first.at("dp_world_size").natural()
+    _require_ranks(folder, optims, world_size, f"{'bf16_' if bf16 else ''}zero_pp_rank_{{}}_mp_rank_00_optim_states.pt")
+    sharded = models[min(models)].startswith("zero_pp_rank_")
+    if sharded:
+        _require_ranks(folder, models, world_size, "zero_pp_rank_{}_mp_rank_00_model_states.pt")
+    read = tuple(_nest(files, optims[rank]) for rank in range(world_size))
+    found = RankFiles(
+        folder,
+        (first, *(_nest(files, models[rank]) for rank in sorted(models)[1:])),
+        tuple(nest.at("optimizer_state_dict") for nest in read),
+        _stage(first, read[0], sharded),
+        bf16,
+    )
+    _require_one_save(found, read)
+    return found
+
+
+def _nest(files: LocalFiles, name: str) -> Nest:
+    nest = Nest(read_pt(files, name, STAND_INS), str(files.root / name))
+    nest.mapping()
+    return nest
+
+
+def _refuse_strange(folder: Path, names: Sequence[str]) -> None:
+    for name in names:
+        for pattern, what in _STRANGE.items():
+            if re.fullmatch(pattern, name):
+                raise UnsupportedError(f"{folder / name}: {what}, which is not handled; a dense model is")
+
+
+def _by_rank(folder: Path, names: Sequence[str]) -> tuple[dict[int, str], dict[int, str], bool]:
+    """(model files, optimizer files) by rank of data parallelism, and whether the latter are of bf16."""
+    models: dict[int, str] = {}
+    optims: dict[int, str] = {}
+    prefixes, parallel = set(), set()
+    for name in names:
+        if found := _OPTIM.fullmatch(name):
+            prefixes.add(found[1] or "")
+            parallel.add(int(found[3]))
+            _put(folder, optims, int(found[2]), name)
+        elif found := _MODEL.fullmatch(name):
+            parallel.add(int(found[2]))
+            _put(folder, models, int(found[1] or 0), name)
+    if parallel - {0}:
+        raise UnsupportedError(f"{folder} is of tensor or pipeline parallelism ({len(parallel)} parts): not handled")
+    if not models:
+        raise MergeError(f"{folder} has no model states (mp_rank_00_model_states.pt): it is not a whole checkpoint")
+    if len({name.startswith("zero_pp_rank_") for name in models.values()}) > 1 or len(prefixes) > 1:
+        raise MergeError(
+            f"{folder} holds files of two different runs ({', '.join(sorted([*models.values(), *optims.values()]))}): "
+            "remove those that do not belong to it"
+        )
+    return models, optims, prefixes == {"bf16_"}
+
+
+def _put(folder: Path, found: dict[int, str], rank: int, name: str) -> None:
+    if rank in found:
+        raise MergeError(
+            f"{folder} has two files of rank {rank}, {found[rank]} and {name}: remove the one of the other run"
+        )
+    found[rank] = name
+
+
+def _require_ranks(folder: Path, found: dict[int, str], world_size: int, name: str) -> None:
+    for rank in range(world_size):
+        if rank not in found:
+            raise MergeError(
+                f"{folder / name.format(rank)} is missing: {world_size} ranks saved this checkpoint, and all their "
+                "files are needed. The save may have been interrupted: name an older tag"
+            )
+    for rank, extra in found.items():
+        if rank >= world_size:
+            raise MergeError(
+                f"{folder / extra} is of rank {rank}, and {world_size} ranks saved this checkpoint: it is left from "
+                "another save; remove it"
+            )
+
+
+def _stage(model: Nest, optim: Nest, sharded: bool) -> int:
+    saved = optim.at("optimizer_state_dict").get("zero_stage")
+    if saved is None:  # the wrapper for bf16 does not say
+        zero = model.at("ds_config").get("zero_optimization")
+        stage = 1 if zero is None else zero.at("stage").natural()
+    else:
+        stage = saved.natural()
+    if stage not in (1, 2, 3) or (stage == 3) != sharded:
+        raise MergeError(f"{model.where} and {optim.where} are of different ZeRO stages: files of two runs are mixed")
+    return stage
+
+
+def _require_one_save(files: RankFiles, optims: Sequence[Nest]) -> None:
+    alike: dict[str, Callable[[Nest], Any]] = {
+        "global_steps": lambda nest: nest.at("global_steps").natural(),
+        "dp_world_size": lambda nest: nest.at("dp_world_size").natural(),
+        "param_shapes": lambda nest: nest.at("param_shapes").value,
+    }
+    for name, value in alike.items():
+        _require_alike(files.models, name, value)
+    _require_alike((*files.models, *optims), "ds_version", lambda nest: nest.at("ds_version").text())
+    for name in ("zero_stage", "partition_count", "dynamic_loss_scale", "clip_grad", "loss_scaler"):
+        _require_alike(files.optims, name, lambda nest, name=name: comparable(nest.mapping().get(name)))
+
+
+def _require_alike(nests: Sequence[Nest], name: str, value: Callable[[Nest], Any]) -> None:
+    for nest in nests[1:]:
+        if value(nest) != value(nests[0]):
+            raise MergeError(
+                f"{nests[0].where} and {nest.where} differ in {name}: they are of different saves; name a tag whose "
+                "files are of one save"
+            )
+
+
+def comparable(value: Any) -> Any:
+    """A plain value in a form in which equal ones are equal: objects by their attributes, tensors as numbers."""
+    if isinstance(value, FileTensor):
+        return value.read().tolist()
+    if isinstance(value, Kept):
+        return type(value).__name__, attributes(value)
+    if isinstance(value, dict):
+        return {key: comparable(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [comparable(item) for item in value]
+    return values(value)
