@@ -1,0 +1,1 @@
+"""Recipes: one complete checkpoint out of several, each parameter with its optimizer state from one of them."""

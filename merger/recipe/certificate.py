@@ -1,0 +1,141 @@
+"""The certificate of a composite of several checkpoints: for each (layer, slot, source), step, staleness and drift.
+
+Strict: ``exact`` only where it would be the run state's own checkpoint, unit for unit, and that one is exact. Equal
+steps of different sources are not the same run as far as anyone can tell from records. Staleness counts from the run
+state's step and is negative for what is newer. Drift is known only for what is the run state's own; how far others
+are from the state that training had then, nobody has measured. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from merger.checkpoint import SLOT_OF_KIND, Checkpoint
+from merger.tensors import torch_dtype
+from store.certificate import Certificate, CertifiedUnit
+from store.names import FROZEN, RAW
+
+
+@dataclass(frozen=True)
+class Part:
+    """A checkpoint that a composite takes from.
+
+    lineage: equal for two parts only if a version of the same name is the same version in both.
+    """
+
+    checkpoint: Checkpoint
+    lineage: str
+
+
+@dataclass
+class _Row:
+    """One row in the making. chosen, whole: elements of the source's unit that are taken, and all of them."""
+
+    unit: CertifiedUnit
+    layer: str
+    whole: int
+    own: bool
+    chosen: int = 0
+
+
+def composite_certificate(
+    parts: Mapping[str, Part],
+    source_of: Mapping[str, str],
+    taken: Mapping[str, Sequence[str]],
+    run_state: str,
+    problems: tuple[str, ...],
+) -> Certificate:
+    """The certificate. source_of: fqn -> key of ``parts``. taken: fqn -> slots. run_state: the key of the reference.
+
+    A unit's ``source`` is its key. Unless all is of one commit, ``save`` is no save's name, and ``store_id`` is empty
+    unless all is of one store: a mixture must not pass for a commit.
+    """
+    reference = parts[run_state].checkpoint
+    rows = _rows(parts, source_of, taken, run_state)
+    used = {name: parts[name].checkpoint.certificate for name in dict.fromkeys([run_state, *source_of.values()])}
+    ids = {certificate.store_id for certificate in used.values()}
+    one = all(row.own for row in rows)
+    mixture = " + ".join(f"{name}:{certificate.save}" for name, certificate in used.items())
+    return Certificate(
+        store_id=ids.pop() if len(ids) == 1 else "",
+        save=reference.certificate.save if one else mixture,
+        step=reference.step,
+        exact=one and reference.certificate.exact,
+        units=tuple(_certified(row, reference.step) for row in rows),
+        problems=problems,
+    )
+
+
+def held_slots(checkpoint: Checkpoint, fqn: str) -> list[str]:
+    """The slots of a tensor that there are: the tensor itself, then the optimizer's."""
+    slots = (checkpoint.framework_state.get("slots") or {}).get(fqn, ())
+    return [slot for slot in (SLOT_OF_KIND[checkpoint.tensors[fqn].kind], *slots) if checkpoint.has(fqn, slot)]
+
+
+def _rows(
+    parts: Mapping[str, Part], source_of: Mapping[str, str], taken: Mapping[str, Sequence[str]], run_state: str
+) -> list[_Row]:
+    known = {name: _units(part.checkpoint) for name, part in parts.items()}
+    sizes = {name: _sizes(part.checkpoint) for name, part in parts.items()}
+    reference = parts[run_state].checkpoint
+    rows: dict[tuple[str, str, str, str], _Row] = {}
+    for fqn, name in source_of.items():
+        source = parts[name].checkpoint
+        theirs, ours = source.tensors[fqn].layer, reference.tensors[fqn].layer
+        for slot in taken[fqn]:
+            key = (ours, slot, name, theirs)
+            if key not in rows:
+                whole = sizes[name][theirs, slot]
+                unit = known[name].get((theirs, slot)) or _unknown(source, fqn, slot, whole)
+                own = parts[name].lineage == parts[run_state].lineage and _same(
+                    unit, known[run_state].get((ours, slot))
+                )
+                rows[key] = _Row(replace(unit, source=name), ours, whole, own)
+            rows[key].chosen += source.numel(fqn)
+    places = {layer.name: place for place, layer in enumerate(reference.layers)}
+    return sorted(rows.values(), key=lambda row: places.get(row.layer, len(places)))
+
+
+def _certified(row: _Row, step: int) -> CertifiedUnit:
+    part = row.unit.nbytes if row.chosen == row.whole else row.unit.nbytes * row.chosen // row.whole
+    found = replace(row.unit, layer=row.layer, staleness=step - row.unit.step, nbytes=part)
+    return found if row.own else replace(found, drift=None)
+
+
+def _same(unit: CertifiedUnit, own: CertifiedUnit | None) -> bool:
+    """Whether a unit is just what the run state's own checkpoint has there."""
+    if own is None:
+        return False
+    one, other = ((found.save, found.step, found.encoding, found.fallback) for found in (unit, own))
+    return one == other
+
+
+def _units(checkpoint: Checkpoint) -> dict[tuple[str, str], CertifiedUnit]:
+    return {(unit.layer, unit.slot): unit for unit in checkpoint.certificate.units}
+
+
+def _sizes(checkpoint: Checkpoint) -> dict[tuple[str, str], int]:
+    """Elements by (layer, slot)."""
+    sizes: dict[tuple[str, str], int] = {}
+    for fqn, record in checkpoint.tensors.items():
+        for slot in held_slots(checkpoint, fqn):
+            key = (record.layer, slot)
+            sizes[key] = sizes.get(key, 0) + checkpoint.numel(fqn)
+    return sizes
+
+
+def _unknown(checkpoint: Checkpoint, fqn: str, slot: str, numel: int) -> CertifiedUnit:
+    """For a source whose certificate says nothing of a (layer, slot)."""
+    return CertifiedUnit(
+        layer=checkpoint.tensors[fqn].layer,
+        slot=slot,
+        step=checkpoint.step,
+        save=checkpoint.certificate.save,
+        staleness=0,
+        encoding=RAW,
+        drift=None,
+        moving=slot != FROZEN,
+        fallback=False,
+        nbytes=numel * torch_dtype(checkpoint.dtype(fqn, slot)).itemsize,
+    )

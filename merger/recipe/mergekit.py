@@ -1,0 +1,293 @@
+"""MergeKit's file as a recipe: ``slices`` of ``sources`` with ``layer_range``, ``pre_weights``, ``post_weights``.
+
+Users of layer-wise checkpoint tools have such files; they are taken as they are. What would change a number or a
+layer's place (another method than passthrough, weights, scaling, slices out of order) is refused by name: optimizer
+state belongs to the weights that it was made with. Without ``pre_weights`` and ``post_weights`` embeddings come from
+the first slice and norm and head from the last, as MergeKit has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from merger.recipe.dtype import dtype_named
+from merger.recipe.recipe import Recipe, Rule, SourceRef
+from merger.recipe.records import folder, unknown_key
+from merger.recipe.selections import Auxiliary, Blocks, Selection
+from merger.recipe.steps import check_step
+from merger.recipe.yamlfile import Loc, YamlFile
+from store.errors import ConfigError, UnsupportedError, UsageError
+
+_HARMLESS_PARAMETERS = ("int8_mask", "normalize", "rescale")
+_NEUTRAL_PARAMETERS = ("weight", "scale", "density")
+_ELSEWHERE = {
+    "models": "it merges whole models; give `slices:` with a `layer_range` for each model",
+    "modules": "only one stack of blocks can be named this way; write a recipe with `take:`",
+    "tokenizer": "name one place for the tokenizer with `tokenizer_source:` or `files:`",
+    "chat_template": "a template is copied from `files:` as it is; leave it out",
+}
+_NO_EFFECT = ("name", "description", "metadata")
+_KNOWN = (
+    "slices", "pre_weights", "post_weights", "merge_method", "dtype", "out_dtype", "base_model", "tokenizer_source",
+    "parameters", "run_state", "files", *_NO_EFFECT,
+)  # fmt: skip
+
+
+def from_mergekit(file: YamlFile) -> Recipe:
+    """The recipe. ConfigError for a file that is not one; UnsupportedError for what would change the state."""
+    _require_passthrough(file)
+    build = _Build(file)
+    rules = [*build.slices(), *build.weights("pre_weights", 0), *build.weights("post_weights", -1)]
+    run_state = build.run_state()
+    return Recipe(
+        build.sources,
+        tuple(rules),
+        run_state=run_state,
+        files=build.files(),
+        dtype=build.dtype(),
+        where=file.name,
+        notes=tuple(build.notes),
+    )
+
+
+@dataclass
+class _Build:
+    """Reads the file from the top; sources are those that were met so far, by the path as it is written."""
+
+    file: YamlFile
+    sources: dict[str, SourceRef] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    _of_slices: list[str] = field(default_factory=list)
+
+    def slices(self) -> Iterator[Rule]:
+        slices = self._list(("slices",), self.file.values.get("slices"))
+        if not slices:
+            raise ConfigError(f"{self.file.at(('slices',))}: `slices` names no slice")
+        end = 0
+        for index, one in enumerate(slices):
+            loc = ("slices", index)
+            given = self._mapping(loc, one, ("sources", "parameters"))
+            _require_neutral(self.file, (*loc, "parameters"), given.get("parameters"))
+            sources = self._list((*loc, "sources"), given.get("sources"))
+            if len(sources) != 1:
+                raise UnsupportedError(
+                    f"{self.file.at(loc)}: slices[{index}] has {len(sources)} sources; a passthrough has one: layers "
+                    "are taken from one checkpoint, never mixed"
+                )
+            source, first, stop = self._slice_source((*loc, "sources", 0), sources[0], len(slices))
+            self._require_place(loc, first, end)
+            end = stop or end
+            self._of_slices.append(source)
+            where = f"slices[{index}] ({self.file.at(loc)})"
+            yield Rule(source, Blocks(first, None if stop is None else stop - 1), where)
+
+    def weights(self, key: str, default: int) -> Iterator[Rule]:
+        """The layers before or after the blocks; by default those of the first or last slice's source."""
+        given = self.file.values.get(key)
+        where = f"{key} ({self.file.at((key,))})"
+        if given is None:
+            source = self._of_slices[default]
+            side = "first" if default == 0 else "last"
+            for selection in _outside(key):
+                yield Rule(source, selection, f"the {side} slice ({key} is not given)")
+        elif isinstance(given, str) or (isinstance(given, Mapping) and _names_model(given)):
+            for selection in _outside(key):
+                yield Rule(self._model((key,), given), selection, where)
+        elif isinstance(given, Mapping):
+            for name, value in given.items():
+                yield Rule(
+                    self._model((key, name), value), Auxiliary(str(name)), f"{key}.{name} ({self.file.at((key,))})"
+                )
+        else:
+            for index, entry in enumerate(self._list((key,), given)):
+                yield self._weight((key, index), entry)
+
+    def run_state(self) -> str | None:
+        """By name; else the base model's, if layers come from it; else left to the newest step."""
+        values = self.file.values
+        if len(self.sources) == 1:
+            return next(iter(self.sources))
+        if "run_state" in values:
+            return self._model(("run_state",), values["run_state"])
+        base = None if values.get("base_model") is None else _path(self.file, ("base_model",), values["base_model"])
+        if base in self.sources:
+            self.notes.append(f"run state (counters, schedule, random generators) is of base_model, {base}")
+            return base
+        self.notes.append("the recipe has no `run_state:`; it is of the source at the newest step")
+        return None
+
+    def files(self) -> str | Path | None:
+        """Where configuration and tokenizer come from: ``files``, ``tokenizer_source``, ``base_model``."""
+        values = self.file.values
+        tokenizer = values.get("tokenizer_source")
+        if tokenizer == "union":
+            raise UnsupportedError(
+                f"{self.file.at(('tokenizer_source',))}: a union of tokenizers would change the embeddings' rows; name "
+                "one model"
+            )
+        for key, given in (("files", values.get("files")), ("tokenizer_source", tokenizer)):
+            if given is not None and given != "base":
+                path = _path(self.file, (key,), given)
+                return path if path in self.sources else folder(path)
+        base = values.get("base_model")
+        if base is None:
+            return None
+        path = _path(self.file, ("base_model",), base)
+        if path in self.sources:
+            return path
+        self.notes.append(f"configuration and tokenizer files are of base_model, {path}")
+        return folder(path)
+
+    def dtype(self) -> str | None:
+        """Of exported weights."""
+        for key in ("out_dtype", "dtype"):
+            given = self.file.values.get(key)
+            if given is not None:
+                try:
+                    return dtype_named(str(given))
+                except UsageError as error:
+                    raise ConfigError(f"{self.file.at((key,))}: {error}") from error
+        return None
+
+    def _slice_source(self, loc: Loc, entry: Any, slices: int) -> tuple[str, int, int | None]:
+        given = self._mapping(loc, entry, ("model", "layer_range", "parameters"))
+        _require_neutral(self.file, (*loc, "parameters"), given.get("parameters"))
+        source = self._model(loc, given)
+        bounds = given.get("layer_range")
+        if bounds is None and slices == 1:
+            return source, 0, None
+        if not isinstance(bounds, list) or not _is_range(bounds):
+            raise ConfigError(
+                f"{self.file.at((*loc, 'layer_range'))}: `layer_range` must be two numbers, the first block and "
+                f"the one after the last, such as [0, 8] (it is {bounds!r})"
+            )
+        return source, bounds[0], bounds[1]
+
+    def _require_place(self, loc: Loc, first: int, end: int) -> None:
+        if first == end:
+            return
+        what = (
+            f"{self.file.at(loc)}: slices[{loc[1]}] begins at block {first}, and the slices before end at block {end}"
+        )
+        if first > end:
+            raise ConfigError(f"{what}: blocks {end} to {first - 1} are in no slice; every block is needed once")
+        raise UnsupportedError(
+            f"{what}: every block has to come once and stay at its place. A merge that repeats or reorders blocks "
+            "makes another model, which optimizer state and schedule do not fit; use MergeKit itself for weights "
+            "without them"
+        )
+
+    def _weight(self, loc: Loc, entry: Any) -> Rule:
+        given = self._mapping(loc, entry, ("name", "weight", "layer", "model", "source", "sources", "is_embed"))
+        names = [given[key] for key in ("name", "weight", "layer") if key in given]
+        if len(names) != 1 or not isinstance(names[0], str):
+            raise ConfigError(f"{self.file.at(loc)}: {loc[0]}[{loc[1]}] needs a `name`, such as embed_tokens")
+        return Rule(self._model(loc, given), Auxiliary(names[0]), f"{loc[0]}[{loc[1]}] ({self.file.at(loc)})")
+
+    def _model(self, loc: Loc, given: Any) -> str:
+        path = _path(self.file, loc, given)
+        if path not in self.sources:
+            where, step = _split(path)
+            try:
+                check_step(step)
+            except UsageError as error:
+                raise ConfigError(f"{self.file.at(loc)}: {error}") from error
+            self.sources[path] = SourceRef(where, step)
+        return path
+
+    def _mapping(self, loc: Loc, value: Any, known: tuple[str, ...]) -> Mapping[str, Any]:
+        if not isinstance(value, dict):
+            raise ConfigError(f"{self.file.at(loc)}: {_name(loc)} must be a mapping with {', '.join(known)}")
+        for key in value:
+            if key not in known:
+                raise ConfigError(unknown_key(f"{self.file.at((*loc, key))}: {_name(loc)}", str(key), known))
+        return value
+
+    def _list(self, loc: Loc, value: Any) -> list[Any]:
+        if not isinstance(value, list):
+            raise ConfigError(f"{self.file.at(loc)}: {_name(loc)} must be a list")
+        return value
+
+
+def _require_passthrough(file: YamlFile) -> None:
+    values = file.values
+    method = values.get("merge_method", "passthrough")
+    if method != "passthrough":
+        raise UnsupportedError(
+            f"{file.at(('merge_method',))}: merge_method {method!r} changes weights, and optimizer state would not fit "
+            "them any more; only passthrough is carried out"
+        )
+    for key in values:
+        if key in _ELSEWHERE:
+            raise UnsupportedError(f"{file.at((key,))}: {key!r} is not carried out: {_ELSEWHERE[key]}")
+        if key not in _KNOWN:
+            raise ConfigError(unknown_key(file.at((key,)), key, _KNOWN))
+    _require_neutral(file, ("parameters",), values.get("parameters"))
+    if "slices" not in values:
+        raise ConfigError(
+            f"{file.name}: a recipe in MergeKit's form needs `slices:`, each with a model and a layer_range"
+        )
+
+
+def _require_neutral(file: YamlFile, loc: Loc, parameters: Any) -> None:
+    if parameters is None:
+        return
+    if not isinstance(parameters, dict):
+        raise ConfigError(f"{file.at(loc)}: {_name(loc)} must be a mapping")
+    for key, value in parameters.items():
+        neutral = key in _NEUTRAL_PARAMETERS and not isinstance(value, bool) and value in (1, 1.0)
+        if key not in _HARMLESS_PARAMETERS and not neutral:
+            raise UnsupportedError(
+                f"{file.at((*loc, key))}: parameter {key!r} ({value!r}) changes weights, and optimizer state would not "
+                "fit them any more; leave it out"
+            )
+
+
+def _names_model(given: Mapping[str, Any]) -> bool:
+    return set(given) <= {"model", "source", "sources"}
+
+
+def _path(file: YamlFile, loc: Loc, given: Any) -> str:
+    """The path in ``PATH``, ``{model: …}``, ``{source: …}``, ``{path: …}`` or ``{sources: [{model: …}]}``."""
+    value = given
+    while not isinstance(value, str):
+        if isinstance(value, list) and len(value) == 1:
+            value = value[0]
+            continue
+        inner = [value[key] for key in ("model", "source", "sources", "path") if key in value] if value else []
+        if not isinstance(value, dict) or len(inner) != 1:
+            raise ConfigError(f"{file.at(loc)}: {_name(loc)} must name one `model`, a directory (it is {given!r})")
+        value = inner[0]
+    if not value:
+        raise ConfigError(f"{file.at(loc)}: {_name(loc)} names no directory")
+    return value
+
+
+def _split(path: str) -> tuple[Path | None, int | str | None]:
+    """``PATH@STEP``, as MergeKit writes revisions, where there is no directory of that whole name."""
+    where, at, step = path.rpartition("@")
+    whole = folder(path)
+    if not at or not where or not step or (whole is not None and whole.exists()):
+        return whole, None
+    return folder(where), int(step) if step.isascii() and step.isdigit() else step
+
+
+def _outside(key: str) -> list[Selection]:
+    """A model need not have all of them: a tied head is none."""
+    roles = ("embeddings",) if key == "pre_weights" else ("norm", "head")
+    return [Auxiliary(role, required=False) for role in roles]
+
+
+def _is_range(bounds: list[Any]) -> bool:
+    return (
+        len(bounds) == 2
+        and all(isinstance(one, int) and not isinstance(one, bool) for one in bounds)
+        and 0 <= bounds[0] < bounds[1]
+    )
+
+
+def _name(loc: Loc) -> str:
+    return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in loc).lstrip(".")

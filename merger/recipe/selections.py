@@ -1,0 +1,182 @@
+"""What a rule of a recipe can name: layers, blocks by position, every k-th block, parameters, auxiliary layers.
+
+Each gives the fqns that it names in a model, or a ConfigError for what the model has not. Pure.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from merger.recipe.model import ROLES, Model, listed
+from store.errors import ConfigError
+
+_RANGE = re.compile(r"(?P<head>.*?)(?P<first>\d+)-(?P<last>\d+)\Z")
+
+
+class Selection(Protocol):
+    """A part of a model."""
+
+    def fqns(self, model: Model, /) -> list[str]:
+        """The tensors it names. ConfigError where the model has no such part."""
+        ...
+
+
+@dataclass(frozen=True)
+class Layers:
+    """Layers at module paths and inside of them: ``model.norm``, ``model.layers.0-15`` (both ends), ``model.layers.*``.
+
+    Globs are matched against whole layer names.
+    """
+
+    patterns: tuple[str, ...]
+
+    def fqns(self, model: Model, /) -> list[str]:
+        """See :class:`Selection`."""
+        found = [fqn for pattern in self.patterns for layer in _layers(pattern, model) for fqn in model.members[layer]]
+        return list(dict.fromkeys(found))
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Blocks by position in model order, from ``first`` to ``last``, both of them; to the end where that is None."""
+
+    first: int
+    last: int | None
+
+    def fqns(self, model: Model, /) -> list[str]:
+        """See :class:`Selection`."""
+        last = model.blocks - 1 if self.last is None else self.last
+        if not model.blocks or last >= model.blocks:
+            there = f"blocks 0 to {model.blocks - 1}" if model.blocks else "no blocks"
+            raise ConfigError(f"blocks {self.first}-{last} are named, and the model has {there}")
+        return _of_blocks(model, lambda position: self.first <= position <= last)
+
+
+@dataclass(frozen=True)
+class EveryKth:
+    """Blocks whose position modulo ``k`` is ``turn``."""
+
+    k: int
+    turn: int
+
+    def fqns(self, model: Model, /) -> list[str]:
+        """See :class:`Selection`."""
+        if model.blocks < self.k:
+            raise ConfigError(f"parity over {self.k} sources needs at least {self.k} blocks; there are {model.blocks}")
+        return _of_blocks(model, lambda position: position % self.k == self.turn)
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Parameters and buffers by patterns on any of their names: globs, or regular expressions on the whole name."""
+
+    patterns: tuple[str, ...]
+    regex: bool = False
+
+    def fqns(self, model: Model, /) -> list[str]:
+        """See :class:`Selection`."""
+        found: dict[str, None] = {}
+        for pattern in self.patterns:
+            matching = re.compile(pattern if self.regex else fnmatch.translate(pattern))
+            hits = [fqn for fqn in model.tensors if any(matching.fullmatch(name) for name in model.names(fqn))]
+            if not hits:
+                raise ConfigError(f"{pattern!r} matches no parameter{_nearest(pattern, _all_names(model))}")
+            found |= dict.fromkeys(hits)
+        return list(found)
+
+
+@dataclass(frozen=True)
+class Auxiliary:
+    """Layers that are no blocks: all of them, those of a role, or one by its name or the end of it (``embed_tokens``).
+
+    required: whether it is an error if there is none.
+    """
+
+    name: str | None = None
+    required: bool = True
+
+    def fqns(self, model: Model, /) -> list[str]:
+        """See :class:`Selection`."""
+        found = [fqn for layer in model.auxiliary for fqn in model.members[layer] if self._named(layer, fqn, model)]
+        if not found and self.required:
+            what = "auxiliary layer" if self.name is None else repr(self.name)
+            roles = ", ".join(f"{layer} ({model.role[layer]})" for layer in model.auxiliary) or "none"
+            raise ConfigError(f"the model has no {what}; layers that are no blocks: {roles}{self._tied(model)}")
+        return found
+
+    def _named(self, layer: str, fqn: str, model: Model) -> bool:
+        if self.name is None:
+            return True
+        if self.name in ROLES:
+            return model.role[layer] == self.name
+        # A tied tensor belongs to the one layer, and is called by the module names of both.
+        return any(f".{self.name}." in f".{name}." for name in (layer, *model.names(fqn)))
+
+    def _tied(self, model: Model) -> str:
+        tied = [(fqn, alias) for fqn, record in model.tensors.items() for alias in record.aliases]
+        return "".join(f"; {alias} is tied to {fqn}" for fqn, alias in tied[:1]) if self.name == "head" else ""
+
+
+def minus(fqns: Sequence[str], globs: Iterable[str], model: Model) -> list[str]:
+    """Without those of which a name matches one of the globs. ConfigError for a glob that takes nothing away."""
+    left = list(fqns)
+    for glob in globs:
+        matching = re.compile(fnmatch.translate(glob))
+        taken = {fqn for fqn in left if any(matching.fullmatch(name) for name in model.names(fqn))}
+        if not taken:
+            raise ConfigError(f"except {glob!r} matches none of the parameters that the rule names")
+        left = [fqn for fqn in left if fqn not in taken]
+    return left
+
+
+def _of_blocks(model: Model, wanted: Callable[[int], bool]) -> list[str]:
+    return [fqn for layer, position in model.positions.items() if wanted(position) for fqn in model.members[layer]]
+
+
+def _layers(pattern: str, model: Model) -> list[str]:
+    exact = model.below(pattern)
+    if exact:
+        return list(exact)
+    match = _RANGE.match(pattern)
+    if match is not None:
+        return _range(pattern, match["head"], int(match["first"]), int(match["last"]), model)
+    found = [layer.name for layer in model.layers if fnmatch.fnmatchcase(layer.name, pattern)]
+    if found:
+        return found
+    inside = [fqn for fqn in model.tensors if fqn == pattern or fqn.startswith(f"{pattern}.")]
+    if inside:
+        record = model.tensors[inside[0]]
+        raise ConfigError(
+            f"{pattern!r} is only a part of the layer {record.layer}: name it with `parameters: "
+            f'"{pattern if inside[0] == pattern else pattern + ".*"}"`, or the whole layer'
+        )
+    names = [layer.name for layer in model.layers]
+    raise ConfigError(f"the model has no layer {pattern!r}{_nearest(pattern, names)}; its layers: {model.outline()}")
+
+
+def _range(pattern: str, head: str, first: int, last: int, model: Model) -> list[str]:
+    if first > last:
+        raise ConfigError(f"{pattern!r} ends before it begins; write the smaller number first")
+    reach = min(last, first + len(model.layers))  # beyond, something is missing for certain
+    found = {index: model.below(f"{head}{index}") for index in range(first, reach + 1)}
+    missing = [f"{head}{index}" for index, layers in found.items() if not layers]
+    if missing:
+        raise ConfigError(
+            f"{pattern!r} (both ends belong to it) names {listed(missing)}, which the model has not; its layers: "
+            f"{model.outline()}"
+        )
+    return [layer for layers in found.values() for layer in layers]
+
+
+def _all_names(model: Model) -> list[str]:
+    return [name for fqn in model.tensors for name in model.names(fqn)]
+
+
+def _nearest(pattern: str, names: Sequence[str]) -> str:
+    near = difflib.get_close_matches(pattern, names, n=1, cutoff=0.4)
+    return f" (did you mean {near[0]!r}?)" if near else ""

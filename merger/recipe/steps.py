@@ -1,0 +1,66 @@
+"""Steps as users name them: one of its own, or the newest within a bound; and what of a source they mean."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable, Sequence
+
+from store.errors import NothingToResumeError, UsageError
+from store.names import SaveId
+
+_BOUND = re.compile(r"(?P<sign><=|<|>=|>|==|=)\s*(?P<step>.*)\Z")
+_HOLDS: dict[str, Callable[[int, int], bool]] = {"<=": operator.le, "<": operator.lt}
+
+
+def check_step(step: int | str | None) -> None:
+    """UsageError for a bound that is none."""
+    if isinstance(step, str):
+        _bound(step)
+
+
+def candidates(step: int | str | None, steps: Sequence[int], origin: str) -> list[int | str | None]:
+    """What to ask a source for, best first; where one cannot be rebuilt the next one stands in.
+
+    steps: of all checkpoints of the source, newest first (a later epoch outranks a later step). A step that is
+    named exactly has no stand-in. UsageError, naming those that are there, where there is none such;
+    NothingToResumeError where there is none at all.
+    """
+    if step is None:
+        return [None]
+    if not steps:
+        raise NothingToResumeError(f"{origin} holds no checkpoint yet")
+    bound = _bound(step) if isinstance(step, str) else None
+    if bound is not None:
+        found: list[int | str | None] = [one for one in steps if bound(one)]
+        if not found:
+            raise UsageError(f"{origin} has no checkpoint at a step {step}; {_there(steps)}")
+        return found
+    if _step_of(step) not in (None, *steps):
+        raise UsageError(f"{origin} has no checkpoint {step}; {_there(steps)}")
+    return [step]
+
+
+def _bound(text: str) -> Callable[[int], bool] | None:
+    match = _BOUND.match(text.strip())
+    if match is None:
+        return None
+    sign, limit = match["sign"], match["step"].strip()
+    if sign not in _HOLDS or not (limit.isascii() and limit.isdigit()):
+        raise UsageError(f"{text!r} is no bound on a step; write '<= 120' or '< 120'")
+    return lambda step: _HOLDS[sign](step, int(limit))
+
+
+def _step_of(step: int | str) -> int | None:
+    """The number in a step or a save's name; None for a tag, which only its source understands."""
+    if isinstance(step, int):
+        return step
+    try:
+        return SaveId.parse(step).step
+    except ValueError:
+        return None
+
+
+def _there(steps: Sequence[int]) -> str:
+    more = f" and {len(steps) - 5} older ones" if len(steps) > 5 else ""
+    return f"there are steps {', '.join(map(str, steps[:5]))}{more}" if steps[1:] else f"there is step {steps[0]}"
