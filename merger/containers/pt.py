@@ -8,12 +8,11 @@ It does not know what the values mean.
 from __future__ import annotations
 
 import pickle
-import zipfile
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from isal import isal_zlib
@@ -23,7 +22,7 @@ from merger.containers.base import Hole
 from merger.containers.zip import Record, patch_checksum, records
 from merger.stored import Stored
 from merger.tensors import memory_of
-from store.errors import MergeError
+from store.errors import DamagedError, MergeError, UnsupportedError
 
 
 @dataclass
@@ -35,10 +34,12 @@ class PtFile:
 
     value: Any
     classes: Sequence[Any] = ()
-    _structure: int = field(default=0, init=False)
-    """CRC-32 of the pickle, as written."""
     _literals: dict[int, int] = field(default_factory=dict, init=False)
     """CRC-32 of the tensors that were there already, by offset."""
+    _data: tuple[tuple[int, int], ...] = field(default=(), init=False)
+    """Where all tensors are: (offset, bytes), in the order of the file."""
+    _rest: tuple[int, int] = field(default=(0, 0), init=False)
+    """Size of the file, and CRC-32 of all that is no tensor, as last written."""
 
     def tensors(self) -> Iterable[Stored]:
         """See :class:`merger.containers.base.Container`."""
@@ -54,49 +55,52 @@ class PtFile:
         """See :class:`merger.containers.base.Container`."""
         if path.exists() or path.is_symlink():
             raise FileExistsError("the name is taken")
+        own: dict[int, Any] = {}
+        value = _hollow(self.value, FakeTensorMode(), own)
         try:
-            value = _hollow(self.value, FakeTensorMode(), {})
             with torch.serialization.skip_data(materialize_fake_tensors=True):
                 torch.save(value, path)
         except RuntimeError as error:  # how torch tells that the system refused to write
             raise OSError(str(error)) from error
+        leaves = list(_leaves(self.value))
+        offsets = _offsets(path, self.classes, leaves)
+        self._data = _data(path, leaves, offsets)
         holes: dict[int, Hole] = {}
-        for leaf, offset in zip(_leaves(self.value), _offsets(path, self.classes), strict=True):
-            if isinstance(leaf, Stored):
-                holes[offset] = Hole(offset, leaf)
-            elif leaf.numel():
-                self._literals[offset] = _write_literal(path, offset, leaf)
-        self._structure = _pickle_of(path).crc
+        with path.open("r+b") as file:
+            for leaf, offset in zip(leaves, offsets, strict=True):
+                if isinstance(leaf, Stored):
+                    holes[offset] = Hole(offset, leaf)
+                elif leaf.numel():
+                    data = memory_of(own[id(leaf)])
+                    self._literals[offset] = isal_zlib.crc32(data)
+                    file.seek(offset)
+                    file.write(data)
+            self._rest = _rest(file, self._data)
         return tuple(hole for hole in holes.values() if hole.stored.nbytes)
 
     def seal(self, path: Path, checksums: Mapping[int, int]) -> None:
         """See :class:`merger.containers.base.Container`."""
         crcs = {**self._literals, **checksums}
         with path.open("r+b") as file:
-            for record in records(path):
+            if _rest(file, self._data) != self._rest:  # or the damage would become what is meant
+                raise _damaged(path)
+            for record in _records(path):
                 if record.offset in crcs and record.nbytes:
                     patch_checksum(file, record, crcs[record.offset])
+            self._rest = _rest(file, self._data)
 
     def check(self, path: Path) -> None:
         """See :class:`merger.containers.base.Container`."""
-        try:
-            with zipfile.ZipFile(path) as found:
-                for info in found.infolist():
-                    if "/data/" not in info.filename:
-                        found.read(info)  # checks its CRC-32
-            sound = _pickle_of(path).crc == self._structure
-            data = {record.offset: record for record in records(path)}
-            with path.open("rb") as file:
-                for offset, crc in self._literals.items():
-                    file.seek(offset)
-                    sound = sound and isal_zlib.crc32(file.read(data[offset].nbytes)) == crc == data[offset].crc
-        except (zipfile.BadZipFile, KeyError, EOFError) as error:
-            raise MergeError(f"{path} does not read back: {error}") from error
+        planned = {offset for offset, _ in self._data} - self._literals.keys()
+        with path.open("rb") as file:
+            sound = _rest(file, self._data) == self._rest
+            for record in _records(path) if sound else ():
+                if record.offset not in planned:
+                    file.seek(record.offset)
+                    crc = isal_zlib.crc32(file.read(record.nbytes))
+                    sound = sound and crc == record.crc == self._literals.get(record.offset, crc)
         if not sound:
-            raise MergeError(
-                f"{path} does not read back as it was written: the storage under it is not to be trusted; check "
-                "`dmesg`, or name an output directory elsewhere"
-            )
+            raise _damaged(path)
 
 
 def _hollow(value: Any, mode: FakeTensorMode, seen: dict[int, Any]) -> Any:
@@ -108,10 +112,9 @@ def _hollow(value: Any, mode: FakeTensorMode, seen: dict[int, Any]) -> Any:
         return seen[id(value)]
     if isinstance(value, torch.Tensor):
         if id(value) not in seen:
-            # Memory of its own and in order: what it was a view of is not part of the file.
-            seen[id(value)] = value.detach().clone(memory_format=torch.contiguous_format)
+            seen[id(value)] = _own_copy(value)
         return seen[id(value)]
-    if isinstance(value, OrderedDict):
+    if type(value) is OrderedDict:
         return OrderedDict((key, _hollow(item, mode, seen)) for key, item in value.items())
     if type(value) is dict:
         return {key: _hollow(item, mode, seen) for key, item in value.items()}
@@ -120,35 +123,75 @@ def _hollow(value: Any, mode: FakeTensorMode, seen: dict[int, Any]) -> Any:
     return value
 
 
+def _own_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """Memory of its own, in order: what the tensor was a view of is not part of the file."""
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
+        raise UnsupportedError(
+            f"a tensor of shape {tuple(tensor.shape)} and dtype {tensor.dtype} is not plain memory (sparse, quantized, "
+            "nested), which is all that these files are written with: keep it dense"
+        )
+    return tensor.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+
+
 def _leaves(value: Any) -> Iterator[Any]:
-    """Tensors, planned ones and others, in the order in which they are met."""
+    """Tensors, planned ones and others, in the order in which they are met: wherever :func:`_hollow` looks."""
     if isinstance(value, Stored | torch.Tensor):
         yield value
-    elif isinstance(value, Mapping):
+    elif type(value) in (dict, OrderedDict):
         for item in value.values():
             yield from _leaves(item)
-    elif isinstance(value, list | tuple):
+    elif type(value) in (list, tuple):
         for item in value:
             yield from _leaves(item)
 
 
-def _offsets(path: Path, classes: Sequence[Any]) -> list[int]:
+def _offsets(path: Path, classes: Sequence[Any], leaves: Sequence[Any]) -> list[int]:
     """Where the tensors' bytes begin, in the same order, as torch reads the file: nothing of its format is guessed."""
     try:
-        with torch.serialization.safe_globals(list(classes)), FakeTensorMode():
+        # pickle writes b"" as a call of bytes, which weights_only does not know by itself.
+        with torch.serialization.safe_globals([*classes, bytes]), FakeTensorMode():
             value = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
         raise MergeError(f"{path} cannot be read back: {error}") from error
-    return [int(leaf.untyped_storage()._checkpoint_offset) for leaf in _leaves(value)]
+    found = list(_leaves(value))
+    if [(one.shape, one.dtype) for one in found] != [(one.shape, one.dtype) for one in leaves]:
+        raise MergeError(f"{path} holds other tensors than planned: they do not load in the order they are saved in")
+    return [int(leaf.untyped_storage()._checkpoint_offset) for leaf in found]
 
 
-def _pickle_of(path: Path) -> Record:
-    return next(record for record in records(path) if record.name.endswith("/data.pkl"))
+def _data(path: Path, leaves: Sequence[Any], offsets: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """Where all tensors of the file are. MergeError unless they are just the leaves."""
+    known = {offset: leaf.nbytes for leaf, offset in zip(leaves, offsets, strict=True)}
+    found = {record.offset: record.nbytes for record in _records(path) if "/data/" in record.name}
+    if known != found:
+        raise MergeError(
+            f"{path} would hold tensors inside of sets or objects, whose bytes would be lost: keep tensors in dicts, "
+            "lists and tuples"
+        )
+    return tuple(sorted(found.items()))
 
 
-def _write_literal(path: Path, offset: int, tensor: torch.Tensor) -> int:
-    data = memory_of(tensor.detach().contiguous())
-    with path.open("r+b") as file:
-        file.seek(offset)
-        file.write(data)
-    return isal_zlib.crc32(data)
+def _rest(file: BinaryIO, data: Iterable[tuple[int, int]]) -> tuple[int, int]:
+    """Size of a file, and CRC-32 of all of it but the tensors."""
+    crc, position = 0, 0
+    for offset, nbytes in data:
+        file.seek(position)
+        crc = isal_zlib.crc32(file.read(offset - position), crc)
+        position = offset + nbytes
+    file.seek(position)
+    crc = isal_zlib.crc32(file.read(), crc)
+    return file.tell(), crc
+
+
+def _records(path: Path) -> list[Record]:
+    try:
+        return records(path)
+    except DamagedError as error:
+        raise _damaged(path) from error
+
+
+def _damaged(path: Path) -> MergeError:
+    return MergeError(
+        f"{path} does not read back as it was written: the storage under it is not to be trusted; check `dmesg`, or "
+        "name an output directory elsewhere"
+    )

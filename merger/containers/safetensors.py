@@ -11,14 +11,20 @@ from pathlib import Path
 from merger.containers.base import Hole
 from merger.stored import Stored
 from merger.tensors import dtype_name
-from store.errors import MergeError
+from store.errors import MergeError, UnsupportedError
 
 _ALIGN = 8
+
+_METADATA = "__metadata__"
 
 
 @dataclass(frozen=True)
 class SafetensorsFile:
-    """One safetensors file. metadata: strings for the header. Tensors are written in the order given."""
+    """One safetensors file. metadata: strings for the header.
+
+    Tensors are written largest element first, else in the order given: then each lies at a multiple of its element's
+    size, as readers that map the file want it. UnsupportedError for a name or dtype that the format has not.
+    """
 
     tensors_by_name: Mapping[str, Stored]
     metadata: Mapping[str, str]
@@ -26,9 +32,11 @@ class SafetensorsFile:
     @cached_property
     def header(self) -> bytes:
         """All bytes before the first tensor."""
-        table: dict[str, object] = {"__metadata__": dict(self.metadata)} if self.metadata else {}
+        if _METADATA in self.tensors_by_name:
+            raise UnsupportedError(f"a tensor cannot be called {_METADATA}: safetensors keeps that name for itself")
+        table: dict[str, object] = {_METADATA: dict(self.metadata)} if self.metadata else {}
         end = 0
-        for name, stored in self.tensors_by_name.items():
+        for name, stored in self._in_order():
             start, end = end, end + stored.nbytes
             table[name] = {"dtype": dtype_name(stored.dtype), "shape": stored.shape, "data_offsets": [start, end]}
         text = json.dumps(table, separators=(",", ":")).encode()
@@ -50,11 +58,14 @@ class SafetensorsFile:
             file.write(self.header)
             file.truncate(self.nbytes)
         holes, offset = [], len(self.header)
-        for stored in self.tensors_by_name.values():
+        for _, stored in self._in_order():
             if stored.nbytes:
                 holes.append(Hole(offset, stored))
             offset += stored.nbytes
         return tuple(holes)
+
+    def _in_order(self) -> list[tuple[str, Stored]]:
+        return sorted(self.tensors_by_name.items(), key=lambda item: -item[1].dtype.itemsize)
 
     def seal(self, path: Path, checksums: Mapping[int, int]) -> None:
         """Nothing to do: the format has no checksums."""
