@@ -57,6 +57,7 @@ def _job(
         adapter.module, list(adapter.tensors()), experts=settings.layers.experts, patterns=settings.layers.patterns
     )
     table = UnitTable(adapter, layers, group)
+    table.local()  # as above
     meter = BySlotMeter(meter_for(settings.drift.method, settings.drift.width, settings.drift.seed))
     policy = settings.bounded_policy()
     observing = isinstance(policy, Observe)

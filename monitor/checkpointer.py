@@ -22,6 +22,7 @@ from monitor.opened import OpenedStore
 from monitor.report import StepReport
 from monitor.resume import Resumed, resume
 from monitor.saver import Saver
+from monitor.survey import Surveyor
 from monitor.units import LocalUnit
 from store.catalog import Catalog
 from store.certificate import Certificate, certify
@@ -47,6 +48,7 @@ class Checkpointer:
         self._decider = Decider(job)
         self._saver: Saver | Observer = Observer(job) if opened is None else Saver(job, opened)
         self._saver.reserve(job.table.local())
+        self._surveyor = Surveyor(job.adapter, job.table)
         self._step = job.adapter.completed_steps() or 0
         self._resumed: Resumed | None = None
         self._asked_to_resume = False
@@ -75,6 +77,7 @@ class Checkpointer:
         found = None if self._catalog is None else resume(self._catalog, self._job.adapter, self._group, self._job.user)
         self._asked_to_resume = True
         self._updates = 0
+        self._surveyor.mark()
         if found is None:
             return self._step
         self._resumed = found
@@ -196,10 +199,12 @@ class Checkpointer:
             )
 
     def _decide(self, began: float, forced: str | None) -> StepReport:
-        local = self._job.table.local()
-        settled = self._saver.settle(self._step, self._job.table.changed(local))
+        survey = self._surveyor.survey(stepped=forced is None)
+        local, trouble = survey.local, survey.trouble is not None
+        settled = self._saver.settle(self._step, not trouble and self._job.table.changed(local), trouble)
         if settled.skip is not None:
-            return self._skipped(settled.skip, began, None)
+            problem = self._problem(survey.trouble) if settled.skip == "unsupported" else None
+            return self._skipped(settled.skip, began, None, problem)
         if settled.changed:
             self._agree(local)
         decided = self._decider.decide(self._step, local, forced)
@@ -219,11 +224,20 @@ class Checkpointer:
             if unit in local:  # the old reference fits no more; the unit counts as lost until it is saved
                 self._job.meter.reset(unit, local[unit].tensors)
 
-    def _skipped(self, reason: str, began: float, decided: Decided | None) -> StepReport:
+    def _problem(self, mine: str | None) -> str:
+        """What the ranks that cannot save say; collective. Alike on all of them, most of the time."""
+        told: dict[str, int] = {}
+        for rank, text in enumerate(self._group.gather(mine)):
+            if text is not None:
+                told.setdefault(text, rank)
+        return "; ".join(f"rank {rank}: {text}" if self._group.world_size > 1 else text for text, rank in told.items())
+
+    def _skipped(self, reason: str, began: float, decided: Decided | None, problem: str | None = None) -> StepReport:
         if self._group.rank == 0:
             self.metrics.skipped.labels(reason).inc()
-            _log.log(*_WHY_SKIPPED[reason], self._step)
-        return self._report(reason, began, decided, 0)
+            level, text = _WHY_SKIPPED[reason]
+            _log.log(level, text, *[value for value in (self._step, problem) if value is not None])
+        return replace(self._report(reason, began, decided, 0), problem=problem)
 
     def _report(self, skipped: str | None, began: float, decided: Decided | None, staged: int) -> StepReport:
         stall = time.perf_counter() - began
@@ -277,6 +291,10 @@ _WHY_SKIPPED = {
     "disagree": (
         logging.ERROR,
         "no save at step %d: ranks are at different steps; call ckpt.step() alike on all of them",
+    ),
+    "unsupported": (
+        logging.ERROR,
+        "no save at step %d: the job is not what was attached, and a part would pass for the whole. %s",
     ),
     "nothing": (logging.DEBUG, "no save at step %d: no layer needs it"),
 }

@@ -30,11 +30,12 @@ _TORCH_OF: dict[str, torch.dtype] = {
 _NAME_OF: dict[torch.dtype, str] = {dtype: name for name, dtype in _TORCH_OF.items()}
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """The safetensors name of a torch dtype. Raises UnsupportedError for one that safetensors cannot hold."""
+def dtype_name(dtype: torch.dtype, what: str = "a tensor") -> str:
+    """The safetensors name of a torch dtype. Raises UnsupportedError, saying ``what`` is of it, for one that
+    safetensors cannot hold."""
     name = _NAME_OF.get(dtype)
     if name is None:
-        raise UnsupportedError(f"tensors of {dtype} cannot be saved; supported: {', '.join(_TORCH_OF)}")
+        raise UnsupportedError(f"{what} is of {dtype}, which cannot be saved; supported: {', '.join(_TORCH_OF)}")
     return name
 
 

@@ -32,10 +32,11 @@ class Observer:
     def reserve(self, local: Mapping[Unit, LocalUnit]) -> None:
         """Nothing is staged, so nothing is reserved."""
 
-    def settle(self, step: int, changed: bool) -> Settled:
+    def settle(self, step: int, changed: bool, trouble: bool = False) -> Settled:
         """Nothing is ever under way. Collective."""
-        newest, oldest, any_changed = self._group.largest([step, -step, changed])
-        return Settled(None if newest == -oldest else "disagree", bool(any_changed))
+        newest, oldest, any_changed, unsupported = self._group.largest([step, -step, changed, trouble])
+        skip = "disagree" if newest != -oldest else "unsupported" if unsupported else None
+        return Settled(skip, bool(any_changed))
 
     def claim_name(self, step: int) -> str | None:
         """Nothing gets a name."""

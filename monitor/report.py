@@ -14,7 +14,7 @@ class StepReport:
     """Returned by ``ckpt.step()`` at every decision.
 
     skipped: why no save was begun (``busy``, ``nothing``, ``withheld``, ``fenced``, ``storage``, ``disagree``,
-    ``observe``), None where one was.
+    ``unsupported``, ``observe``), None where one was. problem: with ``unsupported``, what is not as it was attached.
     stats: what the policy saw (drift and staleness of every unit over all ranks); rank 0 only, empty elsewhere
     and where nothing was measured. saved: units that this save holds, with the reason for each.
     choices: the whole decision with its reasons; rank 0 only. staged_bytes: copied on this rank.
@@ -28,3 +28,4 @@ class StepReport:
     choices: Mapping[Unit, Choice] | None = None
     staged_bytes: int = 0
     stall_seconds: float = 0.0
+    problem: str | None = None

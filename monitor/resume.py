@@ -111,6 +111,7 @@ def _pause(catalog: Catalog) -> None:
 
 
 def _planned(catalog: Catalog, save: SaveId, bad: frozenset[Bad], adapter: Adapter) -> _Plan:
+    adapter.check_attached()
     resolution = _resolved(catalog, save, bad)
     require_model(resolution.manifest, adapter)
     slots: Slots = {}

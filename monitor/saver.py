@@ -84,23 +84,25 @@ class Saver:
         for unit, part in local.items():
             self._pool.reserve(unit, part.tensors)
 
-    def settle(self, step: int, changed: bool) -> Settled:
-        """Learn how the save under way stands, on all ranks, and move the references if it is committed. Collective."""
+    def settle(self, step: int, changed: bool, trouble: bool = False) -> Settled:
+        """Learn how the save under way stands, on all ranks, and move the references if it is committed. Collective.
+
+        trouble: this rank's part of the job cannot be saved as it is now."""
         self._collect()
         pending, outcome = self._pending, self._outcome
         busy = pending is not None and outcome is None
         failed = outcome is not None and outcome.error is not None
-        newest, oldest, *flags = self._group.largest([step, -step, busy, failed, changed, self._fenced])
-        any_busy, any_failed, any_changed, fenced = (bool(flag) for flag in flags)
+        newest, oldest, *flags = self._group.largest([step, -step, busy, failed, changed, self._fenced, trouble])
+        any_busy, any_failed, any_changed, fenced, unsupported = (bool(flag) for flag in flags)
         if any_busy:
             if any_failed and pending is not None and pending.job.committing is not None:
                 pending.job.committing.give_up.set()  # a rank cannot deliver: rank 0 need not wait for it
-            return Settled("busy", any_changed)
+            return Settled("unsupported" if unsupported else "busy", any_changed)
         if pending is not None:
             self._finish(pending, outcome)
         if newest != -oldest:
             return Settled("disagree", any_changed)
-        return Settled("fenced" if fenced else None, any_changed)
+        return Settled("unsupported" if unsupported else "fenced" if fenced else None, any_changed)
 
     def begin(self, step: int, decided: Decided, local: Mapping[Unit, LocalUnit]) -> int:
         """Copy what was decided and hand it to the background thread. Returns the bytes copied on this rank."""
@@ -248,9 +250,10 @@ class Saver:
         """The segment without its fragments; and what in the run state cannot be stored, if anything.
 
         That is no reason to stop a training that runs: the save fails, and is reported like any other."""
-        unstorable = None
+        unstorable, facts = None, {}
         try:
             tree, leaves = to_tree(captured(self._job.adapter, self._job.user))
+            facts = self._job.adapter.layout_facts() if self._group.rank == 0 else {}
         except UsageError as error:
             tree, leaves, unstorable = None, [], error
         except Exception as error:  # noqa: BLE001 - the edge to the user's own objects: kept as the save's failure
@@ -265,7 +268,7 @@ class Saver:
             fragments=(),
             run_state=tree,
             run_leaves=leaves,
-            facts=self._job.adapter.layout_facts() if self._group.rank == 0 else {},
+            facts=facts,
         )
         return segment, unstorable
 

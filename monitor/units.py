@@ -65,11 +65,15 @@ class UnitTable:
         return _shape_of(local) != self._shape
 
     def local(self) -> dict[Unit, LocalUnit]:
-        """This rank's units that have pieces here."""
+        """This rank's units that have pieces here. UnsupportedError for tensors that cannot be saved, or that no layer
+        has since they were added after attaching."""
+        for fqn in self._adapter.tensors():
+            self._layer_named(fqn)
         found: dict[Unit, list[Piece]] = {}
         for piece in self._adapter.owned():
             if piece.fragment.numel:
                 unit = Unit(self._layer_named(piece.fragment.fqn), piece.fragment.slot)
+                dtype_name(piece.tensor.dtype, f"{piece.fragment.fqn} ({unit.slot})")
                 found.setdefault(unit, []).append(piece)
         return {unit: LocalUnit(unit, tuple(pieces)) for unit, pieces in found.items()}
 
@@ -96,7 +100,8 @@ class UnitTable:
     def _layer_named(self, fqn: str) -> str:
         if fqn not in self._layer_of:
             raise UnsupportedError(
-                f"{fqn} was added to the model after monitor.attach: add it before, or close() and attach anew"
+                f"{fqn} was added to the model after monitor.attach: add it before, or close() and "
+                "attach anew to another `store:`"
             )
         return self._layer_of[fqn].name
 

@@ -6,7 +6,7 @@ It leaves the user's param groups as they are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -50,6 +50,21 @@ class TensorInfo:
     aliases: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class Trail:
+    """What tells whether weights, and the state of the optimizer that holds them, were changed in between: equal
+    where they were not. Nothing is read but version counters, so no value is looked at. optimizer: its class."""
+
+    optimizer: str
+    weights: int
+    state: int
+
+
+def versions_of(values: Iterable[Any]) -> int:
+    """Of tensors which they are and how often they were changed in place; of other values what they are."""
+    return hash(tuple((id(v), v._version) if isinstance(v, torch.Tensor) else repr(v) for v in values))
+
+
 class Adapter(Protocol):
     """One training framework.
 
@@ -73,6 +88,15 @@ class Adapter(Protocol):
 
     def completed_steps(self) -> int | None:
         """Optimizer steps taken so far, or None where the framework does not count them."""
+        ...
+
+    def check_attached(self) -> None:
+        """Raise UnsupportedError, saying what to do, where the job is not what was attached any more: a parameter that
+        the optimizer holds and the model does not, another optimizer or module in an engine."""
+        ...
+
+    def trail(self) -> Trail | None:
+        """The :class:`Trail` of the attached optimizer's weights, or None where another one could not go unnoticed."""
         ...
 
     def before_update(self, hook: Callable[[], None]) -> None:

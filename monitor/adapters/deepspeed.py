@@ -7,13 +7,14 @@ from typing import Any
 
 import torch.distributed as dist
 
-from monitor.adapters.base import Adapter
+from monitor.adapters.base import Adapter, Trail
 from monitor.adapters.deepspeed_engine import (
     check_engine_state,
     engine_facts,
     engine_objects,
     engine_state,
     load_engine_state,
+    require_same_engine,
 )
 from monitor.adapters.plain import PlainAdapter
 from store.errors import UnsupportedError
@@ -69,6 +70,15 @@ class Stage0Adapter(PlainAdapter):
     def completed_steps(self) -> int | None:
         """Steps at accumulation boundaries."""
         return int(self.engine.global_steps)
+
+    def check_attached(self) -> None:
+        """See :class:`monitor.adapters.base.Adapter`."""
+        require_same_engine(self.engine, self.module, self.optimizer)
+        super().check_attached()
+
+    def trail(self) -> Trail | None:
+        """None: the engine says which optimizer it has."""
+        return None
 
     def run_state(self) -> dict[str, Any]:
         """See :class:`monitor.adapters.base.Adapter`."""

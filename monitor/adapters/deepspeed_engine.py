@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from monitor.adapters.inventory import Inventory
-from store.errors import ModelMismatchError
+from store.errors import ModelMismatchError, UnsupportedError
 
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 _SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
@@ -32,6 +32,16 @@ def engine_state(engine: Any) -> dict[str, Any]:
         "loss_scaler": _scaler_state(engine.optimizer),
         "lr_scheduler": None if scheduler is None else copy.deepcopy(scheduler.state_dict()),
     }
+
+
+def require_same_engine(engine: Any, module: Any, optimizer: Any) -> None:
+    """UnsupportedError where the engine has another module or optimizer than when it was attached."""
+    for what, live, attached in (("module", engine.module, module), ("optimizer", engine.optimizer, optimizer)):
+        if live is not attached:
+            raise UnsupportedError(
+                f"the engine's {what} is another object ({type(live).__name__}) than when it was attached "
+                f"({type(attached).__name__}): close() and attach the engine anew"
+            )
 
 
 def engine_objects(engine: Any) -> dict[str, Any]:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from monitor.adapters.base import Piece, Place, TensorInfo
+from monitor.adapters.base import Piece, Place, TensorInfo, Trail
 from monitor.adapters.deepspeed_engine import (
     as_json,
     check_engine_state,
@@ -27,6 +27,7 @@ from monitor.adapters.deepspeed_engine import (
     engine_objects,
     engine_state,
     load_engine_state,
+    require_same_engine,
 )
 from monitor.adapters.hyper import describe_group, match_groups, restore_groups, snapshot
 from monitor.adapters.inventory import Inventory, whole
@@ -82,6 +83,7 @@ class ZeroAdapter(ABC):
         self._inventory = Inventory(self.module)
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._refuse_this_stage()
+        self._wrapped, self._group_count = self._base(), len(self._base().param_groups)
 
     # ---- what a stage says
 
@@ -110,6 +112,29 @@ class ZeroAdapter(ABC):
     def completed_steps(self) -> int | None:
         """Steps at accumulation boundaries, those skipped for an overflow included, as DeepSpeed counts."""
         return int(self.engine.global_steps)
+
+    def check_attached(self) -> None:
+        """See :class:`monitor.adapters.base.Adapter`: ZeRO itself would not update what was added behind its back."""
+        require_same_engine(self.engine, self.module, self._zero)
+        if self._base() is not self._wrapped:
+            raise UnsupportedError(
+                "ZeRO's inner optimizer is another object than when it was attached: close() and attach the engine anew"
+            )
+        self._refuse_this_stage()
+        known, groups = {id(flat.tensor) for flat in self.flats()}, self._base().param_groups
+        strangers = [
+            index for index, group in enumerate(groups) if any(id(one) not in known for one in group["params"])
+        ]
+        if strangers or len(groups) != self._group_count:
+            raise UnsupportedError(
+                f"{type(self._base()).__name__} has param groups or parameters that ZeRO does not know (group "
+                f"{(strangers or [len(groups) - 1])[0]}), so they would not be saved; give them to "
+                "deepspeed.initialize, or take them out"
+            )
+
+    def trail(self) -> Trail | None:
+        """None: the engine says which optimizer it has."""
+        return None
 
     def before_update(self, hook: Callable[[], None]) -> None:
         """Master weights and moments change only in the optimizer that ZeRO wraps."""

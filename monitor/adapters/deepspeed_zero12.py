@@ -16,7 +16,7 @@ from torch import nn
 
 from monitor.adapters.base import Piece
 from monitor.adapters.deepspeed_zero import Flat, Placement, ZeroAdapter
-from monitor.adapters.inventory import whole
+from monitor.adapters.inventory import Names, whole
 from store.errors import UnsupportedError
 from store.names import FROZEN, WEIGHTS
 
@@ -33,7 +33,7 @@ class Zero12Adapter(ZeroAdapter):
         """Working weights from the masters: each rank casts its partition, then all gather. Collective."""
         self._zero.update_lp_params()
 
-    def _flat(self, index: int, names: dict[int, str]) -> Flat:
+    def _flat(self, index: int, names: Names) -> Flat:
         masters, working = self._masters()[index], self._working()[index]
         size = masters.numel()
         first = dist.get_rank(self._zero.real_dp_process_group[index]) * size
@@ -80,7 +80,7 @@ class Zero12Adapter(ZeroAdapter):
         size, count = self._masters()[index].numel(), int(self._zero.partition_count[index])
         end = placed[-1][1] + placed[-1][2]
         return {
-            "params": [names[id(parameter)] for parameter in params],
+            "params": [names.of(parameter, "ZeRO") for parameter in params],
             "layout": [{"fqn": fqn, "offset": offset, "numel": numel} for fqn, offset, numel in placed],
             "flat_numel": working.numel(),
             "partition_size": size,
@@ -109,19 +109,18 @@ class Zero12Adapter(ZeroAdapter):
         return partitions
 
 
-def _in_memory_order(
-    params: Sequence[nn.Parameter], flat: torch.Tensor, names: dict[int, str]
-) -> list[tuple[str, int, int]]:
+def _in_memory_order(params: Sequence[nn.Parameter], flat: torch.Tensor, names: Names) -> list[tuple[str, int, int]]:
     """(fqn, offset in the flat tensor, numel) of each parameter, by offset. Raises UnsupportedError for a
     parameter that is not a view of the flat tensor (states moved off the device, for one)."""
     begin, width = flat.data_ptr(), flat.element_size()
     out = []
     for parameter in params:
+        fqn = names.of(parameter, "ZeRO")
         offset, remainder = divmod(parameter.data_ptr() - begin, width)
         if remainder or not 0 <= offset <= flat.numel() - parameter.numel() or not parameter.is_contiguous():
             raise UnsupportedError(
-                f"{names[id(parameter)]} does not lie in its group's flat tensor; if states were offloaded, call "
+                f"{fqn} does not lie in its group's flat tensor; if states were offloaded, call "
                 "engine.reload_states() first"
             )
-        out.append((names[id(parameter)], offset, parameter.numel()))
+        out.append((fqn, offset, parameter.numel()))
     return sorted(out, key=lambda placed: placed[1])

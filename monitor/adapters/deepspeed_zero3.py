@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from monitor.adapters.base import Piece
 from monitor.adapters.deepspeed_zero import Flat, Placement, ZeroAdapter
-from monitor.adapters.inventory import slice_of, whole
+from monitor.adapters.inventory import Names, slice_of, whole
 from store.errors import UnsupportedError
 from store.names import FROZEN, WEIGHTS, Fragment
 
@@ -37,10 +37,10 @@ class Zero3Adapter(ZeroAdapter):
             self._zero._reassign_or_swap_out_partitioned_parameters(index)
         self._zero.checkpoint_event_epilogue()
 
-    def _flat(self, index: int, names: dict[int, str]) -> Flat:
+    def _flat(self, index: int, names: Names) -> Flat:
         placements, fqns, offset = [], [], 0
         for parameter in self._zero.fp16_groups[index]:
-            fqn = names[id(parameter)]
+            fqn = names.of(parameter, f"sub-group {index} of ZeRO-3")
             start, numel = _own_slice(parameter)
             fqns.append(fqn)
             if numel:

@@ -6,7 +6,7 @@ framework may have put other memory behind a name since the last call.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import nn
@@ -15,6 +15,27 @@ from monitor.adapters.base import Piece, TensorInfo
 from monitor.dtypes import dtype_name
 from store.errors import UnsupportedError
 from store.names import Fragment
+
+
+class Names:
+    """The fqn of each parameter of a module, as of one moment."""
+
+    def __init__(self, by_id: Mapping[int, str]) -> None:
+        self._by_id = by_id
+
+    def __contains__(self, parameter: object) -> bool:
+        return id(parameter) in self._by_id
+
+    def of(self, parameter: torch.Tensor, holder: str) -> str:
+        """The fqn of a parameter that ``holder`` holds. Raises UnsupportedError for one that is not in the model."""
+        name = self._by_id.get(id(parameter))
+        if name is None:
+            shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+            raise UnsupportedError(
+                f"{holder} holds a parameter of shape {shape} that is not in the model, so it would not be saved; put "
+                "it into the model before monitor.attach (and before the optimizer is made), or take it out"
+            )
+        return name
 
 
 class Inventory:
@@ -41,9 +62,9 @@ class Inventory:
                 out[name] = buffer
         return out
 
-    def names(self) -> dict[int, str]:
-        """Canonical fqn of each parameter, by ``id``."""
-        return {id(parameter): name for name, parameter in self.parameters().items()}
+    def names(self) -> Names:
+        """Canonical fqn of each parameter."""
+        return Names({id(parameter): name for name, parameter in self.parameters().items()})
 
     def aliases(self) -> dict[str, tuple[str, ...]]:
         """Further names of tied tensors, by canonical fqn. Tensors with one name only are absent."""
@@ -64,9 +85,9 @@ class Inventory:
         for name, parameter in self.parameters().items():
             shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
             kind = "trainable" if parameter.requires_grad or name in trainable else "frozen"
-            out[name] = TensorInfo(shape, dtype_name(parameter.dtype), kind, aliases.get(name, ()))
+            out[name] = TensorInfo(shape, dtype_name(parameter.dtype, name), kind, aliases.get(name, ()))
         for name, buffer in self.buffers().items():
-            dtype = dtype_name(buffer.dtype)
+            dtype = dtype_name(buffer.dtype, name)
             out[name] = TensorInfo(tuple(buffer.shape), dtype, "buffer", aliases.get(name, ()))
         return out
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from monitor.adapters.base import Piece, Place, TensorInfo
+from monitor.adapters.base import Piece, Place, TensorInfo, Trail, versions_of
 from monitor.adapters.hyper import LiveGroups, describe_group, match_groups, restore_groups, snapshot
 from monitor.adapters.inventory import Inventory, whole
 from monitor.adapters.optimizer_state import (
@@ -50,12 +50,26 @@ class PlainAdapter:
         together = dist.is_available() and dist.is_initialized()
         self._rank = dist.get_rank(group) if together else 0
         self._world_size = dist.get_world_size(group) if together else 1
-        self._refuse_strangers()
+        if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
+            raise UnsupportedError(
+                "ZeroRedundancyOptimizer shards its state in its own way; use a plain optimizer or DeepSpeed ZeRO"
+            )
+        self.check_attached()
         self.held()
 
     def completed_steps(self) -> int | None:
         """None: torch does not count them."""
         return None
+
+    def check_attached(self) -> None:
+        """See :class:`monitor.adapters.base.Adapter`: every parameter that is optimized is in the model."""
+        self._groups()
+
+    def trail(self) -> Trail | None:
+        """See :class:`monitor.adapters.base.Adapter`."""
+        moved = [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
+        state = (value for p in moved for value in self.optimizer.state.get(p, {}).values())
+        return Trail(type(self.optimizer).__name__, versions_of(moved), versions_of(state))
 
     def before_update(self, hook: Callable[[], None]) -> None:
         """See :class:`monitor.adapters.base.Adapter`."""
@@ -157,13 +171,16 @@ class PlainAdapter:
 
     def _groups(self) -> list[tuple[list[str], dict[str, Any]]]:
         names = self._inventory.names()
-        return [([names[id(p)] for p in group["params"]], group) for group in self.optimizer.param_groups]
+        return [
+            ([names.of(parameter, self._holder(index)) for parameter in group["params"]], group)
+            for index, group in enumerate(self.optimizer.param_groups)
+        ]
 
     def _optimized(self) -> Iterator[tuple[str, nn.Parameter, dict[str, Any]]]:
         names = self._inventory.names()
-        for group in self.optimizer.param_groups:
+        for index, group in enumerate(self.optimizer.param_groups):
             for parameter in group["params"]:
-                yield names[id(parameter)], parameter, group
+                yield names.of(parameter, self._holder(index)), parameter, group
 
     def _groups_that_count(self, saved: Mapping[str, Any]) -> LiveGroups:
         # Frozen parameters in a group say nothing: ZeRO drops them from its groups.
@@ -190,18 +207,8 @@ class PlainAdapter:
             for key, value in saved["scalars"].get(fqn, {}).items()
         }
 
-    def _refuse_strangers(self) -> None:
-        kind = type(self.optimizer).__name__
-        if kind == "ZeroRedundancyOptimizer":
-            raise UnsupportedError(f"{kind} shards its state in its own way; use a plain optimizer or DeepSpeed ZeRO")
-        names = self._inventory.names()
-        for index, group in enumerate(self.optimizer.param_groups):
-            for parameter in group["params"]:
-                if id(parameter) not in names:
-                    raise UnsupportedError(
-                        f"param group {index} of {kind} holds a parameter of shape {tuple(parameter.shape)} that is "
-                        "not in the model, so it would not be saved; pass the module that owns it"
-                    )
+    def _holder(self, index: int) -> str:
+        return f"param group {index} of {type(self.optimizer).__name__}"
 
 
 def unwrap(model: nn.Module) -> tuple[nn.Module, dist.ProcessGroup | None]:
