@@ -17,7 +17,7 @@ class Source(Protocol):
 
     kind: str
 
-    def checkpoint(self, step: int | str | None, flaws: Set[Flaw]) -> Checkpoint:
+    def checkpoint(self, step: int | str | None, flaws: Set[Flaw], /) -> Checkpoint:
         """The state at a step (or named save, or tag), or the newest one for None.
 
         flaws: versions of stores known to be damaged, which an older version has to stand in for.

@@ -31,20 +31,17 @@ _STRANGE = {
 class RankFiles:
     """What the files of a checkpoint hold.
 
-    models: of each rank at ZeRO-3, else one. optims: of each rank, the optimizer's state alone. stage: of ZeRO.
-    bf16: whether the optimizer's files say so in their names.
+    models: of each rank at ZeRO-3, else one. optims: of each rank, the optimizer's state alone; of rank 0 only in a
+    universal checkpoint. stage: of ZeRO. world_size: number of ranks that saved. bf16: whether the working weights
+    are.
     """
 
     folder: Path
     models: tuple[Nest, ...]
     optims: tuple[Nest, ...]
     stage: int
+    world_size: int
     bf16: bool
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks that saved."""
-        return len(self.optims)
 
     @property
     def model(self) -> Nest:
@@ -53,8 +50,17 @@ class RankFiles:
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Whether a directory holds model states of DeepSpeed's."""
-    return folder.is_dir() and any(_MODEL.fullmatch(path.name) for path in folder.iterdir())
+    """Whether a directory holds model states of DeepSpeed's, and is no universal checkpoint."""
+    return _has_models(folder) and not is_universal(folder)
+
+
+def is_universal(folder: Path) -> bool:
+    """Whether a directory is a universal checkpoint: one directory per parameter, in ``zero``."""
+    return _has_models(folder) and (folder / "zero").is_dir()
+
+
+def _has_models(folder: Path) -> bool:
+    return folder.is_dir() and any(_MODEL.fullmatch(name) for name in LocalFiles(folder).list_dir(""))
 
 
 def read_files(folder: Path) -> RankFiles:
@@ -69,22 +75,39 @@ def read_files(folder: Path) -> RankFiles:
             f"{folder} has no optimizer files of ZeRO: a checkpoint of stage 0 does not say which optimizer state is "
             "of which parameter. Rebuild it from a store, or save it with ZeRO stage 1"
         )
-    first = _nest(files, models[min(models)])
-    world_size = first.at("dp_world_size").natural()
+    nests, sharded = _read_models(files, models)
+    world_size = nests[0].at("dp_world_size").natural()
     _require_ranks(folder, optims, world_size, f"{'bf16_' if bf16 else ''}zero_pp_rank_{{}}_mp_rank_00_optim_states.pt")
-    sharded = models[min(models)].startswith("zero_pp_rank_")
-    if sharded:
-        _require_ranks(folder, models, world_size, "zero_pp_rank_{}_mp_rank_00_model_states.pt")
     read = tuple(_nest(files, optims[rank]) for rank in range(world_size))
-    found = RankFiles(
-        folder,
-        (first, *(_nest(files, models[rank]) for rank in sorted(models)[1:])),
-        tuple(nest.at("optimizer_state_dict") for nest in read),
-        _stage(first, read[0], sharded),
-        bf16,
-    )
+    states = tuple(nest.at("optimizer_state_dict") for nest in read)
+    found = RankFiles(folder, nests, states, _stage(nests[0], states[0], sharded), world_size, bf16)
     _require_one_save(found, read)
     return found
+
+
+def read_universal(folder: Path) -> RankFiles:
+    """The same for a universal checkpoint, but for the parameters' own files."""
+    files = LocalFiles(folder)
+    names = files.list_dir("")
+    _refuse_strange(folder, names)
+    nests, sharded = _read_models(files, _by_rank(folder, names)[0])
+    state = _nest(files, "zero/optimizer_state.pt")
+    half = nests[0].at("ds_config").get("bf16") or nests[0].at("ds_config").get("bfloat16")
+    bf16 = half is not None and half.mapping().get("enabled") is True
+    world_size = nests[0].at("dp_world_size").natural()
+    found = RankFiles(folder, nests, (state,), _stage(nests[0], state, sharded), world_size, bf16)
+    _require_one_save(found, ())
+    return found
+
+
+def _read_models(files: LocalFiles, models: dict[int, str]) -> tuple[tuple[Nest, ...], bool]:
+    """Model states in the order of ranks, and whether each rank has its own."""
+    first = _nest(files, models[min(models)])
+    sharded = models[min(models)].startswith("zero_pp_rank_")
+    if sharded:
+        world_size = first.at("dp_world_size").natural()
+        _require_ranks(files.root, models, world_size, "zero_pp_rank_{}_mp_rank_00_model_states.pt")
+    return (first, *(_nest(files, models[rank]) for rank in sorted(models)[1:])), sharded
 
 
 def _nest(files: LocalFiles, name: str) -> Nest:
@@ -149,7 +172,7 @@ def _require_ranks(folder: Path, found: dict[int, str], world_size: int, name: s
 
 
 def _stage(model: Nest, optim: Nest, sharded: bool) -> int:
-    saved = optim.at("optimizer_state_dict").get("zero_stage")
+    saved = optim.get("zero_stage")
     if saved is None:  # the wrapper for bf16 does not say
         zero = model.at("ds_config").get("zero_optimization")
         stage = 1 if zero is None else zero.at("stage").natural()
@@ -170,7 +193,11 @@ def _require_one_save(files: RankFiles, optims: Sequence[Nest]) -> None:
         _require_alike(files.models, name, value)
     _require_alike((*files.models, *optims), "ds_version", lambda nest: nest.at("ds_version").text())
     for name in ("zero_stage", "partition_count", "dynamic_loss_scale", "clip_grad", "loss_scaler"):
-        _require_alike(files.optims, name, lambda nest, name=name: comparable(nest.mapping().get(name)))
+        _require_alike(files.optims, name, _item(name))
+
+
+def _item(name: str) -> Callable[[Nest], Any]:
+    return lambda nest: comparable(nest.mapping().get(name))
 
 
 def _require_alike(nests: Sequence[Nest], name: str, value: Callable[[Nest], Any]) -> None:

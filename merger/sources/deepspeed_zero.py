@@ -103,21 +103,27 @@ class FlatState:
 
 def _kept(state: Nest, numel: int) -> tuple[list[str], dict[str, Any]]:
     """(slots, scalars) of a flat partition's state."""
-    slots, scalars = [], {}
+    slots, scalars = [], scalars_of(state)
     for key, nest in state.items():
-        tensor = nest.value
-        if not isinstance(tensor, FileTensor) or (tensor.shape == () and key == "step"):
-            scalars[key] = values(tensor)
-        elif tensor.shape == (numel,) and key != "step" and key not in (WEIGHTS, FROZEN, BUFFER):
+        if key in scalars:
+            continue
+        tensor = nest.tensor()
+        if tensor.shape == (numel,) and key not in ("step", WEIGHTS, FROZEN, BUFFER):
             slots.append(key)
-        elif tensor.shape == ():
-            scalars[key] = values(tensor)
         else:
             raise UnsupportedError(
                 f"{nest.where} has the shape {tensor.shape} for a flat partition of {numel} elements: it cannot be "
                 "taken apart by parameter; optimizers with state per element, such as AdamW, are handled"
             )
     return sorted(slots), scalars
+
+
+def scalars_of(state: Nest) -> dict[str, Any]:
+    """What the base optimizer keeps for a flat partition besides tensors over its elements."""
+    plain = {key: nest.value for key, nest in state.items()}
+    return {
+        key: values(value) for key, value in plain.items() if not isinstance(value, FileTensor) or value.shape == ()
+    }
 
 
 def base_groups(base: Nest) -> list[tuple[list[int], dict[str, Any]]]:

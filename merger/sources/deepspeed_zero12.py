@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeVar
 
 from merger.sources.deepspeed_classes import FragmentAddress, attributes
 from merger.sources.deepspeed_files import RankFiles
@@ -27,6 +27,8 @@ from merger.sources.deepspeed_zero import (
 from merger.sources.nest import Nest
 from merger.sources.tensor import FileTensor
 from store.errors import MergeError, UnsupportedError
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ def zero12(files: RankFiles) -> Optimized:
     if [indices for indices, _ in hyper] != [[i] for i in range(len(shapes))]:
         raise MergeError(f"{bases[0].where} has {len(hyper)} param groups, {files.model.where} {len(shapes)}")
     out = Optimized()
-    round_robin = _round_robin(files)
+    round_robin = not _is_wrapper(files) and is_round_robin(files.model)
     groups = [_group(files, index, group, round_robin) for index, group in enumerate(shapes)]
     for index, group in enumerate(groups):
         masters = [_master(optim, index) for optim in files.optims]
@@ -94,9 +96,19 @@ def _is_wrapper(files: RankFiles) -> bool:
     return files.optims[0].get("zero_stage") is None
 
 
-def _round_robin(files: RankFiles) -> bool:
-    config = files.model.at("ds_config").get("zero_optimization")
-    return not _is_wrapper(files) and config is not None and config.mapping().get("round_robin_gradients") is True
+def is_round_robin(model: Nest) -> bool:
+    """Whether the run was configured to deal its parameters out to the ranks in turn."""
+    config = model.at("ds_config").get("zero_optimization")
+    return config is not None and config.mapping().get("round_robin_gradients") is True
+
+
+def in_group_order(dealt: Sequence[T], world_size: int) -> list[T]:
+    """What ``round_robin_gradients`` dealt out, as it was before: the order of the param group.
+
+    Dealing takes every ``world_size``-th from the first, then those from the second, and so on.
+    """
+    order = [i for first in range(world_size) for i in range(first, len(dealt), world_size)]
+    return [dealt[at] for at in sorted(range(len(dealt)), key=order.__getitem__)]
 
 
 def _group(files: RankFiles, index: int, shapes: list[Shape], round_robin: bool) -> _Group:
@@ -137,13 +149,11 @@ def _in_group_order(
 ) -> tuple[tuple[Shape, int], ...]:
     """The parameters as the param group has them, with the offsets that DeepSpeed writes into its mappings.
 
-    With ``round_robin_gradients`` the data is dealt out: first every ``world_size``-th parameter from the first, then
-    those from the second, and so on. Unless there are gaps, DeepSpeed maps them as if it were not.
+    Unless there are gaps, DeepSpeed maps what it dealt out as if it lay in the group's order.
     """
     if not round_robin:
         return layout
-    dealt = [i for first in range(world_size) for i in range(first, len(layout), world_size)]
-    placed = [layout[at] for at in sorted(range(len(layout)), key=dealt.__getitem__)]
+    placed = in_group_order(layout, world_size)
     if any(gaps):
         return tuple(placed)
     starts = accumulate((shape.numel for shape, _ in placed), initial=0)

@@ -26,11 +26,10 @@ class Nest:
     def at(self, key: object) -> Nest:
         """An item of a mapping or a list."""
         value = self.value
-        try:
-            if isinstance(value, Mapping) or (isinstance(value, list | tuple) and isinstance(key, int) and key >= 0):
-                return Nest(value[key], f"{self.where}, {key}")
-        except (LookupError, TypeError):
-            pass
+        if isinstance(value, Mapping) and key in value:
+            return Nest(value[key], f"{self.where}, {key}")
+        if isinstance(value, list | tuple) and isinstance(key, int) and 0 <= key < len(value):
+            return Nest(value[key], f"{self.where}, {key}")
         raise DamagedError(f"{self.where} has no {key!r}, which a checkpoint of its kind has")
 
     def get(self, key: object) -> Nest | None:

@@ -193,7 +193,7 @@ class _Converted:
         contiguous = torch.Tensor.is_contiguous(tensor)
         if block is None:
             raise DamagedError(f"{self._archive.path}: a tensor of shape {shape} has no record in the file")
-        first = torch.Tensor.storage_offset(tensor) * tensor.dtype.itemsize
+        first = int(torch.Tensor.storage_offset(tensor)) * tensor.dtype.itemsize
         if storage.nbytes() > block.nbytes or (
             contiguous and first + torch.Tensor.numel(tensor) * tensor.dtype.itemsize > block.nbytes
         ):
