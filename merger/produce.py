@@ -28,7 +28,7 @@ from merger.transfer import (
 )
 from merger.writeback import early_writeback
 from store.coverage import FragmentIndex
-from store.errors import StorageError
+from store.errors import MergeError, StorageError
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,7 @@ def produce(
     return, names of files and directories excepted. MergeError, StorageError.
     """
     with _told(folder):
+        _require_places(folder, files)
         _require_room(folder, files)
         made = [_make(folder, file) for file in files]
         plan = plan_transfer(index, ((i, hole) for i, one in enumerate(made) for hole in one.holes))
@@ -61,10 +62,11 @@ def produce(
 
 def _make(folder: Path, file: OutFile) -> _Made:
     path = folder / file.path
-    path.parent.mkdir(parents=True, exist_ok=True)
-    holes = file.container.make(path)
-    path.chmod(file.mode)
-    return _Made(file, path, holes)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return _Made(file, path, file.container.make(path))
+    except OSError as error:
+        raise OutputError(path, error) from error
 
 
 def _finish(made: Sequence[_Made], moved: Transferred, workers: int) -> None:
@@ -75,24 +77,42 @@ def _finish(made: Sequence[_Made], moved: Transferred, workers: int) -> None:
         one.file.container.seal(one.path, crcs)
         checks += [(one, hole, crcs[hole.offset]) for hole in one.holes]
         checks.append((one, None, 0))
-    in_parallel(_sync, [one.path for one in made], workers)
+    in_parallel(_sync, made, workers)
     in_parallel(_check, checks, workers)
 
 
 def _check(what: tuple[_Made, Hole | None, int], stop: threading.Event) -> None:
     one, hole, crc = what
-    if hole is None:
-        one.file.container.check(one.path)
-    else:
-        check_hole(one.path, hole, crc, stop)
-
-
-def _sync(path: Path, _: threading.Event) -> None:
-    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        if hole is None:
+            one.file.container.check(one.path)
+        else:
+            check_hole(one.path, hole, crc, stop)
+    except OSError as error:
+        raise OutputError(one.path, error, "read back") from error
+
+
+def _sync(one: _Made, _: threading.Event) -> None:
+    try:
+        descriptor = os.open(one.path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            os.fchmod(descriptor, one.file.mode)  # only now: it may forbid to write
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise OutputError(one.path, error) from error
+
+
+def _require_places(folder: Path, files: Sequence[OutFile]) -> None:
+    """Names may come from a foreign checkpoint: they must not leave the directory, nor meet."""
+    taken: set[str] = set()
+    for file in files:
+        if any(name in ("", ".", "..") or "\0" in name for name in file.path.split("/")):
+            raise MergeError(f"{file.path!r} is no place in the output {folder}: the source names a file wrongly")
+        if file.path in taken:
+            raise MergeError(f"two files of the output are called {file.path}")
+        taken.add(file.path)
 
 
 def _require_room(folder: Path, files: Sequence[OutFile]) -> None:

@@ -310,10 +310,10 @@ class _Files:
 
 
 class OutputError(Exception):
-    """The system refused to write an output file. Not a StorageError: that one is about what is read."""
+    """The system refused to write or to read back an output file. Not a StorageError: that is about sources."""
 
-    def __init__(self, path: Path, error: OSError) -> None:
-        super().__init__(f"cannot write {path}: {error.strerror or error}")
+    def __init__(self, path: Path, error: OSError, verb: str = "write") -> None:
+        super().__init__(f"cannot {verb} {path}: {error.strerror or error}")
 
 
 def _one_thread_each() -> None:

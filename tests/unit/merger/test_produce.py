@@ -1,0 +1,239 @@
+"""From planned files to a directory: complete, durable, read back; and told rightly where it cannot be."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from merger.containers.base import Container, Hole, OutFile
+from merger.containers.pt import PtFile
+from merger.containers.safetensors import SafetensorsFile
+from merger.containers.verbatim import Verbatim
+from merger.produce import produce
+from merger.stored import Stored
+from store.errors import DamagedError, MergeError, StorageError
+from tests.support.extents import Spread, all_of, some_flaw, values
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def spread(tmp_path: Path) -> Spread:
+    (tmp_path / "source").mkdir()
+    return Spread(tmp_path / "source")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "out").mkdir()
+    return tmp_path / "out"
+
+
+def two_tensors(spread: Spread) -> tuple[OutFile, ...]:
+    one, two = values(1000, torch.float32, 1), values(77, torch.bfloat16, 2)
+    spread.tensor("one", one)
+    spread.tensor("two", two)
+    tied = all_of("one", one)
+    return (
+        OutFile("deep/er/x.pt", PtFile({"a": tied, "b": [tied, all_of("two", two)], "c": torch.ones(3), "d": 1})),
+        OutFile("x.safetensors", SafetensorsFile({"one": all_of("one", one, torch.bfloat16)}, {"format": "pt"})),
+        OutFile("script.py", Verbatim(b"print()"), 0o755),
+        OutFile("sealed.txt", Verbatim(b"text"), 0o444),
+    )
+
+
+@pytest.mark.parametrize("workers", [1, 4])
+def test_everything_is_there(spread: Spread, folder: Path, workers: int) -> None:
+    told: list[int] = []
+    written, flaws = produce(folder, two_tensors(spread), spread.index, workers, told.append)
+    assert flaws == {}
+    assert sum(told) == 4154
+    found = torch.load(folder / "deep/er/x.pt", weights_only=True)
+    assert torch.equal(found["a"], spread.tensors["one"]) and torch.equal(found["b"][1], spread.tensors["two"])
+    assert found["a"].data_ptr() == found["b"][0].data_ptr()
+    assert torch.equal(load_file(folder / "x.safetensors")["one"], spread.tensors["one"].to(torch.bfloat16))
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    assert written == sum(path.stat().st_size for path in files)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in files}
+    assert modes == {"x.pt": 0o644, "x.safetensors": 0o644, "script.py": 0o755, "sealed.txt": 0o444}
+
+
+AS_ANOTHER_USER = """
+import os, sys
+from pathlib import Path
+from merger.containers.base import OutFile
+from merger.containers.verbatim import Verbatim
+from merger.produce import produce
+from store.coverage import FragmentIndex
+if os.getuid() == 0:
+    os.setgid(65534)
+    os.setuid(65534)
+print(produce(Path(sys.argv[1]), [OutFile("sealed", Verbatim(b"text"), 0o444)], FragmentIndex([]), 1, lambda _: None))
+"""
+
+
+def run(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(command, check=False, env=environment, timeout=120, capture_output=True, text=True)
+
+
+def test_a_file_that_nobody_may_write_to_is_written_by_a_user_without_privileges() -> None:
+    import tempfile
+
+    # Not below pytest's own directories, which other users cannot enter.
+    with tempfile.TemporaryDirectory() as name:
+        Path(name).chmod(0o777)
+        done = run(AS_ANOTHER_USER, name)
+        assert done.stdout == "(4, {})\n", done.stderr
+
+
+def test_a_version_that_is_not_whole_is_told_and_nothing_is_finished(spread: Spread, folder: Path) -> None:
+    files = two_tensors(spread)
+    flaw = some_flaw(spread.root)
+    spread.damage(spread.tensor("bad", values(10, torch.float32, 3), flaw=flaw), 7)
+    files = (*files, OutFile("bad.pt", PtFile({"a": all_of("bad", spread.tensors["bad"])})))
+    written, flaws = produce(folder, files, spread.index, 2, lambda _: None)
+    assert (written, flaws.keys()) == (0, {flaw})
+
+
+def test_damage_of_a_foreign_source_names_the_source(spread: Spread, folder: Path) -> None:
+    files = two_tensors(spread)
+    spread.damage(spread.blocks[0], 0)
+    with pytest.raises(DamagedError, match="block source-0: bytes 0 to 4000 of source-0 do not match"):
+        produce(folder, files, spread.index, 2, lambda _: None)
+
+
+def test_a_source_that_is_gone_is_never_said_to_be_an_output(spread: Spread, folder: Path) -> None:
+    files = two_tensors(spread)
+    (spread.root / spread.blocks[0].path).unlink()
+    with pytest.raises(StorageError) as caught:
+        produce(folder, files, spread.index, 2, lambda _: None)
+    assert str(caught.value).startswith(f"cannot read {spread.root}/source-0")
+    assert "write" not in str(caught.value)
+
+
+@pytest.mark.parametrize("path", ["../x", "a/../../x", "/x", "a\0b", "", "a//b", ".", "a/."])
+def test_a_path_that_leaves_the_output_is_refused(spread: Spread, folder: Path, path: str) -> None:
+    with pytest.raises(MergeError, match="is no place in the output"):
+        produce(folder, [OutFile(path, Verbatim(b"data"))], spread.index, 1, lambda _: None)
+    assert list(folder.parent.rglob("x")) == []
+
+
+def test_two_files_of_one_name_are_refused(spread: Spread, folder: Path) -> None:
+    with pytest.raises(MergeError, match="two files of the output are called a/x"):
+        produce(folder, [OutFile("a/x", Verbatim(b"1")), OutFile("a/x", Verbatim(b"2"))], spread.index, 1, lambda _: 0)
+
+
+def test_a_device_without_room_is_told_before_anything_is_written(spread: Spread, folder: Path) -> None:
+    planned = SafetensorsFile({"a": Stored((1 << 60,), torch.uint8, ())}, {})
+    with pytest.raises(StorageError, match=r"bytes are needed and .* are free"):
+        produce(folder, [OutFile("x", planned)], spread.index, 1, lambda _: None)
+    assert list(folder.iterdir()) == []
+
+
+LIMITED = """
+import resource, signal, sys
+from pathlib import Path
+import torch
+from merger.containers.base import OutFile
+from merger.containers.pt import PtFile
+from merger.containers.safetensors import SafetensorsFile
+from merger.containers.verbatim import Verbatim
+from merger.produce import produce
+from store.errors import StorageError
+from tests.support.extents import Spread, all_of
+root = Path(sys.argv[1])
+spread = Spread(root)
+elements = torch.zeros(5000)
+spread.tensor("a", elements)
+stored = all_of("a", elements)
+kinds = {"pt": PtFile({"a": stored}), "verbatim": Verbatim(bytes(5000))}
+kinds["safetensors"] = SafetensorsFile({"a": stored}, {})
+(root / "out").mkdir()
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))
+try:
+    produce(root / "out", [OutFile("x", kinds[sys.argv[2]])], spread.index, 2, lambda _: None)
+except StorageError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("kind", ["pt", "safetensors", "verbatim"])
+def test_a_device_that_takes_no_more(tmp_path: Path, kind: str) -> None:
+    done = run(LIMITED, str(tmp_path), kind)
+    assert done.stdout.startswith(f"cannot write {tmp_path / 'out'}"), done.stderr
+    assert done.stdout.endswith("; free space or name another output directory\n")
+
+
+@dataclass
+class Spoiled:
+    """A container whose file is changed by the storage under it, between sealing and reading back."""
+
+    inner: Container
+    spoil: Callable[[Path], None]
+
+    def make(self, path: Path) -> tuple[Hole, ...]:
+        return self.inner.make(path)
+
+    def seal(self, path: Path, checksums: Mapping[int, int]) -> None:
+        self.inner.seal(path, checksums)
+        self.spoil(path)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+@pytest.mark.parametrize("position", [3, -3, "middle"])
+def test_what_does_not_read_back_is_not_a_result(
+    spread: Spread, folder: Path, number: int, position: int | str
+) -> None:
+    def spoil(path: Path) -> None:
+        data = bytearray(path.read_bytes())
+        data[position if isinstance(position, int) else len(data) // 2] ^= 0x20
+        path.write_bytes(data)
+
+    files = list(two_tensors(spread))
+    files[number] = OutFile(files[number].path, Spoiled(files[number].container, spoil))
+    with pytest.raises(MergeError, match="does not read back as it was written"):
+        produce(folder, files, spread.index, 2, lambda _: None)
+
+
+def test_an_output_that_cannot_be_read_back_is_told_so(spread: Spread, folder: Path) -> None:
+    class Unreadable(Verbatim):
+        def check(self, path: Path) -> None:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with pytest.raises(StorageError, match=f"cannot read back {folder}/x: Input/output error"):
+        produce(folder, [OutFile("x", Unreadable(b"data"))], spread.index, 1, lambda _: None)
+    gone = OutFile("y", Spoiled(Verbatim(b"data"), Path.unlink))
+    with pytest.raises(StorageError, match=f"cannot write {folder}/y: No such file or directory"):
+        produce(folder, [gone], spread.index, 1, lambda _: None)
+
+
+def test_every_file_is_made_durable(spread: Spread, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names of files are the caller's; what is in them is synced after the last byte and the mode were set."""
+    synced: dict[str, tuple[int, int]] = {}
+    fsync = os.fsync
+
+    def noted(descriptor: int) -> None:
+        status = os.fstat(descriptor)
+        synced[os.readlink(f"/proc/self/fd/{descriptor}")] = (status.st_mtime_ns, status.st_ctime_ns)  # noqa: PTH115
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    produce(folder, two_tensors(spread), spread.index, 2, lambda _: None)
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    assert synced == {str(path): (path.stat().st_mtime_ns, path.stat().st_ctime_ns) for path in files}
