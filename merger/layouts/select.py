@@ -17,6 +17,14 @@ def layout_for(checkpoint: Checkpoint, target: Target) -> Layout:
         from merger.layouts.plain import PlainLayout
 
         return PlainLayout()
+    if name == "hf":
+        from merger.layouts.hf import HfLayout
+
+        return HfLayout()
+    if name == "dcp":
+        from merger.layouts.dcp import DcpLayout
+
+        return DcpLayout()
     return _deepspeed_layout()
 
 

@@ -1,0 +1,187 @@
+"""Files of ``torch.distributed.checkpoint``: ``*.distcp``, blobs of ``torch.save`` in a row, and ``.metadata``.
+
+``torch.save`` writes every blob, without the tensors' bytes; the zip checksums inside are put in when those are
+there. ``.metadata`` is a pickle of torch's own classes, and says where each blob lies: it is made after the others.
+Peak memory: the plain values. This file does not know which keys a checkpoint has or how its tensors are cut.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import zipfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+
+from merger.containers.base import Hole
+from merger.containers.window import Window
+from merger.containers.zip import Record, patch_checksum, records_in
+from merger.stored import Stored
+from store.errors import DamagedError, MergeError
+
+_BLOB_BYTES = 1300
+"""About what ``torch.save`` puts around one value."""
+
+
+@dataclass(frozen=True, eq=False)
+class Item:
+    """One blob. index: its name and, for a tensor, where in the whole tensor it begins.
+
+    value: a planned tensor, a small tensor, or a plain value.
+    """
+
+    index: MetadataIndex
+    value: Any
+
+    @property
+    def nbytes(self) -> int:
+        """About its size in the file."""
+        return _BLOB_BYTES + (self.value.nbytes if isinstance(self.value, Stored | torch.Tensor) else 0)
+
+
+@dataclass(frozen=True)
+class _Blob:
+    """``nbytes`` bytes from ``start`` of the file. records: of its zip. data: offset of the planned bytes, if any."""
+
+    start: int
+    nbytes: int
+    records: Sequence[Record]
+    data: int | None
+
+
+@dataclass
+class DcpFile:
+    """One ``.distcp`` file."""
+
+    items: Sequence[Item]
+    blobs: list[_Blob] = field(default_factory=list, init=False)
+    """Where each item lies, once the file is made."""
+    _sealed: dict[int, int] = field(default_factory=dict, init=False)
+    """CRC-32 of the planned tensors, by offset in the file."""
+
+    def tensors(self) -> Iterable[Stored]:
+        """See :class:`merger.containers.base.Container`."""
+        return (item.value for item in self.items if isinstance(item.value, Stored))
+
+    @property
+    def nbytes(self) -> int:
+        """See :class:`merger.containers.base.Container`."""
+        return sum(item.nbytes for item in self.items)
+
+    def make(self, path: Path) -> tuple[Hole, ...]:
+        """See :class:`merger.containers.base.Container`."""
+        holes, start = [], 0
+        try:
+            with path.open("x+b") as file:
+                for item in self.items:
+                    blob = _write(file, start, item.value, path)
+                    self.blobs.append(blob)
+                    if blob.data is not None:
+                        holes.append(Hole(blob.data, item.value))
+                    start += blob.nbytes
+        except RuntimeError as error:  # how torch tells that the system refused to write
+            raise OSError(str(error)) from error
+        return tuple(holes)
+
+    def seal(self, path: Path, checksums: Mapping[int, int]) -> None:
+        """See :class:`merger.containers.base.Container`."""
+        self._sealed = dict(checksums)
+        with path.open("r+b") as file:
+            for blob in self.blobs:
+                window = cast("BinaryIO", Window(file, blob.start, blob.nbytes))
+                for record in blob.records:
+                    if blob.start + record.offset == blob.data:
+                        patch_checksum(window, record, checksums[blob.start + record.offset])
+
+    def check(self, path: Path) -> None:
+        """See :class:`merger.containers.base.Container`."""
+        try:
+            with path.open("rb") as file:
+                sound = all(_is_sound(file, blob, self._sealed, path) for blob in self.blobs)
+        except (zipfile.BadZipFile, DamagedError, EOFError) as error:
+            raise MergeError(f"{path} does not read back: {error}") from error
+        if not sound:
+            raise MergeError(
+                f"{path} does not read back as it was written: the storage under it is not to be trusted; check "
+                "`dmesg`, or name an output directory elsewhere"
+            )
+
+
+@dataclass
+class DcpMetadata:
+    """``.metadata``. files: by name, those that it is about, made before it.
+
+    metadata: all but where the blobs lie. aliases: further indices under which a blob is found, as of tied tensors.
+    """
+
+    metadata: Metadata
+    files: Mapping[str, DcpFile]
+    aliases: Mapping[MetadataIndex, MetadataIndex]
+    _written: bytes = field(default=b"", init=False)
+
+    @property
+    def nbytes(self) -> int:
+        """See :class:`merger.containers.base.Container`."""
+        return 4096 + 256 * (len(self.aliases) + sum(len(file.items) for file in self.files.values()))
+
+    def tensors(self) -> tuple[Stored, ...]:
+        """None."""
+        return ()
+
+    def make(self, path: Path) -> tuple[Hole, ...]:
+        """See :class:`merger.containers.base.Container`."""
+        places = {
+            item.index: _StorageInfo(name, blob.start, blob.nbytes)
+            for name, file in self.files.items()
+            for item, blob in zip(file.items, file.blobs, strict=True)
+        }
+        places |= {alias: places[index] for alias, index in self.aliases.items()}
+        self._written = pickle.dumps(replace(self.metadata, storage_data=places))
+        with path.open("xb") as file:
+            file.write(self._written)
+        return ()
+
+    def seal(self, path: Path, checksums: Mapping[int, int]) -> None:
+        """Nothing to do."""
+
+    def check(self, path: Path) -> None:
+        """See :class:`merger.containers.base.Container`."""
+        if path.read_bytes() != self._written:
+            raise MergeError(f"{path} does not read back as it was written: the storage under it is not to be trusted")
+
+
+def _write(file: BinaryIO, start: int, value: Any, path: Path) -> _Blob:
+    window = cast("BinaryIO", Window(file, start))
+    if isinstance(value, Stored):
+        with FakeTensorMode():
+            hollow = torch.empty(value.shape, dtype=value.dtype)  # takes no memory
+        with torch.serialization.skip_data(materialize_fake_tensors=True):
+            torch.save(hollow, window)
+    else:
+        torch.save(value.detach().clone() if isinstance(value, torch.Tensor) else value, window)
+    found = records_in(window, path)
+    data = None
+    if isinstance(value, Stored) and value.nbytes:
+        (data,) = (start + record.offset for record in found if "/data/" in record.name)
+    return _Blob(start, window.seek(0, os.SEEK_END), found, data)
+
+
+def _is_sound(file: BinaryIO, blob: _Blob, sealed: Mapping[int, int], path: Path) -> bool:
+    """Whether a blob's records are those that were written. The planned bytes themselves are checked elsewhere."""
+    window = cast("BinaryIO", Window(file, blob.start, blob.nbytes))
+    expected = [
+        replace(record, crc=sealed[blob.data]) if blob.data == blob.start + record.offset else record
+        for record in blob.records
+    ]
+    with zipfile.ZipFile(window) as found:
+        for info, record in zip(found.infolist(), expected, strict=False):
+            if blob.start + record.offset != blob.data:
+                found.read(info)  # checks its CRC-32
+    return records_in(window, path) == expected
