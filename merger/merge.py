@@ -5,26 +5,33 @@ Changes nothing in its sources.
 
 from __future__ import annotations
 
-import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from merger.blocks import Flaw
 from merger.output import Output
-from merger.plan import Request, open_request, plan_merge
+from merger.plan import MergePlan, Request, default_workers, open_request, plan_merge
 from merger.produce import produce
-from merger.sources.base import Source
+from merger.recipe.opened import OpenSources
+from merger.recipe.recipe import Recipe
+from merger.report import SourceUse
 from merger.target import Target
 from merger.transfer import Progress
 from store.certificate import Certificate
+from store.errors import UsageError
 from store.names import SaveId
+
+Planned = Callable[[MergePlan], None]
+"""Told each plan before it is carried out: the first one, and again after each finding of damage."""
 
 
 @dataclass(frozen=True)
 class MergeResult:
     """A rebuilt checkpoint. problems: what was damaged in the sources, and so was taken from an older version.
 
-    load: lines of Python that load it. notes: what to know before loading it.
+    load: lines of Python that load it. notes: what to know before loading it. framework: what was training.
+    parameters: of the model, tied ones once. sources: what it is made of.
     """
 
     certificate: Certificate
@@ -34,59 +41,81 @@ class MergeResult:
     problems: tuple[str, ...]
     load: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    framework: str = ""
+    parameters: int = 0
+    sources: tuple[SourceUse, ...] = ()
 
 
 def merge(
-    source: Path,
+    source: Path | None,
     out: Path,
     *,
     save: SaveId | int | str | None = None,
     target: Target | None = None,
+    recipe: Recipe | None = None,
     workers: int | None = None,
     progress: Progress = lambda _: None,
+    planned: Planned = lambda _: None,
 ) -> MergeResult:
-    """Rebuild the newest state that can be (or ``save``: a commit, step or tag) as a checkpoint of a framework.
+    """Rebuild the newest state that can be (or ``save``: a commit, step, tag or bound) as a framework's checkpoint.
 
-    source: a store, or a checkpoint. out: must not exist; it appears when all of it is durable and was read back.
-    workers: threads; by default as many as there are processors, up to eight. progress: told, from any of them but
-    never two at a time, the stored bytes just read; ``MergePlan.bytes_to_read`` is their sum. Where a version in a
-    store turns out to be damaged, writing starts again with the version before, and so does the count.
+    source: a store, or a checkpoint; None where ``recipe`` names its sources. out: must not exist; it appears when all
+    of it is durable and was read back. workers: threads; by default as many as there are processors, up to eight.
+    progress: told, from any of them but never two at a time, the stored bytes just read; ``MergePlan.bytes_to_read`` is
+    their sum. planned: see :data:`Planned`; where a version in a store turns out to be damaged, writing starts again
+    with the version before, and so does the count.
 
-    Raises NoStoreError, NothingToResumeError, MergeError (a hole; a commit that is not there), DamagedError (a
-    foreign checkpoint), UsageError (``out`` is taken), UnsupportedError (no such layout for it), StorageError.
+    Raises NoStoreError, NothingToResumeError, MergeError (a hole; a commit that is not there; sources that do not fit
+    together), DamagedError (a foreign checkpoint), UsageError (``out`` is taken), ConfigError (the recipe),
+    UnsupportedError (no such layout for it), StorageError.
     """
-    request = Request(source, save.name if isinstance(save, SaveId) else save, target or Target())
-    attempts = _Attempts(open_request(request), request)  # refuses before anything is written
-    output = Output(out, source)
+    request = Request(source, save.name if isinstance(save, SaveId) else save, target or Target(), recipe)
+    sources = open_request(request)
+    attempts = _Attempts(sources, request)  # refuses before anything is written
+    output = _output(out, sources)
     try:
-        written = attempts.write(output, workers or default_workers(), progress)
+        written = attempts.write(output, workers or default_workers(), progress, planned)
         output.finish()
     finally:
         output.abandon()
     plan = attempts.plan
-    load = tuple(line.format(out=str(output.out)) for line in plan.laid.load)
     return MergeResult(
-        plan.checkpoint.certificate, output.out, plan.laid.tag, written, attempts.problems, load, plan.laid.notes
+        certificate=plan.checkpoint.certificate,
+        out=output.out,
+        tag=plan.laid.tag,
+        bytes_written=written,
+        problems=attempts.problems,
+        load=plan.load(output.out),
+        notes=plan.notes,
+        framework=plan.checkpoint.framework,
+        parameters=plan.parameters,
+        sources=plan.sources,
     )
 
 
-def default_workers() -> int:
-    """Threads that a merge uses unless told otherwise."""
-    return min(8, len(os.sched_getaffinity(0)))
+def _output(out: Path, sources: OpenSources) -> Output:
+    first, *others = sources.paths
+    for path in others:
+        if out.resolve().is_relative_to(path.resolve()):
+            raise UsageError(
+                f"{out} lies inside the source {path}, which a merge never changes: name another directory"
+            )
+    return Output(out, first)
 
 
 class _Attempts:
     """Plans, one after another, until one finds all of its versions whole."""
 
-    def __init__(self, source: Source, request: Request) -> None:
-        self._source, self._request = source, request
+    def __init__(self, sources: OpenSources, request: Request) -> None:
+        self._sources, self._request = sources, request
         self._flaws: set[Flaw] = set()
         self._damage: list[str] = []
-        self.plan = plan_merge(source, request)
+        self.plan = plan_merge(sources, request)
 
-    def write(self, output: Output, workers: int, progress: Progress) -> int:
+    def write(self, output: Output, workers: int, progress: Progress, planned: Planned) -> int:
         """Write the output, again where versions turn out to be damaged. Returns the bytes written."""
         while True:
+            planned(self.plan)
             written, found = produce(output.folder, self.plan.files, self.plan.checkpoint.index, workers, progress)
             if not found:
                 return written
@@ -94,7 +123,7 @@ class _Attempts:
             self._flaws |= found.keys()
             self._damage += found.values()
             output.clear()
-            self.plan = plan_merge(self._source, self._request, self._flaws)
+            self.plan = plan_merge(self._sources, self._request, self._flaws)
 
     @property
     def problems(self) -> tuple[str, ...]:

@@ -6,39 +6,68 @@ whole; where a version of a store turns out not to be, another plan is made with
 
 from __future__ import annotations
 
-from collections.abc import Set
+import math
+import os
+import shutil
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from merger.blocks import Flaw
+from merger.blocks import Block, Flaw
 from merger.checkpoint import Checkpoint
 from merger.containers.base import Hole, OutFile
 from merger.layouts.base import Laid
 from merger.layouts.select import layout_for
-from merger.report import certificate_file
-from merger.sources.base import Source
-from merger.sources.select import open_source
+from merger.recipe.assemble import Assembled, assemble
+from merger.recipe.opened import OpenSources, open_sources, raise_all
+from merger.recipe.recipe import Recipe, single
+from merger.report import SourceUse, certificate_file
 from merger.target import Target
-from merger.transfer import CHUNK, plan_transfer
+from merger.transfer import CHUNK, TransferPlan, plan_transfer
+from store.errors import DriftpointError, UsageError
 
 
 @dataclass(frozen=True)
 class Request:
-    """What the user asks for.
+    """What the user asks for. UsageError where it contradicts itself.
 
-    source: a store or a checkpoint. step: a step, a save's name or a tag; None: the newest.
+    source: a store or a checkpoint; None where a recipe names all of them. step: a step, a save's name, a tag or a
+    bound (``<= 120``); None: the newest. recipe: what to put together, in place of ``step``.
     """
 
-    source: Path
+    source: Path | None
     step: int | str | None = None
     target: Target = field(default_factory=Target)
+    recipe: Recipe | None = None
+
+    def __post_init__(self) -> None:
+        if self.recipe is None:
+            if self.source is None:
+                raise UsageError("nothing says what to merge: name a SOURCE (a store or a checkpoint), or a recipe")
+            return
+        if self.step is not None:
+            raise UsageError("a recipe has the steps of its sources: give --step or --recipe, not both")
+        if self.source is not None and all(ref.path is not None for ref in self.recipe.sources.values()):
+            raise UsageError(
+                f"{self.recipe.where} names the path of every source, so SOURCE ({self.source}) would not be used; "
+                "leave it out"
+            )
+
+    def whole_recipe(self) -> Recipe:
+        """The recipe; without one, everything from the source."""
+        if self.recipe is not None:
+            return self.recipe
+        assert self.source is not None  # __post_init__
+        return single(self.source, self.step)
 
 
 @dataclass(frozen=True)
 class MergePlan:
     """What a merge does.
 
-    files: all of the output, the certificate among them. bytes_to_read: each block once. bytes_to_write: about.
+    files: all of the output, the certificate among them. sources: what it is made of. reads: bytes that are read, by
+    the name of the source. bytes_to_read: their sum, each block once. bytes_to_write: about. notes: what to know
+    before loading it.
     """
 
     checkpoint: Checkpoint
@@ -46,25 +75,137 @@ class MergePlan:
     files: tuple[OutFile, ...]
     bytes_to_read: int
     bytes_to_write: int
+    sources: tuple[SourceUse, ...] = ()
+    reads: Mapping[str, int] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of the model, tied ones once, buffers not at all."""
+        tensors = self.checkpoint.tensors.values()
+        return sum(math.prod(tensor.shape) for tensor in tensors if tensor.kind != "buffer")
+
+    def load(self, out: Path) -> tuple[str, ...]:
+        """Lines of Python that load what is written to ``out``."""
+        return tuple(line.format(out=str(out)) for line in self.laid.load)
 
     def memory(self, workers: int) -> int:
         """Bytes that moving the tensors takes at most, on top of the program itself."""
         return 2 * CHUNK * workers
 
 
-def open_request(request: Request) -> Source:
-    """The source that a request names. UsageError, NoStoreError where it is none."""
-    return open_source(request.source)
+@dataclass(frozen=True)
+class Draft:
+    """All that can be said of a merge without doing it.
+
+    sources: those whose checkpoint was found. plan: None where it cannot be made. errors: everything in its way.
+    """
+
+    sources: tuple[SourceUse, ...]
+    plan: MergePlan | None
+    errors: tuple[DriftpointError, ...]
 
 
-def plan_merge(source: Source, request: Request, flaws: Set[Flaw] = frozenset()) -> MergePlan:
-    """The plan. Raises what sources and layouts raise: NothingToResumeError, MergeError, UnsupportedError."""
-    checkpoint = source.checkpoint(request.step, flaws)
-    if request.target.files is not None:
-        checkpoint = replace(checkpoint, files=request.target.files)
-    laid = layout_for(checkpoint, request.target).lay_out(checkpoint, request.target)
-    certificate = certificate_file(checkpoint.certificate, laid.tag, laid.notes)
+def open_request(request: Request) -> OpenSources:
+    """The sources that a request names. UsageError, NoStoreError where one is none."""
+    opened = open_sources(request.whole_recipe(), request.source)
+    raise_all(opened.errors)
+    return opened
+
+
+def plan_merge(sources: OpenSources, request: Request, flaws: Set[Flaw] = frozenset()) -> MergePlan:
+    """The plan. Raises what sources, recipes and layouts raise: NothingToResumeError, ConfigError, MergeError,
+    UnsupportedError.
+    """
+    draft = _draft(sources, request, flaws)
+    raise_all(draft.errors)
+    assert draft.plan is not None  # there is one where there are no errors
+    return draft.plan
+
+
+def draft_merge(request: Request, out: Path | None = None) -> Draft:
+    """Everything that a merge would do, and everything that is in its way. Writes nothing.
+
+    out: where it would write, None where that is not known yet.
+    """
+    draft = _draft(open_sources(request.whole_recipe(), request.source), request)
+    return draft if out is None else replace(draft, errors=(*draft.errors, *_taken(out)))
+
+
+def free_bytes(out: Path) -> int:
+    """Free space where ``out`` would be made."""
+    place = out.absolute()
+    while not place.exists():
+        place = place.parent
+    return shutil.disk_usage(place).free
+
+
+def default_workers() -> int:
+    """Threads that a merge uses unless told otherwise."""
+    return min(8, len(os.sched_getaffinity(0)))
+
+
+def _draft(sources: OpenSources, request: Request, flaws: Set[Flaw] = frozenset()) -> Draft:
+    target = _target(request)
+    assembled = assemble(sources, flaws, weights_only=target.layout == "hf")
+    errors = list(assembled.errors)
+    if assembled.checkpoint is None:
+        return Draft(assembled.uses, None, tuple(errors))
+    try:
+        return Draft(assembled.uses, _planned(assembled, assembled.checkpoint, target, request), tuple(errors))
+    except DriftpointError as error:
+        return Draft(assembled.uses, None, (*errors, error))
+
+
+def _planned(assembled: Assembled, checkpoint: Checkpoint, target: Target, request: Request) -> MergePlan:
+    if target.files is not None:
+        if not target.files.is_dir():
+            raise UsageError(f"{target.files} is no directory to take configuration and tokenizer files from")
+        checkpoint = replace(checkpoint, files=target.files)
+    laid = layout_for(checkpoint, target).lay_out(checkpoint, target)
+    notes = (*assembled.notes, *_dtype_note(request, target), *laid.notes)
+    certificate = certificate_file(checkpoint.certificate, laid.tag, notes, assembled.uses)
     files = (*laid.files, certificate)
     holes = [Hole(0, stored) for file in files for stored in file.container.tensors()]
     transfer = plan_transfer(checkpoint.index, ((0, hole) for hole in holes))
-    return MergePlan(checkpoint, laid, files, transfer.bytes_to_read, sum(file.container.nbytes for file in files))
+    return MergePlan(
+        checkpoint,
+        laid,
+        files,
+        transfer.bytes_to_read,
+        sum(file.container.nbytes for file in files),
+        assembled.uses,
+        _reads(transfer, assembled, checkpoint),
+        notes,
+    )
+
+
+def _target(request: Request) -> Target:
+    """What the user asks for; the recipe's dtype where weights are exported and no other was asked for."""
+    recipe, target = request.recipe, request.target
+    if recipe is None or recipe.dtype is None or target.dtype is not None or target.layout != "hf":
+        return target
+    return replace(target, dtype=recipe.dtype)
+
+
+def _dtype_note(request: Request, target: Target) -> list[str]:
+    if request.recipe is None or request.recipe.dtype is None or target.layout == "hf":
+        return []
+    dtype = request.recipe.dtype
+    return [f"the recipe's dtype ({dtype}) is for exported weights (--layout hf): a training state keeps its own"]
+
+
+def _reads(transfer: TransferPlan, assembled: Assembled, checkpoint: Checkpoint) -> dict[str, int]:
+    name_of: dict[Block, str] = {}
+    for (fqn, _), extents in checkpoint.index.names().items():
+        name_of |= dict.fromkeys((extent.block for extent in extents), assembled.source_of[fqn])
+    reads = dict.fromkeys((use.name for use in assembled.uses), 0)
+    for block in transfer.moves:
+        reads[name_of[block]] += block.nbytes
+    return reads
+
+
+def _taken(out: Path) -> list[UsageError]:
+    if out.exists() or out.is_symlink():
+        return [UsageError(f"{out} exists already, and a merge replaces nothing: name a new directory")]
+    return []

@@ -6,7 +6,7 @@ import operator
 import re
 from collections.abc import Callable, Sequence
 
-from store.errors import NothingToResumeError, UsageError
+from store.errors import UsageError
 from store.names import SaveId
 
 _BOUND = re.compile(r"(?P<sign><=|<|>=|>|==|=)\s*(?P<step>.*)\Z")
@@ -23,22 +23,21 @@ def candidates(step: int | str | None, steps: Sequence[int], origin: str) -> lis
     """What to ask a source for, best first; where one cannot be rebuilt the next one stands in.
 
     steps: of all checkpoints of the source, newest first (a later epoch outranks a later step). A step that is
-    named exactly has no stand-in. UsageError, naming those that are there, where there is none such;
-    NothingToResumeError where there is none at all.
+    named exactly, or by a tag, has no stand-in. UsageError, naming those that are there, for a bound that none keeps.
     """
-    if step is None:
-        return [None]
-    if not steps:
-        raise NothingToResumeError(f"{origin} holds no checkpoint yet")
     bound = _bound(step) if isinstance(step, str) else None
-    if bound is not None:
-        found: list[int | str | None] = [one for one in steps if bound(one)]
-        if not found:
-            raise UsageError(f"{origin} has no checkpoint at a step {step}; {_there(steps)}")
-        return found
-    if _step_of(step) not in (None, *steps):
-        raise UsageError(f"{origin} has no checkpoint {step}; {_there(steps)}")
-    return [step]
+    if bound is None:
+        return [step]
+    found: list[int | str | None] = [one for one in steps if bound(one)]
+    if not found:
+        raise UsageError(f"{origin} has no checkpoint at a step {step}; {there(steps)}")
+    return found
+
+
+def require_step(step: int | str | None, steps: Sequence[int], origin: str) -> None:
+    """UsageError, naming the steps that are there, for the number (or a save's name) of one that is not."""
+    if step is not None and _step_of(step) not in (None, *steps):
+        raise UsageError(f"{origin} has no checkpoint {step}; {there(steps)}")
 
 
 def _bound(text: str) -> Callable[[int], bool] | None:
@@ -61,6 +60,9 @@ def _step_of(step: int | str) -> int | None:
         return None
 
 
-def _there(steps: Sequence[int]) -> str:
+def there(steps: Sequence[int]) -> str:
+    """The newest steps, for people."""
+    if not steps:
+        return "there is none with a step in its name"
     more = f" and {len(steps) - 5} older ones" if len(steps) > 5 else ""
     return f"there are steps {', '.join(map(str, steps[:5]))}{more}" if steps[1:] else f"there is step {steps[0]}"
