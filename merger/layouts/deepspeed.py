@@ -1,4 +1,4 @@
-"""DeepSpeed's own checkpoint directory, at the stage and world size of the run that wrote the store.
+"""DeepSpeed's own checkpoint directory, at any ZeRO stage and world size.
 
 ``engine.load_checkpoint`` of stock DeepSpeed reads it, with nothing of ours installed. What DeepSpeed has no
 place for (random-number states, the user's own objects) goes into the client state under ``driftpoint``.
@@ -24,7 +24,10 @@ from merger.containers.base import OutFile
 from merger.containers.pt import PtFile
 from merger.containers.verbatim import Verbatim
 from merger.layouts.base import Laid
+from merger.layouts.deepspeed_config import ACCUMULATION, MICRO, batch_of
 from merger.layouts.deepspeed_facts import EngineFacts, engine_facts
+from merger.layouts.deepspeed_retarget import retarget
+from merger.layouts.deepspeed_steps import flats, with_common_steps
 from merger.layouts.deepspeed_zero3 import frozen_slices, zero3_states
 from merger.layouts.deepspeed_zero12 import zero12_states
 from merger.layouts.plain import optimizer_state
@@ -46,16 +49,46 @@ _RECOVERY_SCRIPTS = ("zero_to_fp32.py", "zero_to_torch.py")
 class DeepSpeedLayout:
     """The directory of an engine. MergeError where the checkpoint's facts do not describe one."""
 
-    def lay_out(self, checkpoint: Checkpoint, _: Target) -> Laid:
+    def lay_out(self, checkpoint: Checkpoint, target: Target) -> Laid:
         """See :class:`merger.layouts.base.Layout`."""
-        facts = engine_facts(checkpoint.facts)
+        saved = engine_facts(checkpoint.facts)
+        facts = _facts_for(saved, checkpoint, target)
+        checkpoint, notes = with_common_steps(checkpoint, flats(facts))
         tag = f"global_step{checkpoint.framework_state['counters']['global_steps']}"
         files = (
             *deepspeed_files(facts, checkpoint, tag),
             *(_recovery_scripts() if facts.zero_stage else ()),
             OutFile("latest", Verbatim(tag.encode())),
         )
-        return Laid(tag, files, (f"engine.load_checkpoint({{out!r}}, tag={tag!r})",))
+        load = (f"engine.load_checkpoint({{out!r}}, tag={tag!r})",)
+        return Laid(tag, files, load, (*notes, *_notes_on_ranks(saved, facts)))
+
+
+def _facts_for(saved: EngineFacts, checkpoint: Checkpoint, target: Target) -> EngineFacts:
+    """Of the engine that will load the files. One that is as it was saved is laid out as it was found to be."""
+    stage = saved.zero_stage if target.zero_stage is None else target.zero_stage
+    world_size = target.world_size or saved.world_size
+    if (stage, world_size) == (saved.zero_stage, saved.world_size) and saved.has_layout:
+        return saved
+    return retarget(saved, checkpoint, stage, world_size)
+
+
+def _notes_on_ranks(saved: EngineFacts, facts: EngineFacts) -> tuple[str, ...]:
+    if saved.world_size == facts.world_size:
+        return ()
+    notes = []
+    notes.append(
+        f"the run had {saved.world_size} ranks, the files are for {facts.world_size}: random-number states and the "
+        f"user's objects are still those of {saved.world_size} ranks, in the client state under {CLIENT_KEY!r}"
+    )
+    before, after = batch_of(saved.ds_config, saved.world_size), batch_of(facts.ds_config, facts.world_size)
+    if before and after and before.train != after.train:
+        notes.append(
+            f"an optimizer step took {before.train} samples and takes {after.train} with the configuration in the "
+            f"files, on {facts.world_size} ranks; set {ACCUMULATION} or {MICRO} of your own configuration if that is "
+            "not what you want"
+        )
+    return tuple(notes)
 
 
 def deepspeed_files(facts: EngineFacts, checkpoint: Checkpoint, tag: str) -> list[OutFile]:
@@ -110,7 +143,11 @@ def _model_states(facts: EngineFacts, checkpoint: Checkpoint, rank: int) -> dict
 
 def _optim_states(facts: EngineFacts, checkpoint: Checkpoint, rank: int) -> dict[str, Any]:
     states = (zero3_states if facts.zero_stage == 3 else zero12_states)(facts, checkpoint, rank)
-    scaler = None if facts.is_bf16_optimizer else {constants.LOSS_SCALER: _loss_scaler(checkpoint.framework_state)}
+    scaler = (
+        None
+        if facts.is_bf16_optimizer
+        else {constants.LOSS_SCALER: _loss_scaler(checkpoint.framework_state, facts.dtype)}
+    )
     return {
         constants.OPTIMIZER_STATE_DICT: {**(scaler or {}), **states},
         "ds_config": facts.ds_config,
@@ -172,8 +209,10 @@ def _shared_params(checkpoint: Checkpoint) -> dict[str, str]:
     }
 
 
-def _loss_scaler(state: Mapping[str, Any]) -> LossScaler | DynamicLossScaler:
+def _loss_scaler(state: Mapping[str, Any], dtype: str) -> LossScaler | DynamicLossScaler:
     saved = state["loss_scaler"]
+    if saved is None and dtype != "fp16":
+        return LossScaler(scale=1.0)  # where the engine that was saved had none, and one is asked for
     kind = None if saved is None else saved["class"]
     plain = {} if saved is None else {key: value for key, value in saved.items() if key != "class"}
     if kind == "LossScaler":
@@ -193,8 +232,16 @@ def _loss_scaler(state: Mapping[str, Any]) -> LossScaler | DynamicLossScaler:
 
 
 def _client_state(facts: EngineFacts, checkpoint: Checkpoint, rank: int) -> dict[str, Any]:
-    """By rank: ``rng`` and ``user``. A ZeRO-3 file holds its own rank's, the one file of other stages all ranks'."""
-    ranks = checkpoint.run_states if facts.zero_stage != 3 else {rank: checkpoint.run_states[rank]}
+    """By rank that was saved: ``rng`` and ``user``.
+
+    Where each rank has a file, it holds the ranks that leave the same remainder: the own one if there are as many
+    as there were, and none is lost or written twice if not.
+    """
+    ranks = {
+        other: state
+        for other, state in checkpoint.run_states.items()
+        if facts.zero_stage != 3 or other % facts.world_size == rank
+    }
     return {
         "save": checkpoint.certificate.save,
         "ranks": {

@@ -76,6 +76,13 @@ class EngineFacts(_Facts):
         """Whether DeepSpeed wrapped the optimizer in its ``BF16_Optimizer``, whose files differ."""
         return self.zero_optimizer == "BF16_Optimizer"
 
+    @property
+    def has_layout(self) -> bool:
+        """Whether the places of parameters were noted; without, they have to be computed."""
+        if self.zero_stage == 3:
+            return bool(self.sub_groups)
+        return self.zero_stage == 0 or all(group.layout for group in self.param_groups)
+
 
 def engine_facts(facts: Mapping[str, Any]) -> EngineFacts:
     """The facts in a store. MergeError, naming what is missing, where they do not describe an engine."""

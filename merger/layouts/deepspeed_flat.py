@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from merger.checkpoint import Checkpoint
+from merger.layouts.deepspeed_steps import has_state, same_value
 from merger.runstate import portable
 from merger.stored import Placed, Stored, flat
 from merger.tensors import torch_dtype
@@ -28,17 +29,8 @@ class FlatPiece:
     numel: int
 
 
-def flat_tensor(
-    checkpoint: Checkpoint, slot: str, pieces: Sequence[FlatPiece], numel: int, fallback: torch.dtype = torch.float32
-) -> Stored:
-    """A flat partition of one slot, 1-d, ``numel`` elements; zeros where no parameter lies.
-
-    fallback: the dtype where a rank has no piece at all.
-    """
-    dtypes = {checkpoint.dtype(piece.fqn, slot) for piece in pieces}
-    if len(dtypes) > 1:
-        raise MergeError(f"the parameters of a flat partition have {slot} in several dtypes: {sorted(dtypes)}")
-    dtype = torch_dtype(dtypes.pop()) if dtypes else fallback
+def flat_tensor(slot: str, pieces: Sequence[FlatPiece], numel: int, dtype: torch.dtype) -> Stored:
+    """A flat partition of one slot, 1-d, ``numel`` elements; zeros where no parameter lies."""
     return flat(
         numel, dtype, (Placed(Fragment(piece.fqn, slot, piece.start, piece.numel), piece.offset) for piece in pieces)
     )
@@ -47,20 +39,31 @@ def flat_tensor(
 def flat_slots(checkpoint: Checkpoint, fqns: Sequence[str], pieces: Sequence[FlatPiece], numel: int) -> dict[str, Any]:
     """What the base optimizer keeps for one flat partition: its scalars, then its slots.
 
-    fqns: all parameters laid out in it, over all ranks. MergeError where they differ in what they keep, or
-    where a slot that the optimizer had is not stored.
+    fqns: all parameters laid out in it, over all ranks; those that the optimizer kept nothing for get zeros.
+    MergeError where the others differ in what they keep, or where a slot that the optimizer had is not stored.
     """
-    kept = [(checkpoint.framework_state["scalars"].get(fqn, {}), checkpoint.slots(fqn)) for fqn in fqns]
+    known = [fqn for fqn in fqns if has_state(checkpoint, fqn)]
+    kept = [(checkpoint.framework_state["scalars"].get(fqn, {}), checkpoint.slots(fqn)) for fqn in known]
     scalars, slots = kept[0] if kept else ({}, ())
-    for fqn, other in zip(fqns, kept, strict=True):
+    for fqn, other in zip(known, kept, strict=True):
         if other[1] != slots or not _same(other[0], scalars):
             raise MergeError(
-                f"{fqns[0]} and {fqn} share a flat partition but were saved with different optimizer state"
+                f"{known[0]} and {fqn} share a flat partition but were saved with different optimizer state"
             )
     out: dict[str, Any] = dict(portable(scalars))
+    filled = set(known)
+    stored = [piece for piece in pieces if piece.fqn in filled]
     for slot in slots:
-        out[slot] = flat_tensor(checkpoint, slot, pieces, numel, torch_dtype(checkpoint.dtype(fqns[0], slot)))
+        out[slot] = flat_tensor(slot, stored, numel, flat_dtype(checkpoint, slot, known))
     return out
+
+
+def flat_dtype(checkpoint: Checkpoint, slot: str, fqns: Sequence[str]) -> torch.dtype:
+    """The dtype of a slot of all these parameters. MergeError where they were stored in several."""
+    dtypes = {checkpoint.dtype(fqn, slot) for fqn in fqns}
+    if len(dtypes) > 1:
+        raise MergeError(f"the parameters of a flat partition have {slot} in several dtypes: {sorted(dtypes)}")
+    return torch_dtype(dtypes.pop()) if dtypes else torch.float32
 
 
 def base_optimizer_state(
@@ -83,6 +86,4 @@ def base_optimizer_state(
 
 
 def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    return one.keys() == other.keys() and all(
-        torch.equal(torch.as_tensor(one[key]), torch.as_tensor(other[key])) for key in one
-    )
+    return one is other or (one.keys() == other.keys() and all(same_value(one[key], other[key]) for key in one))

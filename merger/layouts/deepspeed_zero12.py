@@ -11,7 +11,7 @@ from deepspeed.utils.tensor_fragment import fragment_address
 
 from merger.checkpoint import Checkpoint
 from merger.layouts.deepspeed_facts import EngineFacts, GroupFacts, PlacedParameter
-from merger.layouts.deepspeed_flat import FlatPiece, base_optimizer_state, flat_slots, flat_tensor
+from merger.layouts.deepspeed_flat import FlatPiece, base_optimizer_state, flat_dtype, flat_slots, flat_tensor
 from store.names import WEIGHTS
 
 
@@ -20,16 +20,16 @@ def zero12_states(facts: EngineFacts, checkpoint: Checkpoint, rank: int) -> dict
     groups = facts.param_groups
     masters, states = [], []
     for group in groups:
-        pieces = _pieces(group, rank)
+        pieces, fqns = _pieces(group, rank), [placed.fqn for placed in group.layout]
         lean = group.partition_size - (0 if facts.is_bf16_optimizer else group.group_paddings[rank])
         # DeepSpeed strips the padding behind the masters, and leaves it behind the moments.
-        masters.append(flat_tensor(checkpoint, WEIGHTS, pieces, lean))
-        states.append(flat_slots(checkpoint, [placed.fqn for placed in group.layout], pieces, group.partition_size))
+        masters.append(flat_tensor(WEIGHTS, pieces, lean, flat_dtype(checkpoint, WEIGHTS, fqns)))
+        states.append(flat_slots(checkpoint, fqns, pieces, group.partition_size))
     out: dict[str, Any] = {
         constants.CLIP_GRAD: facts.clip_grad,
         constants.BASE_OPTIMIZER_STATE: base_optimizer_state(checkpoint, states, [[i] for i in range(len(groups))]),
         constants.SINGLE_PARTITION_OF_FP32_GROUPS: masters,
-        constants.GROUP_PADDINGS: [group.group_paddings[rank] for group in groups],
+        constants.GROUP_PADDINGS: [_group_padding(facts, group, rank) for group in groups],
         constants.PARTITION_COUNT: list(facts.partition_count) if isinstance(facts.partition_count, tuple) else None,
         constants.DS_VERSION: facts.ds_version,
         constants.PARAM_SLICE_MAPPINGS: [_slice_mapping(facts, i, rank) for i in range(len(groups))],
@@ -44,6 +44,13 @@ def _of_zero(facts: EngineFacts) -> dict[str, Any]:
         constants.ZERO_STAGE: ZeroStageEnum(facts.zero_stage),
         constants.PARAM_ALIGNMENT_PADDINGS: [list(group) for group in facts.param_alignment_paddings],
     }
+
+
+def _group_padding(facts: EngineFacts, group: GroupFacts, rank: int) -> int:
+    """What DeepSpeed writes down as a rank's padding; ``BF16_Optimizer`` counts all of a group's as the last rank's."""
+    if not facts.is_bf16_optimizer:
+        return group.group_paddings[rank]
+    return sum(group.group_paddings) if rank == facts.world_size - 1 else 0
 
 
 def _pieces(group: GroupFacts, rank: int) -> list[FlatPiece]:

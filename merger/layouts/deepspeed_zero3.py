@@ -9,7 +9,7 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 
 from merger.checkpoint import Checkpoint
 from merger.layouts.deepspeed_facts import EngineFacts, SubGroupFacts
-from merger.layouts.deepspeed_flat import FlatPiece, base_optimizer_state, flat_slots, flat_tensor
+from merger.layouts.deepspeed_flat import FlatPiece, base_optimizer_state, flat_dtype, flat_slots, flat_tensor
 from merger.stored import Placed, Stored, flat
 from merger.tensors import torch_dtype
 from store.names import FROZEN, WEIGHTS, Fragment
@@ -20,7 +20,8 @@ def zero3_states(facts: EngineFacts, checkpoint: Checkpoint, rank: int) -> dict[
     masters, states = [], []
     for sub_group in facts.sub_groups:
         pieces = _pieces(checkpoint, sub_group, rank)
-        masters.append(flat_tensor(checkpoint, WEIGHTS, pieces, sub_group.flat_numel))
+        dtype = flat_dtype(checkpoint, WEIGHTS, sub_group.params)
+        masters.append(flat_tensor(WEIGHTS, pieces, sub_group.flat_numel, dtype))
         states.append(flat_slots(checkpoint, sub_group.params, pieces, sub_group.flat_numel))
     members: list[list[int]] = [[] for _ in facts.param_groups]
     for index, sub_group in enumerate(facts.sub_groups):

@@ -1,0 +1,200 @@
+"""The flat layout that DeepSpeed 0.19 builds at another ZeRO stage and world size.
+
+Computed from the param groups (which parameters, in which order), their shapes and the configuration; the rules are
+those of ``zero/stage_1_and_2.py``, ``zero/stage3.py``, ``zero/partition_parameters.py``, ``bf16_optimizer.py`` and
+``engine.py``. Pure: it moves no element and writes nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from deepspeed.runtime.config import DtypeEnum
+
+from merger.checkpoint import Checkpoint
+from merger.layouts.deepspeed_config import config_for, zero_section
+from merger.layouts.deepspeed_facts import EngineFacts, GroupFacts, PlacedParameter, SubGroupFacts
+from merger.tensors import torch_dtype
+from store.errors import UnsupportedError
+
+ALIGNMENT = 2
+"""``nccl_start_alignment_factor``: a flat group is a multiple of this many elements per rank."""
+
+PARAMETER_ALIGNMENT = 16
+"""Bytes; ``zero_optimization.parameter_alignment`` starts every parameter but a group's first at a multiple."""
+
+SUB_GROUP_SIZE = 10**9
+"""Default of ``zero_optimization.sub_group_size``, in elements."""
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+BF16_OPTIMIZER, ZERO_12, ZERO_3 = "BF16_Optimizer", "DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3"
+
+
+def retarget(facts: EngineFacts, checkpoint: Checkpoint, zero_stage: int, world_size: int) -> EngineFacts:
+    """The facts of an engine at ``zero_stage`` on ``world_size`` ranks that trains what the checkpoint holds.
+
+    facts: of the engine that was saved; its param groups and configuration are used, its layout is not.
+    MergeError for a parameter that the checkpoint does not know, UnsupportedError where DeepSpeed cannot build such
+    an engine.
+    """
+    config = config_for(facts.ds_config, (facts.zero_stage, facts.world_size), (zero_stage, world_size))
+    engine = {
+        "zero_stage": zero_stage,
+        "world_size": world_size,
+        "ds_config": config,
+        "clip_grad": facts.clip_grad if facts.zero_stage else _clip_grad(config),
+        "frozen": _left_out(checkpoint),
+        "partition_count": 1,
+        "round_robin_gradients": False,
+        "param_alignment_paddings": (),
+        "sub_groups": (),
+    }
+    groups = [_optimized(checkpoint, group.params) for group in facts.param_groups]
+    if zero_stage == 3:
+        _require_a_place(checkpoint, groups)
+    if zero_stage == 0:
+        engine |= {"param_groups": facts.param_groups, "zero_optimizer": facts.zero_optimizer}
+    elif zero_stage == 3:
+        engine |= _zero3(checkpoint, groups, world_size, config)
+    else:
+        engine |= _zero12(checkpoint, groups, engine, facts.dtype)
+    return facts.model_copy(update=engine)
+
+
+def wrapper(zero_stage: int, dtype: str, config: Any) -> str:
+    """The class that DeepSpeed's engine wraps the optimizer in (``_do_optimizer_sanity_check``)."""
+    if zero_stage == 3:
+        return ZERO_3
+    types = config.get("data_types") if isinstance(config, Mapping) else None
+    named = types.get("grad_accum_dtype") if isinstance(types, Mapping) else None
+    accumulation = _DTYPES[dtype] if named is None else DtypeEnum(named).value
+    offload = zero_section(config).get("offload_optimizer")
+    on_host = isinstance(offload, Mapping) and offload.get("device") == "cpu"
+    if zero_stage == 1 and dtype == "bf16" and accumulation == torch.float32 and not on_host:
+        return BF16_OPTIMIZER
+    return ZERO_12
+
+
+def round_robin(params: Sequence[str], world_size: int) -> list[str]:
+    """The order of ``round_robin_gradients``: dealt out to the ranks like cards, then hand after hand."""
+    return list(chain.from_iterable(params[first::world_size] for first in range(world_size)))
+
+
+def _zero12(
+    checkpoint: Checkpoint, groups: Sequence[tuple[str, ...]], engine: Mapping[str, Any], dtype: str
+) -> dict[str, Any]:
+    world_size, zero = engine["world_size"], zero_section(engine["ds_config"])
+    kind = wrapper(engine["zero_stage"], dtype, engine["ds_config"])
+    dealt = kind == ZERO_12 and bool(zero.get("round_robin_gradients"))
+    aligned = kind == ZERO_12 and bool(zero.get("parameter_alignment"))
+    laid, paddings = [], []
+    for index, params in enumerate(groups):
+        if not params:
+            raise UnsupportedError(
+                f"no parameter of param group {index} is trained, and DeepSpeed builds no engine of ZeRO stage 1 or 2 "
+                "with such a group; write stage 3, or train without the group"
+            )
+        order = round_robin(params, world_size) if dealt else list(params)
+        behind = _paddings(checkpoint, order) if aligned else [0] * len(order)
+        laid.append(_group(checkpoint, params, order, behind, world_size))
+        paddings.append(tuple(behind))
+    return {
+        "zero_optimizer": kind,
+        "param_groups": tuple(laid),
+        "partition_count": (world_size,) * len(groups),
+        "round_robin_gradients": dealt,
+        "param_alignment_paddings": tuple(paddings) if kind == ZERO_12 else (),
+    }
+
+
+def _paddings(checkpoint: Checkpoint, order: Sequence[str]) -> list[int]:
+    """Elements left free behind each parameter, so that the next one is aligned; none behind the last."""
+    itemsize = torch_dtype(checkpoint.record(order[0]).dtype).itemsize
+    alignment = PARAMETER_ALIGNMENT // math.gcd(PARAMETER_ALIGNMENT, itemsize)
+    return [*(-checkpoint.numel(fqn) % alignment for fqn in order[:-1]), 0]
+
+
+def _group(
+    checkpoint: Checkpoint, params: tuple[str, ...], order: Sequence[str], paddings: Sequence[int], world_size: int
+) -> GroupFacts:
+    layout, end = [], 0
+    for fqn, padding in zip(order, paddings, strict=True):
+        numel = checkpoint.numel(fqn)
+        layout.append(PlacedParameter(fqn=fqn, offset=end, numel=numel))
+        end += numel + padding
+    size = -(-end // (ALIGNMENT * world_size)) * ALIGNMENT
+    return GroupFacts(
+        params=params,
+        layout=tuple(layout),
+        flat_numel=size * world_size,
+        partition_size=size,
+        group_paddings=tuple(min(size, max(0, (rank + 1) * size - end)) for rank in range(world_size)),
+    )
+
+
+def _zero3(checkpoint: Checkpoint, groups: Sequence[tuple[str, ...]], world_size: int, config: Any) -> dict[str, Any]:
+    limit = zero_section(config).get("sub_group_size")
+    limit = SUB_GROUP_SIZE if limit is None else int(limit)
+    sub_groups = []
+    for index, params in enumerate(groups):
+        slices = [(fqn, -(-checkpoint.numel(fqn) // world_size)) for fqn in params]
+        for members in _cut(slices, limit):
+            numels = tuple(numel for _, numel in members)
+            names = tuple(fqn for fqn, _ in members)
+            sub_groups.append(
+                SubGroupFacts(params=names, param_group=index, partition_numels=numels, flat_numel=sum(numels))
+            )
+    return {
+        "zero_optimizer": ZERO_3,
+        "param_groups": tuple(GroupFacts(params=params) for params in groups),
+        "partition_count": world_size,
+        "sub_groups": tuple(sub_groups),
+    }
+
+
+def _cut(slices: Sequence[tuple[str, int]], limit: int) -> list[list[tuple[str, int]]]:
+    """Sub-groups of a param group: each ends with the slice that makes it reach the limit."""
+    out: list[list[tuple[str, int]]] = []
+    held = limit
+    for fqn, numel in slices:
+        if held >= limit:
+            out.append([])
+            held = 0
+        out[-1].append((fqn, numel))
+        held += numel
+    return out
+
+
+def _optimized(checkpoint: Checkpoint, params: Iterable[str]) -> tuple[str, ...]:
+    """Those that DeepSpeed's wrappers take in: trained, and with at least one element."""
+    return tuple(fqn for fqn in params if checkpoint.record(fqn).kind == "trainable" and checkpoint.numel(fqn))
+
+
+def _left_out(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """Parameters that no wrapper takes in, in model order."""
+    return tuple(
+        fqn
+        for fqn, record in checkpoint.tensors.items()
+        if record.kind == "frozen" or (record.kind == "trainable" and 0 in record.shape)
+    )
+
+
+def _require_a_place(checkpoint: Checkpoint, groups: Iterable[tuple[str, ...]]) -> None:
+    inside = set(chain.from_iterable(groups))
+    for fqn, record in checkpoint.tensors.items():
+        if record.kind == "trainable" and checkpoint.numel(fqn) and fqn not in inside:
+            raise UnsupportedError(
+                f"{fqn} can be trained but is in no param group, and DeepSpeed's ZeRO-3 files have no place for such a "
+                "parameter: it would be lost; write stage 1 or 2"
+            )
+
+
+def _clip_grad(config: Any) -> float:
+    """An engine without ZeRO keeps no bound on the gradient's norm in its optimizer."""
+    value = config.get("gradient_clipping") if isinstance(config, Mapping) else None
+    return float(value) if isinstance(value, int | float) else 0.0
