@@ -7,6 +7,7 @@ It knows records and tensors, no files and no ranks.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from enum import Enum
 from typing import Any
 
 import torch
@@ -25,20 +26,30 @@ _TELLING = frozenset({"betas", "momentum", "alpha", "rho", "lr_decay", "etas", "
 
 def require_model(manifest: ManifestRecord, adapter: Adapter) -> None:
     """The same tensors in the same shapes."""
-    live = {fqn: info.shape for fqn, info in adapter.tensors().items()}
+    infos = adapter.tensors()
+    live = {fqn: info.shape for fqn, info in infos.items()}
     stored = {fqn: record.shape for fqn, record in manifest.tensors.items()}
+    resized = sorted(fqn for fqn in live.keys() & stored.keys() if live[fqn] != stored[fqn])
     differences = [
         *_some("only in the store", sorted(stored.keys() - live.keys())),
         *_some("only in this model", sorted(live.keys() - stored.keys())),
-        *_some(
-            "of another shape",
-            [f"{fqn} {stored[fqn]} -> {live[fqn]}" for fqn in live.keys() & stored.keys() if live[fqn] != stored[fqn]],
-        ),
+        *_some("of another shape", [f"{fqn} {stored[fqn]} -> {live[fqn]}" for fqn in resized]),
     ]
-    if differences:
-        raise ModelMismatchError(
-            "the store holds another model: " + "; ".join(differences) + ". Name another `store:`, or fix the model"
-        )
+    if not differences:
+        return
+    buffers = [fqn for fqn in resized if infos[fqn].kind == "buffer"]
+    only_grown = buffers == resized and len(differences) == 1
+    advice = (
+        _sized(buffers[0], stored[buffers[0]]) if buffers and only_grown else "Name another `store:`, or fix the model"
+    )
+    raise ModelMismatchError("the store holds another model: " + "; ".join(differences) + ". " + advice)
+
+
+def _sized(fqn: str, shape: tuple[int, ...]) -> str:
+    return (
+        f"Buffers that grow while training need the size they had: make {fqn} of shape {shape} before resume(), or "
+        "register it with persistent=False and give an object in state=[...] whose load_state_dict makes it"
+    )
 
 
 def _some(what: str, names: list[str]) -> list[str]:
@@ -74,14 +85,67 @@ def _telling(framework: Mapping[str, Any]) -> set[str]:
     return {key for group in framework["param_groups"] for key in group["hyper"] if key in _TELLING}
 
 
-def is_rounded(host: torch.Tensor, place: Place) -> bool:
-    """Whether the live dtype cannot hold the stored values. ModelMismatchError where it makes them infinite."""
+_CHUNK = 1 << 22
+"""Elements looked at together: the checks need several times the memory of what they check."""
+
+
+def loss(host: torch.Tensor, place: Place) -> str | None:
+    """What the live dtype cannot hold of stored values, for people; None where it holds them all, NaN included.
+
+    Rounding is told, and so is the one case where a finite value becomes infinite. ModelMismatchError for values that
+    would become others: too large, fractions in a tensor of whole numbers, complex ones in a real tensor."""
     if place.dtype == host.dtype:
-        return False
-    cast = host.to(place.dtype)
-    if bool((cast.isfinite() != host.isfinite()).any()):
+        return None
+    where = f"{place.fragment.fqn}/{place.fragment.slot}"
+    chunks = (host[start : start + _CHUNK] for start in range(0, host.numel(), _CHUNK))
+    found = {_loss_of(chunk, place.dtype, place.fragment.slot == BUFFER) for chunk in chunks}
+    if _Loss.ANOTHER in found:
         raise ModelMismatchError(
-            f"{place.fragment.fqn}/{place.fragment.slot}: values of {host.dtype} are too large for the live "
-            f"{place.dtype}; resume with a wider dtype"
+            f"{where}: values of {host.dtype} are too large for the live {place.dtype}, or of a kind that it does not "
+            "have; resume with a wider dtype"
         )
-    return not torch.equal(cast.to(host.dtype), host)
+    if _Loss.INFINITE in found:
+        return f"the extremes of {host.dtype} in {where} became infinite in {place.dtype}"
+    return f"{where} was rounded from {host.dtype} to {place.dtype}" if _Loss.ROUNDED in found else None
+
+
+class _Loss(Enum):
+    NONE, ROUNDED, INFINITE, ANOTHER = range(4)
+
+
+def _loss_of(host: torch.Tensor, dtype: torch.dtype, buffer: bool) -> _Loss:
+    if host.is_complex():
+        return _Loss.ANOTHER
+    live = host.to(dtype)
+    back = live.to(host.dtype)
+    lost = (back != host) & ~(back.isnan() & host.isnan())
+    if not bool(lost.any()):
+        return _Loss.NONE
+    if not dtype.is_floating_point:
+        return _Loss.ANOTHER
+    before, after = host[lost], live[lost]
+    distorted = _distorted(before, after)
+    if not bool(distorted.any()):
+        return _Loss.ROUNDED
+    only_masks = buffer and not bool((distorted & ~_is_a_mask(before, after)).any())
+    return _Loss.INFINITE if only_masks else _Loss.ANOTHER
+
+
+def _distorted(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+    """Where more than rounding happened: infinite, or cut off at the largest number that there is."""
+    wanted, found = before.double(), after.double()
+    cut_off = (wanted.abs() > 1) & (found.abs() < wanted.abs() / 2)
+    return (wanted.isfinite() != found.isfinite()) | found.isnan() | cut_off
+
+
+def _is_a_mask(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+    """Where a buffer holds the lowest (or largest) number of its dtype, and the live dtype has nothing as low.
+
+    That is no measured value but a mask's way to say never, and what it says in a narrower dtype is -inf: the same as
+    ``buffer.to(dtype)`` gives, and so what the live model itself would hold had it been made in the stored dtype. A
+    mask stored as -inf stays -inf for the same reason. (A softmax over nothing but -inf is NaN, over equal finite
+    numbers it is not: hence it is told, and the state not exact.) Any other value that is too large, 1e6 in a running
+    variance say, was measured: infinity in its place would be another network, and is refused as in a weight."""
+    if not before.is_floating_point():
+        return torch.zeros_like(before, dtype=torch.bool)
+    return (before.double().abs() == torch.finfo(before.dtype).max) & after.double().isinf()

@@ -15,7 +15,7 @@ import torch
 
 from monitor.adapters.base import Place
 from monitor.dtypes import torch_dtype
-from monitor.fit import is_rounded
+from monitor.fit import loss
 from monitor.run_state import from_tree
 from monitor.staging import as_bytes
 from store.catalog import Catalog
@@ -59,11 +59,11 @@ def read(catalog: Catalog, resolution: Resolution, places: Sequence[Place], rank
             notes.append(f"{fragment.fqn}/{fragment.slot} is not in the store and starts afresh")
             continue
         wanted = Fragment(fragment.fqn, slot, fragment.start, fragment.numel)
-        dtype = torch_dtype(index.dtype(wanted.fqn, slot) or "")
-        host = torch.empty(wanted.numel, dtype=dtype)
+        host = torch.empty(wanted.numel, dtype=torch_dtype(index.dtype(wanted.fqn, slot) or ""))
         _fill(catalog, index.cover(wanted), host, bad)
-        if is_rounded(host, place):
-            rounded.add(f"{wanted.fqn}/{slot} was rounded from {dtype} to {place.dtype}")
+        lost = loss(host, place)
+        if lost is not None:
+            rounded.add(lost)
         values[fragment] = host
     run_state = _read_run_state(catalog, resolution, rank, bad)
     return Read(values, run_state, frozenset(bad), tuple(notes), tuple(sorted(rounded)))

@@ -46,7 +46,7 @@ class Inventory:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._refuse_sharded()
+        self._refuse_unhandled()
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Every parameter by canonical fqn, in model order."""
@@ -103,9 +103,16 @@ class Inventory:
                     out.append((f"{prefix}.{name}" if prefix else name, buffer))
         return out
 
-    def _refuse_sharded(self) -> None:
+    def _refuse_unhandled(self) -> None:
         from torch.distributed.tensor import DTensor
+        from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
+        for name, tensor in [*self._module.named_parameters(), *self._module.named_buffers()]:
+            if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
+                raise UnsupportedError(
+                    f"{name} has no shape yet: run a batch through the model (and make the optimizer) before "
+                    "monitor.attach"
+                )
         for name, parameter in self._module.named_parameters():
             if isinstance(parameter, DTensor) or isinstance(parameter.data, DTensor):
                 raise UnsupportedError(

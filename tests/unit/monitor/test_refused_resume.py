@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import monitor
-from store.errors import ModelMismatchError, UsageError
+from store.errors import ConfigError, DriftpointError, ModelMismatchError, UsageError
 from tests.support.fingerprint import differing, of_job
 
 Groups = Callable[[nn.Module], Any]
@@ -227,6 +227,25 @@ def test_generators_of_another_make(store: Path, monkeypatch: pytest.MonkeyPatch
     one.ckpt.close()
     monkeypatch.undo()
     require_refused(Job(store, apart, [Counter(1)], trained=1), UsageError, "random generators")
+
+
+def test_what_breaks_off_half_way_says_that_nothing_is_left_to_go_on_from(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing that is left to fail then can be known before; the job must not train on with what it has."""
+
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("out of memory on a device")
+
+    job = Job(store, apart, [Counter(1)])
+    monkeypatch.setattr(job.ckpt._job.adapter, "prepare_load", full)
+    with job.ckpt:
+        with pytest.raises(
+            DriftpointError, match=r"broke off half-way.*neither the old nor the new.*start the job anew"
+        ):
+            job.ckpt.resume()
+        with pytest.raises(ConfigError, match="resume"):
+            job.ckpt.step()
 
 
 class Always(Counter):
