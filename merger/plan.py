@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import shutil
-from collections.abc import Mapping, Set
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from merger.recipe.recipe import Recipe, single
 from merger.report import SourceUse, certificate_file
 from merger.target import Target
 from merger.transfer import CHUNK, TransferPlan, plan_transfer
-from store.errors import DriftpointError, UsageError
+from store.errors import DriftpointError, StorageError, UsageError
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ def draft_merge(request: Request, out: Path | None = None) -> Draft:
     out: where it would write, None where that is not known yet.
     """
     draft = _draft(open_sources(request.whole_recipe(), request.source), request)
-    return draft if out is None else replace(draft, errors=(*draft.errors, *_taken(out)))
+    return draft if out is None else replace(draft, errors=(*draft.errors, *_no_room(out, draft.plan)))
 
 
 def free_bytes(out: Path) -> int:
@@ -205,7 +205,12 @@ def _reads(transfer: TransferPlan, assembled: Assembled, checkpoint: Checkpoint)
     return reads
 
 
-def _taken(out: Path) -> list[UsageError]:
+def _no_room(out: Path, plan: MergePlan | None) -> Iterator[DriftpointError]:
     if out.exists() or out.is_symlink():
-        return [UsageError(f"{out} exists already, and a merge replaces nothing: name a new directory")]
-    return []
+        yield UsageError(f"{out} exists already, and a merge replaces nothing: name a new directory")
+    free = free_bytes(out)
+    if plan is not None and plan.bytes_to_write > free:
+        yield StorageError(
+            f"about {plan.bytes_to_write} bytes would be written to {out}, and {free} are free there; free space or "
+            "name another directory"
+        )

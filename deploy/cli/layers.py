@@ -23,28 +23,35 @@ _NAME_WIDTH = 14
 _STALE = "yellow"
 _FALLBACK = "bold red"
 
+Row = tuple[str, str, int]
+"""A layer, the source that a part of it comes from, and a number where that source has several versions of it."""
+
 LEGEND = (
     "age: steps from the version to the commit. drift: how far the values had moved from the version by then, "
     "relative to its norm; ? where that is not known."
 )
+NEWER_LEGEND = "A negative age: newer than the run state, whose counters and schedule it goes on with."
 FALLBACK_LEGEND = "!: an older version than was committed, because that one is damaged."
 
 
 def print_layers(console: Console, units: Sequence[CertifiedUnit]) -> None:
-    """One row per layer, the age and drift of each slot in columns.
+    """One row per layer (and source, where there are several), the age and drift of each slot in columns.
 
     Slots that do not fit side by side go into tables of their own, each with the layers that have them.
     """
-    by_layer: dict[str, dict[str, CertifiedUnit]] = {}
-    for unit in units:
-        by_layer.setdefault(unit.layer, {})[unit.slot] = unit
+    by_row = _by_row(units)
     ages, drifts = _widths(units)
-    name_width = max((len(name) for name in by_layer), default=0)
-    for slots in _that_fit(_slots(units), ages, drifts, console.width - _BYTES_WIDTH - _GAP, name_width):
-        taken = sum(_slot_width(slot, ages, drifts) + _GAP for slot in slots) + _BYTES_WIDTH + _GAP
-        console.print(_layer_table(by_layer, slots, (ages, drifts), max(console.width - taken, _NAME_WIDTH)))
+    name_width = max((len(name) for name, _, _ in by_row), default=0)
+    source_width = _source_width(units)
+    room = console.width - _BYTES_WIDTH - _GAP - (source_width + _GAP if source_width else 0)
+    for slots in _that_fit(_slots(units), ages, drifts, room, name_width):
+        taken = sum(_slot_width(slot, ages, drifts) + _GAP for slot in slots)
+        names = max(room - taken, _NAME_WIDTH)
+        console.print(_layer_table(by_row, slots, (ages, drifts), (names, source_width)))
         console.print()
     console.print(LEGEND, style="dim")
+    if any(unit.moving and unit.staleness < 0 for unit in units):
+        console.print(NEWER_LEGEND, style="dim")
     if any(unit.fallback for unit in units):
         console.print(FALLBACK_LEGEND, style="dim")
 
@@ -97,25 +104,46 @@ def bytes_per_parameter(nbytes: int, parameters: int) -> float | None:
     return nbytes / parameters if parameters else None
 
 
+def _by_row(units: Sequence[CertifiedUnit]) -> dict[Row, dict[str, CertifiedUnit]]:
+    rows: dict[Row, dict[str, CertifiedUnit]] = {}
+    for unit in units:
+        number = 0
+        while unit.slot in rows.get((unit.layer, unit.source, number), {}):
+            number += 1
+        rows.setdefault((unit.layer, unit.source, number), {})[unit.slot] = unit
+    return rows
+
+
+def _source_width(units: Sequence[CertifiedUnit]) -> int:
+    """Of the column that names sources; 0 where there is but one."""
+    sources = {unit.source for unit in units}
+    return 0 if len(sources) < 2 else min(_NAME_WIDTH, max(len("Source"), *map(len, sources)))
+
+
 def _layer_table(
-    by_layer: Mapping[str, Mapping[str, CertifiedUnit]],
+    by_row: Mapping[Row, Mapping[str, CertifiedUnit]],
     slots: Sequence[str],
     widths: tuple[int, int],
-    name_width: int,
+    name_widths: tuple[int, int],
 ) -> Table:
     table = output.table()
     table.add_column("Layer", no_wrap=True)
+    if name_widths[1]:
+        table.add_column("Source", no_wrap=True)
     for slot in slots:
         heading = "" if slot == FROZEN else f"\n{'age':>{widths[0]}}  {'drift':>{widths[1]}}"
         table.add_column(Text(slot + heading), justify="right", no_wrap=True)
     table.add_column("Bytes", justify="right", no_wrap=True)
-    for layer, all_units in by_layer.items():
+    for (layer, source, _), all_units in by_row.items():
         units = {slot: all_units[slot] for slot in slots if slot in all_units}
         if not units:
             continue
+        names = [output.cell(tail(layer, name_widths[0]))]
+        if name_widths[1]:
+            names.append(output.cell(tail(source, name_widths[1])))
         cells = [_unit_cell(units.get(slot), widths) for slot in slots]
         total = sum(unit.nbytes for unit in units.values())
-        table.add_row(output.cell(tail(layer, name_width)), *cells, size_text(total))
+        table.add_row(*names, *cells, size_text(total))
     return table
 
 

@@ -1,122 +1,237 @@
-"""``driftpoint merge``: rebuild a complete checkpoint of the training framework out of a store.
+"""``driftpoint merge``: one complete checkpoint out of a store, of a framework's own one, or of several by recipe.
 
 The merger is imported when the command runs, because it brings torch with it.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from deploy.cli import layers, output
-from deploy.cli.door import find_save, open_store, parameters
-from deploy.cli.options import DebugOption, JsonOption, StoreArgument
-from deploy.cli.progress import byte_progress, watched
-from deploy.cli.text import kind_text, size_text
-from store.catalog import Catalog
-from store.errors import DamagedError, NothingToResumeError, StorageError
-from store.names import SaveId
-from store.schema import ManifestRecord
-from store.versions import newest_resumable, resolve
+from deploy.cli.options import DebugOption, JsonOption
+from deploy.cli.progress import byte_progress
+from deploy.cli.text import kind_text, plural, size_text
+from store.certificate import Certificate
+from store.errors import UsageError
 
 if TYPE_CHECKING:
     from merger.merge import MergeResult
+    from merger.plan import Request
+    from merger.report import SourceUse
 
+_SIZE = re.compile(r"(?P<count>\d+(?:\.\d+)?)\s*(?P<prefix>[KMGT]?)(?P<binary>i?)B?", re.IGNORECASE)
+_POWER = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+
+SourceArgument = Annotated[
+    Path | None,
+    typer.Argument(
+        metavar="[SOURCE]",
+        help="A store, or a checkpoint of a framework (or the directory of several). Not needed with a recipe that "
+        "names its sources.",
+        show_default=False,
+    ),
+]
 OutOption = Annotated[
-    Path, typer.Option(metavar="DIR", help="Directory to write; it must not exist yet.", show_default=False)
+    Path | None,
+    typer.Option(metavar="DIR", help="Directory to write; it must not exist yet.", show_default=False),
 ]
 StepOption = Annotated[
     str | None,
     typer.Option(
         metavar="STEP",
-        help="A step (of the newest epoch that has it), or a save such as 00000120-000003. "
-        "Without it: the newest commit that can be rebuilt.",
+        help="A step, a save such as 00000120-000003, a tag, or a bound such as '<= 120'. "
+        "Without it: the newest that can be rebuilt.",
         show_default=False,
     ),
+]
+LayoutOption = Annotated[
+    str,
+    typer.Option(metavar="LAYOUT", help="native, deepspeed, universal, hf, dcp, trainer or torch."),
+]
+StageOption = Annotated[
+    int | None, typer.Option(metavar="N", help="ZeRO stage to write, 1 to 3.", show_default="the source's")
+]
+WorldOption = Annotated[
+    int | None, typer.Option(metavar="N", help="Number of ranks to write for.", show_default="the source's")
+]
+DtypeOption = Annotated[
+    str | None,
+    typer.Option(metavar="DTYPE", help="Of hf weights: float32, bfloat16 or float16.", show_default="as trained"),
+]
+ShardOption = Annotated[str, typer.Option(metavar="SIZE", help="Largest size of an hf file.")]
+FilesOption = Annotated[
+    Path | None,
+    typer.Option(metavar="DIR", help="Take configuration and tokenizer files from here.", show_default="the source's"),
+]
+RecipeOption = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Put layers of several checkpoints together.", show_default=False),
+]
+WorkersOption = Annotated[
+    int | None, typer.Option(metavar="N", min=1, help="Threads.", show_default="processors, up to 8")
+]
+PlanOption = Annotated[
+    bool, typer.Option("--plan", help="Only tell what would be read and written, and what is missing.")
 ]
 
 
 def merge(
-    store: StoreArgument,
+    source: SourceArgument = None,
     *,
-    out: OutOption,
+    out: OutOption = None,
     step: StepOption = None,
+    layout: LayoutOption = "native",
+    zero_stage: StageOption = None,
+    world_size: WorldOption = None,
+    dtype: DtypeOption = None,
+    shard_size: ShardOption = "5GB",
+    files: FilesOption = None,
+    recipe: RecipeOption = None,
+    workers: WorkersOption = None,
+    plan: PlanOption = False,
     json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Rebuild a complete checkpoint that the training framework loads by itself. The store stays as it is."""
+    """Rebuild a complete checkpoint that the training framework loads by itself. Sources stay as they are."""
     del debug
-    catalog = open_store(store)
-    save = None if step is None else find_save(catalog, step)
-    result = rebuild(catalog, store, out, save)
-    manifest = catalog.manifest(SaveId.parse(result.certificate.save))
-    body = as_json(result, manifest)
-    output.answer(body, lambda console: draw(console, result, manifest), as_json=json)
+    if out is None and not plan:
+        raise UsageError("missing option '--out': a new directory to write to; see `driftpoint merge --help`")
+    from merger.plan import Request
+    from merger.recipe.dtype import dtype_named
+    from merger.recipe.read import read_recipe
+    from merger.target import Target
+
+    given = None if dtype is None else dtype_named(dtype)
+    target = Target(layout, zero_stage, world_size, given, size_from(shard_size), files)
+    wanted = int(step) if step is not None and step.isascii() and step.isdigit() else step
+    request = Request(source, wanted, target, None if recipe is None else read_recipe(recipe))
+    if plan:
+        from deploy.cli.merge_plan import tell
+
+        raise typer.Exit(tell(request, out, workers, as_json=json))
+    assert out is not None  # checked above
+    result = rebuild(request, out, workers)
+    output.answer(as_json(result), lambda console: draw(console, result), as_json=json)
 
 
-def rebuild(catalog: Catalog, root: Path, out: Path, save: SaveId | None) -> MergeResult:
+def rebuild(request: Request, out: Path, workers: int | None) -> MergeResult:
     """Run the merger, with a progress bar where someone is watching."""
-    from merger.merge import merge as merge_store
+    from merger.merge import merge as run
 
-    total = _bytes_to_read(catalog, save) if watched() else 0
-    with byte_progress("Rebuilding", total) as progress:
-        return merge_store(root, out, save=save, progress=progress)
+    with byte_progress("Rebuilding") as progress:
+        return run(
+            request.source,
+            out,
+            save=request.step,
+            target=request.target,
+            recipe=request.recipe,
+            workers=workers,
+            progress=progress,
+            planned=lambda plan: progress.begin(plan.bytes_to_read),
+        )
 
 
-def as_json(result: MergeResult, manifest: ManifestRecord) -> dict[str, Any]:
+def as_json(result: MergeResult) -> dict[str, Any]:
     """The JSON object of the command."""
     return {
         "out": str(result.out),
         "tag": result.tag,
-        "framework": manifest.framework,
+        "framework": result.framework,
+        "parameters": result.parameters,
         "bytes_written": result.bytes_written,
-        "load": load_lines(result, manifest.framework),
+        "load": list(result.load),
+        "notes": list(result.notes),
+        "sources": [asdict(source) for source in result.sources],
         "certificate": result.certificate.as_json(),
         "problems": list(result.problems),
     }
 
 
-def draw(console: Console, result: MergeResult, manifest: ManifestRecord) -> None:
+def draw(console: Console, result: MergeResult) -> None:
     """The text of the command."""
     certificate = result.certificate
-    kind = kind_text(exact=certificate.exact, max_staleness=certificate.max_staleness, max_drift=certificate.max_drift)
-    layers.print_layers(console, certificate.units)
-    console.print()
-    console.print(layers.slot_table(certificate.units, parameters(manifest)))
-    console.print()
+    print_certificate(console, certificate, result.parameters)
+    if len(result.sources) > 1:
+        console.print(source_table(result.sources))
+        console.print()
     console.print(
         output.facts(
             {
                 "Rebuilt": f"{certificate.save}: step {certificate.step}",
-                "Kind": Text(kind, style="green" if certificate.exact else "yellow"),
+                "Kind": kind_of(certificate),
                 "Wrote": f"{size_text(result.bytes_written)} to {result.out}",
             }
         )
     )
     output.problems(console, result.problems)
+    print_notes(console, result.notes)
+    print_load(console, result.load)
+
+
+def print_certificate(console: Console, certificate: Certificate, parameters: int) -> None:
+    """Per layer, then per slot."""
+    layers.print_layers(console, certificate.units)
+    console.print()
+    console.print(layers.slot_table(certificate.units, parameters))
+    console.print()
+
+
+def kind_of(certificate: Certificate) -> Text:
+    """Exact, or how old, how new and how far moved."""
+    oldest = max(0, certificate.max_staleness)
+    text = kind_text(exact=certificate.exact, max_staleness=oldest, max_drift=certificate.max_drift)
+    newest = min((unit.staleness for unit in certificate.units if unit.moving), default=0)
+    if newest < 0:
+        text += f"; layers up to {plural(-newest, 'step')} newer than the run state"
+    return Text(text, style="green" if certificate.exact else "yellow")
+
+
+def source_table(sources: Sequence[SourceUse], reads: dict[str, int] | None = None) -> Table:
+    """One row per source. reads: bytes read from each."""
+    table = output.table()
+    table.add_column("Source", overflow="fold")
+    table.add_column("Step", justify="right", no_wrap=True)
+    if reads is not None:
+        table.add_column("Read", justify="right", no_wrap=True)
+    table.add_column("Taken from", overflow="fold", ratio=1)
+    for source in sources:
+        read = [] if reads is None else [size_text(reads.get(source.name, 0))]
+        what = f"{source.kind}: {source.origin}"
+        table.add_row(output.cell(source.name), str(source.step), *read, output.cell(what))
+    return table
+
+
+def print_notes(console: Console, notes: Sequence[str]) -> None:
+    """What to know before loading."""
+    for note in notes:
+        console.print()
+        console.print(output.facts({"Note": note}))
+
+
+def print_load(console: Console, lines: Sequence[str]) -> None:
+    """Lines of Python, whole, so that they can be copied."""
+    if not lines:
+        return
     console.print()
     console.print("Load it with:")
     console.print()
-    for line in load_lines(result, manifest.framework):
+    for line in lines:
         console.print(Text(f"    {line}", style="bold"), soft_wrap=True)
 
 
-def load_lines(result: MergeResult, framework: str) -> list[str]:
-    """The lines of Python that load what was rebuilt."""
-    if framework == "deepspeed":
-        return [f"engine.load_checkpoint({str(result.out)!r}, tag={result.tag!r})"]
-    return [
-        f"{name}.load_state_dict(torch.load({str(result.out / f'{name}.pt')!r}))" for name in ("model", "optimizer")
-    ]
-
-
-def _bytes_to_read(catalog: Catalog, save: SaveId | None) -> int:
-    try:
-        resolution = newest_resumable(catalog)[0] if save is None else resolve(catalog, save)
-    except (NothingToResumeError, DamagedError, StorageError):
-        return 0  # the merger is about to say why
-    return sum(source.entry.nbytes for source in resolution.sources())
+def size_from(text: str) -> int:
+    """Bytes in ``5GB``, ``500 MiB``, ``1000000``. UsageError for anything else."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None or (match["binary"] and not match["prefix"]):
+        raise UsageError(f"{text!r} is no size; write 5GB, 500MB or 4GiB")
+    base = 1024 if match["binary"] else 1000
+    return int(float(match["count"]) * base ** _POWER[match["prefix"].upper()])

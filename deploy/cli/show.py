@@ -98,7 +98,7 @@ def look(root: Path, wanted: str | None) -> Shown:
 def as_json(shown: Shown) -> dict[str, Any]:
     """The JSON object of the command."""
     certificate, reasons = shown.certificate, shown.reasons
-    units = [{**asdict(unit), "reason": reasons.get(Unit(unit.layer, unit.slot), "")} for unit in certificate.units]
+    units = [_unit_json(unit, reasons) for unit in certificate.units]
     return {
         **certificate.as_json(),
         "epoch": shown.manifest.epoch,
@@ -115,6 +115,12 @@ def as_json(shown: Shown) -> dict[str, Any]:
         "units": units,
         "problems": list(shown.problems),
     }
+
+
+def _unit_json(unit: CertifiedUnit, reasons: Mapping[Unit, str]) -> dict[str, Any]:
+    found = {**asdict(unit), "reason": reasons.get(Unit(unit.layer, unit.slot), "")}
+    del found["source"]  # all of it is of the store at hand
+    return found
 
 
 def draw(console: Console, shown: Shown, *, long: bool) -> None:

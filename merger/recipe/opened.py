@@ -16,7 +16,15 @@ from merger.recipe.recipe import Recipe
 from merger.recipe.steps import candidates, require_step
 from merger.sources.base import Source
 from merger.sources.select import open_source
-from store.errors import DamagedError, DriftpointError, MergeError, NothingToResumeError, StorageError, UsageError
+from store.errors import (
+    DamagedError,
+    DriftpointError,
+    MergeError,
+    NoStoreError,
+    NothingToResumeError,
+    StorageError,
+    UsageError,
+)
 
 
 @dataclass(frozen=True)
@@ -117,6 +125,9 @@ def raise_all(errors: tuple[DriftpointError, ...] | list[DriftpointError]) -> No
 
 
 def _open(path: Path) -> Source:
+    if not path.is_dir():
+        found = "is a file" if path.exists() else "does not exist"
+        raise NoStoreError(f"{path.absolute()} {found}: name the directory of a store or of a checkpoint")
     try:
         return open_source(path)
     except DamagedError as error:
