@@ -35,11 +35,17 @@ class Model:
         self._files, self._trained = files, trained
         self._module = dict(files.model.at("module").items())
         shared = files.model.get("shared_params")
-        self._aliases = {} if shared is None else {alias: name.text() for alias, name in shared.items()}
+        ties = {} if shared is None else {alias: name.text() for alias, name in shared.items()}
+        # A checkpoint without its frozen parameters still names what is tied to them.
+        self._aliases = {alias: fqn for alias, fqn in ties.items() if fqn in self._module or fqn in trained}
         self._buffers = [name.text() for name in files.model.at("buffer_names").entries()]
         frozen = files.model.get("frozen_param_shapes")
         self._frozen = {} if frozen is None else {fqn: shape.naturals() for fqn, shape in frozen.items()}
         self.problems: list[str] = []
+        if files.stage > 1 and frozen is None:
+            self.problems.append(f"{files.folder} was saved without its frozen parameters; neither has this")
+            for alias in [] if files.stage != 3 else ties.keys() - self._aliases.keys():
+                self._module.pop(alias, None)
         self._refuse_strange()
         self._tie_buffers()
 
@@ -73,7 +79,8 @@ class Model:
         for fqn, tensor in tensors.items():
             if tensor.kind == "buffer" or (tensor.kind == "frozen" and self._files.stage != 3):
                 slot = BUFFER if tensor.kind == "buffer" else FROZEN
-                out += _whole(fqn, slot, self._module[fqn].tensor())
+                saved = self._module[fqn].tensor()
+                out.append(saved.extent(fqn, slot, 0, saved.numel))
             elif tensor.kind == "frozen":
                 out += self._slices(fqn, tensor.shape)
         return out
@@ -131,8 +138,6 @@ class Model:
         for fqn in self._buffers:
             if fqn not in self._module:
                 raise DamagedError(f"{self._files.model.where} names a buffer {fqn}, which its module does not have")
-        if self._files.stage > 1 and self._files.model.get("frozen_param_shapes") is None:
-            self.problems.append(f"{self._files.folder} was saved without its frozen parameters; neither has this")
 
     def _tie_buffers(self) -> None:
         kept: list[str] = []
@@ -146,12 +151,8 @@ class Model:
         for model in self._files.models[1:]:
             for fqn in kept:
                 mine, theirs = self._module[fqn].tensor().block, model.at("module").at(fqn).tensor().block
-                if mine is not None and theirs is not None and mine.digest != theirs.digest:
+                if mine.digest != theirs.digest:
                     self.problems.append(f"the buffer {fqn} differs between ranks; rank 0's is taken")
-
-
-def _whole(fqn: str, slot: str, tensor: FileTensor) -> list[Extent]:
-    return [tensor.extent(fqn, slot, 0, tensor.numel)] if tensor.numel else []
 
 
 def engine_state(files: RankFiles) -> dict[str, Any]:

@@ -122,7 +122,7 @@ def _group(files: RankFiles, index: int, shapes: list[Shape], round_robin: bool)
         for optim, padding in zip(files.optims, paddings, strict=True)
     }
     size = max(sizes)
-    expected = tuple(min(size, max(0, (rank + 1) * size - end)) for rank in range(files.world_size))
+    expected = _paddings(files, size, end)
     counts = {optim.at("partition_count").at(index).natural() for optim in files.optims}
     if len(sizes) > 1 or paddings != expected or size * files.world_size < end or counts != {files.world_size}:
         raise MergeError(
@@ -131,6 +131,14 @@ def _group(files: RankFiles, index: int, shapes: list[Shape], round_robin: bool)
             "different saves are mixed, or the parameters lie in a way that is not known"
         )
     return _Group(_in_group_order(layout, gaps, round_robin, files.world_size), layout, size, paddings)
+
+
+def _paddings(files: RankFiles, size: int, end: int) -> tuple[int, ...]:
+    """By rank, as DeepSpeed counts the elements behind the last parameter."""
+    ranks = files.world_size
+    if _is_wrapper(files):  # all of them on the last rank, even where they begin before it
+        return (*([0] * (ranks - 1)), ranks * size - end)
+    return tuple(min(size, max(0, (rank + 1) * size - end)) for rank in range(ranks))
 
 
 def _gaps(files: RankFiles, index: int, count: int) -> tuple[int, ...]:

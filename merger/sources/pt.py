@@ -198,5 +198,4 @@ class _Converted:
             contiguous and first + torch.Tensor.numel(tensor) * tensor.dtype.itemsize > block.nbytes
         ):
             raise DamagedError(f"{block.name} has {block.nbytes} bytes, fewer than the tensor in it, of shape {shape}")
-        empty = 0 in shape
-        return FileTensor(None if empty else block, first, dtype, shape, contiguous or empty, block.name)
+        return FileTensor(block, first, dtype, shape, contiguous, block.name)

@@ -27,10 +27,10 @@ def open_source(path: Path) -> Source:
 def _open(path: Path) -> Source:
     beside = path if is_trainer_folder(path) else None
     known: tuple[tuple[Callable[[], bool], Callable[[], Source]], ...] = (
-        (lambda: (path / "STORE.json").is_file(), lambda: StoreSource(path)),
+        ((path / "STORE.json").is_file, lambda: StoreSource(path)),
         (lambda: is_universal(path), lambda: UniversalSource(path)),
         (lambda: is_checkpoint(path) or (path / "latest").is_file(), lambda: DeepSpeedSource(path, beside)),
-        (lambda: (path / "latest_universal").is_file(), lambda: UniversalSource(path, beside)),
+        ((path / "latest_universal").is_file, lambda: UniversalSource(path, beside)),
         (lambda: is_output_folder(path), lambda: TrainerSource(path)),
         (lambda: _holds(path, is_universal), lambda: UniversalSource(path, beside)),
         (lambda: _holds(path, is_checkpoint), lambda: DeepSpeedSource(path, beside)),

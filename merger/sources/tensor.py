@@ -21,10 +21,10 @@ SMALL = 1 << 28
 class FileTensor:
     """Elements from byte ``offset`` of a block, row-major if ``contiguous``.
 
-    block: None where there are no elements. dtype: as safetensors names it. where: for messages.
+    dtype: as safetensors names it. where: for messages.
     """
 
-    block: Block | None
+    block: Block
     offset: int
     dtype: str
     shape: tuple[int, ...]
@@ -46,7 +46,7 @@ class FileTensor:
                 f"{self.where} is not contiguous in memory (shape {self.shape}), so it cannot be copied as one run of "
                 "bytes: make it contiguous before saving, e.g. parameter.data = parameter.data.contiguous()"
             )
-        if self.block is None or not 0 <= at <= at + stop - start <= self.numel:
+        if not 0 <= at <= at + stop - start <= self.numel:
             raise DamagedError(
                 f"{self.where} has {self.numel} elements, and {fqn}/{slot} should be elements {at} to "
                 f"{at + stop - start} of it"
@@ -57,7 +57,7 @@ class FileTensor:
     def same_place(self, other: FileTensor) -> bool:
         """Whether both are the same elements of the same file, as tied tensors are."""
         mine, theirs = (self.block, self.offset, self.shape), (other.block, other.offset, other.shape)
-        return self.block is not None and mine == theirs
+        return self.numel > 0 and mine == theirs
 
     def read(self) -> torch.Tensor:
         """The values, with memory of their own; the whole record's checksum is checked. For small tensors.
@@ -65,13 +65,13 @@ class FileTensor:
         DamagedError, UnsupportedError for one that is not contiguous or not small.
         """
         dtype = torch_dtype(self.dtype)
-        out = torch.empty(self.shape if self.contiguous else (0,), dtype=dtype)
-        if self.block is None:
-            return out
-        if not self.contiguous or self.block.nbytes > SMALL:
+        if self.numel and (not self.contiguous or self.block.nbytes > SMALL):
             raise UnsupportedError(
                 f"{self.where} is too large, or not contiguous, to be kept as a plain value: {self.block.nbytes} bytes"
             )
+        out = torch.empty(self.shape, dtype=dtype)
+        if not self.numel:
+            return out
         data = read_block(self.block)
         size = self.numel * dtype.itemsize
         memory_of(out)[:] = memoryview(data)[self.offset : self.offset + size]

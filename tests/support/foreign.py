@@ -1,0 +1,126 @@
+"""Reading what a source says, by hand; and comparing DeepSpeed's directories file by file, to the last bit."""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Mapping
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from merger.blocks import Extent
+from merger.checkpoint import Checkpoint
+from merger.report import CERTIFICATE
+
+_DTYPES = {
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+}
+
+
+def read_tensors(checkpoint: Checkpoint) -> dict[tuple[str, str], torch.Tensor]:
+    """Every (fqn, slot) that a checkpoint names, read through its extents with nothing of the merger's own."""
+    out = {}
+    for (fqn, slot), extents in checkpoint.index.names().items():
+        position, parts = 0, []
+        for extent in extents:
+            assert extent.start == position
+            parts.append(_read(extent))
+            position = extent.stop
+        out[fqn, slot] = torch.cat(parts).view(tuple(checkpoint.tensors[fqn].shape))
+    return out
+
+
+def _read(extent: Extent) -> torch.Tensor:
+    block = extent.block
+    with (Path(block.files.root) / block.path).open("rb") as file:  # type: ignore[attr-defined]
+        file.seek(block.offset)
+        data = file.read(block.nbytes)
+    assert f"{zlib.crc32(data):08x}" == block.digest
+    dtype = _DTYPES[extent.dtype]
+    count = extent.stop - extent.start
+    if not count:
+        return torch.empty(0, dtype=dtype)
+    return torch.frombuffer(bytearray(data), dtype=dtype, count=count, offset=extent.offset)
+
+
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Equal to the last bit, in dtype and shape too."""
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    return torch.equal(one.detach().reshape(-1).view(torch.uint8), other.detach().reshape(-1).view(torch.uint8))
+
+
+def differences(one: Any, other: Any, where: str = "") -> list[str]:
+    """Where two nests of plain values, objects and tensors differ."""
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return [] if same(one, other) else [f"{where}: tensors"]
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        if set(one) != set(other):
+            return [f"{where}: keys {sorted(map(str, set(one) ^ set(other)))}"]
+        return [found for key in one for found in differences(one[key], other[key], f"{where}/{key}")]
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        if len(one) != len(other):
+            return [f"{where}: lengths"]
+        pairs = enumerate(zip(one, other, strict=True))
+        return [found for i, pair in pairs for found in differences(*pair, f"{where}/{i}")]
+    if type(one) is type(other) and hasattr(one, "__dict__") and not isinstance(one, type | Enum):
+        return differences(vars(one), vars(other), where)
+    return [] if type(one) is type(other) and one == other else [f"{where}: {one!r} is not {other!r}"]
+
+
+def directory_differences(one: Path, other: Path) -> list[str]:
+    """Where two save directories of DeepSpeed's differ; the certificate and our own key are left out."""
+    names = _names(one)
+    if names != _names(other) - {CERTIFICATE}:
+        return [f"files {sorted(names ^ _names(other))}"]
+    out = []
+    for name in sorted(names):
+        if name.endswith(".pt"):
+            out += differences(_comparable(one, name), _comparable(other, name), name)
+        elif (one / name).read_bytes() != (other / name).read_bytes():
+            out.append(name)
+    return out
+
+
+def _names(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+def _load(path: Path) -> Any:
+    return torch.load(path, map_location="cpu", weights_only=False)
+
+
+def _comparable(folder: Path, name: str) -> Any:
+    """A file's content, with zeros where ZeRO-3 pads: DeepSpeed never initialises its paddings."""
+    content = _load(folder / name)
+    content.pop("driftpoint", None)
+    found = re.search(r"zero_pp_rank_(\d+)_mp_rank_00_(model|optim)", name)
+    if found is None:
+        return content
+    rank, tag = int(found[1]), (folder / name).parent
+    if found[2] == "model":
+        for fqn, shape in (content["frozen_param_shapes"] or {}).items():
+            fragment = content["frozen_param_fragments"][fqn]
+            _clear(fragment, [shape.numel()], rank, content["dp_world_size"])
+    elif "fp32_flat_groups" in content["optimizer_state_dict"]:
+        model = _load(tag / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
+        groups = content["optimizer_state_dict"]["fp32_flat_groups"]
+        for flat, group in zip(groups, model["param_shapes"], strict=True):
+            _clear(flat.detach(), [shape.numel() for shape in group.values()], rank, model["dp_world_size"])
+    return content
+
+
+def _clear(flat: torch.Tensor, numels: list[int], rank: int, world_size: int) -> None:
+    offset = 0
+    for numel in numels:
+        part = -(-numel // world_size)
+        held = min(part, max(0, numel - rank * part))
+        flat[offset + held : offset + part] = 0
+        offset += part
+    assert offset == flat.numel()
