@@ -7,8 +7,9 @@ while it is written and fsync before the name appears. Offsets are relative to t
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import xxhash
 
@@ -21,6 +22,22 @@ _CHUNK = 1 << 22
 _ALIGN = 64
 
 
+class Produced(Protocol):
+    """Bytes that are made while they are written, so that they need not all be in memory."""
+
+    @property
+    def nbytes(self) -> int:
+        """How many there will be."""
+        ...
+
+    def pieces(self) -> Iterable[memoryview]:
+        """All of them, once. Each piece stands still until the next is asked for; what is raised ends the write."""
+        ...
+
+
+Data = bytes | bytearray | memoryview | Produced
+
+
 @dataclass(frozen=True)
 class Item:
     """One tensor to write. ``data`` must not change until the write returns."""
@@ -28,12 +45,14 @@ class Item:
     name: str
     dtype: str
     shape: tuple[int, ...]
-    data: bytes | bytearray | memoryview
+    data: Data
 
     @property
     def nbytes(self) -> int:
         """Size in bytes."""
-        return memoryview(self.data).nbytes
+        if isinstance(self.data, bytes | bytearray | memoryview):
+            return memoryview(self.data).nbytes
+        return self.data.nbytes
 
 
 @dataclass(frozen=True)
@@ -67,7 +86,7 @@ def write_payload(
     def fill(file: NewFile) -> None:
         hashes.clear()
         file.write(header)
-        hashes.extend(_stream(file, memoryview(item.data)) for item in items)
+        hashes.extend(_stream(file, item) for item in items)
         meanwhile()
 
     write_new(files, path, fill)
@@ -109,11 +128,20 @@ def _header(items: Sequence[Item]) -> tuple[bytes, list[int]]:
     return len(text).to_bytes(8, "little") + text, offsets
 
 
-def _stream(file: NewFile, data: memoryview) -> str:
-    flat = data.cast("B") if data.nbytes else memoryview(b"")  # an empty view of several dimensions has no cast
-    state = xxhash.xxh3_128()
-    for start in range(0, len(flat), _CHUNK):
-        piece = flat[start : start + _CHUNK]
+def _stream(file: NewFile, item: Item) -> str:
+    state, written = xxhash.xxh3_128(), 0
+    for piece in _pieces(item.data):
         state.update(piece)
         file.write(piece)
+        written += len(piece)
+    if written != item.nbytes:
+        raise ValueError(f"{item.name} was to have {item.nbytes} bytes and came to {written}")
     return state.hexdigest()
+
+
+def _pieces(data: Data) -> Iterable[memoryview]:
+    if not isinstance(data, bytes | bytearray | memoryview):
+        return data.pieces()
+    view = memoryview(data)
+    flat = view.cast("B") if view.nbytes else memoryview(b"")  # an empty view of several dimensions has no cast
+    return (flat[start : start + _CHUNK] for start in range(0, len(flat), _CHUNK))

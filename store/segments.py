@@ -18,7 +18,7 @@ from store.errors import DamagedError, MissingError
 from store.files import Files
 from store.layout import parse_rank_file, part_path, payload_path, segment_dir
 from store.names import SaveId
-from store.payload import Item, Placed, read_piece, write_payload
+from store.payload import Data, Item, Placed, read_piece, write_payload
 from store.schema import Entry, MeasureRecord, PartRecord, StateTensor, from_bytes, to_bytes
 from store.tree import Leaf, leaf_bytes
 
@@ -28,7 +28,7 @@ PART_LIMIT = 1 << 28
 
 @dataclass(frozen=True)
 class StagedFragment:
-    """A fragment ready to be written: encoded bytes that stand still until the write returns."""
+    """A fragment ready to be written: encoded bytes that stand still until the write returns, or come as it goes."""
 
     layer: str
     slot: str
@@ -37,7 +37,7 @@ class StagedFragment:
     numel: int
     dtype: str
     encoding: str
-    data: bytes | bytearray | memoryview
+    data: Data
 
 
 @dataclass(frozen=True)
