@@ -31,7 +31,7 @@ class Loading:
             for key, item in adapter.objects().items()
             if framework.get(key) is not None
         ]
-        self._objects += user.named(saved["user"])
+        self._objects += [] if saved["user"] is None else user.named(saved["user"])
         self._rng = saved["rng"] if generators else None
         self._adapter = adapter
         self._before: list[Any] = [_copied(name, item) for name, item, _ in self._objects]

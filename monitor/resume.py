@@ -71,6 +71,7 @@ def resume(catalog: Catalog, adapter: Adapter, group: Group, user: UserState) ->
         if not newly_bad:
             rounded = tuple(sorted(set().union(*group.gather(found.rounded))))
             notes += [*passed_over, *plan.resolution.problems, *found.notes, *rounded]
+            notes += _afresh(found.run_state or {}, user)
             _load(plan, found, adapter, user, group)
             return Resumed(plan.resolution, tuple(dict.fromkeys(notes)), rounded)
         bad |= newly_bad
@@ -126,11 +127,24 @@ def _require_slots(plan: _Plan, group: Group) -> None:
     require_slots({slot for slots in plan.slots.values() for slot in slots}, live)
 
 
+def _afresh(state: Mapping[str, Any], user: UserState) -> list[str]:
+    """What a commit may lack: one imported from a checkpoint of others has their weights, not their generators."""
+    notes = []
+    if state["rng"] is None:
+        notes.append(
+            "the commit holds no random states (imported checkpoints have none): dropout and shuffling start afresh "
+            "from this job's own seeds"
+        )
+    if state["user"] is None and len(user):
+        notes.append(f"the commit holds no state of the {len(user)} objects in state=[...]: they start afresh")
+    return notes
+
+
 def _load(plan: _Plan, found: Read, adapter: Adapter, user: UserState, group: Group) -> None:
     """From the last checks to the last change. The objects come first, since only trying tells whether they can;
     what is known here to the bit comes after them and has the last word."""
     state: Mapping[str, Any] = found.run_state or {}
-    generators = group.rank < plan.resolution.manifest.world_size
+    generators = group.rank < plan.resolution.manifest.world_size and state["rng"] is not None
     everywhere(group, lambda: _require_fit(state, adapter, user))
     loading = everywhere(group, lambda: Loading(state, adapter, user, generators))
     try:
@@ -146,7 +160,8 @@ def _load(plan: _Plan, found: Read, adapter: Adapter, user: UserState, group: Gr
 
 
 def _require_fit(state: Mapping[str, Any], adapter: Adapter, user: UserState) -> None:
-    user.require(state["user"])
+    if state["user"] is not None:
+        user.require(state["user"])
     require_optimizer(state["framework"], adapter.run_state())
     adapter.check_run_state(state["framework"])
 

@@ -31,6 +31,9 @@ class UserState:
                 )
         self._objects = list(objects)
 
+    def __len__(self) -> int:
+        return len(self._objects)
+
     def capture(self) -> list[Any]:
         """Their states, in order."""
         return [state_of(item) for item in self._objects]
