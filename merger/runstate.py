@@ -31,10 +31,11 @@ class RankState:
 
 @dataclass(frozen=True)
 class RunStates:
-    """The run state of a save. framework: the adapter's. ranks: by rank."""
+    """The run state of a save. framework: the adapter's. ranks: by rank. client_state: of an imported checkpoint."""
 
     framework: Mapping[str, Any]
     ranks: Mapping[int, RankState]
+    client_state: Mapping[str, Any]
 
 
 def read_run_states(
@@ -53,9 +54,8 @@ def read_run_states(
             f"save {parts[0].save}: its run state names no framework state, so no checkpoint can be laid out from it; "
             "it was written by something else than driftpoint's saver"
         )
-    return RunStates(
-        framework, {rank: RankState(tree.get("rng"), tree.get("user")) for rank, tree in trees.items()}
-    ), None
+    ranks = {rank: RankState(tree.get("rng"), tree.get("user")) for rank, tree in trees.items()}
+    return RunStates(framework, ranks, trees[0].get("client_state") or {}), None
 
 
 def _wanted(part: PartRecord, rank: int) -> dict[str, Any]:

@@ -43,6 +43,14 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
+def to_leaf(value: object) -> Leaf | None:
+    """A tensor as a run-state leaf, with memory of its own; None for anything else."""
+    if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
+        return None
+    host = value.detach().contiguous()
+    return Leaf(dtype_name(host.dtype), tuple(host.shape), bytes(memory_of(host)))
+
+
 def from_leaf(leaf: Leaf) -> torch.Tensor:
     """The tensor of a run-state leaf, with memory of its own."""
     out = torch.empty(leaf.shape, dtype=torch_dtype(leaf.dtype))

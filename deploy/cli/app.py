@@ -13,7 +13,7 @@ from typing import Annotated, Protocol, runtime_checkable
 
 import typer
 
-from deploy.cli import merge, prune, show, status, verify
+from deploy.cli import import_, merge, prune, show, status, verify
 from deploy.cli.exit_codes import BROKEN_PIPE, EPILOG, INTERRUPTED, OK
 from deploy.cli.output import ReaderLeftError, answer_error, note
 from store.errors import DriftpointError, UsageError
@@ -27,6 +27,7 @@ app = typer.Typer(
 )
 for _command in (status.status, show.show, verify.verify, merge.merge, prune.prune):
     app.command(epilog=EPILOG)(_command)
+app.command("import", epilog=EPILOG)(import_.import_)
 
 
 def _version(asked: bool) -> None:

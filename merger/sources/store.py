@@ -64,6 +64,7 @@ class StoreSource:
             framework_state=states.framework,
             facts=resolution.run_parts[0].facts,
             run_states=states.ranks,
+            client_state=states.client_state,
             certificate=self._certificate(resolution),
             problems=(*passed_over, *resolution.problems),
         )

@@ -226,7 +226,8 @@ def test_help_ends_with_the_exit_codes(command: tuple[str, ...]) -> None:
 
 
 def _documented_commands() -> dict[str, typer.models.CommandInfo]:
-    return {info.callback.__name__: info for info in app.registered_commands if info.callback is not None}
+    commands = [info for info in app.registered_commands if info.callback is not None]
+    return {info.name or info.callback.__name__: info for info in commands if info.callback is not None}
 
 
 def test_every_command_and_option_is_documented() -> None:

@@ -1,0 +1,219 @@
+"""Importing: a checkpoint of any source becomes the first commit of a store, and a job resumes from it as from its own.
+
+Goes through the store's own protocol: an epoch is claimed, and the commit comes when every byte of the source was
+checked and everything written is durable and was read back. An import that is interrupted leaves a store without a
+commit, and can be run again. Sources are never changed. Memory: a few chunks, and run state.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import xxhash
+
+from merger.import_plan import ImportPlan
+from merger.stream import CHUNK, Progress
+from store.catalog import Catalog
+from store.certificate import Certificate, certify
+from store.commit import Expected, Group, commit, hint_latest, wait_for_group
+from store.coverage import covered_numel
+from store.epochs import claim_epoch
+from store.errors import DamagedError, StorageError, UsageError
+from store.files import Files, LocalFiles
+from store.layout import part_path, payload_path, segment_dir
+from store.lock import StoreLock
+from store.members import members_digest, members_of
+from store.names import BUFFER, FROZEN, RAW, SaveId, Unit
+from store.payload import check_header
+from store.prune import execute, plan_prune
+from store.record import digest, seal
+from store.retention import Retention
+from store.schema import Entry, ManifestRecord, PartRecord, UnitRecord
+from store.segments import SegmentDraft, read_leaves, write_segment
+from store.store import open_or_create
+from store.versions import resolve
+
+POLICY = "import"
+"""What the manifest names in the place of the policy that decided."""
+
+
+@dataclass(frozen=True)
+class Imported:
+    """A commit that was a checkpoint. problems: what was not right with it, or could not be tidied up."""
+
+    store: Path
+    save: SaveId
+    certificate: Certificate
+    bytes_written: int
+    notes: tuple[str, ...]
+    problems: tuple[str, ...]
+
+
+def import_checkpoint(plan: ImportPlan, store: Path, progress: Progress = lambda _: None) -> Imported:
+    """Carry a plan out. store: does not exist yet, or is empty, or is a store without a commit.
+
+    The commit has a rank for each whose random states and objects the source holds, or one; all tensors are rank
+    0's. progress: told the bytes just read of the source, ``plan.bytes_to_read`` in all.
+
+    Raises UsageError for a store that has commits or lies in the source, StoreInUseError, FencedError, StorageError;
+    DamagedError where bytes of the source, or those just written, are not right.
+    """
+    _require_apart(plan.source, store)
+    files = LocalFiles(store)
+    catalog = open_or_create(files)
+    lock = StoreLock(files.root, wait_seconds=0)
+    try:
+        _require_no_commit(catalog, files.root)
+        _require_room(plan, files.root)
+        save = SaveId(plan.checkpoint.step, claim_epoch(files, catalog.store_id).epoch)
+        manifest = _written(plan, catalog, save, progress)
+        commit(files, manifest)
+        problems = [*plan.checkpoint.problems, *_tidied(catalog, save)]
+    finally:
+        lock.release()
+    catalog.forget()
+    certificate = certify(resolve(catalog, save))
+    nbytes = sum(record.payload_bytes for record in manifest.groups.values())
+    return Imported(files.root, save, certificate, nbytes, plan.notes, tuple(problems))
+
+
+def _written(plan: ImportPlan, catalog: Catalog, save: SaveId, progress: Progress) -> ManifestRecord:
+    """Write all segments and read them back. What was written is removed again where anything goes wrong."""
+    files, world_size = catalog.files, len(plan.run_states)
+    units = [[extent.fqn, extent.slot] for extents in plan.checkpoint.index.names().values() for extent in extents[:1]]
+    agreed = digest(seal([save.name, POLICY, units]))
+    try:
+        for rank, (tree, leaves) in enumerate(plan.run_states):
+            draft = SegmentDraft(
+                store_id=catalog.store_id,
+                save=save,
+                rank=rank,
+                world_size=world_size,
+                plan=agreed,
+                fragments=plan.fragments(progress) if rank == 0 else (),
+                run_state=tree,
+                run_leaves=leaves,
+                facts=plan.facts if rank == 0 else {},
+            )
+            write_segment(files, draft)
+        group = wait_for_group(files, Expected(catalog.store_id, save, world_size, agreed), timeout=60)
+        for part in group.parts:
+            _read_back(files, part)
+        return _manifest(plan, catalog.store_id, save, group)
+    except BaseException:
+        _discard(files, save, world_size)
+        raise
+
+
+def _read_back(files: Files, part: PartRecord) -> None:
+    """DamagedError unless everything in the payload is as it was written."""
+    path = payload_path(part.save, part.rank)
+    check_header(files, path, part.header_bytes, part.header_xxh3_128)
+    buffer = memoryview(bytearray(CHUNK))
+    for entry in part.entries:
+        running, begin = xxhash.xxh3_128(), part.header_bytes + entry.offset
+        for offset in range(0, entry.nbytes, CHUNK):
+            piece = buffer[: min(CHUNK, entry.nbytes - offset)]
+            files.read_into(path, begin + offset, piece)
+            running.update(piece)
+        if running.hexdigest() != entry.xxh3_128:
+            raise DamagedError(
+                f"{path} does not read back as it was written: the storage under it is not to be trusted; check "
+                "`dmesg`, or name a store elsewhere"
+            )
+    read_leaves(files, part)
+
+
+def _manifest(plan: ImportPlan, store_id: str, save: SaveId, group: Group) -> ManifestRecord:
+    checkpoint = plan.checkpoint
+    return ManifestRecord(
+        store_id=store_id,
+        step=save.step,
+        epoch=save.epoch,
+        commits=1,
+        world_size=len(group.parts),
+        framework=checkpoint.framework,
+        policy=POLICY,
+        created=datetime.now(UTC).isoformat(timespec="milliseconds"),
+        previous=None,
+        bytes_avoided=0,
+        layers=checkpoint.layers,
+        tensors=dict(checkpoint.tensors),
+        groups={save.name: group.record},
+        units=tuple(_units(plan, save, (entry for part in group.parts for entry in part.entries))),
+    )
+
+
+def _units(plan: ImportPlan, save: SaveId, entries: Iterable[Entry]) -> list[UnitRecord]:
+    found: dict[Unit, list[Entry]] = {}
+    for entry in entries:
+        found.setdefault(entry.unit, []).append(entry)
+    order = {layer.name: position for position, layer in enumerate(plan.checkpoint.layers)}
+    return [
+        UnitRecord(
+            layer=unit.layer,
+            slot=unit.slot,
+            save=save.name,
+            encoding=RAW,
+            numel=covered_numel(found[unit]),
+            nbytes=sum(entry.nbytes for entry in found[unit]),
+            drift=0.0,
+            staleness=0,
+            moving=unit.slot not in (FROZEN, BUFFER),
+            reason=f"imported from a {plan.kind} checkpoint" if plan.kind != "store" else "imported from a store",
+            members=members_digest(members_of(found[unit])),
+        )
+        for unit in sorted(found, key=lambda unit: (order[unit.layer], unit.slot))
+    ]
+
+
+def _tidied(catalog: Catalog, save: SaveId) -> list[str]:
+    """Point LATEST at the commit, and remove what interrupted imports left. What of it failed: the commit stands."""
+    try:
+        catalog.forget()
+        hint_latest(catalog.files, save)
+        execute(catalog.files, plan_prune(catalog, Retention()))
+    except (StorageError, DamagedError) as error:
+        return [f"the import is committed, but tidying up after it failed: {error}"]
+    return []
+
+
+def _discard(files: Files, save: SaveId, world_size: int) -> None:
+    for rank in range(world_size):
+        for path in (part_path(save, rank), payload_path(save, rank)):  # a part must not outlive its payload
+            with suppress(StorageError):
+                files.unlink(path)
+    with suppress(StorageError):
+        files.remove_dir(segment_dir(save))
+
+
+def _require_no_commit(catalog: Catalog, store: Path) -> None:
+    saves = catalog.saves()
+    if saves:
+        raise UsageError(
+            f"the store {store} has a newest commit {saves[0]} already, and an import would bury it, "
+            "since a job resumes from the newest. Name a new directory with --store"
+        )
+
+
+def _require_room(plan: ImportPlan, store: Path) -> None:
+    wanted = sum(unit.nbytes for unit in plan.checkpoint.certificate.units)
+    free = shutil.disk_usage(store).free
+    if wanted > free:
+        raise StorageError(
+            f"{store}: {wanted} bytes are needed and {free} are free; free space or name a store elsewhere"
+        )
+
+
+def _require_apart(source: Path, store: Path) -> None:
+    one, other = source.resolve(), store.resolve()
+    if one.is_relative_to(other) or other.is_relative_to(one):
+        raise UsageError(
+            f"the store {store} and the checkpoint {source} lie in one another, and an import changes nothing in what "
+            "it reads: name a directory beside it with --store"
+        )
