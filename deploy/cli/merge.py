@@ -19,7 +19,7 @@ from rich.text import Text
 from deploy.cli import layers, output
 from deploy.cli.options import DebugOption, JsonOption
 from deploy.cli.progress import byte_progress
-from deploy.cli.text import kind_text, plural, size_text
+from deploy.cli.text import drift_text, kind_text, plural, size_text
 from store.certificate import Certificate
 from store.errors import UsageError
 
@@ -187,11 +187,15 @@ def print_certificate(console: Console, certificate: Certificate, parameters: in
 
 def kind_of(certificate: Certificate) -> Text:
     """Exact, or how old, how new and how far moved."""
-    oldest = max(0, certificate.max_staleness)
-    text = kind_text(exact=certificate.exact, max_staleness=oldest, max_drift=certificate.max_drift)
-    newest = min((unit.staleness for unit in certificate.units if unit.moving), default=0)
-    if newest < 0:
-        text += f"; layers up to {plural(-newest, 'step')} newer than the run state"
+    drift = certificate.max_drift
+    ages = [unit.staleness for unit in certificate.units if unit.moving]
+    newest, oldest = min(ages, default=0), max(ages, default=0)
+    if certificate.exact or newest >= 0:
+        text = kind_text(exact=certificate.exact, max_staleness=oldest, max_drift=drift)
+    else:
+        old = f"up to {plural(oldest, 'step')} old and " if oldest > 0 else ""
+        new = f"up to {plural(-newest, 'step')} newer than the run state"
+        text = f"composite: layers {old}{new}, drift up to {drift_text(drift)}"
     return Text(text, style="green" if certificate.exact else "yellow")
 
 

@@ -55,7 +55,8 @@ def optimizer_disagreements(
 def _problems(reference: Named, other: Named, fqn: str, *, weights_only: bool) -> Iterator[str]:
     ours, theirs = reference.checkpoint, other.checkpoint
     slots = (SLOT_OF_KIND[ours.tensors[fqn].kind], *(() if weights_only else _slots(ours, fqn)))
-    missing = [slot for slot in slots if not theirs.has(fqn, slot)]
+    # Nothing is stored of a tensor without elements.
+    missing = [slot for slot in slots if not theirs.has(fqn, slot) and theirs.numel(fqn)]
     for slot in missing:
         yield _missing(reference, other, slot)
     for slot in slots:

@@ -30,7 +30,12 @@ class Part:
 
 @dataclass
 class _Row:
-    """One row in the making. chosen, whole: elements of the source's unit that are taken, and all of them."""
+    """One row in the making.
+
+    unit: what the source says; what the run state's checkpoint says where it has the very same version. own: whether
+    taking it from the run state's source would make no difference at all. chosen, whole: elements of the source's
+    unit that are taken, and all of them.
+    """
 
     unit: CertifiedUnit
     layer: str
@@ -88,27 +93,34 @@ def _rows(
             if key not in rows:
                 whole = sizes[name][theirs, slot]
                 unit = known[name].get((theirs, slot)) or _unknown(source, fqn, slot, whole)
-                own = parts[name].lineage == parts[run_state].lineage and _same(
-                    unit, known[run_state].get((ours, slot))
-                )
-                rows[key] = _Row(replace(unit, source=name), ours, whole, own)
+                own = known[run_state].get((ours, slot)) if parts[name].lineage == parts[run_state].lineage else None
+                rows[key] = _row(unit, own, ours, name, whole, together=_commit(source) == _commit(reference))
             rows[key].chosen += source.numel(fqn)
     places = {layer.name: place for place, layer in enumerate(reference.layers)}
     return sorted(rows.values(), key=lambda row: places.get(row.layer, len(places)))
 
 
+def _row(
+    unit: CertifiedUnit, own: CertifiedUnit | None, layer: str, source: str, whole: int, *, together: bool
+) -> _Row:
+    """own: what the run state's checkpoint says, if it is of the same lineage. together: whether it is the same commit,
+    and so has the same scalars (step counts) beside what moves."""
+    if own is None or _version(own) != _version(unit):
+        return _Row(replace(unit, source=source, drift=None), layer, whole, own=False)
+    return _Row(replace(own, source=source, nbytes=unit.nbytes), layer, whole, own=together or not unit.moving)
+
+
 def _certified(row: _Row, step: int) -> CertifiedUnit:
     part = row.unit.nbytes if row.chosen == row.whole else row.unit.nbytes * row.chosen // row.whole
-    found = replace(row.unit, layer=row.layer, staleness=step - row.unit.step, nbytes=part)
-    return found if row.own else replace(found, drift=None)
+    return replace(row.unit, layer=row.layer, staleness=step - row.unit.step, nbytes=part)
 
 
-def _same(unit: CertifiedUnit, own: CertifiedUnit | None) -> bool:
-    """Whether a unit is just what the run state's own checkpoint has there."""
-    if own is None:
-        return False
-    one, other = ((found.save, found.step, found.encoding, found.fallback) for found in (unit, own))
-    return one == other
+def _version(unit: CertifiedUnit) -> tuple[str, int, str, bool]:
+    return unit.save, unit.step, unit.encoding, unit.fallback
+
+
+def _commit(checkpoint: Checkpoint) -> tuple[str, int]:
+    return checkpoint.certificate.save, checkpoint.step
 
 
 def _units(checkpoint: Checkpoint) -> dict[tuple[str, str], CertifiedUnit]:

@@ -157,7 +157,7 @@ def _explained(file: YamlFile, item: Any) -> str:
     if item["type"] == "missing":
         return f"{where}: {name} is missing"
     message = item["msg"].removeprefix("Value error, ")
-    message = message[:1].lower() + message[1:]
+    message = (message[:1].lower() + message[1:]).replace("dictionary", "mapping")
     shown = "" if item["type"] == "value_error" else f" (it is {item['input']!r})"
     return f"{where}: {name}: {message}{shown}"
 

@@ -1,0 +1,167 @@
+"""MergeKit's files, taken as they are; and what in them would change a state, refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from merger.recipe.choice import choose
+from merger.recipe.read import recipe_from
+from merger.recipe.recipe import Recipe, SourceRef
+from merger.recipe.yamlfile import parse_yaml
+from store.errors import ConfigError, DriftpointError, UnsupportedError
+from tests.support.recipe_models import layers_of, llama
+
+SLICES = """
+slices:
+  - sources: [{model: run/checkpoint-100, layer_range: [0, 2]}]
+  - sources: [{model: run/checkpoint-200, layer_range: [2, 4]}]
+"""
+OLD, NEW = "run/checkpoint-100", "run/checkpoint-200"
+
+
+def recipe(text: str) -> Recipe:
+    return recipe_from(parse_yaml(text, "r.yaml"))
+
+
+def test_slices_alone_and_where_the_rest_comes_from() -> None:
+    found = recipe(SLICES + "merge_method: passthrough\ndtype: bfloat16\n")
+    assert found.sources == {OLD: SourceRef(Path(OLD)), NEW: SourceRef(Path(NEW))}
+    choice = choose(found, llama())
+    assert layers_of(choice, OLD) == ["model.embed_tokens", "model.layers.0", "model.layers.1"]
+    assert layers_of(choice, NEW) == ["model.layers.2", "model.layers.3", "model.norm", "lm_head"]
+    assert (found.run_state, found.files, found.dtype) == (None, None, "BF16")
+    assert found.notes == ("the recipe has no `run_state:`; it is of the source at the newest step",)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        (
+            f"pre_weights:\n- {{name: embed_tokens, model: {NEW}}}\npost_weights:\n"
+            f"- {{name: norm, model: {OLD}}}\n- {{name: lm_head, model: {NEW}}}"
+        ),
+        (
+            f"pre_weights:\n- {{name: model.embed_tokens.weight, source: {NEW}, is_embed: true}}\npost_weights:\n"
+            f"- {{name: model.norm.weight, source: {OLD}}}\n- {{name: lm_head.weight, source: {NEW}}}"
+        ),
+        f"pre_weights: {{embed_tokens: {NEW}}}\npost_weights: {{norm: {OLD}, lm_head: {{model: {NEW}}}}}",
+        (
+            f"pre_weights:\n- {{layer: embed_tokens, sources: [{{model: {NEW}}}]}}\npost_weights:\n"
+            f"- {{weight: norm.weight, model: {{path: {OLD}}}}}\n- {{name: lm_head, model: {NEW}}}"
+        ),
+    ],
+)
+def test_weights_outside_the_blocks(given: str) -> None:
+    choice = choose(recipe(SLICES + given), llama())
+    assert layers_of(choice, NEW) == ["model.embed_tokens", "model.layers.2", "model.layers.3", "lm_head"]
+    assert layers_of(choice, OLD) == ["model.layers.0", "model.layers.1", "model.norm"]
+
+
+def test_all_weights_before_or_after_from_one_model() -> None:
+    for given in (f"pre_weights: {NEW}\npost_weights: {OLD}", f"pre_weights: {{model: {NEW}}}\npost_weights: {OLD}"):
+        choice = choose(recipe(SLICES + given), llama())
+        assert layers_of(choice, NEW) == ["model.embed_tokens", "model.layers.2", "model.layers.3"]
+
+
+def test_a_tied_head_comes_with_the_embeddings() -> None:
+    model = llama(tied=True)
+    assert choose(recipe(SLICES), model).errors == ()
+    both = f"pre_weights: {{embed_tokens: {OLD}}}\npost_weights: {{norm: {NEW}, lm_head.weight: {OLD}}}"
+    assert choose(recipe(SLICES + both), model).errors == ()
+    (error,) = choose(recipe(SLICES + both.replace(f"lm_head.weight: {OLD}", f"lm_head.weight: {NEW}")), model).errors
+    assert "is tied to lm_head.weight" in str(error)
+
+
+def test_weights_that_are_left_out_are_left_open() -> None:
+    (error,) = choose(recipe(SLICES + f"post_weights: {{norm: {NEW}}}"), llama()).errors
+    assert "r.yaml does not say where lm_head.weight comes from" in str(error)
+
+
+def test_slices_that_end_too_early_or_too_late() -> None:
+    (error,) = choose(recipe(SLICES), llama(5)).errors
+    assert "does not say where model.layers.4.self_attn.q_proj.weight" in str(error)
+    errors = choose(recipe(SLICES), llama(3)).errors
+    assert "slices[1] (r.yaml:4): blocks 2-3 are named, and the model has blocks 0 to 2" in str(errors[0])
+
+
+def test_one_slice_without_a_range_is_everything() -> None:
+    found = recipe("slices: [{sources: [{model: here}]}]")
+    assert layers_of(choose(found, llama()), "here") == [layer.name for layer in llama().layers]
+    assert (found.run_state, found.notes) == ("here", ())
+
+
+def test_run_state_files_and_tokenizer() -> None:
+    assert recipe(SLICES + f"base_model: {OLD}").run_state == OLD
+    assert recipe(SLICES + f"base_model: {OLD}").files == OLD
+    assert recipe(SLICES + f"base_model: {OLD}\nrun_state: {NEW}").run_state == NEW
+    elsewhere = recipe(SLICES + "base_model: other/model\ntokenizer_source: base")
+    assert (elsewhere.run_state, elsewhere.files) == (None, Path("other/model"))
+    assert recipe(SLICES + f"tokenizer_source: {NEW}").files == NEW
+    assert recipe(SLICES + f"tokenizer_source: {NEW}\nfiles: here").files == Path("here")
+
+
+def test_steps_behind_an_at_sign(tmp_path: Path) -> None:
+    text = "slices: [{sources: [{model: '%s', layer_range: [0, 4]}]}]"
+    assert recipe(text % "run/store@120").sources == {"run/store@120": SourceRef(Path("run/store"), 120)}
+    assert recipe(text % "run/store@<= 120").sources["run/store@<= 120"].step == "<= 120"
+    (tmp_path / "a@1").mkdir()
+    assert recipe(text % (tmp_path / "a@1")).sources[f"{tmp_path}/a@1"] == SourceRef(tmp_path / "a@1")
+
+
+def test_what_changes_no_number_is_let_through() -> None:
+    recipe(SLICES + "parameters: {int8_mask: true, normalize: true, weight: 1.0}\nname: mine\nout_dtype: float32\n")
+    recipe("slices: [{sources: [{model: x, layer_range: [0, 4], parameters: {scale: 1}}], parameters: {}}]")
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "told"),
+    [
+        (SLICES + "merge_method: slerp", UnsupportedError, "r.yaml:5: merge_method 'slerp' changes weights"),
+        ("merge_method: linear\nmodels: [{model: x}]", UnsupportedError, "merge_method 'linear' changes weights"),
+        ("merge_method: passthrough\nmodels: [{model: x}]", UnsupportedError, "'models' is not carried out"),
+        (SLICES + "parameters: {weight: 0.5}", UnsupportedError, "parameter 'weight' (0.5) changes weights"),
+        (SLICES + "parameters: {t: [0, 1]}", UnsupportedError, "parameter 't' ([0, 1]) changes weights"),
+        (
+            SLICES.replace("[2, 4]}", "[2, 4], parameters: {scale: [{filter: o_proj, value: 0}]}}"),
+            UnsupportedError,
+            "r.yaml:4: parameter 'scale'",
+        ),
+        (
+            SLICES.replace("[2, 4]}", "[2, 4]}, {model: x, layer_range: [2, 4]}"),
+            UnsupportedError,
+            "r.yaml:4: slices[1] has 2 sources; a passthrough has one",
+        ),
+        (
+            SLICES.replace("[2, 4]", "[1, 4]"),
+            UnsupportedError,
+            "r.yaml:4: slices[1] begins at block 1, and the slices before end at block 2: every block has to come once",
+        ),
+        (SLICES.replace("[2, 4]", "[0, 2]"), UnsupportedError, "A merge that repeats or reorders blocks"),
+        (SLICES.replace("[0, 2]", "[2, 4]"), ConfigError, "blocks 0 to 1 are in no slice; every block is needed once"),
+        (SLICES.replace("[2, 4]", "[3, 4]"), ConfigError, "blocks 2 to 2 are in no slice"),
+        (SLICES.replace("[2, 4]", "[4, 2]"), ConfigError, "`layer_range` must be two numbers"),
+        (SLICES.replace("[2, 4]", "2-4"), ConfigError, "such as [0, 8] (it is '2-4')"),
+        (SLICES.replace(", layer_range: [2, 4]", ""), ConfigError, "`layer_range` must be two numbers"),
+        (SLICES.replace("model: run/checkpoint-200, ", ""), ConfigError, "must name one `model`, a directory"),
+        (SLICES.replace("layer_range: [2", "layer_rang: [2"), ConfigError, "unknown key 'layer_rang': did you mean"),
+        (SLICES + "modules: {}", UnsupportedError, "'modules' is not carried out"),
+        (SLICES + "tokenizer: {source: union}", UnsupportedError, "'tokenizer' is not carried out"),
+        (SLICES + "tokenizer_source: union", UnsupportedError, "a union of tokenizers would change the embeddings"),
+        (SLICES + "chat_template: auto", UnsupportedError, "'chat_template' is not carried out"),
+        (SLICES + "slcies: 3", ConfigError, "r.yaml:5: unknown key 'slcies': did you mean 'slices'?"),
+        (SLICES + "dtype: int8", ConfigError, "r.yaml:5: dtype 'int8' is not known"),
+        (SLICES + "pre_weights:\n- {model: x}", ConfigError, "pre_weights[0] needs a `name`, such as embed_tokens"),
+        (SLICES + "post_weights: 3", ConfigError, "post_weights must be a list"),
+        (SLICES + "run_state: [a, b]", ConfigError, "run_state must name one `model`, a directory (it is ['a', 'b'])"),
+        ("slices: []", ConfigError, "`slices` names no slice"),
+        ("slices: [3]", ConfigError, "slices[0] must be a mapping"),
+        ("merge_method: passthrough", ConfigError, "needs `slices:`"),
+        ("slices: [{sources: [{model: 'x@>3', layer_range: [0, 1]}]}]", ConfigError, "'>3' is no bound on a step"),
+    ],
+)  # fmt: skip
+def test_what_is_refused(text: str, kind: type[DriftpointError], told: str) -> None:
+    with pytest.raises(kind) as raised:
+        recipe(text)
+    assert told in str(raised.value)

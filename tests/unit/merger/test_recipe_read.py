@@ -1,0 +1,152 @@
+"""Recipes in our own form: what a file may say, and what is said about one that makes no sense."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from merger.recipe.read import read_recipe, recipe_from
+from merger.recipe.recipe import Recipe, SourceRef
+from merger.recipe.selections import Auxiliary, Blocks, EveryKth, Layers, Parameters
+from merger.recipe.yamlfile import parse_yaml
+from store.errors import ConfigError
+
+SOURCES = "sources: {a: {path: run/a, step: 110}, b: run/b}\nrun_state: b\n"
+
+
+def recipe(text: str) -> Recipe:
+    return recipe_from(parse_yaml(text, "r.yaml"))
+
+
+def test_everything_that_a_recipe_can_say() -> None:
+    found = recipe(
+        """
+sources:
+  early: {path: run/store, step: 00000110-000002}
+  late: {path: ~/run/checkpoints, tag: global_step120}
+  near: {path: run/store, step: "<= 115"}
+  same: {step: "120"}
+take:
+  - {layers: model.layers.0-15, from: early}
+  - {layers: [model.norm, "model.l*"], except: "*.bias", from: late}
+  - {blocks: [16-17, 19], from: late}
+  - {parameters: "*.lora_A.*", from: near}
+  - {regex: "(a|b).weight", from: near}
+auxiliary: {embeddings: early, lm_head: late}
+rest: late
+run_state: late
+files: early
+dtype: bfloat16
+"""
+    )
+    assert found.sources == {
+        "early": SourceRef(Path("run/store"), "00000110-000002"),
+        "late": SourceRef(Path("~/run/checkpoints").expanduser(), "global_step120"),
+        "near": SourceRef(Path("run/store"), "<= 115"),
+        "same": SourceRef(None, 120),
+    }
+    assert [(rule.source, rule.selection, rule.but) for rule in found.rules] == [
+        ("early", Layers(("model.layers.0-15",)), ()),
+        ("late", Layers(("model.norm", "model.l*")), ("*.bias",)),
+        ("late", Blocks(16, 17), ()),
+        ("late", Blocks(19, 19), ()),
+        ("near", Parameters(("*.lora_A.*",)), ()),
+        ("near", Parameters(("(a|b).weight",), regex=True), ()),
+        ("early", Auxiliary("embeddings"), ()),
+        ("late", Auxiliary("lm_head"), ()),
+    ]
+    assert (found.rest, found.run_state, found.files, found.dtype) == ("late", "late", "early", "BF16")
+    assert found.rules[1].where == "take[1] (r.yaml:9)"
+    assert found.rules[-1].where == "auxiliary.lm_head (r.yaml:13)"
+
+
+def test_the_short_forms() -> None:
+    found = recipe(SOURCES + "parity: [b, a]\nauxiliary: b\n")
+    assert [(rule.source, rule.selection) for rule in found.rules] == [
+        ("b", EveryKth(2, 0)),
+        ("a", EveryKth(2, 1)),
+        ("b", Auxiliary(None)),
+    ]
+    newest = recipe('newest: {source: run/store, step: "<= 120"}')
+    assert newest == Recipe(
+        {"newest": SourceRef(Path("run/store"), "<= 120")}, rest="newest", run_state="newest", where="r.yaml"
+    )
+    assert recipe("newest: run/store").sources["newest"] == SourceRef(Path("run/store"), None)
+
+
+def test_one_source_is_the_run_state_as_well() -> None:
+    assert recipe("sources: {only: here}\nrest: only").run_state == "only"
+
+
+def test_files_are_a_source_or_a_directory() -> None:
+    assert recipe(SOURCES + "rest: a\nfiles: b").files == "b"
+    assert recipe(SOURCES + "rest: a\nfiles: some/where").files == Path("some/where")
+    assert recipe(SOURCES + "rest: a").files is None
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("", "r.yaml must be a YAML mapping with `sources:`, or one as MergeKit has it"),
+        ("- a", "must be a YAML mapping"),
+        ("a: [", "r.yaml is not YAML: "),
+        ("rest: a\nrest: b", "r.yaml:2: 'rest' is written twice (first in line 1)"),
+        ("sources: {a: x, b: y, a: z}", "r.yaml:1: 'sources.a' is written twice"),
+        ("rest: a", "r.yaml: it names no `sources`; each has a name, a `path` and perhaps a `step`"),
+        (SOURCES, None),
+        (SOURCES + "reste: a", "r.yaml:3: unknown key 'reste': did you mean 'rest'? Known here: auxiliary, dtype"),
+        ("sources:\n  a:\n    pth: x", "r.yaml:3: unknown key 'pth': did you mean 'path'? Known here: path, step, tag"),
+        (SOURCES + "take:\n- {layer: x, from: a}", "r.yaml:4: unknown key 'layer': did you mean 'layers'?"),
+        (SOURCES + "take:\n- {layers: x}", "r.yaml:4: take.0.from is missing"),
+        (SOURCES + "take:\n- {from: a}", "take.0: name what to take with one of `layers`, `blocks`, `parameters`"),
+        (SOURCES + "take:\n- {layers: x, regex: y, from: a}", "not with layers and regex: write an entry for each"),
+        (SOURCES + "take:\n- {blocks: 3-1, from: a}", "r.yaml:4: blocks 3-1 end before they begin"),
+        (SOURCES + "take:\n- {blocks: x, from: a}", "take.0.blocks.0: string should match pattern"),
+        (SOURCES + "take:\n- {regex: '(', from: a}", "r.yaml:4: '(' is no regular expression"),
+        (SOURCES + "take:\n- {layers: [], from: a}", "take.0.layers: value should have at least 1 item"),
+        (SOURCES + "take:\n\n- {layers: x, from: c}", "r.yaml:5: take.0.from names the source 'c', which is not among"),
+        (SOURCES + "rest: c", "r.yaml:3: rest names the source 'c', which is not among `sources`: a, b"),
+        (SOURCES + "auxiliary: c", "auxiliary names the source 'c'"),
+        (SOURCES + "auxiliary: {norm: c}", "auxiliary.norm names the source 'c'"),
+        (SOURCES + "auxiliary: 3", "r.yaml:3: auxiliary: input should be a valid mapping (it is 3)"),
+        (SOURCES + "parity: [a, c]", "parity.1 names the source 'c'"),
+        (SOURCES + "parity: [a, a]", "parity names the source 'a' twice"),
+        (SOURCES + "parity: [a]", "parity: tuple should have at least 2 items"),
+        ("sources: {a: x, b: y}\nrest: a", "it does not say where the run state (counters, schedule, random"),
+        ("sources: {a: {step: 1, tag: x}}", "sources.a: give `step` or `tag`, not both"),
+        ("sources: {a: {step: true}}", "a step is a number, a save's name, a tag or a bound such as"),
+        ("sources: {a: {step: -3}}", "a step is a number"),
+        ("sources: {a: {path: x, step: '>= 3'}}\nrest: a", "r.yaml:1: '>= 3' is no bound on a step; write '<= 120'"),
+        ("sources: {a: {path: x, step: '<= x'}}\nrest: a", "'<= x' is no bound on a step"),
+        (SOURCES + "newest: x", "r.yaml:3: `newest` takes everything from one source; leave out 'sources'"),
+        (SOURCES + "dtype: int8", "r.yaml:3: dtype 'int8' is not known; there are float32, bfloat16 and float16"),
+    ],
+)  # fmt: skip
+def test_what_makes_no_sense(text: str, told: str | None) -> None:
+    if told is None:
+        assert recipe(text).rules == ()  # what it leaves open is known with a model only
+        return
+    with pytest.raises(ConfigError) as raised:
+        recipe(text)
+    assert told in str(raised.value)
+
+
+def test_several_mistakes_are_told_at_once() -> None:
+    with pytest.raises(ConfigError, match=r"unknown key 'rets'.*unknown key 'fiels'"):
+        recipe(SOURCES + "rets: a\nfiels: b")
+
+
+def test_objects_in_yaml_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is not YAML: could not determine a constructor"):
+        recipe("sources: !!python/object/apply:os.system ['touch /nowhere']")
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot read the recipe .*: No such file"):
+        read_recipe(tmp_path / "none.yaml")
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\xfd")
+    with pytest.raises(ConfigError, match="is not text"):
+        read_recipe(tmp_path / "binary.yaml")
+    (tmp_path / "good.yaml").write_text(SOURCES + "rest: a")
+    assert read_recipe(tmp_path / "good.yaml").where == str(tmp_path / "good.yaml")
