@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -267,21 +268,53 @@ def test_weights_clipped_after_every_step_are_no_replacement(store: Path) -> Non
     assert steps_of(store) == [2, 4]
 
 
-def test_a_resume_is_no_replacement(store: Path) -> None:
-    with job(store) as one:
-        one.step()
-    with job(store) as other:
-        assert other.ckpt.resume() == 1
-        report = other.ckpt.step()  # the step was skipped for an overflow
+def attached(store: Path, optimizer: type[torch.optim.Optimizer]) -> tuple[nn.Linear, Any, monitor.Checkpointer]:
+    model = nn.Linear(3, 2)
+    made = optimizer(model.parameters(), lr=0.1)  # type: ignore[call-arg]
+    return model, made, monitor.attach((model, made), {"store": str(store), "every": 1, "metrics": {"enabled": False}})
+
+
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW])
+def test_a_resume_is_no_replacement(store: Path, make: type[torch.optim.Optimizer]) -> None:
+    """The step after it was left out for an overflow; SGD has no state that would show that it was loaded."""
+    model, optimizer, ckpt = attached(store, make)
+    with ckpt:
+        model(torch.randn(4, 3)).sum().backward()
+        optimizer.step()
+        ckpt.step()
+    _, _, ckpt = attached(store, make)
+    with ckpt:
+        assert ckpt.resume() == 1
+        report = ckpt.step()
         assert report is not None and report.skipped is None
+
+
+class Peer(torch.optim.Adagrad):
+    """It updates in a method of its own, which no hook sees."""
+
+    def update(self) -> None:
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                self.state[parameter]["sum"] += parameter.grad.square()
+                parameter.sub_(0.1 * parameter.grad)
+
+
+def test_an_optimizer_that_updates_in_its_own_way_is_no_replacement(store: Path) -> None:
+    model, optimizer, ckpt = attached(store, Peer)
+    with ckpt:
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.randn(4, 3)).sum().backward()
+            optimizer.update()
+            report = ckpt.step()
+            ckpt.flush()
+            assert report is not None and report.skipped is None
 
 
 @pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adagrad])
 def test_optimizers_of_all_kinds_are_seen_to_step(store: Path, make: type[torch.optim.Optimizer]) -> None:
-    model = nn.Linear(3, 2)
-    optimizer = make(model.parameters(), lr=0.1)  # type: ignore[call-arg]
-    settings = {"store": str(store), "every": 1, "metrics": {"enabled": False}}
-    with monitor.attach((model, optimizer), settings) as ckpt:
+    model, optimizer, ckpt = attached(store, make)
+    with ckpt:
         for _ in range(3):
             optimizer.zero_grad()
             model(torch.randn(4, 3)).sum().backward()
