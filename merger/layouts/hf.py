@@ -90,16 +90,18 @@ def _kept(checkpoint: Checkpoint) -> dict[str, str]:
     first: dict[str, str] = {}
     for name, fqn in names.items():
         first.setdefault(fqn, name)
+    vocabulary = _tied_vocabulary(read_config(checkpoint.files) or {})
+    if vocabulary is not None:
+        return {
+            name: fqn
+            for name, fqn in names.items()
+            if first[fqn] == name or checkpoint.record(fqn).shape[:1] != (vocabulary,)
+        }
     known = weight_names(checkpoint.files)
     if known.issuperset(first.values()):
-        # What transformers itself wrote for this model says which names it ties.
+        # What transformers itself wrote for this model says which names it needs.
         return {name: fqn for name, fqn in names.items() if name in known}
-    vocabulary = _tied_vocabulary(read_config(checkpoint.files) or {})
-    return {
-        name: fqn
-        for name, fqn in names.items()
-        if first[fqn] == name or vocabulary is None or checkpoint.record(fqn).shape[:1] != (vocabulary,)
-    }
+    return names
 
 
 def _tied_vocabulary(config: Mapping[str, object]) -> object:
@@ -127,7 +129,10 @@ def _index(names: Sequence[str], shards: Sequence[Mapping[str, Stored]]) -> byte
 def _load(checkpoint: Checkpoint) -> str:
     config = read_config(checkpoint.files)
     if config is None:
-        return "model.load_state_dict(safetensors.torch.load_file('{out}/model.safetensors'), strict=False)"
+        return (
+            "for part in pathlib.Path('{out}').glob('*.safetensors'): "
+            "model.load_state_dict(safetensors.torch.load_file(part), strict=False)"
+        )
     named = config.get("architectures")
     architecture = named[0] if isinstance(named, list) and named else "AutoModelForCausalLM"
     return f"model = transformers.{architecture}.from_pretrained('{{out}}', dtype='auto')"

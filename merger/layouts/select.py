@@ -25,6 +25,10 @@ def layout_for(checkpoint: Checkpoint, target: Target) -> Layout:
         from merger.layouts.dcp import DcpLayout
 
         return DcpLayout()
+    if name == "trainer":
+        from merger.layouts.trainer import TrainerLayout
+
+        return TrainerLayout(_deepspeed_layout() if _native(checkpoint) == "deepspeed" else None)
     return _deepspeed_layout()
 
 
