@@ -137,7 +137,7 @@ def _open(path: Path) -> Source:
 
 
 def _told(recipe: Recipe, name: str, error: DriftpointError) -> DriftpointError:
-    """The error, with the source's name in front where there are several."""
-    if len(recipe.sources) == 1 or name in str(error):
+    """The error, with the source's name in front where there are several; one of MergeKit's form is a path already."""
+    if len(recipe.sources) == 1 or ("/" in name and name in str(error)):
         return error
     return type(error)(f"source {name!r}: {error}")
