@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from deploy.cli.merge import size_from
+from store.errors import UsageError
 from tests.support.cli import Here, driftpoint, environment
 from tests.support.stores import StoreBuilder, flip_byte
 
@@ -70,9 +72,14 @@ def test_a_composite_with_its_certificate(here: Here, trained: Path, tmp_path: P
     assert (certificate["step"], certificate["exact"]) == (3, False)
     assert certificate["max_staleness"] == max(unit["staleness"] for unit in certificate["units"]) > 0
     shown = here("show", trained / "store", "--json").json["units"]
+    sources = [unit.pop("source") for unit in certificate["units"]]
+    assert set(sources) == {str(trained / "store")}
     assert certificate["units"] == [{key: unit[key] for key in unit if key != "reason"} for unit in shown]
     written = json.loads((out / "driftpoint-certificate.json").read_text())
+    assert [unit.pop("source") for unit in written["units"]] == sources
     assert written["units"] == certificate["units"]
+    assert [(one["name"], one["step"]) for one in found["sources"]] == [("source", 3)]
+    assert found["parameters"] == 4 * (8 * 8 + 8)
     assert found["bytes_written"] == sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
 
 
@@ -101,7 +108,10 @@ def test_what_cannot_be_merged(here: Here, trained: Path, tmp_path: Path) -> Non
     out = tmp_path / "out"
     assert here("merge", tmp_path, "--out", out).code == 10
     assert here("merge", trained / "store", "--out", out, "--step", "7").code == 2
-    assert here("merge", trained / "store").code == 2
+    missing = here("merge", trained / "store")
+    assert missing.code == 2 and "missing option '--out'" in missing.err
+    assert here("merge", "--out", out).code == 2
+    assert here("merge", tmp_path / "nowhere", "--out", out).code == 10
     builder = StoreBuilder(tmp_path / "empty")
     assert here("merge", builder.root, "--out", out).code == 13
     assert not out.exists()
@@ -111,3 +121,115 @@ def test_in_a_process_of_its_own(trained: Path, tmp_path: Path) -> None:
     answer = driftpoint("merge", trained / "store", "--out", tmp_path / "out", "--json")
     assert (answer.code, answer.err) == (0, "")
     assert answer.json["load"][0] == f"model.load_state_dict(torch.load({str(tmp_path / 'out' / 'model.pt')!r}))"
+
+
+RECIPE = """
+sources: {one: {step: 1}, three: {step: 3}}
+parity: [one, three]
+run_state: three
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    """Even layers of step 1, odd ones of step 3, of whatever SOURCE is."""
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    return tmp_path / "recipe.yaml"
+
+
+def test_a_recipe(here: Here, trained: Path, tmp_path: Path, recipe: Path) -> None:
+    out = tmp_path / "out"
+    answer = here("merge", trained / "store", "--recipe", recipe, "--out", out)
+    assert (answer.code, answer.err) == (0, "")
+    table = [line.split() for line in answer.out.splitlines()]
+    assert ["0", "one"] in [row[:2] for row in table] and ["1", "three"] in [row[:2] for row in table]
+    assert "composite: layers up to 2 steps old, drift up to ?" in answer.out
+    assert "commit 00000001-000001 of" in answer.out
+    rebuilt, first = torch.load(out / "model.pt"), torch.load(trained / "model-1.pt")
+    for name, value in rebuilt.items():
+        assert torch.equal(value, first[name]) == (name.partition(".")[0] in "02"), name
+
+
+def test_a_plan_writes_nothing_and_says_all(here: Here, trained: Path, tmp_path: Path, recipe: Path) -> None:
+    before = sorted(path.name for path in tmp_path.iterdir())
+    out = tmp_path / "out"
+    given = ("merge", trained / "store", "--recipe", recipe, "--out", out)
+    answer = here(*given, "--plan", "--workers", 3)
+    assert (answer.code, answer.err) == (0, "")
+    for part in ("Source", "Read", "File", "model.pt", "Memory", "with 3 workers", "free: enough", "Load it with:"):
+        assert part in answer.out
+    found = here(*given, "--plan", "--json").json
+    assert (found["possible"], found["missing"], found["framework"], found["step"]) == (True, [], "torch", 3)
+    assert {file["path"] for file in found["files"]} >= {"model.pt", "optimizer.pt", "driftpoint-certificate.json"}
+    assert sum(source["bytes_to_read"] for source in found["sources"]) == found["bytes_to_read"] > 0
+    assert found["memory_bytes"] > 0 and found["free_bytes"] > found["bytes_to_write"] > 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+    done = here(*given, "--json").json
+    assert done["certificate"] == found["certificate"]
+    assert done["load"] == found["load"]
+
+
+def test_a_plan_without_a_place(here: Here, trained: Path) -> None:
+    answer = here("merge", trained / "store", "--plan", "--json")
+    assert (answer.code, answer.json["out"], answer.json["free_bytes"]) == (0, None, None)
+    assert "Disk" not in here("merge", trained / "store", "--plan").out
+
+
+def test_a_plan_lists_everything_that_is_missing(here: Here, trained: Path, tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        f"sources: {{a: {trained / 'store'}, b: {tmp_path / 'nowhere'}}}\n"
+        'take: [{layers: "9", from: a}, {layers: "0-1", from: b}]\nrun_state: a\n'
+    )
+    answer = here("merge", "--recipe", recipe, "--out", tmp_path, "--plan", columns=400)
+    assert (answer.code, answer.err) == (10, "")
+    listed = answer.out[answer.out.index("Missing") :]
+    for part in (
+        "nowhere does not exist",
+        "the model has no layer '9'",
+        "does not say where 2.weight",
+        "exists already",
+    ):
+        assert part in listed
+    found = here("merge", "--recipe", recipe, "--out", tmp_path, "--plan", "--json")
+    assert (found.code, found.json["possible"], len(found.json["missing"])) == (10, False, 4)
+    assert found.json["missing"][0]["type"] == "NoStoreError"
+    error = here("merge", "--recipe", recipe, "--out", tmp_path / "out").err
+    assert error.startswith("error: ") and error.count("\n") == 1
+
+
+def test_mistakes_in_what_was_typed(here: Here, trained: Path, tmp_path: Path, recipe: Path) -> None:
+    store, out = trained / "store", tmp_path / "out"
+    for given, told in (
+        (("--layout", "gguf"), "layout 'gguf' is not known; there are native, deepspeed"),
+        (("--zero-stage", "4"), "ZeRO stage 4 cannot be written"),
+        (("--dtype", "int8"), "dtype 'int8' is not known; there are float32, bfloat16 and float16"),
+        (("--shard-size", "big"), "'big' is no size; write 5GB, 500MB or 4GiB"),
+        (("--step", ">3"), "'>3' is no bound on a step"),
+        (("--step", "< 1"), "has no checkpoint at a step < 1; there are steps 3, 2, 1"),
+        (("--recipe", recipe, "--step", "3"), "give --step or --recipe, not both"),
+        (("--recipe", tmp_path / "none.yaml"), "cannot read the recipe"),
+        (("--files", tmp_path / "none"), "is no directory to take configuration and tokenizer files from"),
+    ):
+        answer = here("merge", store, "--out", out, *given)
+        assert answer.code == 2 and told in answer.err, answer.err
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [("5GB", 5 * 10**9), ("500 MB", 500 * 10**6), ("4GiB", 4 << 30), ("1.5k", 1500), ("123", 123), ("123B", 123)],
+)
+def test_sizes(text: str, count: int) -> None:
+    assert size_from(text) == count
+
+
+@pytest.mark.parametrize("text", ["", "GB", "5XB", "-5GB", "5iB", "1e9"])
+def test_no_sizes(text: str) -> None:
+    with pytest.raises(UsageError, match="is no size"):
+        size_from(text)
+
+
+def test_a_step_within_a_bound(here: Here, trained: Path, tmp_path: Path) -> None:
+    found = here("merge", trained / "store", "--out", tmp_path / "out", "--step", "<= 2", "--json").json
+    assert found["certificate"]["step"] == 2
