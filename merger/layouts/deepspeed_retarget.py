@@ -47,7 +47,7 @@ def retarget(facts: EngineFacts, checkpoint: Checkpoint, zero_stage: int, world_
         "zero_stage": zero_stage,
         "world_size": world_size,
         "ds_config": config,
-        "clip_grad": facts.clip_grad if facts.zero_stage else _clip_grad(config),
+        "clip_grad": clip_grad(facts),
         "frozen": _left_out(checkpoint),
         "partition_count": 1,
         "round_robin_gradients": False,
@@ -194,7 +194,9 @@ def _require_a_place(checkpoint: Checkpoint, groups: Iterable[tuple[str, ...]]) 
             )
 
 
-def _clip_grad(config: Any) -> float:
-    """An engine without ZeRO keeps no bound on the gradient's norm in its optimizer."""
-    value = config.get("gradient_clipping") if isinstance(config, Mapping) else None
+def clip_grad(facts: EngineFacts) -> float:
+    """The bound on the gradient's norm. An engine without ZeRO does not keep it in its optimizer."""
+    if facts.zero_stage:
+        return facts.clip_grad
+    value = facts.ds_config.get("gradient_clipping") if isinstance(facts.ds_config, Mapping) else None
     return float(value) if isinstance(value, int | float) else 0.0

@@ -29,7 +29,7 @@ def layout_for(checkpoint: Checkpoint, target: Target) -> Layout:
         from merger.layouts.trainer import TrainerLayout
 
         return TrainerLayout(_deepspeed_layout() if _native(checkpoint) == "deepspeed" else None)
-    return _deepspeed_layout()
+    return _deepspeed_layout(universal=name == "universal")
 
 
 def _native(checkpoint: Checkpoint) -> str:
@@ -41,12 +41,13 @@ def _native(checkpoint: Checkpoint) -> str:
     )
 
 
-def _deepspeed_layout() -> Layout:
+def _deepspeed_layout(*, universal: bool = False) -> Layout:
     try:
         from merger.layouts.deepspeed import DeepSpeedLayout
+        from merger.layouts.deepspeed_universal import UniversalLayout
     except ModuleNotFoundError as error:
         raise UnsupportedError(
             f"DeepSpeed's files need its classes, and {error.name} is not installed: run "
             "`pip install 'driftpoint[deepspeed]'`"
         ) from error
-    return DeepSpeedLayout()
+    return UniversalLayout() if universal else DeepSpeedLayout()

@@ -1,0 +1,164 @@
+"""DeepSpeed's universal checkpoint: every parameter whole in files of its own, for any ZeRO stage and world size.
+
+The directory that ``ds_to_universal`` makes, with what the loaders of all stages want in it, so that an engine with
+``"checkpoint": {"load_universal": true}`` loads it. Those loaders leave some things out, and get some wrong
+(DeepSpeed 0.19); :mod:`merger.layouts.deepspeed_universal_traps` knows which and says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from deepspeed.checkpoint import constants
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
+
+from merger.checkpoint import Checkpoint
+from merger.containers.base import OutFile
+from merger.containers.pt import PtFile
+from merger.containers.verbatim import Verbatim
+from merger.layouts.base import Laid
+from merger.layouts.deepspeed_facts import EngineFacts, GroupFacts, PlacedParameter, SubGroupFacts, engine_facts
+from merger.layouts.deepspeed_model import CLIENT_KEY, client_state, model_states
+from merger.layouts.deepspeed_retarget import clip_grad
+from merger.layouts.deepspeed_scaler import loss_scaler
+from merger.layouts.deepspeed_steps import STEP, has_state, newest_step, with_common_steps
+from merger.layouts.deepspeed_universal_traps import load_lines, notes_on_loading
+from merger.runstate import portable
+from merger.stored import Stored, whole
+from merger.target import Target
+from merger.tensors import torch_dtype
+from store.errors import UnsupportedError
+from store.names import WEIGHTS
+
+_CLASSES = (ZeroStageEnum, LossScaler, DynamicLossScaler)
+
+_FOLDER = "zero"
+_OPTIMIZER = "optimizer_state.pt"
+_NAME_BYTES = 255
+
+
+class UniversalLayout:
+    """A universal checkpoint. MergeError where the checkpoint's facts describe no engine, UnsupportedError for
+    optimizer state or parameter names that the format has no place for."""
+
+    def lay_out(self, checkpoint: Checkpoint, _: Target) -> Laid:
+        """See :class:`merger.layouts.base.Layout`."""
+        facts = engine_facts(checkpoint.facts)
+        groups = optimized_groups(checkpoint, facts)
+        checkpoint, notes = with_common_steps(checkpoint, enumerate(groups))
+        tag = f"global_step{checkpoint.framework_state['counters']['global_steps']}_universal"
+        files = (
+            *(_parameter_files(checkpoint, groups, f"{tag}/{_FOLDER}")),
+            OutFile(f"{tag}/{_FOLDER}/{_OPTIMIZER}", PtFile(_optimizer(facts, checkpoint, groups), _CLASSES)),
+            *_model_files(facts, checkpoint, groups, tag),
+            # No ``latest``: an engine that does not load universally would take the weights and start the optimizer
+            # anew, without a word.
+            OutFile("latest_universal", Verbatim(tag.encode())),
+        )
+        traps = notes_on_loading(checkpoint, facts, groups, tag)
+        return Laid(tag, files, load_lines(checkpoint, groups, tag), (*notes, *traps))
+
+
+def optimized_groups(checkpoint: Checkpoint, facts: EngineFacts) -> tuple[tuple[str, ...], ...]:
+    """The parameters of each param group that DeepSpeed optimizes: trained ones that have elements."""
+    return tuple(
+        tuple(fqn for fqn in group.params if checkpoint.record(fqn).kind == "trainable" and checkpoint.numel(fqn))
+        for group in facts.param_groups
+    )
+
+
+def _parameter_files(checkpoint: Checkpoint, groups: tuple[tuple[str, ...], ...], folder: str) -> Iterator[OutFile]:
+    for params in groups:
+        known = next((fqn for fqn in params if has_state(checkpoint, fqn)), None)
+        for fqn in params:
+            _require_a_name(fqn)
+            tensors = {WEIGHTS: whole(checkpoint, fqn, WEIGHTS), **_slots(checkpoint, fqn, known)}
+            for slot, stored in tensors.items():
+                value = {constants.CAT_DIM: 0, constants.PARAM: stored}
+                yield OutFile(f"{folder}/{fqn}/{slot}.pt", PtFile(value))
+            if known is not None:
+                scalars = checkpoint.framework_state["scalars"].get(known, {})
+                _require_only_a_step(known, scalars)
+                if STEP in scalars:
+                    yield OutFile(f"{folder}/{fqn}/{STEP}.pt", PtFile(portable(scalars[STEP])))
+
+
+def _slots(checkpoint: Checkpoint, fqn: str, known: str | None) -> dict[str, Stored]:
+    """A parameter's optimizer state; zeros where it has none and others of its param group do, as in a flat one."""
+    if known is None:
+        return {}
+    if has_state(checkpoint, fqn):
+        return {slot: whole(checkpoint, fqn, slot) for slot in checkpoint.slots(fqn)}
+    shape = tuple(checkpoint.record(fqn).shape)
+    return {slot: Stored(shape, torch_dtype(checkpoint.dtype(known, slot)), ()) for slot in checkpoint.slots(known)}
+
+
+def _optimizer(facts: EngineFacts, checkpoint: Checkpoint, groups: tuple[tuple[str, ...], ...]) -> dict[str, Any]:
+    """State that belongs to no parameter, in the places where the loaders of ZeRO-1/2 and of ZeRO-3 look for it."""
+    hyper = [
+        {**portable(group["hyper"]), "params": [index]}
+        for index, group in enumerate(checkpoint.framework_state["param_groups"])
+    ]
+    step = newest_step(checkpoint, (fqn for params in groups for fqn in params))
+    return {
+        constants.LOSS_SCALER: loss_scaler(checkpoint.framework_state, facts.dtype),
+        "dynamic_loss_scale": facts.dynamic_loss_scale,
+        "overflow": False,
+        constants.CLIP_GRAD: clip_grad(facts),
+        constants.ZERO_STAGE: ZeroStageEnum(facts.zero_stage),
+        constants.PARTITION_COUNT: facts.world_size,
+        constants.DS_VERSION: facts.ds_version,
+        constants.PARAM_GROUPS: hyper,
+        constants.OPTIMIZER_STATE_DICT: {
+            "state": {} if step is None else {0: {STEP: portable(step)}},
+            "param_groups": hyper,
+        },
+    }
+
+
+def _model_files(
+    facts: EngineFacts, checkpoint: Checkpoint, groups: tuple[tuple[str, ...], ...], tag: str
+) -> Iterator[OutFile]:
+    """One file that engines of ZeRO-1/2 read, and one for ZeRO-3: all ranks read the same."""
+    info = {constants.UNIVERSAL_CHECKPOINT_VERSION_KEY: constants.UNIVERSAL_CHECKPOINT_VERSION_VALUE}
+    for stage, name in ((2, "mp_rank_00_model_states.pt"), (3, "zero_pp_rank_0_mp_rank_00_model_states.pt")):
+        states = {
+            **model_states(_without_shards(facts, groups, stage), checkpoint, 0),
+            "frozen_param_fragments": None,  # they are in ``module`` of the first file
+            constants.UNIVERSAL_CHECKPOINT_INFO: info,
+            CLIENT_KEY: client_state(checkpoint, sorted(checkpoint.run_states)),
+        }
+        yield OutFile(f"{tag}/{name}", PtFile(states))
+
+
+def _without_shards(facts: EngineFacts, groups: tuple[tuple[str, ...], ...], stage: int) -> EngineFacts:
+    """Facts that name the parameters of each group in order, and no place of any."""
+    named = tuple(
+        GroupFacts(params=params, layout=tuple(PlacedParameter(fqn=fqn, offset=0, numel=0) for fqn in params))
+        for params in groups
+    )
+    flat = tuple(
+        SubGroupFacts(params=params, param_group=i, partition_numels=(0,) * len(params), flat_numel=0)
+        for i, params in enumerate(groups)
+    )
+    return facts.model_copy(update={"zero_stage": stage, "param_groups": named, "sub_groups": flat})
+
+
+def _require_a_name(fqn: str) -> None:
+    """A parameter's name becomes a directory's."""
+    if fqn in ("", ".", "..", _OPTIMIZER) or "/" in fqn or "\0" in fqn or len(fqn.encode()) > _NAME_BYTES:
+        raise UnsupportedError(
+            f"the parameter {fqn!r} cannot be in a universal checkpoint, where its name is a directory's; write layout "
+            "'deepspeed' at the stage and world size you need"
+        )
+
+
+def _require_only_a_step(fqn: str, scalars: dict[str, Any]) -> None:
+    others = sorted(scalars.keys() - {STEP})
+    if others:
+        raise UnsupportedError(
+            f"the optimizer keeps {', '.join(map(repr, others))} for {fqn}, and a universal checkpoint has a place for "
+            "'step' only; write layout 'deepspeed' at the stage and world size you need"
+        )
