@@ -53,6 +53,7 @@ def model_states(facts: EngineFacts, checkpoint: Checkpoint, rank: int) -> dict[
         },
         "ds_config": facts.ds_config,
         "ds_version": facts.ds_version,
+        **portable(checkpoint.client_state),  # where DeepSpeed puts it: among its own keys, and after them
         CLIENT_KEY: client_state(checkpoint, _ranks_in_file(facts, checkpoint, rank)),
     }
 
