@@ -111,7 +111,14 @@ def _read_models(files: LocalFiles, models: dict[int, str]) -> tuple[tuple[Nest,
 
 
 def _nest(files: LocalFiles, name: str) -> Nest:
-    nest = Nest(read_pt(files, name, STAND_INS), str(files.root / name))
+    content = read_pt(files, name, STAND_INS)
+    saved_as = f"{content.archive}.pt"
+    if saved_as != name and (_OPTIM.fullmatch(saved_as) or _MODEL.fullmatch(saved_as)):
+        raise MergeError(
+            f"{files.root / name} was saved as {saved_as}: it holds another rank's state under this name; give it its "
+            "own name back"
+        )
+    nest = Nest(content.value, str(files.root / name))
     nest.mapping()
     return nest
 
@@ -127,17 +134,16 @@ def _by_rank(folder: Path, names: Sequence[str]) -> tuple[dict[int, str], dict[i
     """(model files, optimizer files) by rank of data parallelism, and whether the latter are of bf16."""
     models: dict[int, str] = {}
     optims: dict[int, str] = {}
-    prefixes, parallel = set(), set()
+    prefixes = set()
     for name in names:
-        if found := _OPTIM.fullmatch(name):
-            prefixes.add(found[1] or "")
-            parallel.add(int(found[3]))
-            _put(folder, optims, int(found[2]), name)
-        elif found := _MODEL.fullmatch(name):
-            parallel.add(int(found[2]))
-            _put(folder, models, int(found[1] or 0), name)
-    if parallel - {0}:
-        raise UnsupportedError(f"{folder} is of tensor or pipeline parallelism ({len(parallel)} parts): not handled")
+        optim, model = _OPTIM.fullmatch(name), _MODEL.fullmatch(name)
+        if (optim and int(optim[3])) or (model and int(model[2])):
+            raise UnsupportedError(f"{folder / name} is of tensor or pipeline parallelism, which is not handled")
+        if optim:
+            prefixes.add(optim[1] or "")
+            _put(folder, optims, int(optim[2]), name)
+        elif model:
+            _put(folder, models, int(model[1] or 0), name)
     if not models:
         raise MergeError(f"{folder} has no model states (mp_rank_00_model_states.pt): it is not a whole checkpoint")
     if len({name.startswith("zero_pp_rank_") for name in models.values()}) > 1 or len(prefixes) > 1:

@@ -107,7 +107,7 @@ def _parameter(local: LocalFiles, shape: Shape, common: dict[str, Any]) -> tuple
         slot, dot, kind = name.partition(".")
         if (dot, kind) != (".", "pt") or slot in (FROZEN, BUFFER):
             raise DamagedError(f"{local.root / folder / name} is no file of a universal checkpoint")
-        nest = Nest(read_pt(local, f"{folder}/{name}", STAND_INS), str(local.root / folder / name))
+        nest = Nest(read_pt(local, f"{folder}/{name}", STAND_INS).value, str(local.root / folder / name))
         if slot == _STEP:
             scalars[_STEP] = values(nest.value)
             continue

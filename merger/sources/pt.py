@@ -37,7 +37,7 @@ _PLAIN = re.compile(
     r"collections OrderedDict|torch Size|torch Tensor|torch device|_codecs encode|torch\.nn\.parameter Parameter|"
     r"(__builtin__|builtins) (set|bytearray|complex)|torch \w+Storage|torch\.storage UntypedStorage|"
     r"torch (bfloat16|float\w*|u?int\d+|complex\d+|bool|half|double|long|short)|"
-    r"torch\._tensor _rebuild_from_type_v2|torch\._utils _rebuild_(tensor|tensor_v2|parameter|parameter_with_state)"
+    r"torch\._tensor _rebuild_from_type_v2|torch\._utils _rebuild_(tensor|tensor_v[23]|parameter|parameter_with_state)"
 )
 """What tensors and plain values are pickled with: module and name."""
 
@@ -58,7 +58,15 @@ class _Archive:
         return str(self.files.root / self.name)
 
 
-def read_pt(files: LocalFiles, name: str, stand_ins: StandIns) -> Any:
+@dataclass(frozen=True)
+class PtContent:
+    """What a file holds. archive: the name that torch gave its records: the file's own when it was saved, if any."""
+
+    value: Any
+    archive: str
+
+
+def read_pt(files: LocalFiles, name: str, stand_ins: StandIns) -> PtContent:
     """What ``torch.load`` would give, with :class:`FileTensor` for every tensor.
 
     name: of a file below ``files``. Raises DamagedError, naming the file, where its structure is not whole;
@@ -73,7 +81,8 @@ def read_pt(files: LocalFiles, name: str, stand_ins: StandIns) -> Any:
     structure = _check_structure(files, name, found)
     _refuse_classes(str(path), structure, stand_ins)
     blocks = {record.offset: _block(files, name, record) for record in found if _is_data(record)}
-    return _Converted(_Archive(files, name, blocks), stand_ins).of(_load(str(path), stand_ins))
+    value = _Converted(_Archive(files, name, blocks), stand_ins).of(_load(str(path), stand_ins))
+    return PtContent(value, found[0].name.partition("/")[0])
 
 
 def _is_data(record: Record) -> bool:

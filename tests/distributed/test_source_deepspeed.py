@@ -6,7 +6,6 @@ One launch per world size trains and saves every case and notes the truth from t
 from __future__ import annotations
 
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,8 @@ from merger.merge import merge
 from merger.report import CERTIFICATE
 from merger.sources.select import open_source
 from store.errors import MergeError
-from tests.support.foreign import directory_differences, read_tensors, same
-from tests.support.launch import ENVIRONMENT, WORKERS
+from tests.support.foreign import directory_differences, read_tensors, same, train_stock
+from tests.support.launch import WORKERS
 
 sys.path.insert(0, str(WORKERS))
 from source_cases import ADAPTERS, CASES
@@ -40,28 +39,12 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> Any:
     def folder(ranks: int) -> Path:
         if ranks not in _LAUNCHED:
             directory = tmp_path_factory.mktemp(f"world-{ranks}")
-            train(directory, ranks)
+            train_stock(directory, ranks, [*CASES, *ADAPTERS])
             _LAUNCHED[ranks] = directory
         return _LAUNCHED[ranks]
 
     yield folder
     _LAUNCHED.clear()
-
-
-def train(directory: Path, ranks: int) -> None:
-    import os
-
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    done = subprocess.run(
-        [*command, str(WORKERS / "source_train.py"), str(directory), *CASES, *ADAPTERS],
-        capture_output=True,
-        text=True,
-        env={**os.environ, **ENVIRONMENT},
-        cwd=directory,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-6000:]
 
 
 def read(folder: Path, step: int | str | None = None) -> Checkpoint:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,38 @@ import torch
 from merger.blocks import Extent
 from merger.checkpoint import Checkpoint
 from merger.report import CERTIFICATE
+from tests.support.launch import ENVIRONMENT, WORKERS
+
+
+def train_stock(directory: Path, ranks: int, cases: Sequence[str]) -> None:
+    """Train and save cases of ``source_cases`` with stock DeepSpeed, each into its own folder."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    run([*command, str(WORKERS / "source_train.py"), str(directory), *cases], directory)
+
+
+def convert(saved: Path, out: Path) -> Path:
+    """Make a universal checkpoint of a tag with DeepSpeed's own converter. Returns its directory."""
+    tag = out / f"{saved.name}_universal"
+    out.mkdir(exist_ok=True)
+    command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--input_folder", str(saved)]
+    options = ["--num_extract_workers", "1", "--num_merge_workers", "1", "--inject_missing_state"]
+    run([*command, "--output_folder", str(tag), *options], out)
+    return tag
+
+
+def run(command: Sequence[str], cwd: Path) -> None:
+    """Run a program of DeepSpeed's to its end, which must be good."""
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        env={**os.environ, **ENVIRONMENT},
+        cwd=cwd,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+
 
 _DTYPES = {
     "F32": torch.float32,

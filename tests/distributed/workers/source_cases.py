@@ -26,8 +26,13 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "zero3-fp32": (3, "fp32", {}),
     "zero3-fp16": (3, "fp16", {}),
 }
-ADAPTERS = {"zero2-adapters": (2, "bf16", {}), "zero3-adapters": (3, "bf16", {})}
+ADAPTERS: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "zero2-adapters": (2, "bf16", {}),
+    "zero3-adapters": (3, "bf16", {}),
+}
 """Everything but the adapters is frozen, and saved without."""
+REFUSED = {"zero1-bf16-elastic": (1, "bf16", {"elastic_checkpoint": True}), "zero0-fp32": (0, "fp32", {})}
+"""What the merger says it cannot read."""
 
 
 class Adapted(nn.Module):
@@ -98,7 +103,7 @@ def build(case: str) -> Any:
     import deepspeed
     from deepspeed.accelerator import get_accelerator
 
-    stage, precision, zero = {**CASES, **ADAPTERS}[case]
+    stage, precision, zero = {**CASES, **ADAPTERS, **REFUSED}[case]
     get_accelerator().is_fp16_supported = lambda: True  # torch computes in fp16 on the CPU
     torch.manual_seed(3)
     model = Awkward(empty=stage < 3)  # DeepSpeed cannot gather a parameter without elements at ZeRO-3

@@ -9,23 +9,26 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import deepspeed
 import torch
 import torch.distributed as dist
-from source_cases import ADAPTERS, build, remember, train, truth
+from source_cases import ADAPTERS, REFUSED, build, remember, train, truth
 
 
 def run(case: str, folder: Path) -> None:
     engine = build(case)
     remember(engine)
-    options = {"client_state": {"mine": {"list": [1, 2.5, "three"]}}}
+    options: dict[str, Any] = {"client_state": {"mine": {"list": [1, 2.5, "three"]}}}
     if case in ADAPTERS:
         options["exclude_frozen_parameters"] = True
     train(engine, 2)
     engine.save_checkpoint(str(folder / "saved"), **options)
     train(engine, 1)
     engine.save_checkpoint(str(folder / "saved"), **options)
+    if case in REFUSED:
+        return
     found = truth(engine)
     if dist.get_rank() == 0:
         torch.save(found, folder / "truth.pt")
