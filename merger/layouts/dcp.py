@@ -54,8 +54,11 @@ class DcpLayout:
 
     def lay_out(self, checkpoint: Checkpoint, target: Target) -> Laid:
         """See :class:`merger.layouts.base.Layout`."""
-        hyper, notes = torch_hyper(checkpoint)
-        state = {"model": _model(checkpoint), "optim": _optimizer(checkpoint, hyper)}
+        state: dict[str, Any] = {"model": _model(checkpoint)}
+        notes: tuple[str, ...] = ("there is no optimizer state to write: load the model only",)
+        if checkpoint.framework_state.get("param_groups"):
+            hyper, notes = torch_hyper(checkpoint)
+            state["optim"] = _optimizer(checkpoint, hyper)
         files, metadata = _planned(state, target.shard_bytes)
         out = [OutFile(name, file) for name, file in files.items()]
         out += [OutFile(".metadata", metadata), OutFile("extra.pt", PtFile(_extra(checkpoint)))]

@@ -36,6 +36,8 @@ class TrainerLayout:
 
     def lay_out(self, checkpoint: Checkpoint, target: Target) -> Laid:
         """See :class:`merger.layouts.base.Layout`. UsageError where there is no Trainer's folder to go by."""
+        if not checkpoint.framework_state.get("param_groups"):
+            raise MergeError(f"{checkpoint.origin} has no optimizer state, so no Trainer can resume from it; try hf")
         folder = _trainer_folder(checkpoint)
         moved = moved_state(folder, checkpoint.step)
         state = self._plain(checkpoint, folder) if self._engine is None else self._engine.lay_out(checkpoint, target)

@@ -1,0 +1,149 @@
+"""The DCP layout and its container: what is cut, what is checked, and whose optimizer it is."""
+
+from __future__ import annotations
+
+import io
+import zipfile
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+from merger.containers.dcp import DcpFile, Item
+from merger.layouts import dcp as layout
+from merger.layouts.dcp import DcpLayout
+from merger.layouts.torch_optimizer import torch_hyper, torch_scalars
+from merger.merge import merge
+from merger.stored import Placed, Stored
+from merger.target import Target
+from store.errors import MergeError, UnsupportedError
+from store.names import Fragment
+from tests.support.plain_stores import PlainStore
+from tests.support.planned import described, tensor
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+@pytest.mark.parametrize("chunk", [1 << 26, 40, 1])
+def test_a_store_is_loaded_by_torch_to_the_last_bit(
+    store: PlainStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int
+) -> None:
+    monkeypatch.setattr(layout, "CHUNK_BYTES", chunk)
+    store.save(10)
+    result = merge(store.root, tmp_path / "out", target=Target("dcp", shard_bytes=5000))
+    expected = store.expected(10)
+    state: dict[str, Any] = {
+        "model": {fqn: torch.zeros(len(slots["fp32"])) for fqn, slots in expected.items()},
+        "optim": {
+            "state": {
+                fqn: {**{s: torch.zeros(len(v)) for s, v in slots.items() if s != "fp32"}, "step": torch.tensor(0.0)}
+                for fqn, slots in expected.items()
+            },
+            "param_groups": [{"lr": 0.0, "betas": (0.0, 0.0), "params": []}],
+        },
+    }
+    dcp.load(state, checkpoint_id=str(result.out), no_dist=True)
+    for fqn, slots in expected.items():
+        assert state["model"][fqn].numpy().tobytes() == slots["fp32"].tobytes()
+        kept = state["optim"]["state"][fqn]
+        assert kept["step"].item() == 10
+        assert all(kept[slot].numpy().tobytes() == slots[slot].tobytes() for slot in slots if slot != "fp32")
+    assert state["optim"]["param_groups"] == [{"lr": 0.5, "betas": (0.9, 0.75), "params": store.fqns}]
+    assert str(tmp_path).encode() not in (result.out / ".metadata").read_bytes()
+
+
+def test_the_whole_of_the_file_is_read_back(tmp_path: Path) -> None:
+    """Every byte but the planned tensor's own, which whoever wrote them checks."""
+    stored = Stored((3, 2), torch.float32, (Placed(Fragment("w", "fp32", 0, 6), 0),))
+    items = [Item(MetadataIndex("lr"), 0.5), Item(MetadataIndex("w", torch.Size((0, 0))), stored)]
+    path, file = tmp_path / "one.distcp", DcpFile(items)
+    (hole,) = file.make(path)
+    file.seal(path, {hole.offset: zlib.crc32(bytes(24))})
+    file.check(path)
+    content = path.read_bytes()
+    for blob, expected in zip(file.blobs, (0.5, torch.zeros(3, 2)), strict=True):
+        part = content[blob.start : blob.start + blob.nbytes]
+        assert zipfile.ZipFile(io.BytesIO(part)).testzip() is None
+        found = torch.load(io.BytesIO(part), weights_only=True)
+        assert torch.equal(torch.as_tensor(found), torch.as_tensor(expected))
+    assert content[hole.offset : hole.offset + 24] == bytes(24)
+    missed = []
+    for offset in range(len(content)):
+        if hole.offset <= offset < hole.offset + 24:
+            continue
+        hurt = bytearray(content)
+        hurt[offset] ^= 0x10
+        path.write_bytes(hurt)
+        try:
+            file.check(path)
+        except MergeError:
+            continue
+        missed.append(offset)
+    assert missed == []
+    for other in (content[:-1], content + b"0", b""):
+        path.write_bytes(other)
+        with pytest.raises(MergeError, match="read back"):
+            file.check(path)
+
+
+def test_a_taken_name(tmp_path: Path) -> None:
+    (tmp_path / "one.distcp").write_text("mine")
+    with pytest.raises(FileExistsError):
+        DcpFile([]).make(tmp_path / "one.distcp")
+
+
+def adam(hyper: dict[str, Any], steps: dict[str, Any], optimizer: str | None = None) -> dict[str, Any]:
+    return {
+        "param_groups": [{"params": list(steps), "hyper": hyper}],
+        "scalars": {fqn: {"step": step} for fqn, step in steps.items()},
+        "slots": {},
+        **({"optimizer": optimizer} if optimizer else {}),
+    }
+
+
+FUSED = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.2, "bias_correction": True}
+TENSORS = {"a": tensor(2), "b": tensor(2)}
+
+
+@pytest.mark.parametrize("name", ["FusedAdam", "DeepSpeedCPUAdam", None])
+@pytest.mark.parametrize(
+    ("section", "decoupled"),
+    [
+        (None, True),
+        ({"type": "AdamW", "params": {"adam_w_mode": False}}, True),
+        ({"type": "Adam", "params": {}}, True),
+        ({"type": "Adam", "params": {"adam_w_mode": False}}, False),
+    ],
+)
+def test_deepspeeds_adams_become_torchs(name: str | None, section: dict[str, Any] | None, decoupled: bool) -> None:
+    facts = {"ds_config": {"optimizer": section}} if section else {}
+    checkpoint = described(TENSORS, state=adam({**FUSED, "step": 3}, {"a": 0, "b": 3}, name), facts=facts)
+    (group,), (note,) = torch_hyper(checkpoint)
+    kind = torch.optim.AdamW if decoupled else torch.optim.Adam
+    own = kind([torch.zeros(1)], lr=0.1, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.2).param_groups[0]
+    assert {**group, "params": own["params"]} == own
+    assert kind.__name__ in note
+    stepped = torch_scalars(checkpoint, checkpoint.framework_state["param_groups"][0], "a")["step"]
+    assert torch.equal(stepped, torch.tensor(3.0)) and stepped.dtype == torch.float32
+
+
+def test_torchs_own_hyperparameters_are_left_alone() -> None:
+    state = adam({"lr": 0.1, "foreach": None}, {"a": torch.tensor(2.0), "b": torch.tensor(4.0)}, "AdamW")
+    checkpoint = described(TENSORS, state=state)
+    assert torch_hyper(checkpoint) == ([{"lr": 0.1, "foreach": None}], ())
+    assert torch_scalars(checkpoint, state["param_groups"][0], "a")["step"].item() == 2
+
+
+def test_an_adam_that_torch_cannot_do() -> None:
+    checkpoint = described(TENSORS, state=adam({**FUSED, "bias_correction": False}, {"a": 1}, "FusedAdam"))
+    with pytest.raises(UnsupportedError, match="without bias correction"):
+        torch_hyper(checkpoint)
+
+
+def test_a_model_without_an_optimizer() -> None:
+    found = DcpLayout().lay_out(described(TENSORS), Target("dcp"))
+    assert found.notes == ("there is no optimizer state to write: load the model only",)

@@ -1,0 +1,197 @@
+"""The hf layout: names, ties, dtypes, shards and the files beside the weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from merger.containers.safetensors import SafetensorsFile
+from merger.layouts.base import Laid
+from merger.layouts.hf import HfLayout
+from merger.layouts.names import model_names, unwrapped
+from merger.merge import merge
+from merger.target import Target
+from store.errors import MergeError, UnsupportedError, UsageError
+from tests.support.plain_stores import PlainStore
+from tests.support.planned import described, tensor
+
+TIED = {
+    "embed.weight": tensor(50, 4, aliases=("head.weight",)),
+    "up.weight": tensor(4, 4, aliases=("down.weight",)),
+}
+NAMES = ["embed.weight", "up.weight", "down.weight", "head.weight"]
+
+
+def folder(tmp_path: Path, **config: Any) -> Path:
+    path = tmp_path / "model"
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def laid(tensors: Any, target: Target | None = None, **given: Any) -> Laid:
+    return HfLayout().lay_out(described(tensors, **given), target or Target("hf"))
+
+
+def weights(found: Laid) -> dict[str, torch.dtype]:
+    return {
+        name: stored.dtype
+        for file in found.files
+        if isinstance(file.container, SafetensorsFile)
+        for name, stored in file.container.tensors_by_name.items()
+    }
+
+
+def content(found: Laid, name: str) -> Any:
+    (file,) = (file for file in found.files if file.path == name)
+    return json.loads(file.container.data)  # type: ignore[attr-defined]
+
+
+def test_an_output_of_a_real_store_loads(store: PlainStore, tmp_path: Path) -> None:
+    store.save(10)
+    result = merge(store.root, tmp_path / "out", target=Target("hf", shard_bytes=300))
+    index = json.loads((result.out / "model.safetensors.index.json").read_text())
+    found = {}
+    for name in sorted(set(index["weight_map"].values())):
+        found.update(load_file(result.out / name))
+    expected = store.expected(10)
+    assert found.keys() == expected.keys() == index["weight_map"].keys()
+    assert all(found[fqn].numpy().tobytes() == expected[fqn]["fp32"].tobytes() for fqn in found)
+    assert index["metadata"]["total_size"] == 4 * index["metadata"]["total_parameters"]
+    assert sorted(path.name for path in result.out.glob("*.safetensors")) == sorted(set(index["weight_map"].values()))
+    assert "there is no config.json" in result.notes[0]
+
+
+def test_shards_are_filled_up_to_their_size() -> None:
+    found = laid({f"p{i}": tensor(100) for i in range(5)}, Target("hf", shard_bytes=400))
+    assert [file.path for file in found.files] == [
+        "model-00001-of-00003.safetensors",
+        "model-00002-of-00003.safetensors",
+        "model-00003-of-00003.safetensors",
+        "model.safetensors.index.json",
+    ]
+    assert list(content(found, "model.safetensors.index.json")["weight_map"]) == ["p0", "p1", "p2", "p3", "p4"]
+
+
+@pytest.mark.parametrize(
+    ("config", "kept"),
+    [
+        ({"tie_word_embeddings": True, "vocab_size": 50}, ["embed.weight", "up.weight", "down.weight"]),
+        (
+            {"text_config": {"tie_word_embeddings": True, "vocab_size": 50}},
+            ["embed.weight", "up.weight", "down.weight"],
+        ),
+        ({"tie_word_embeddings": False, "vocab_size": 50}, NAMES),
+        ({"tie_word_embeddings": True, "text_config": {"tie_word_embeddings": False}, "vocab_size": 50}, NAMES),
+        ({"vocab_size": 50}, NAMES),
+    ],
+)
+def test_a_name_is_left_out_only_where_transformers_ties_it_again(
+    tmp_path: Path, config: dict[str, Any], kept: list[str]
+) -> None:
+    found = laid(TIED, files=folder(tmp_path, **config), facts={"state_dict_names": NAMES})
+    assert list(weights(found)) == kept
+
+
+def test_where_the_configuration_is_silent_the_weights_that_were_there_speak(tmp_path: Path) -> None:
+    files = folder(tmp_path)
+    save_file({"embed.weight": torch.zeros(1), "up.weight": torch.zeros(1)}, files / "model.safetensors")
+    assert list(weights(laid(TIED, files=files))) == ["embed.weight", "up.weight"]
+    save_file({"transformer.embed.weight": torch.zeros(1)}, files / "model.safetensors")  # of another model
+    assert sorted(weights(laid(TIED, files=files))) == sorted(NAMES)
+
+
+def test_without_a_configuration_every_name_is_written() -> None:
+    assert sorted(weights(laid(TIED))) == sorted(NAMES)
+
+
+def test_dtypes_are_those_of_training_or_the_one_asked_for(tmp_path: Path) -> None:
+    tensors = {
+        "w": tensor(9, 9),
+        "gate": tensor(3, dtype="F32"),
+        "frozen": tensor(3, kind="frozen"),
+        "mean": tensor(3, dtype="F32", kind="buffer"),
+        "count": tensor(dtype="I64", kind="buffer"),
+    }
+    files = folder(tmp_path, dtype="float32", text_config={"torch_dtype": "float32"})
+    own = laid(tensors, files=files)
+    half, single, whole = torch.bfloat16, torch.float32, torch.int64
+    assert list(weights(own).values()) == [half, single, half, single, whole]
+    assert content(own, "config.json") == {"dtype": "bfloat16", "text_config": {"torch_dtype": "bfloat16"}}
+    asked = laid(tensors, Target("hf", dtype="F16"), files=files)
+    assert list(weights(asked).values()) == [torch.float16] * 3 + [single, whole]
+    assert content(asked, "config.json")["dtype"] == "float16"
+
+
+def test_a_configuration_without_a_dtype_gets_one(tmp_path: Path) -> None:
+    found = laid({"w": tensor(2)}, files=folder(tmp_path, model_type="x"))
+    assert content(found, "config.json") == {"model_type": "x", "torch_dtype": "bfloat16"}
+
+
+@pytest.mark.parametrize(("dtype", "error"), [("I64", UsageError), ("BF17", UnsupportedError)])
+def test_a_dtype_that_is_none_for_weights(dtype: str, error: type[Exception]) -> None:
+    with pytest.raises(error, match=dtype):
+        laid({"w": tensor(2)}, Target("hf", dtype=dtype))
+
+
+def test_the_files_of_a_model_come_along_and_those_of_a_training_do_not(tmp_path: Path) -> None:
+    files = folder(tmp_path, architectures=["LlamaForCausalLM"])
+    taken = ["generation_config.json", "tokenizer.json", "tokenizer.model", "vocab.txt", "merges.txt",
+             "chat_template.jinja", "preprocessor_config.json", "modeling_own.py", "LICENSE"]  # fmt: skip
+    left = ["trainer_state.json", "optimizer.pt", "training_args.bin", "zero_to_fp32.py", "latest", "rng_state_0.pth",
+            "pytorch_model.bin", "pytorch_model.bin.index.json", "old.safetensors", ".hidden.json"]  # fmt: skip
+    for name in (*taken, *left):
+        (files / name).write_text(name)
+    (files / "additional_chat_templates").mkdir()
+    (files / "additional_chat_templates" / "tools.jinja").write_text("tools")
+    (files / "global_step3").mkdir()
+    found = laid({"w": tensor(2)}, files=files)
+    expected = {*taken, "config.json", "model.safetensors", "additional_chat_templates/tools.jinja"}
+    assert {file.path for file in found.files} == expected
+    assert found.load == ("model = transformers.LlamaForCausalLM.from_pretrained('{out}', dtype='auto')",)
+    assert found.notes == ()
+
+
+def test_a_folder_that_is_none(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match=r"not a directory.*--files"):
+        laid({"w": tensor(2)}, files=tmp_path / "file")
+
+
+def test_a_configuration_that_is_no_json(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(MergeError, match=r"config\.json is not JSON"):
+        laid({"w": tensor(2)}, files=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("names", "bare"),
+    [
+        (["module.a", "module.b.module.c"], ["a", "b.module.c"]),
+        (["module.a", "b"], ["module.a", "b"]),
+        (["_orig_mod.module.a", "_orig_mod.module.b"], ["a", "b"]),
+        (["layers.0._orig_mod.w"], ["layers.0.w"]),
+        (["my_orig_mod.w"], ["my_orig_mod.w"]),
+        ([], []),
+    ],
+)
+def test_wrappers_leave_the_names(names: list[str], bare: list[str]) -> None:
+    assert unwrapped(names) == bare
+
+
+def test_two_tensors_never_share_a_name() -> None:
+    checkpoint = described({"a._orig_mod.w": tensor(1), "a.w": tensor(1)})
+    with pytest.raises(MergeError, match=r"called a\.w"):
+        model_names(checkpoint)
+
+
+def test_adapters_come_along_and_are_told(tmp_path: Path) -> None:
+    names = ["base_model.model.q.base_layer.weight", "base_model.model.q.lora_A.default.weight"]
+    found = laid({name: tensor(2, 2) for name in names}, files=folder(tmp_path))
+    assert list(weights(found)) == names
+    assert "wrapped by peft" in found.notes[0]
