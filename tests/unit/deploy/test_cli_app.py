@@ -27,7 +27,14 @@ from deploy.cli.exit_codes import EPILOG, MEANINGS
 from tests.support.cli import ROOT, Here, driftpoint, environment
 from tests.support.stores import StoreBuilder
 
-COMMANDS = {"status": (), "show": (), "verify": (), "merge": ("--out", "/nowhere/out"), "prune": ("--dry-run",)}
+COMMANDS = {
+    "status": (),
+    "show": (),
+    "verify": (),
+    "merge": ("--out", "/nowhere/out"),
+    "import": ("--store", "/nowhere/store"),
+    "prune": ("--dry-run",),
+}
 WITHOUT_TORCH = ("status", "show", "verify", "prune")
 
 BLOCKED = """
