@@ -35,25 +35,29 @@ class Assembled:
 def assemble(sources: OpenSources, flaws: Set[Flaw], *, weights_only: bool) -> Assembled:
     """Find each source's checkpoint, choose, compare, compose. Raises nothing of its own: see ``errors``."""
     recipe = sources.recipe
-    parts, errors = sources.parts(flaws)
-    uses = tuple(_use(sources, name, part.checkpoint) for name, part in parts.items())
-    errors = [*sources.errors, *errors]
-    if not parts:
+    found, missing = sources.parts(flaws)
+    uses = tuple(_use(sources, name, part.checkpoint) for name, part in found.items())
+    errors = [*sources.errors, *missing]
+    if not found:
         return Assembled(None, {}, uses, (), tuple(errors))
-    run_state, notes = _run_state(recipe, parts, errors)
+    run_state, notes = _run_state(recipe, found, errors)
     # With its source missing, another one's model can still tell what the recipe leaves open.
-    reference = parts.get(run_state) or next(iter(parts.values()))
+    reference = found.get(run_state) or next(iter(found.values()))
     choice = choose(recipe, Model.of(reference.checkpoint))
     errors += choice.errors
+    taken = {run_state, *choice.source_of.values()}
+    # A source that nothing comes from need not agree; where the choice went wrong, its model may tell why.
+    parts = {name: part for name, part in found.items() if choice.errors or name in taken}
     if run_state in parts:
         errors += model_errors(parts, run_state)
     if errors:
         return Assembled(None, choice.source_of, uses, notes, tuple(errors))
-    wanted = Wanted(choice.source_of, run_state, _files(recipe, parts, run_state, errors), weights_only)
+    wanted = Wanted(choice.source_of, run_state, _files(recipe, found, run_state, errors), weights_only)
     errors += state_errors(parts, wanted)
     if errors:
         return Assembled(None, choice.source_of, uses, notes, tuple(errors))
-    if {*choice.source_of.values(), run_state} == {run_state}:
+    uses = tuple(use for use in uses if use.name in taken)
+    if taken == {run_state}:
         checkpoint = replace(parts[run_state].checkpoint, files=wanted.files)
         return Assembled(checkpoint, choice.source_of, uses, notes, ())
     composed = compose(parts, wanted)

@@ -13,7 +13,7 @@ from merger.blocks import Flaw
 from merger.checkpoint import Checkpoint
 from merger.recipe.certificate import Part
 from merger.recipe.recipe import Recipe
-from merger.recipe.steps import candidates, require_step
+from merger.recipe.steps import candidates, is_bound, require_step
 from merger.sources.base import Source
 from merger.sources.select import open_source
 from store.errors import (
@@ -59,12 +59,13 @@ class OpenSource:
         )
 
     def _steps(self) -> tuple[int, ...]:
-        if self.step is None:
+        """Asked for where they count: a checkpoint that is named by its tag need not have a step in its name."""
+        if self.step is None or not (self.source.kind == "store" or is_bound(self.step)):
             return ()
         steps = self.source.steps()
-        if self.source.kind == "store":
-            if not steps:
-                raise NothingToResumeError(f"the store {self.path} holds no commit yet")
+        if self.source.kind == "store" and not steps:
+            raise NothingToResumeError(f"the store {self.path} holds no commit yet")
+        if not is_bound(self.step):
             require_step(self.step, steps, str(self.path))
         return steps
 

@@ -19,6 +19,11 @@ def check_step(step: int | str | None) -> None:
         _bound(step)
 
 
+def is_bound(step: int | str | None) -> bool:
+    """Whether it names no checkpoint, but those up to a step."""
+    return isinstance(step, str) and _bound(step) is not None
+
+
 def candidates(step: int | str | None, steps: Sequence[int], origin: str) -> list[int | str | None]:
     """What to ask a source for, best first; where one cannot be rebuilt the next one stands in.
 

@@ -119,6 +119,7 @@ def test_everything_from_one_of_two_is_that_one(stores: tuple[PlainStore, PlainS
     alone = merge(a.root, tmp_path / "alone", save=20)
     result = run(tmp_path, "sources: {x: {path: HERE/a, step: 20}, y: HERE/b}\nrest: x\nrun_state: x")
     assert result.certificate == alone.certificate and result.certificate.exact
+    assert [source.name for source in result.sources] == ["x"]
     assert same(rebuilt(result.out), a.expected(20))
 
 
@@ -235,6 +236,14 @@ def test_models_that_differ(stores: tuple[PlainStore, PlainStore], tmp_path: Pat
     assert "lm_head.weight: in 'early' (commit 00000010-000001 of" in told and "and not in 'late'" in told
     assert "embed_tokens.weight: shape [9] in 'late'" in told and "[128] in 'early'" in told
     assert not (tmp_path / "out").exists()
+
+
+def test_a_source_that_nothing_comes_from_need_not_fit(stores: tuple[PlainStore, PlainStore], tmp_path: Path) -> None:
+    PlainStore(tmp_path / "c", layers=2).save(25)
+    text = "sources: {x: HERE/a, y: HERE/c}\nrest: x\nrun_state: x"
+    assert run(tmp_path, text).certificate.exact
+    with pytest.raises(MergeError, match=r"layers.2.weight, layers.3.weight: in 'x' .*, and not in 'y'"):
+        merge(None, tmp_path / "again", recipe=recipe(tmp_path, text.replace("run_state: x", "run_state: y")))
 
 
 def test_weights_without_optimizer_state(stores: tuple[PlainStore, PlainStore], tmp_path: Path) -> None:
