@@ -59,7 +59,7 @@ class Reading:
         self._block, self._progress = block, progress
         self._running = block.checksum()
         self._position = 0
-        self._chunk = memoryview(b"")
+        self._buffer = self._chunk = memoryview(b"")
 
     def take(self, most: int) -> memoryview:
         """The next bytes: at least one, at most ``most``; they stand still until the next call."""
@@ -80,7 +80,7 @@ class Reading:
         """Read what is left. DamagedError unless all of the block matches its checksum."""
         block = self._block
         self.go_to(block.nbytes)
-        self._chunk = memoryview(b"")
+        self._buffer = self._chunk = memoryview(b"")
         if self._running.hexdigest() != block.digest:
             raise DamagedError(
                 f"{block.name}: bytes {block.offset} to {block.offset + block.nbytes} of {block.path} do not match "
@@ -89,9 +89,11 @@ class Reading:
 
     def _read(self) -> None:
         block, begin = self._block, self._position
-        self._chunk = memoryview(bytearray(min(CHUNK, block.nbytes - begin)))
-        if not len(self._chunk):
-            raise DamagedError(f"{block.name} ends at byte {begin}")
+        if begin == block.nbytes:
+            raise DamagedError(f"{block.name} of {block.path} ends at byte {begin}, and more is to be in it")
+        if not len(self._buffer):
+            self._buffer = memoryview(bytearray(min(CHUNK, block.nbytes)))
+        self._chunk = self._buffer[: min(len(self._buffer), block.nbytes - begin)]
         try:
             block.files.read_into(block.path, block.offset + begin, self._chunk)
         except OSError as error:  # of a reader that does not tell it in our words

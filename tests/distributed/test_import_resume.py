@@ -18,7 +18,7 @@ from store.catalog import open_catalog
 from store.files import LocalFiles
 from store.verify import verify
 from tests.support.cli import driftpoint
-from tests.support.foreign import directory_differences
+from tests.support.foreign import convert, directory_differences
 from tests.support.launch import Launched, torchrun
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -112,6 +112,31 @@ def test_the_commands_work_on_it(saved: Any, tmp_path: Path, source: str) -> Non
     for command in ("verify", "show", "status"):
         assert driftpoint(command, tmp_path / "store").code == OK
     assert driftpoint("merge", tmp_path / "store", "--out", tmp_path / "out").code == OK
+
+
+def test_a_universal_checkpoint(saved: Any, tmp_path: Path) -> None:
+    directory, _ = saved("zero3")
+    universal = convert(directory / "saved" / "global_step3", tmp_path / "universal")
+    import_checkpoint(plan_import(universal), tmp_path / "store")
+    paths = {"store": str(tmp_path / "store"), "state": str(directory / "state.pt")}
+    spec = {"role": "resume", "seed": 7, "stage": 2, "precision": "bf16", "objects": False}
+    resumed = torchrun("import_run.py", 2, {**spec, **paths}, tmp_path)
+    assert resumed.code == 0, resumed.output[-6000:]
+    for one in resumed.of("resumed"):
+        assert (one["step"], one["global_steps"], one["differences"]) == (3, 3, [])
+
+
+def test_a_folder_of_the_trainer(saved: Any, tmp_path: Path) -> None:
+    """The files that the Trainer puts beside the state stay where they are, and are told of."""
+    directory, _ = saved("zero2")
+    folder = tmp_path / "output" / "checkpoint-3"
+    shutil.copytree(directory / "saved", folder)
+    (folder / "trainer_state.json").write_text('{"global_step": 3}')
+    plan = plan_import(tmp_path / "output")
+    assert (plan.kind, plan.checkpoint.step) == ("trainer", 3)
+    assert any(f"configuration and tokenizer stay in {folder}" in note for note in plan.notes)
+    import_checkpoint(plan, tmp_path / "store")
+    assert directory_differences(directory / "saved", merge(tmp_path / "store", tmp_path / "merged").out) == []
 
 
 def test_what_a_merge_of_ours_kept_for_every_rank_comes_back(saved: Any, tmp_path: Path) -> None:
