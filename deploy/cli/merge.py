@@ -34,7 +34,7 @@ _POWER = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 SourceArgument = Annotated[
     Path | None,
     typer.Argument(
-        metavar="[SOURCE]",
+        metavar="SOURCE",
         help="A store, or a checkpoint of a framework (or the directory of several). Not needed with a recipe that "
         "names its sources.",
         show_default=False,

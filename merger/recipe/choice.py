@@ -25,13 +25,14 @@ class Choice:
 def choose(recipe: Recipe, model: Model) -> Choice:
     """The choice that a recipe makes for a model."""
     claims, errors = _claims(recipe, model)
+    aside = " leaving rules with mistakes aside," if errors else ""
     errors += _named_twice(recipe, model, claims)
     chosen = {fqn: rules[0].source for fqn, rules in claims.items() if rules}
     if recipe.rest is not None:
         chosen = {fqn: chosen.get(fqn, recipe.rest) for fqn in model.tensors}
     left = [fqn for fqn in model.tensors if fqn not in chosen]
     if left:
-        errors.append(_left_open(recipe, model, left))
+        errors.append(_left_open(recipe, model, left, aside))
     return Choice({fqn: chosen[fqn] for fqn in model.tensors if fqn in chosen}, tuple(errors))
 
 
@@ -76,10 +77,10 @@ def _twice(
     )
 
 
-def _left_open(recipe: Recipe, model: Model, left: list[str]) -> ConfigError:
+def _left_open(recipe: Recipe, model: Model, left: list[str], aside: str) -> ConfigError:
     layers = listed(dict.fromkeys(model.tensors[fqn].layer for fqn in left))
     return ConfigError(
-        f"{recipe.where} does not say where {listed(left)} {'comes' if len(left) == 1 else 'come'} from "
+        f"{recipe.where}:{aside} it does not say where {listed(left)} {'comes' if len(left) == 1 else 'come'} from "
         f"({len(left)} of {len(model.tensors)} tensors, of {layers}); add a rule for it, or `rest:` with a source for "
         "all that is not named"
     )

@@ -76,7 +76,7 @@ def test_a_tied_head_comes_with_the_embeddings() -> None:
 
 def test_weights_that_are_left_out_are_left_open() -> None:
     (error,) = choose(recipe(SLICES + f"post_weights: {{norm: {NEW}}}"), llama()).errors
-    assert "r.yaml does not say where lm_head.weight comes from" in str(error)
+    assert "r.yaml: it does not say where lm_head.weight comes from" in str(error)
 
 
 def test_slices_that_end_too_early_or_too_late() -> None:

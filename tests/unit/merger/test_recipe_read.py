@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -150,3 +151,10 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         read_recipe(tmp_path / "binary.yaml")
     (tmp_path / "good.yaml").write_text(SOURCES + "rest: a")
     assert read_recipe(tmp_path / "good.yaml").where == str(tmp_path / "good.yaml")
+
+
+def test_the_published_recipes() -> None:
+    text = (Path(__file__).resolve().parents[3] / "docs" / "recipes.md").read_text()
+    found = [recipe(block) for block in re.findall(r"```yaml\n(.*?)```", text, re.S)]
+    assert [len(one.sources) for one in found] == [3, 2, 1, 2]
+    assert [one.run_state for one in found] == ["late", "odd", "newest", "run/checkpoint-200"]
