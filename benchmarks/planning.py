@@ -13,6 +13,7 @@ generated at smaller numbers of ranks and told as time a fragment.
 from __future__ import annotations
 
 import argparse
+import random
 import statistics
 import sys
 import tempfile
@@ -51,6 +52,8 @@ SLOTS = ("fp32", "exp_avg", "exp_avg_sq")
 HIDDEN, INNER, VOCABULARY, KEY = 16384, 53248, 128256, 1024
 SAVE = SaveId(1000, 1)
 DIGEST = "0" * 32
+_RNG = {"python": random.Random(0).getstate()}
+"""The bulkiest of the generators' states in JSON; the others are tensors."""
 SMALL = (32, 64, 128)
 """Numbers of ranks at which every parameter is cut over all of them."""
 
@@ -134,7 +137,8 @@ def generate(root: Path, ranks: int, *, every_parameter: bool) -> None:
     ensure_dir(files, segment_dir(SAVE))
     parameters = model()
     pieces = _sliced(parameters, ranks) if every_parameter else _even(parameters, ranks)
-    tree, _ = encode({"framework": _run_state(parameters), "rng": None, "user": []}, lambda _: None)
+    first, _ = encode({"framework": _run_state(parameters), "rng": _RNG, "user": []}, lambda _: None)
+    others, _ = encode({"framework": None, "rng": _RNG, "user": []}, lambda _: None)
     parts, nbytes = [], 0
     for rank, own in enumerate(pieces):
         entries, offset = [], 0
@@ -153,7 +157,7 @@ def generate(root: Path, ranks: int, *, every_parameter: bool) -> None:
             header_bytes=0,
             header_xxh3_128=DIGEST,
             entries=tuple(entries),
-            run_state=tree,
+            run_state=others if rank else first,
             run_tensors=(),
         )
         data = to_bytes(part)

@@ -69,6 +69,8 @@ def portable(value: Any) -> Any:
 
     Arrays become tensors of their dtype, numpy scalars numbers. Everything that a store can hold is covered.
     """
+    if type(value) in (int, float, str, bool, type(None)):
+        return value  # by far the most: a generator's state alone is hundreds of numbers
     if isinstance(value, np.ndarray):
         return torch.from_numpy(value.copy())
     if isinstance(value, np.generic):

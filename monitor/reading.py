@@ -22,6 +22,7 @@ from store.catalog import Catalog
 from store.coverage import Copy, FragmentIndex, Source
 from store.errors import DamagedError, MissingError, ModelMismatchError, StorageError
 from store.names import BUFFER, FROZEN, WEIGHTS, Fragment
+from store.schema import PartRecord
 from store.segments import read_entry, read_leaves
 from store.versions import Bad, Resolution
 
@@ -104,11 +105,18 @@ def _patiently(attempt: Callable[[], T]) -> T:
 
 
 def _read_run_state(catalog: Catalog, resolution: Resolution, rank: int, bad: set[Bad]) -> dict[str, Any] | None:
-    part = resolution.run_parts[rank if rank in resolution.run_parts else 0]
+    first = resolution.run_parts[0]
     try:
-        leaves = _patiently(lambda: read_leaves(catalog.files, part))
-        state: dict[str, Any] = from_tree(part.run_state, leaves)
+        state = _tree(catalog, resolution.run_parts.get(rank, first))
+        if state.get("framework") is None:  # rank 0 alone stores it; older stores have it on every rank
+            state["framework"] = _tree(catalog, first)["framework"]
     except (DamagedError, StorageError):
-        bad.add(Bad(part.save))
+        bad.add(Bad(first.save))
         return None
     return state
+
+
+def _tree(catalog: Catalog, part: PartRecord) -> dict[str, Any]:
+    leaves = _patiently(lambda: read_leaves(catalog.files, part))
+    tree: dict[str, Any] = from_tree(part.run_state, leaves)
+    return tree

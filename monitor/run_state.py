@@ -86,9 +86,13 @@ def restore_rng(state: Mapping[str, Any]) -> None:
     random.setstate(state["python"])
 
 
-def captured(adapter: Adapter, user: UserState) -> dict[str, Any]:
-    """All of this rank's run state now."""
-    return {"framework": adapter.run_state(), "rng": capture_rng(), "user": user.capture()}
+def captured(adapter: Adapter, user: UserState, rank: int) -> dict[str, Any]:
+    """All of this rank's run state now.
+
+    The framework's is the same on all ranks and names every parameter, so rank 0 alone stores it: thousands of ranks
+    would write, and a merge would read, gigabytes of the same text."""
+    framework = adapter.run_state() if rank == 0 else None
+    return {"framework": framework, "rng": capture_rng(), "user": user.capture()}
 
 
 def to_tree(state: Any) -> tuple[Any, list[Leaf]]:

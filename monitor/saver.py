@@ -252,7 +252,7 @@ class Saver:
         That is no reason to stop a training that runs: the save fails, and is reported like any other."""
         unstorable, facts = None, {}
         try:
-            tree, leaves = to_tree(captured(self._job.adapter, self._job.user))
+            tree, leaves = to_tree(captured(self._job.adapter, self._job.user, self._group.rank))
             facts = self._job.adapter.layout_facts() if self._group.rank == 0 else {}
         except UsageError as error:
             tree, leaves, unstorable = None, [], error

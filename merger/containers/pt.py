@@ -11,6 +11,7 @@ import pickle
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -23,6 +24,9 @@ from merger.containers.zip import Record, patch_checksum, records
 from merger.stored import Stored
 from merger.tensors import memory_of
 from store.errors import DamagedError, MergeError, UnsupportedError
+
+_NESTS = (dict, OrderedDict, list, tuple)
+_PLAIN = (int, float, str, bool, type(None), bytes)
 
 
 @dataclass
@@ -43,13 +47,18 @@ class PtFile:
 
     def tensors(self) -> Iterable[Stored]:
         """See :class:`merger.containers.base.Container`."""
-        return {id(leaf): leaf for leaf in _leaves(self.value) if isinstance(leaf, Stored)}.values()
+        return {id(leaf): leaf for leaf in self._leaves if isinstance(leaf, Stored)}.values()
 
     @property
     def nbytes(self) -> int:
         """See :class:`merger.containers.base.Container`."""
-        leaves: dict[int, int] = {id(leaf): leaf.nbytes for leaf in _leaves(self.value)}
+        leaves: dict[int, int] = {id(leaf): leaf.nbytes for leaf in self._leaves}
         return 1024 + sum(nbytes + 256 for nbytes in leaves.values())
+
+    @cached_property
+    def _leaves(self) -> list[Any]:
+        """All tensors. The random states of very many ranks are millions of plain numbers: they are seen once."""
+        return list(_leaves(self.value))
 
     def make(self, path: Path) -> tuple[Hole, ...]:
         """See :class:`merger.containers.base.Container`."""
@@ -62,7 +71,7 @@ class PtFile:
                 torch.save(value, path)
         except RuntimeError as error:  # how torch tells that the system refused to write
             raise OSError(str(error)) from error
-        leaves = list(_leaves(self.value))
+        leaves = self._leaves
         offsets = _offsets(path, self.classes, leaves)
         self._data = _data(path, leaves, offsets)
         holes: dict[int, Hole] = {}
@@ -137,12 +146,10 @@ def _leaves(value: Any) -> Iterator[Any]:
     """Tensors, planned ones and others, in the order in which they are met: wherever :func:`_hollow` looks."""
     if isinstance(value, Stored | torch.Tensor):
         yield value
-    elif type(value) in (dict, OrderedDict):
-        for item in value.values():
-            yield from _leaves(item)
-    elif type(value) in (list, tuple):
-        for item in value:
-            yield from _leaves(item)
+    elif type(value) in _NESTS:
+        for item in value.values() if hasattr(value, "values") else value:
+            if type(item) not in _PLAIN:
+                yield from _leaves(item)
 
 
 def _offsets(path: Path, classes: Sequence[Any], leaves: Sequence[Any]) -> list[int]:
