@@ -22,7 +22,7 @@ from merger.containers.pt import PtFile
 from merger.containers.verbatim import Verbatim
 from merger.layouts.base import Laid
 from merger.layouts.deepspeed_config import ACCUMULATION, MICRO, batch_of
-from merger.layouts.deepspeed_facts import EngineFacts, engine_facts
+from merger.layouts.deepspeed_facts import EngineFacts, facts_of
 from merger.layouts.deepspeed_model import CLIENT_KEY, model_states
 from merger.layouts.deepspeed_retarget import retarget
 from merger.layouts.deepspeed_scaler import loss_scaler
@@ -42,7 +42,7 @@ class DeepSpeedLayout:
 
     def lay_out(self, checkpoint: Checkpoint, target: Target) -> Laid:
         """See :class:`merger.layouts.base.Layout`."""
-        saved = engine_facts(checkpoint.facts)
+        saved = facts_of(checkpoint)
         facts = _facts_for(saved, checkpoint, target)
         checkpoint, notes = with_common_steps(checkpoint, flats(facts))
         tag = f"global_step{checkpoint.framework_state['counters']['global_steps']}"

@@ -7,7 +7,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from store.errors import MergeError
+from merger.checkpoint import Checkpoint
+from store.errors import MergeError, UnsupportedError
 
 
 class _Facts(BaseModel):
@@ -82,6 +83,16 @@ class EngineFacts(_Facts):
         if self.zero_stage == 3:
             return bool(self.sub_groups)
         return self.zero_stage == 0 or all(group.layout for group in self.param_groups)
+
+
+def facts_of(checkpoint: Checkpoint) -> EngineFacts:
+    """Of the engine that trained a checkpoint. UnsupportedError where no DeepSpeed engine did."""
+    if checkpoint.framework != "deepspeed":
+        raise UnsupportedError(
+            f"{checkpoint.origin} is of a run without DeepSpeed, and nothing says how an engine would be configured; "
+            "write layout 'torch', 'hf' or 'dcp', or resume the run's store under DeepSpeed and save it there"
+        )
+    return engine_facts(checkpoint.facts)
 
 
 def engine_facts(facts: Mapping[str, Any]) -> EngineFacts:

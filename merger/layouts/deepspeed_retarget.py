@@ -80,18 +80,27 @@ def wrapper(zero_stage: int, dtype: str, config: Any) -> str:
     return ZERO_12
 
 
-def round_robin(params: Sequence[str], world_size: int) -> list[str]:
-    """The order of ``round_robin_gradients``: dealt out to the ranks like cards, then hand after hand."""
+def data_order(params: Sequence[str], zero_stage: int, world_size: int, dtype: str, config: Any) -> list[str]:
+    """A param group's parameters in the order in which a flat group holds them.
+
+    With ``round_robin_gradients`` they are dealt out to the ranks like cards, then laid down hand after hand.
+    """
+    if not _deals(zero_stage, dtype, config):
+        return list(params)
     return list(chain.from_iterable(params[first::world_size] for first in range(world_size)))
+
+
+def _deals(zero_stage: int, dtype: str, config: Any) -> bool:
+    dealt = bool(zero_section(config).get("round_robin_gradients"))
+    return dealt and wrapper(zero_stage, dtype, config) == ZERO_12
 
 
 def _zero12(
     checkpoint: Checkpoint, groups: Sequence[tuple[str, ...]], engine: Mapping[str, Any], dtype: str
 ) -> dict[str, Any]:
-    world_size, zero = engine["world_size"], zero_section(engine["ds_config"])
-    kind = wrapper(engine["zero_stage"], dtype, engine["ds_config"])
-    dealt = kind == ZERO_12 and bool(zero.get("round_robin_gradients"))
-    aligned = kind == ZERO_12 and bool(zero.get("parameter_alignment"))
+    stage, world_size, config = engine["zero_stage"], engine["world_size"], engine["ds_config"]
+    kind = wrapper(stage, dtype, config)
+    aligned = kind == ZERO_12 and bool(zero_section(config).get("parameter_alignment"))
     laid, paddings = [], []
     for index, params in enumerate(groups):
         if not params:
@@ -99,7 +108,7 @@ def _zero12(
                 f"no parameter of param group {index} is trained, and DeepSpeed builds no engine of ZeRO stage 1 or 2 "
                 "with such a group; write stage 3, or train without the group"
             )
-        order = round_robin(params, world_size) if dealt else list(params)
+        order = data_order(params, stage, world_size, dtype, config)
         behind = _paddings(checkpoint, order) if aligned else [0] * len(order)
         laid.append(_group(checkpoint, params, order, behind, world_size))
         paddings.append(tuple(behind))
@@ -107,7 +116,7 @@ def _zero12(
         "zero_optimizer": kind,
         "param_groups": tuple(laid),
         "partition_count": (world_size,) * len(groups),
-        "round_robin_gradients": dealt,
+        "round_robin_gradients": _deals(stage, dtype, config),
         "param_alignment_paddings": tuple(paddings) if kind == ZERO_12 else (),
     }
 

@@ -19,12 +19,13 @@ from merger.containers.base import OutFile
 from merger.containers.pt import PtFile
 from merger.containers.verbatim import Verbatim
 from merger.layouts.base import Laid
-from merger.layouts.deepspeed_facts import EngineFacts, GroupFacts, PlacedParameter, SubGroupFacts, engine_facts
+from merger.layouts.deepspeed_config import config_for
+from merger.layouts.deepspeed_facts import EngineFacts, GroupFacts, PlacedParameter, SubGroupFacts, facts_of
 from merger.layouts.deepspeed_model import CLIENT_KEY, client_state, model_states
-from merger.layouts.deepspeed_retarget import clip_grad
+from merger.layouts.deepspeed_retarget import clip_grad, data_order
 from merger.layouts.deepspeed_scaler import loss_scaler
 from merger.layouts.deepspeed_steps import STEP, has_state, newest_step, with_common_steps
-from merger.layouts.deepspeed_universal_traps import load_lines, notes_on_loading
+from merger.layouts.deepspeed_universal_traps import MODEL_FILE, load_lines, notes_on_loading
 from merger.runstate import portable
 from merger.stored import Stored, whole
 from merger.target import Target
@@ -45,7 +46,7 @@ class UniversalLayout:
 
     def lay_out(self, checkpoint: Checkpoint, _: Target) -> Laid:
         """See :class:`merger.layouts.base.Layout`."""
-        facts = engine_facts(checkpoint.facts)
+        facts = facts_of(checkpoint)
         groups = optimized_groups(checkpoint, facts)
         checkpoint, notes = with_common_steps(checkpoint, enumerate(groups))
         tag = f"global_step{checkpoint.framework_state['counters']['global_steps']}_universal"
@@ -107,7 +108,7 @@ def _optimizer(facts: EngineFacts, checkpoint: Checkpoint, groups: tuple[tuple[s
         "dynamic_loss_scale": facts.dynamic_loss_scale,
         "overflow": False,
         constants.CLIP_GRAD: clip_grad(facts),
-        constants.ZERO_STAGE: ZeroStageEnum(facts.zero_stage),
+        constants.ZERO_STAGE: ZeroStageEnum(_stage_12(facts)),
         constants.PARTITION_COUNT: facts.world_size,
         constants.DS_VERSION: facts.ds_version,
         constants.PARAM_GROUPS: hyper,
@@ -123,9 +124,9 @@ def _model_files(
 ) -> Iterator[OutFile]:
     """One file that engines of ZeRO-1/2 read, and one for ZeRO-3: all ranks read the same."""
     info = {constants.UNIVERSAL_CHECKPOINT_VERSION_KEY: constants.UNIVERSAL_CHECKPOINT_VERSION_VALUE}
-    for stage, name in ((2, "mp_rank_00_model_states.pt"), (3, "zero_pp_rank_0_mp_rank_00_model_states.pt")):
+    for stage, name in ((_stage_12(facts), MODEL_FILE), (3, f"zero_pp_rank_0_{MODEL_FILE}")):
         states = {
-            **model_states(_without_shards(facts, groups, stage), checkpoint, 0),
+            **model_states(_without_places(facts, groups, stage), checkpoint, 0),
             "frozen_param_fragments": None,  # they are in ``module`` of the first file
             constants.UNIVERSAL_CHECKPOINT_INFO: info,
             CLIENT_KEY: client_state(checkpoint, sorted(checkpoint.run_states)),
@@ -133,17 +134,27 @@ def _model_files(
         yield OutFile(f"{tag}/{name}", PtFile(states))
 
 
-def _without_shards(facts: EngineFacts, groups: tuple[tuple[str, ...], ...], stage: int) -> EngineFacts:
-    """Facts that name the parameters of each group in order, and no place of any."""
+def _stage_12(facts: EngineFacts) -> int:
+    """What the file for ZeRO-1/2 says it is of, and the optimizer's with it."""
+    return facts.zero_stage if facts.zero_stage in (1, 2) else 2
+
+
+def _without_places(facts: EngineFacts, groups: tuple[tuple[str, ...], ...], stage: int) -> EngineFacts:
+    """Facts of an engine at ``stage`` that name the parameters of each group in the order of the data, and no place."""
+    here = (facts.zero_stage, facts.world_size)
+    config = config_for(facts.ds_config, here, (stage, facts.world_size))
+    ordered = [data_order(params, stage, facts.world_size, facts.dtype, config) for params in groups]
     named = tuple(
-        GroupFacts(params=params, layout=tuple(PlacedParameter(fqn=fqn, offset=0, numel=0) for fqn in params))
-        for params in groups
+        GroupFacts(params=params, layout=tuple(PlacedParameter(fqn=fqn, offset=0, numel=0) for fqn in order))
+        for params, order in zip(groups, ordered, strict=True)
     )
     flat = tuple(
         SubGroupFacts(params=params, param_group=i, partition_numels=(0,) * len(params), flat_numel=0)
         for i, params in enumerate(groups)
     )
-    return facts.model_copy(update={"zero_stage": stage, "param_groups": named, "sub_groups": flat})
+    return facts.model_copy(
+        update={"zero_stage": stage, "ds_config": config, "param_groups": named, "sub_groups": flat}
+    )
 
 
 def _require_a_name(fqn: str) -> None:

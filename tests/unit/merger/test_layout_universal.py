@@ -1,0 +1,127 @@
+"""Universal checkpoints: what becomes a file, what is refused, and what is said about loading them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("deepspeed")
+
+from merger.containers.pt import PtFile
+from merger.layouts.base import Laid
+from merger.layouts.deepspeed_universal import UniversalLayout
+from merger.target import Target
+from store.errors import UnsupportedError
+from tests.support.planned import Tensor, planned
+
+TAG = "global_step10_universal"
+SAME = [{"lr": 0.1, "betas": [0.9, 0.99]}, {"lr": 0.1, "betas": (0.9, 0.99)}]
+
+
+def laid_out(*args: Any, **kwargs: Any) -> Laid:
+    return UniversalLayout().lay_out(planned(*args, **kwargs), Target("universal"))
+
+
+def value(laid: Laid, path: str) -> Any:
+    (container,) = (file.container for file in laid.files if file.path == f"{TAG}/{path}")
+    assert isinstance(container, PtFile)
+    return container.value
+
+
+def test_each_parameter_has_a_directory_and_nothing_else_has() -> None:
+    tensors = {
+        "a.w": Tensor((5, 2)),
+        "b.w": Tensor((3,), None, "frozen"),
+        "c.w": Tensor((0, 4), None),
+        "d.seen": Tensor((), None, "buffer"),
+    }
+    laid = laid_out(tensors, [["a.w", "b.w", "c.w"]])
+    names = sorted(file.path for file in laid.files)
+    assert names == sorted(
+        [f"{TAG}/zero/a.w/{name}.pt" for name in ("fp32", "exp_avg", "exp_avg_sq", "step")]
+        + [f"{TAG}/zero/optimizer_state.pt", f"{TAG}/mp_rank_00_model_states.pt"]
+        + [f"{TAG}/zero_pp_rank_0_mp_rank_00_model_states.pt", "latest_universal"]
+    )
+    assert value(laid, "zero/a.w/fp32.pt")["param"].shape == (5, 2)
+    assert value(laid, "zero/a.w/step.pt").item() == 10
+    assert laid.tag == TAG
+
+
+@pytest.mark.parametrize("fqn", ["a/b", "..", ".", "../x", "/abs", "x\0y", "optimizer_state.pt", "n" * 256])
+def test_a_name_that_is_no_directory_s_is_refused(fqn: str) -> None:
+    with pytest.raises(UnsupportedError, match="cannot be in a universal checkpoint"):
+        laid_out({fqn: Tensor((5,))}, [[fqn]])
+
+
+def test_steps_of_a_group_become_one_and_of_groups_stay_and_are_told() -> None:
+    tensors = {"a.w": Tensor((50,), 8), "b.w": Tensor((50,), 12), "c.w": Tensor((50,), 20)}
+    laid = laid_out(tensors, [["a.w", "b.w"], ["c.w"]], hyper=SAME)
+    assert [value(laid, f"zero/{fqn}/step.pt").item() for fqn in tensors] == [12, 12, 20]
+    assert value(laid, "zero/optimizer_state.pt")["optimizer_state_dict"]["state"][0]["step"].item() == 20
+    assert any("one optimizer step" in note and "8 in a" in note for note in laid.notes)
+    assert any("different optimizer steps (12, 20)" in note and "takes 20 for all" in note for note in laid.notes)
+
+
+def test_groups_alike_make_no_note_and_different_ones_name_what_differs() -> None:
+    tensors = {"a.w": Tensor((500,)), "b.w": Tensor((500,))}
+    alike = laid_out(tensors, [["a.w"], ["b.w"]], hyper=SAME)
+    assert not any("ZeRO-3 gives every group" in note for note in alike.notes)
+    assert not any("kept" in line for line in alike.load)
+    other = laid_out(tensors, [["a.w"], ["b.w"]], hyper=[SAME[0], {**SAME[1], "lr": 0.2, "betas": (0.9, 0.95)}])
+    note = next(note for note in other.notes if "ZeRO-3 gives every group" in note)
+    assert "differ in lr, betas" in note and "layout 'deepspeed'" in note
+    assert any("kept" in line for line in other.load)
+
+
+def test_what_no_group_holds_is_counted_and_has_a_line_of_its_own() -> None:
+    bare = laid_out({"a.w": Tensor((500,))}, [["a.w"]])
+    assert not any("restores what the optimizer trains" in note for note in bare.notes)
+    assert not any(line.startswith("model.") for line in bare.load)
+    with_more = laid_out({"a.w": Tensor((500,)), "b.f": Tensor((3,), None, "frozen")}, [["a.w"]])
+    assert any("1 frozen parameters and buffers (in b)" in note for note in with_more.notes)
+    assert any(line.startswith("model.") for line in with_more.load)
+
+
+@pytest.mark.parametrize(("aligned", "stage", "told"), [(False, 2, True), (True, 2, False), (False, 3, True)])
+def test_gradients_dealt_out_in_turn_are_told(aligned: bool, stage: int, told: bool) -> None:
+    zero = {"stage": stage, "round_robin_gradients": True, "parameter_alignment": aligned}
+    tensors = {name: Tensor((500,)) for name in ("a.w", "b.w", "c.w")}
+    laid = laid_out(tensors, [["a.w", "b.w", "c.w"]], config={"zero_optimization": zero}, stage=stage)
+    assert any("wrong places" in note for note in laid.notes) == told
+    # As DeepSpeed's own file has it at this stage and world size: in the order of the data.
+    assert list(value(laid, "mp_rank_00_model_states.pt")["param_shapes"][0]) == ["a.w", "c.w", "b.w"]
+
+
+@pytest.mark.parametrize(("numel", "most"), [(1, 1), (2, 1), (3, 2), (17, 3), (135, 10)])
+def test_the_most_ranks_that_all_hold_a_part_of_a_small_group(numel: int, most: int) -> None:
+    laid = laid_out({"a.w": Tensor((numel,))}, [["a.w"]])
+    (note,) = (note for note in laid.notes if "IndexError" in note)
+    assert f"on more than {most} ranks" in note
+    for ranks in range(1, most + 2):
+        part = -(-numel // (2 * ranks)) * 2
+        assert ((ranks - 1) * part < numel) == (ranks <= most)
+
+
+def test_other_optimizers_than_adam_s_kind_are_told_and_other_scalars_refused() -> None:
+    momentum = laid_out({"a.w": Tensor((500,), slots=("momentum_buffer",))}, [["a.w"]])
+    assert any("keeps momentum_buffer, step" in note and "stage 1 or 2" in note for note in momentum.notes)
+    with pytest.raises(UnsupportedError, match=r"'factor' for a\.w"):
+        laid_out({"a.w": Tensor((500,), scalars={"factor": 1.0})}, [["a.w"]])
+
+
+def test_a_parameter_without_state_among_others_gets_zeros_and_their_step() -> None:
+    laid = laid_out({"a.w": Tensor((5,)), "b.w": Tensor((3, 2), None)}, [["a.w", "b.w"]])
+    zeros = value(laid, "zero/b.w/exp_avg.pt")["param"]
+    assert (zeros.shape, zeros.dtype, zeros.placed) == ((3, 2), torch.float32, ())
+    assert value(laid, "zero/b.w/step.pt").item() == 10
+    assert any("no state yet for b" in note for note in laid.notes)
+
+
+def test_the_lines_are_python() -> None:
+    tensors = {"a.w": Tensor((500,)), "b.w": Tensor((500,)), "c.f": Tensor((3,), None, "frozen")}
+    laid = laid_out(tensors, [["a.w"], ["b.w"]], hyper=[{"lr": 0.1}, {"lr": 0.2}])
+    text = "\n".join(line.format(out="/some where/it's") for line in laid.load)
+    compile(text, "lines", "exec")
+    assert "{{" not in text and '"/some where/it\'s"' in text
