@@ -26,14 +26,14 @@ def train_stock(directory: Path, ranks: int, cases: Sequence[str]) -> None:
     run([*command, str(WORKERS / "source_train.py"), str(directory), *cases], directory)
 
 
-def convert(saved: Path, out: Path) -> Path:
-    """Make a universal checkpoint of a tag with DeepSpeed's own converter. Returns its directory."""
-    tag = out / f"{saved.name}_universal"
-    out.mkdir(exist_ok=True)
-    command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--input_folder", str(saved)]
-    options = ["--num_extract_workers", "1", "--num_merge_workers", "1", "--inject_missing_state"]
-    run([*command, "--output_folder", str(tag), *options], out)
-    return tag
+def convert(directory: Path, cases: Sequence[str]) -> None:
+    """Make universal checkpoints of the cases' last tags with DeepSpeed's own converter, in ``universal``."""
+    pairs = []
+    for case in cases:
+        (directory / case / "universal").mkdir()
+        tag = directory / case / "saved" / "global_step3"
+        pairs += [str(tag), str(directory / case / "universal" / f"{tag.name}_universal")]
+    run([sys.executable, str(WORKERS / "source_convert.py"), *pairs], directory)
 
 
 def run(command: Sequence[str], cwd: Path) -> None:
@@ -112,7 +112,7 @@ def differences(one: Any, other: Any, where: str = "") -> list[str]:
 def directory_differences(one: Path, other: Path) -> list[str]:
     """Where two save directories of DeepSpeed's differ; the certificate and our own key are left out."""
     names = _names(one)
-    if names != _names(other) - {CERTIFICATE}:
+    if names != _names(other):
         return [f"files {sorted(names ^ _names(other))}"]
     out = []
     for name in sorted(names):
@@ -124,7 +124,7 @@ def directory_differences(one: Path, other: Path) -> list[str]:
 
 
 def _names(folder: Path) -> set[str]:
-    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()} - {CERTIFICATE}
 
 
 def _load(path: Path) -> Any:
