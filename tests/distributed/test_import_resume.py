@@ -5,6 +5,7 @@ stage and world size; and merged back it is the checkpoint that it was.
 from __future__ import annotations
 
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from store.catalog import open_catalog
 from store.files import LocalFiles
 from store.verify import verify
 from tests.support.cli import driftpoint
-from tests.support.foreign import convert, directory_differences
+from tests.support.foreign import directory_differences, run
 from tests.support.launch import Launched, torchrun
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -116,8 +117,10 @@ def test_the_commands_work_on_it(saved: Any, tmp_path: Path, source: str) -> Non
 
 def test_a_universal_checkpoint(saved: Any, tmp_path: Path) -> None:
     directory, _ = saved("zero3")
-    universal = convert(directory / "saved" / "global_step3", tmp_path / "universal")
-    import_checkpoint(plan_import(universal), tmp_path / "store")
+    command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]
+    command += ["--input_folder", str(directory / "saved" / "global_step3"), "--num_extract_workers", "1"]
+    run([*command, "--output_folder", str(tmp_path / "universal"), "--num_merge_workers", "1"], tmp_path)
+    import_checkpoint(plan_import(tmp_path / "universal"), tmp_path / "store")
     paths = {"store": str(tmp_path / "store"), "state": str(directory / "state.pt")}
     spec = {"role": "resume", "seed": 7, "stage": 2, "precision": "bf16", "objects": False}
     resumed = torchrun("import_run.py", 2, {**spec, **paths}, tmp_path)
