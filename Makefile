@@ -40,6 +40,7 @@ demo: $(READY) ## train, kill a rank, watch the job resume; under five minutes
 bench: $(READY) ## the benchmarks, each against its goal
 	$(BIN)/python benchmarks/save.py
 	$(BIN)/python benchmarks/drift.py
+	$(BIN)/python benchmarks/merge.py
 
 clean: ## remove the environment and what demos and tests left
 	rm -rf $(VENV) demo-output driftpoint-checkpoints .mypy_cache .ruff_cache .pytest_cache .hypothesis

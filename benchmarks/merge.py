@@ -35,6 +35,7 @@ sys.path.insert(0, str(HERE.parent))
 from benchmarks.figures import Figure, report  # noqa: E402
 from benchmarks.planning import planning  # noqa: E402
 from merger.merge import merge  # noqa: E402
+from merger.recipe.read import read_recipe  # noqa: E402
 
 MiB = 1 << 20
 SOURCES = (2, 8, 18)
@@ -151,10 +152,12 @@ def growth(layers: int, rounds: int, folder: Path) -> list[Figure]:
         for count in SOURCES:
             recipe = folder / "recipe.yaml"
             sources = {f"s{i}": {"path": str(folder / f"own-{i}")} for i in range(count)}
-            recipe.write_text(json.dumps({"sources": sources, "parity": list(sources), "run_state": f"s{count - 1}"}))
+            last = f"s{count - 1}"
+            form = {"sources": sources, "parity": list(sources), "auxiliary": last, "run_state": last}
+            recipe.write_text(json.dumps(form))
             os.sync()
             began = time.perf_counter()
-            merge(None, folder / "merged", recipe=recipe)
+            merge(None, folder / "merged", recipe=read_recipe(recipe))
             times[count].append(time.perf_counter() - began)
             shutil.rmtree(folder / "merged")
     middle = {count: statistics.median(found[1:]) for count, found in times.items()}
