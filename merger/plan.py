@@ -163,7 +163,7 @@ def _planned(assembled: Assembled, checkpoint: Checkpoint, target: Target, reque
             raise UsageError(f"{target.files} is no directory to take configuration and tokenizer files from")
         checkpoint = replace(checkpoint, files=target.files)
     laid = layout_for(checkpoint, target).lay_out(checkpoint, target)
-    notes = (*assembled.notes, *_dtype_note(request, target), *laid.notes)
+    notes = (*assembled.notes, *_dtype_note(request, target, checkpoint), *laid.notes)
     certificate = certificate_file(checkpoint.certificate, laid.tag, notes, assembled.uses)
     files = (*laid.files, certificate)
     holes = [Hole(0, stored) for file in files for stored in file.container.tensors()]
@@ -188,10 +188,11 @@ def _target(request: Request) -> Target:
     return replace(target, dtype=recipe.dtype)
 
 
-def _dtype_note(request: Request, target: Target) -> list[str]:
-    if request.recipe is None or request.recipe.dtype is None or target.layout == "hf":
+def _dtype_note(request: Request, target: Target, checkpoint: Checkpoint) -> list[str]:
+    dtype = None if request.recipe is None else request.recipe.dtype
+    trained = {record.dtype for record in checkpoint.tensors.values() if record.kind == "trainable"}
+    if dtype is None or target.layout == "hf" or trained == {dtype}:
         return []
-    dtype = request.recipe.dtype
     return [f"the recipe's dtype ({dtype}) is for exported weights (--layout hf): a training state keeps its own"]
 
 

@@ -127,7 +127,7 @@ def rebuild(request: Request, out: Path, workers: int | None) -> MergeResult:
     """Run the merger, with a progress bar where someone is watching."""
     from merger.merge import merge as run
 
-    with byte_progress("Rebuilding") as progress:
+    with output.kept_for_answers(), byte_progress("Rebuilding") as progress:
         return run(
             request.source,
             out,

@@ -32,7 +32,8 @@ class Told:
 
 def tell(request: Request, out: Path | None, workers: int | None, *, as_json: bool) -> int:
     """Print the plan; returns the exit code that the merge would have. Writes nothing."""
-    draft = draft_merge(request, out)
+    with output.kept_for_answers():
+        draft = draft_merge(request, out)
     if request.recipe is None and not draft.sources:
         raise draft.errors[0]
     told = Told(draft, out, workers or default_workers(), None if out is None else free_bytes(out))

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout
 from typing import Any
 
 from rich import box
@@ -35,6 +36,13 @@ def answer(body: Mapping[str, Any], render: Callable[[Console], None], *, as_jso
         render(console)
     text = drawn.get()
     _write(text if console.is_terminal else "".join(f"{line.rstrip()}\n" for line in text.splitlines()))
+
+
+@contextmanager
+def kept_for_answers() -> Iterator[None]:
+    """Keep stdout for the answer: what libraries print while the block runs (DeepSpeed logs there) goes to stderr."""
+    with redirect_stdout(sys.stderr):
+        yield
 
 
 def answer_error(kind: str, message: str, *, as_json: bool) -> None:

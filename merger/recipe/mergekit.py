@@ -8,8 +8,8 @@ the first slice and norm and head from the last, as MergeKit has it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +41,13 @@ def from_mergekit(file: YamlFile) -> Recipe:
     _require_passthrough(file)
     build = _Build(file)
     rules = [*build.slices(), *build.weights("pre_weights", 0), *build.weights("post_weights", -1)]
-    run_state = build.run_state()
+    run_state, files = build.run_state(), build.files()
+    name = _short_names(build.sources)
     return Recipe(
-        build.sources,
-        tuple(rules),
-        run_state=run_state,
-        files=build.files(),
+        {name[path]: ref for path, ref in build.sources.items()},
+        tuple(replace(rule, source=name[rule.source]) for rule in rules),
+        run_state=None if run_state is None else name[run_state],
+        files=name[files] if isinstance(files, str) else files,
         dtype=build.dtype(),
         where=file.name,
         notes=tuple(build.notes),
@@ -116,7 +117,6 @@ class _Build:
         if base in self.sources:
             self.notes.append(f"run state (counters, schedule, random generators) is of base_model, {base}")
             return base
-        self.notes.append("the recipe has no `run_state:`; it is of the source at the newest step")
         return None
 
     def files(self) -> str | Path | None:
@@ -273,6 +273,12 @@ def _split(path: str) -> tuple[Path | None, int | str | None]:
     if not at or not where or not step or (whole is not None and whole.exists()):
         return whole, None
     return folder(where), int(step) if step.isascii() and step.isdigit() else step
+
+
+def _short_names(paths: Iterable[str]) -> dict[str, str]:
+    """What to call each source: the end of its path where that is enough to tell them apart."""
+    ends = {path: path.rstrip("/").rpartition("/")[2] or path for path in paths}
+    return {path: end if list(ends.values()).count(end) == 1 else path for path, end in ends.items()}
 
 
 def _outside(key: str) -> list[Selection]:

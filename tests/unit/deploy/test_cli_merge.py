@@ -12,6 +12,7 @@ import torch
 from deploy.cli.merge import size_from
 from store.errors import UsageError
 from tests.support.cli import Here, driftpoint, environment
+from tests.support.plain_stores import PlainStore
 from tests.support.stores import StoreBuilder, flip_byte
 
 pytestmark = pytest.mark.slow
@@ -121,6 +122,19 @@ def test_in_a_process_of_its_own(trained: Path, tmp_path: Path) -> None:
     answer = driftpoint("merge", trained / "store", "--out", tmp_path / "out", "--json")
     assert (answer.code, answer.err) == (0, "")
     assert answer.json["load"][0] == f"model.load_state_dict(torch.load({str(tmp_path / 'out' / 'model.pt')!r}))"
+
+
+def test_what_libraries_print_does_not_spoil_the_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed logs to stdout when it is imported, which its layouts do."""
+    pytest.importorskip("deepspeed")
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)  # otherwise there is nothing that it logs
+    store = PlainStore(tmp_path / "store", framework="deepspeed")
+    store.save(10)
+    for more in ((), ("--plan",)):
+        answer = driftpoint("merge", store.root, "--out", tmp_path / "out", "--json", *more)
+        assert answer.code == 1
+        assert "does not say how the DeepSpeed engine laid out its state" in json.dumps(answer.json)
+    assert "get_accelerator" in answer.err
 
 
 RECIPE = """

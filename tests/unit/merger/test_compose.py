@@ -147,7 +147,7 @@ dtype: bfloat16
     result = run(tmp_path, text)
     layers = {**IN_HALVES, "embed_tokens": "late"}  # of one dimension here, so that it passes for a norm
     assert same(rebuilt(result.out), expected({"early": (a, 10), "late": (b, 25)}, layers))
-    assert any(f"run state (counters, schedule, random generators) is of {b.root}, step 25" in n for n in result.notes)
+    assert any("run state (counters, schedule, random generators) is of b, step 25" in n for n in result.notes)
     assert any("dtype (BF16) is for exported weights" in note for note in result.notes)
     tie = text.replace("@10", "@20").replace("HERE/b", "HERE/b@25").replace("b@25", "a@20")
     assert run(tmp_path / "second", tie.replace("HERE", str(tmp_path))).certificate.exact

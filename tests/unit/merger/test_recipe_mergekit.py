@@ -19,6 +19,8 @@ slices:
   - sources: [{model: run/checkpoint-200, layer_range: [2, 4]}]
 """
 OLD, NEW = "run/checkpoint-100", "run/checkpoint-200"
+THE_OLD, THE_NEW = "checkpoint-100", "checkpoint-200"
+"""What these sources are called."""
 
 
 def recipe(text: str) -> Recipe:
@@ -27,12 +29,11 @@ def recipe(text: str) -> Recipe:
 
 def test_slices_alone_and_where_the_rest_comes_from() -> None:
     found = recipe(SLICES + "merge_method: passthrough\ndtype: bfloat16\n")
-    assert found.sources == {OLD: SourceRef(Path(OLD)), NEW: SourceRef(Path(NEW))}
+    assert found.sources == {THE_OLD: SourceRef(Path(OLD)), THE_NEW: SourceRef(Path(NEW))}
     choice = choose(found, llama())
-    assert layers_of(choice, OLD) == ["model.embed_tokens", "model.layers.0", "model.layers.1"]
-    assert layers_of(choice, NEW) == ["model.layers.2", "model.layers.3", "model.norm", "lm_head"]
+    assert layers_of(choice, THE_OLD) == ["model.embed_tokens", "model.layers.0", "model.layers.1"]
+    assert layers_of(choice, THE_NEW) == ["model.layers.2", "model.layers.3", "model.norm", "lm_head"]
     assert (found.run_state, found.files, found.dtype) == (None, None, "BF16")
-    assert found.notes == ("the recipe has no `run_state:`; it is of the source at the newest step",)
 
 
 @pytest.mark.parametrize(
@@ -55,14 +56,14 @@ def test_slices_alone_and_where_the_rest_comes_from() -> None:
 )
 def test_weights_outside_the_blocks(given: str) -> None:
     choice = choose(recipe(SLICES + given), llama())
-    assert layers_of(choice, NEW) == ["model.embed_tokens", "model.layers.2", "model.layers.3", "lm_head"]
-    assert layers_of(choice, OLD) == ["model.layers.0", "model.layers.1", "model.norm"]
+    assert layers_of(choice, THE_NEW) == ["model.embed_tokens", "model.layers.2", "model.layers.3", "lm_head"]
+    assert layers_of(choice, THE_OLD) == ["model.layers.0", "model.layers.1", "model.norm"]
 
 
 def test_all_weights_before_or_after_from_one_model() -> None:
     for given in (f"pre_weights: {NEW}\npost_weights: {OLD}", f"pre_weights: {{model: {NEW}}}\npost_weights: {OLD}"):
         choice = choose(recipe(SLICES + given), llama())
-        assert layers_of(choice, NEW) == ["model.embed_tokens", "model.layers.2", "model.layers.3"]
+        assert layers_of(choice, THE_NEW) == ["model.embed_tokens", "model.layers.2", "model.layers.3"]
 
 
 def test_a_tied_head_comes_with_the_embeddings() -> None:
@@ -93,21 +94,26 @@ def test_one_slice_without_a_range_is_everything() -> None:
 
 
 def test_run_state_files_and_tokenizer() -> None:
-    assert recipe(SLICES + f"base_model: {OLD}").run_state == OLD
-    assert recipe(SLICES + f"base_model: {OLD}").files == OLD
-    assert recipe(SLICES + f"base_model: {OLD}\nrun_state: {NEW}").run_state == NEW
+    assert recipe(SLICES + f"base_model: {OLD}").run_state == THE_OLD
+    assert recipe(SLICES + f"base_model: {OLD}").files == THE_OLD
+    assert recipe(SLICES + f"base_model: {OLD}\nrun_state: {NEW}").run_state == THE_NEW
     elsewhere = recipe(SLICES + "base_model: other/model\ntokenizer_source: base")
     assert (elsewhere.run_state, elsewhere.files) == (None, Path("other/model"))
-    assert recipe(SLICES + f"tokenizer_source: {NEW}").files == NEW
+    assert recipe(SLICES + f"tokenizer_source: {NEW}").files == THE_NEW
     assert recipe(SLICES + f"tokenizer_source: {NEW}\nfiles: here").files == Path("here")
 
 
 def test_steps_behind_an_at_sign(tmp_path: Path) -> None:
     text = "slices: [{sources: [{model: '%s', layer_range: [0, 4]}]}]"
-    assert recipe(text % "run/store@120").sources == {"run/store@120": SourceRef(Path("run/store"), 120)}
-    assert recipe(text % "run/store@<= 120").sources["run/store@<= 120"].step == "<= 120"
+    assert recipe(text % "run/store@120").sources == {"store@120": SourceRef(Path("run/store"), 120)}
+    assert recipe(text % "run/store@<= 120").sources["store@<= 120"].step == "<= 120"
     (tmp_path / "a@1").mkdir()
-    assert recipe(text % (tmp_path / "a@1")).sources[f"{tmp_path}/a@1"] == SourceRef(tmp_path / "a@1")
+    assert recipe(text % (tmp_path / "a@1")).sources["a@1"] == SourceRef(tmp_path / "a@1")
+
+
+def test_names_of_sources_that_end_alike() -> None:
+    found = recipe(SLICES.replace("run/checkpoint-200", "again/checkpoint-100/"))
+    assert list(found.sources) == ["run/checkpoint-100", "again/checkpoint-100/"]
 
 
 def test_what_changes_no_number_is_let_through() -> None:
