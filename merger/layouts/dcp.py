@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -113,7 +113,10 @@ def _planned(state: dict[str, Any], file_bytes: int) -> tuple[dict[str, DcpFile]
             described[name] = BytesStorageMetadata()
             items.append(Item(MetadataIndex(name), value))
     files = {f"__{number}_0.distcp": DcpFile(part) for number, part in enumerate(_shared_out(items, file_bytes))}
-    metadata = Metadata(described, planner_data=mapping, storage_meta=StorageMeta(), version=CURRENT_DCP_VERSION)
+    metadata = Metadata(described, planner_data=mapping, storage_meta=StorageMeta())
+    version = getattr(filesystem, "CURRENT_DCP_VERSION", None)
+    if version is not None:  # older releases number nothing
+        metadata.version = version
     return files, DcpMetadata(metadata, files, aliases)
 
 
@@ -162,5 +165,6 @@ def _extra(checkpoint: Checkpoint) -> Mapping[str, Any]:
         "counters": portable(state.get("counters")),
         "lr_scheduler": portable(state.get("lr_scheduler")),
         "loss_scaler": portable(state.get("loss_scaler")),
+        "client_state": portable(checkpoint.client_state),
         "ranks": ranks,
     }

@@ -149,3 +149,18 @@ def test_what_has_no_place_in_a_state_dict(merged: tuple[Path, dict[str, MergeRe
     extra = torch.load(directory / f"{CASES[-1]}-dcp" / "extra.pt", weights_only=True)
     assert (extra["step"], extra["counters"]["global_steps"], sorted(extra["ranks"])) == (3, 3, [0, 1])
     assert extra["lr_scheduler"] is not None
+
+
+@pytest.mark.parametrize("case", CASES[1:])
+def test_from_the_files_of_deepspeed_it_is_the_same(
+    merged: tuple[Path, dict[str, MergeResult]], case: str, tmp_path: Path
+) -> None:
+    directory, _ = merged
+    merge(directory / f"{case}-engine", tmp_path / "dcp", target=Target("dcp"))
+    dcp_to_torch_save(tmp_path / "dcp", tmp_path / "converted.pt")
+    dcp_to_torch_save(directory / f"{case}-dcp", tmp_path / "expected.pt")
+    converted, expected = torch.load(tmp_path / "converted.pt"), torch.load(tmp_path / "expected.pt")
+    require_state((converted["model"], converted["optim"]), directory, case)
+    assert converted["model"].keys() == expected["model"].keys()
+    assert converted["optim"]["param_groups"] == expected["optim"]["param_groups"]
+    assert torch.load(tmp_path / "dcp" / "extra.pt", weights_only=True)["client_state"] == {"mine": [1, 2]}

@@ -29,10 +29,12 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 WORKERS = Path(__file__).parent / "workers"
 ROOT = Path(__file__).parents[2]
 CASES = ("zero2-bf16", "zero3-bf16", "ddp-fp32")
+DEEPSPEED = ("zero2-bf16", "zero3-bf16")
 RANKS, SAVED, LATER, LAST, ACCUMULATION = 2, 4, 5, 7, 2
 TWICE: dict[str, set[str]] = {"zero2-bf16": {"lm_head.weight"}, "ddp-fp32": set()}
 """Tied weights that the Trainer writes under both names: DeepSpeed gives it copies."""
 
+LATER_FILES = ["zero2-bf16-later", "ddp-fp32-later"]
 SHARDED = {"shard_bytes": 9000}
 
 
@@ -60,15 +62,19 @@ def resumes(directory: Path) -> tuple[dict[str, MergeResult], list[dict[str, Any
     results: dict[str, MergeResult] = {}
     two: list[dict[str, Any]] = []
 
-    def merged(case: str, name: str, store: str, step: int, **target: Any) -> dict[str, Any]:
-        files = directory / case / "run" / f"checkpoint-{step}"
+    def merged(case: str, name: str, source: str, step: int | None, **target: Any) -> dict[str, Any]:
+        files = None if step is None else directory / case / "run" / f"checkpoint-{step}"
         out = f"{case}-{name}"
-        results[out] = merge(directory / case / store, directory / out, target=Target("trainer", files=files, **target))
+        results[out] = merge(
+            directory / case / source, directory / out, target=Target("trainer", files=files, **target)
+        )
         return {"case": case, "folder": f"{out}/{results[out].tag}", "out": f"resumed-{out}", "micro": 2}
 
     for case in CASES:
         two.append(merged(case, "same", "store", SAVED))
         two.append(merged(case, "composite", "composite", LATER))
+    # From the Trainer's own folder, which has all that is needed beside the state.
+    two += [merged(case, "foreign", f"run/checkpoint-{SAVED}", None) for case in DEEPSPEED]
     two += [merged(case, "later", "store", LAST - 1) for case in ("zero2-bf16", "ddp-fp32")]
     other = merged("zero3-bf16", "relaid", "store", SAVED, zero_stage=1, world_size=1)
     return results, two, [{**other, "case": "zero1-bf16", "micro": 4}]
@@ -88,9 +94,13 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Mapping[str, 
                 directory / f"{case}-{name}",
                 target=Target("hf", files=files, **target),  # type: ignore[arg-type]
             )
+        if case in DEEPSPEED:
+            out = directory / f"{case}-hf-foreign"
+            results[out.name] = merge(files, out, target=Target("hf"))
     for count, specs in ((RANKS, two), (1, one)):
         launch(ranks(count), "layout_hf_resume.py", str(directory), json.dumps(specs), path="", directory=directory)
     folders = [str(directory / f"{case}-{name}") for case in CASES for name in ("hf", "sharded")]
+    folders += [str(directory / f"{case}-hf-foreign") for case in DEEPSPEED]
     launch([], "layout_hf_load.py", *folders, path="", directory=directory)
     return directory, results
 
@@ -110,7 +120,9 @@ def log_of(state: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [{k: entry[k] for k in ("step", "learning_rate", "epoch")} for entry in state["log"] if "loss" in entry]
 
 
-@pytest.mark.parametrize("out", [f"{case}-same" for case in CASES] + ["zero2-bf16-later", "ddp-fp32-later"])
+@pytest.mark.parametrize(
+    "out", [f"{case}-same" for case in CASES] + [f"{case}-foreign" for case in DEEPSPEED] + LATER_FILES
+)
 def test_a_stock_trainer_goes_on_bitwise(built: tuple[Path, Mapping[str, MergeResult]], out: str) -> None:
     directory, results = built
     case = out.rpartition("-")[0]
@@ -124,10 +136,11 @@ def test_a_stock_trainer_goes_on_bitwise(built: tuple[Path, Mapping[str, MergeRe
     assert results[out].tag == f"checkpoint-{SAVED}" and results[out].certificate.exact
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_the_folder_has_what_the_trainers_own_has(built: tuple[Path, Mapping[str, MergeResult]], case: str) -> None:
+@pytest.mark.parametrize("out", [f"{case}-same" for case in CASES] + [f"{case}-foreign" for case in DEEPSPEED])
+def test_the_folder_has_what_the_trainers_own_has(built: tuple[Path, Mapping[str, MergeResult]], out: str) -> None:
     directory, results = built
-    own, ours = directory / case / "run" / f"checkpoint-{SAVED}", results[f"{case}-same"].out / f"checkpoint-{SAVED}"
+    case = out.rpartition("-")[0]
+    own, ours = directory / case / "run" / f"checkpoint-{SAVED}", results[out].out / f"checkpoint-{SAVED}"
     assert sorted(path.name for path in ours.iterdir()) == sorted(path.name for path in own.iterdir())
     for name in ("trainer_state.json", "training_args.bin", "config.json", "generation_config.json"):
         assert (ours / name).read_bytes() == (own / name).read_bytes()
@@ -183,8 +196,15 @@ def test_another_stage_and_world_size(built: tuple[Path, Mapping[str, MergeResul
     assert any("no random-number states of this step for 1 rank" in note for note in result.notes)
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("name", ["hf", "sharded"])
+@pytest.mark.parametrize(
+    ("case", "name"),
+    [
+        (case, name)
+        for case in CASES
+        for name in ("hf", "sharded", "hf-foreign")
+        if case in DEEPSPEED or name != "hf-foreign"
+    ],
+)
 def test_stock_transformers_loads_it_bitwise(
     built: tuple[Path, Mapping[str, MergeResult]], case: str, name: str
 ) -> None:
@@ -195,7 +215,7 @@ def test_stock_transformers_loads_it_bitwise(
     )
     assert found.dtype == expected.dtype and torch.equal(found, expected)
     shards = sorted(path.name for path in results[f"{case}-{name}"].out.glob("*.safetensors"))
-    assert (shards == ["model.safetensors"]) == (name == "hf")
+    assert (shards == ["model.safetensors"]) == (name != "sharded")
     assert results[f"{case}-{name}"].notes == ()
 
 

@@ -1,6 +1,7 @@
 """Under torchrun: trains each case, saves it into a store, and writes its whole state to ``CASE.pt``.
 
-Usage: layout_dcp_save.py DIRECTORY — ``CASE.pt``: {fqn: {slot: tensor}}, buffers under slot ``buffer``.
+Usage: layout_dcp_save.py DIRECTORY — ``CASE.pt``: {fqn: {slot: tensor}}, buffers under slot ``buffer``;
+``CASE-store``; and, with DeepSpeed, ``CASE-engine``, its own checkpoint.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ def main(directory: Path) -> None:
         engine = build(case, 0)
         train(engine, range(STEPS))
         StoreWriter(directory / f"{case}-store", adapter_for(engine)).save(STEPS)
+        engine.save_checkpoint(str(directory / f"{case}-engine"), client_state={"mine": [1, 2]})
         keep(directory, case, whole_state(engine), engine.module)
     leave()
 

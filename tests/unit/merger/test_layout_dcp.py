@@ -22,8 +22,8 @@ from merger.stored import Placed, Stored
 from merger.target import Target
 from store.errors import MergeError, UnsupportedError
 from store.names import Fragment
+from tests.support.described import described, tensor
 from tests.support.plain_stores import PlainStore
-from tests.support.planned import described, tensor
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

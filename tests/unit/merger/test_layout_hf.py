@@ -17,8 +17,8 @@ from merger.layouts.names import model_names, unwrapped
 from merger.merge import merge
 from merger.target import Target
 from store.errors import MergeError, UnsupportedError, UsageError
+from tests.support.described import described, tensor
 from tests.support.plain_stores import PlainStore
-from tests.support.planned import described, tensor
 
 TIED = {
     "embed.weight": tensor(50, 4, aliases=("head.weight",)),

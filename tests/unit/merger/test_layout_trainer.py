@@ -18,8 +18,8 @@ from merger.merge import merge
 from merger.runstate import RankState
 from merger.target import Target
 from store.errors import MergeError, UnsupportedError, UsageError
+from tests.support.described import described, tensor
 from tests.support.plain_stores import PlainStore
-from tests.support.planned import described, tensor
 
 STATE: dict[str, Any] = {
     "global_step": 20,
