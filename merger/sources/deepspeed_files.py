@@ -20,6 +20,7 @@ from store.files import LocalFiles
 
 _OPTIM = re.compile(r"(bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
+WHOLE_MODEL = "mp_rank_00_model_states.pt"
 _STRANGE = {
     r"layer_\d+_expert_\d+_.*\.pt|expert_\d+_.*\.pt|expp_rank_.*\.pt": "experts of a mixture (MoE)",
     r"layer_\d+-model.*\.pt": "a pipeline",
@@ -90,7 +91,9 @@ def read_universal(folder: Path) -> RankFiles:
     files = LocalFiles(folder)
     names = files.list_dir("")
     _refuse_strange(folder, names)
-    nests, sharded = _read_models(files, _by_rank(folder, names)[0])
+    # Some hold both kinds of model states; the one for ZeRO-1/2 has everything in it.
+    whole = [name for name in names if name == WHOLE_MODEL]
+    nests, sharded = _read_models(files, _by_rank(folder, whole or names)[0])
     state = _nest(files, "zero/optimizer_state.pt")
     half = nests[0].at("ds_config").get("bf16") or nests[0].at("ds_config").get("bfloat16")
     bf16 = half is not None and half.mapping().get("enabled") is True
@@ -128,6 +131,9 @@ def _refuse_strange(folder: Path, names: Sequence[str]) -> None:
         for pattern, what in _STRANGE.items():
             if re.fullmatch(pattern, name):
                 raise UnsupportedError(f"{folder / name}: {what}, which is not handled; a dense model is")
+        optim, model = _OPTIM.fullmatch(name), _MODEL.fullmatch(name)
+        if (optim and int(optim[3])) or (model and int(model[2])):
+            raise UnsupportedError(f"{folder / name} is of tensor or pipeline parallelism, which is not handled")
 
 
 def _by_rank(folder: Path, names: Sequence[str]) -> tuple[dict[int, str], dict[int, str], bool]:
@@ -137,8 +143,6 @@ def _by_rank(folder: Path, names: Sequence[str]) -> tuple[dict[int, str], dict[i
     prefixes = set()
     for name in names:
         optim, model = _OPTIM.fullmatch(name), _MODEL.fullmatch(name)
-        if (optim and int(optim[3])) or (model and int(model[2])):
-            raise UnsupportedError(f"{folder / name} is of tensor or pipeline parallelism, which is not handled")
         if optim:
             prefixes.add(optim[1] or "")
             _put(folder, optims, int(optim[2]), name)

@@ -26,6 +26,8 @@ from store.files import LocalFiles
 from store.names import BUFFER, FROZEN, WEIGHTS
 
 _STEP = "step"
+_FP32 = ("fp32", "float32", "float", "torch.float32")
+"""Names that DeepSpeed's configuration has for it."""
 
 
 class UniversalSource:
@@ -63,21 +65,30 @@ def _optimized(files: RankFiles, shapes: list[list[Shape]]) -> Optimized:
             out.scalars[shape.fqn], found = _parameter(local, shape, common)
             out.slots[shape.fqn] = sorted(extent.slot for extent in found if extent.slot != WEIGHTS)
             out.extents += found
+    plain = "BF16_Optimizer" if _is_wrapped(files) else "DeepSpeedZeroOptimizer"
     out.facts = {
-        "zero_optimizer": "DeepSpeedZeroOptimizer_Stage3" if files.stage == 3 else _wrapper(state),
+        "zero_optimizer": "DeepSpeedZeroOptimizer_Stage3" if files.stage == 3 else plain,
         "partition_count": files.world_size if files.stage == 3 else [files.world_size] * len(shapes),
         "param_groups": [{"params": list(group["params"])} for group in out.groups],
     }
     return out
 
 
-def _wrapper(state: Nest) -> str:
-    return "BF16_Optimizer" if state.get("zero_stage") is None else "DeepSpeedZeroOptimizer"
+def _is_wrapped(files: RankFiles) -> bool:
+    """Whether the run's optimizer was in ``BF16_Optimizer``: its own file has no stage, others' follow the
+    configuration."""
+    config = files.model.at("ds_config").mapping()
+    types, zero = config.get("data_types"), config.get("zero_optimization")
+    named = types.get("grad_accum_dtype") if isinstance(types, dict) else None
+    offload = zero.get("offload_optimizer") if isinstance(zero, dict) else None
+    on_host = isinstance(offload, dict) and offload.get("device") == "cpu"
+    configured = files.stage == 1 and files.bf16 and named in _FP32 and not on_host
+    return configured or files.optims[0].get("zero_stage") is None
 
 
 def _in_order(files: RankFiles, group: list[Shape]) -> list[Shape]:
     """A (sub-)group's parameters in the order of the param group. MergeError where the converter mixed them up."""
-    if files.stage == 3 or _wrapper(files.optims[0]) == "BF16_Optimizer" or not is_round_robin(files.model):
+    if files.stage == 3 or _is_wrapped(files) or not is_round_robin(files.model):
         return group
     ordered = in_group_order(group, files.world_size)
     gaps = files.optims[0].get("param_alignment_paddings")

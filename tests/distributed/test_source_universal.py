@@ -11,6 +11,7 @@ import torch
 
 from merger.merge import merge
 from merger.sources.select import open_source
+from merger.target import Target
 from store.errors import DamagedError, MergeError, UnsupportedError
 from tests.support.foreign import convert, directory_differences, read_tensors, same, train_stock
 
@@ -56,6 +57,19 @@ def test_the_same_as_from_the_checkpoint_that_it_was_made_from(converted: Path, 
     merged = merge(folder / "universal", tmp_path / "merged").out
     expected = merge(folder / "saved", tmp_path / "expected").out
     assert directory_differences(expected, merged) == []
+
+
+@pytest.mark.parametrize("case", (*CASES, SCRAMBLED))
+def test_what_a_merge_writes_as_universal_is_read_back(converted: Path, tmp_path: Path, case: str) -> None:
+    truth = torch.load(converted / case / "truth.pt", weights_only=False)
+    merge(converted / case / "saved", tmp_path / "universal", target=Target(layout="universal"))
+    checkpoint = open_source(tmp_path / "universal").checkpoint(None, frozenset())
+    found = read_tensors(checkpoint)
+    assert found.keys() == truth["tensors"].keys()
+    assert [key for key, tensor in truth["tensors"].items() if not same(tensor, found[key])] == []
+    groups = checkpoint.framework_state["param_groups"]
+    assert [group["params"] for group in groups] == truth["members"]
+    assert [group["hyper"] for group in groups] == truth["groups"]
 
 
 def test_what_the_converter_scrambled_is_refused(converted: Path, tmp_path: Path) -> None:
