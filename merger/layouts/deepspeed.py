@@ -7,6 +7,7 @@ This file writes the directory and the model states; the optimizer files are the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from merger.containers.verbatim import Verbatim
 from merger.layouts.base import Laid
 from merger.layouts.deepspeed_config import ACCUMULATION, MICRO, batch_of
 from merger.layouts.deepspeed_facts import EngineFacts, facts_of
+from merger.layouts.deepspeed_flat import FlatState, flat_state
 from merger.layouts.deepspeed_model import CLIENT_KEY, model_states
 from merger.layouts.deepspeed_retarget import retarget
 from merger.layouts.deepspeed_scaler import loss_scaler
@@ -89,9 +91,10 @@ def deepspeed_files(facts: EngineFacts, checkpoint: Checkpoint, tag: str) -> lis
     for rank in ranks if facts.zero_stage == 3 else ranks[:1]:
         states = model_states(facts, checkpoint, rank)
         files.append(OutFile(f"{tag}/{_model_file(facts, rank)}", PtFile(states, CLASSES)))
+    kept = [flat_state(checkpoint, fqns) for _, fqns in flats(facts)]
     for rank in ranks if facts.zero_stage else ():
         name = f"{facts.optim_prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
-        files.append(OutFile(f"{tag}/{name}", PtFile(_optim_states(facts, checkpoint, rank), CLASSES)))
+        files.append(OutFile(f"{tag}/{name}", PtFile(_optim_states(facts, checkpoint, kept, rank), CLASSES)))
     return files
 
 
@@ -100,15 +103,12 @@ def _model_file(facts: EngineFacts, rank: int) -> str:
     return f"{prefix}mp_rank_00_model_states.pt"
 
 
-def _optim_states(facts: EngineFacts, checkpoint: Checkpoint, rank: int) -> dict[str, Any]:
-    states = (zero3_states if facts.zero_stage == 3 else zero12_states)(facts, checkpoint, rank)
-    scaler = (
-        None
-        if facts.is_bf16_optimizer
-        else {constants.LOSS_SCALER: loss_scaler(checkpoint.framework_state, facts.dtype)}
-    )
+def _optim_states(facts: EngineFacts, checkpoint: Checkpoint, kept: Sequence[FlatState], rank: int) -> dict[str, Any]:
+    states = (zero3_states if facts.zero_stage == 3 else zero12_states)(facts, checkpoint, kept, rank)
+    if not facts.is_bf16_optimizer:
+        states = {constants.LOSS_SCALER: loss_scaler(checkpoint.framework_state, facts.dtype), **states}
     return {
-        constants.OPTIMIZER_STATE_DICT: {**(scaler or {}), **states},
+        constants.OPTIMIZER_STATE_DICT: states,
         "ds_config": facts.ds_config,
         "ds_version": facts.ds_version,
     }

@@ -16,7 +16,7 @@ from merger.runstate import portable
 from merger.stored import Placed, Stored, flat
 from merger.tensors import torch_dtype
 from store.errors import MergeError
-from store.names import Fragment
+from store.names import WEIGHTS, Fragment
 
 
 @dataclass(frozen=True)
@@ -29,18 +29,25 @@ class FlatPiece:
     numel: int
 
 
-def flat_tensor(slot: str, pieces: Sequence[FlatPiece], numel: int, dtype: torch.dtype) -> Stored:
-    """A flat partition of one slot, 1-d, ``numel`` elements; zeros where no parameter lies."""
-    return flat(
-        numel, dtype, (Placed(Fragment(piece.fqn, slot, piece.start, piece.numel), piece.offset) for piece in pieces)
-    )
+@dataclass(frozen=True)
+class FlatState:
+    """What the base optimizer keeps for one flat partition, the same on all ranks.
+
+    masters: dtype of the master weights. scalars: of all parameters in it. slots: with their dtypes. known: the
+    parameters that the optimizer kept something for; the others get zeros.
+    """
+
+    masters: torch.dtype
+    scalars: dict[str, Any]
+    slots: dict[str, torch.dtype]
+    known: frozenset[str]
 
 
-def flat_slots(checkpoint: Checkpoint, fqns: Sequence[str], pieces: Sequence[FlatPiece], numel: int) -> dict[str, Any]:
-    """What the base optimizer keeps for one flat partition: its scalars, then its slots.
+def flat_state(checkpoint: Checkpoint, fqns: Sequence[str]) -> FlatState:
+    """Of the flat partition that these parameters share.
 
-    fqns: all parameters laid out in it, over all ranks; those that the optimizer kept nothing for get zeros.
-    MergeError where the others differ in what they keep, or where a slot that the optimizer had is not stored.
+    MergeError where those with state differ in what they keep or in its dtype, or where a slot that the optimizer had
+    is not stored.
     """
     known = [fqn for fqn in fqns if has_state(checkpoint, fqn)]
     kept = [(checkpoint.framework_state["scalars"].get(fqn, {}), checkpoint.slots(fqn)) for fqn in known]
@@ -50,20 +57,24 @@ def flat_slots(checkpoint: Checkpoint, fqns: Sequence[str], pieces: Sequence[Fla
             raise MergeError(
                 f"{known[0]} and {fqn} share a flat partition but were saved with different optimizer state"
             )
-    out: dict[str, Any] = dict(portable(scalars))
-    filled = set(known)
-    stored = [piece for piece in pieces if piece.fqn in filled]
-    for slot in slots:
-        out[slot] = flat_tensor(slot, stored, numel, flat_dtype(checkpoint, slot, known))
+    dtypes = {slot: _flat_dtype(checkpoint, slot, known) for slot in slots}
+    return FlatState(_flat_dtype(checkpoint, WEIGHTS, fqns), dict(scalars), dtypes, frozenset(known))
+
+
+def flat_tensor(slot: str, pieces: Sequence[FlatPiece], numel: int, dtype: torch.dtype) -> Stored:
+    """A flat partition of one slot, 1-d, ``numel`` elements; zeros where no parameter lies."""
+    return flat(
+        numel, dtype, (Placed(Fragment(piece.fqn, slot, piece.start, piece.numel), piece.offset) for piece in pieces)
+    )
+
+
+def flat_slots(state: FlatState, pieces: Sequence[FlatPiece], numel: int) -> dict[str, Any]:
+    """The base optimizer's state of one rank's flat partition: its scalars, then its slots."""
+    out: dict[str, Any] = dict(portable(state.scalars))
+    stored = [piece for piece in pieces if piece.fqn in state.known]
+    for slot, dtype in state.slots.items():
+        out[slot] = flat_tensor(slot, stored, numel, dtype)
     return out
-
-
-def flat_dtype(checkpoint: Checkpoint, slot: str, fqns: Sequence[str]) -> torch.dtype:
-    """The dtype of a slot of all these parameters. MergeError where they were stored in several."""
-    dtypes = {checkpoint.dtype(fqn, slot) for fqn in fqns}
-    if len(dtypes) > 1:
-        raise MergeError(f"the parameters of a flat partition have {slot} in several dtypes: {sorted(dtypes)}")
-    return torch_dtype(dtypes.pop()) if dtypes else torch.float32
 
 
 def base_optimizer_state(
@@ -83,6 +94,13 @@ def base_optimizer_state(
             for group, indices in zip(groups, members, strict=True)
         ],
     }
+
+
+def _flat_dtype(checkpoint: Checkpoint, slot: str, fqns: Sequence[str]) -> torch.dtype:
+    dtypes = {checkpoint.dtype(fqn, slot) for fqn in fqns}
+    if len(dtypes) > 1:
+        raise MergeError(f"the parameters of a flat partition have {slot} in several dtypes: {sorted(dtypes)}")
+    return torch_dtype(dtypes.pop()) if dtypes else torch.float32
 
 
 def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:

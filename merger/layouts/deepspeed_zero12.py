@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Any
 
 from deepspeed.checkpoint import constants
@@ -11,20 +12,20 @@ from deepspeed.utils.tensor_fragment import fragment_address
 
 from merger.checkpoint import Checkpoint
 from merger.layouts.deepspeed_facts import EngineFacts, GroupFacts, PlacedParameter
-from merger.layouts.deepspeed_flat import FlatPiece, base_optimizer_state, flat_dtype, flat_slots, flat_tensor
+from merger.layouts.deepspeed_flat import FlatPiece, FlatState, base_optimizer_state, flat_slots, flat_tensor
 from store.names import WEIGHTS
 
 
-def zero12_states(facts: EngineFacts, checkpoint: Checkpoint, rank: int) -> dict[str, Any]:
-    """What ``optimizer.state_dict()`` gives on a rank, the loss scaler excepted."""
+def zero12_states(facts: EngineFacts, checkpoint: Checkpoint, kept: Sequence[FlatState], rank: int) -> dict[str, Any]:
+    """What ``optimizer.state_dict()`` gives on a rank, the loss scaler excepted. kept: by param group."""
     groups = facts.param_groups
     masters, states = [], []
-    for group in groups:
-        pieces, fqns = _pieces(group, rank), [placed.fqn for placed in group.layout]
+    for group, state in zip(groups, kept, strict=True):
+        pieces = _pieces(group, rank)
         lean = group.partition_size - (0 if facts.is_bf16_optimizer else group.group_paddings[rank])
         # DeepSpeed strips the padding behind the masters, and leaves it behind the moments.
-        masters.append(flat_tensor(WEIGHTS, pieces, lean, flat_dtype(checkpoint, WEIGHTS, fqns)))
-        states.append(flat_slots(checkpoint, fqns, pieces, group.partition_size))
+        masters.append(flat_tensor(WEIGHTS, pieces, lean, state.masters))
+        states.append(flat_slots(state, pieces, group.partition_size))
     out: dict[str, Any] = {
         constants.CLIP_GRAD: facts.clip_grad,
         constants.BASE_OPTIMIZER_STATE: base_optimizer_state(checkpoint, states, [[i] for i in range(len(groups))]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from deepspeed.checkpoint import constants
@@ -9,20 +10,19 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 
 from merger.checkpoint import Checkpoint
 from merger.layouts.deepspeed_facts import EngineFacts, SubGroupFacts
-from merger.layouts.deepspeed_flat import FlatPiece, base_optimizer_state, flat_dtype, flat_slots, flat_tensor
+from merger.layouts.deepspeed_flat import FlatPiece, FlatState, base_optimizer_state, flat_slots, flat_tensor
 from merger.stored import Placed, Stored, flat
 from merger.tensors import torch_dtype
 from store.names import FROZEN, WEIGHTS, Fragment
 
 
-def zero3_states(facts: EngineFacts, checkpoint: Checkpoint, rank: int) -> dict[str, Any]:
-    """What ``optimizer.state_dict()`` gives on a rank, the loss scaler excepted."""
+def zero3_states(facts: EngineFacts, checkpoint: Checkpoint, kept: Sequence[FlatState], rank: int) -> dict[str, Any]:
+    """What ``optimizer.state_dict()`` gives on a rank, the loss scaler excepted. kept: by sub-group."""
     masters, states = [], []
-    for sub_group in facts.sub_groups:
+    for sub_group, state in zip(facts.sub_groups, kept, strict=True):
         pieces = _pieces(checkpoint, sub_group, rank)
-        dtype = flat_dtype(checkpoint, WEIGHTS, sub_group.params)
-        masters.append(flat_tensor(WEIGHTS, pieces, sub_group.flat_numel, dtype))
-        states.append(flat_slots(checkpoint, sub_group.params, pieces, sub_group.flat_numel))
+        masters.append(flat_tensor(WEIGHTS, pieces, sub_group.flat_numel, state.masters))
+        states.append(flat_slots(state, pieces, sub_group.flat_numel))
     members: list[list[int]] = [[] for _ in facts.param_groups]
     for index, sub_group in enumerate(facts.sub_groups):
         members[sub_group.param_group].append(index)

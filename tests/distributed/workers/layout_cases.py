@@ -6,16 +6,14 @@ stage and world size; a target is a source, written for another.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from adapter_model import VOCABULARY, Tiny, config, param_groups
-from merge_cases import train
 from torch import nn
-
-__all__ = ["FAMILIES", "SAVED", "SOURCES", "TARGETS", "WORLDS", "Source", "Target", "engine_of", "settings", "train"]
 
 SAVED, LAST = 2, 4
 WORLDS = (1, 2, 3, 4)
@@ -155,6 +153,19 @@ TARGETS = {
 }
 
 
+def universal_settings(family: str, stage: int) -> dict[str, Any]:
+    """The configuration of an engine that loads a universal checkpoint: never with gradients dealt out in turn."""
+    out = settings(family, stage)
+    if not out["zero_optimization"].get("parameter_alignment"):
+        out["zero_optimization"].pop("round_robin_gradients", None)
+    return {**out, "checkpoint": {"load_universal": True}}
+
+
+def loads_universally(target: Target) -> bool:
+    """DeepSpeed's ZeRO-1/2 cannot where a rank holds nothing of a param group, here of the one with one element."""
+    return target.stage == 3 or target.world == 1 or not FAMILIES[target.source.family].adapters
+
+
 def settings(family: str, stage: int) -> dict[str, Any]:
     """The configuration of an engine."""
     one = FAMILIES[family]
@@ -167,8 +178,10 @@ def settings(family: str, stage: int) -> dict[str, Any]:
     return out
 
 
-def engine_of(family: str, seed: int, configuration: dict[str, Any]) -> Any:
-    """A fresh engine; other seeds give other weights."""
+def engine_of(
+    family: str, seed: int, configuration: dict[str, Any], prepare: Callable[[nn.Module], None] = lambda _: None
+) -> Any:
+    """A fresh engine; other seeds give other weights. prepare: called with the model before DeepSpeed has it."""
     import deepspeed
     from deepspeed.accelerator import get_accelerator
 
@@ -176,5 +189,6 @@ def engine_of(family: str, seed: int, configuration: dict[str, Any]) -> Any:
     get_accelerator().is_fp16_supported = lambda: True
     torch.manual_seed(seed)
     model = Adapted() if FAMILIES[family].adapters else Tiny()
+    prepare(model)
     groups = adapted_groups(model) if FAMILIES[family].adapters else param_groups(model)
     return deepspeed.initialize(model=model, model_parameters=groups, config=configuration)[0]

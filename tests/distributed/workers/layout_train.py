@@ -1,7 +1,8 @@
 """Under torchrun: trains the sources of this world size into stores, and notes what engines of every stage look like.
 
-Usage: layout_train.py SPEC — in its directory, per source ``SOURCE/store`` and ``SOURCE/state.pt``;
-``facts-WORLD.json``; per target of this world size ``TARGET/losses-RANK.json`` and ``TARGET/trained.pt``: how
+Usage: layout_train.py SPEC — in its directory, per source ``SOURCE/store``, ``SOURCE/own``
+(DeepSpeed's own checkpoint) and ``SOURCE/state.pt``;
+``facts-WORLD.json``, ``cases-WORLD.json``; per target of this world size ``TARGET/losses-RANK.json`` and ``TARGET/trained.pt``: how
 training goes on from the same state, put in place by driftpoint's own resume.
 """
 
@@ -16,8 +17,9 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from adapter_state import leave, put, take
-from layout_cases import FAMILIES, LAST, SAVED, SOURCES, TARGETS, Source, engine_of, settings, train
+from layout_cases import FAMILIES, LAST, SAVED, SOURCES, TARGETS, Source, engine_of, settings
 from layout_state import collect
+from merge_cases import CASES, build, train
 from merge_store import StoreWriter
 
 from monitor.adapters.select import adapter_for
@@ -32,6 +34,8 @@ def write(source: Source, directory: Path) -> None:
     train(built, range(SAVED))
     adapter = adapter_for(built)
     StoreWriter(folder / "store", adapter).save(SAVED)
+    if source.stage:
+        built.save_checkpoint(str(folder / "own"))
     state, saved = collect(built), take(adapter)
     if dist.get_rank() == 0:
         torch.save(state, folder / "state.pt")
@@ -53,8 +57,8 @@ def go_on(name: str, directory: Path) -> None:
     (folder / f"losses-{dist.get_rank()}.json").write_text(json.dumps(losses))
 
 
-def noted(family: str, stage: int) -> dict[str, Any]:
-    adapter = adapter_for(engine_of(family, 0, settings(family, stage)))
+def noted(built: Any) -> dict[str, Any]:
+    adapter = adapter_for(built)
     tensors = {
         fqn: {"shape": info.shape, "dtype": info.dtype, "kind": info.kind, "aliases": info.aliases}
         for fqn, info in adapter.tensors().items()
@@ -69,9 +73,14 @@ def main(directory: Path) -> None:
     for source in SOURCES.values():
         if source.world == world:
             write(source, directory)
-    facts = {family: {stage: noted(family, stage) for stage in (1, 2, 3)} for family in FAMILIES}
+    facts = {
+        family: {stage: noted(engine_of(family, 0, settings(family, stage))) for stage in (1, 2, 3)}
+        for family in FAMILIES
+    }
+    cases = {case: noted(build(case, 0)) for case in CASES}
     if dist.get_rank() == 0:
         (directory / f"facts-{world}.json").write_text(json.dumps(facts))
+        (directory / f"cases-{world}.json").write_text(json.dumps(cases))
     for name, target in TARGETS.items():
         if target.world == world and (directory / target.source.name / "saved.pt").exists():
             go_on(name, directory)
