@@ -197,6 +197,8 @@ def _dtype_note(request: Request, target: Target, checkpoint: Checkpoint) -> lis
 
 
 def _reads(transfer: TransferPlan, assembled: Assembled, checkpoint: Checkpoint) -> dict[str, int]:
+    if len(assembled.uses) == 1:
+        return {assembled.uses[0].name: transfer.bytes_to_read}
     name_of: dict[Block, str] = {}
     for (fqn, _), extents in checkpoint.index.names().items():
         name_of |= dict.fromkeys((extent.block for extent in extents), assembled.source_of[fqn])
