@@ -1,9 +1,9 @@
 """MergeKit's file as a recipe: ``slices`` of ``sources`` with ``layer_range``, ``pre_weights``, ``post_weights``.
 
-Users of layer-wise checkpoint tools have such files; they are taken as they are. What would change a number or a
-layer's place (another method than passthrough, weights, scaling, slices out of order) is refused by name: optimizer
-state belongs to the weights that it was made with. Without ``pre_weights`` and ``post_weights`` embeddings come from
-the first slice and norm and head from the last, as MergeKit has it.
+Users of layer-wise checkpoint tools (LLMTailor) have such files; they are taken as they are. What would change a
+number or a layer's place (another method than passthrough, weights, scaling, slices out of order) is refused by name:
+optimizer state belongs to the weights that it was made with. Without ``pre_weights`` and ``post_weights`` embeddings
+come from the first slice and norm and head from the last, as MergeKit has it.
 """
 
 from __future__ import annotations
@@ -62,6 +62,8 @@ class _Build:
     sources: dict[str, SourceRef] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     _of_slices: list[str] = field(default_factory=list)
+    _empty: list[tuple[int, int, str]] = field(default_factory=list)
+    """Slices without a block, such as [0, 0]: (index, number, source)."""
 
     def slices(self) -> Iterator[Rule]:
         slices = self._list(("slices",), self.file.values.get("slices"))
@@ -79,11 +81,17 @@ class _Build:
                     "are taken from one checkpoint, never mixed"
                 )
             source, first, stop = self._slice_source((*loc, "sources", 0), sources[0], len(slices))
+            if first == stop:
+                self._empty.append((index, first, source))
+                continue
             self._require_place(loc, first, end)
             end = stop or end
             self._of_slices.append(source)
             where = f"slices[{index}] ({self.file.at(loc)})"
             yield Rule(source, Blocks(first, None if stop is None else stop - 1), where)
+        if not self._of_slices:
+            raise ConfigError(f"{self.file.at(('slices',))}: no slice takes a block; every `layer_range` is empty")
+        self._require_agreeing(end)
 
     def weights(self, key: str, default: int) -> Iterator[Rule]:
         """The layers before or after the blocks; by default those of the first or last slice's source."""
@@ -165,6 +173,30 @@ class _Build:
                 f"the one after the last, such as [0, 8] (it is {bounds!r})"
             )
         return source, bounds[0], bounds[1]
+
+    def _require_agreeing(self, blocks: int) -> None:
+        """Slices without a block change nothing, but may not contradict what the layers outside are taken from.
+
+        Files of LLMTailor have them: number 0 stands for the norm, and those behind the blocks for head and
+        embeddings, whose names and sources follow in ``pre_weights`` and ``post_weights``.
+        """
+        meant = {0: ("norm",), blocks + 1: ("lm_head", "embed"), blocks + 2: ("embed",)}
+        for index, number, source in self._empty:
+            named = [
+                (key, position, entry)
+                for key in ("pre_weights", "post_weights")
+                if isinstance(entries := self.file.values.get(key), list)
+                for position, entry in enumerate(entries)
+                if isinstance(entry, dict) and any(one in str(entry.get("name")) for one in meant.get(number, ()))
+            ]
+            others = [(k, i) for k, i, entry in named if _path(self.file, (k, i), entry) == source]
+            if named and not others:
+                key, position, _ = named[0]
+                raise ConfigError(
+                    f"{self.file.at(('slices', index))}: slices[{index}] takes no block and stands for "
+                    f"{' or '.join(meant[number])} of {source}, which {key}[{position}] takes from elsewhere; give "
+                    "both the same model, or leave the empty slice out"
+                )
 
     def _require_place(self, loc: Loc, first: int, end: int) -> None:
         if first == end:
@@ -291,7 +323,7 @@ def _is_range(bounds: list[Any]) -> bool:
     return (
         len(bounds) == 2
         and all(isinstance(one, int) and not isinstance(one, bool) for one in bounds)
-        and 0 <= bounds[0] < bounds[1]
+        and 0 <= bounds[0] <= bounds[1]
     )
 
 

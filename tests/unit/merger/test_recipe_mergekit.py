@@ -36,6 +36,62 @@ def test_slices_alone_and_where_the_rest_comes_from() -> None:
     assert (found.run_state, found.files, found.dtype) == (None, None, "BF16")
 
 
+PUBLISHED = f"""
+slices:
+  - sources:
+      - model: {OLD}
+        layer_range: [0, 0]
+  - sources:
+      - model: {OLD}
+        layer_range: [0, 2]
+  - sources:
+      - model: {NEW}
+        layer_range: [2, 4]
+  - sources:
+      - model: {NEW}
+        layer_range: [5, 5]
+  - sources:
+      - model: {OLD}
+        layer_range: [6, 6]
+
+
+post_weights:
+  - name: lm_head.weight
+    model: {NEW}
+  - name: model.embed_tokens.weight
+    model: {OLD}
+
+pre_weights:
+  - name: model.norm.weight
+    model: {OLD}
+
+merge_method: passthrough
+dtype: bfloat16
+"""
+"""The shape of LLMTailor's example files: slices without a block stand for norm, head and embeddings."""
+
+
+def test_the_published_shape_is_taken_as_it_is() -> None:
+    choice = choose(recipe(PUBLISHED), llama())
+    assert layers_of(choice, THE_OLD) == ["model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm"]
+    assert layers_of(choice, THE_NEW) == ["model.layers.2", "model.layers.3", "lm_head"]
+
+
+@pytest.mark.parametrize(("number", "what"), [(0, "norm"), (5, "lm_head or embed"), (6, "embed")])
+def test_a_slice_without_a_block_must_not_contradict_the_weights_outside(number: int, what: str) -> None:
+    text = PUBLISHED.replace(f"layer_range: [{number}, {number}]", f"layer_range: [{number}, {number}] # here")
+    lines = text.splitlines()
+    place = next(i for i, line in enumerate(lines) if line.endswith("# here"))
+    lines[place - 1] = "      - model: run/checkpoint-300"
+    with pytest.raises(ConfigError, match=f"takes no block and stands for {what} of run/checkpoint-300"):
+        recipe("\n".join(lines))
+
+
+def test_slices_without_any_block() -> None:
+    with pytest.raises(ConfigError, match="no slice takes a block"):
+        recipe("slices: [{sources: [{model: x, layer_range: [0, 0]}]}]")
+
+
 @pytest.mark.parametrize(
     "given",
     [
