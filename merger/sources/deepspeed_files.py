@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from merger.sources.deepspeed_classes import STAND_INS, Kept, attributes
 from merger.sources.nest import Nest
 from merger.sources.pt import read_pt
-from merger.sources.tensor import FileTensor, values
+from merger.sources.tensor import FileTensor
 from store.errors import MergeError, UnsupportedError
 from store.files import LocalFiles
 
@@ -220,13 +222,15 @@ def _require_alike(nests: Sequence[Nest], name: str, value: Callable[[Nest], Any
 
 
 def comparable(value: Any) -> Any:
-    """A plain value in a form in which equal ones are equal: objects by their attributes, tensors as numbers."""
+    """A plain value in a form in which equal ones are equal: objects by attributes, tensors by dtype and values."""
     if isinstance(value, FileTensor):
-        return value.read().tolist()
+        return comparable(value.read())
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.tolist()
     if isinstance(value, Kept):
         return type(value).__name__, attributes(value)
     if isinstance(value, dict):
         return {key: comparable(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [comparable(item) for item in value]
-    return values(value)
+    return value

@@ -10,15 +10,18 @@ import shutil
 import struct
 import zipfile
 from collections.abc import Callable
+from copy import deepcopy as copy_of
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 import torch
+from deepspeed.runtime.fp16.loss_scaler import LossScaler
 
 from merger.merge import merge
 from merger.sources.select import open_source
-from store.errors import DamagedError, MergeError, NoStoreError, StorageError, UnsupportedError
+from store.errors import DamagedError, DriftpointError, MergeError, NoStoreError, StorageError, UnsupportedError
 from tests.support.foreign import train_stock
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -260,6 +263,19 @@ def test_ranks_that_changed_places(copy: Callable[[str], Path], case: str) -> No
     refused(root, MergeError, rf"{one.name} was saved as {other.name}")
 
 
+def test_ranks_that_count_otherwise(copy: Callable[[str], Path]) -> None:
+    root = copy(ZERO1)
+    path = tag(root) / OPTIM[ZERO1].format(1)
+    for step in (torch.tensor(2.0), torch.tensor(3, dtype=torch.int64), 10**30):
+        edited(path, lambda value, step=step: _states(value)[1].update(step=step))
+        refused(root, MergeError, "differ: they are of different saves")
+
+
+def _states(value: dict[str, Any]) -> dict[int, Any]:
+    states: dict[int, Any] = value["optimizer_state_dict"]["base_optimizer_state"]["state"]
+    return states
+
+
 def test_model_states_of_another_step(copy: Callable[[str], Path]) -> None:
     root = copy(ZERO3)
     shutil.copy(root / "global_step2" / MODEL[ZERO3], tag(root) / MODEL[ZERO3])
@@ -324,3 +340,49 @@ def test_a_parameter_that_no_file_holds(copy: Callable[[str], Path]) -> None:
         path = tag(root) / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
         edited(path, lambda value: value["frozen_param_shapes"].pop("blocks.1.down.bias"))
     refused(root, MergeError, r"blocks\.1\.down\.bias is a parameter that no file holds")
+
+
+def places(value: Any, way: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Ways to every value in a nest."""
+    out = [way] if way else []
+    if isinstance(value, dict):
+        for key, item in value.items():
+            out += places(item, (*way, key))
+    elif isinstance(value, list):
+        for i, item in enumerate(value):
+            out += places(item, (*way, i))
+    return out
+
+
+STRANGE: tuple[Any, ...] = (
+    None, -1, 10**30, 2.5, float("nan"), "x", "../x", b"x", True, [], [[]], [None], {}, {"x": 1}, {0: {}}, (), {1, 2},
+    torch.ones(2, 3), torch.ones(()), torch.Size([3]), torch.float32, LossScaler(1.0),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("case", OPTIM)
+@pytest.mark.parametrize("which", [OPTIM, MODEL])
+def test_any_value_may_be_of_any_kind(copy: Callable[[str], Path], case: str, which: dict[str, str]) -> None:
+    """Whatever stands where, what is raised says so on purpose; or what was read was not touched by it."""
+    root = copy(case)
+    path = tag(root) / which[case].format(0)
+    original = torch.load(path, weights_only=False)
+    random = Random(f"{case} {path.name}")
+    ways = places(original)
+    ways = [way for way in ways if len(way) < 4 or way[0] != "ds_config"]
+    raised = 0
+    for _ in range(40):
+        way, strange = random.choice(ways), random.choice(STRANGE)
+        value = copy_of(original)
+        inner = value
+        for key in way[:-1]:
+            inner = inner[key]
+        inner[way[-1]] = strange
+        torch.save(value, path)
+        try:
+            open_source(root).checkpoint(None, frozenset())
+        except DriftpointError:
+            raised += 1
+        except Exception as error:
+            raise AssertionError(f"{way} = {strange!r} ends in {type(error).__name__}: {error}") from error
+    assert raised > 10
