@@ -7,7 +7,7 @@ This file writes the directory and the model states; the optimizer files are the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,7 @@ class DeepSpeedLayout:
             OutFile("latest", Verbatim(tag.encode())),
         )
         load = (f"engine.load_checkpoint({{out!r}}, tag={tag!r})",)
-        return Laid(tag, files, load, (*notes, *_notes_on_ranks(saved, facts)))
+        return Laid(tag, files, load, (*notes, *_notes_on_ranks(saved, facts), *_notes_on_loading(facts)))
 
 
 def _facts_for(saved: EngineFacts, checkpoint: Checkpoint, target: Target) -> EngineFacts:
@@ -64,6 +64,17 @@ def _facts_for(saved: EngineFacts, checkpoint: Checkpoint, target: Target) -> En
     if (stage, world_size) == (saved.zero_stage, saved.world_size) and saved.has_layout:
         return saved
     return retarget(saved, checkpoint, stage, world_size)
+
+
+def _notes_on_loading(facts: EngineFacts) -> tuple[str, ...]:
+    section = facts.ds_config.get("checkpoint") if isinstance(facts.ds_config, Mapping) else None
+    if not isinstance(section, Mapping) or not section.get("load_universal"):
+        return ()
+    note = (
+        "the run's configuration loads universal checkpoints, and these are DeepSpeed's own: set load_universal to "
+        "false, or write layout 'universal'"
+    )
+    return (note,)
 
 
 def _notes_on_ranks(saved: EngineFacts, facts: EngineFacts) -> tuple[str, ...]:

@@ -42,12 +42,13 @@ def retarget(facts: EngineFacts, checkpoint: Checkpoint, zero_stage: int, world_
     MergeError for a parameter that the checkpoint does not know, UnsupportedError where DeepSpeed cannot build such
     an engine.
     """
+    _require_handled(facts, zero_stage)
     config = config_for(facts.ds_config, (facts.zero_stage, facts.world_size), (zero_stage, world_size))
     engine = {
         "zero_stage": zero_stage,
         "world_size": world_size,
         "ds_config": config,
-        "clip_grad": clip_grad(facts),
+        "clip_grad": clip_grad(facts) if zero_stage else facts.clip_grad,
         "frozen": _left_out(checkpoint),
         "partition_count": 1,
         "round_robin_gradients": False,
@@ -201,6 +202,31 @@ def _require_a_place(checkpoint: Checkpoint, groups: Iterable[tuple[str, ...]]) 
                 f"{fqn} can be trained but is in no param group, and DeepSpeed's ZeRO-3 files have no place for such a "
                 "parameter: it would be lost; write stage 1 or 2"
             )
+
+
+def _require_handled(facts: EngineFacts, zero_stage: int) -> None:
+    """Variants of DeepSpeed's that lay their state out in another way."""
+    zero = zero_section(facts.ds_config)
+    offloads = [zero.get(name) for name in ("offload_optimizer", "offload_param")]
+    optimizer = facts.ds_config.get("optimizer") if isinstance(facts.ds_config, Mapping) else None
+    variants = {
+        "tensor or pipeline parallelism": facts.mp_world_size != 1,
+        "zero_optimization.zenflow": zero.get("zenflow") is not None,
+        "zero_optimization.mics_shard_size": zero_stage == 3 and int(zero.get("mics_shard_size") or 0) > 0,
+        "offload to NVMe": any(isinstance(one, Mapping) and one.get("device") == "nvme" for one in offloads),
+        "SuperOffload": any(isinstance(one, Mapping) and one.get("super_offload") for one in offloads),
+        "the optimizer Muon at stage 3": zero_stage == 3 and _kind(optimizer) == "muon",
+    }
+    found = [name for name, there in variants.items() if there]
+    if found:
+        raise UnsupportedError(
+            f"the run's configuration has {' and '.join(found)}, for which the layout at another stage or world size "
+            "is not known; write the stage and world size of the run, or layout 'universal' or 'hf'"
+        )
+
+
+def _kind(optimizer: Any) -> str:
+    return str(optimizer.get("type", "")).lower() if isinstance(optimizer, Mapping) else ""
 
 
 def clip_grad(facts: EngineFacts) -> float:

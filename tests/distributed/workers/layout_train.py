@@ -1,9 +1,9 @@
 """Under torchrun: trains the sources of this world size into stores, and notes what engines of every stage look like.
 
-Usage: layout_train.py SPEC — in its directory, per source ``SOURCE/store``, ``SOURCE/own``
-(DeepSpeed's own checkpoint) and ``SOURCE/state.pt``;
-``facts-WORLD.json``, ``cases-WORLD.json``; per target of this world size ``TARGET/losses-RANK.json`` and ``TARGET/trained.pt``: how
-training goes on from the same state, put in place by driftpoint's own resume.
+Usage: layout_train.py SPEC — in its directory, per source ``SOURCE/store``, ``SOURCE/own`` (DeepSpeed's own
+checkpoint) and ``SOURCE/state.pt``; ``facts-WORLD.json``, ``cases-WORLD.json``; per target of this world size
+``TARGET/losses-RANK.json`` and ``TARGET/trained.pt``: how training goes on from the same state, put in place by
+driftpoint's own resume.
 """
 
 from __future__ import annotations

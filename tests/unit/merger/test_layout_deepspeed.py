@@ -136,3 +136,24 @@ def test_every_element_is_placed_once_at_any_stage_and_world_size() -> None:
                     for one in stored.placed:
                         counts[one.fragment.fqn][one.fragment.start : one.fragment.stop] += 1
             assert all(bool((count == 1).all()) for count in counts.values()), (stage, world)
+
+
+@pytest.mark.parametrize(
+    ("config", "stage", "named"),
+    [
+        ({"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}}, 2, "zenflow"),
+        ({"zero_optimization": {"mics_shard_size": 2}}, 3, "mics_shard_size"),
+        ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, 3, "NVMe"),
+        ({"zero_optimization": {"offload_optimizer": {"device": "cpu", "super_offload": True}}}, 3, "SuperOffload"),
+        ({"optimizer": {"type": "Muon"}}, 3, "Muon at stage 3"),
+    ],
+)
+def test_variants_with_a_layout_of_their_own_are_refused_by_name(config: Any, stage: int, named: str) -> None:
+    checkpoint = planned({"a.w": Tensor((5,))}, [["a.w"]], config=config)
+    with pytest.raises(UnsupportedError, match=named):
+        DeepSpeedLayout().lay_out(checkpoint, Target("deepspeed", zero_stage=stage, world_size=3))
+
+
+def test_a_configuration_that_loads_universally_is_told() -> None:
+    checkpoint = planned({"a.w": Tensor((5,))}, [["a.w"]], config={"checkpoint": {"load_universal": True}})
+    assert any("load_universal to false" in note for note in DeepSpeedLayout().lay_out(checkpoint, Target()).notes)
