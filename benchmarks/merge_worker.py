@@ -12,9 +12,9 @@ from pathlib import Path
 import deepspeed
 import torch
 import torch.distributed as dist
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import monitor
+from benchmarks.llama import llama_engine, train_step
 
 
 def main() -> None:
@@ -43,32 +43,12 @@ def main() -> None:
 
 class Worker:
     def __init__(self, stage: int, layers: int, folder: Path) -> None:
-        torch.manual_seed(0)
-        config = LlamaConfig(
-            vocab_size=16000,
-            hidden_size=768,
-            intermediate_size=2048,
-            num_hidden_layers=layers,
-            num_attention_heads=12,
-            max_position_embeddings=256,
-        )
-        self.engine, *_ = deepspeed.initialize(
-            model=LlamaForCausalLM(config),
-            config={
-                "train_batch_size": 2,
-                "bf16": {"enabled": True},
-                "zero_optimization": {"stage": stage},
-                "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
-            },
-        )
+        self.engine = llama_engine(stage, layers)
         self.folder = folder
         self.seen: dict[str, list[float]] = {}
 
     def step(self) -> None:
-        tokens = torch.randint(0, 16000, (1, 64))
-        loss = self.engine(input_ids=tokens, labels=tokens).loss
-        self.engine.backward(loss)
-        self.engine.step()
+        train_step(self.engine, 64)
 
     def save(self) -> None:
         self.step()

@@ -11,8 +11,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ import torch
 
 from merger.merge import MergeResult, merge
 from merger.report import CERTIFICATE
+from tests.support.pt_trees import differences, read
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -73,33 +72,6 @@ def merged(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Me
         results[f"{case}-composite"] = merge(directory / case / "composite", directory / case / "merged-composite")
     launch("merge_load.py", directory, directory, "")
     return directory, results
-
-
-def read(path: Path) -> Any:
-    return torch.load(path, map_location="cpu", weights_only=False)
-
-
-def differences(one: Any, other: Any, where: str = "") -> list[str]:
-    """Where two nests of plain values and tensors differ, to the last bit."""
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        same = one.dtype == other.dtype and one.shape == other.shape
-        same = same and torch.equal(
-            one.detach().reshape(-1).view(torch.uint8), other.detach().reshape(-1).view(torch.uint8)
-        )
-        return [] if same else [f"{where}: tensors"]
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        if list(map(str, one)) != list(map(str, other)) and set(one) != set(other):
-            return [f"{where}: keys {sorted(map(str, set(one) ^ set(other)))}"]
-        return [found for key in one for found in differences(one[key], other[key], f"{where}/{key}")]
-    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        if len(one) != len(other):
-            return [f"{where}: lengths"]
-        return [
-            found for i, pair in enumerate(zip(one, other, strict=True)) for found in differences(*pair, f"{where}/{i}")
-        ]
-    if type(one) is type(other) and hasattr(one, "__dict__") and not isinstance(one, type | Enum):
-        return differences(vars(one), vars(other), where)
-    return [] if type(one) is type(other) and one == other else [f"{where}: {one!r} is not {other!r}"]
 
 
 def files(checkpoint: Path) -> list[str]:

@@ -19,8 +19,9 @@ from merger.merge import merge
 from merger.report import CERTIFICATE
 from merger.sources.select import open_source
 from store.errors import MergeError
-from tests.support.foreign import directory_differences, read_tensors, same, train_stock
+from tests.support.foreign import directory_differences, read_tensors, train_stock
 from tests.support.launch import WORKERS
+from tests.support.pt_trees import same_bits
 
 sys.path.insert(0, str(WORKERS))
 from source_cases import ADAPTERS, CASES
@@ -68,7 +69,7 @@ def test_every_tensor_is_the_engines(launched: Any, ranks: int, case: str) -> No
     checkpoint, expected = read(launched(ranks) / case), expected_tensors(truth, case)
     found = read_tensors(checkpoint)
     assert found.keys() == expected.keys()
-    wrong = [key for key, tensor in expected.items() if not same(tensor, found[key])]
+    wrong = [key for key, tensor in expected.items() if not same_bits(tensor, found[key])]
     assert wrong == []
 
 

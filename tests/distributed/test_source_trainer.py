@@ -12,8 +12,9 @@ import torch
 from merger.merge import merge
 from merger.sources.select import open_source
 from store.errors import DamagedError, MergeError, NoStoreError, UnsupportedError
-from tests.support.foreign import directory_differences, read_tensors, run, same
+from tests.support.foreign import directory_differences, read_tensors, run
 from tests.support.launch import WORKERS
+from tests.support.pt_trees import same_bits
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -50,7 +51,7 @@ def test_the_newest_folder_is_taken_and_its_files_belong_to_it(trained: Path, ca
     for found in (read_tensors(checkpoint), read_tensors(alone)):
         masters = {fqn: tensor for (fqn, slot), tensor in found.items() if slot == "fp32"}
         assert masters.keys() == expected.keys()
-        assert all(same(masters[fqn], expected[fqn]) for fqn in expected)
+        assert all(same_bits(masters[fqn], expected[fqn]) for fqn in expected)
 
 
 @pytest.mark.parametrize("name", [2, "2", "checkpoint-2"])

@@ -13,7 +13,8 @@ from merger.merge import merge
 from merger.sources.select import open_source
 from merger.target import Target
 from store.errors import DamagedError, MergeError, UnsupportedError
-from tests.support.foreign import convert, directory_differences, read_tensors, same, train_stock
+from tests.support.foreign import convert, directory_differences, read_tensors, train_stock
+from tests.support.pt_trees import same_bits
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -41,7 +42,7 @@ def test_every_tensor_and_number_is_the_engines(converted: Path, case: str) -> N
     checkpoint = source.checkpoint(None, frozenset())
     found = read_tensors(checkpoint)
     assert found.keys() == truth["tensors"].keys()
-    assert [key for key, tensor in truth["tensors"].items() if not same(tensor, found[key])] == []
+    assert [key for key, tensor in truth["tensors"].items() if not same_bits(tensor, found[key])] == []
     state = checkpoint.framework_state
     assert [group["params"] for group in state["param_groups"]] == truth["members"]
     assert [group["hyper"] for group in state["param_groups"]] == truth["groups"]
@@ -66,7 +67,7 @@ def test_what_a_merge_writes_as_universal_is_read_back(converted: Path, tmp_path
     checkpoint = open_source(tmp_path / "universal").checkpoint(None, frozenset())
     found = read_tensors(checkpoint)
     assert found.keys() == truth["tensors"].keys()
-    assert [key for key, tensor in truth["tensors"].items() if not same(tensor, found[key])] == []
+    assert [key for key, tensor in truth["tensors"].items() if not same_bits(tensor, found[key])] == []
     groups = checkpoint.framework_state["param_groups"]
     assert [group["params"] for group in groups] == truth["members"]
     assert [group["hyper"] for group in groups] == truth["groups"]
@@ -80,7 +81,7 @@ def test_what_the_converter_scrambled_is_refused(converted: Path, tmp_path: Path
         fqn
         for fqn, slot in truth
         if slot == "fp32"
-        and not same(
+        and not same_bits(
             truth[fqn, slot],
             torch.load(folder / "global_step3_universal" / "zero" / fqn / "fp32.pt", weights_only=False)["param"],
         )

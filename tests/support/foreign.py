@@ -7,8 +7,7 @@ import re
 import subprocess
 import sys
 import zlib
-from collections.abc import Mapping, Sequence
-from enum import Enum
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from merger.blocks import Extent
 from merger.checkpoint import Checkpoint
 from merger.report import CERTIFICATE
 from tests.support.launch import ENVIRONMENT, WORKERS
+from tests.support.pt_trees import differences
 
 
 def train_stock(directory: Path, ranks: int, cases: Sequence[str]) -> None:
@@ -82,31 +82,6 @@ def _read(extent: Extent) -> torch.Tensor:
     if not count:
         return torch.empty(0, dtype=dtype)
     return torch.frombuffer(bytearray(data), dtype=dtype, count=count, offset=extent.offset)
-
-
-def same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Equal to the last bit, in dtype and shape too."""
-    if one.dtype != other.dtype or one.shape != other.shape:
-        return False
-    return torch.equal(one.detach().reshape(-1).view(torch.uint8), other.detach().reshape(-1).view(torch.uint8))
-
-
-def differences(one: Any, other: Any, where: str = "") -> list[str]:
-    """Where two nests of plain values, objects and tensors differ."""
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return [] if same(one, other) else [f"{where}: tensors"]
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        if set(one) != set(other):
-            return [f"{where}: keys {sorted(map(str, set(one) ^ set(other)))}"]
-        return [found for key in one for found in differences(one[key], other[key], f"{where}/{key}")]
-    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        if len(one) != len(other):
-            return [f"{where}: lengths"]
-        pairs = enumerate(zip(one, other, strict=True))
-        return [found for i, pair in pairs for found in differences(*pair, f"{where}/{i}")]
-    if type(one) is type(other) and hasattr(one, "__dict__") and not isinstance(one, type | Enum):
-        return differences(vars(one), vars(other), where)
-    return [] if type(one) is type(other) and one == other else [f"{where}: {one!r} is not {other!r}"]
 
 
 def directory_differences(one: Path, other: Path) -> list[str]:

@@ -18,7 +18,7 @@ def read(path: Path) -> Any:
 def differences(one: Any, other: Any, where: str = "") -> list[str]:
     """Places at which two nests of values differ, in kind, dtype, shape or any bit."""
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return [] if _same_bits(one, other) else [f"{where}: tensors"]
+        return [] if same_bits(one, other) else [f"{where}: tensors"]
     if isinstance(one, Mapping) and isinstance(other, Mapping):
         if set(one) != set(other):
             return [f"{where}: keys {sorted(map(str, set(one) ^ set(other)))}"]
@@ -39,7 +39,8 @@ def names(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
 
-def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Equal to the last bit, in dtype and shape too."""
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
     pair = [tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)]

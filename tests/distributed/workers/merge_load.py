@@ -6,30 +6,15 @@ Usage: merge_load.py DIRECTORY — per case: reads ``merged`` and ``merged-compo
 
 from __future__ import annotations
 
-import importlib
 import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-OURS = ("store", "monitor", "merger", "policies", "deploy")
-
-
-class Barred:
-    """First on the import path: driftpoint's packages are not to be found, installed or not."""
-
-    def find_spec(self, name: str, path: Sequence[str] | None = None, target: Any = None) -> None:
-        if name.partition(".")[0] in OURS:
-            raise ImportError(f"{name} is barred in this process")
-
-
-sys.meta_path.insert(0, Barred())  # type: ignore[arg-type]
-
-import deepspeed  # noqa: E402
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-from merge_cases import CASES, COMPOSITES, LAST, SAVED, build, leave, train, whole_state  # noqa: E402
+import barred
+import deepspeed
+import torch
+import torch.distributed as dist
+from merge_cases import CASES, COMPOSITES, LAST, SAVED, build, leave, train, whole_state
 
 
 def run(case: str, folder: Path) -> None:
@@ -59,18 +44,13 @@ def run_composite(case: str, folder: Path) -> None:
 
 
 def main(directory: Path) -> None:
-    for name in OURS:
-        try:
-            importlib.import_module(name)
-        except ImportError:
-            continue
-        raise AssertionError(f"{name} can be imported: this process proves nothing")
+    barred.require_barred()
     deepspeed.init_distributed(dist_backend="gloo")
     for case in CASES:
         run(case, directory / case)
     for case in COMPOSITES:
         run_composite(case, directory / case)
-    assert not any(name in sys.modules for name in OURS)
+    barred.require_barred()
     leave()
 
 
