@@ -39,6 +39,7 @@ from tests.support.pt_trees import differences, names, read
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
+SAVE = f"{SAVED:08d}-000001"
 TRAINED = (2, 3, 1, 4)
 """Order of the launches: a target's source has to be there before how it goes on is noted."""
 UNIVERSAL = [name for name, target in TARGETS.items() if loads_universally(target)]
@@ -270,6 +271,8 @@ def test_a_universal_checkpoint_is_a_source_that_loses_nothing(
         if file.endswith(".pt"):
             one, other = read(straight / file), read(around / file)
             other.pop("universal_checkpoint_info", None)
+            if "driftpoint" in one:  # each names the source that it was made of
+                assert (one["driftpoint"].pop("save"), other["driftpoint"].pop("save")) == (SAVE, merged[name].tag)
             found += differences(one, other, file)
     assert found == []
 
