@@ -16,6 +16,7 @@ import torch
 from deepspeed.runtime.config import DtypeEnum
 
 from merger.checkpoint import Checkpoint
+from merger.gradient_clipping import gradient_clipping
 from merger.layouts.deepspeed_config import config_for, zero_section
 from merger.layouts.deepspeed_facts import EngineFacts, GroupFacts, PlacedParameter, SubGroupFacts
 from merger.tensors import torch_dtype
@@ -233,5 +234,4 @@ def clip_grad(facts: EngineFacts) -> float:
     """The bound on the gradient's norm. An engine without ZeRO does not keep it in its optimizer."""
     if facts.zero_stage:
         return facts.clip_grad
-    value = facts.ds_config.get("gradient_clipping") if isinstance(facts.ds_config, Mapping) else None
-    return float(value) if isinstance(value, int | float) else 0.0
+    return gradient_clipping(facts.ds_config)

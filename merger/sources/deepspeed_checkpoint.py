@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from merger.checkpoint import Checkpoint, require_whole
+from merger.gradient_clipping import gradient_clipping
 from merger.sources.certified import certificate, described
 from merger.sources.deepspeed_files import RankFiles
 from merger.sources.deepspeed_model import Model, client_state, engine_state, loss_scaler, run_states
@@ -83,6 +84,6 @@ def _engine_facts(files: RankFiles) -> dict[str, Any]:
         "optimizer": _optimizer(files),
         "loss_scaler": loss_scaler(files),
         "dynamic_loss_scale": bool(first.get("dynamic_loss_scale", False)),
-        "clip_grad": float(first.get("clip_grad", 0.0)),
+        "clip_grad": float(first["clip_grad"]) if "clip_grad" in first else gradient_clipping(config.value),
         "elastic_checkpoint": False,
     }

@@ -26,6 +26,7 @@ def collect(engine: Any) -> dict[str, Any]:
         "hyper": [
             {key: value for key, value in group.items() if key != "params"} for group in _base(engine).param_groups
         ],
+        "clip": float(getattr(engine.optimizer, "clip_grad", engine.gradient_clipping())),
         "scheduler": engine.lr_scheduler.state_dict(),
         "counters": [engine.global_steps, engine.global_samples, engine.skipped_steps],
         "scale": float(getattr(engine.optimizer, "loss_scale", 1.0)) if engine.fp16_enabled() else 1.0,
