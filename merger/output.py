@@ -24,9 +24,9 @@ _PREFIX = ".driftpoint-merge-"
 class Output:
     """A checkpoint in the making. One process, one thread."""
 
-    def __init__(self, out: Path, store_root: Path) -> None:
+    def __init__(self, out: Path, source: Path) -> None:
         self.out = out.absolute()
-        _require_free(self.out, store_root.absolute())
+        _require_free(self.out, source.absolute())
         with _told(self.out):
             self.out.parent.mkdir(parents=True, exist_ok=True)
             self._remove_leftovers()
@@ -88,12 +88,12 @@ def _remove_unless_locked(path: Path) -> None:
         os.close(descriptor)
 
 
-def _require_free(out: Path, store_root: Path) -> None:
+def _require_free(out: Path, source: Path) -> None:
     if out.exists() or out.is_symlink():
         raise UsageError(_taken(out))
-    if out.resolve().is_relative_to(store_root.resolve()):
+    if out.resolve().is_relative_to(source.resolve()):
         raise UsageError(
-            f"{out} lies inside the store {store_root}, which a merge never changes: name a directory outside of it"
+            f"{out} lies inside the source {source}, which a merge never changes: name a directory outside of it"
         )
 
 

@@ -189,7 +189,7 @@ def test_nothing_is_replaced(store: PlainStore, tmp_path: Path, taken: str) -> N
 def test_the_output_is_not_put_into_the_store(store: PlainStore) -> None:
     store.save(10)
     before = digest_of(store.root)
-    with pytest.raises(UsageError, match="inside the store"):
+    with pytest.raises(UsageError, match="inside the source"):
         merge(store.root, store.root / "deeper" / "out")
     assert digest_of(store.root) == before
 
