@@ -5,7 +5,6 @@ Pure, but for opening the source. It does not know the store that it is for.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,6 +18,7 @@ from merger.stream import Progress, bytes_to_read, flows
 from merger.tensors import to_leaf
 from store.errors import UnsupportedError, UsageError
 from store.names import RAW
+from store.record import as_json
 from store.segments import StagedFragment
 from store.tree import Leaf, encode
 
@@ -87,7 +87,7 @@ def plan_import(source: Path, step: str | None = None) -> ImportPlan:
         )
     if checkpoint.files is not None:
         notes.append(f"a store keeps no files beside the state: configuration and tokenizer stay in {checkpoint.files}")
-    return ImportPlan(source, opened.kind, checkpoint, tuple(states), _as_json(checkpoint.facts), tuple(notes))
+    return ImportPlan(source, opened.kind, checkpoint, tuple(states), as_json(checkpoint.facts), tuple(notes))
 
 
 def _require_exact(checkpoint: Checkpoint) -> None:
@@ -117,12 +117,3 @@ def _storable(client_state: Mapping[str, Any], notes: list[str]) -> dict[str, An
         else:
             kept[key] = value
     return kept
-
-
-def _as_json(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """As they come back from JSON; what JSON cannot say becomes a string, as the adapter has it."""
-    try:
-        found: dict[str, Any] = json.loads(json.dumps(dict(facts), default=str, allow_nan=False))
-    except ValueError as error:
-        raise UnsupportedError(f"the checkpoint's configuration cannot be stored as JSON: {error}") from error
-    return found

@@ -25,6 +25,14 @@ def digest(data: bytes | bytearray | memoryview) -> str:
     return xxhash.xxh3_128_hexdigest(data)
 
 
+def as_json(value: Any) -> Any:
+    """``value`` as it comes back from a record; what JSON cannot say (objects, infinities, NaN) becomes a string."""
+    return json.loads(json.dumps(value, default=str), parse_constant=_SPELLED.__getitem__)
+
+
+_SPELLED = {"Infinity": "inf", "-Infinity": "-inf", "NaN": "nan"}
+
+
 def seal(body: Any) -> bytes:
     """The file content for a JSON value, its keys in the order given. ValueError for NaN or infinity: JSON has none."""
     text = json.dumps(body, separators=(",", ":"), allow_nan=False, ensure_ascii=True).encode()

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from merger.checkpoint import SLOT_OF_KIND, Checkpoint
-from merger.tensors import torch_dtype
 from store.certificate import Certificate, CertifiedUnit
+from store.encoding import itemsize
 from store.names import FROZEN, RAW
 
 
@@ -33,15 +33,13 @@ class _Row:
     """One row in the making.
 
     unit: what the source says; what the run state's checkpoint says where it has the very same version. own: whether
-    taking it from the run state's source would make no difference at all. chosen, whole: elements of the source's
-    unit that are taken, and all of them.
+    taking it from the run state's source would make no difference at all. nbytes: of the values that are taken.
     """
 
     unit: CertifiedUnit
     layer: str
-    whole: int
     own: bool
-    chosen: int = 0
+    nbytes: int = 0
 
 
 def composite_certificate(
@@ -82,7 +80,6 @@ def _rows(
     parts: Mapping[str, Part], source_of: Mapping[str, str], taken: Mapping[str, Sequence[str]], run_state: str
 ) -> list[_Row]:
     known = {name: _units(part.checkpoint) for name, part in parts.items()}
-    sizes = {name: _sizes(part.checkpoint) for name, part in parts.items()}
     reference = parts[run_state].checkpoint
     rows: dict[tuple[str, str, str, str], _Row] = {}
     for fqn, name in source_of.items():
@@ -91,28 +88,25 @@ def _rows(
         for slot in taken[fqn]:
             key = (ours, slot, name, theirs)
             if key not in rows:
-                whole = sizes[name][theirs, slot]
-                unit = known[name].get((theirs, slot)) or _unknown(source, fqn, slot, whole)
+                unit = known[name].get((theirs, slot)) or _unknown(source, fqn, slot)
                 own = known[run_state].get((ours, slot)) if parts[name].lineage == parts[run_state].lineage else None
-                rows[key] = _row(unit, own, ours, name, whole, together=_commit(source) == _commit(reference))
-            rows[key].chosen += source.numel(fqn)
+                rows[key] = _row(unit, own, ours, name, together=_commit(source) == _commit(reference))
+            rows[key].nbytes += source.numel(fqn) * itemsize(source.dtype(fqn, slot))
     places = {layer.name: place for place, layer in enumerate(reference.layers)}
     return sorted(rows.values(), key=lambda row: places.get(row.layer, len(places)))
 
 
-def _row(
-    unit: CertifiedUnit, own: CertifiedUnit | None, layer: str, source: str, whole: int, *, together: bool
-) -> _Row:
+def _row(unit: CertifiedUnit, own: CertifiedUnit | None, layer: str, source: str, *, together: bool) -> _Row:
     """own: what the run state's checkpoint says, if it is of the same lineage. together: whether it is the same commit,
     and so has the same scalars (step counts) beside what moves."""
     if own is None or _version(own) != _version(unit):
-        return _Row(replace(unit, source=source, drift=None), layer, whole, own=False)
-    return _Row(replace(own, source=source, nbytes=unit.nbytes), layer, whole, own=together or not unit.moving)
+        # Buffers and frozen weights that one run saves once are not those of another version for that.
+        return _Row(replace(unit, source=source, drift=None, moving=True), layer, own=False)
+    return _Row(replace(own, source=source, nbytes=unit.nbytes), layer, own=together or not unit.moving)
 
 
 def _certified(row: _Row, step: int) -> CertifiedUnit:
-    part = row.unit.nbytes if row.chosen == row.whole else row.unit.nbytes * row.chosen // row.whole
-    return replace(row.unit, layer=row.layer, staleness=step - row.unit.step, nbytes=part)
+    return replace(row.unit, layer=row.layer, staleness=step - row.unit.step, nbytes=row.nbytes)
 
 
 def _version(unit: CertifiedUnit) -> tuple[str, int, str, bool]:
@@ -127,17 +121,7 @@ def _units(checkpoint: Checkpoint) -> dict[tuple[str, str], CertifiedUnit]:
     return {(unit.layer, unit.slot): unit for unit in checkpoint.certificate.units}
 
 
-def _sizes(checkpoint: Checkpoint) -> dict[tuple[str, str], int]:
-    """Elements by (layer, slot)."""
-    sizes: dict[tuple[str, str], int] = {}
-    for fqn, record in checkpoint.tensors.items():
-        for slot in held_slots(checkpoint, fqn):
-            key = (record.layer, slot)
-            sizes[key] = sizes.get(key, 0) + checkpoint.numel(fqn)
-    return sizes
-
-
-def _unknown(checkpoint: Checkpoint, fqn: str, slot: str, numel: int) -> CertifiedUnit:
+def _unknown(checkpoint: Checkpoint, fqn: str, slot: str) -> CertifiedUnit:
     """For a source whose certificate says nothing of a (layer, slot)."""
     return CertifiedUnit(
         layer=checkpoint.tensors[fqn].layer,
@@ -149,5 +133,5 @@ def _unknown(checkpoint: Checkpoint, fqn: str, slot: str, numel: int) -> Certifi
         drift=None,
         moving=slot != FROZEN,
         fallback=False,
-        nbytes=numel * torch_dtype(checkpoint.dtype(fqn, slot)).itemsize,
+        nbytes=0,
     )

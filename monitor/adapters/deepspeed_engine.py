@@ -6,7 +6,6 @@ The same for every ZeRO stage; it does not know how any of them lays out its ten
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch.distributed as dist
 
 from monitor.adapters.inventory import Inventory
 from store.errors import ModelMismatchError, UnsupportedError
+from store.record import as_json
 
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 _SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
@@ -164,8 +164,3 @@ def _precision(engine: Any) -> str:
     if engine.bfloat16_enabled():
         return "bf16"
     return "fp16" if engine.fp16_enabled() else "fp32"
-
-
-def as_json(value: Any) -> Any:
-    """``value`` as it comes back from JSON; what JSON cannot say becomes a string."""
-    return json.loads(json.dumps(value, default=str))

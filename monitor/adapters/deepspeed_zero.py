@@ -21,7 +21,6 @@ from torch import nn
 
 from monitor.adapters.base import Piece, Place, TensorInfo, Trail
 from monitor.adapters.deepspeed_engine import (
-    as_json,
     check_engine_state,
     engine_facts,
     engine_objects,
@@ -43,6 +42,7 @@ from monitor.adapters.optimizer_state import (
 from monitor.adapters.replicas import share
 from store.errors import UnsupportedError
 from store.names import BUFFER, WEIGHTS, Fragment
+from store.record import as_json
 
 
 @dataclass(frozen=True)

@@ -27,12 +27,12 @@ def test_a_mixed_layer_has_a_row_for_each_source() -> None:
     rows = [(unit.slot, unit.source, unit.step, unit.staleness, unit.drift, unit.nbytes) for unit in found.units
             if unit.layer == "layers.0"]  # fmt: skip
     assert rows == [
-        ("fp32", "a", 10, 0, 0.0, 80),
-        ("exp_avg", "a", 10, 0, 0.0, 80),
-        ("exp_avg_sq", "a", 10, 0, 0.0, 80),
-        ("fp32", "b", 20, -10, None, 20),
-        ("exp_avg", "b", 20, -10, None, 20),
-        ("exp_avg_sq", "b", 20, -10, None, 20),
+        ("fp32", "a", 10, 0, 0.0, 64),
+        ("exp_avg", "a", 10, 0, 0.0, 64),
+        ("exp_avg_sq", "a", 10, 0, 0.0, 64),
+        ("fp32", "b", 20, -10, None, 16),
+        ("exp_avg", "b", 20, -10, None, 16),
+        ("exp_avg_sq", "b", 20, -10, None, 16),
     ]
     assert (found.exact, found.store_id, found.save, found.step) == (False, "", "a:save-10 + b:save-20", 10)
     assert [unit.layer for unit in found.units] == sorted(
@@ -55,6 +55,13 @@ def test_the_same_step_of_another_place_is_not_exact() -> None:
     assert found.save == "a:save-10 + b:save-10"
     frozen = {**everything("a"), "head.weight": "b"}
     assert not certified({"a": Part(A, "x"), "b": Part(A, "y")}, frozen).exact
+
+
+def test_what_does_not_move_within_a_run_is_stale_all_the_same_where_it_is_of_another_version() -> None:
+    found = certified({"a": Part(A, "x"), "b": Part(B, "x")}, {**everything("b"), "head.weight": "a"}, "b")
+    (head,) = [unit for unit in found.units if unit.layer == "head"]
+    assert (head.moving, head.staleness, head.drift) == (True, 10, None)
+    assert (found.max_staleness, found.max_drift, found.exact) == (10, None, False)
 
 
 def test_older_and_newer_than_the_run_state() -> None:

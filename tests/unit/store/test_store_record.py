@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from store.errors import DamagedError
-from store.record import digest, seal, unseal
+from store.record import as_json, digest, seal, unseal
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
@@ -65,3 +67,9 @@ def sealed(text: bytes) -> bytes:
 def test_a_right_checksum_over_what_is_no_json(text: bytes) -> None:
     with pytest.raises(DamagedError, match="it is not JSON"):
         unseal(sealed(text), "it")
+
+
+def test_what_json_cannot_say_becomes_a_string() -> None:
+    found = as_json({"inf": float("inf"), "minus": [-float("inf")], "nan": float("nan"), "path": Path("a"), "n": 1.5})
+    assert found == {"inf": "inf", "minus": ["-inf"], "nan": "nan", "path": "a", "n": 1.5}
+    seal(found)
