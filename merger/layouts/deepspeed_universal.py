@@ -77,7 +77,7 @@ def _parameter_files(checkpoint: Checkpoint, groups: tuple[tuple[str, ...], ...]
             _require_a_name(fqn)
             tensors = {WEIGHTS: whole(checkpoint, fqn, WEIGHTS), **_slots(checkpoint, fqn, known)}
             for slot, stored in tensors.items():
-                value = {constants.CAT_DIM: 0, constants.PARAM: stored}
+                value = {constants.CAT_DIM: 0, constants.PARAM: stored, CLIENT_KEY: _origin(checkpoint)}
                 yield OutFile(f"{folder}/{fqn}/{slot}.pt", PtFile(value))
             if known is not None:
                 scalars = checkpoint.framework_state["scalars"].get(known, {})
@@ -116,7 +116,20 @@ def _optimizer(facts: EngineFacts, checkpoint: Checkpoint, groups: tuple[tuple[s
             "state": {} if step is None else {0: {STEP: portable(step)}},
             "param_groups": hyper,
         },
+        CLIENT_KEY: {**_origin(checkpoint), "slots": [_slots_of(checkpoint, params) for params in groups]},
     }
+
+
+def _origin(checkpoint: Checkpoint) -> dict[str, Any]:
+    """What stands in every file below ``zero``, where no engine and no converter carries it anywhere else: a reader
+    can tell these files from converted ones, and from those of another save."""
+    return {"save": checkpoint.certificate.save, "step": checkpoint.framework_state["counters"]["global_steps"]}
+
+
+def _slots_of(checkpoint: Checkpoint, params: tuple[str, ...]) -> list[str]:
+    """The slots that every parameter of a param group has in the files."""
+    known = next((fqn for fqn in params if has_state(checkpoint, fqn)), None)
+    return [] if known is None else sorted(checkpoint.slots(known))
 
 
 def _model_files(
