@@ -20,7 +20,7 @@ from merger.layouts.names import model_names
 from merger.stored import Stored, whole
 from merger.target import Target
 from merger.tensors import torch_dtype
-from store.errors import UsageError
+from store.errors import UnsupportedError, UsageError
 
 _METADATA = {"format": "pt"}
 _ADAPTER = "base_model.model."
@@ -31,6 +31,7 @@ class HfLayout:
 
     def lay_out(self, checkpoint: Checkpoint, target: Target) -> Laid:
         """See :class:`merger.layouts.base.Layout`."""
+        _refuse_left_out(checkpoint)
         weights = hf_weights(checkpoint, target)
         files = [*weight_files(weights, target.shard_bytes)]
         if checkpoint.files is not None:
@@ -56,6 +57,17 @@ def hf_weights(checkpoint: Checkpoint, target: Target) -> dict[str, Stored]:
         # A working weight is its fp32 master cast to the working dtype, bit for bit.
         out[name] = whole(checkpoint, fqn, SLOT_OF_KIND[record.kind], dtype)
     return out
+
+
+def _refuse_left_out(checkpoint: Checkpoint) -> None:
+    left_out = checkpoint.facts.get("frozen_left_out")
+    known = weight_names(checkpoint.files)
+    if left_out and not (known and known <= model_names(checkpoint).keys()):
+        raise UnsupportedError(
+            f"{checkpoint.origin} was saved without its frozen parameters ({', '.join(left_out)}): transformers would "
+            "make them up of random numbers. Save it without exclude_frozen_parameters; if none are frozen, name the "
+            "folder of the model (--files), whose weights say which names there are"
+        )
 
 
 def weight_files(weights: Mapping[str, Stored], shard_bytes: int) -> list[OutFile]:

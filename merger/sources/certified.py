@@ -49,8 +49,12 @@ def certificate(
     index: FragmentIndex[Extent],
     *,
     problems: Iterable[str] = (),
+    exact: bool = True,
 ) -> Certificate:
-    """Exact: every (layer, slot) is of ``step``, and is stored as it was. source: its path, for people."""
+    """Every (layer, slot) is of ``step``, and is stored as it was. source: its path, for people.
+
+    exact: False where a problem leaves that in doubt, or where something is missing.
+    """
     nbytes: dict[tuple[str, str], int] = {}
     for (fqn, slot), extents in index.names().items():
         unit = (tensors[fqn].layer, slot)
@@ -75,4 +79,4 @@ def certificate(
         )
         for layer, slot in sorted(nbytes, key=lambda unit: (order[unit[0]], unit[1]))
     )
-    return Certificate("", save, step, True, units, tuple(problems))
+    return Certificate("", save, step, exact, units, tuple(problems))

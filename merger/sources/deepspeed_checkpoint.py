@@ -34,6 +34,7 @@ def build(files: RankFiles, shapes: Sequence[Sequence[Shape]], optimized: Optimi
         **engine_state(files),
     }
     step, tag = state["counters"]["global_steps"], files.folder.name
+    problems = (*optimized.problems, *model.problems)
     checkpoint = Checkpoint(
         origin=str(files.folder),
         framework="deepspeed",
@@ -44,10 +45,10 @@ def build(files: RankFiles, shapes: Sequence[Sequence[Shape]], optimized: Optimi
         framework_state=state,
         facts={**_engine_facts(files), **model.facts(named), **optimized.facts},
         run_states=run_states(files),
-        certificate=certificate(tag, step, str(files.folder), tensors, index, problems=model.problems),
+        certificate=certificate(tag, step, str(files.folder), tensors, index, problems=problems, exact=not problems),
         files=beside,
         client_state=client_state(files),
-        problems=tuple(model.problems),
+        problems=problems,
     )
     require_whole(checkpoint)
     return checkpoint

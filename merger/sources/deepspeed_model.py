@@ -1,6 +1,6 @@
 """Model states of DeepSpeed's checkpoints: names, shapes, buffers, frozen and tied parameters, and the run's state.
 
-At ZeRO-1/2 the trained weights in it are casts of the masters, bit for bit, and are not read.
+At ZeRO-1/2 the trained weights in it are casts of the masters, bit for bit, and are not read here.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from merger.runstate import RankState
 from merger.sources.certified import NamedTensor
 from merger.sources.deepspeed_classes import Kept, attributes
 from merger.sources.deepspeed_files import RankFiles
+from merger.sources.deepspeed_left_out import left_out
 from merger.sources.deepspeed_zero import Shape
 from merger.sources.deepspeed_zero3 import own_slice, slice_numel
 from merger.sources.nest import Nest
@@ -26,6 +27,9 @@ OWN_KEYS = frozenset({
     "mp_world_size", "checkpoint_parallel_dimensions", "ds_config", "ds_version", "driftpoint",
 })  # fmt: skip
 """Top-level keys that are no client state. ``data_sampler`` and ``random_ltd`` travel with it where they are used."""
+
+_EXTRA = "_extra_state"
+"""Last part of the name that torch gives to what ``get_extra_state`` returns."""
 
 
 class Model:
@@ -42,12 +46,21 @@ class Model:
         frozen = files.model.get("frozen_param_shapes")
         self._frozen = {} if frozen is None else {fqn: shape.naturals() for fqn, shape in frozen.items()}
         self.problems: list[str] = []
-        if files.stage > 1 and frozen is None:
-            self.problems.append(f"{files.folder} was saved without its frozen parameters; neither has this")
-            for alias in [] if files.stage != 3 else ties.keys() - self._aliases.keys():
+        self._unsaved = files.stage > 1 and frozen is None
+        if self._unsaved and files.stage == 3:
+            for alias in ties.keys() - self._aliases.keys():
                 self._module.pop(alias, None)
         self._refuse_strange()
         self._tie_buffers()
+        self._tie_parameters()
+        self._left_out = self._missing({alias: fqn for alias, fqn in ties.items() if alias not in self._aliases})
+        if self._left_out:
+            seems = "was" if self._unsaved else "seems to have been (stage 1 does not say)"
+            self.problems.insert(
+                0,
+                f"{files.folder} {seems} saved without its frozen parameters ({', '.join(self._left_out)}); "
+                "neither has this",
+            )
 
     def tensors(self) -> dict[str, NamedTensor]:
         """Every parameter and buffer, tied ones once: parameters first, both in the module's order.
@@ -94,6 +107,7 @@ class Model:
         return {
             "state_dict_names": self.names(),
             "buffer_names": list(self._buffers),
+            "frozen_left_out": list(self._left_out),
             "frozen": [fqn for fqn, tensor in tensors.items() if tensor.kind == "frozen"],
             "shared_params": {alias: fqn for alias, fqn in self._aliases.items() if tensors[fqn].kind != "buffer"},
         }
@@ -135,6 +149,13 @@ class Model:
         for nest in self._module.values():
             if not isinstance(nest.value, FileTensor):
                 raise UnsupportedError(f"{nest.where} is no tensor: extra state of a module is not handled")
+        for fqn, nest in self._module.items():
+            if fqn.rpartition(".")[2] == _EXTRA:
+                raise UnsupportedError(
+                    f"{nest.where} is extra state of a module, neither parameter nor buffer, and which rank or stage "
+                    "it fits is not known: not handled. Save it elsewhere, in the client state for one, and override "
+                    "get_extra_state to leave it out"
+                )
         for fqn in self._buffers:
             if fqn not in self._module:
                 raise DamagedError(f"{self._files.model.where} names a buffer {fqn}, which its module does not have")
@@ -153,6 +174,43 @@ class Model:
                 mine, theirs = self._module[fqn].tensor().block, model.at("module").at(fqn).tensor().block
                 if mine.digest != theirs.digest:
                     self.problems.append(f"the buffer {fqn} differs between ranks; rank 0's is taken")
+
+    def _missing(self, dangling: Mapping[str, str]) -> tuple[str, ...]:
+        """Frozen parameters that were left out, for messages; none where it is known that all are there."""
+        others = [fqn for fqn in self._parameters() if fqn not in self._trained and fqn not in self._aliases]
+        kept = any(self._module[fqn].tensor().numel for fqn in others)
+        if (self._files.stage > 1 and not self._unsaved) or (self._files.stage <= 1 and kept):
+            return ()
+        shapes = {fqn: nest.tensor().shape for fqn, nest in self._module.items()}
+        known = {fqn: shape.shape for fqn, shape in self._trained.items()}
+        return left_out({**shapes, **known}, dangling) or (("whichever there are",) if self._unsaved else ())
+
+    def _parameters(self) -> list[str]:
+        buffers = set(self._buffers)
+        return [fqn for fqn in self._module if fqn not in buffers]
+
+    def _tie_parameters(self) -> None:
+        """Find modules that are used under two names: DeepSpeed lists tied parameters, but not those."""
+        held = self._trained.keys() | self._frozen.keys()
+        names = [fqn for fqn in self._parameters() if fqn not in self._aliases]
+        homes: dict[tuple[object, ...], list[str]] = {}
+        for fqn in sorted(names, key=lambda fqn: fqn not in held):  # those that are known by their name come first
+            tensor = self._module[fqn].tensor()
+            # At ZeRO-3 only empty tensors are left, but each parameter's has a record of its own.
+            if tensor.numel or self._files.stage == 3:
+                homes.setdefault(tensor.place(), []).append(fqn)
+        for first, *others in homes.values():
+            orphans = [fqn for fqn in others if fqn not in held]
+            # Where several that are known lie in one place, the place does not tell whose an orphan is.
+            if len(others) == len(orphans) and (first in held or self._files.stage != 3):
+                self._aliases |= dict.fromkeys(orphans, first)
+        if self._files.stage == 2 and not self._unsaved:
+            for fqn in names:
+                if fqn not in held and fqn not in self._aliases and self._module[fqn].tensor().numel:
+                    self.problems.append(
+                        f"{fqn} is neither trained, frozen nor a buffer; it is taken for a parameter that is in no "
+                        "param group"
+                    )
 
 
 def engine_state(files: RankFiles) -> dict[str, Any]:

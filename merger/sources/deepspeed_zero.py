@@ -38,6 +38,7 @@ class Optimized:
     """What the optimizer's files say.
 
     groups: fqns and hyperparameters of each param group, in the optimizer's order. facts: of the stage's layout.
+    problems: why it may not be what the engine held.
     """
 
     extents: list[Extent] = field(default_factory=list)
@@ -45,6 +46,7 @@ class Optimized:
     scalars: dict[str, dict[str, Any]] = field(default_factory=dict)
     slots: dict[str, list[str]] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
 
 
 def param_shapes(model: Nest) -> list[list[Shape]]:

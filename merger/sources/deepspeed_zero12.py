@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from merger.sources.deepspeed_classes import FragmentAddress, attributes
 from merger.sources.deepspeed_files import RankFiles
+from merger.sources.deepspeed_one_save import step_in, step_problems, weight_problems
 from merger.sources.deepspeed_zero import (
     Optimized,
     Piece,
@@ -74,6 +75,9 @@ def zero12(files: RankFiles) -> Optimized:
         out.slots |= {fqn: list(state.slots) for fqn in fqns}
     _check_mappings(files, groups)
     out.facts = _facts(files, groups, round_robin)
+    steps = [step_in(out.scalars.get(fqn, {}), group["hyper"]) for group in out.groups for fqn in group["params"]]
+    out.problems += step_problems(files.model, files.optims[0].where, steps)
+    out.problems += weight_problems(files.model.at("module").mapping(), out.extents)
     return out
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from merger.sources.deepspeed_files import RankFiles
+from merger.sources.deepspeed_one_save import step_in, step_problems
 from merger.sources.deepspeed_zero import (
     Optimized,
     Piece,
@@ -51,6 +52,13 @@ def zero3(files: RankFiles) -> Optimized:
             {"params": fqns, "param_group": home[index], "partition_numels": parts, "flat_numel": sum(parts)}
         )
     out.facts = _facts(files, out, sub_groups)
+    steps = [step_in(out.scalars.get(fqn, {}), group["hyper"]) for group in out.groups for fqn in group["params"]]
+    out.problems += step_problems(files.model, files.optims[0].where, steps)
+    if all(step is None for step in steps):
+        out.problems.append(
+            f"the optimizer counts no steps, and ZeRO-3 saves the weights once: nothing tells whether all files in "
+            f"{files.folder} are of one save"
+        )
     return out
 
 

@@ -207,4 +207,5 @@ class _Converted:
             contiguous and first + torch.Tensor.numel(tensor) * tensor.dtype.itemsize > block.nbytes
         ):
             raise DamagedError(f"{block.name} has {block.nbytes} bytes, fewer than the tensor in it, of shape {shape}")
-        return FileTensor(block, first, dtype, shape, contiguous, block.name)
+        lazy = "conj" if torch.Tensor.is_conj(tensor) else "neg" if torch.Tensor.is_neg(tensor) else ""
+        return FileTensor(block, first, dtype, shape, contiguous, block.name, lazy)

@@ -21,7 +21,8 @@ SMALL = 1 << 28
 class FileTensor:
     """Elements from byte ``offset`` of a block, row-major if ``contiguous``.
 
-    dtype: as safetensors names it. where: for messages.
+    dtype: as safetensors names it. where: for messages. lazy: what torch does to the bytes when it reads them
+    (``conj``, ``neg``), or nothing.
     """
 
     block: Block
@@ -30,6 +31,7 @@ class FileTensor:
     shape: tuple[int, ...]
     contiguous: bool
     where: str
+    lazy: str = ""
 
     @property
     def numel(self) -> int:
@@ -39,8 +41,10 @@ class FileTensor:
     def extent(self, fqn: str, slot: str, start: int, stop: int, at: int = 0) -> Extent:
         """Elements [start, stop) of (fqn, slot) are this tensor's from its element ``at``.
 
-        UnsupportedError for a tensor that is not in order in memory, DamagedError where it is too short.
+        UnsupportedError for a tensor that is not in order in memory, or not as it is there;
+        DamagedError where it is too short.
         """
+        self._refuse_lazy(fqn)
         if not self.contiguous:
             raise UnsupportedError(
                 f"{self.where} is not contiguous in memory (shape {self.shape}), so it cannot be copied as one run of "
@@ -56,15 +60,26 @@ class FileTensor:
 
     def same_place(self, other: FileTensor) -> bool:
         """Whether both are the same elements of the same file, as tied tensors are."""
-        mine, theirs = (self.block, self.offset, self.shape), (other.block, other.offset, other.shape)
-        return self.numel > 0 and mine == theirs
+        return self.numel > 0 and self.place() == other.place()
+
+    def place(self) -> tuple[object, ...]:
+        """Equal for tensors that are the same elements of the same record."""
+        return self.block, self.offset, self.dtype, self.shape, self.contiguous, self.lazy
+
+    def _refuse_lazy(self, name: str) -> None:
+        if self.lazy:
+            raise UnsupportedError(
+                f"{name} ({self.where}) is a view that torch resolves as it reads ({self.lazy}): its bytes are not its "
+                f"values. Store the values before saving, with tensor.resolve_{self.lazy}()"
+            )
 
     def read(self) -> torch.Tensor:
         """The values, with memory of their own; the whole record's checksum is checked. For small tensors.
 
-        DamagedError, UnsupportedError for one that is not contiguous or not small.
+        DamagedError, UnsupportedError for one that is not contiguous, not small or lazily conjugated.
         """
         dtype = torch_dtype(self.dtype)
+        self._refuse_lazy("a value")
         if self.numel and (not self.contiguous or self.block.nbytes > SMALL):
             raise UnsupportedError(
                 f"{self.where} is too large, or not contiguous, to be kept as a plain value: {self.block.nbytes} bytes"
