@@ -22,16 +22,15 @@ def main() -> None:
     parser.add_argument("--stage", type=int, required=True)
     parser.add_argument("--rounds", type=int, required=True)
     parser.add_argument("--layers", type=int, required=True)
-    parser.add_argument("--saves", type=int, required=True, help="checkpoints of DeepSpeed's, one step apart")
+    parser.add_argument("--saves", type=int, required=True, help="commits of the store, one step apart")
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     deepspeed.init_distributed(dist_backend="gloo")
     worker = Worker(options.stage, options.layers, options.folder)
-    for number in range(options.saves):
-        worker.step()
-        worker.engine.save_checkpoint(str(options.folder / f"own-{number}"))
-    if not options.saves:
+    if options.saves:
+        worker.save_often(options.saves)
+    else:
         worker.save()
         for _ in range(options.rounds):
             worker.load()
@@ -61,14 +60,23 @@ class Worker:
         self.load()  # both ways once, for what is made only once
         self.seen.clear()
 
+    def save_often(self, count: int) -> None:
+        """So many full commits, and nothing else."""
+        ckpt = self._attached(keep_last=count)
+        ckpt.resume()
+        for _ in range(count):
+            self.step()
+            ckpt.save(wait=True)
+        ckpt.close()
+
     def load(self) -> None:
         ckpt = self._attached()
         self.note("resume", ckpt.resume)
         ckpt.close()
         self.note("load", lambda: self.engine.load_checkpoint(str(self.folder / "own")))
 
-    def _attached(self) -> monitor.Checkpointer:
-        settings = {"every": 1 << 20, "metrics": {"enabled": False}}
+    def _attached(self, keep_last: int = 3) -> monitor.Checkpointer:
+        settings = {"every": 1 << 20, "metrics": {"enabled": False}, "retention": {"keep_last": keep_last}}
         return monitor.attach(self.engine, {**settings, "store": str(self.folder / "store")})
 
     def note(self, name: str, action: Callable[[], object]) -> None:
