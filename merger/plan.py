@@ -87,11 +87,24 @@ class MergePlan:
 
     def load(self, out: Path) -> tuple[str, ...]:
         """Lines of Python that load what is written to ``out``."""
-        return tuple(line.format(out=str(out)) for line in self.laid.load)
+        return tuple(line.format(out=_Literal(out)) for line in self.laid.load)
 
     def memory(self, workers: int) -> int:
         """Bytes that moving the tensors takes at most, on top of the program itself."""
         return 2 * CHUNK * workers
+
+
+@dataclass(frozen=True)
+class _Literal:
+    """A directory as Python writes it, whatever is in its name; ``{out:model.pt}`` is a file in it."""
+
+    path: Path
+
+    def __format__(self, inside: str) -> str:
+        return repr(str(self.path / inside))
+
+    def __repr__(self) -> str:
+        return repr(str(self.path))
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from merger.target import Target
 class Laid:
     """All files of an output, planned. tag: the checkpoint's name inside the directory, as its framework says it.
 
-    load: lines of Python that load it, with ``{out}`` for the directory. notes: what the user has to know before
-    loading it, each with its way out.
+    load: lines of Python that load it, with ``{out}`` for the directory and ``{out:FILE}`` for what is in it.
+    notes: what the user has to know before loading it, each with its way out.
     """
 
     tag: str

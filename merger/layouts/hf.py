@@ -142,12 +142,12 @@ def _load(checkpoint: Checkpoint) -> str:
     config = read_config(checkpoint.files)
     if config is None:
         return (
-            "for part in pathlib.Path('{out}').glob('*.safetensors'): "
+            "for part in pathlib.Path({out!r}).glob('*.safetensors'): "
             "model.load_state_dict(safetensors.torch.load_file(part), strict=False)"
         )
     named = config.get("architectures")
     architecture = named[0] if isinstance(named, list) and named else "AutoModelForCausalLM"
-    return f"model = transformers.{architecture}.from_pretrained('{{out}}', dtype='auto')"
+    return f"model = transformers.{architecture}.from_pretrained({{out!r}}, dtype='auto')"
 
 
 def _notes(checkpoint: Checkpoint, weights: Mapping[str, Stored]) -> tuple[str, ...]:

@@ -29,7 +29,7 @@ class PlainLayout:
             OutFile("optimizer.pt", PtFile(optimizer_state(checkpoint))),
             OutFile("extra.pt", PtFile(_extra(checkpoint))),
         )
-        load = tuple(f"{name}.load_state_dict(torch.load('{{out}}/{name}.pt'))" for name in ("model", "optimizer"))
+        load = tuple(f"{name}.load_state_dict(torch.load({{out:{name}.pt}}))" for name in ("model", "optimizer"))
         return Laid(f"step{checkpoint.step}", files, load)
 
 

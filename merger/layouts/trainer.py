@@ -47,7 +47,7 @@ class TrainerLayout:
         return Laid(
             tag,
             tuple(replace(file, path=f"{tag}/{path}") for path, file in files.items()),
-            (f"trainer.train(resume_from_checkpoint='{{out}}/{tag}')",),
+            (f"trainer.train(resume_from_checkpoint={{out:{tag}}})",),
             (*state.notes, *moved.notes, *notes),
         )
 

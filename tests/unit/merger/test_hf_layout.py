@@ -153,7 +153,7 @@ def test_the_files_of_a_model_come_along_and_those_of_a_training_do_not(tmp_path
     found = laid({"w": tensor(2)}, files=files)
     expected = {*taken, "config.json", "model.safetensors", "additional_chat_templates/tools.jinja"}
     assert {file.path for file in found.files} == expected
-    assert found.load == ("model = transformers.LlamaForCausalLM.from_pretrained('{out}', dtype='auto')",)
+    assert found.load == ("model = transformers.LlamaForCausalLM.from_pretrained({out!r}, dtype='auto')",)
     assert found.notes == ()
 
 
