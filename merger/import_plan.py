@@ -93,10 +93,12 @@ def plan_import(source: Path, step: str | None = None) -> ImportPlan:
 def _require_exact(checkpoint: Checkpoint) -> None:
     """The first commit of a store has no past: it could not say that parts of it are older."""
     if not checkpoint.certificate.exact:
+        told = "".join(f" ({problem})" for problem in checkpoint.problems[:1])
         raise UsageError(
-            f"{checkpoint.origin} is a composite: layers of it are up to {checkpoint.certificate.max_staleness} steps "
-            "older than others, or stand in for damaged ones. Imported it would pass for exact. Name an exact one with "
-            "--step (`driftpoint show` tells), or copy the store as it is"
+            f"{checkpoint.origin} is a composite, or in doubt: layers of it are up to "
+            f"{checkpoint.certificate.max_staleness} steps older than others, or stand in for damaged ones{told}. "
+            "Imported it would pass for exact. Name an exact one with --step (`driftpoint show` tells), or copy the "
+            "store as it is"
         )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -113,10 +114,16 @@ def _shared_params(checkpoint: Checkpoint) -> dict[str, str]:
 
 
 def client_state(checkpoint: Checkpoint, ranks: Iterable[int]) -> dict[str, Any]:
-    """``rng`` and ``user`` by rank that was saved, and the name of the save."""
-    states = checkpoint.run_states
+    """``rng`` and ``user`` by rank that was saved; of which save and step; whether it is exact, and what is not.
+
+    A run may hand all of it on to later checkpoints of its own, so the step has to be compared with theirs.
+    """
+    states, certificate = checkpoint.run_states, checkpoint.certificate
     return {
-        "save": checkpoint.certificate.save,
+        "save": certificate.save,
+        "step": checkpoint.framework_state["counters"]["global_steps"],
+        "exact": certificate.exact,
+        "units": [] if certificate.exact else [asdict(unit) for unit in certificate.units],
         "ranks": {rank: {"rng": portable(states[rank].rng), "user": portable(states[rank].user)} for rank in ranks},
     }
 

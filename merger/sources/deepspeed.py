@@ -16,6 +16,7 @@ from merger.sources.deepspeed_tags import Tags
 from merger.sources.deepspeed_zero import param_shapes
 from merger.sources.deepspeed_zero3 import zero3
 from merger.sources.deepspeed_zero12 import zero12
+from merger.sources.merged import as_merged
 
 
 class DeepSpeedSource:
@@ -37,4 +38,4 @@ class DeepSpeedSource:
         """See :class:`merger.sources.base.Source`. None: the one that ``latest`` names."""
         files = read_files(self._tags.folder(step))
         optimized = zero3(files) if files.stage == 3 else zero12(files)
-        return build(files, param_shapes(files.model), optimized, self._files)
+        return as_merged(build(files, param_shapes(files.model), optimized, self._files), files)

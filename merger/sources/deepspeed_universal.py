@@ -18,6 +18,7 @@ from merger.sources.deepspeed_tags import Tags
 from merger.sources.deepspeed_zero import Optimized, Shape, base_groups, param_shapes, scalars_of
 from merger.sources.deepspeed_zero12 import in_group_order, is_round_robin
 from merger.sources.folder import plain_name
+from merger.sources.merged import as_merged
 from merger.sources.nest import Nest
 from merger.sources.pt import read_pt
 from merger.sources.tensor import values
@@ -46,7 +47,7 @@ class UniversalSource:
         """See :class:`merger.sources.base.Source`. None: the one that ``latest_universal`` names."""
         files = read_universal(self._tags.folder(step))
         shapes = param_shapes(files.model)
-        return build(files, shapes, _optimized(files, shapes), self._files)
+        return as_merged(build(files, shapes, _optimized(files, shapes), self._files), files)
 
 
 def _optimized(files: RankFiles, shapes: list[list[Shape]]) -> Optimized:

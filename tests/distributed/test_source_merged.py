@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from merger.import_plan import plan_import
 from merger.merge import merge
-from store.errors import MergeError
-from tests.support.foreign import convert, train_stock
+from merger.recipe.read import recipe_from
+from merger.recipe.recipe import Recipe
+from merger.recipe.yamlfile import parse_yaml
+from merger.report import CERTIFICATE
+from merger.sources.select import open_source
+from merger.target import Target
+from store.certificate import Certificate
+from store.errors import MergeError, UsageError
+from tests.support.foreign import convert, run, train_stock
+from tests.support.launch import WORKERS
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -28,3 +40,76 @@ def test_what_the_converter_scrambled_is_refused_whoever_wrote_what_it_read(trai
     convert(trained, ["merged"])
     with pytest.raises(MergeError, match=r"round_robin_gradients.*Merge the checkpoint that it was made from"):
         merge(trained / "merged" / "universal", tmp_path / "out")
+
+
+def test_random_states_that_a_run_handed_on_are_not_taken_for_its_own(trained: Path, tmp_path: Path) -> None:
+    launched = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    state = {"rng": {"torch": 1}, "user": {"at": 3}}
+    shutil.copytree(trained / "merged" / "saved", tmp_path / "given")
+    (file,) = (tmp_path / "given").glob("*/mp_rank_00_model_states.pt")
+    content = torch.load(file, weights_only=False)
+    assert content["driftpoint"]["step"] == 3
+    content["driftpoint"]["ranks"] = {0: state, 1: state}  # as a merge from a store has them
+    torch.save(content, file)
+    given = open_source(tmp_path / "given").checkpoint(None, frozenset())
+    assert given.run_states[0].user == {"at": 3} and given.problems == ()
+    worker = [str(WORKERS / "source_go_on.py"), CASE, str(tmp_path / "given"), str(tmp_path / "later"), "2"]
+    run([*launched, *worker], tmp_path)
+    later = open_source(tmp_path / "later").checkpoint(None, frozenset())
+    assert (later.step, later.run_states, later.certificate.exact) == (5, {}, True)
+    assert any("of step 3, handed on by the run that saved step 5" in problem for problem in later.problems)
+
+
+@pytest.fixture(scope="module")
+def recipe(trained: Path) -> Recipe:
+    """Layers of step 3 and of step 2 in turn."""
+    saved = trained / CASE / "saved"
+    text = f"sources:\n  a: {{path: {saved}, step: 3}}\n  b: {{path: {saved}, step: 2}}\n"
+    return recipe_from(parse_yaml(f"{text}parity: [a, b]\nauxiliary: a\nrun_state: a\n", "recipe.yaml"))
+
+
+@pytest.mark.parametrize("layout", ["deepspeed", "universal"])
+@pytest.mark.parametrize("left", ["both", "client state", "certificate"])
+def test_a_composite_stays_one(recipe: Recipe, tmp_path: Path, layout: str, left: str) -> None:
+    first = merge(None, tmp_path / "first", recipe=recipe, target=Target(layout=layout))
+    assert not first.certificate.exact
+    if left == "client state":
+        (first.out / CERTIFICATE).unlink()
+    if left == "certificate":
+        for file in first.out.glob("*/*_model_states.pt"):
+            content = torch.load(file, weights_only=False)
+            del content["driftpoint"]
+            torch.save(content, file)
+    again = merge(first.out, tmp_path / "again").certificate
+    assert not again.exact and again.max_staleness == 1
+    assert worst(again) == worst(first.certificate)
+    with pytest.raises(UsageError, match="is a composite"):
+        plan_import(first.out)
+
+
+def worst(certificate: Certificate) -> dict[tuple[str, str], int]:
+    return {
+        (unit.layer, unit.slot): max(
+            other.staleness for other in certificate.units if (other.layer, other.slot) == (unit.layer, unit.slot)
+        )
+        for unit in certificate.units
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "exact"),
+    [
+        ("{", False),
+        ('{"tag": "global_step3", "step": 3, "exact": "yes", "units": []}', False),
+        ('{"tag": "global_step3", "step": 2, "exact": true, "units": []}', False),
+        ('{"tag": "global_step2", "step": 2, "exact": false, "units": []}', True),
+        ('{"tag": "global_step3", "step": 3, "exact": true, "units": []}', True),
+    ],
+)
+def test_a_certificate_is_believed_only_where_it_is_one_and_of_this_checkpoint(
+    trained: Path, tmp_path: Path, text: str, exact: bool
+) -> None:
+    shutil.copytree(trained / CASE / "saved", tmp_path / "saved")
+    (tmp_path / "saved" / CERTIFICATE).write_text(text)
+    found = open_source(tmp_path / "saved").checkpoint(None, frozenset())
+    assert (found.certificate.exact, found.problems == ()) == (exact, exact)

@@ -1,0 +1,177 @@
+"""What a merge says of its own output, read where that output is a source again: a composite stays one in any file.
+
+It says so in the client state, which a run may hand on to checkpoints of its own, and in a certificate beside the
+files, which may be left behind. Either is believed where it speaks of the very step that is there, and can only make
+a checkpoint less than exact. It does not know who wrote them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from merger.checkpoint import Checkpoint
+from merger.report import CERTIFICATE
+from merger.sources.deepspeed_files import RankFiles
+from merger.sources.deepspeed_tags import step_of
+from merger.sources.nest import Nest
+from merger.sources.tensor import values
+from store.certificate import CertifiedUnit
+from store.errors import DamagedError, MissingError, StorageError
+from store.files import LocalFiles
+from store.names import SaveId
+
+_LIMIT = 1 << 26
+_TRAINER = re.compile(r"checkpoint-\d{1,18}")
+_Step = Annotated[int, Field(ge=0, lt=1 << 62)]
+
+
+class _Row(BaseModel):
+    """A row of a certificate, as far as it is believed."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
+
+    layer: str
+    slot: str
+    step: _Step
+    save: str
+    encoding: str
+    drift: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None
+    moving: bool
+    fallback: bool
+
+
+class _Claim(BaseModel):
+    """What a merge says of a checkpoint."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
+
+    step: _Step
+    exact: bool
+    units: list[_Row]
+
+
+class _Document(_Claim):
+    """The same in the file beside it. tag: which checkpoint it is about."""
+
+    tag: str
+
+
+def as_merged(checkpoint: Checkpoint, files: RankFiles) -> Checkpoint:
+    """The checkpoint with what merges said of it taken into account.
+
+    Random states and objects of another step are left out; a composite is not exact and has the staleness and drift
+    of its rows. A problem tells each. Never raises for what merges said.
+    """
+    problems: list[str] = []
+    rows: list[_Row] = []
+    exact = True
+    for claim in (*_in_client_state(checkpoint, files, problems), *_beside(checkpoint, files.folder, problems)):
+        if claim is None or not claim.exact:
+            exact = False
+            rows += [] if claim is None else claim.units
+    states = checkpoint.run_states
+    stale = _stale(checkpoint, files)
+    if stale is not None:
+        states = {}
+        problems.append(stale)
+    certificate = checkpoint.certificate
+    if not exact:
+        units = tuple(_certified(unit, rows, checkpoint.step) for unit in certificate.units)
+        certificate = replace(certificate, exact=False, units=units, problems=(*certificate.problems, *problems))
+    return replace(checkpoint, run_states=states, certificate=certificate, problems=(*checkpoint.problems, *problems))
+
+
+def _stale(checkpoint: Checkpoint, files: RankFiles) -> str | None:
+    """What is wrong with the random states and objects of a client state that a run handed on."""
+    for model in files.models:
+        ours = model.get("driftpoint")
+        if ours is not None and checkpoint.run_states and _step_told(ours) != checkpoint.step:
+            told = _step_told(ours)
+            return (
+                f"{ours.where} is of {'another save' if told is None else f'step {told}'}, handed on by the run that "
+                f"saved step {checkpoint.step}: its random states and the user's objects are left out and start afresh"
+            )
+    return None
+
+
+def _step_told(ours: Nest) -> int | None:
+    step, save = ours.mapping().get("step"), ours.mapping().get("save")
+    if isinstance(step, int) and not isinstance(step, bool):
+        return step
+    if not isinstance(save, str):
+        return None
+    try:
+        return SaveId.parse(save).step
+    except ValueError:
+        return step_of(save)
+
+
+def _in_client_state(checkpoint: Checkpoint, files: RankFiles, problems: list[str]) -> Iterator[_Claim | None]:
+    for model in files.models:
+        ours = model.get("driftpoint")
+        if ours is None or "exact" not in ours.mapping() or _step_told(ours) != checkpoint.step:
+            continue
+        try:
+            claim = _Claim.model_validate(values(dict(ours.mapping())))
+        except ValidationError:
+            problems.append(f"{ours.where} does not say what it should: whether this is a composite is not known")
+            yield None
+            return
+        if not claim.exact:
+            problems.append(f"{checkpoint.origin} is not exact: the merge that wrote it says so in its client state")
+        yield claim
+        return  # all ranks' say the same
+
+
+def _beside(checkpoint: Checkpoint, folder: Path, problems: list[str]) -> Iterator[_Claim | None]:
+    places = [(folder.parent, folder.name)]
+    if _TRAINER.fullmatch(folder.parent.name):
+        places.append((folder.parent.parent, folder.parent.name))
+    for place, tag in places:
+        try:
+            found = _Document.model_validate_json(LocalFiles(place).read(CERTIFICATE, _LIMIT))
+        except MissingError:
+            continue
+        except (ValidationError, DamagedError, StorageError):
+            problems.append(
+                f"{place / CERTIFICATE} cannot be read, so whether {checkpoint.origin} is a composite is not known; "
+                "merge what it was made from, or remove that file if you know that it is none"
+            )
+            yield None
+            continue
+        if found.tag != tag:
+            continue
+        if found.step != checkpoint.step:
+            problems.append(
+                f"{place / CERTIFICATE} is of step {found.step}, and {checkpoint.origin} of step {checkpoint.step}: "
+                "one of them was replaced"
+            )
+            yield None
+            continue
+        if not found.exact:
+            problems.append(f"{checkpoint.origin} is not exact: see {place / CERTIFICATE}")
+        yield found
+
+
+def _certified(unit: CertifiedUnit, rows: Sequence[_Row], step: int) -> CertifiedUnit:
+    """A (layer, slot) as its worst row has it; of unknown drift where there is none."""
+    own = [row for row in rows if (row.layer, row.slot) == (unit.layer, unit.slot)]
+    if not own:
+        return replace(unit, drift=None)
+    worst = max(own, key=lambda row: (abs(step - row.step), row.drift is None, row.drift or 0.0))
+    return replace(
+        unit,
+        step=worst.step,
+        save=worst.save,
+        staleness=step - worst.step,
+        encoding=worst.encoding,
+        drift=None if any(row.drift is None for row in own) else worst.drift,
+        moving=unit.moving or any(row.moving for row in own),
+        fallback=any(row.fallback for row in own),
+    )
