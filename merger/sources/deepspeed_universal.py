@@ -15,6 +15,7 @@ from merger.sources.deepspeed_checkpoint import build
 from merger.sources.deepspeed_classes import STAND_INS
 from merger.sources.deepspeed_files import RankFiles, is_universal, read_universal
 from merger.sources.deepspeed_tags import Tags
+from merger.sources.deepspeed_universal_whole import require_one_save, require_whole
 from merger.sources.deepspeed_zero import Optimized, Shape, base_groups, param_shapes, scalars_of
 from merger.sources.deepspeed_zero12 import in_group_order, is_round_robin
 from merger.sources.folder import plain_name
@@ -52,6 +53,7 @@ class UniversalSource:
 
 def _optimized(files: RankFiles, shapes: list[list[Shape]]) -> Optimized:
     state = files.optims[0]
+    own = state.get("driftpoint")
     groups = base_groups(state)
     indices = sorted(index for members, _ in groups for index in members)
     if indices != list(range(len(shapes))):
@@ -62,10 +64,13 @@ def _optimized(files: RankFiles, shapes: list[list[Shape]]) -> Optimized:
         out.groups.append({"params": fqns, "hyper": hyper})
     for index, group in enumerate(shapes):
         for shape in group:
-            common = _common_scalars(files, index)
-            out.scalars[shape.fqn], found = _parameter(local, shape, common)
+            common = _common_scalars(files, index) if own is None else {}
+            out.scalars[shape.fqn], found = _parameter(local, shape, common, own)
             out.slots[shape.fqn] = sorted(extent.slot for extent in found if extent.slot != WEIGHTS)
             out.extents += found
+    held = {shape.fqn for group in shapes for shape in group if shape.numel}
+    whole = [[fqn for fqn in group["params"] if fqn in held] for group in out.groups]
+    out.problems += require_whole(files, whole, out, own)
     plain = "BF16_Optimizer" if _is_wrapped(files) else "DeepSpeedZeroOptimizer"
     out.facts = {
         "zero_optimizer": "DeepSpeedZeroOptimizer_Stage3" if files.stage == 3 else plain,
@@ -112,8 +117,10 @@ def _common_scalars(files: RankFiles, index: int) -> dict[str, Any]:
     return scalars_of(states.at(index))
 
 
-def _parameter(local: LocalFiles, shape: Shape, common: dict[str, Any]) -> tuple[dict[str, Any], list[Extent]]:
-    """(scalars, extents) of a parameter, from its directory."""
+def _parameter(
+    local: LocalFiles, shape: Shape, common: dict[str, Any], own: Nest | None
+) -> tuple[dict[str, Any], list[Extent]]:
+    """(scalars, extents) of a parameter, from its directory. own: what a merge noted of the save, if one wrote it."""
     folder = f"zero/{plain_name(shape.fqn, f'the model states in {local.root}')}"
     scalars, out = dict(common), []
     for name in local.list_dir(folder):
@@ -124,6 +131,7 @@ def _parameter(local: LocalFiles, shape: Shape, common: dict[str, Any]) -> tuple
         if slot == _STEP:
             scalars[_STEP] = values(nest.value)
             continue
+        require_one_save(nest, own)
         tensor = (nest.at("param") if isinstance(nest.value, dict) else nest).tensor()
         if tensor.shape not in (shape.shape, (shape.numel,)):
             raise MergeError(f"{nest.where} has the shape {tensor.shape}, and {shape.fqn} has {shape.shape}")

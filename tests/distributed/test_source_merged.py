@@ -113,3 +113,42 @@ def test_a_certificate_is_believed_only_where_it_is_one_and_of_this_checkpoint(
     (tmp_path / "saved" / CERTIFICATE).write_text(text)
     found = open_source(tmp_path / "saved").checkpoint(None, frozenset())
     assert (found.certificate.exact, found.problems == ()) == (exact, exact)
+
+
+LEFT_OUT = "blocks.0.down.weight"
+
+
+def spoil(folder: Path, older: Path, how: str) -> str:
+    zero, old = folder / "zero", older / "zero"
+    if how == "no moments":
+        for file in zero.glob("*/exp_avg*.pt"):
+            file.unlink()
+        return r"has no exp_avg\.pt, exp_avg_sq\.pt"
+    if how == "no moments of one":
+        for file in (zero / LEFT_OUT).glob("exp_avg*.pt"):
+            file.unlink()
+        return rf"{LEFT_OUT} has no exp_avg\.pt"
+    if how == "surplus":
+        shutil.copytree(zero / LEFT_OUT, zero / "other.weight")
+        return r"other\.weight is of no parameter"
+    if how == "no step of one":
+        (zero / LEFT_OUT / "step.pt").unlink()
+        return LEFT_OUT
+    name = LEFT_OUT if how == "one of another step" else ""
+    shutil.rmtree(zero / name)
+    shutil.copytree(old / name, zero / name)
+    return "files of two saves are mixed"
+
+
+@pytest.mark.parametrize(
+    "how",
+    ["no moments", "no moments of one", "surplus", "no step of one", "one of another step", "all of another step"],
+)
+def test_a_universal_checkpoint_with_files_missing_or_of_another_save_is_refused(
+    trained: Path, tmp_path: Path, how: str
+) -> None:
+    universal = Target(layout="universal")
+    new, old = (merge(trained / CASE / "saved", tmp_path / f"{i}", save=i, target=universal) for i in (3, 2))
+    match = spoil(new.out / new.tag, old.out / old.tag, how)
+    with pytest.raises(MergeError, match=match):
+        open_source(new.out).checkpoint(None, frozenset())
