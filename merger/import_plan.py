@@ -95,7 +95,7 @@ def _require_exact(checkpoint: Checkpoint) -> None:
     if not checkpoint.certificate.exact:
         told = "".join(f" ({problem})" for problem in checkpoint.problems[:1])
         raise UsageError(
-            f"{checkpoint.origin} is a composite, or in doubt: layers of it are up to "
+            f"{checkpoint.origin} is a composite: layers of it are up to "
             f"{checkpoint.certificate.max_staleness} steps older than others, or stand in for damaged ones{told}. "
             "Imported it would pass for exact. Name an exact one with --step (`driftpoint show` tells), or copy the "
             "store as it is"

@@ -38,4 +38,5 @@ class DeepSpeedSource:
         """See :class:`merger.sources.base.Source`. None: the one that ``latest`` names."""
         files = read_files(self._tags.folder(step))
         optimized = zero3(files) if files.stage == 3 else zero12(files)
-        return as_merged(build(files, param_shapes(files.model), optimized, self._files), files)
+        found = as_merged(build(files, param_shapes(files.model), optimized, self._files), files)
+        return self._tags.verified(found, step)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from merger.checkpoint import Checkpoint
 from merger.sources.folder import plain_name, read_name
 from store.errors import MergeError
 from store.files import LocalFiles
@@ -51,6 +52,20 @@ class Tags:
             by = f", which {self.latest} names" if step is None else ""
             raise MergeError(f"{self.root} has no checkpoint {name}{by}; there are: {self._told()}")
         return folder
+
+    def verified(self, checkpoint: Checkpoint, step: int | str | None) -> Checkpoint:
+        """The checkpoint found for ``step``, if its own counter says the step that its directory's name says.
+
+        MergeError, naming both, if not; a problem where the directory itself was named, and so no step was meant.
+        """
+        tag = checkpoint.certificate.save
+        told = step_of(tag)
+        if told in (None, checkpoint.step):
+            return checkpoint
+        line = f"{checkpoint.origin} is called after step {told} and holds step {checkpoint.step}"
+        if step is None and self.is_one(self.root):
+            return replace(checkpoint, problems=(*checkpoint.problems, line))
+        raise MergeError(f"{line}: give it its own name back, or name that directory itself to take it as it is")
 
     def _newest(self) -> str:
         found = read_name(self.root, self.latest)

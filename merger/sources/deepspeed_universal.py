@@ -48,7 +48,8 @@ class UniversalSource:
         """See :class:`merger.sources.base.Source`. None: the one that ``latest_universal`` names."""
         files = read_universal(self._tags.folder(step))
         shapes = param_shapes(files.model)
-        return as_merged(build(files, shapes, _optimized(files, shapes), self._files), files)
+        found = as_merged(build(files, shapes, _optimized(files, shapes), self._files), files)
+        return self._tags.verified(found, step)
 
 
 def _optimized(files: RankFiles, shapes: list[list[Shape]]) -> Optimized:

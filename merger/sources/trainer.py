@@ -65,16 +65,27 @@ class TrainerSource:
                     f"{self._root} has no checkpoint {step}; there are: "
                     f"{', '.join(path.name for path in folders.values()) or 'none'}"
                 )
-            return DeepSpeedSource(wanted, wanted).checkpoint(None)
+            return _of_its_step(wanted)
         return self._newest(folders)
 
     def _newest(self, folders: dict[int, Path]) -> Checkpoint:
         passed_over: list[str] = []
         for path in folders.values():
             try:
-                found = DeepSpeedSource(path, path).checkpoint(None)
+                found = _of_its_step(path)
             except (MergeError, DamagedError, StorageError) as error:
                 passed_over.append(f"{path.name} is not complete: {error}")
                 continue
             return replace(found, problems=(*passed_over, *found.problems))
         raise MergeError(f"{self._root} has no complete checkpoint: {'; '.join(passed_over)}")
+
+
+def _of_its_step(path: Path) -> Checkpoint:
+    """The checkpoint in a folder ``checkpoint-N``. MergeError unless it is of step N."""
+    found = DeepSpeedSource(path, path).checkpoint(None)
+    if path.name != f"checkpoint-{found.step}":
+        raise MergeError(
+            f"{path} is called after another step than {found.step}, which {found.origin} in it holds: give it its own "
+            "name back, or name that directory itself to take it as it is"
+        )
+    return found

@@ -152,3 +152,33 @@ def test_a_universal_checkpoint_with_files_missing_or_of_another_save_is_refused
     match = spoil(new.out / new.tag, old.out / old.tag, how)
     with pytest.raises(MergeError, match=match):
         open_source(new.out).checkpoint(None, frozenset())
+
+
+@pytest.mark.parametrize("layout", ["deepspeed", "universal"])
+def test_a_directory_called_after_another_step_is_refused(trained: Path, tmp_path: Path, layout: str) -> None:
+    out = merge(trained / CASE / "saved", tmp_path / "out", save=2, target=Target(layout=layout))
+    tag = out.tag.replace("2", "9")
+    (out.out / out.tag).rename(out.out / tag)
+    (latest,) = out.out.glob("latest*")
+    latest.write_text(tag)
+    source = open_source(out.out)
+    for step in (9, "9", tag, None):
+        with pytest.raises(MergeError, match=r"called after step 9 and holds step 2"):
+            source.checkpoint(step, frozenset())
+    alone = open_source(out.out / tag).checkpoint(None, frozenset())
+    assert alone.step == 2 and any("called after step 9" in problem for problem in alone.problems)
+
+
+def test_a_trainers_folder_called_after_another_step_is_refused(trained: Path, tmp_path: Path) -> None:
+    for number in (2, 3, 9):
+        shutil.copytree(
+            trained / CASE / "saved" / f"global_step{min(number, 3)}",
+            tmp_path / f"checkpoint-{number}" / f"global_step{min(number, 3)}",
+        )
+        (tmp_path / f"checkpoint-{number}" / "latest").write_text(f"global_step{min(number, 3)}")
+    source = open_source(tmp_path)
+    assert source.checkpoint(3, frozenset()).step == 3
+    with pytest.raises(MergeError, match=r"checkpoint-9 is called after another step than 3"):
+        source.checkpoint(9, frozenset())
+    newest = source.checkpoint(None, frozenset())
+    assert newest.step == 3 and any("checkpoint-9" in problem for problem in newest.problems)
