@@ -50,7 +50,7 @@ def _own_extensions() -> Path:
     A process that is killed while it loads such a module leaves a lock behind on which every later one waits for ever.
     """
     place = Path(sys.prefix) / "torch_extensions"
-    for lock in place.glob("*/*/lock"):
+    for lock in place.rglob("lock"):
         lock.unlink()
     return place
 
