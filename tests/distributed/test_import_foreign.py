@@ -17,6 +17,7 @@ from merger.merge import merge
 from merger.report import CERTIFICATE
 from merger.sources.select import open_source
 from store.catalog import open_catalog
+from store.errors import UsageError
 from store.files import LocalFiles
 from store.verify import verify
 from tests.support.foreign import directory_differences, train_stock
@@ -38,7 +39,15 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("case", EVERY)
+@pytest.mark.parametrize("case", ADAPTERS)
+def test_a_checkpoint_without_its_frozen_parameters_is_not_imported_as_exact(
+    trained: Path, tmp_path: Path, case: str
+) -> None:
+    with pytest.raises(UsageError, match="in doubt"):
+        plan_import(trained / case / "saved")
+
+
+@pytest.mark.parametrize("case", CASES)
 def test_a_merge_of_the_store_is_a_merge_of_the_checkpoint(trained: Path, tmp_path: Path, case: str) -> None:
     saved = trained / case / "saved"
     found = import_checkpoint(plan_import(saved), tmp_path / "store")
