@@ -91,15 +91,18 @@ def plan_import(source: Path, step: str | None = None) -> ImportPlan:
 
 
 def _require_exact(checkpoint: Checkpoint) -> None:
-    """The first commit of a store has no past: it could not say that parts of it are older."""
-    if not checkpoint.certificate.exact:
-        told = "".join(f" ({problem})" for problem in checkpoint.problems[:1])
-        raise UsageError(
-            f"{checkpoint.origin} is a composite: layers of it are up to "
-            f"{checkpoint.certificate.max_staleness} steps older than others, or stand in for damaged ones{told}. "
-            "Imported it would pass for exact. Name an exact one with --step (`driftpoint show` tells), or copy the "
-            "store as it is"
-        )
+    """The first commit of a store has no past: it could not say that parts of it are older, or stand in for others."""
+    if checkpoint.certificate.exact:
+        return
+    older = checkpoint.certificate.max_staleness
+    if older:
+        why = f"is a composite: layers of it are up to {older} steps older than others"
+    else:
+        why = "is not exact: " + "; ".join(checkpoint.problems[:1] or ("parts of it stand in for damaged ones",))
+    raise UsageError(
+        f"{checkpoint.origin} {why}. Imported it would pass for exact. Name an exact one with --step "
+        "(`driftpoint show` tells of a store), or copy a store as it is"
+    )
 
 
 def _ranks(checkpoint: Checkpoint) -> list[RankState]:

@@ -48,9 +48,13 @@ def require_whole(files: RankFiles, groups: Sequence[Sequence[str]], found: Opti
 
 
 def _refuse_surplus(files: RankFiles, found: Optimized) -> None:
-    zero = files.folder / "zero"
-    for name in LocalFiles(files.folder).list_dir("zero"):
-        if name not in found.slots and (zero / name).is_dir():
+    """The converter gives whatever else is in the model (frozen parameters, buffers, other names of tied parameters)
+    a directory with only its value. Those are read from the model states, which have them in their own dtype."""
+    zero, local, module = files.folder / "zero", LocalFiles(files.folder), files.model.get("module")
+    of_the_model = set(module.mapping()) if module is not None else set()
+    for name in local.list_dir("zero"):
+        value_only = name in of_the_model and list(local.list_dir(f"zero/{name}")) == ["fp32.pt"]
+        if name not in found.slots and not value_only and (zero / name).is_dir():
             raise MergeError(
                 f"{zero / name} is of no parameter that {files.model.where} names: it may be of another model or save; "
                 "remove it if it does not belong there"
