@@ -43,7 +43,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_checkpoint_without_its_frozen_parameters_is_not_imported_as_exact(
     trained: Path, tmp_path: Path, case: str
 ) -> None:
-    with pytest.raises(UsageError, match="not exact.*without its frozen parameters"):
+    with pytest.raises(UsageError, match=r"not exact.*without its frozen parameters"):
         plan_import(trained / case / "saved")
 
 
