@@ -16,16 +16,9 @@ from pathlib import Path
 
 from merger.blocks import Extent, Flaw
 from merger.containers.base import Hole, OutFile
-from merger.transfer import (
-    OutputError,
-    Progress,
-    Transferred,
-    check_hole,
-    checksums,
-    in_parallel,
-    plan_transfer,
-    transfer,
-)
+from merger.outfiles import OutputError
+from merger.parallel import in_parallel
+from merger.transfer import Progress, Transferred, check_hole, checksums, plan_transfer, transfer
 from merger.writeback import early_writeback
 from store.coverage import FragmentIndex
 from store.errors import MergeError, StorageError

@@ -8,15 +8,12 @@ It does not know what a checkpoint or a layout is.
 
 from __future__ import annotations
 
-import os
 import threading
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 from isal import isal_zlib
@@ -24,6 +21,8 @@ from isal import isal_zlib
 from merger.blocks import Block, Extent, Flaw
 from merger.checksum import Piece, combined
 from merger.containers.base import Hole
+from merger.outfiles import OutFiles
+from merger.parallel import go_on, in_parallel
 from merger.tensors import memory_of, torch_dtype
 from store.coverage import FragmentIndex
 from store.errors import DamagedError, MergeError, StorageError
@@ -31,12 +30,8 @@ from store.errors import DamagedError, MergeError, StorageError
 CHUNK = 1 << 22
 """Bytes read at a time: enough for the device, small enough for a processor's cache."""
 
-_OPEN_FILES = 64
-
 _TAIL = 16
 """Bytes of the chunk before that are kept: the beginning of an element that ends in this one. The largest dtype's."""
-
-T = TypeVar("T")
 
 Progress = Callable[[int], None]
 """Told the number of stored bytes just read."""
@@ -139,48 +134,6 @@ def transfer(plan: TransferPlan, paths: Sequence[Path], workers: int, progress: 
     return result
 
 
-class _StoppedError(Exception):
-    """Something else ended the work; this is never the error to tell."""
-
-
-def go_on(stop: threading.Event) -> None:
-    """Leave the work, by an exception that :func:`in_parallel` keeps to itself, where it was told to stop."""
-    if stop.is_set():
-        raise _StoppedError
-
-
-def in_parallel(work: Callable[[T, threading.Event], None], items: Sequence[T], workers: int) -> None:
-    """Run ``work`` on every item; the first error ends it and is raised.
-
-    Work that takes long asks :func:`go_on` now and then with the event that it is given, so that an error
-    elsewhere, or Ctrl-C, need not wait for it. No thread is at work on return.
-    """
-    stop = threading.Event()
-
-    def one(item: T) -> None:
-        try:
-            go_on(stop)
-            work(item, stop)
-        except BaseException:
-            stop.set()
-            raise
-
-    futures: list[Future[None]] = []
-    with ThreadPoolExecutor(workers, initializer=_one_thread_each) as pool:
-        try:
-            futures.extend(pool.submit(one, item) for item in items)
-            wait(futures, return_when=FIRST_EXCEPTION)
-        except BaseException:
-            stop.set()
-            raise
-        finally:
-            pool.shutdown(wait=True, cancel_futures=stop.is_set())
-    errors = [future.exception() for future in futures if not future.cancelled()]
-    for error in errors:
-        if error is not None and not isinstance(error, _StoppedError):
-            raise error
-
-
 def checksums(pieces: Iterable[Piece], holes: Sequence[Hole]) -> dict[int, int]:
     """CRC-32 of every hole of a file, by its offset, from the pieces that were written.
 
@@ -233,7 +186,7 @@ def _move_block(
     # The end of the chunk before stands in front of each, as if the two were one.
     buffer = torch.empty(_TAIL + min(CHUNK, block.nbytes), dtype=torch.uint8)
     with ExitStack() as stack:
-        files = _Files(paths)
+        files = OutFiles(paths)
         stack.callback(files.close)
         for begin in range(0, block.nbytes, CHUNK):
             end = min(begin + CHUNK, block.nbytes)
@@ -265,7 +218,7 @@ def _read(block: Block, begin: int, target: memoryview) -> None:
         raise StorageError(f"{block.name}: cannot read {block.path}: {error.strerror or error}") from error
 
 
-def _put(move: Move, buffer: torch.Tensor, begin: int, end: int, files: _Files) -> Piece | None:
+def _put(move: Move, buffer: torch.Tensor, begin: int, end: int, files: OutFiles) -> Piece | None:
     """Write the elements of a move that end in the chunk [begin, end) of the block.
 
     buffer: the ``_TAIL`` bytes before the chunk, and the chunk.
@@ -283,38 +236,3 @@ def _put(move: Move, buffer: torch.Tensor, begin: int, end: int, files: _Files) 
     memory, offset = memory_of(data), move.offset + first * move.target.itemsize
     files.write(move.file, offset, memory)
     return Piece(offset, len(memory), isal_zlib.crc32(memory))
-
-
-class _Files:
-    """Output files that one block is written to, a bounded number of them open at a time."""
-
-    def __init__(self, paths: Sequence[Path]) -> None:
-        self._paths = paths
-        self._open: dict[int, int] = {}
-
-    def write(self, file: int, offset: int, data: memoryview) -> None:
-        try:
-            if file not in self._open:
-                if len(self._open) >= _OPEN_FILES:
-                    self.close()
-                self._open[file] = os.open(self._paths[file], os.O_WRONLY | os.O_CLOEXEC)
-            written = 0
-            while written < len(data):
-                written += os.pwrite(self._open[file], data[written:], offset + written)
-        except OSError as error:
-            raise OutputError(self._paths[file], error) from error
-
-    def close(self) -> None:
-        while self._open:
-            os.close(self._open.popitem()[1])
-
-
-class OutputError(Exception):
-    """The system refused to write or to read back an output file. Not a StorageError: that is about sources."""
-
-    def __init__(self, path: Path, error: OSError, verb: str = "write") -> None:
-        super().__init__(f"cannot {verb} {path}: {error.strerror or error}")
-
-
-def _one_thread_each() -> None:
-    torch.set_num_threads(1)

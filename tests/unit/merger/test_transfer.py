@@ -16,22 +16,14 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import merger.outfiles
 import merger.transfer
 from merger.blocks import Block, Extent
 from merger.containers.base import Hole
+from merger.outfiles import OutputError
+from merger.parallel import go_on, in_parallel
 from merger.stored import Stored
-from merger.transfer import (
-    CHUNK,
-    OutputError,
-    TransferPlan,
-    Transferred,
-    check_hole,
-    checksums,
-    go_on,
-    in_parallel,
-    plan_transfer,
-    transfer,
-)
+from merger.transfer import CHUNK, TransferPlan, Transferred, check_hole, checksums, plan_transfer, transfer
 from store.coverage import FragmentIndex
 from store.errors import DamagedError, MergeError, StorageError
 from tests.support.extents import DTYPES, Spread, all_of, some_flaw, values, wanted
@@ -120,7 +112,7 @@ def test_a_block_larger_than_a_chunk_at_an_odd_place(spread: Spread) -> None:
 
 @pytest.mark.parametrize("workers", [1, 4])
 def test_more_files_than_are_kept_open(spread: Spread, workers: int) -> None:
-    numel = 3 * merger.transfer._OPEN_FILES
+    numel = 3 * merger.outfiles.OPEN_FILES
     elements = values(2 * numel, torch.float32, 4)
     spread.tensor("a", elements)
     content = [[(0, wanted(2, torch.float32, ("a", 2 * i, 2, 0)))] for i in range(numel)]
@@ -201,7 +193,7 @@ def test_anything_from_anywhere_to_anywhere(
         content.append(places)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(merger.transfer, "CHUNK", chunk)
-        patch.setattr(merger.transfer, "_OPEN_FILES", 2)
+        patch.setattr(merger.outfiles, "OPEN_FILES", 2)
         told: list[int] = []
         paths, moved = carry_out(spread, content, workers=workers, told=told)
     # Planned tensors without elements share their place with the next one, and have no checksum of their own.
@@ -473,7 +465,8 @@ import resource, signal, sys
 from pathlib import Path
 import torch
 from merger.containers.base import Hole
-from merger.transfer import OutputError, plan_transfer, transfer
+from merger.outfiles import OutputError
+from merger.transfer import plan_transfer, transfer
 from tests.support.extents import Spread, all_of, some_flaw
 spread = Spread(Path(sys.argv[1]))
 elements = torch.zeros(5000)
@@ -500,7 +493,8 @@ from pathlib import Path
 import torch, xxhash
 from merger.blocks import Block, Extent, xxh3
 from merger.containers.base import Hole
-from merger.transfer import check_hole, checksums, in_parallel, plan_transfer, transfer
+from merger.parallel import in_parallel
+from merger.transfer import check_hole, checksums, plan_transfer, transfer
 from store.coverage import FragmentIndex
 from store.files import LocalFiles
 from tests.support.extents import all_of, wanted
