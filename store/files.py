@@ -27,6 +27,10 @@ class NewFile(Protocol):
         """Append all of ``data``."""
         ...
 
+    def write_at(self, offset: int, data: bytes | bytearray | memoryview) -> None:
+        """Overwrite bytes that were written before, from ``offset``. ValueError beyond what was written."""
+        ...
+
     def sync(self) -> None:
         """Return when the bytes would survive a power loss."""
         ...
@@ -229,6 +233,18 @@ class _LocalNewFile:
                 rest = rest[done:]
                 self._written += done
                 self._hand_on(descriptor)
+
+    def write_at(self, offset: int, data: bytes | bytearray | memoryview) -> None:
+        rest = memoryview(data).cast("B") if memoryview(data).nbytes else memoryview(b"")
+        if offset < 0 or offset + len(rest) > self._written:
+            raise ValueError(f"bytes {offset} to {offset + len(rest)} of {self._path} were never written")
+        descriptor = self._opened("write")
+        with self._told("write"):
+            while len(rest):
+                done = os.pwrite(descriptor, rest[: 1 << 24], offset)
+                if done == 0:
+                    raise OSError(errno.EIO, os.strerror(errno.EIO))
+                rest, offset = rest[done:], offset + done
 
     def sync(self) -> None:
         descriptor = self._opened("fsync")

@@ -239,6 +239,20 @@ def test_no_path_leaves_the_root(files: Files, path: str) -> None:
     assert files.list_dir("") == ["a", "f"]
 
 
+def test_what_was_written_is_overwritten_in_place(files: Files) -> None:
+    file = files.create("a")
+    file.write(b"header......")
+    file.write(b"payload")
+    file.write_at(2, b"ADER: 12")
+    file.write_at(19, b"")
+    for offset, data in ((18, b"xy"), (-1, b"x"), (20, b"")):
+        with pytest.raises(ValueError, match="never written"):
+            file.write_at(offset, data)
+    file.sync()
+    file.close()
+    assert files.read("a", 100) == b"heADER: 12..payload"
+
+
 def test_a_closed_file_takes_no_more(files: Files) -> None:
     file = files.create("a")
     file.close()

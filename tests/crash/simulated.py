@@ -19,7 +19,7 @@ import copy
 import errno
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from store.errors import DamagedError, ExistsError, MissingError, StorageError
 
@@ -36,6 +36,8 @@ class Op:
     target: str = ""
     node: int = -1
     data: bytes = b""
+    offset: int | None = None
+    """Of a write that does not append."""
 
 
 @dataclass
@@ -168,8 +170,9 @@ class Disk:
     def _write(self, op: Op) -> None:
         file = self.nodes[op.node]
         assert isinstance(file, _File)
-        file.pending.append((len(file.live), op.data))
-        file.live.extend(op.data)
+        start = len(file.live) if op.offset is None else op.offset
+        file.pending.append((start, op.data))
+        file.live[start : start + len(op.data)] = op.data
 
     def _sync(self, op: Op) -> None:
         file = self.nodes[op.node]
@@ -358,6 +361,13 @@ class _SimulatedNewFile:
         self._files.before(op := Op("write", self._open(), node=self._node, data=bytes(data)))
         self._files._do(op)
 
+    def write_at(self, offset: int, data: bytes | bytearray | memoryview) -> None:
+        file = self._files.disk.nodes[self._node]
+        if offset < 0 or offset + len(data) > len(file.live):
+            raise ValueError(f"bytes from {offset} were never written")
+        self._files.before(op := Op("write", self._open(), node=self._node, data=bytes(data), offset=offset))
+        self._files._do(op)
+
     def sync(self) -> None:
         self._files.before(op := Op("sync", self._open(), node=self._node))
         self._files._do(op)
@@ -372,7 +382,7 @@ class _SimulatedNewFile:
 
 
 def _phantom(op: Op) -> Op | None:
-    return Op("write", op.path, node=op.node, data=bytes(len(op.data))) if op.verb == "write" else None
+    return replace(op, data=bytes(len(op.data))) if op.verb == "write" else None
 
 
 def _checked(path: str) -> str:

@@ -109,6 +109,10 @@ class _DoomedFile:
         self._files.count()
         self._file.write(data)
 
+    def write_at(self, offset: int, data: bytes | bytearray | memoryview) -> None:
+        self._files.count()
+        self._file.write_at(offset, data)
+
     def sync(self) -> None:
         self._files.count()
         self._file.sync()
