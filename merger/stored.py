@@ -29,11 +29,13 @@ class Stored:
     """A contiguous tensor to be written, by its place in the file only. Zeros wherever nothing is placed.
 
     The same object at two places of a file is one tensor under two names, as tied weights are.
+    stays_finite: a finite value that ``dtype`` cannot hold ends the merge, in place of becoming infinite.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     placed: tuple[Placed, ...]
+    stays_finite: bool = False
 
     def __post_init__(self) -> None:
         end = 0

@@ -12,7 +12,7 @@ import threading
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -21,11 +21,12 @@ from isal import isal_zlib
 from merger.blocks import Block, Extent, Flaw
 from merger.checksum import Piece, combined
 from merger.containers.base import Hole
+from merger.finite import overflow
 from merger.outfiles import OutFiles
 from merger.parallel import go_on, in_parallel
 from merger.tensors import memory_of, torch_dtype
 from store.coverage import FragmentIndex
-from store.errors import DamagedError, MergeError, StorageError
+from store.errors import DamagedError, MergeError, StorageError, UsageError
 
 CHUNK = 1 << 22
 """Bytes read at a time: enough for the device, small enough for a processor's cache."""
@@ -39,7 +40,10 @@ Progress = Callable[[int], None]
 
 @dataclass(frozen=True)
 class Move:
-    """``nbytes`` bytes from ``start`` of a block, elements of ``source``, go to ``offset`` of a file as ``target``."""
+    """``nbytes`` bytes from ``start`` of a block, elements of ``source``, go to ``offset`` of a file as ``target``.
+
+    finite: what to call the elements where finite ones must stay so, None where they need not.
+    """
 
     start: int
     nbytes: int
@@ -47,6 +51,7 @@ class Move:
     file: int
     offset: int
     target: torch.dtype
+    finite: str | None = None
 
 
 @dataclass(frozen=True)
@@ -78,7 +83,8 @@ def plan_transfer(index: FragmentIndex[Extent], holes: Iterable[tuple[int, Hole]
                 _require_inside(extent, source.itemsize)
                 at = hole.offset + (placed.offset + copy.target_start) * hole.stored.dtype.itemsize
                 start = extent.offset + copy.source_start * source.itemsize
-                move = Move(start, copy.numel * source.itemsize, source, file, at, hole.stored.dtype)
+                finite = extent.fqn if hole.stored.stays_finite else None
+                move = Move(start, copy.numel * source.itemsize, source, file, at, hole.stored.dtype, finite)
                 moves.setdefault(extent.block, []).append(move)
     for found in moves.values():
         found.sort(key=lambda move: move.start)
@@ -104,7 +110,8 @@ class Transferred:
 
 
 def transfer(plan: TransferPlan, paths: Sequence[Path], workers: int, progress: Progress) -> Transferred:
-    """Carry out a plan. Raises DamagedError, StorageError for a block that nothing can stand in for; OutputError.
+    """Carry out a plan. Raises DamagedError, StorageError for a block that nothing can stand in for; OutputError;
+    UsageError where a value that must stay finite does not.
 
     Goes on after a damaged version of a store, so that all damage is known at once.
     """
@@ -186,8 +193,8 @@ def _move_block(
     # The end of the chunk before stands in front of each, as if the two were one.
     buffer = torch.empty(_TAIL + min(CHUNK, block.nbytes), dtype=torch.uint8)
     with ExitStack() as stack:
-        files = OutFiles(paths)
-        stack.callback(files.close)
+        sink = _Sink(OutFiles(paths))
+        stack.callback(sink.files.close)
         for begin in range(0, block.nbytes, CHUNK):
             end = min(begin + CHUNK, block.nbytes)
             chunk = memory_of(buffer)[_TAIL : _TAIL + end - begin]
@@ -198,7 +205,7 @@ def _move_block(
             for i in range(first, len(moves)):
                 if moves[i].start >= end:
                     break
-                piece = _put(moves[i], buffer, begin, end, files)
+                piece = sink.put(moves[i], buffer, begin, end)
                 if piece is not None:
                     pieces.append((moves[i].file, piece))
             progress(end - begin)
@@ -208,6 +215,8 @@ def _move_block(
             f"{block.name}: bytes {block.offset} to {block.offset + block.nbytes} of {block.path} do not match their "
             "checksum"
         )
+    if sink.overflows:
+        raise sink.overflows[0]
     return pieces
 
 
@@ -218,21 +227,35 @@ def _read(block: Block, begin: int, target: memoryview) -> None:
         raise StorageError(f"{block.name}: cannot read {block.path}: {error.strerror or error}") from error
 
 
-def _put(move: Move, buffer: torch.Tensor, begin: int, end: int, files: OutFiles) -> Piece | None:
-    """Write the elements of a move that end in the chunk [begin, end) of the block.
+@dataclass(frozen=True)
+class _Sink:
+    """Where the elements of a block go. overflows: what did not stay finite and must; of a damaged block no news."""
 
-    buffer: the ``_TAIL`` bytes before the chunk, and the chunk.
-    """
-    size = move.source.itemsize
-    first = max(0, (begin - move.start) // size)
-    after = (min(move.start + move.nbytes, end) - move.start) // size
-    if first >= after:
-        return None
-    data = buffer.narrow(0, move.start + first * size - begin + _TAIL, (after - first) * size)
-    if move.source != move.target:
+    files: OutFiles
+    overflows: list[UsageError] = field(default_factory=list)
+
+    def put(self, move: Move, buffer: torch.Tensor, begin: int, end: int) -> Piece | None:
+        """Write the elements of a move that end in the chunk [begin, end) of the block.
+
+        buffer: the ``_TAIL`` bytes before the chunk, and the chunk.
+        """
+        size = move.source.itemsize
+        first = max(0, (begin - move.start) // size)
+        after = (min(move.start + move.nbytes, end) - move.start) // size
+        if first >= after:
+            return None
+        data = buffer.narrow(0, move.start + first * size - begin + _TAIL, (after - first) * size)
+        if move.source != move.target:
+            data = self._cast(move, data)
+        memory, offset = memory_of(data), move.offset + first * move.target.itemsize
+        self.files.write(move.file, offset, memory)
+        return Piece(offset, len(memory), isal_zlib.crc32(memory))
+
+    def _cast(self, move: Move, data: torch.Tensor) -> torch.Tensor:
         # A view needs memory aligned to its dtype, which a place in a file need not be.
-        data = data.clone() if data.storage_offset() % size else data
-        data = data.view(move.source).to(move.target).view(torch.uint8)
-    memory, offset = memory_of(data), move.offset + first * move.target.itemsize
-    files.write(move.file, offset, memory)
-    return Piece(offset, len(memory), isal_zlib.crc32(memory))
+        data = data.clone() if data.storage_offset() % move.source.itemsize else data
+        before = data.view(move.source)
+        cast = before.to(move.target)
+        if move.finite is not None and not self.overflows:
+            self.overflows.extend(overflow(move.finite, before, cast))
+        return cast.view(torch.uint8)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from merger.checkpoint import SLOT_OF_KIND, Checkpoint
 from merger.containers.base import OutFile
@@ -44,6 +45,7 @@ def hf_weights(checkpoint: Checkpoint, target: Target) -> dict[str, Stored]:
     """Every tensor of the state dict by name, in ``target.dtype`` or in the one that was trained in.
 
     Tied tensors under one name where transformers ties them again, else under each name, so that nothing is missing.
+    An export must not have infinities that the weights had not; beside a training state they are as the run had them.
     """
     asked = None if target.dtype is None else torch_dtype(target.dtype)
     if asked is not None and not asked.is_floating_point:
@@ -55,7 +57,8 @@ def hf_weights(checkpoint: Checkpoint, target: Target) -> dict[str, Stored]:
         if asked is not None and dtype.is_floating_point and record.kind != "buffer":
             dtype = asked
         # A working weight is its fp32 master cast to the working dtype, bit for bit.
-        out[name] = whole(checkpoint, fqn, SLOT_OF_KIND[record.kind], dtype)
+        stored = whole(checkpoint, fqn, SLOT_OF_KIND[record.kind], dtype)
+        out[name] = replace(stored, stays_finite=target.layout == "hf")
     return out
 
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from merger.containers.safetensors import SafetensorsFile
 from merger.layouts.base import Laid
-from merger.layouts.hf import HfLayout
+from merger.layouts.hf import HfLayout, hf_weights
 from merger.layouts.names import model_names, unwrapped
 from merger.merge import merge
 from merger.target import Target
@@ -195,3 +195,32 @@ def test_adapters_come_along_and_are_told(tmp_path: Path) -> None:
     found = laid({name: tensor(2, 2) for name in names}, files=folder(tmp_path))
     assert list(weights(found)) == names
     assert "wrapped by peft" in found.notes[0]
+
+
+class Large(PlainStore):
+    """A store with one value that float16 does not hold, and one that was infinite all along."""
+
+    def values(self, unit: Any, step: int) -> Any:
+        found = super().values(unit, step).copy()
+        if unit.slot == "fp32" and unit.layer == self.layers[1].name:
+            found.reshape(-1)[:2] = -70000.0, float("-inf")
+        return found
+
+
+def test_weights_that_a_dtype_cannot_hold_are_refused(tmp_path: Path) -> None:
+    store = Large(tmp_path / "store")
+    store.save(10)
+    fqn = store.layers[1].fqn
+    refusal = rf"^{fqn} holds -70000, which float16 cannot .*: name --dtype bfloat16 or float32"
+    with pytest.raises(UsageError, match=refusal):
+        merge(store.root, tmp_path / "out", target=Target("hf", dtype="F16"))
+    assert not (tmp_path / "out").exists()
+    result = merge(store.root, tmp_path / "out", target=Target("hf", dtype="BF16"))
+    found = load_file(result.out / "model.safetensors")[fqn].reshape(-1)
+    assert found[:2].tolist() == [torch.tensor(-70000.0).bfloat16().item(), float("-inf")]
+
+
+def test_a_training_state_keeps_what_the_run_itself_made_infinite() -> None:
+    checkpoint = described({"w": tensor(4, dtype="F16")})
+    assert all(stored.stays_finite for stored in hf_weights(checkpoint, Target("hf")).values())
+    assert not any(stored.stays_finite for stored in hf_weights(checkpoint, Target("trainer")).values())
