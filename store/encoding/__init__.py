@@ -1,36 +1,38 @@
-"""How the values of a fragment become bytes: a registry of named encodings, defined in numpy terms.
+"""How the values of a fragment become bytes: a registry of named encodings, defined in numpy to the bit.
 
-For now ``raw`` alone: the little-endian bytes as they are. Names that are not registered are refused when a
-decision is made and again when a part is read, never guessed.
+An encoding makes bytes of a size known beforehand; packing (:mod:`store.encoding.packing`) makes those smaller
+without losing any. Names that are not registered are refused when a decision is made and again when a part is
+read, never guessed. ``docs/encodings.md`` defines each encoding and its bound.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from store.encoding.base import BLOCK, CHUNK, Encoding, Lane, ValuesError, chunk_sizes
+from store.encoding.bf16 import BF16, Bf16
+from store.encoding.dtypes import itemsize
+from store.encoding.int8_block import INT8_BLOCK, Int8Block
+from store.encoding.raw import Raw
 from store.errors import DamagedError
 from store.names import RAW
 
+__all__ = [
+    "BF16",
+    "BLOCK",
+    "CHUNK",
+    "ENCODINGS",
+    "INT8_BLOCK",
+    "RAW",
+    "Encoding",
+    "Lane",
+    "ValuesError",
+    "chunk_sizes",
+    "encoding_named",
+    "itemsize",
+]
 
-@dataclass(frozen=True)
-class Encoding:
-    """One way to store a slot. ``lossless``: decoding gives the very same bits."""
+_ALL: tuple[Encoding, ...] = (Raw(), Bf16(), Int8Block())
 
-    name: str
-    lossless: bool
-
-    def stored_bytes(self, numel: int, dtype: str) -> int:
-        """Bytes that ``numel`` elements of ``dtype`` take when stored, known before encoding."""
-        return numel * itemsize(dtype)
-
-
-ENCODINGS = {RAW: Encoding(RAW, lossless=True)}
-
-_ITEMSIZE = {
-    "F64": 8, "F32": 4, "F16": 2, "BF16": 2,
-    "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1,
-    "C64": 8, "F8_E4M3": 1, "F8_E5M2": 1,
-}  # fmt: skip
+ENCODINGS: dict[str, Encoding] = {encoding.name: encoding for encoding in _ALL}
 
 
 def encoding_named(name: str) -> Encoding:
@@ -38,10 +40,3 @@ def encoding_named(name: str) -> Encoding:
     if name not in ENCODINGS:
         raise DamagedError(f"encoding {name!r} is unknown to this release, which knows {', '.join(sorted(ENCODINGS))}")
     return ENCODINGS[name]
-
-
-def itemsize(dtype: str) -> int:
-    """Bytes of one element; dtypes are named as in safetensors."""
-    if dtype not in _ITEMSIZE:
-        raise DamagedError(f"dtype {dtype!r} is unknown; known are {', '.join(_ITEMSIZE)}")
-    return _ITEMSIZE[dtype]

@@ -1,0 +1,139 @@
+"""A whole fragment, chunk by chunk: values to the bytes of its entry, and back, in bounded memory.
+
+The entry of a fragment holds its encoded chunks, or, packed, one frame for each of them. It does not know files:
+bytes come from a function that reads on, and go to whoever iterates. Each iterator belongs to one thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from store.encoding.base import CHUNK, Bytes, Encoding, Values, chunk_sizes, lanes_bytes
+from store.encoding.packing import FRAME_HEADER, frame_length, pack_chunk, unpack_body
+from store.errors import DamagedError
+
+Read = Callable[[int], memoryview]
+"""The next so many bytes of an entry; fewer only where it ends."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """The bytes of an entry that another one is the difference to. It has no base itself."""
+
+    read: Read
+    packed: bool
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How to pack. ``level`` is zstd's; ``base`` gives the encoded chunks to take differences to, in order."""
+
+    level: int = 1
+    base: Iterable[Bytes] | None = None
+
+
+def chunked(values: Values) -> Iterator[Values]:
+    """The chunks of a fragment's values (1-d), as views."""
+    for start in range(0, values.size, CHUNK):
+        yield values[start : start + CHUNK]
+
+
+def cut(encoded: Bytes, encoding: Encoding, numel: int, dtype: str) -> Iterator[Bytes]:
+    """The encoded chunks of a whole encoded fragment, as views. ValueError if the size does not fit."""
+    if encoded.size != encoding.stored_bytes(numel, dtype):
+        raise ValueError(f"{encoded.size} bytes are not {numel} elements of {dtype} stored as {encoding.name}")
+    start = 0
+    for size in chunk_sizes(numel):
+        stop = start + lanes_bytes(encoding.lanes(size, dtype))
+        yield encoded[start:stop]
+        start = stop
+
+
+def encoded(
+    chunks: Iterable[Values], encoding: Encoding, numel: int, dtype: str, packing: Packing | None = None
+) -> Iterator[memoryview]:
+    """The bytes of an entry, a piece a chunk, from the values of each chunk (:func:`chunked`).
+
+    ValuesError, maybe after some bytes, where the encoding cannot hold the values: what was written is worthless.
+    """
+    return stored((encoding.encode(values) for values in chunks), encoding, numel, dtype, packing)
+
+
+def stored(
+    chunks: Iterable[Bytes], encoding: Encoding, numel: int, dtype: str, packing: Packing | None = None
+) -> Iterator[memoryview]:
+    """The bytes of an entry, a piece a chunk, from encoded chunks. ValueError unless they are those of ``numel``."""
+    base = None if packing is None or packing.base is None else iter(packing.base)
+    given = iter(chunks)
+    for size in chunk_sizes(numel):
+        lanes = encoding.lanes(size, dtype)
+        chunk = _next(given, lanes_bytes(lanes))
+        if packing is None:
+            yield chunk.data
+        else:
+            yield memoryview(pack_chunk(chunk, lanes, packing.level, None if base is None else _next(base, chunk.size)))
+    if next(given, None) is not None or (base is not None and next(base, None) is not None):
+        raise ValueError(f"more chunks than {numel} elements make")
+
+
+def _next(chunks: Iterator[Bytes], nbytes: int) -> Bytes:
+    chunk = next(chunks, None)
+    if chunk is None or chunk.size != nbytes:
+        raise ValueError(f"a chunk of {nbytes} bytes was expected, not {'none' if chunk is None else chunk.size}")
+    return chunk
+
+
+def decoded(
+    read: Read, numel: int, dtype: str, encoding: Encoding, *, packed: bool = False, base: Stored | None = None
+) -> Iterator[Values]:
+    """The values of a fragment, chunk by chunk: float32 for the lossy encodings, bytes (uint8) for raw.
+
+    DamagedError where bytes are missing, left over, or nothing that was ever written. A base implies packing.
+    """
+    chunks = encoded_chunks(read, numel, dtype, encoding, packed=packed, base=base)
+    for size, chunk in zip(chunk_sizes(numel), chunks, strict=True):
+        yield encoding.decode(chunk, size, dtype)
+
+
+def encoded_chunks(
+    read: Read, numel: int, dtype: str, encoding: Encoding, *, packed: bool = False, base: Stored | None = None
+) -> Iterator[Bytes]:
+    """The encoded chunks of an entry, unpacked but not decoded: what a base cache holds. Errors as ``decoded``.
+
+    A chunk may be a view of what ``read`` gave, so the bytes it gave must not change.
+    """
+    if base is not None and not packed:
+        raise DamagedError("an entry that is not packed cannot be the difference to another one")
+    for size in chunk_sizes(numel):
+        lanes = encoding.lanes(size, dtype)
+        if packed:
+            body = _exactly(read, frame_length(_exactly(read, FRAME_HEADER), lanes))
+            old = None if base is None else _base_chunk(base, encoding, size, dtype)
+            yield unpack_body(body, lanes, old)
+        else:
+            yield np.frombuffer(_exactly(read, lanes_bytes(lanes)), np.uint8)
+    _ended(read)
+    if base is not None:
+        _ended(base.read)
+
+
+def _base_chunk(base: Stored, encoding: Encoding, size: int, dtype: str) -> Bytes:
+    lanes = encoding.lanes(size, dtype)
+    if base.packed:
+        return unpack_body(_exactly(base.read, frame_length(_exactly(base.read, FRAME_HEADER), lanes)), lanes)
+    return np.frombuffer(_exactly(base.read, lanes_bytes(lanes)), np.uint8)
+
+
+def _exactly(read: Read, nbytes: int) -> memoryview:
+    data = read(nbytes)
+    if len(data) != nbytes:
+        raise DamagedError(f"an entry ends {nbytes - len(data)} bytes too early")
+    return data
+
+
+def _ended(read: Read) -> None:
+    if len(read(1)):
+        raise DamagedError("an entry has more bytes than its chunks")
