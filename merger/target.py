@@ -9,6 +9,9 @@ from store.errors import UsageError
 
 LAYOUTS = ("native", "deepspeed", "universal", "hf", "dcp", "trainer", "torch")
 
+SHARD_BYTES = 5 * 10**9
+"""Size of files where none is asked for: what transformers writes."""
+
 
 @dataclass(frozen=True)
 class Target:
@@ -16,7 +19,8 @@ class Target:
 
     layout: ``native`` is the one of the framework that was training, at its own stage and world size.
     zero_stage, world_size: of the DeepSpeed engine that will load it; None takes the source's.
-    dtype: of ``hf`` weights, a safetensors name; None takes the working dtype. shard_bytes: size of ``hf``'s files.
+    dtype: of ``hf`` weights, a safetensors name; None takes the working dtype. shard_bytes: largest size of a file of
+    ``hf`` and ``dcp``; None takes :data:`SHARD_BYTES`.
     files: a directory to take configuration, tokenizer and trainer state from; None takes the source's.
     """
 
@@ -24,7 +28,7 @@ class Target:
     zero_stage: int | None = None
     world_size: int | None = None
     dtype: str | None = None
-    shard_bytes: int = 5 * 10**9
+    shard_bytes: int | None = None
     files: Path | None = None
 
     def __post_init__(self) -> None:
@@ -34,5 +38,10 @@ class Target:
             raise UsageError(f"ZeRO stage {self.zero_stage} cannot be written; there are 1, 2 and 3")
         if self.world_size is not None and self.world_size < 1:
             raise UsageError(f"a world size of {self.world_size} makes no sense: at least 1")
-        if self.shard_bytes < 1:
+        if self.shard_bytes is not None and self.shard_bytes < 1:
             raise UsageError("shard_bytes must be at least 1")
+
+    @property
+    def file_bytes(self) -> int:
+        """Largest size of a file, asked for or not."""
+        return SHARD_BYTES if self.shard_bytes is None else self.shard_bytes

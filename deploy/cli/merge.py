@@ -58,19 +58,27 @@ LayoutOption = Annotated[
     typer.Option(metavar="LAYOUT", help="native, deepspeed, universal, hf, dcp, trainer or torch."),
 ]
 StageOption = Annotated[
-    int | None, typer.Option(metavar="N", help="ZeRO stage to write, 1 to 3.", show_default="the source's")
+    int | None,
+    typer.Option(metavar="N", help="ZeRO stage to write, 1 to 3, for DeepSpeed.", show_default="the source's"),
 ]
 WorldOption = Annotated[
-    int | None, typer.Option(metavar="N", help="Number of ranks to write for.", show_default="the source's")
+    int | None,
+    typer.Option(
+        metavar="N", help="Number of ranks to write for, of deepspeed or trainer.", show_default="the source's"
+    ),
 ]
 DtypeOption = Annotated[
     str | None,
     typer.Option(metavar="DTYPE", help="Of hf weights: float32, bfloat16 or float16.", show_default="as trained"),
 ]
-ShardOption = Annotated[str, typer.Option(metavar="SIZE", help="Largest size of an hf file.")]
+ShardOption = Annotated[
+    str | None, typer.Option(metavar="SIZE", help="Largest size of a file of hf or dcp.", show_default="5GB")
+]
 FilesOption = Annotated[
     Path | None,
-    typer.Option(metavar="DIR", help="Take configuration and tokenizer files from here.", show_default="the source's"),
+    typer.Option(
+        metavar="DIR", help="Take configuration and tokenizer of hf or trainer from here.", show_default="the source's"
+    ),
 ]
 RecipeOption = Annotated[
     Path | None,
@@ -93,7 +101,7 @@ def merge(
     zero_stage: StageOption = None,
     world_size: WorldOption = None,
     dtype: DtypeOption = None,
-    shard_size: ShardOption = "5GB",
+    shard_size: ShardOption = None,
     files: FilesOption = None,
     recipe: RecipeOption = None,
     workers: WorkersOption = None,
@@ -111,7 +119,8 @@ def merge(
     from merger.target import Target
 
     given = None if dtype is None else dtype_named(dtype)
-    target = Target(layout, zero_stage, world_size, given, size_from(shard_size), files)
+    size = None if shard_size is None else size_from(shard_size)
+    target = Target(layout, zero_stage, world_size, given, size, files)
     wanted = int(step) if step is not None and step.isascii() and step.isdigit() else step
     request = Request(source, wanted, target, None if recipe is None else read_recipe(recipe))
     if plan:

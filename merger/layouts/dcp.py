@@ -59,7 +59,7 @@ class DcpLayout:
         if checkpoint.framework_state.get("param_groups"):
             hyper, notes = torch_hyper(checkpoint)
             state["optim"] = _optimizer(checkpoint, hyper)
-        files, metadata = _planned(state, target.shard_bytes)
+        files, metadata = _planned(state, target.file_bytes)
         out = [OutFile(name, file) for name, file in files.items()]
         out += [OutFile(".metadata", metadata), OutFile("extra.pt", PtFile(_extra(checkpoint)))]
         return Laid(f"step{checkpoint.step}", tuple(out), _LOAD, notes)

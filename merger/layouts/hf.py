@@ -34,7 +34,7 @@ class HfLayout:
         """See :class:`merger.layouts.base.Layout`."""
         _refuse_left_out(checkpoint)
         weights = hf_weights(checkpoint, target)
-        files = [*weight_files(weights, target.shard_bytes)]
+        files = [*weight_files(weights, target.file_bytes)]
         if checkpoint.files is not None:
             require_folder(checkpoint.files)
             files += model_files(checkpoint.files, weights_dtype(weights))

@@ -58,7 +58,7 @@ class TrainerLayout:
                 f"{folder} is of a run that trained adapters only, which cannot be written as a Trainer's folder yet; "
                 "merge it with layout hf or torch"
             )
-        weights = weight_files(hf_weights(checkpoint, Target()), Target().shard_bytes)
+        weights = weight_files(hf_weights(checkpoint, Target()), Target().file_bytes)
         files = (*weights, OutFile("optimizer.pt", PtFile(optimizer_state(checkpoint))))
         return Laid(f"step{checkpoint.step}", files, ())
 
@@ -93,7 +93,7 @@ def _around(
         files += found
         notes += [note] if note else []
     if with_engine and weight_names(folder):
-        files += weight_files(hf_weights(checkpoint, Target()), Target().shard_bytes)
+        files += weight_files(hf_weights(checkpoint, Target()), Target().file_bytes)
     if with_engine and (folder / _ADAPTER_CONFIG).exists():
         notes.append("adapter_model.safetensors is not written: the Trainer resumes from DeepSpeed's files without it")
     return files, notes

@@ -224,6 +224,8 @@ def test_mistakes_in_what_was_typed(here: Here, trained: Path, tmp_path: Path, r
         (("--recipe", recipe, "--step", "3"), "give --step or --recipe, not both"),
         (("--recipe", tmp_path / "none.yaml"), "cannot read the recipe"),
         (("--files", tmp_path / "none"), "is no directory to take configuration and tokenizer files from"),
+        (("--dtype", "float32"), "--dtype is for layout hf"),
+        (("--layout", "hf", "--world-size", 2), "--world-size is for layouts deepspeed and trainer"),
     ):
         answer = here("merge", store, "--out", out, *given)
         assert answer.code == 2 and told in answer.err, answer.err
