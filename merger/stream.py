@@ -40,6 +40,11 @@ class Flow:
         """Size in bytes."""
         return _nbytes(self.extent)
 
+    @property
+    def exact(self) -> bool:
+        """See :class:`store.payload.Produced`."""
+        return True
+
     def pieces(self) -> Iterator[memoryview]:
         """See :class:`store.payload.Produced`. DamagedError for a block that does not match its checksum."""
         self.reading.go_to(self.extent.offset)

@@ -7,7 +7,7 @@ immutable :class:`CommitDraft` and gives a manifest back.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
@@ -16,7 +16,8 @@ from monitor.units import UnitSize, is_moving
 from policies.base import Choice
 from store.commit import Group
 from store.coverage import covered_numel
-from store.errors import SaveError
+from store.encoding import encoding_named
+from store.errors import DamagedError, SaveError
 from store.members import members_digest, members_of
 from store.names import BUFFER, FROZEN, WEIGHTS, SaveId, Unit
 from store.schema import Entry, GroupRecord, LayerRecord, ManifestRecord, TensorRecord, UnitRecord
@@ -74,6 +75,8 @@ class Ledger:
         """Stand where a resume put the state, fallbacks included."""
         self.versions = {unit: version.record for unit, version in resolution.versions.items()}
         self.groups = {version.record.save: version.group for version in resolution.versions.values()}
+        for version in resolution.versions.values():
+            self.groups.update(version.bases)
         self.commits = resolution.manifest.commits
         self.newest = resolution.manifest.save
 
@@ -108,22 +111,21 @@ def draw(draft: CommitDraft, group: Group) -> Drawn:
 
     SaveError or DamagedError where the segments do not hold exactly what was decided, or where a unit would be
     left without any version because its values are not finite."""
-    sick_layers, drift = _measured(group)
+    sick_layers, drift, errors = _measured(group)
     _require_whole_tensors(draft, group)
-    stored = _stored_sizes(group)
+    stored = _stored(group)
     for unit in draft.saved:
-        if stored.get(unit) != draft.sizes[unit]:
-            raise SaveError(
-                f"save {draft.save}: the segments hold {stored.get(unit)} of {unit}, not {draft.sizes[unit]}"
-            )
+        found, wanted = stored.get(unit), draft.sizes[unit]
+        if found is None or (found.numel, found.members) != (wanted.numel, wanted.members):
+            raise SaveError(f"save {draft.save}: the segments hold {found} of {unit}, not {wanted}")
     dropped = tuple(unit for unit in draft.saved if unit.layer in sick_layers)
-    units = [_unit_record(draft, unit, dropped) for unit in draft.sizes]
+    units = [_unit_record(draft, unit, dropped, stored, errors) for unit in draft.sizes]
     if len(dropped) == len(draft.saved):
         raise SaveError(f"save {draft.save}: every layer to be saved has NaN or Inf; the versions before stay")
-    reached = {record.save for record in units}
+    reached = {name for record in units for name in (record.save, *record.bases)}
     groups = {name: record for name, record in draft.groups.items() if name in reached}
     groups[draft.save.name] = group.record
-    written = sum(draft.sizes[unit].nbytes for unit in draft.saved)
+    written = sum(stored[unit].nbytes for unit in draft.saved)
     manifest = ManifestRecord(
         store_id=draft.facts.store_id,
         step=draft.save.step,
@@ -143,7 +145,13 @@ def draw(draft: CommitDraft, group: Group) -> Drawn:
     return Drawn(manifest, dropped, drift)
 
 
-def _unit_record(draft: CommitDraft, unit: Unit, dropped: tuple[Unit, ...]) -> UnitRecord:
+def _unit_record(
+    draft: CommitDraft,
+    unit: Unit,
+    dropped: tuple[Unit, ...],
+    stored: Mapping[Unit, _Stored],
+    errors: Mapping[Unit, float],
+) -> UnitRecord:
     choice = draft.saved.get(unit)
     if choice is None or unit in dropped:
         record = draft.kept.get(unit)
@@ -152,19 +160,22 @@ def _unit_record(draft: CommitDraft, unit: Unit, dropped: tuple[Unit, ...]) -> U
                 f"save {draft.save}: {unit} has NaN or Inf and no version yet, so nothing complete can be saved"
             )
         return record.model_copy(update={"drift": None}) if unit in dropped else record
-    assert choice.encoding is not None
+    found = stored[unit]
+    error = errors.get(unit, 0.0)
     return UnitRecord(
         layer=unit.layer,
         slot=unit.slot,
         save=draft.save.name,
-        encoding=choice.encoding,
-        numel=draft.sizes[unit].numel,
-        nbytes=draft.sizes[unit].nbytes,
-        drift=0.0,
+        encoding=found.encoding,
+        numel=found.numel,
+        nbytes=found.nbytes,
+        drift=error,
         staleness=0,
         moving=is_moving(unit),
+        error=error,
+        bases=found.bases,
         reason=choice.reason,
-        members=draft.sizes[unit].members,
+        members=found.members,
     )
 
 
@@ -179,25 +190,55 @@ def _require_whole_tensors(draft: CommitDraft, group: Group) -> None:
             raise SaveError(f"save {draft.save}: the segments hold {numel} elements of {fqn}, whose shape is {shape}")
 
 
-def _measured(group: Group) -> tuple[set[str], dict[Unit, float]]:
+def _measured(group: Group) -> tuple[set[str], dict[Unit, float], dict[Unit, float]]:
+    """Layers with values that are not finite; drift, as staged, and error of encoding, of the units of the others."""
     sick: set[str] = set()
-    squares: dict[Unit, tuple[float, float]] = {}
+    squares: dict[Unit, list[float]] = {}
     for part in group.parts:
         for found in part.measures:
             if not found.finite:
                 sick.add(found.layer)
-            moved, reference = squares.get(found.unit, (0.0, 0.0))
-            squares[found.unit] = (moved + found.moved_sq, reference + found.reference_sq)
-    return sick, {unit: drift_ratio(*pair) for unit, pair in squares.items() if unit.layer not in sick}
+            total = squares.setdefault(found.unit, [0.0] * 4)
+            for i, more in enumerate((found.moved_sq, found.reference_sq, found.error_sq, found.decoded_sq)):
+                total[i] += more
+    sound = {unit: total for unit, total in squares.items() if unit.layer not in sick}
+    drift = {unit: drift_ratio(moved, reference) for unit, (moved, reference, _, _) in sound.items()}
+    return sick, drift, {unit: drift_ratio(error, decoded) for unit, (_, _, error, decoded) in sound.items()}
 
 
-def _stored_sizes(group: Group) -> dict[Unit, UnitSize]:
+@dataclass(frozen=True)
+class _Stored:
+    """A unit as the segments of a save hold it."""
+
+    numel: int
+    nbytes: int
+    members: str
+    encoding: str
+    bases: tuple[str, ...]
+
+
+def _stored(group: Group) -> dict[Unit, _Stored]:
     entries: dict[Unit, list[Entry]] = {}
     for part in group.parts:
         for entry in part.entries:
             entries.setdefault(entry.unit, []).append(entry)
     # Without overlaps, as many elements as the unit has means that no element is missing.
     return {
-        unit: UnitSize(covered_numel(found), sum(entry.nbytes for entry in found), members_digest(members_of(found)))
+        unit: _Stored(
+            covered_numel(found),
+            sum(entry.nbytes for entry in found),
+            members_digest(members_of(found)),
+            _encoding_of(found),
+            tuple(sorted({entry.base for entry in found if entry.base is not None})),
+        )
         for unit, found in entries.items()
     }
+
+
+def _encoding_of(entries: Sequence[Entry]) -> str:
+    """What the unit was encoded in. Fragments that it could not hold, or did not apply to, are raw."""
+    names = {entry.encoding for entry in entries}
+    lossy = sorted(name for name in names if not encoding_named(name).lossless)
+    if len(lossy) > 1:
+        raise DamagedError(f"{entries[0].unit} was stored in several encodings at once: {', '.join(lossy)}")
+    return lossy[0] if lossy else sorted(names)[0]

@@ -91,6 +91,7 @@ def commit(files: Files, manifest: ManifestRecord) -> None:
 def _require_reachable(manifest: ManifestRecord) -> None:
     """A commit that no reader could follow must not come about: it would be the newest one."""
     reached = {manifest.save.name, *(unit.save for unit in manifest.units)}
+    reached |= {base for unit in manifest.units for base in unit.bases}
     lost = sorted(reached - manifest.groups.keys())
     if lost:
         raise SaveError(

@@ -50,10 +50,11 @@ S = TypeVar("S", bound=Span)
 
 @dataclass(frozen=True)
 class Source:
-    """A stored fragment and the part that holds it. A :class:`Span`."""
+    """A stored fragment and the part that holds it. A :class:`Span`. base: what it is stored as the difference to."""
 
     part: PartRecord
     entry: Entry
+    base: Source | None = None
 
     @property
     def fqn(self) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Protocol
 
 import xxhash
@@ -27,7 +28,12 @@ class Produced(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """How many there will be."""
+        """How many there will be; where not ``exact``, at most."""
+        ...
+
+    @property
+    def exact(self) -> bool:
+        """Whether the number is known before they are made."""
         ...
 
     def pieces(self) -> Iterable[memoryview]:
@@ -49,10 +55,15 @@ class Item:
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes."""
+        """Size in bytes; where it is not known yet, the largest it may come to."""
         if isinstance(self.data, bytes | bytearray | memoryview):
             return memoryview(self.data).nbytes
         return self.data.nbytes
+
+    @property
+    def exact(self) -> bool:
+        """Whether ``nbytes`` is the size. Otherwise the item is a row of bytes (``U8``), as many as come."""
+        return isinstance(self.data, bytes | bytearray | memoryview) or self.data.exact
 
 
 @dataclass(frozen=True)
@@ -80,21 +91,25 @@ def write_payload(
     """Write all items under a name that must not exist; durable on return.
 
     ``meanwhile`` runs once when all bytes are handed to the device and before they are waited for."""
-    header, offsets = _header(items)
-    hashes: list[str] = []
+    if len({item.name for item in items}) != len(items):
+        raise ValueError("two items of a payload have the same name")
+    reserved = _header(items, [item.nbytes for item in items], 0)
+    headers: list[bytes] = []
+    found: list[tuple[int, str]] = []
 
     def fill(file: NewFile) -> None:
-        hashes.clear()
-        file.write(header)
-        hashes.extend(_stream(file, item) for item in items)
+        headers[:], found[:] = [reserved], []
+        file.write(reserved)
+        found.extend(_stream(file, item) for item in items)
+        if not all(item.exact for item in items):  # sizes only shrink, and shorter numbers leave room
+            headers[:] = [_header(items, [nbytes for nbytes, _ in found], len(reserved))]
+            file.write_at(0, headers[0])
         meanwhile()
 
     write_new(files, path, fill)
-    placed = tuple(
-        Placed(offset, item.nbytes, found) for offset, item, found in zip(offsets, items, hashes, strict=True)
-    )
-    total = len(header) + sum(item.nbytes for item in items)
-    return Payload(total, len(header), digest(header), placed)
+    ends = list(accumulate(nbytes for nbytes, _ in found))
+    placed = tuple(Placed(end - nbytes, nbytes, hashed) for end, (nbytes, hashed) in zip(ends, found, strict=True))
+    return Payload(len(reserved) + (ends[-1] if ends else 0), len(reserved), digest(headers[0]), placed)
 
 
 def read_piece(files: Files, path: str, header_bytes: int, piece: Placed, target: memoryview) -> None:
@@ -114,29 +129,29 @@ def check_header(files: Files, path: str, header_bytes: int, expected: str) -> N
         raise DamagedError(f"{path}: the safetensors header does not match its hash")
 
 
-def _header(items: Sequence[Item]) -> tuple[bytes, list[int]]:
-    offsets, position, table = [], 0, {}
-    for item in items:
-        offsets.append(position)
-        end = position + item.nbytes
-        table[item.name] = {"dtype": item.dtype, "shape": list(item.shape), "data_offsets": [position, end]}
+def _header(items: Sequence[Item], sizes: Sequence[int], length: int) -> bytes:
+    """The container's header for items of these sizes, filled up to ``length`` bytes."""
+    position, table = 0, {}
+    for item, nbytes in zip(items, sizes, strict=True):
+        end = position + nbytes
+        shape = item.shape if item.exact else (nbytes,)
+        table[item.name] = {"dtype": item.dtype, "shape": list(shape), "data_offsets": [position, end]}
         position = end
-    if len(table) != len(items):
-        raise ValueError("two items of a payload have the same name")
     text = json.dumps(table, separators=(",", ":")).encode()
-    text += b" " * (-(len(text) + 8) % _ALIGN)
-    return len(text).to_bytes(8, "little") + text, offsets
+    text += b" " * max(-(len(text) + 8) % _ALIGN, length - 8 - len(text))
+    return len(text).to_bytes(8, "little") + text
 
 
-def _stream(file: NewFile, item: Item) -> str:
+def _stream(file: NewFile, item: Item) -> tuple[int, str]:
+    """Bytes written, and their hash."""
     state, written = xxhash.xxh3_128(), 0
     for piece in _pieces(item.data):
         state.update(piece)
         file.write(piece)
         written += len(piece)
-    if written != item.nbytes:
+    if written > item.nbytes or (item.exact and written != item.nbytes):
         raise ValueError(f"{item.name} was to have {item.nbytes} bytes and came to {written}")
-    return state.hexdigest()
+    return written, state.hexdigest()
 
 
 def _pieces(data: Data) -> Iterable[memoryview]:

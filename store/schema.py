@@ -57,7 +57,11 @@ class EpochRecord(Record):
 
 
 class Entry(Record):
-    """One stored fragment: elements [start, start + numel) of the flattened (fqn, slot), and where its bytes are."""
+    """One stored fragment: elements [start, start + numel) of the flattened (fqn, slot), and where its bytes are.
+
+    Its values, of ``dtype``, were encoded, and where ``packing`` is named the encoded bytes then packed: by
+    themselves, or as the difference to those of the same fragment in the save ``base``.
+    """
 
     layer: Name
     slot: Name
@@ -66,11 +70,15 @@ class Entry(Record):
     numel: Natural
     dtype: Name
     encoding: Name
+    packing: Name | None = None
     base: SaveName | None = None
     offset: Natural
     """In bytes from the start of the payload's data, after the safetensors header."""
     nbytes: Natural
     xxh3_128: Digest
+    """Of the bytes as they are stored."""
+    encoded_xxh3_128: Digest | None = None
+    """Of the encoded bytes, where they are packed: unpacking, and the base, are proved right by it."""
 
     @property
     def unit(self) -> Unit:
@@ -97,13 +105,16 @@ class MeasureRecord(Record):
     """What one rank measured on its staged copy of a unit, against the version before.
 
     moved_sq, reference_sq: squared L2 norms of the movement and of the reference; both 0 where there was no
-    version before or where values are not finite. They add up over ranks."""
+    version before or where values are not finite. error_sq, decoded_sq: squared L2 norms of what the encoding lost
+    and of what decoding gives; both 0 for lossless ones. They add up over ranks."""
 
     layer: Name
     slot: Name
     moved_sq: Ratio
     reference_sq: Ratio
     finite: bool
+    error_sq: Ratio = 0.0
+    decoded_sq: Ratio = 0.0
 
     @property
     def unit(self) -> Unit:
@@ -167,6 +178,8 @@ class UnitRecord(Record):
 
     drift: relative distance of the live state to this version when the manifest was written; None where it
     could not be measured (the live values were not finite). staleness: steps between version and manifest.
+    error: relative distance of what was to be stored to what decoding gives, as measured when it was stored.
+    nbytes: as stored. bases: the saves that its fragments are stored as differences to.
     """
 
     layer: Name
@@ -178,6 +191,8 @@ class UnitRecord(Record):
     drift: Ratio | None
     staleness: Natural
     moving: bool
+    error: Ratio = 0.0
+    bases: tuple[SaveName, ...] = ()
     reason: str = ""
     members: str = ""
     """:func:`store.members.members_digest` of what the unit was made of."""

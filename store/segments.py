@@ -13,11 +13,13 @@ from typing import Any
 import xxhash
 
 from store.durable import ensure_dir, write_new
-from store.encoding import encoding_named
-from store.errors import DamagedError, MissingError
+from store.encoding import BF16, RAW, encoding_named, itemsize
+from store.encoding.packing import packed_bound
+from store.errors import DamagedError, MissingError, NewerFormatError
 from store.files import Files
 from store.layout import parse_rank_file, part_path, payload_path, segment_dir
 from store.names import SaveId
+from store.packed import PACKING, Encoded
 from store.payload import Data, Item, Placed, read_piece, write_payload
 from store.schema import Entry, MeasureRecord, PartRecord, StateTensor, from_bytes, to_bytes
 from store.tree import Leaf, leaf_bytes
@@ -28,7 +30,9 @@ PART_LIMIT = 1 << 28
 
 @dataclass(frozen=True)
 class StagedFragment:
-    """A fragment ready to be written: encoded bytes that stand still until the write returns, or come as it goes."""
+    """A fragment ready to be written: encoded bytes that stand still until the write returns, or come as it goes.
+
+    Only :class:`store.packed.Encoded` says how they are packed; all others are written as they are."""
 
     layer: str
     slot: str
@@ -63,7 +67,7 @@ def write_segment(
     ``measure`` is asked for what the part says of the staged copies while the device takes the payload."""
     measures: list[MeasureRecord] = []
     ensure_dir(files, segment_dir(draft.save))
-    fragments = [Item(f"{f.fqn}/{f.slot}/{f.start}", f.dtype, (f.numel,), f.data) for f in draft.fragments]
+    fragments = [_item(fragment) for fragment in draft.fragments]
     leaves = [Item(f"run_state/{i}", leaf.dtype, leaf.shape, leaf.data) for i, leaf in enumerate(draft.run_leaves)]
     payload = write_payload(
         files, payload_path(draft.save, draft.rank), fragments + leaves, lambda: measures.extend(measure())
@@ -109,9 +113,23 @@ def parse_part(data: bytes, store_id: str, save: SaveId, rank: int) -> PartRecor
         if leaf_bytes(tensor.dtype, tensor.shape) != tensor.nbytes:
             raise DamagedError(f"{path}: a tensor of the run state has the wrong size for its dtype")
     for entry in part.entries:
-        if encoding_named(entry.encoding).stored_bytes(entry.numel, entry.dtype) != entry.nbytes:
-            raise DamagedError(f"{path}: {entry.fqn}/{entry.slot} has the wrong size for its encoding")
+        _check_entry(path, entry)
     return part
+
+
+def _check_entry(path: str, entry: Entry) -> None:
+    encoding = encoding_named(entry.encoding)
+    if entry.packing not in (None, PACKING):
+        raise NewerFormatError(
+            f"{path}: {entry.fqn}/{entry.slot} is packed as {entry.packing!r}, which this release does not know; run "
+            "`pip install --upgrade driftpoint`"
+        )
+    if entry.packing is None:
+        fits = entry.nbytes == encoding.stored_bytes(entry.numel, entry.dtype) and entry.base is None
+    else:
+        fits = entry.nbytes <= packed_bound(encoding, entry.numel, entry.dtype) and entry.encoded_xxh3_128 is not None
+    if not fits:
+        raise DamagedError(f"{path}: {entry.fqn}/{entry.slot} has the wrong size for its encoding")
 
 
 def check_payload_size(files: Files, part: PartRecord) -> None:
@@ -162,7 +180,16 @@ def parts_digest(part_files: Iterable[bytes]) -> str:
     return state.hexdigest()
 
 
+def _item(fragment: StagedFragment) -> Item:
+    """What other readers of safetensors see: values where there is a dtype for them, bytes otherwise."""
+    name = f"{fragment.fqn}/{fragment.slot}/{fragment.start}"
+    dtype = {RAW: fragment.dtype, BF16: "BF16"}.get(fragment.encoding, "U8")
+    shape = encoding_named(fragment.encoding).stored_bytes(fragment.numel, fragment.dtype) // itemsize(dtype)
+    return Item(name, dtype, (shape,), fragment.data)
+
+
 def _entry(fragment: StagedFragment, placed: Placed) -> Entry:
+    made = fragment.data if isinstance(fragment.data, Encoded) else None
     return Entry(
         layer=fragment.layer,
         slot=fragment.slot,
@@ -171,9 +198,12 @@ def _entry(fragment: StagedFragment, placed: Placed) -> Entry:
         numel=fragment.numel,
         dtype=fragment.dtype,
         encoding=fragment.encoding,
+        packing=None if made is None or made.packing is None else PACKING,
+        base=None if made is None else made.base,
         offset=placed.offset,
         nbytes=placed.nbytes,
         xxh3_128=placed.xxh3_128,
+        encoded_xxh3_128=None if made is None else made.encoded_xxh3_128(),
     )
 
 

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from store.catalog import Catalog, LoadedGroup
-from store.encoding import encoding_named
 from store.errors import DamagedError, NothingToResumeError, StorageError
 from store.layout import part_path, payload_path
 from store.names import SaveId
@@ -104,10 +103,8 @@ class _Checker:
             self.problems.append(str(error))
             self.harmless.add(part.save)
         for entry in part.entries:
-            target = memoryview(bytearray(entry.nbytes))
             try:
-                encoding_named(entry.encoding)
-                read_entry(self._catalog.files, part, entry, target)
+                read_entry(self._catalog.files, part, entry, memoryview(bytearray(entry.nbytes)))
             except (DamagedError, StorageError) as error:
                 self.problems.append(f"{error} ({entry.fqn}/{entry.slot} in {part_path(part.save, part.rank)})")
                 self.bad.add(Bad(part.save, entry.unit))

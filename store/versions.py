@@ -8,8 +8,9 @@ that do not match their hash and asks again with that version in ``bad``.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
+from store.bases import with_bases
 from store.catalog import Catalog
 from store.coverage import FragmentIndex, Source, covered_numel
 from store.errors import DamagedError, NothingToResumeError, StorageError
@@ -31,12 +32,14 @@ class Version:
 
     record: as in the manifest that was asked for, or, after a fallback, in the older manifest it was found in.
     group: the segment group it lies in. fallback: older than the manifest names, because that one is damaged.
+    bases: the groups of ``record.bases``.
     """
 
     record: UnitRecord
     group: GroupRecord
     sources: tuple[Source, ...]
     fallback: bool
+    bases: Mapping[str, GroupRecord] = field(default_factory=dict)
 
     @property
     def save(self) -> SaveId:
@@ -101,25 +104,28 @@ def _whole(
     if Bad(record.version, record.unit) in bad:
         problems.append(f"{record.unit}: version {record.save} does not match its hashes")
         return None
+    damaged = [base for base in record.bases if Bad(SaveId.parse(base), record.unit) in bad]
+    if damaged:
+        problems.append(f"{record.unit}: version {record.save} is the difference to {damaged[0]}, which is damaged")
+        return None
     group_record = _group_record(manifest, record.version)
     group = catalog.group(record.version, group_record)
-    sources = tuple(Source(part, entry) for part, entry in group.by_unit.get(record.unit, ()))
-    problem = _problem(record, sources)
-    if problem is None:
-        return Version(record, group_record, sources, fallback=False)
-    problems.extend(group.problems)
-    problems.append(problem)
-    return None
-
-
-def _problem(record: UnitRecord, sources: tuple[Source, ...]) -> str | None:
+    base_records = {name: _group_record(manifest, SaveId.parse(name)) for name in record.bases}
+    bases = [catalog.group(SaveId.parse(name), found) for name, found in base_records.items()]
     try:
-        covered = covered_numel(source.entry for source in sources)
+        sources = with_bases(group.by_unit.get(record.unit, ()), bases)
+        _require_covered(record, sources)
     except DamagedError as error:
-        return str(error)
+        problems += [problem for one in (group, *bases) for problem in one.problems]
+        problems.append(str(error))
+        return None
+    return Version(record, group_record, sources, fallback=False, bases=base_records)
+
+
+def _require_covered(record: UnitRecord, sources: tuple[Source, ...]) -> None:
+    covered = covered_numel(source.entry for source in sources)
     if covered != record.numel:
-        return f"{record.unit}: version {record.save} has {covered} of its {record.numel} elements"
-    return None
+        raise DamagedError(f"{record.unit}: version {record.save} has {covered} of its {record.numel} elements")
 
 
 def _previous(
