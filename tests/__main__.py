@@ -1,5 +1,5 @@
-"""Runs the whole suite as ``make test`` does: fast tests first, then slow ones over two processes, then the
-tests that launch jobs of their own, one at a time so that they do not fight for the cores.
+"""Runs the whole suite as ``make test`` does, over two processes: fast tests first, then slow ones, then those that
+launch jobs of their own, a file to a process since the tests of a file share their launches.
 
 Arguments go to pytest. Stops at the first stage that fails.
 """
@@ -16,7 +16,7 @@ from pathlib import Path
 STAGES = {
     "fast": ["-m", "not slow and not distributed", "-n", "2"],
     "slow": ["-m", "slow and not distributed", "-n", "2", "--dist", "worksteal"],
-    "distributed": ["-m", "distributed"],
+    "distributed": ["-m", "distributed", "-n", "2", "--dist", "loadfile"],
 }
 NO_TESTS = 5
 COMPILE = "from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder; ShareMemCommBuilder().load(verbose=False)"
