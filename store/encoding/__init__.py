@@ -9,18 +9,22 @@ from __future__ import annotations
 
 from store.encoding.base import BLOCK, CHUNK, Encoding, Lane, ValuesError, chunk_sizes
 from store.encoding.bf16 import BF16, Bf16
+from store.encoding.bf16_int8 import BF16_INT8, Bf16Int8
 from store.encoding.dtypes import itemsize
 from store.encoding.int8_block import INT8_BLOCK, Int8Block
+from store.encoding.int8_sqrt_block import INT8_SQRT_BLOCK, Int8SqrtBlock
 from store.encoding.raw import Raw
 from store.errors import DamagedError
 from store.names import RAW
 
 __all__ = [
     "BF16",
+    "BF16_INT8",
     "BLOCK",
     "CHUNK",
     "ENCODINGS",
     "INT8_BLOCK",
+    "INT8_SQRT_BLOCK",
     "RAW",
     "Encoding",
     "Lane",
@@ -30,7 +34,7 @@ __all__ = [
     "itemsize",
 ]
 
-_ALL: tuple[Encoding, ...] = (Raw(), Bf16(), Int8Block())
+_ALL: tuple[Encoding, ...] = (Raw(), Bf16(), Bf16Int8(), Int8Block(), Int8SqrtBlock())
 
 ENCODINGS: dict[str, Encoding] = {encoding.name: encoding for encoding in _ALL}
 
