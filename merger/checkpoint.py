@@ -36,6 +36,8 @@ class Checkpoint:
     ``slots`` {fqn: [name]}. run_states: by rank; empty where the source keeps none.
     files: a directory with what belongs beside the state (configuration, tokenizer, trainer state), or None.
     client_state: what the user gave a foreign checkpoint to keep.
+    run_steps: in a composite, the optimizer's ``step`` of each parameter in the run whose counters and schedule go on;
+    empty where all is of one run, whose scalars have them.
     """
 
     origin: str
@@ -51,6 +53,7 @@ class Checkpoint:
     files: Path | None = None
     client_state: Mapping[str, Any] = field(default_factory=dict)
     problems: tuple[str, ...] = ()
+    run_steps: Mapping[str, Any] = field(default_factory=dict)
 
     def record(self, fqn: str) -> TensorRecord:
         """What is known of a parameter or buffer. MergeError where there is none of that name."""

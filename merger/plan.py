@@ -176,6 +176,7 @@ def _planned(assembled: Assembled, checkpoint: Checkpoint, target: Target, reque
             raise UsageError(f"{target.files} is no directory to take configuration and tokenizer files from")
         checkpoint = replace(checkpoint, files=target.files)
     laid = layout_for(checkpoint, target).lay_out(checkpoint, target)
+    checkpoint = replace(checkpoint, certificate=laid.certificate or checkpoint.certificate)
     notes = (*assembled.notes, *_dtype_note(request, target, checkpoint), *laid.notes)
     certificate = certificate_file(checkpoint.certificate, laid.tag, notes, assembled.uses)
     files = (*laid.files, certificate)

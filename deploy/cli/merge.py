@@ -25,10 +25,14 @@ from store.errors import UsageError
 
 if TYPE_CHECKING:
     from merger.merge import MergeResult
+    from merger.optimizer_steps import ChosenStep
     from merger.plan import Request
     from merger.report import SourceUse
 
 _SIZE = re.compile(r"(?P<count>\d+(?:\.\d+)?)\s*(?P<prefix>[KMGT]?)(?P<binary>i?)B?", re.IGNORECASE)
+_NAMED = 6
+"""Layers named before the rest are counted."""
+
 _POWER = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 SourceArgument = Annotated[
@@ -187,15 +191,39 @@ def draw(console: Console, result: MergeResult) -> None:
 
 
 def print_certificate(console: Console, certificate: Certificate, parameters: int) -> None:
-    """Per layer, then per slot."""
+    """Per layer, then per slot, then the optimizer steps that are not those which the layers had."""
     layers.print_layers(console, certificate.units)
     console.print()
     console.print(layers.slot_table(certificate.units, parameters))
     console.print()
+    from merger.optimizer_steps import changed_steps
+
+    if steps := changed_steps(certificate):
+        console.print(step_table(steps))
+        console.print()
+
+
+def step_table(steps: Sequence[ChosenStep]) -> Table:
+    """One row per param group (and step written, where a group has several)."""
+    table = output.table()
+    table.add_column("Param group", justify="right", no_wrap=True)
+    table.add_column("Optimizer step", justify="right", no_wrap=True)
+    table.add_column("Layers had", overflow="fold", ratio=1)
+    for step in steps:
+        had = "; ".join(f"{one.step:g}: {_named(one.layers)}" for one in step.had)
+        table.add_row(str(step.param_group), f"{step.chosen:g}", output.cell(had))
+    return table
+
+
+def _named(names: Sequence[str]) -> str:
+    more = len(names) - _NAMED
+    return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 def kind_of(certificate: Certificate) -> Text:
     """Exact, or how old, how new and how far moved."""
+    from merger.optimizer_steps import changed_steps
+
     drift = certificate.max_drift
     ages = [unit.staleness for unit in certificate.units if unit.moving]
     newest, oldest = min(ages, default=0), max(ages, default=0)
@@ -205,6 +233,8 @@ def kind_of(certificate: Certificate) -> Text:
         old = f"up to {plural(oldest, 'step')} old and " if oldest > 0 else ""
         new = f"up to {plural(-newest, 'step')} newer than the run state"
         text = f"composite: layers {old}{new}, drift up to {drift_text(drift)}"
+    if changed_steps(certificate):
+        text += ", one optimizer step for layers that had several"
     return Text(text, style="green" if certificate.exact else "yellow")
 
 

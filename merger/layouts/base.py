@@ -8,6 +8,7 @@ from typing import Protocol
 from merger.checkpoint import Checkpoint
 from merger.containers.base import OutFile
 from merger.target import Target
+from store.certificate import Certificate
 
 
 @dataclass(frozen=True)
@@ -15,13 +16,15 @@ class Laid:
     """All files of an output, planned. tag: the checkpoint's name inside the directory, as its framework says it.
 
     load: lines of Python that load it, with ``{out}`` for the directory and ``{out:FILE}`` for what is in it.
-    notes: what the user has to know before loading it, each with its way out.
+    notes: what the user has to know before loading it, each with its way out. certificate: of what is laid out, None
+    where that is the checkpoint's own.
     """
 
     tag: str
     files: tuple[OutFile, ...]
     load: tuple[str, ...]
     notes: tuple[str, ...] = ()
+    certificate: Certificate | None = None
 
 
 class Layout(Protocol):

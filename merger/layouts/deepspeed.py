@@ -54,7 +54,8 @@ class DeepSpeedLayout:
             OutFile("latest", Verbatim(tag.encode())),
         )
         load = (f"engine.load_checkpoint({{out!r}}, tag={tag!r})",)
-        return Laid(tag, files, load, (*notes, *_notes_on_ranks(saved, facts), *_notes_on_loading(facts)))
+        notes = (*notes, *_notes_on_ranks(saved, facts), *_notes_on_loading(facts))
+        return Laid(tag, files, load, notes, checkpoint.certificate)
 
 
 def _facts_for(saved: EngineFacts, checkpoint: Checkpoint, target: Target) -> EngineFacts:

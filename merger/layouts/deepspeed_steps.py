@@ -1,7 +1,8 @@
 """One optimizer step for each flat partition, where the parameters that share it bring several.
 
 DeepSpeed keeps one step count for a whole flat partition. The layers of a composite may have been saved with
-different ones: then the newest of them is taken, and a note says so. It knows no files.
+different ones: then the step of the run whose counters and schedule go on is taken, and certificate and notes say so.
+It knows no files.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 
 from merger.checkpoint import Checkpoint
 from merger.layouts.deepspeed_facts import EngineFacts
+from merger.optimizer_steps import chosen_steps, with_steps
 from store.errors import UnsupportedError
 
 STEP = "step"
@@ -33,13 +35,15 @@ def flats(facts: EngineFacts) -> list[tuple[int, tuple[str, ...]]]:
 def with_common_steps(
     checkpoint: Checkpoint, shared: Iterable[tuple[int, Sequence[str]]]
 ) -> tuple[Checkpoint, tuple[str, ...]]:
-    """The checkpoint with the same scalars for all parameters that share a flat partition, and notes on what changed.
+    """The checkpoint with the same scalars for all parameters that share a flat partition, and notes on what changed;
+    its certificate has the steps (:class:`merger.optimizer_steps.StepsCertificate`).
 
     shared: as :func:`flats` gives them. Parameters that the optimizer keeps nothing at all for stay without.
     UnsupportedError, naming it, for a scalar other than ``step`` that differs.
     """
     scalars = dict(checkpoint.framework_state["scalars"])
     notes: dict[str, None] = {}
+    chosen: list[tuple[int, float, list[tuple[str, float]]]] = []
     for group, fqns in shared:
         known = [fqn for fqn in fqns if has_state(checkpoint, fqn)]
         if known:
@@ -47,14 +51,17 @@ def with_common_steps(
             own = {fqn: scalars[fqn][STEP] for fqn in known if STEP in scalars.get(fqn, {})}
             common = dict(scalars.get(known[0], {}))
             if own:
-                common[STEP] = max(own.values(), key=float)
-                if any(float(step) != float(common[STEP]) for step in own.values()):
+                common[STEP] = common_step(checkpoint, own)
+                had = [(checkpoint.record(fqn).layer, float(step)) for fqn, step in own.items()]
+                chosen.append((group, float(common[STEP]), had))
+                if any(step != chosen[-1][1] for _, step in had):
                     notes[_note_on_steps(checkpoint, group, own, float(common[STEP]))] = None
             scalars |= dict.fromkeys(known, common)
         if known and len(known) < len(fqns):
             notes[_note_on_missing(checkpoint, group, [fqn for fqn in fqns if fqn not in set(known)])] = None
     state = {**checkpoint.framework_state, "scalars": scalars}
-    return replace(checkpoint, framework_state=state), tuple(notes)
+    certificate = with_steps(checkpoint.certificate, chosen_steps(chosen))
+    return replace(checkpoint, framework_state=state, certificate=certificate), tuple(notes)
 
 
 def has_state(checkpoint: Checkpoint, fqn: str) -> bool:
@@ -63,11 +70,17 @@ def has_state(checkpoint: Checkpoint, fqn: str) -> bool:
     return bool(state["scalars"].get(fqn) or state["slots"].get(fqn))
 
 
-def newest_step(checkpoint: Checkpoint, fqns: Iterable[str]) -> Any:
-    """The largest step of any of the parameters, as the optimizer kept it; None where none has one."""
+def common_step(checkpoint: Checkpoint, fqns: Iterable[str]) -> Any:
+    """The one step for parameters that share it, as the optimizer kept it; None where none has one.
+
+    Where they bring several, it is the newest that any of them has in the run that goes on.
+    """
+    fqns = list(fqns)
     scalars = checkpoint.framework_state["scalars"]
-    steps = [scalars[fqn][STEP] for fqn in fqns if STEP in scalars.get(fqn, {})]
-    return max(steps, key=float, default=None)
+    own = [scalars[fqn][STEP] for fqn in fqns if STEP in scalars.get(fqn, {})]
+    run = [checkpoint.run_steps[fqn] for fqn in fqns if fqn in checkpoint.run_steps]
+    several = len({float(step) for step in own}) > 1
+    return max(run if several and run else own, key=float, default=None)
 
 
 def layers_named(checkpoint: Checkpoint, fqns: Iterable[str]) -> str:
@@ -105,15 +118,15 @@ def _shown(scalars: Mapping[str, Any], key: str) -> str:
     return str(scalars[key]) if key in scalars else "none"
 
 
-def _note_on_steps(checkpoint: Checkpoint, group: int, own: Mapping[str, Any], newest: float) -> str:
+def _note_on_steps(checkpoint: Checkpoint, group: int, own: Mapping[str, Any], chosen: float) -> str:
     others: dict[float, list[str]] = {}
     for fqn, step in own.items():
-        if float(step) != newest:
+        if float(step) != chosen:
             others.setdefault(float(step), []).append(fqn)
     told = "; ".join(f"{step:g} in {layers_named(checkpoint, fqns)}" for step, fqns in sorted(others.items()))
     return (
         f"DeepSpeed keeps one optimizer step for parameters that share a flat partition: those of param group {group} "
-        f"get the newest, {newest:g}; it was {told}. Only Adam's bias correction depends on it"
+        f"get the run's, {chosen:g}; it was {told}. Only Adam's bias correction depends on it"
     )
 
 

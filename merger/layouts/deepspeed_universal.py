@@ -24,7 +24,7 @@ from merger.layouts.deepspeed_facts import EngineFacts, GroupFacts, PlacedParame
 from merger.layouts.deepspeed_model import CLIENT_KEY, client_state, model_states
 from merger.layouts.deepspeed_retarget import clip_grad, data_order
 from merger.layouts.deepspeed_scaler import loss_scaler
-from merger.layouts.deepspeed_steps import STEP, has_state, newest_step, with_common_steps
+from merger.layouts.deepspeed_steps import STEP, common_step, has_state, with_common_steps
 from merger.layouts.deepspeed_universal_traps import MODEL_FILE, load_lines, notes_on_loading
 from merger.runstate import portable
 from merger.stored import Stored, whole
@@ -59,7 +59,7 @@ class UniversalLayout:
             OutFile("latest_universal", Verbatim(tag.encode())),
         )
         traps = notes_on_loading(checkpoint, facts, groups, tag)
-        return Laid(tag, files, load_lines(checkpoint, groups, tag), (*notes, *traps))
+        return Laid(tag, files, load_lines(checkpoint, groups, tag), (*notes, *traps), checkpoint.certificate)
 
 
 def optimized_groups(checkpoint: Checkpoint, facts: EngineFacts) -> tuple[tuple[str, ...], ...]:
@@ -102,7 +102,7 @@ def _optimizer(facts: EngineFacts, checkpoint: Checkpoint, groups: tuple[tuple[s
         {**portable(group["hyper"]), "params": [index]}
         for index, group in enumerate(checkpoint.framework_state["param_groups"])
     ]
-    step = newest_step(checkpoint, (fqn for params in groups for fqn in params))
+    step = common_step(checkpoint, (fqn for params in groups for fqn in params))
     return {
         constants.LOSS_SCALER: loss_scaler(checkpoint.framework_state, facts.dtype),
         "dynamic_loss_scale": facts.dynamic_loss_scale,

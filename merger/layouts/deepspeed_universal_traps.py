@@ -16,13 +16,21 @@ from merger.checkpoint import Checkpoint
 from merger.layouts.deepspeed_config import zero_section
 from merger.layouts.deepspeed_facts import EngineFacts
 from merger.layouts.deepspeed_retarget import ALIGNMENT
-from merger.layouts.deepspeed_steps import STEP, layers_named, newest_step, same_value
+from merger.layouts.deepspeed_steps import STEP, common_step, layers_named, same_value
 
 Groups = Sequence[Sequence[str]]
 
 MODEL_FILE = "mp_rank_00_model_states.pt"
 
 _ADAM = ("exp_avg", "exp_avg_sq")
+_LOAD_HYPER = (
+    "from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler",
+    "from deepspeed.runtime.zero.config import ZeroStageEnum",
+    "with torch.serialization.safe_globals([DynamicLossScaler, LossScaler, ZeroStageEnum]):",
+    "    kept = torch.load(saved + '/zero/optimizer_state.pt', weights_only=True)['param_groups']",
+)
+"""Reads the hyperparameters, and of all objects only the three kinds that are in this file."""
+
 _RANKS = 4096
 """World sizes beyond which a param group without elements on some rank is not looked for."""
 
@@ -31,10 +39,11 @@ def load_lines(checkpoint: Checkpoint, groups: Groups, tag: str) -> tuple[str, .
     """Python that loads the checkpoint completely, at any stage; ``{out}`` stands for the directory."""
     lines = [f"saved = {{out!r}} + '/{tag}'"]
     if _left_alone(checkpoint, groups):
-        lines.append(f"model.load_state_dict(torch.load(saved + '/{MODEL_FILE}')['module'])  # before initialize")
+        read = f"torch.load(saved + '/{MODEL_FILE}', weights_only=True)['module']"
+        lines.append(f"model.load_state_dict({read})  # before initialize")
     lines.append(f'engine.load_checkpoint({{out!r}}, tag={tag!r})  # with "checkpoint": {{{{"load_universal": true}}}}')
     if _hyper_differs(checkpoint):
-        lines.append("kept = torch.load(saved + '/zero/optimizer_state.pt', weights_only=False)['param_groups']")
+        lines.extend(_LOAD_HYPER)
         lines.append("for group, own in zip(engine.optimizer.optimizer.param_groups, kept, strict=True):")
         lines.append("    group.update({{key: value for key, value in own.items() if key != 'params'}})")
     if _step_is_a_tensor(checkpoint, groups):
@@ -70,7 +79,7 @@ def _note_on_what_is_left_alone(checkpoint: Checkpoint, groups: Groups, tag: str
     return (
         f"a universal load restores what the optimizer trains and nothing else: {len(left)} frozen parameters and "
         f"buffers (in {layers_named(checkpoint, left)}) stay as the model was built. Before deepspeed.initialize run "
-        f"model.load_state_dict(torch.load('.../{tag}/{MODEL_FILE}')['module'])"
+        f"model.load_state_dict(torch.load('.../{tag}/{MODEL_FILE}', weights_only=True)['module'])"
     )
 
 
@@ -132,7 +141,7 @@ def _note_on_hyper(checkpoint: Checkpoint) -> str | None:
 
 
 def _step_is_a_tensor(checkpoint: Checkpoint, groups: Groups) -> bool:
-    return isinstance(newest_step(checkpoint, chain.from_iterable(groups)), torch.Tensor)
+    return isinstance(common_step(checkpoint, chain.from_iterable(groups)), torch.Tensor)
 
 
 def _note_on_the_shared_step(checkpoint: Checkpoint, groups: Groups) -> str | None:
@@ -146,20 +155,20 @@ def _note_on_the_shared_step(checkpoint: Checkpoint, groups: Groups) -> str | No
 
 
 def _note_on_other_steps(checkpoint: Checkpoint, groups: Groups) -> str | None:
-    steps = [newest_step(checkpoint, params) for params in groups]
-    known = [float(step) for step in steps if step is not None]
-    if len(set(known)) < 2:
+    steps = [common_step(checkpoint, params) for params in groups]
+    if len({float(step) for step in steps if step is not None}) < 2:
         return None
+    common = float(common_step(checkpoint, chain.from_iterable(groups)))
     told = ", ".join("none" if step is None else f"{float(step):g}" for step in steps)
     return (
-        f"the param groups are at different optimizer steps ({told}), and DeepSpeed's ZeRO-3 takes {max(known):g} for "
+        f"the param groups are at different optimizer steps ({told}), and DeepSpeed's ZeRO-3 takes {common:g} for "
         "all when it loads a universal checkpoint; write layout 'deepspeed' to keep them"
     )
 
 
 def _note_on_other_optimizers(checkpoint: Checkpoint, groups: Groups) -> str | None:
     kept = {slot for params in groups for fqn in params for slot in checkpoint.slots(fqn)}
-    if newest_step(checkpoint, chain.from_iterable(groups)) is not None:
+    if common_step(checkpoint, chain.from_iterable(groups)) is not None:
         kept.add(STEP)
     if kept == {*_ADAM, STEP}:
         return None

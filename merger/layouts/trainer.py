@@ -49,6 +49,7 @@ class TrainerLayout:
             tuple(replace(file, path=f"{tag}/{path}") for path, file in files.items()),
             (f"trainer.train(resume_from_checkpoint={{out:{tag}}})",),
             (*state.notes, *moved.notes, *notes),
+            state.certificate,
         )
 
     def _plain(self, checkpoint: Checkpoint, folder: Path) -> Laid:

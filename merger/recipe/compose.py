@@ -76,6 +76,7 @@ def compose(parts: Mapping[str, Part], wanted: Wanted) -> Composed:
         certificate=certificate,
         files=wanted.files,
         problems=problems,
+        run_steps=_run_steps(reference),
     )
     return Composed(composed, tuple(_newer(composed, wanted.run_state)))
 
@@ -101,6 +102,11 @@ def _framework_state(checkpoints: Mapping[str, Checkpoint], wanted: Wanted) -> d
             if fqn in theirs:
                 by_fqn[fqn] = theirs[fqn]
     return {**checkpoints[wanted.run_state].framework_state, **found}
+
+
+def _run_steps(reference: Checkpoint) -> dict[str, Any]:
+    scalars = reference.framework_state.get("scalars") or {}
+    return {fqn: kept["step"] for fqn, kept in scalars.items() if "step" in kept}
 
 
 def _newer(checkpoint: Checkpoint, run_state: str) -> Iterator[str]:

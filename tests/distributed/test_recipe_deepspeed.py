@@ -4,6 +4,7 @@ stock DeepSpeed loads the composite and trains on.
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -137,7 +138,10 @@ def test_what_the_certificate_says(merged: tuple[Path, Any], name: str) -> None:
     assert {unit.source for unit in certificate.units} == {source.name for source in result.sources}
     told = loaded(directory, name)
     assert told["global_steps"] == 4
-    # One for each flat partition: the newest of those in it. ZeRO-3 cuts the parameters into many.
+    # One for each flat partition: the one of the run that goes on. ZeRO-3 cuts the parameters into many.
     assert max(told["steps"]) == 4.0 and (RECIPES[name][1] == THREE or told["steps"] == {4.0})
     mixed = {step for _, step in origins.values()} == {2, 4}
     assert any("DeepSpeed keeps one optimizer step" in note for note in result.notes) == mixed
+    steps = json.loads((result.out / "driftpoint-certificate.json").read_text())["optimizer_steps"]
+    assert {step["chosen"] for step in steps} == told["steps"]
+    assert any(had["step"] != step["chosen"] for step in steps for had in step["had"]) == mixed

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 import json
 import shutil
 import subprocess
@@ -8,8 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
-from deploy.cli.merge import size_from
+from deploy.cli.merge import kind_of, print_certificate, size_from
+from merger.optimizer_steps import ChosenStep, Had, with_steps
+from store.certificate import Certificate
 from store.errors import UsageError
 from tests.support.cli import Here, driftpoint, environment
 from tests.support.plain_stores import PlainStore
@@ -135,6 +139,24 @@ def test_what_libraries_print_does_not_spoil_the_answer(tmp_path: Path, monkeypa
         assert answer.code == 1
         assert "does not say how the DeepSpeed engine laid out its state" in json.dumps(answer.json)
     assert "get_accelerator" in answer.err
+
+
+def test_optimizer_steps_that_layers_did_not_have_are_in_the_table() -> None:
+    def told(*steps: ChosenStep) -> str:
+        text = io.StringIO()
+        console = Console(file=text, width=80)
+        certificate = with_steps(Certificate("s", "00000012-000001", 12, True, (), ()), steps)
+        print_certificate(console, certificate, 10)
+        console.print(kind_of(certificate))
+        return text.getvalue()
+
+    had = (Had(8.0, tuple(f"layers.{i}" for i in range(8))), Had(12.0, ("head",)))
+    table = told(ChosenStep(0, 12.0, had), ChosenStep(1, 12.0, had[1:]))
+    (row,) = (line.split(maxsplit=2) for line in table.splitlines() if "layers.0" in line)
+    assert row[:2] == ["0", "12"] and row[2].startswith("8: layers.0, layers.1")
+    assert "and 2 more; 12: head" in " ".join(table.split())
+    assert "composite" in table and "one optimizer step for layers that had several" in " ".join(table.split())
+    assert "Optimizer step" not in told(ChosenStep(1, 12.0, had[1:])) and "exact" in told()
 
 
 RECIPE = """

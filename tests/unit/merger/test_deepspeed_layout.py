@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -47,7 +48,7 @@ def test_the_newest_step_of_those_that_share_a_partition_is_taken_and_told(stage
     checkpoint = planned(tensors, groups, hyper=hyper)
     laid = DeepSpeedLayout().lay_out(checkpoint, Target("deepspeed", zero_stage=stage, world_size=3))
     note = next(note for note in laid.notes if "one optimizer step" in note)
-    assert "param group 0 get the newest, 12" in note
+    assert "param group 0 get the run's, 12" in note
     assert "4 in c; 8 in a" in note
     assert sum("one optimizer step" in note for note in laid.notes) == 1
     for states in optimizer_states(laid):
@@ -55,6 +56,40 @@ def test_the_newest_step_of_those_that_share_a_partition_is_taken_and_told(stage
         assert [base["state"][i]["step"].item() for i in (0, 1)] == [12, 6]
         assert [{key: group[key] for key in hyper[0]} for group in base["param_groups"]] == hyper
     assert checkpoint.framework_state["scalars"]["a.w"]["step"].item() == 8
+
+
+def test_the_step_is_that_of_the_run_which_goes_on_even_if_another_is_newer() -> None:
+    tensors = {"a.w": Tensor((5,), 8), "b.w": Tensor((3,), 12), "c.w": Tensor((3,), 8)}
+    checkpoint = replace(planned(tensors, [["a.w", "b.w"], ["c.w"]]), run_steps=dict.fromkeys(tensors, 8))
+    laid = DeepSpeedLayout().lay_out(checkpoint, Target("deepspeed", zero_stage=1))
+    for states in optimizer_states(laid):
+        assert [float(states["base_optimizer_state"]["state"][i]["step"]) for i in (0, 1)] == [8, 8]
+    assert any("get the run's, 8; it was 12 in b" in note for note in laid.notes)
+
+
+def test_the_certificate_has_the_chosen_step_and_what_the_layers_had() -> None:
+    tensors = {"a.w": Tensor((5,), 8), "a.v": Tensor((5,), 8), "b.w": Tensor((3,), 12), "c.w": Tensor((3,), 6)}
+    checkpoint = planned(tensors, [["a.w", "a.v", "b.w"], ["c.w"]])
+    laid = DeepSpeedLayout().lay_out(checkpoint, Target("deepspeed", zero_stage=1))
+    assert laid.certificate is not None
+    assert json.loads(json.dumps(laid.certificate.as_json()))["optimizer_steps"] == [
+        {
+            "param_group": 0,
+            "chosen": 12.0,
+            "had": [{"step": 8.0, "layers": ["a"]}, {"step": 12.0, "layers": ["b"]}],
+        },
+        {"param_group": 1, "chosen": 6.0, "had": [{"step": 6.0, "layers": ["c"]}]},
+    ]
+    assert checkpoint.certificate.exact and not laid.certificate.exact
+
+
+def test_steps_that_all_layers_had_leave_it_exact() -> None:
+    tensors = {"a.w": Tensor((50,), 8), "b.w": Tensor((50,), 12)}
+    config = {"zero_optimization": {"stage": 3, "sub_group_size": 10}}
+    laid = DeepSpeedLayout().lay_out(planned(tensors, [["a.w", "b.w"]], config=config, stage=3), Target("deepspeed"))
+    assert laid.certificate is not None and laid.certificate.exact
+    steps = laid.certificate.as_json()["optimizer_steps"]
+    assert [(one["chosen"], [had["layers"] for had in one["had"]]) for one in steps] == [(8, [("a",)]), (12, [("b",)])]
 
 
 def test_sub_groups_keep_steps_of_their_own() -> None:
