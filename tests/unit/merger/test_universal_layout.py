@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 pytest.importorskip("deepspeed")
+
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
 from merger.containers.pt import PtFile
 from merger.layouts.base import Laid
@@ -117,6 +122,36 @@ def test_a_parameter_without_state_among_others_gets_zeros_and_their_step() -> N
     assert (zeros.shape, zeros.dtype, zeros.placed) == ((3, 2), torch.float32, ())
     assert value(laid, "zero/b.w/step.pt").item() == 10
     assert any("no state yet for b" in note for note in laid.notes)
+
+
+SCALERS = {
+    "static": {"class": "LossScaler", "cur_scale": 128.0},
+    "dynamic": {**vars(DynamicLossScaler(2**16, 2, 1.0, 2, False)), "class": "DynamicLossScaler"},
+}
+
+
+@pytest.mark.parametrize("scaler", [None, *SCALERS])
+def test_the_lines_set_every_group_s_hyperparameters_and_unpickle_nothing_else(
+    tmp_path: Path, scaler: str | None
+) -> None:
+    """The real file, and the lines as they are printed, with a stand-in for the engine's optimizer."""
+    tensors = {"a.w": Tensor((500,)), "b.w": Tensor((500,)), "c.f": Tensor((3,), None, "frozen")}
+    checkpoint = planned(tensors, [["a.w"], ["b.w"]], hyper=[{"lr": 0.1}, {"lr": 0.2, "betas": (0.5, 0.75)}])
+    state = {**checkpoint.framework_state, "loss_scaler": SCALERS.get(scaler or "")}
+    laid = UniversalLayout().lay_out(replace(checkpoint, framework_state=state), Target("universal"))
+    assert not any("weights_only=False" in text for text in (*laid.load, *laid.notes))
+    path = tmp_path / TAG / "zero" / "optimizer_state.pt"
+    path.parent.mkdir(parents=True)
+    (container,) = (file.container for file in laid.files if file.path.endswith("optimizer_state.pt"))
+    assert container.make(path) == ()
+    container.seal(path, {})
+    lines = [line.format(out=str(tmp_path)) for line in laid.load]
+    begin = next(i for i, line in enumerate(lines) if line.startswith("from "))
+    end = next(i for i, line in enumerate(lines) if ".update(" in line)
+    groups: list[dict[str, Any]] = [{"params": [0]}, {"params": [1]}]
+    engine = SimpleNamespace(optimizer=SimpleNamespace(optimizer=SimpleNamespace(param_groups=groups)))
+    exec("\n".join([lines[0], *lines[begin : end + 1]]), {"torch": torch, "engine": engine})
+    assert groups == [{"params": [0], "lr": 0.1}, {"params": [1], "lr": 0.2, "betas": (0.5, 0.75)}]
 
 
 def test_the_lines_are_python() -> None:
