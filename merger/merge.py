@@ -57,7 +57,8 @@ def merge(
     progress: Progress = lambda _: None,
     planned: Planned = lambda _: None,
 ) -> MergeResult:
-    """Rebuild the newest state that can be (or ``save``: a commit, step, tag or bound) as a framework's checkpoint.
+    """Rebuild a state as a framework's checkpoint: ``save`` (a commit, step, tag or bound), or without it the newest
+    that can be rebuilt of a store or a Trainer's directory, and what ``latest`` names in one of DeepSpeed's.
 
     source: a store, or a checkpoint; None where ``recipe`` names its sources. out: must not exist; it appears when all
     of it is durable and was read back. workers: threads; by default as many as there are processors, up to eight.

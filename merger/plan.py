@@ -32,7 +32,8 @@ class Request:
     """What the user asks for. UsageError where it contradicts itself.
 
     source: a store or a checkpoint; None where a recipe names all of them. step: a step, a save's name, a tag or a
-    bound (``<= 120``); None: the newest. recipe: what to put together, in place of ``step``.
+    bound (``<= 120``); None: the newest, which a directory of DeepSpeed's names itself. recipe: what to put together,
+    in place of ``step``.
     """
 
     source: Path | None

@@ -40,7 +40,10 @@ StoreOption = Annotated[
 StepOption = Annotated[
     str | None,
     typer.Option(
-        metavar="STEP", help="A step, a tag or a save's name. Without it: the newest checkpoint.", show_default=False
+        metavar="STEP",
+        help="A step, a tag or a save's name. Without it: what `latest` names in a directory of DeepSpeed's, elsewhere "
+        "the newest.",
+        show_default=False,
     ),
 ]
 

@@ -53,7 +53,8 @@ StepOption = Annotated[
     typer.Option(
         metavar="STEP",
         help="A step, a save such as 00000120-000003, a tag, or a bound such as '<= 120'. "
-        "Without it: the newest that can be rebuilt.",
+        "Without it: of a store the newest that can be rebuilt, of DeepSpeed's directory what `latest` names, of the "
+        "Trainer's the newest complete one.",
         show_default=False,
     ),
 ]

@@ -101,6 +101,12 @@ def test_damage_is_worked_around_and_told(here: Here, trained: Path, tmp_path: P
     assert text.index("Problems") < text.index("Load it with:")
 
 
+@pytest.mark.parametrize("command", ["merge", "import"])
+def test_the_help_says_what_is_taken_without_a_step(here: Here, command: str) -> None:
+    told = " ".join(here(command, "--help", columns=400).out.split())
+    assert "Without it:" in told and "DeepSpeed's" in told and "what `latest` names" in told
+
+
 def test_what_is_there_is_not_written_over(here: Here, trained: Path, tmp_path: Path) -> None:
     (tmp_path / "precious").write_text("keep me")
     answer = here("merge", trained / "store", "--out", tmp_path)
