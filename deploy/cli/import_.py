@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from deploy.cli import output
+from deploy.cli.merge_damage import damage_is_the_end
 from deploy.cli.options import DebugOption, JsonOption
 from deploy.cli.progress import byte_progress
 from deploy.cli.text import plural, size_text
@@ -61,9 +62,10 @@ def import_(
     from merger.import_plan import plan_import
     from merger.importing import import_checkpoint
 
-    plan = plan_import(checkpoint, step)
-    with byte_progress("Importing", plan.bytes_to_read) as progress:
-        found = import_checkpoint(plan, store, progress)
+    with damage_is_the_end():
+        plan = plan_import(checkpoint, step)
+        with byte_progress("Importing", plan.bytes_to_read) as progress:
+            found = import_checkpoint(plan, store, progress)
     output.answer(as_json(plan, found), lambda console: draw(console, plan, found), as_json=json)
 
 

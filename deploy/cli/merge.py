@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from deploy.cli import layers, output
+from deploy.cli.merge_damage import damage_is_the_end
 from deploy.cli.options import DebugOption, JsonOption
 from deploy.cli.progress import byte_progress
 from deploy.cli.text import drift_text, kind_text, plural, size_text
@@ -141,7 +142,7 @@ def rebuild(request: Request, out: Path, workers: int | None) -> MergeResult:
     """Run the merger, with a progress bar where someone is watching."""
     from merger.merge import merge as run
 
-    with output.kept_for_answers(), byte_progress("Rebuilding") as progress:
+    with output.kept_for_answers(), damage_is_the_end(), byte_progress("Rebuilding") as progress:
         return run(
             request.source,
             out,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from rich.text import Text
 from deploy.cli import output
 from deploy.cli.exit_codes import OK
 from deploy.cli.merge import kind_of, print_certificate, print_load, print_notes, source_table
+from deploy.cli.merge_damage import told as told_error
 from deploy.cli.text import plural, size_text
 from merger.plan import Draft, MergePlan, Request, default_workers, draft_merge, free_bytes
 
@@ -34,6 +35,7 @@ def tell(request: Request, out: Path | None, workers: int | None, *, as_json: bo
     """Print the plan; returns the exit code that the merge would have. Writes nothing."""
     with output.kept_for_answers():
         draft = draft_merge(request, out)
+    draft = replace(draft, errors=tuple(told_error(error) for error in draft.errors))
     if request.recipe is None and not draft.sources:
         raise draft.errors[0]
     told = Told(draft, out, workers or default_workers(), None if out is None else free_bytes(out))

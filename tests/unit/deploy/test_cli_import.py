@@ -106,8 +106,8 @@ def test_a_store_in_use(here: Here, source: PlainStore, tmp_path: Path) -> None:
 def test_damage_in_the_checkpoint(here: Here, source: PlainStore, tmp_path: Path) -> None:
     flip_byte(next((source.root / "segments").rglob("rank-00000.safetensors")), 3000)
     answer = here("import", source.root, "--store", tmp_path / "target")
-    assert (answer.code, answer.out) == (12, "")
-    assert "do not match their checksum" in answer.err
+    assert (answer.code, answer.out) == (13, "")
+    assert "do not match their checksum; nothing stands in for it" in answer.err
     assert here("status", tmp_path / "target").code == 13
 
 
