@@ -57,7 +57,7 @@ def encode(values: torch.Tensor, name: str, out: torch.Tensor | None = None) -> 
 def encode_into(values: torch.Tensor, name: str, out: torch.Tensor) -> torch.Tensor:
     """As ``encode``, without waiting: whether the values can be held comes as a bool tensor on the device."""
     _check(values, out, stored_bytes(values, name))
-    flat = values.detach().view(-1)
+    flat = _flat(values)
     good = torch.ones((), dtype=torch.bool, device=values.device)
     if name == RAW:
         out.copy_(flat.view(torch.uint8))
@@ -79,7 +79,7 @@ def decode(data: torch.Tensor, name: str, out: torch.Tensor) -> torch.Tensor:
     here but in :mod:`store.encoding`.
     """
     _check(out, data, stored_bytes(out, name))
-    flat = out.detach().view(-1)
+    flat = _flat(out)
     if name == RAW:
         flat.view(torch.uint8).copy_(data)
         return out
@@ -99,6 +99,11 @@ def stored_bytes(values: torch.Tensor, name: str) -> int:
     if values.dtype != torch.float32:
         raise ValueError(f"{name} takes float32, not {values.dtype}; store this one {RAW}")
     return encoding_named(name).stored_bytes(values.numel(), "F32")
+
+
+def _flat(values: torch.Tensor) -> torch.Tensor:
+    """In one dimension, of stride 1 even where torch counts another one as contiguous: no elements, or one."""
+    return values.detach().as_strided((values.numel(),), (1,))
 
 
 def _check(values: torch.Tensor, data: torch.Tensor, nbytes: int) -> None:

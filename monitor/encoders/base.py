@@ -59,11 +59,24 @@ def block_pieces(values: torch.Tensor) -> Iterator[tuple[slice, slice, torch.Ten
         yield slice(whole, numel), slice(whole // BLOCK, whole // BLOCK + 1), last
 
 
-def split_lanes(data: torch.Tensor, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The codes and the bytes of the scales of a chunk in blocks, as views. Scales may not lie at a multiple of 4."""
-    return data[:numel], data[numel:]
+class Scratch:
+    """Room for the intermediate results of one piece, made once for a chunk: fresh memory costs page faults."""
+
+    def __init__(self, values: torch.Tensor, count: int) -> None:
+        step = CUDA_PIECE if values.device.type == "cuda" else PIECE
+        size = max(BLOCK, min(step, values.numel()))
+        self._made = [torch.empty(size, dtype=torch.float32, device=values.device) for _ in range(count)]
+
+    def like(self, piece: torch.Tensor) -> list[torch.Tensor]:
+        """float32 tensors of the piece's shape, with anything in them."""
+        return [made[: piece.numel()].view(piece.shape) for made in self._made]
 
 
 def held(device: torch.device) -> torch.Tensor:
     """True, as a tensor."""
     return torch.ones((), dtype=torch.bool, device=device)
+
+
+def aligned(data: torch.Tensor) -> torch.Tensor:
+    """The bytes, where values of up to four bytes may begin; a copy if they lie elsewhere."""
+    return data if data.storage_offset() % 4 == 0 else data.clone()

@@ -1,5 +1,7 @@
 """``int8-block`` and ``int8-sqrt-block`` in torch. Defined, to the bit, in store/encoding/int8_block.py and
 int8_sqrt_block.py.
+
+Two passes over a chunk: the largest value of each block, from which all scales come at once, then the codes.
 """
 
 from __future__ import annotations
@@ -8,7 +10,7 @@ from collections.abc import Iterator
 
 import torch
 
-from monitor.encoders.base import block_pieces, held, pieces, split_lanes
+from monitor.encoders.base import Scratch, block_pieces, held, pieces
 from store.encoding import int8_block, int8_sqrt_block
 from store.encoding.base import BLOCK
 from store.encoding.blocks import GRID, block_count
@@ -17,7 +19,7 @@ _INFINITE = 0x7F800000
 _INT_MIN = -(1 << 31)
 _STEP = GRID + 1
 _LEAST_SQRT_BITS = (127 - 62) << 23
-assert torch.tensor(_LEAST_SQRT_BITS, dtype=torch.int32).view(torch.float32).item() == int8_sqrt_block.LEAST_SCALE
+"""Of int8_sqrt_block.LEAST_SCALE, 2**-62."""
 
 
 class Int8BlockEncoder:
@@ -27,21 +29,21 @@ class Int8BlockEncoder:
 
     def encode(self, values: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """See :class:`monitor.encoders.base.Encoder`."""
-        good = held(values.device)
-        levels = torch.full((1,), 127.0, device=values.device)
-        codes, scales = split_lanes(out, values.numel())
-        signed = codes.view(torch.int8)
+        if not values.numel():
+            return held(values.device)
+        scratch, largest = Scratch(values, 1), _per_block(values)
+        for _, blocks, block in block_pieces(values):
+            (work,) = scratch.like(block)
+            torch.amax(torch.abs(block, out=work).view(torch.int32), 1, out=largest[blocks])
+        scales = _divided(largest.view(torch.float32), 127).bitwise_and_(~GRID).view(torch.float32)
+        scales.masked_fill_(scales < int8_block.LEAST_SCALE, 0)
+        by = scales.masked_fill(scales == 0, torch.inf).unsqueeze(1)
+        codes = _put(scales, out, values.numel()).view(torch.int8)
         for elements, blocks, block in block_pieces(values):
-            work = block.abs()
-            largest = work.view(torch.int32).amax(1)
-            good &= largest.amax() < _INFINITE
-            scale = (largest.view(torch.float32) / levels).view(torch.int32).bitwise_and_(~GRID).view(torch.float32)
-            scale.masked_fill_(scale < int8_block.LEAST_SCALE, 0)
-            _put_scales(scales, blocks, scale)
-            by = scale.masked_fill(scale == 0, torch.inf).unsqueeze(1)
-            torch.div(block, by, out=work).round_()
-            signed[elements] = work.view(-1)[: elements.stop - elements.start]
-        return good
+            (work,) = scratch.like(block)
+            torch.div(block, by[blocks], out=work).round_()
+            codes[elements] = work.view(-1)[: elements.stop - elements.start]
+        return largest.amax() < _INFINITE
 
     def decode(self, data: torch.Tensor, out: torch.Tensor) -> None:
         """See :class:`monitor.encoders.base.Encoder`."""
@@ -57,23 +59,28 @@ class Int8SqrtBlockEncoder:
     def encode(self, values: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """See :class:`monitor.encoders.base.Encoder`."""
         good = held(values.device)
-        codes, scales = split_lanes(out, values.numel())
-        short = torch.full((1,), 1 + 2.0**-20, device=values.device)
+        if not values.numel():
+            return good
+        scratch, largest = Scratch(values, 3), _per_block(values)
+        for _, blocks, block in block_pieces(values):
+            bits, flipped = block.view(torch.int32), scratch.like(block)[0].view(torch.int32)
+            # With the sign flipped, -0.0 is 0, other negative values lie above it and all others below.
+            good &= torch.bitwise_xor(bits, _INT_MIN, out=flipped).amax() <= 0
+            torch.amax(bits, 1, out=largest[blocks])
+        scales = _sqrt_scales(largest.clamp_(min=0))
+        good &= (largest.amax() < _INFINITE) & (scales.amax() <= int8_sqrt_block.MOST_SCALE)
+        by = scales.masked_fill(scales == 0, 1).unsqueeze(1)
+        short = by * torch.full((1,), 1 + 2.0**-20, device=values.device)
+        codes = _put(scales, out, values.numel())
         for elements, blocks, block in block_pieces(values):
-            bits = block.view(torch.int32)
-            negative = (bits ^ _INT_MIN).amax() > 0  # -0.0, the least of all as an integer, becomes 0
-            bits = bits.clamp(min=0)
-            largest = bits.amax(1)
-            scale = _sqrt_scales(largest)
-            good &= ~negative & (largest.amax() < _INFINITE) & (scale.amax() <= int8_sqrt_block.MOST_SCALE)
-            _put_scales(scales, blocks, scale)
-            by = scale.masked_fill(scale == 0, 1).unsqueeze(1)
-            code = torch.sqrt(bits.view(torch.float32))
-            code.div_(by * short).ceil_()
-            square = code * by
+            root, square, whole = scratch.like(block)
+            torch.sqrt(block, out=root).div_(short[blocks]).ceil_()
+            torch.mul(root, by[blocks], out=square)
             square.mul_(square)
-            below = square.view(torch.int32).sub_(bits).bitwise_right_shift_(31)  # -1 or 0: both are >= 0
-            codes[elements] = code.sub_(below).view(-1)[: elements.stop - elements.start]
+            # One more where the square is below the value; -0.0, the least integer, has code 0 and stays.
+            below = torch.sub(block.view(torch.int32), square.view(torch.int32), out=square.view(torch.int32))
+            code = whole.view(torch.int32).copy_(root).add_(below.clamp_(0, 1))
+            codes[elements] = code.view(-1)[: elements.stop - elements.start]
         return good
 
     def decode(self, data: torch.Tensor, out: torch.Tensor) -> None:
@@ -82,32 +89,39 @@ class Int8SqrtBlockEncoder:
             roots.mul_(roots)
 
 
+def _per_block(values: torch.Tensor) -> torch.Tensor:
+    return torch.empty(block_count(values.numel()), dtype=torch.int32, device=values.device)
+
+
+def _divided(values: torch.Tensor, levels: float) -> torch.Tensor:
+    """The bits of float32 quotients, by a tensor of the device so that they are true ones."""
+    return (values / torch.full((1,), levels, device=values.device)).view(torch.int32)
+
+
 def _sqrt_scales(largest: torch.Tensor) -> torch.Tensor:
-    """From the bits of the largest value of each block, -0.0 taken as 0."""
-    levels = torch.full((1,), 255.0, device=largest.device)
-    bits = (torch.sqrt(largest.view(torch.float32)) / levels).view(torch.int32).bitwise_and_(~GRID)
-    bits.clamp_(min=_LEAST_SQRT_BITS)
+    """From the bits of the largest value of each block, none negative."""
+    bits = _divided(torch.sqrt(largest.view(torch.float32)), 255).bitwise_and_(~GRID).clamp_(min=_LEAST_SQRT_BITS)
     for _ in range(2):
-        root = bits.view(torch.float32) * levels
+        root = bits.view(torch.float32) * 255
         bits += ((root * root).view(torch.int32) < largest) * _STEP
     return bits.view(torch.float32).masked_fill_(largest == 0, 0)
 
 
-def _put_scales(lane: torch.Tensor, blocks: slice, scale: torch.Tensor) -> None:
-    lane[4 * blocks.start : 4 * blocks.stop] = scale.view(torch.uint8)
+def _put(scales: torch.Tensor, out: torch.Tensor, numel: int) -> torch.Tensor:
+    """Fill the lane of the scales, which may not begin at a multiple of 4; the lane of the codes is returned."""
+    out[numel:] = scales.view(torch.uint8)
+    return out[:numel]
 
 
 def _multiplied(data: torch.Tensor, dtype: torch.dtype, out: torch.Tensor) -> Iterator[torch.Tensor]:
     """Codes times scales, into the pieces of ``out``; yields each piece."""
     numel = out.numel()
-    codes, scale_bytes = split_lanes(data, numel)
-    codes = codes.view(dtype)
-    scales = scale_bytes.clone().view(torch.float32)
+    codes, scales = data[:numel].view(dtype), data[numel:].clone().view(torch.float32)
     whole = numel - numel % BLOCK
     for piece in pieces(whole, out.device):
         scale = scales[piece.start // BLOCK : piece.stop // BLOCK].unsqueeze(1)
         torch.mul(codes[piece].view(-1, BLOCK), scale, out=out[piece].view(-1, BLOCK))
         yield out[piece]
     if whole < numel:
-        torch.mul(codes[whole:], scales[block_count(numel) - 1], out=out[whole:])
+        torch.mul(codes[whole:], scales[-1], out=out[whole:])
         yield out[whole:]

@@ -1,0 +1,268 @@
+"""What every encoding must do, run on all of them; and that torch gives the bytes that numpy defines."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from monitor import encoders
+from store.encoding import BLOCK, CHUNK, ENCODINGS, INT8_SQRT_BLOCK, RAW, Encoding, ValuesError, chunk_sizes
+from store.encoding.base import PIECE, lanes_bytes
+from store.encoding.packing import frame_bound, pack_chunk, packed_bound, unpack_chunk
+from store.encoding.stream import Packing, Read, Stored, chunked, cut, decoded, encoded
+from store.errors import DamagedError
+
+Floats = NDArray[np.float32]
+LOSSY = sorted(name for name, encoding in ENCODINGS.items() if not encoding.lossless)
+SIZES = (0, 1, 2, 63, 64, 65, 127, 128, 1000, PIECE - 1, PIECE + 65, CHUNK, CHUNK + 1, 2 * CHUNK + 77)
+LARGEST = 3.3e38
+
+
+@pytest.fixture(params=sorted(ENCODINGS))
+def encoding(request: pytest.FixtureRequest) -> Encoding:
+    return ENCODINGS[request.param]
+
+
+@pytest.fixture(params=LOSSY)
+def lossy(request: pytest.FixtureRequest) -> Encoding:
+    return ENCODINGS[request.param]
+
+
+def normal(numel: int, scale: float = 1e-2, seed: int = 0) -> Floats:
+    return (np.random.default_rng(seed).standard_normal(numel) * scale).astype("<f4")
+
+
+def fitting(encoding: Encoding, values: Floats) -> Floats:
+    """The values, or where the encoding knows no signs their magnitudes; -0.0 stays."""
+    return np.where(values < 0, -values, values) if encoding.name == INT8_SQRT_BLOCK else values
+
+
+@st.composite
+def floats(draw: st.DrawFn) -> Floats:
+    """Finite values: any bits, one scale, many scales, subnormal ones, zeros of both signs, powers of two."""
+    numel = draw(st.integers(0, 3 * BLOCK + 1))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    exponent = draw(st.floats(-46, 38.4))
+    with np.errstate(over="ignore"):
+        made = {
+            "bits": lambda: rng.integers(0, 2**32, numel, dtype=np.uint32).view("<f4"),
+            "scale": lambda: (rng.standard_normal(numel) * 10.0**exponent).astype("<f4"),
+            "scales": lambda: (rng.standard_normal(numel) * 10.0 ** rng.uniform(-46, exponent, numel)).astype("<f4"),
+            "tiny": lambda: rng.integers(0, 1 << 24, numel, dtype=np.uint32).view("<f4"),
+            "zeros": lambda: rng.choice(np.array([0.0, -0.0, 10.0**exponent], "<f4"), numel),
+            "powers": lambda: np.exp2(rng.integers(-149, 128, numel)).astype("<f4"),
+            "huge": lambda: (rng.uniform(-1, 1, numel) * 3.4028234e38).astype("<f4"),
+        }[draw(st.sampled_from(["bits", "scale", "scales", "tiny", "zeros", "powers", "huge"]))]()
+    return np.where(np.isfinite(made), made, np.float32(0))
+
+
+def encode_all(encoding: Encoding, values: Floats) -> NDArray[np.uint8]:
+    return np.concatenate([np.zeros(0, np.uint8), *(encoding.encode(chunk) for chunk in chunked(values))])
+
+
+def decode_all(encoding: Encoding, data: NDArray[np.uint8], numel: int) -> Floats:
+    chunks = zip(cut(data, encoding, numel, "F32"), chunk_sizes(numel), strict=True)
+    return np.concatenate([np.zeros(0, "<f4"), *(encoding.decode(chunk, n, "F32").view("<f4") for chunk, n in chunks)])
+
+
+def bounds(encoding: Encoding, values: Floats) -> NDArray[np.float64]:
+    return np.concatenate([np.zeros(0), *(encoding.error_bound(chunk) for chunk in chunked(values))])
+
+
+def in_torch(name: str, values: Floats) -> tuple[NDArray[np.uint8], bool]:
+    data, good = encoders.encode(torch.from_numpy(values.copy()), name)
+    return data.numpy(), good
+
+
+def reader(data: bytes) -> Read:
+    position = 0
+
+    def read(nbytes: int) -> memoryview:
+        nonlocal position
+        position += nbytes
+        return memoryview(data)[position - nbytes : position]
+
+    return read
+
+
+def same(one: Floats, other: Floats) -> bool:
+    return one.tobytes() == other.tobytes()
+
+
+@pytest.mark.parametrize("numel", SIZES)
+def test_sizes_are_known_beforehand_and_errors_within_bounds(encoding: Encoding, numel: int) -> None:
+    values = fitting(encoding, normal(numel))
+    data = encode_all(encoding, values)
+    assert data.size == encoding.stored_bytes(numel, "F32")
+    assert data.size == sum(lanes_bytes(encoding.lanes(size, "F32")) for size in chunk_sizes(numel))
+    back = decode_all(encoding, data, numel)
+    assert np.all(np.abs(back.astype(np.float64) - values) <= bounds(encoding, values))
+    assert same(back, values) or not encoding.lossless
+
+
+@pytest.mark.parametrize("numel", SIZES)
+def test_torch_gives_the_same_bytes_and_values(encoding: Encoding, numel: int) -> None:
+    values = fitting(encoding, normal(numel, seed=numel))
+    data, good = in_torch(encoding.name, values)
+    assert good
+    assert data.tobytes() == encode_all(encoding, values).tobytes()
+    back = encoders.decode(torch.from_numpy(data), encoding.name, torch.empty(numel))
+    assert same(back.numpy(), decode_all(encoding, data, numel))
+
+
+@settings(max_examples=1000, deadline=None)
+@given(values=floats(), name=st.sampled_from(sorted(ENCODINGS)))
+def test_any_finite_values_alike_in_numpy_and_torch(values: Floats, name: str) -> None:
+    encoding = ENCODINGS[name]
+    found, good = in_torch(name, values)
+    try:
+        data = encode_all(encoding, values)
+    except ValuesError:
+        assert not good
+        return
+    assert good
+    assert data.tobytes() == found.tobytes()
+    back = encoders.decode(torch.from_numpy(found), name, torch.empty(values.size))
+    assert same(back.numpy(), decode_all(encoding, data, values.size))
+
+
+@settings(max_examples=1000, deadline=None)
+@given(values=floats(), name=st.sampled_from(sorted(ENCODINGS)))
+def test_bounds_and_stability_hold_for_any_finite_values(values: Floats, name: str) -> None:
+    encoding = ENCODINGS[name]
+    values = fitting(encoding, np.clip(values, -LARGEST, LARGEST))
+    data = encode_all(encoding, values)
+    back = decode_all(encoding, data, values.size)
+    assert np.all(np.isfinite(back))
+    assert np.all(np.abs(back.astype(np.float64) - values) <= bounds(encoding, values))
+    assert encode_all(encoding, back).tobytes() == data.tobytes()  # so that decoding again gives the same too
+    assert same(back, values) or not encoding.lossless
+
+
+@pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("numel", [1, 64, 65, PIECE + 65])
+def test_what_is_not_finite_is_refused_wherever_it_stands(lossy: Encoding, bad: float, numel: int) -> None:
+    for at in {0, numel // 2, numel - 1}:
+        values = fitting(lossy, normal(numel))
+        values[at] = bad
+        with pytest.raises(ValuesError):
+            lossy.encode(values)
+        assert not in_torch(lossy.name, values)[1]
+
+
+def test_torch_refuses_what_only_one_chunk_cannot_hold(lossy: Encoding) -> None:
+    values = fitting(lossy, normal(CHUNK + 70))
+    values[-1] = np.nan
+    assert not in_torch(lossy.name, values)[1]
+    values[-1], values[0] = 0, np.nan
+    assert not in_torch(lossy.name, values)[1]
+
+
+def test_raw_holds_everything() -> None:
+    values = np.array([np.nan, np.inf, -0.0, 1e-45], "<f4")
+    assert same(decode_all(ENCODINGS[RAW], encode_all(ENCODINGS[RAW], values), 4), values)
+    assert in_torch(RAW, values)[1]
+
+
+def test_threads_that_flush_subnormals_give_the_same_bytes(encoding: Encoding) -> None:
+    rng = np.random.default_rng(5)
+    bits = rng.integers(0, 1 << 25, 4096, dtype=np.uint32) | (rng.integers(0, 2, 4096, dtype=np.uint32) << 31)
+    values = fitting(encoding, bits.view("<f4"))
+    values[2048:] *= np.float32(2) ** 30
+    expected = encode_all(encoding, values)
+    back = decode_all(encoding, expected, values.size)
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this machine cannot flush subnormals")
+    try:
+        assert encode_all(encoding, values).tobytes() == expected.tobytes()
+        assert in_torch(encoding.name, values)[0].tobytes() == expected.tobytes()
+        assert same(decode_all(encoding, expected, values.size), back)
+        found = encoders.decode(torch.from_numpy(expected), encoding.name, torch.empty(values.size))
+        assert same(found.numpy(), back)
+    finally:
+        torch.set_flush_denormal(False)
+
+
+@pytest.mark.parametrize("numel", [1, 65, 5000])
+@pytest.mark.parametrize("with_base", [False, True])
+def test_packing_loses_nothing_and_never_grows_beyond_its_bound(
+    encoding: Encoding, numel: int, with_base: bool
+) -> None:
+    values = fitting(encoding, normal(numel))
+    data, lanes = encoding.encode(values), encoding.lanes(numel, "F32")
+    base = encoding.encode(fitting(encoding, values * np.float32(1.001))) if with_base else None
+    noise = np.random.default_rng(1).integers(0, 256, data.size, dtype=np.uint8)
+    for content in (data, noise):
+        frame = pack_chunk(content, lanes, 1, base)
+        assert len(frame) <= frame_bound(lanes) == packed_bound(encoding, numel, "F32")
+        assert unpack_chunk(frame, lanes, base).tobytes() == content.tobytes()
+
+
+@pytest.mark.parametrize("numel", [0, 1, CHUNK, CHUNK + 77])
+@pytest.mark.parametrize("kind", ["plain", "packed", "difference", "difference to packed"])
+def test_a_fragment_streams_there_and_back(encoding: Encoding, numel: int, kind: str) -> None:
+    values = fitting(encoding, normal(numel))
+    old = fitting(encoding, values + normal(numel, 1e-5, seed=2))
+    base_chunks = [encoding.encode(chunk) for chunk in chunked(old)] if kind.startswith("difference") else None
+    packing = None if kind == "plain" else Packing(1, base_chunks)
+    data = b"".join(encoded(chunked(values), encoding, numel, "F32", packing))
+    if packing is None:
+        assert len(data) == encoding.stored_bytes(numel, "F32")
+    else:
+        assert len(data) <= packed_bound(encoding, numel, "F32")
+
+    def base() -> Stored | None:
+        if base_chunks is None:
+            return None
+        packed = kind.endswith("packed")
+        return Stored(
+            reader(b"".join(encoded(chunked(old), encoding, numel, "F32", Packing() if packed else None))), packed
+        )
+
+    def read(stored: bytes) -> Iterator[NDArray[np.float32]]:
+        chunks = decoded(reader(stored), numel, "F32", encoding, packed=packing is not None, base=base())
+        return (chunk.view("<f4") for chunk in chunks)
+
+    found = np.concatenate([np.zeros(0, "<f4"), *read(data)])
+    assert same(found, decode_all(encoding, encode_all(encoding, values), numel))
+    with pytest.raises(DamagedError, match="more bytes"):
+        list(read(data + b"\0"))
+    for cut_off in {1, len(data) // 2, len(data)} if data else set():
+        with pytest.raises(DamagedError):
+            list(read(data[:-cut_off]))
+
+
+def test_only_raw_holds_other_dtypes(lossy: Encoding) -> None:
+    assert lossy.applies("F32")
+    for dtype in ("BF16", "F16", "F64", "I64", "BOOL", "X9"):
+        assert not lossy.applies(dtype)
+        with pytest.raises(DamagedError, match="dtype"):
+            lossy.stored_bytes(64, dtype)
+    with pytest.raises(ValueError, match="float32"):
+        lossy.encode(np.zeros(4, "<f8"))
+    with pytest.raises(ValueError, match="float32"):
+        encoders.encode(torch.zeros(4, dtype=torch.bfloat16), lossy.name)
+
+
+def test_a_chunk_of_another_size_is_damage(encoding: Encoding) -> None:
+    data = encoding.encode(fitting(encoding, normal(100)))
+    for wrong in (data[:-1], np.append(data, np.uint8(0)), data[:0]):
+        with pytest.raises(DamagedError, match="bytes where"):
+            encoding.decode(wrong, 100, "F32")
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.binary(min_size=0, max_size=400), name=st.sampled_from(LOSSY))
+def test_decoding_any_bytes_gives_finite_values_or_damage(data: bytes, name: str) -> None:
+    encoding = ENCODINGS[name]
+    for numel in range(401):
+        if encoding.stored_bytes(numel, "F32") == len(data):
+            with contextlib.suppress(DamagedError):
+                assert np.all(np.isfinite(encoding.decode(np.frombuffer(data, np.uint8), numel, "F32")))
