@@ -7,21 +7,34 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from policies.base import Policy
 from policies.bounds import Bounds, bound
+from policies.encoded import encoded
 from policies.select import policy_from
+from policies.setting import nearest
+from store.encoding import BF16, BF16_INT8, INT8_BLOCK, INT8_SQRT_BLOCK, encoding_named
+from store.encoding import ENCODINGS as BY_NAME
 from store.errors import ConfigError
+from store.names import WEIGHTS
 from store.retention import Retention
 
 _LONGEST = 1e6
 """Seconds; threads cannot wait for ever longer ones."""
+
+
+ENCODINGS: Mapping[str, Mapping[str, str]] = {
+    "raw": {},
+    "compact": {WEIGHTS: BF16, "exp_avg": INT8_BLOCK, "exp_avg_sq": INT8_SQRT_BLOCK},
+    "careful": {WEIGHTS: BF16_INT8, "exp_avg": INT8_BLOCK, "exp_avg_sq": INT8_SQRT_BLOCK},
+}
+"""Names that stand for an encoding of each slot; slots that are not named are raw."""
 
 
 class Settings(BaseModel):
@@ -35,7 +48,8 @@ class BoundSettings(Settings):
 
     max_staleness: int | None = None
     max_drift: float | None = None
-    precision: Literal["exact", "any"] = "exact"
+    precision: Literal["exact", "any"] | None = None
+    """None: ``exact`` unless ``encoding`` names what loses bits."""
 
 
 class DriftSettings(Settings):
@@ -84,12 +98,18 @@ class Config(Settings):
     returns; ``lazy`` copies beside the next forward and backward, and the next optimizer step waits for what is
     left. ``lazy`` needs that nothing but the optimizer changes what is saved in between; ``auto`` takes it where
     that is certain (the master weights and moments of DeepSpeed ZeRO) and ``eager`` elsewhere.
+    encoding: how slots are stored: ``raw``, ``compact``, ``careful``, or slot -> encoding; see docs/encodings.md.
+    packing: zstd's level on byte planes, ``auto`` (as hard as fits between two saves) or ``none``. differences: store
+    encoded state as the difference to an earlier save where that is smaller; keeps a copy of it in host memory.
     """
 
     store: str = Field(default="./driftpoint-checkpoints", min_length=1)
     every: int = Field(default=100, ge=1)
     staging: Literal["auto", "eager", "lazy"] = "auto"
     policy: str | dict[str, Any] = "full"
+    encoding: str | dict[str, str] = "raw"
+    packing: Literal["auto", "none"] | Annotated[int, Field(ge=1, le=19)] = "none"
+    differences: bool = False
     bounds: BoundSettings = BoundSettings()
     drift: DriftSettings = DriftSettings()
     layers: LayerSettings = LayerSettings()
@@ -99,9 +119,19 @@ class Config(Settings):
 
     def bounded_policy(self) -> Policy:
         """The policy inside its bounds. ConfigError where they are senseless or contradict each other."""
-        settings = self.bounds
-        bounds = Bounds(settings.max_staleness, settings.max_drift, settings.precision, self.every)
-        return bound(policy_from(self.policy), bounds)
+        settings, encodings = self.bounds, self.encodings()
+        lossy = any(not encoding_named(name).lossless for name in encodings.values())
+        precision = settings.precision or ("any" if lossy else "exact")
+        bounds = Bounds(settings.max_staleness, settings.max_drift, precision, self.every)
+        return encoded(bound(policy_from(self.policy), bounds), encodings, bounds)
+
+    def encodings(self) -> Mapping[str, str]:
+        """The encoding of each slot that is not raw. ConfigError for names that there are not."""
+        if isinstance(self.encoding, dict):
+            _require_known("encoding", self.encoding.values(), BY_NAME)
+            return self.encoding
+        _require_known("encoding", [self.encoding], ENCODINGS)
+        return ENCODINGS[self.encoding]
 
     def retention_rule(self) -> Retention:
         """The retention rule. ConfigError where it would keep nothing."""
@@ -118,7 +148,17 @@ def load_config(source: str | os.PathLike[str] | Mapping[str, Any] | Config | No
         config = _validated(_read(Path(source)), str(source))
     config.bounded_policy()
     config.retention_rule()
+    if config.differences and config.packing == "none":
+        raise ConfigError("differences: true saves bytes only where they are packed: set `packing: auto` or a level")
     return config
+
+
+def _require_known(key: str, names: Iterable[str], known: Iterable[str]) -> None:
+    for name in names:
+        if name not in known:
+            raise ConfigError(
+                f"{key}: unknown {name!r}: did you mean {nearest(name, known)!r}? Known: {', '.join(known)}"
+            )
 
 
 def _read(path: Path) -> Mapping[str, Any]:

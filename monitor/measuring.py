@@ -61,6 +61,7 @@ def unit_stats(table: UnitTable, ledger: Ledger, step: int, measured: Mapping[Un
                 staleness=staleness,
                 finite=found is None or found.finite,
                 moving=is_moving(unit),
+                error=version.error if version is not None else 0.0,
                 changed_shape=version is not None and (version.members != size.members or _untold(table, unit, found)),
             )
         )

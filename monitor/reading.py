@@ -21,7 +21,9 @@ from monitor.staging import as_bytes
 from store.catalog import Catalog
 from store.coverage import Copy, FragmentIndex, Source
 from store.errors import DamagedError, MissingError, ModelMismatchError, StorageError
-from store.names import BUFFER, FROZEN, WEIGHTS, Fragment
+from store.files import Files
+from store.fragments import FragmentReader
+from store.names import BUFFER, FROZEN, RAW, WEIGHTS, Fragment, SaveId
 from store.schema import PartRecord
 from store.segments import read_entry, read_leaves
 from store.versions import Bad, Resolution
@@ -79,17 +81,37 @@ def _stored_slot(index: FragmentIndex[Source], fragment: Fragment) -> str | None
 
 def _fill(catalog: Catalog, copies: Iterable[Copy[Source]], host: torch.Tensor, bad: set[Bad]) -> None:
     for copy in copies:
-        part, entry = copy.source.part, copy.source.entry
         target = host[copy.target_start : copy.target_start + copy.numel]
+        fault = _Fault(copy.source.part.save)
         try:
-            if copy.numel == entry.numel:
-                _patiently(lambda: read_entry(catalog.files, part, entry, as_bytes(target)))  # noqa: B023
-            else:
-                whole = torch.empty(entry.numel, dtype=host.dtype)
-                _patiently(lambda: read_entry(catalog.files, part, entry, as_bytes(whole)))  # noqa: B023
-                target.copy_(whole[copy.source_start : copy.source_start + copy.numel])
+            _patiently(lambda: _fetch(catalog.files, copy, target, fault))  # noqa: B023
         except (DamagedError, StorageError):
-            bad.add(Bad(part.save, entry.unit))
+            bad.add(Bad(fault.save, copy.source.entry.unit))
+
+
+@dataclass
+class _Fault:
+    """The save whose bytes were wrong, where any are: that of the fragment, or of its base."""
+
+    save: SaveId
+
+
+def _fetch(files: Files, copy: Copy[Source], target: torch.Tensor, fault: _Fault) -> None:
+    part, entry = copy.source.part, copy.source.entry
+    if entry.encoding == RAW and entry.packing is None and copy.numel == entry.numel:
+        read_entry(files, part, entry, as_bytes(target))
+        return
+    reader, position = FragmentReader(files, copy.source), -copy.source_start
+    try:
+        for chunk in reader.chunks():
+            values = torch.from_numpy(chunk).view(target.dtype)
+            first, after = max(0, -position), min(values.numel(), target.numel() - position)
+            if first < after:
+                target[position + first : position + after] = values[first:after]
+            position += values.numel()
+    except (DamagedError, StorageError):
+        fault.save = reader.at_fault
+        raise
 
 
 def _patiently(attempt: Callable[[], T]) -> T:

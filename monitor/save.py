@@ -15,16 +15,18 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from monitor.drift.base import DriftMeter
-from monitor.dtypes import dtype_name
+from monitor.encoding import encode_unit
 from monitor.ledger import CommitDraft, Drawn, draw
 from monitor.measuring import measure_record
-from monitor.staging import Copying, as_bytes
+from monitor.packing import SavePacking
+from monitor.staging import Copying
 from store.catalog import Catalog
 from store.commit import Expected, commit, hint_latest, wait_for_group
+from store.encoding import encoding_named
 from store.errors import DamagedError, MissingError, SaveError, StorageError, UsageError
 from store.files import Files
 from store.layout import part_path, payload_path, segment_dir
-from store.names import Fragment, SaveId, Unit
+from store.names import RAW, Fragment, SaveId, Unit
 from store.prune import execute, plan_prune
 from store.retention import Retention
 from store.schema import MeasureRecord
@@ -33,7 +35,9 @@ from store.segments import SegmentDraft, StagedFragment, write_segment
 
 @dataclass(frozen=True)
 class StagedUnit:
-    """A unit's copies on this rank, fragment by fragment. ``measure``: already taken on the live tensors."""
+    """A unit's copies on this rank, fragment by fragment. ``measure``: already taken on the live tensors.
+
+    From the moment they are written the copies hold what decoding gives."""
 
     unit: Unit
     encoding: str
@@ -58,11 +62,13 @@ class Progress:
     """How far a save came; written by the background thread, read by the training thread once it is finished.
 
     metered: units whose copies the meter holds until the save is settled; a save may fail before it has all.
-    attempted: the manifest may exist, whatever was raised. drawn: what is committed."""
+    attempted: the manifest may exist, whatever was raised. drawn: what is committed. write_seconds: what the segment
+    took, from the first byte encoded to the last one durable."""
 
     metered: set[Unit] = field(default_factory=set)
     attempted: bool = False
     drawn: Drawn | None = None
+    write_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -76,6 +82,7 @@ class SaveJob:
     staged: Sequence[StagedUnit]
     copying: Copying
     meter: DriftMeter
+    packing: SavePacking
     committing: Committing | None
     unstorable: UsageError | None = None
     progress: Progress = field(default_factory=Progress)
@@ -102,8 +109,11 @@ def run(job: SaveJob) -> Saved:
     job.copying.require_whole()
     if job.unstorable is not None:
         raise job.unstorable
-    segment = replace(job.segment, fragments=[fragment for unit in job.staged for fragment in _fragments(unit)])
-    write_segment(job.files, segment, lambda: [unit.measure or measured(job, unit) for unit in job.staged])
+    units = [_Encoding(job, unit) for unit in job.staged]
+    segment = replace(job.segment, fragments=[fragment for unit in units for fragment in unit.fragments])
+    written = time.monotonic()
+    write_segment(job.files, segment, lambda: [unit.measure() for unit in units])
+    job.progress.write_seconds = time.monotonic() - written
     if job.committing is None:
         return Saved(None, time.monotonic() - began)
     return _commit(job, job.committing, began)
@@ -139,11 +149,42 @@ def discard(files: Files, save: SaveId, rank: int) -> None:
         files.remove_dir(segment_dir(save))
 
 
-def measured(job: SaveJob, unit: StagedUnit) -> MeasureRecord:
-    """Measure a unit on its copies, and stage them as the reference to come."""
-    found = job.meter.measure(unit.unit, unit.copies)
-    job.meter_stage(unit)
-    return measure_record(unit.unit, found)
+class _Encoding:
+    """A unit on its way into the segment, and what is measured on it before and after."""
+
+    def __init__(self, job: SaveJob, unit: StagedUnit) -> None:
+        self._job, self._unit, self._before = job, unit, unit.measure
+        lossy = not encoding_named(unit.encoding).lossless
+        if lossy and self._before is None:
+            self._before = self._measured()  # the movement: afterwards the copies hold something else
+        healthy = self._before is None or self._before.finite
+        encoding = unit.encoding if healthy else RAW  # what is not finite is never committed anyhow
+        self._made = encode_unit(unit.unit, encoding, unit.fragments, unit.copies, job.packing)
+
+    @property
+    def fragments(self) -> Sequence[StagedFragment]:
+        """To be written, once."""
+        return self._made.fragments
+
+    def measure(self) -> MeasureRecord:
+        """Once the fragments are written: what the part says of the unit. The copies are the reference to come."""
+        if not self._made.lossy:
+            if self._before is None:
+                self._before = self._measured()
+            self._stage()
+            return self._before
+        assert self._before is not None
+        self._measured()  # the signature of what decoding gives
+        self._stage()
+        lost = self._made.lost
+        return self._before.model_copy(update={"error_sq": lost.error_sq, "decoded_sq": lost.decoded_sq})
+
+    def _measured(self) -> MeasureRecord:
+        return measure_record(self._unit.unit, self._job.meter.measure(self._unit.unit, self._unit.copies))
+
+    def _stage(self) -> None:
+        if self._unit.unit not in self._job.progress.metered:
+            self._job.meter_stage(self._unit)
 
 
 def _commit(job: SaveJob, committing: Committing, began: float) -> Saved:
@@ -162,19 +203,3 @@ def _prune(files: Files, committing: Committing) -> list[str]:
     execute(files, plan)
     committing.catalog.retain(plan.keep)
     return [f"pruning: {plan.blocked}"] if plan.blocked else []
-
-
-def _fragments(staged: StagedUnit) -> list[StagedFragment]:
-    return [
-        StagedFragment(
-            layer=staged.unit.layer,
-            slot=staged.unit.slot,
-            fqn=fragment.fqn,
-            start=fragment.start,
-            numel=fragment.numel,
-            dtype=dtype_name(copy.dtype),
-            encoding=staged.encoding,
-            data=as_bytes(copy),
-        )
-        for fragment, copy in zip(staged.fragments, staged.copies, strict=True)
-    ]

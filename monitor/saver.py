@@ -8,21 +8,24 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from monitor.agree import on_first
 from monitor.deciding import Decided
+from monitor.dtypes import dtype_name
 from monitor.job import Job
 from monitor.ledger import CommitDraft, Drawn, JobFacts
 from monitor.measuring import measure_record
 from monitor.opened import OpenedStore
+from monitor.packing import Packer, SavePacking
 from monitor.run_state import captured, to_tree
 from monitor.save import Committing, Saved, SaveJob, StagedUnit, discard, run, tidy
 from monitor.staging import Copying, StagingPool
 from monitor.telling import tell_save, tell_segment, tell_upkeep
 from monitor.units import LocalUnit
 from monitor.writer import Done, Writer
+from store.encoding import encoding_named
 from store.epochs import claim_epoch, require_newest
 from store.errors import ExistsError, FencedError, StoreError, UnsupportedError, UsageError
 from store.names import BUFFER, FROZEN, SaveId, Unit
@@ -68,6 +71,8 @@ class Saver:
             tensors=job.table.tensor_records(),
         )
         self._pool = StagingPool()
+        self._packer = Packer(job.config.packing, job.config.differences)
+        self._began: float | None = None
         self._writer: Writer[Saved | None] = Writer(f"driftpoint-writer-{job.group.rank}")
         self._pending: _Pending | None = None
         self._outcome: Done[Saved | None] | None = None
@@ -119,9 +124,10 @@ class Saver:
             copying.finish()
         committing = self._committing(save, decided) if self._group.rank == 0 else None
         segment, unstorable = self._segment(save, decided)
-        job = SaveJob(self._opened.files, segment, staged, copying, self._meter, committing, unstorable)
+        packing = self._packing(save, staged)
+        job = SaveJob(self._opened.files, segment, staged, copying, self._meter, packing, committing, unstorable)
         for unit in staged:
-            if unit.measure is not None:
+            if unit.measure is not None and encoding_named(unit.encoding).lossless:
                 job.meter_stage(unit)
         self._outcome = None
         self._copying = copying
@@ -210,6 +216,8 @@ class Saver:
         drawn = self._told(pending, outcome) if outcome is not None else None
         news = (drawn is not None, drawn.dropped if drawn else (), pending.job.progress.attempted)
         committed, dropped, attempted = self._group.from_first(news)
+        moved_units = pending.saved - set(dropped) if committed else frozenset()
+        self._packer.settle(pending.job.packing, pending.job.progress.write_seconds, moved_units.__contains__)
         for unit in pending.job.staged:
             settled = unit.unit in pending.job.progress.metered
             moved = committed and unit.unit not in dropped
@@ -220,6 +228,11 @@ class Saver:
             files, save, rank = self._opened.files, pending.save, self._group.rank
             self.upkeep(lambda: discard(files, save, rank), f"removing what the failed save of step {save.step} left")
         self._pending = self._outcome = None
+
+    def _packing(self, save: SaveId, staged: Sequence[StagedUnit]) -> SavePacking:
+        now, before = time.monotonic(), self._began
+        self._began = now
+        return self._packer.begin(save, sum(_encoded_bytes(unit) for unit in staged), now - before if before else None)
 
     def _told(self, pending: _Pending, outcome: Done[Saved | None]) -> Drawn | None:
         if self._group.rank == 0:
@@ -287,3 +300,13 @@ class Saver:
         return Committing(
             draft, self._job.config.timeouts.commit, self._opened.catalog, self._job.config.retention_rule()
         )
+
+
+def _encoded_bytes(unit: StagedUnit) -> int:
+    encoding = encoding_named(unit.encoding)
+    return sum(
+        encoding.stored_bytes(copy.numel(), dtype_name(copy.dtype))
+        if encoding.applies(dtype_name(copy.dtype))
+        else copy.numel() * copy.element_size()
+        for copy in unit.copies
+    )

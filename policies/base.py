@@ -24,6 +24,7 @@ class UnitStats:
     staleness: steps since the step of the newest committed version; None when there is none.
     finite: no NaN or infinity among its values.
     moving: False for what no optimizer updates (frozen parameters).
+    error: relative distance of what was stored to what decoding that newest version gives; 0 where it is lossless.
     changed_shape: the set of parameters in it is not the one of the newest version.
     """
 
@@ -36,6 +37,7 @@ class UnitStats:
     finite: bool = True
     moving: bool = True
     changed_shape: bool = False
+    error: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ A :class:`store.payload.Produced`. It does not know where values come from nor w
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -32,6 +33,10 @@ class Encoded:
     chunks: Callable[[], Iterable[Bytes]]
     packing: Packing | None = None
     base: str | None = None
+    written: int = 0
+    """Bytes made so far."""
+    seconds: float = 0.0
+    """Time that making them took, without what became of them."""
     _hash: xxhash.xxh3_128 = field(default_factory=xxhash.xxh3_128, repr=False)
 
     def __post_init__(self) -> None:
@@ -53,7 +58,15 @@ class Encoded:
     def pieces(self) -> Iterator[memoryview]:
         """See :class:`store.payload.Produced`. ValuesError where the encoding cannot hold the values."""
         self._hash.reset()
-        return stored(self._hashed(), self.encoding, self.numel, self.dtype, self.packing)
+        self.written, made = 0, stored(self._hashed(), self.encoding, self.numel, self.dtype, self.packing)
+        while True:
+            began = time.perf_counter()
+            piece = next(made, None)
+            self.seconds += time.perf_counter() - began
+            if piece is None:
+                return
+            self.written += len(piece)
+            yield piece
 
     def encoded_xxh3_128(self) -> str | None:
         """Hash of the encoded bytes, once they are all written; None where they are what is stored."""

@@ -1,0 +1,66 @@
+"""Which encoding a policy's choices are stored in, where the configuration names one for each slot.
+
+Named policies choose what to save and say ``raw``; here raw becomes the encoding of the slot. What does not move
+(frozen parameters, buffers) stays raw: it is stored once. A policy that names other encodings itself keeps them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from policies.base import Budget, Choice, Decision, History, Policy, UnitStats
+from policies.bounds import Bounds
+from policies.observe import Observe
+from store.encoding import encoding_named
+from store.errors import ConfigError
+from store.names import RAW
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A policy whose raw choices are stored in the encodings of their slots; a policy itself.
+
+    Goes around the bounds, so that what they demand is encoded too. max_drift is measured against what decoding gives:
+    a unit whose newest version came out further off than that is stored raw."""
+
+    policy: Policy
+    encodings: Mapping[str, str]
+    max_drift: float | None = None
+
+    @property
+    def name(self) -> str:
+        """The inner policy's."""
+        return self.policy.name
+
+    @property
+    def needs_drift(self) -> bool:
+        """The inner policy's."""
+        return self.policy.needs_drift
+
+    def select(self, stats: Sequence[UnitStats], budget: Budget, history: History) -> Decision:
+        """The inner policy's decision, encoded."""
+        inner = self.policy.select(stats, budget, history)
+        return Decision({one.unit: self._encoded(one, inner.choices[one.unit]) for one in stats})
+
+    def _encoded(self, one: UnitStats, choice: Choice) -> Choice:
+        encoding = self.encodings.get(one.unit.slot, RAW)
+        if choice.encoding != RAW or not one.moving or encoding == RAW:
+            return choice
+        if self.max_drift is not None and one.error > self.max_drift:
+            return Choice(RAW, f"{choice.reason}; {encoding} would lose {one.error:.3g} > max_drift {self.max_drift!r}")
+        return Choice(encoding, choice.reason)
+
+
+def encoded(policy: Policy, encodings: Mapping[str, str], bounds: Bounds) -> Policy:
+    """The policy with encodings by slot. Observe stays outermost. ConfigError where the bounds forbid what is lossy."""
+    lossy = sorted({name for name in encodings.values() if not encoding_named(name).lossless})
+    if lossy and bounds.precision == "exact":
+        raise ConfigError(
+            f"encoding {', '.join(lossy)} loses bits, and bounds.precision is 'exact': drop one of the two"
+        )
+    if not encodings:
+        return policy
+    if isinstance(policy, Observe):
+        return Observe(Encoded(policy.inner, encodings, bounds.max_drift))
+    return Encoded(policy, encodings, bounds.max_drift)

@@ -1,0 +1,234 @@
+"""Saves in every encoding, packed and as differences: what a resume gives back is what decoding gives, to the bit, and
+drift, error and certificate say so."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import monitor
+from monitor.config import ENCODINGS
+from store.catalog import open_catalog
+from store.encoding import RAW, encoding_named
+from store.errors import ConfigError
+from store.files import LocalFiles
+from store.names import SaveId
+from store.schema import Entry
+from store.verify import verify
+from store.versions import newest_resumable
+
+SLOTS = ("fp32", "exp_avg", "exp_avg_sq")
+WAYS: dict[str, dict[str, Any]] = {
+    "compact": {"encoding": "compact"},
+    "careful": {"encoding": "careful"},
+    "packed": {"packing": 1},
+    "compact packed": {"encoding": "compact", "packing": 1},
+    "differences": {"packing": 1, "differences": True},
+    "compact differences": {"encoding": "compact", "packing": 3, "differences": True},
+    "careful differences": {"encoding": "careful", "packing": 1, "differences": True},
+}
+
+
+class Job:
+    """Two blocks and a head under AdamW, on data that follows from the step."""
+
+    def __init__(self, store: Path, lr: float = 1e-3, **settings: Any) -> None:
+        torch.manual_seed(3)
+        self.model = nn.Sequential(nn.Linear(96, 96), nn.LayerNorm(96), nn.Linear(96, 96), nn.Linear(96, 4))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr)
+        values = {"store": str(store), "every": 1, "metrics": {"enabled": False}, **settings}
+        self.ckpt = monitor.attach((self.model, self.optimizer), values)
+        self.step = self.ckpt.resume()
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            generator = torch.Generator().manual_seed(self.step)
+            self.optimizer.zero_grad()
+            self.model(torch.randn(16, 96, generator=generator)).square().mean().backward()
+            self.optimizer.step()
+            self.step += 1
+            report = self.ckpt.step()
+            assert report is not None and report.skipped is None
+            self.ckpt.flush()
+
+    def state(self) -> dict[tuple[str, str], torch.Tensor]:
+        found = {}
+        for name, parameter in self.model.named_parameters():
+            found[name, "fp32"] = parameter.detach().clone()
+            for slot in ("exp_avg", "exp_avg_sq"):
+                found[name, slot] = self.optimizer.state[parameter][slot].clone()
+        return found
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.ckpt.close()
+
+
+def decoded(values: torch.Tensor, name: str) -> torch.Tensor:
+    encoding, flat = encoding_named(name), values.numpy().reshape(-1)
+    back = encoding.decode(encoding.encode(flat), flat.size, "F32")
+    return torch.from_numpy(back.view(np.float32).copy()).view(values.shape)
+
+
+def encodings(way: str) -> Mapping[str, str]:
+    return ENCODINGS[WAYS[way].get("encoding", "raw")]
+
+
+def entries(store: Path, step: int) -> list[Entry]:
+    catalog = open_catalog(LocalFiles(store))
+    save = SaveId(step, 1)
+    return [entry for part in catalog.group(save, catalog.manifest(save).groups[save.name]).parts.values()
+            for entry in part.entries]  # fmt: skip
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_resume_gives_back_what_decoding_gives(tmp_path: Path, way: str) -> None:
+    with Job(tmp_path, **WAYS[way]) as job:
+        job.train(6)
+        live = job.state()
+    with Job(tmp_path, **WAYS[way]) as resumed:
+        assert resumed.step == 6
+        assert resumed.ckpt.certificate is not None
+        assert resumed.ckpt.certificate.exact == (encodings(way) == {})
+        for (name, slot), found in resumed.state().items():
+            wanted = decoded(live[name, slot], encodings(way).get(slot, RAW)) if encodings(way) else live[name, slot]
+            assert torch.equal(found, wanted), (name, slot)
+    assert verify(open_catalog(LocalFiles(tmp_path))).ok
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_manifest_knows_what_was_lost(tmp_path: Path, way: str) -> None:
+    with Job(tmp_path, **WAYS[way]) as job:
+        job.train(3)
+        live = job.state()
+    resolution, _ = newest_resumable(open_catalog(LocalFiles(tmp_path)))
+    for record in resolution.manifest.units:
+        name = encodings(way).get(record.slot, RAW)
+        assert record.encoding == name
+        if name == RAW:
+            assert (record.error, record.drift) == (0.0, 0.0)
+            continue
+        mine = {
+            key: values for key, values in live.items() if key[1] == record.slot and key[0].startswith(record.layer)
+        }
+        back = {key: decoded(values, name) for key, values in mine.items()}
+        lost = sum(float((back[key] - values).double().square().sum()) for key, values in mine.items())
+        size = sum(float(values.double().square().sum()) for values in back.values())
+        assert record.error == pytest.approx((lost / size) ** 0.5, rel=1e-5)
+        assert record.drift == record.error > 0
+
+
+def test_drift_is_measured_against_what_decoding_gives(tmp_path: Path) -> None:
+    for method in ("exact", "sketch"):
+        settings = {
+            "encoding": "compact",
+            "drift": {"method": method},
+            "policy": {"name": "threshold", "threshold": 1e9},
+        }
+        with Job(tmp_path / method, **settings) as job:
+            job.train(1)  # the first save is full
+            first = job.state()
+            generator = torch.Generator().manual_seed(1)
+            job.optimizer.zero_grad()
+            job.model(torch.randn(16, 96, generator=generator)).square().mean().backward()
+            job.optimizer.step()
+            told = job.ckpt.step()
+            assert told is not None
+            now = job.state()
+        shown = {(one.unit.layer, one.unit.slot): one.drift for one in told.stats}
+        for (layer, slot), drift in shown.items():
+            back = {key: decoded(values, ENCODINGS["compact"][slot]) for key, values in first.items()
+                    if key[1] == slot and key[0].startswith(layer)}  # fmt: skip
+            moved = sum(float((now[key] - values).double().square().sum()) for key, values in back.items())
+            size = sum(float(values.double().square().sum()) for values in back.values())
+            assert drift == pytest.approx((moved / size) ** 0.5, rel=0.1 if method == "sketch" else 1e-6)
+
+
+def test_differences_are_taken_to_a_base_while_they_pay(tmp_path: Path) -> None:
+    with Job(tmp_path, lr=1e-5, encoding={"fp32": "bf16"}, packing=1, differences=True) as job:
+        job.train(8)
+    first = {(e.fqn, e.slot): e for e in entries(tmp_path, 1)}
+    last = {(e.fqn, e.slot): e for e in entries(tmp_path, 8)}
+    weight = ("0.weight", "fp32")
+    assert first[weight].base is None and last[weight].base == "00000001-000001"
+    assert last[weight].nbytes < 0.5 * first[weight].nbytes
+    manifest = open_catalog(LocalFiles(tmp_path)).manifest(SaveId(8, 1))
+    assert "00000001-000001" in manifest.groups
+
+
+def test_a_base_is_made_anew_when_differences_grow(tmp_path: Path) -> None:
+    with Job(tmp_path, lr=1e-3, encoding={"fp32": "bf16"}, packing=1, differences=True) as job:
+        job.train(40)
+    bases = {e.base for step in range(30, 41) if (tmp_path / f"manifests/{step:08d}-000001.json").exists()
+             for e in entries(tmp_path, step) if e.fqn == "0.weight" and e.slot == "fp32"}  # fmt: skip
+    assert bases and "00000001-000001" not in bases
+
+
+def test_a_damaged_base_costs_what_depends_on_it(tmp_path: Path) -> None:
+    with Job(tmp_path, lr=1e-5, encoding={"fp32": "bf16"}, packing=1, differences=True,
+             retention={"keep_last": 9}) as job:  # fmt: skip
+        job.train(4)
+    base = next(e for e in entries(tmp_path, 1) if (e.fqn, e.slot) == ("0.weight", "fp32"))
+    path = tmp_path / "segments/00000001-000001/rank-00000.safetensors"
+    header = 8 + int.from_bytes(path.read_bytes()[:8], "little")
+    data = bytearray(path.read_bytes())
+    data[header + base.offset + base.nbytes // 2] ^= 1
+    path.write_bytes(data)
+    report = verify(open_catalog(LocalFiles(tmp_path)))
+    assert report.resumable is None  # the weights of block 0 have no version that does not rest on it
+    with pytest.raises(Exception, match=r"00000001-000001|whole"):
+        Job(tmp_path)
+
+
+def test_a_save_that_is_asked_for_is_exact(tmp_path: Path) -> None:
+    with Job(tmp_path, encoding="compact", packing=1) as job:
+        job.train(2)
+        job.ckpt.save(wait=True)
+        live = job.state()
+    with Job(tmp_path, encoding="compact") as resumed:
+        assert resumed.ckpt.certificate is not None and resumed.ckpt.certificate.exact
+        assert all(torch.equal(values, live[key]) for key, values in resumed.state().items())
+
+
+def test_values_that_an_encoding_cannot_hold_are_stored_raw(tmp_path: Path) -> None:
+    with Job(tmp_path, encoding={"fp32": "int8-sqrt-block"}) as job:  # weights have both signs
+        job.train(1)
+        live = job.state()
+    assert {e.encoding for e in entries(tmp_path, 1)} <= {"raw", "int8-sqrt-block"}
+    assert next(e for e in entries(tmp_path, 1) if (e.fqn, e.slot) == ("0.weight", "fp32")).encoding == "raw"
+    with Job(tmp_path, encoding={"fp32": "int8-sqrt-block"}) as resumed:
+        assert torch.equal(resumed.state()["0.weight", "fp32"], live["0.weight", "fp32"])
+
+
+def test_values_that_are_not_finite_never_replace_a_version(tmp_path: Path) -> None:
+    with Job(tmp_path, encoding="compact") as job:
+        job.train(2)
+        with torch.no_grad():
+            job.model[0].weight[0, 0] = float("nan")
+        job.ckpt.save()
+        job.ckpt.flush()
+    manifest = newest_resumable(open_catalog(LocalFiles(tmp_path)))[0].manifest
+    assert {u.version.step for u in manifest.units if u.layer == "0" and u.slot == "fp32"} == {2}
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"encoding": "compact", "bounds": {"precision": "exact"}}, "loses bits"),
+        ({"encoding": "compakt"}, "did you mean 'compact'"),
+        ({"encoding": {"fp32": "bf61"}}, "did you mean 'bf16'"),
+        ({"differences": True}, "packing"),
+        ({"packing": 40}, "packing"),
+    ],
+)
+def test_senseless_settings(tmp_path: Path, settings: dict[str, Any], match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        Job(tmp_path, **settings)
