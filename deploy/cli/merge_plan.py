@@ -18,7 +18,7 @@ from deploy.cli.text import plural, size_text
 from merger.plan import Draft, MergePlan, Request, default_workers, draft_merge, free_bytes
 
 _FILES = 20
-"""Files listed one by one in the text."""
+"""Files, and things that are missing, listed one by one in the text."""
 
 
 @dataclass(frozen=True)
@@ -79,9 +79,12 @@ def draw(console: Console, told: Told) -> None:
         lines = Table.grid(padding=(0, 1))
         lines.add_column(no_wrap=True)
         lines.add_column(overflow="fold")
-        for error in draft.errors:
-            lines.add_row(" -", output.cell(str(error)))
+        texts = list(dict.fromkeys(str(error) for error in draft.errors))
+        for text in texts[:_FILES]:
+            lines.add_row(" -", output.cell(text))
         console.print(lines)
+        if len(texts) > _FILES:
+            console.print(f" … and {len(texts) - _FILES} more; --json lists all")
 
 
 def _planned(plan: MergePlan, told: Told) -> dict[str, Any]:

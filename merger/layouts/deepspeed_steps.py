@@ -15,6 +15,7 @@ import torch
 
 from merger.checkpoint import Checkpoint
 from merger.layouts.deepspeed_facts import EngineFacts
+from merger.listed import listed
 from merger.optimizer_steps import chosen_steps, with_steps
 from store.errors import UnsupportedError
 
@@ -123,7 +124,7 @@ def _note_on_steps(checkpoint: Checkpoint, group: int, own: Mapping[str, Any], c
     for fqn, step in own.items():
         if float(step) != chosen:
             others.setdefault(float(step), []).append(fqn)
-    told = "; ".join(f"{step:g} in {layers_named(checkpoint, fqns)}" for step, fqns in sorted(others.items()))
+    told = listed((f"{step:g} in {layers_named(checkpoint, fqns)}" for step, fqns in sorted(others.items())), 4, "; ")
     return (
         f"DeepSpeed keeps one optimizer step for parameters that share a flat partition: those of param group {group} "
         f"get the run's, {chosen:g}; it was {told}. Only Adam's bias correction depends on it"

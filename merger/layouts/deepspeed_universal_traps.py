@@ -17,6 +17,7 @@ from merger.layouts.deepspeed_config import zero_section
 from merger.layouts.deepspeed_facts import EngineFacts
 from merger.layouts.deepspeed_retarget import ALIGNMENT
 from merger.layouts.deepspeed_steps import STEP, common_step, layers_named, same_value
+from merger.listed import listed
 
 Groups = Sequence[Sequence[str]]
 
@@ -159,7 +160,7 @@ def _note_on_other_steps(checkpoint: Checkpoint, groups: Groups) -> str | None:
     if len({float(step) for step in steps if step is not None}) < 2:
         return None
     common = float(common_step(checkpoint, chain.from_iterable(groups)))
-    told = ", ".join("none" if step is None else f"{float(step):g}" for step in steps)
+    told = listed(("none" if step is None else f"{float(step):g}" for step in steps), 6)
     return (
         f"the param groups are at different optimizer steps ({told}), and DeepSpeed's ZeRO-3 takes {common:g} for "
         "all when it loads a universal checkpoint; write layout 'deepspeed' to keep them"

@@ -18,6 +18,7 @@ from merger.containers.verbatim import Verbatim
 from merger.layouts.base import Laid
 from merger.layouts.hf_files import model_files, read_config, require_folder, weight_names
 from merger.layouts.names import model_names
+from merger.listed import listed
 from merger.stored import Stored, whole
 from merger.target import Target
 from merger.tensors import torch_dtype
@@ -67,7 +68,7 @@ def _refuse_left_out(checkpoint: Checkpoint) -> None:
     known = weight_names(checkpoint.files)
     if left_out and not (known and known <= model_names(checkpoint).keys()):
         raise UnsupportedError(
-            f"{checkpoint.origin} was saved without its frozen parameters ({', '.join(left_out)}): transformers would "
+            f"{checkpoint.origin} was saved without its frozen parameters ({listed(left_out, 6)}): transformers would "
             "make them up of random numbers. Save it without exclude_frozen_parameters; if none are frozen, name the "
             "folder of the model (--files), whose weights say which names there are"
         )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from merger.checkpoint import SLOT_OF_KIND, Checkpoint
-from merger.recipe.model import listed
+from merger.listed import listed
 from store.errors import MergeError
 from store.schema import TensorRecord
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from merger.blocks import Flaw
 from merger.checkpoint import Checkpoint
+from merger.listed import listed
 from merger.recipe.certificate import Part
 from merger.recipe.choice import choose
 from merger.recipe.compose import Wanted, compose, model_errors, state_errors
@@ -73,8 +74,8 @@ def _run_state(recipe: Recipe, parts: Mapping[str, Part], errors: list[Driftpoin
     if len(found) > 1:
         errors.append(
             ConfigError(
-                f"{recipe.where}: {' and '.join(found)} are all at step {newest}, so it has to say whose counters, "
-                "schedule and random generators to take: add `run_state:` with one of them"
+                f"{recipe.where}: {listed(found, 3, ' and ')} are all at step {newest}, so it has to say whose "
+                "counters, schedule and random generators to take: add `run_state:` with one of them"
             )
         )
     return found[0], (

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from merger.recipe.model import Model, listed
+from merger.listed import listed
+from merger.recipe.model import Model
 from merger.recipe.recipe import Recipe, Rule
 from merger.recipe.selections import minus
 from store.errors import ConfigError
@@ -37,18 +38,19 @@ def choose(recipe: Recipe, model: Model) -> Choice:
 
 
 def _claims(recipe: Recipe, model: Model) -> tuple[dict[str, list[Rule]], list[ConfigError]]:
+    """The rules that name each parameter; and of each place in the recipe what is wrong, its rules all together."""
     claims: dict[str, list[Rule]] = {fqn: [] for fqn in model.tensors}
-    errors = []
+    wrong: dict[str, dict[str, None]] = {}
     for rule in recipe.rules:
         try:
             named = minus(rule.selection.fqns(model), rule.but, model)
         except ConfigError as error:
-            errors.append(ConfigError(f"{rule.where}: {error}"))
+            wrong.setdefault(rule.where, {})[str(error)] = None
             continue
         for fqn in named:
             if all(other.where != rule.where for other in claims[fqn]):  # one entry may name it by two patterns
                 claims[fqn].append(rule)
-    return claims, errors
+    return claims, [ConfigError(f"{where}: {listed(told, 2, '; ')}") for where, told in wrong.items()]
 
 
 def _named_twice(recipe: Recipe, model: Model, claims: Mapping[str, list[Rule]]) -> list[ConfigError]:

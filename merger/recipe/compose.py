@@ -13,9 +13,9 @@ from typing import Any
 
 from merger.blocks import Extent
 from merger.checkpoint import SLOT_OF_KIND, Checkpoint
+from merger.listed import listed
 from merger.recipe.agree import Named, disagreements, optimizer_disagreements
 from merger.recipe.certificate import Part, composite_certificate, held_slots
-from merger.recipe.model import listed
 from store.coverage import FragmentIndex
 from store.errors import MergeError
 
@@ -70,7 +70,7 @@ def compose(parts: Mapping[str, Part], wanted: Wanted) -> Composed:
     certificate = composite_certificate(parts, wanted.source_of, taken, wanted.run_state, problems)
     composed = replace(
         reference,
-        origin=" and ".join(checkpoints[name].origin for name in used),
+        origin=listed((checkpoints[name].origin for name in used), 3, " and "),
         index=FragmentIndex(_extents(checkpoints, wanted.source_of, taken)),
         framework_state=_framework_state(checkpoints, wanted),
         certificate=certificate,

@@ -5,11 +5,12 @@ Found from names, shapes and the order of layers, never by the name of an archit
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from functools import cached_property
 
 from merger.checkpoint import Checkpoint
+from merger.listed import listed
 from store.schema import LayerRecord, TensorRecord
 
 ROLES = ("embeddings", "norm", "head")
@@ -88,17 +89,10 @@ class Model:
                 run = []
             if layer is not None:
                 parts.append(layer.name)
-        return ", ".join(parts)
+        return listed(parts, 6)
 
     def _flat(self, layer: str) -> bool:
         return all(len(self.tensors[fqn].shape) < 2 for fqn in self.members[layer])
-
-
-def listed(names: Iterable[str], limit: int = 3) -> str:
-    """The first names of many, and how many more there are."""
-    found = list(names)
-    more = f" and {len(found) - limit} more" if len(found) > limit else ""
-    return ", ".join(found[:limit]) + more
 
 
 def _outermost(name: str, blocks: Set[str]) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from merger.blocks import Flaw
 from merger.checkpoint import Checkpoint
+from merger.listed import listed
 from merger.recipe.certificate import Part
 from merger.recipe.recipe import Recipe
 from merger.recipe.steps import candidates, is_bound, require_step
@@ -55,7 +56,7 @@ class OpenSource:
                 continue
             return replace(found, problems=(*passed_over, *found.problems))
         raise MergeError(
-            f"{self.path} has no checkpoint at a step {self.step} that is whole; " + "; ".join(passed_over)
+            f"{self.path} has no checkpoint at a step {self.step} that is whole; {listed(passed_over, 3, '; ')}"
         )
 
     def _steps(self) -> tuple[int, ...]:
@@ -116,13 +117,13 @@ def open_sources(recipe: Recipe, default: Path | None) -> OpenSources:
 
 
 def raise_all(errors: tuple[DriftpointError, ...] | list[DriftpointError]) -> None:
-    """Raise the first error; where there are more, it tells the next ones as well."""
-    if len(errors) == 1:
+    """Raise the first error; where there are more, it tells the next ones as well, each once."""
+    if not errors:
+        return
+    told = list(dict.fromkeys(str(error) for error in errors))
+    if len(told) == 1:
         raise errors[0]
-    if errors:
-        told = "; ".join(str(error) for error in errors[:3])
-        more = f"; and {len(errors) - 3} more, which --plan lists" if len(errors) > 3 else ""
-        raise type(errors[0])(f"{told}{more}")
+    raise type(errors[0])(listed(told, 3, "; ") + (", which --plan lists" if len(told) > 3 else ""))
 
 
 def _open(path: Path) -> Source:

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from merger.listed import listed
 from merger.recipe.dtype import dtype_named
 from merger.recipe.mergekit import from_mergekit
 from merger.recipe.recipe import Recipe, Rule, SourceRef
@@ -57,7 +58,7 @@ def _own(file: YamlFile) -> Recipe:
     if recipe.run_state is None:
         raise ConfigError(
             f"{file.name}: it does not say where the run state (counters, schedule, random generators) comes from: add "
-            f"`run_state:` with one of {', '.join(sources)}"
+            f"`run_state:` with one of {listed(sources, 6)}"
         )
     return recipe
 
@@ -147,7 +148,7 @@ def _require_known(file: YamlFile, values: RecipeFile, sources: dict[str, Source
         if name is not None and name not in sources:
             where = ".".join(map(str, loc))
             raise ConfigError(
-                f"{file.at(loc)}: {where} names the source {name!r}, which is not among `sources`: {', '.join(sources)}"
+                f"{file.at(loc)}: {where} names the source {name!r}, which is not among `sources`: {listed(sources, 6)}"
             )
     doubled = [name for name in values.parity or () if (values.parity or ()).count(name) > 1]
     if doubled:

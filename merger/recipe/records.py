@@ -19,6 +19,7 @@ from pydantic import (
     model_validator,
 )
 
+from merger.listed import listed
 from merger.recipe.yamlfile import YamlFile
 from store.errors import ConfigError
 
@@ -134,7 +135,7 @@ def validated(file: YamlFile, kind: type[RecipeFile] = RecipeFile) -> RecipeFile
     try:
         return kind.model_validate(dict(file.values))
     except ValidationError as error:
-        raise ConfigError("; ".join(_explained(file, item) for item in error.errors())) from error
+        raise ConfigError(listed(dict.fromkeys(_explained(file, item) for item in error.errors()), 3, "; ")) from error
 
 
 def unknown_key(where: str, key: str, known: Sequence[str]) -> str:

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from merger.recipe.model import ROLES, Model, listed
+from merger.listed import listed
+from merger.recipe.model import ROLES, Model
 from store.errors import ConfigError
 
 _RANGE = re.compile(r"(?P<head>.*?)(?P<first>\d+)-(?P<last>\d+)\Z")
@@ -105,7 +106,7 @@ class Auxiliary:
         found = [fqn for layer in model.auxiliary for fqn in model.members[layer] if self._named(layer, fqn, model)]
         if not found and self.required:
             what = "auxiliary layer" if self.name is None else repr(self.name)
-            roles = ", ".join(f"{layer} ({model.role[layer]})" for layer in model.auxiliary) or "none"
+            roles = listed((f"{layer} ({model.role[layer]})" for layer in model.auxiliary), 6) or "none"
             raise ConfigError(f"the model has no {what}; layers that are no blocks: {roles}{self._tied(model)}")
         return found
 

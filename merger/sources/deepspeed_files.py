@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from merger.listed import listed
 from merger.sources.deepspeed_classes import STAND_INS, Kept, attributes
 from merger.sources.nest import Nest
 from merger.sources.pt import read_pt
@@ -154,7 +155,7 @@ def _by_rank(folder: Path, names: Sequence[str]) -> tuple[dict[int, str], dict[i
         raise MergeError(f"{folder} has no model states (mp_rank_00_model_states.pt): it is not a whole checkpoint")
     if len({name.startswith("zero_pp_rank_") for name in models.values()}) > 1 or len(prefixes) > 1:
         raise MergeError(
-            f"{folder} holds files of two different runs ({', '.join(sorted([*models.values(), *optims.values()]))}): "
+            f"{folder} holds files of two different runs ({listed(sorted([*models.values(), *optims.values()]), 6)}): "
             "remove those that do not belong to it"
         )
     return models, optims, prefixes == {"bf16_"}

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from merger.blocks import Extent
+from merger.listed import listed
 from merger.runstate import RankState
 from merger.sources.certified import NamedTensor
 from merger.sources.deepspeed_classes import Kept, attributes
@@ -58,7 +59,7 @@ class Model:
             seems = "was" if self._unsaved else "seems to have been (stage 1 does not say)"
             self.problems.insert(
                 0,
-                f"{files.folder} {seems} saved without its frozen parameters ({', '.join(self._left_out)}); "
+                f"{files.folder} {seems} saved without its frozen parameters ({listed(self._left_out, 6)}); "
                 "neither has this",
             )
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from merger.blocks import Block, Extent
+from merger.listed import listed
 from merger.sources.nest import Nest
 from merger.sources.tensor import FileTensor
 from merger.tensors import memory_of, torch_dtype
@@ -51,7 +52,7 @@ def step_problems(model: Nest, optimizer: str, steps: Iterable[float | None]) ->
             )
         ]
     if len(found) > 1:
-        counts = ", ".join(f"{step:g}" for step in found)
+        counts = listed((f"{step:g}" for step in found), 6)
         return [
             f"param groups of {optimizer} count different steps ({counts}): some were trained for a part of the run"
         ]

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from merger.checkpoint import Checkpoint
+from merger.listed import listed
 from merger.sources.folder import plain_name, read_name
 from store.errors import MergeError
 from store.files import LocalFiles
@@ -77,7 +78,7 @@ class Tags:
         return next((tag for tag in self.all() if _means(step, tag)), str(step))
 
     def _told(self) -> str:
-        return ", ".join(self.all()) or "none"
+        return listed(self.all(), 6) or "none"
 
 
 def step_of(tag: str) -> int | None:

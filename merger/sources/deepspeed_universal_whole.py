@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from merger.listed import listed
 from merger.sources.deepspeed_files import RankFiles, comparable
 from merger.sources.deepspeed_zero import Optimized
 from merger.sources.nest import Nest
@@ -85,7 +86,7 @@ def _doubts(files: RankFiles, scalars: dict[str, dict[str, Any]]) -> list[str]:
     steps = {float(one["step"]) for one in scalars.values() if "step" in one}
     if steps <= {float(counted)}:
         return []
-    told = ", ".join(f"{step:g}" for step in sorted(steps))
+    told = listed((f"{step:g}" for step in sorted(steps)), 6)
     line = (
         f"the optimizer in {files.folder / 'zero'} has made {told} steps, and {files.model.where} counts {counted}: it "
         "was started anew in between, or is of another save"

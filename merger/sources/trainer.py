@@ -12,6 +12,7 @@ from pathlib import Path
 
 from merger.blocks import Flaw
 from merger.checkpoint import Checkpoint
+from merger.listed import listed
 from merger.sources.deepspeed import DeepSpeedSource
 from store.errors import DamagedError, MergeError, StorageError
 from store.files import LocalFiles
@@ -63,7 +64,7 @@ class TrainerSource:
             if wanted is None:
                 raise MergeError(
                     f"{self._root} has no checkpoint {step}; there are: "
-                    f"{', '.join(path.name for path in folders.values()) or 'none'}"
+                    f"{listed((path.name for path in folders.values()), 6) or 'none'}"
                 )
             return _of_its_step(wanted)
         return self._newest(folders)
@@ -77,7 +78,7 @@ class TrainerSource:
                 passed_over.append(f"{path.name} is not complete: {error}")
                 continue
             return replace(found, problems=(*passed_over, *found.problems))
-        raise MergeError(f"{self._root} has no complete checkpoint: {'; '.join(passed_over)}")
+        raise MergeError(f"{self._root} has no complete checkpoint: {listed(passed_over, 3, '; ')}")
 
 
 def _of_its_step(path: Path) -> Checkpoint:

@@ -75,6 +75,23 @@ rest: a"""
     assert less.source_of["model.layers.0.mlp.up_proj.weight"] == "b"
 
 
+def test_a_mistake_that_many_rules_share_is_told_once() -> None:
+    names = ", ".join("abc"[i % 3] + str(i) for i in range(40))
+    sources = "sources: {" + ", ".join(f"{name}: x" for name in names.split(", ")) + "}\nrun_state: a0\n"
+    text = f"{sources}parity: [{names}]\nauxiliary: a0"
+    errors = choose(recipe_from(parse_yaml(text, "r.yaml")), llama()).errors
+    assert [str(error).partition(":")[0] for error in errors] == ["parity (r.yaml", "r.yaml"]
+    assert sum("parity over 40 sources needs at least 40 blocks; there are 4" in str(error) for error in errors) == 1
+
+
+def test_the_mistakes_of_one_entry_are_one_line() -> None:
+    blocks = ", ".join(str(i) for i in range(10, 130))
+    first, left = map(str, chosen(f"take: [{{blocks: [0, {blocks}], from: b}}]").errors)
+    assert first.startswith("take[0] (r.yaml:3): blocks 10-10 are named, and the model has blocks 0 to 3; blocks 11-11")
+    assert first.endswith("; and 118 more") and len(first) < 200
+    assert "it does not say where" in left
+
+
 def test_auxiliary_layers_by_what_they_are() -> None:
     choice = chosen("auxiliary: {embeddings: a, norm: b, head: c}\ntake: [{layers: 'model.layers.*', from: a}]")
     assert layers_of(choice, "b") == ["model.norm"]

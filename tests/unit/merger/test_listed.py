@@ -1,0 +1,31 @@
+"""Messages about many things stay short."""
+
+from __future__ import annotations
+
+import pytest
+
+from merger.listed import listed
+from merger.recipe.opened import raise_all
+from store.errors import ConfigError, DriftpointError, MergeError
+
+
+def test_a_handful_and_how_many_more() -> None:
+    assert listed([]) == "" and listed("ab") == "a, b" and listed("abc") == "a, b, c"
+    assert listed("abcd") == "a, b, c and 1 more"
+    assert listed("abcd", 2, "; ") == "a; b; and 2 more"
+    assert listed("abcd", 2, " and ") == "a and b and 2 more"
+
+
+def raised(*texts: str) -> str:
+    with pytest.raises(DriftpointError) as caught:
+        raise_all([MergeError(texts[0]), *(ConfigError(text) for text in texts[1:])])
+    assert caught.type is MergeError
+    return str(caught.value)
+
+
+def test_errors_together_are_told_each_once() -> None:
+    raise_all([])
+    assert raised("one") == "one"
+    assert raised("one", "one", "one", "one", "one") == "one"
+    assert raised("one", "two", "one") == "one; two"
+    assert raised("one", "two", "three", "four", "two", "five") == "one; two; three; and 2 more, which --plan lists"
