@@ -1,0 +1,83 @@
+"""Fragments as streams of chunks; what every encoding does there is in the contract tests."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from store.encoding import CHUNK, ENCODINGS, ValuesError
+from store.encoding.stream import Packing, Read, Stored, chunked, cut, decoded, encoded, encoded_chunks, stored
+from store.errors import DamagedError
+
+BF16 = ENCODINGS["bf16"]
+
+
+def reader(data: bytes, asked: list[int] | None = None) -> Read:
+    position = 0
+
+    def read(nbytes: int) -> memoryview:
+        nonlocal position
+        if asked is not None:
+            asked.append(nbytes)
+        position += nbytes
+        return memoryview(data)[position - nbytes : position]
+
+    return read
+
+
+def test_no_read_is_larger_than_a_chunk() -> None:
+    numel = 3 * CHUNK + 5
+    values = np.linspace(-1, 1, numel, dtype="<f4")
+    for packing in (None, Packing()):
+        asked: list[int] = []
+        data = b"".join(encoded(chunked(values), BF16, numel, "F32", packing))
+        chunks = decoded(reader(data, asked), numel, "F32", BF16, packed=packing is not None)
+        assert [chunk.size for chunk in chunks] == [CHUNK, CHUNK, CHUNK, 5]
+        assert max(asked) <= 2 * CHUNK
+        assert asked[-1] == 1  # whether anything is left over
+
+
+def test_encoded_chunks_are_what_the_encoding_wrote() -> None:
+    values = np.linspace(-1, 1, CHUNK + 9, dtype="<f4")
+    chunks = [BF16.encode(chunk) for chunk in chunked(values)]
+    data = b"".join(stored(chunks, BF16, values.size, "F32", Packing()))
+    found = list(encoded_chunks(reader(data), values.size, "F32", BF16, packed=True))
+    assert [one.tobytes() for one in found] == [one.tobytes() for one in chunks]
+    whole = np.concatenate(chunks)
+    assert [one.tobytes() for one in cut(whole, BF16, values.size, "F32")] == [one.tobytes() for one in chunks]
+
+
+def test_wrong_numbers_of_chunks_are_the_writers_mistake() -> None:
+    chunk = BF16.encode(np.ones(10, "<f4"))
+    for chunks, numel in (([chunk], 11), ([chunk], 9), ([chunk, chunk], 10), ([], 10), ([chunk], 0)):
+        with pytest.raises(ValueError, match="chunk"):
+            list(stored(chunks, BF16, numel, "F32"))
+    for base in ([], [chunk, chunk], [chunk[:-2]]):
+        with pytest.raises(ValueError, match="chunk"):
+            list(stored([chunk], BF16, 10, "F32", Packing(1, base)))
+    with pytest.raises(ValueError, match="bf16"):
+        list(cut(chunk, BF16, 11, "F32"))
+
+
+def test_values_that_cannot_be_held_stop_the_stream() -> None:
+    values = np.ones(CHUNK + 1, "<f4")
+    values[-1] = np.nan
+    stream = encoded(chunked(values), BF16, values.size, "F32")
+    assert len(next(stream)) == 2 * CHUNK
+    with pytest.raises(ValuesError):
+        next(stream)
+
+
+def test_a_base_that_is_cut_off_or_too_long_is_damage() -> None:
+    values = np.ones(100, "<f4")
+    base = BF16.encode(values * 2)
+    data = b"".join(encoded([values], BF16, 100, "F32", Packing(1, [base])))
+    for old in (base.tobytes()[:-1], base.tobytes() + b"\0", b""):
+        with pytest.raises(DamagedError):
+            list(decoded(reader(data), 100, "F32", BF16, packed=True, base=Stored(reader(old), packed=False)))
+
+
+def test_only_packed_entries_have_a_base() -> None:
+    base = Stored(reader(b""), packed=False)
+    with pytest.raises(DamagedError, match="not packed"):
+        list(decoded(reader(bytes(20)), 10, "F32", BF16, base=base))
