@@ -5,6 +5,7 @@ It does not know what the bytes are.
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,11 +14,49 @@ OPEN_FILES = 64
 """Files that one thread keeps open at a time."""
 
 
+_PROBE = 1 << 16
+"""Bytes put at the end of a file to hear why no more go there: more than a block that is taken already has left."""
+
+_ELSEWHERE = "name another output directory"
+_ADVICE = {
+    errno.EFBIG: f"raise `ulimit -f`, or {_ELSEWHERE} (not every filesystem takes files of this size)",
+    errno.EROFS: f"check the mount, or {_ELSEWHERE}",
+    errno.EACCES: f"check its owner and mode, or {_ELSEWHERE}",
+    errno.EPERM: f"check its owner and mode, or {_ELSEWHERE}",
+}
+
+
+def advice(error: OSError) -> str:
+    """What to do where the system refuses to write."""
+    return _ADVICE.get(error.errno or 0, f"free space or {_ELSEWHERE}")
+
+
+def refusal(path: Path, nbytes: int, told: Exception) -> OSError:
+    """Why the system takes no more of a file, asked of the system: what a library told need not be its words.
+
+    nbytes: how large the file was to be. Changes the file, which is of no use any more.
+    """
+    try:
+        with path.open("r+b", buffering=0) as file:
+            for place in (path.stat().st_size, nbytes):
+                file.seek(place)
+                left = _PROBE
+                while left:
+                    left -= file.write(bytes(left)) or 0
+    except OSError as error:
+        return error
+    return OSError(f"torch could not write it: {told}")
+
+
 class OutputError(Exception):
-    """The system refused to write or to read back an output file. Not a StorageError: that is about sources."""
+    """The system refused to write or to read back an output file. Not a StorageError: that is about sources.
+
+    advice: what to do.
+    """
 
     def __init__(self, path: Path, error: OSError, verb: str = "write") -> None:
         super().__init__(f"cannot {verb} {path}: {error.strerror or error}")
+        self.advice = advice(error)
 
 
 class OutFiles:

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from merger.outfiles import advice
 from store.errors import StorageError, UsageError
 
 _PREFIX = ".driftpoint-merge-"
@@ -114,6 +115,4 @@ def _told(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise StorageError(
-            f"cannot write {path}: {error.strerror or error}; free space or name another place"
-        ) from error
+        raise StorageError(f"cannot write {path}: {error.strerror or error}; {advice(error)}") from error

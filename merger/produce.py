@@ -16,7 +16,7 @@ from pathlib import Path
 
 from merger.blocks import Extent, Flaw
 from merger.containers.base import Hole, OutFile
-from merger.outfiles import OutputError
+from merger.outfiles import OutputError, advice
 from merger.parallel import in_parallel
 from merger.transfer import Progress, Transferred, check_hole, checksums, plan_transfer, transfer
 from merger.writeback import early_writeback
@@ -121,6 +121,7 @@ def _require_room(folder: Path, files: Sequence[OutFile]) -> None:
 def _told(folder: Path) -> Iterator[None]:
     try:
         yield
-    except (OSError, OutputError) as error:
-        what = str(error) if isinstance(error, OutputError) else f"cannot write {folder}: {error.strerror or error}"
-        raise StorageError(f"{what}; free space or name another output directory") from error
+    except OutputError as error:
+        raise StorageError(f"{error}; {error.advice}") from error
+    except OSError as error:
+        raise StorageError(f"cannot write {folder}: {error.strerror or error}; {advice(error)}") from error

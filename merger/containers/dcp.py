@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from merger.containers.base import Hole
 from merger.containers.window import Window
 from merger.containers.zip import Record, patch_checksum, records_in
+from merger.outfiles import refusal
 from merger.stored import Stored
 from store.errors import MergeError
 
@@ -87,7 +88,7 @@ class DcpFile:
                         holes.append(Hole(blob.data, item.value))
                     start += blob.nbytes
         except RuntimeError as error:  # how torch tells that the system refused to write
-            raise OSError(str(error)) from error
+            raise refusal(path, self.nbytes, error) from error
         return tuple(holes)
 
     def seal(self, path: Path, checksums: Mapping[int, int]) -> None:

@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from merger.containers.base import Hole
 from merger.containers.zip import Record, patch_checksum, records
+from merger.outfiles import refusal
 from merger.stored import Stored
 from merger.tensors import memory_of
 from store.errors import DamagedError, MergeError, UnsupportedError
@@ -70,7 +71,7 @@ class PtFile:
             with torch.serialization.skip_data(materialize_fake_tensors=True):
                 torch.save(value, path)
         except RuntimeError as error:  # how torch tells that the system refused to write
-            raise OSError(str(error)) from error
+            raise refusal(path, self.nbytes, error) from error
         leaves = self._leaves
         offsets = _offsets(path, self.classes, leaves)
         self._data = _data(path, leaves, offsets)

@@ -146,7 +146,9 @@ LIMITED = """
 import resource, signal, sys
 from pathlib import Path
 import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from merger.containers.base import OutFile
+from merger.containers.dcp import DcpFile, Item
 from merger.containers.pt import PtFile
 from merger.containers.safetensors import SafetensorsFile
 from merger.containers.verbatim import Verbatim
@@ -159,10 +161,11 @@ elements = torch.zeros(5000)
 spread.tensor("a", elements)
 stored = all_of("a", elements)
 kinds = {"pt": PtFile({"a": stored}), "verbatim": Verbatim(bytes(5000))}
+kinds["dcp"] = DcpFile((Item(MetadataIndex("a", torch.Size([0])), elements + 1), Item(MetadataIndex("b"), stored)))
 kinds["safetensors"] = SafetensorsFile({"a": stored}, {})
 (root / "out").mkdir()
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[3]),) * 2)
 try:
     produce(root / "out", [OutFile("x", kinds[sys.argv[2]])], spread.index, 2, lambda _: None)
 except StorageError as error:
@@ -170,11 +173,32 @@ except StorageError as error:
 """
 
 
-@pytest.mark.parametrize("kind", ["pt", "safetensors", "verbatim"])
-def test_a_device_that_takes_no_more(tmp_path: Path, kind: str) -> None:
-    done = run(LIMITED, str(tmp_path), kind)
-    assert done.stdout.startswith(f"cannot write {tmp_path / 'out'}"), done.stderr
-    assert done.stdout.endswith("; free space or name another output directory\n")
+@pytest.mark.parametrize("limit", [1, 100, 600, 3000])
+@pytest.mark.parametrize("kind", ["pt", "dcp", "safetensors", "verbatim"])
+def test_a_device_that_takes_no_more(tmp_path: Path, kind: str, limit: int) -> None:
+    """Whatever wrote the file, and wherever in it: the system's own words, and what to type."""
+    done = run(LIMITED, str(tmp_path), kind, str(limit))
+    told = f"cannot write {tmp_path / 'out' / 'x'}: File too large; raise `ulimit -f`, or name another output directory"
+    assert done.stdout.startswith(told), done.stdout + done.stderr
+    assert done.stdout.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [
+        (errno.ENOSPC, "No space left on device; free space or name another"),
+        (errno.EDQUOT, "free space or name another"),
+        (errno.EROFS, "Read-only file system; check the mount"),
+        (errno.EACCES, "Permission denied; check its owner and mode"),
+    ],
+)
+def test_what_to_do_follows_from_what_the_system_says(spread: Spread, folder: Path, code: int, told: str) -> None:
+    class Refused(Verbatim):
+        def make(self, path: Path) -> tuple[Hole, ...]:
+            raise OSError(code, os.strerror(code))
+
+    with pytest.raises(StorageError, match=rf"cannot write {folder}/x: .*{told}"):
+        produce(folder, [OutFile("x", Refused(b"data"))], spread.index, 1, lambda _: None)
 
 
 @dataclass
