@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from merger.checkpoint import Checkpoint
+from merger.listed import counted
 from merger.runstate import RankState
 from merger.sources.select import open_source
 from merger.stream import Progress, bytes_to_read, flows
@@ -96,7 +97,7 @@ def _require_exact(checkpoint: Checkpoint) -> None:
         return
     older = checkpoint.certificate.max_staleness
     if older:
-        why = f"is a composite: layers of it are up to {older} steps older than others"
+        why = f"is a composite: layers of it are up to {counted(older, 'step')} older than others"
     else:
         why = "is not exact: " + "; ".join(checkpoint.problems[:1] or ("parts of it stand in for damaged ones",))
     raise UsageError(

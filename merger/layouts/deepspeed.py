@@ -31,6 +31,7 @@ from merger.layouts.deepspeed_scaler import loss_scaler
 from merger.layouts.deepspeed_steps import flats, with_common_steps
 from merger.layouts.deepspeed_zero3 import zero3_states
 from merger.layouts.deepspeed_zero12 import zero12_states
+from merger.listed import counted
 from merger.target import Target
 
 CLASSES = (ZeroStageEnum, LossScaler, DynamicLossScaler, fragment_address)
@@ -83,15 +84,16 @@ def _notes_on_ranks(saved: EngineFacts, facts: EngineFacts) -> tuple[str, ...]:
         return ()
     notes = []
     notes.append(
-        f"the run had {saved.world_size} ranks, the files are for {facts.world_size}: random-number states and the "
-        f"user's objects are still those of {saved.world_size} ranks, in the client state under {CLIENT_KEY!r}"
+        f"the run had {counted(saved.world_size, 'rank')}, the files are for {facts.world_size}: random-number states "
+        f"and the user's objects are still those of {counted(saved.world_size, 'rank')}, in the client state under "
+        f"{CLIENT_KEY!r}"
     )
     before, after = batch_of(saved.ds_config, saved.world_size), batch_of(facts.ds_config, facts.world_size)
     if before and after and before.train != after.train:
         notes.append(
-            f"an optimizer step took {before.train} samples and takes {after.train} with the configuration in the "
-            f"files, on {facts.world_size} ranks; set {ACCUMULATION} or {MICRO} of your own configuration if that is "
-            "not what you want"
+            f"an optimizer step took {counted(before.train, 'sample')} and takes {after.train} with the "
+            f"configuration in the files, on {counted(facts.world_size, 'rank')}; set {ACCUMULATION} or {MICRO} of your "
+            "own configuration if that is not what you want"
         )
     return tuple(notes)
 

@@ -15,7 +15,7 @@ import torch
 
 from merger.checkpoint import Checkpoint
 from merger.layouts.deepspeed_facts import EngineFacts
-from merger.listed import listed
+from merger.listed import counted, listed
 from merger.optimizer_steps import chosen_steps, with_steps
 from store.errors import UnsupportedError
 
@@ -86,9 +86,7 @@ def common_step(checkpoint: Checkpoint, fqns: Iterable[str]) -> Any:
 
 def layers_named(checkpoint: Checkpoint, fqns: Iterable[str]) -> str:
     """The layers of parameters, for people."""
-    layers = list(dict.fromkeys(checkpoint.record(fqn).layer for fqn in fqns))
-    more = len(layers) - _NAMED
-    return ", ".join(layers[:_NAMED]) + (f" and {more} more layers" if more > 0 else "")
+    return listed(dict.fromkeys(checkpoint.record(fqn).layer for fqn in fqns), _NAMED)
 
 
 def _require_same_but_step(checkpoint: Checkpoint, fqns: Sequence[str]) -> None:
@@ -133,6 +131,7 @@ def _note_on_steps(checkpoint: Checkpoint, group: int, own: Mapping[str, Any], c
 
 def _note_on_missing(checkpoint: Checkpoint, group: int, fqns: Sequence[str]) -> str:
     return (
-        f"the optimizer had no state yet for {layers_named(checkpoint, fqns)} ({len(fqns)} parameters of param group "
-        f"{group}): their moments start as zeros, at the step of the others, which share their flat partition"
+        f"the optimizer had no state yet for {layers_named(checkpoint, fqns)} ({counted(len(fqns), 'parameter')} of "
+        f"param group {group}): their moments start as zeros, at the step of the others, which share their flat "
+        "partition"
     )

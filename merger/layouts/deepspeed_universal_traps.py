@@ -17,7 +17,7 @@ from merger.layouts.deepspeed_config import zero_section
 from merger.layouts.deepspeed_facts import EngineFacts
 from merger.layouts.deepspeed_retarget import ALIGNMENT
 from merger.layouts.deepspeed_steps import STEP, common_step, layers_named, same_value
-from merger.listed import listed
+from merger.listed import counted, listed
 
 Groups = Sequence[Sequence[str]]
 
@@ -78,9 +78,11 @@ def _note_on_what_is_left_alone(checkpoint: Checkpoint, groups: Groups, tag: str
     if not left:
         return None
     return (
-        f"a universal load restores what the optimizer trains and nothing else: {len(left)} frozen parameters and "
-        f"buffers (in {layers_named(checkpoint, left)}) stay as the model was built. Before deepspeed.initialize run "
-        f"model.load_state_dict(torch.load('.../{tag}/{MODEL_FILE}', weights_only=True)['module'])"
+        "a universal load restores what the optimizer trains and nothing else: "
+        f"{counted(len(left), 'frozen parameter or buffer', 'frozen parameters and buffers')} (in "
+        f"{layers_named(checkpoint, left)}) {'stays' if len(left) == 1 else 'stay'} as the model was built. Before "
+        f"deepspeed.initialize run model.load_state_dict(torch.load('.../{tag}/{MODEL_FILE}', "
+        "weights_only=True)['module'])"
     )
 
 
@@ -102,9 +104,9 @@ def _note_on_small_groups(checkpoint: Checkpoint, groups: Groups) -> str | None:
         return None
     ranks, group = min(limits)
     return (
-        f"param group {group} has only {numels[group]} elements: on more than {ranks} ranks one of them holds nothing "
-        "of it, and DeepSpeed's ZeRO-1/2 stops with an IndexError there. Join the group to another, load at stage 3, "
-        "or write layout 'deepspeed'"
+        f"param group {group} has only {counted(numels[group], 'element')}: on more than {counted(ranks, 'rank')} one "
+        "of them holds nothing of it, and DeepSpeed's ZeRO-1/2 stops with an IndexError there. Join the group to "
+        "another, load at stage 3, or write layout 'deepspeed'"
     )
 
 

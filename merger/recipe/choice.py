@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from merger.listed import listed
+from merger.listed import counted, listed
 from merger.recipe.model import Model
 from merger.recipe.recipe import Recipe, Rule
 from merger.recipe.selections import minus
@@ -83,6 +83,6 @@ def _left_open(recipe: Recipe, model: Model, left: list[str], aside: str) -> Con
     layers = listed(dict.fromkeys(model.tensors[fqn].layer for fqn in left))
     return ConfigError(
         f"{recipe.where}:{aside} it does not say where {listed(left)} {'comes' if len(left) == 1 else 'come'} from "
-        f"({len(left)} of {len(model.tensors)} tensors, of {layers}); add a rule for it, or `rest:` with a source for "
-        "all that is not named"
+        f"({len(left)} of {counted(len(model.tensors), 'tensor')}, of {layers}); add a rule for it, or `rest:` with "
+        "a source for all that is not named"
     )

@@ -13,7 +13,7 @@ from typing import Any
 
 from merger.blocks import Extent
 from merger.checkpoint import SLOT_OF_KIND, Checkpoint
-from merger.listed import listed
+from merger.listed import counted, listed
 from merger.recipe.agree import Named, disagreements, optimizer_disagreements
 from merger.recipe.certificate import Part, composite_certificate, held_slots
 from store.coverage import FragmentIndex
@@ -114,6 +114,6 @@ def _newer(checkpoint: Checkpoint, run_state: str) -> Iterator[str]:
     if newer:
         layers = listed(dict.fromkeys(unit.layer for unit in newer))
         yield (
-            f"{layers}: up to {-min(unit.staleness for unit in newer)} steps newer than the run state of {run_state!r} "
-            f"(step {checkpoint.step}): counters and schedule go on from the older step"
+            f"{layers}: up to {counted(-min(unit.staleness for unit in newer), 'step')} newer than the run state of "
+            f"{run_state!r} (step {checkpoint.step}): counters and schedule go on from the older step"
         )

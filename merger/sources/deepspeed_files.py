@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from merger.listed import listed
+from merger.listed import counted, listed
 from merger.sources.deepspeed_classes import STAND_INS, Kept, attributes
 from merger.sources.nest import Nest
 from merger.sources.pt import read_pt
@@ -173,14 +173,14 @@ def _require_ranks(folder: Path, found: dict[int, str], world_size: int, name: s
     for rank in range(world_size):
         if rank not in found:
             raise MergeError(
-                f"{folder / name.format(rank)} is missing: {world_size} ranks saved this checkpoint, and all their "
-                "files are needed. The save may have been interrupted: name an older tag"
+                f"{folder / name.format(rank)} is missing: {counted(world_size, 'rank')} saved this checkpoint, and "
+                "all their files are needed. The save may have been interrupted: name an older tag"
             )
     for rank, extra in found.items():
         if rank >= world_size:
             raise MergeError(
-                f"{folder / extra} is of rank {rank}, and {world_size} ranks saved this checkpoint: it is left from "
-                "another save; remove it"
+                f"{folder / extra} is of rank {rank}, and {counted(world_size, 'rank')} saved this checkpoint: it is "
+                "left from another save; remove it"
             )
 
 

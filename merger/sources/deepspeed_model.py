@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from merger.blocks import Extent
-from merger.listed import listed
+from merger.listed import counted, listed
 from merger.runstate import RankState
 from merger.sources.certified import NamedTensor
 from merger.sources.deepspeed_classes import Kept, attributes
@@ -138,8 +138,8 @@ class Model:
             nest = model.at("frozen_param_fragments").at(fqn)
             if nest.tensor().shape != (slice_numel(numel, world_size),):
                 raise UnsupportedError(
-                    f"{nest.where} has {nest.tensor().numel} elements, which is no slice of {numel} over {world_size} "
-                    "ranks: it may be quantized, which is not handled"
+                    f"{nest.where} has {counted(nest.tensor().numel, 'element')}, which is no slice of {numel} over "
+                    f"{counted(world_size, 'rank')}: it may be quantized, which is not handled"
                 )
             start, stop = own_slice(numel, world_size, rank)
             if start < stop:

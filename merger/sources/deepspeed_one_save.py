@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from merger.blocks import Block, Extent
-from merger.listed import listed
+from merger.listed import counted, listed
 from merger.sources.nest import Nest
 from merger.sources.tensor import FileTensor
 from merger.tensors import memory_of, torch_dtype
@@ -41,14 +41,14 @@ def step_problems(model: Nest, optimizer: str, steps: Iterable[float | None]) ->
         return []
     if found[-1] > taken + 1:
         raise MergeError(
-            f"{optimizer} counts {found[-1]:g} steps of the optimizer, and {model.where} says that {taken} were taken: "
-            "they are of different saves; name a tag whose files are of one save"
+            f"{optimizer} counts {counted(found[-1], 'step')} of the optimizer, and {model.where} says that {taken} "
+            "were taken: they are of different saves; name a tag whose files are of one save"
         )
     if found[-1] != taken:
         return [
             (
-                f"the optimizer counts {found[-1]:g} steps, the engine {taken}: the optimizer's state was made anew "
-                f"during the run, or {optimizer} is of another save than {model.where}"
+                f"the optimizer counts {counted(found[-1], 'step')}, the engine {taken}: the optimizer's state was "
+                f"made anew during the run, or {optimizer} is of another save than {model.where}"
             )
         ]
     if len(found) > 1:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from merger.blocks import Extent
+from merger.listed import counted
 from merger.sources.deepspeed_files import comparable
 from merger.sources.nest import Nest
 from merger.sources.tensor import FileTensor, values
@@ -114,8 +115,8 @@ def _kept(state: Nest, numel: int) -> tuple[list[str], dict[str, Any]]:
             slots.append(key)
         else:
             raise UnsupportedError(
-                f"{nest.where} has the shape {tensor.shape} for a flat partition of {numel} elements: it cannot be "
-                "taken apart by parameter; optimizers with state per element, such as AdamW, are handled"
+                f"{nest.where} has the shape {tensor.shape} for a flat partition of {counted(numel, 'element')}: it "
+                "cannot be taken apart by parameter; optimizers with state per element, such as AdamW, are handled"
             )
     return sorted(slots), scalars
 

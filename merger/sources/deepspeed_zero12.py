@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, TypeVar
 
+from merger.listed import counted
 from merger.sources.deepspeed_classes import FragmentAddress, attributes
 from merger.sources.deepspeed_files import RankFiles
 from merger.sources.deepspeed_one_save import step_in, step_problems, weight_problems
@@ -131,8 +132,8 @@ def _group(files: RankFiles, index: int, shapes: list[Shape], round_robin: bool)
     if len(sizes) > 1 or paddings != expected or size * files.world_size < end or counts != {files.world_size}:
         raise MergeError(
             f"param group {index} of {files.folder}: partitions of {sorted(sizes)} elements with paddings "
-            f"{list(paddings)} on {files.world_size} ranks cannot hold the {end} elements of its parameters; files of "
-            "different saves are mixed, or the parameters lie in a way that is not known"
+            f"{list(paddings)} on {counted(files.world_size, 'rank')} cannot hold the {counted(end, 'element')} of "
+            "its parameters; files of different saves are mixed, or the parameters lie in a way that is not known"
         )
     return _Group(_in_group_order(layout, gaps, round_robin, files.world_size), layout, size, paddings)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from merger.listed import counted
 from merger.sources.deepspeed_files import RankFiles
 from merger.sources.deepspeed_one_save import step_in, step_problems
 from merger.sources.deepspeed_zero import (
@@ -39,7 +40,7 @@ def zero3(files: RankFiles) -> Optimized:
             if master.shape != (sum(parts),):
                 raise MergeError(
                     f"{optim.where}, sub-group {index}: {master.shape} elements are not the {sum(parts)} of a rank's "
-                    f"slices of its parameters on {files.world_size} ranks; it is not known where they lie"
+                    f"slices of its parameters on {counted(files.world_size, 'rank')}; it is not known where they lie"
                 )
         state = flat_state([state_of(base, index) for base in bases], masters, sum(parts))
         for rank in range(files.world_size):

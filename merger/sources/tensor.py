@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from merger.blocks import Block, Extent
+from merger.listed import counted
 from merger.tensors import memory_of, torch_dtype
 from store.errors import DamagedError, UnsupportedError
 
@@ -52,7 +53,7 @@ class FileTensor:
             )
         if not 0 <= at <= at + stop - start <= self.numel:
             raise DamagedError(
-                f"{self.where} has {self.numel} elements, and {fqn}/{slot} should be elements {at} to "
+                f"{self.where} has {counted(self.numel, 'element')}, and {fqn}/{slot} should be elements {at} to "
                 f"{at + stop - start} of it"
             )
         offset = self.offset + at * torch_dtype(self.dtype).itemsize

@@ -300,4 +300,4 @@ def test_what_stock_deepspeed_gets_wrong_by_itself(traps: Path, merged: dict[str
 def test_a_rank_without_a_part_of_a_group_is_foretold(traps: Path, merged: dict[str, MergeResult]) -> None:
     assert json.loads((traps / "small-1.json").read_text()) == "IndexError"
     note = next(note for note in merged["adapters-zero2-on2"].notes if "IndexError" in note)
-    assert note.startswith("param group 2 has only 1 elements: on more than 1 ranks")
+    assert note.startswith("param group 2 has only 1 element: on more than 1 rank ")

@@ -121,7 +121,7 @@ def test_a_parameter_without_state_gets_zeros_among_others_and_is_told() -> None
     assert filled(states["single_partition_of_fp32_groups"][0]) == {"a.w", "b.w"}
     for slot in MOMENTS:
         assert filled(states["base_optimizer_state"]["state"][0][slot]) == {"a.w"}
-    assert any("no state yet for b (1 parameters" in note for note in laid.notes)
+    assert any("no state yet for b (1 parameter of" in note for note in laid.notes)
 
 
 def test_a_group_without_state_stays_without() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from merger.listed import listed
+from merger.listed import counted, listed
 from merger.recipe.opened import raise_all
 from store.errors import ConfigError, DriftpointError, MergeError
 
@@ -14,6 +14,13 @@ def test_a_handful_and_how_many_more() -> None:
     assert listed("abcd") == "a, b, c and 1 more"
     assert listed("abcd", 2, "; ") == "a; b; and 2 more"
     assert listed("abcd", 2, " and ") == "a and b and 2 more"
+
+
+def test_a_number_and_its_noun() -> None:
+    assert [counted(count, "rank") for count in (0, 1, 2)] == ["0 ranks", "1 rank", "2 ranks"]
+    assert counted(1.0, "step") == "1 step" and counted(1e7, "step") == "1e+07 steps"
+    assert counted(10_000_000, "element") == "10000000 elements"
+    assert counted(1, "tensor or buffer", "tensors and buffers") == "1 tensor or buffer"
 
 
 def raised(*texts: str) -> str:
