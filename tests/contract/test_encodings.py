@@ -133,6 +133,39 @@ def test_any_finite_values_alike_in_numpy_and_torch(values: Floats, name: str) -
     assert same(back.numpy(), decode_all(encoding, data, values.size))
 
 
+def test_values_at_the_very_edge_of_a_code_alike_in_numpy_and_torch(encoding: Encoding) -> None:
+    values = fitting(encoding, normal(CHUNK))
+    edge = encoding.decode(encoding.encode(values), CHUNK, "F32").view("<f4")
+    for towards in (0, -np.inf, np.inf):
+        moved = fitting(encoding, np.nextafter(edge, np.float32(towards)) if towards else edge)
+        assert in_torch(encoding.name, moved)[0].tobytes() == encoding.encode(moved).tobytes()
+
+
+@pytest.mark.parametrize("places", [-3, -1, 1, 3])
+def test_roots_wrong_in_the_last_places_make_no_difference(monkeypatch: pytest.MonkeyPatch, places: int) -> None:
+    """Square roots of libraries differ; those of other devices cannot all be tried here."""
+    encoding = ENCODINGS[INT8_SQRT_BLOCK]
+    edge = encoding.decode(encoding.encode(np.abs(normal(PIECE))), PIECE, "F32")
+    values = np.concatenate([np.nextafter(edge, np.float32(towards)) for towards in (-np.inf, np.inf)] + [edge])
+    values = np.maximum(values, 0).astype("<f4")
+    expected = encoding.encode(values)
+    numpy_sqrt, torch_sqrt = np.sqrt, torch.sqrt
+
+    def wrong_numpy(x: Floats) -> Floats:
+        bits = numpy_sqrt(x).view("<i4")
+        return np.where(bits > 8, bits + places, bits).astype("<i4").view("<f4")
+
+    def wrong_torch(x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        bits = torch_sqrt(x).view(torch.int32)
+        wrong = torch.where(bits > 8, bits + places, bits).view(torch.float32)
+        return wrong if out is None else out.copy_(wrong)
+
+    monkeypatch.setattr(np, "sqrt", wrong_numpy)
+    monkeypatch.setattr(torch, "sqrt", wrong_torch)
+    assert encoding.encode(values).tobytes() == expected.tobytes()
+    assert in_torch(INT8_SQRT_BLOCK, values)[0].tobytes() == expected.tobytes()
+
+
 @settings(max_examples=1000, deadline=None)
 @given(values=floats(), name=st.sampled_from(sorted(ENCODINGS)))
 def test_bounds_and_stability_hold_for_any_finite_values(values: Floats, name: str) -> None:
@@ -175,6 +208,7 @@ def test_threads_that_flush_subnormals_give_the_same_bytes(encoding: Encoding) -
     rng = np.random.default_rng(5)
     bits = rng.integers(0, 1 << 25, 4096, dtype=np.uint32) | (rng.integers(0, 2, 4096, dtype=np.uint32) << 31)
     values = fitting(encoding, bits.view("<f4"))
+    values[:1024:BLOCK] = 2.0**-118.5  # a scale at which subnormal values might get a code
     values[2048:] *= np.float32(2) ** 30
     expected = encode_all(encoding, values)
     back = decode_all(encoding, expected, values.size)

@@ -112,29 +112,37 @@ def test_junk_is_damage(junk: bytes) -> None:
         unpack_chunk(junk, LANES)
 
 
+PLAIN = bytes(200)
+GOOD = zstandard.compress(PLAIN)
+
+
 @pytest.mark.parametrize(
     "frame",
     [
-        framed((STORED, b"ab")),  # too short for the plane
-        framed((STORED, b"abcd")),
-        framed((2, b"abc")),
-        framed((ZSTD, b"abc")),
-        framed((ZSTD, zstandard.compress(b"ab"))),
-        framed((ZSTD, zstandard.compress(b"abcd"))),
-        framed((ZSTD, zstandard.compress(b"abc") + b"x")),
-        framed((ZSTD, zstandard.compress(b"abc") * 2)),
-        framed((ZSTD, zstandard.ZstdCompressor(write_content_size=False).compress(b"abc"))),
-        framed((STORED, b"abc"), (STORED, b"")),
-        framed((STORED, b"abc"), lie=1),
-        framed((STORED, b"abc"), lie=-1),
+        framed((STORED, PLAIN[1:])),
+        framed((2, PLAIN)),
+        framed((ZSTD, PLAIN)),
+        framed((ZSTD, zstandard.compress(PLAIN[1:]))),
+        framed((ZSTD, zstandard.compress(PLAIN + b"x"))),
+        framed((ZSTD, GOOD + b"x")),
+        framed((ZSTD, GOOD * 2)),
+        framed((ZSTD, GOOD[:-1])),
+        framed((ZSTD, zstandard.ZstdCompressor(write_content_size=False).compress(PLAIN))),
+        framed((ZSTD, GOOD), (STORED, b"")),
+        framed((ZSTD, GOOD)) + b"x",
+        framed((ZSTD, GOOD), lie=1),
+        framed((ZSTD, GOOD), lie=-1),
+        struct.pack("<IBI", 6, STORED, 200) + b"x",  # one byte where a plane should be: it must not be repeated
+        struct.pack("<IBI", 5, STORED, 200),
+        struct.pack("<IB", 1, STORED),
         framed(),
         b"\xff\xff\xff\xff",
         b"\0\0",
     ],
 )
 def test_lies_are_damage(frame: bytes) -> None:
-    lanes = (Lane(3, 1),)
-    assert unpack_chunk(framed((STORED, b"abc")), lanes).tobytes() == b"abc"
+    lanes = (Lane(200, 1),)
+    assert unpack_chunk(framed((ZSTD, GOOD)), lanes).tobytes() == unpack_chunk(framed((STORED, PLAIN)), lanes).tobytes()
     with pytest.raises(DamagedError):
         unpack_chunk(frame, lanes)
 
