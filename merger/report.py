@@ -1,4 +1,4 @@
-"""What a merge tells: the certificate as a file beside the checkpoint, and as rows of a table."""
+"""What a merge tells: the certificate as a file beside the checkpoint."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from merger.containers.verbatim import Verbatim
 from store.certificate import Certificate
 
 CERTIFICATE = "driftpoint-certificate.json"
-
-COLUMNS = ("layer", "slot", "step", "staleness", "drift", "encoding", "source", "note")
 
 
 @dataclass(frozen=True)
@@ -38,39 +36,3 @@ def certificate_file(
         "notes": list(notes),
     }
     return OutFile(CERTIFICATE, Verbatim((json.dumps(document, indent=1) + "\n").encode()))
-
-
-def rows(certificate: Certificate) -> list[tuple[str, ...]]:
-    """One row per (layer, slot) and source, in the order of :data:`COLUMNS`, ready to print."""
-    return [
-        (
-            unit.layer,
-            unit.slot,
-            str(unit.step),
-            str(unit.staleness),
-            "unknown" if unit.drift is None else f"{unit.drift:.2e}",
-            unit.encoding,
-            unit.source,
-            _note(moving=unit.moving, fallback=unit.fallback),
-        )
-        for unit in certificate.units
-    ]
-
-
-def summary(certificate: Certificate) -> str:
-    """One sentence: exact, or how old and how far moved the worst layer is."""
-    if certificate.exact:
-        return f"exact: every layer is of step {certificate.step}"
-    drift = "unknown" if certificate.max_drift is None else f"{certificate.max_drift:.2e}"
-    ages = [unit.staleness for unit in certificate.units if unit.moving]
-    newer = f", or up to {-min(ages)} newer than the run state" if ages and min(ages) < 0 else ""
-    return (
-        f"not exact: a composite at step {certificate.step}; staleness up to {max(0, certificate.max_staleness)} steps"
-        f"{newer}, drift up to {drift}"
-    )
-
-
-def _note(*, moving: bool, fallback: bool) -> str:
-    if fallback:
-        return "older version: the newest is damaged"
-    return "" if moving else "does not move"

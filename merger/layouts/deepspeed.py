@@ -92,8 +92,8 @@ def _notes_on_ranks(saved: EngineFacts, facts: EngineFacts) -> tuple[str, ...]:
     if before and after and before.train != after.train:
         notes.append(
             f"an optimizer step took {counted(before.train, 'sample')} and takes {after.train} with the "
-            f"configuration in the files, on {counted(facts.world_size, 'rank')}; set {ACCUMULATION} or {MICRO} of your "
-            "own configuration if that is not what you want"
+            f"configuration in the files, on {counted(facts.world_size, 'rank')}; set {ACCUMULATION} or {MICRO} of "
+            "your own configuration if that is not what you want"
         )
     return tuple(notes)
 

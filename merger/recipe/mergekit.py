@@ -14,6 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from merger.recipe.dtype import dtype_named
+from merger.recipe.mergekit_form import (
+    is_range,
+    name_of,
+    names_model,
+    path_of,
+    require_neutral,
+    require_passthrough,
+    split_step,
+)
 from merger.recipe.recipe import Recipe, Rule, SourceRef
 from merger.recipe.records import folder, unknown_key
 from merger.recipe.selections import Auxiliary, Blocks, Selection
@@ -21,24 +30,10 @@ from merger.recipe.steps import check_step
 from merger.recipe.yamlfile import Loc, YamlFile
 from store.errors import ConfigError, UnsupportedError, UsageError
 
-_HARMLESS_PARAMETERS = ("int8_mask", "normalize", "rescale")
-_NEUTRAL_PARAMETERS = ("weight", "scale", "density")
-_ELSEWHERE = {
-    "models": "it merges whole models; give `slices:` with a `layer_range` for each model",
-    "modules": "only one stack of blocks can be named this way; write a recipe with `take:`",
-    "tokenizer": "name one place for the tokenizer with `tokenizer_source:` or `files:`",
-    "chat_template": "a template is copied from `files:` as it is; leave it out",
-}
-_NO_EFFECT = ("name", "description", "metadata")
-_KNOWN = (
-    "slices", "pre_weights", "post_weights", "merge_method", "dtype", "out_dtype", "base_model", "tokenizer_source",
-    "parameters", "run_state", "files", *_NO_EFFECT,
-)  # fmt: skip
-
 
 def from_mergekit(file: YamlFile) -> Recipe:
     """The recipe. ConfigError for a file that is not one; UnsupportedError for what would change the state."""
-    _require_passthrough(file)
+    require_passthrough(file)
     build = _Build(file)
     rules = [*build.slices(), *build.weights("pre_weights", 0), *build.weights("post_weights", -1)]
     run_state, files = build.run_state(), build.files()
@@ -73,7 +68,7 @@ class _Build:
         for index, one in enumerate(slices):
             loc = ("slices", index)
             given = self._mapping(loc, one, ("sources", "parameters"))
-            _require_neutral(self.file, (*loc, "parameters"), given.get("parameters"))
+            require_neutral(self.file, (*loc, "parameters"), given.get("parameters"))
             sources = self._list((*loc, "sources"), given.get("sources"))
             if len(sources) != 1:
                 raise UnsupportedError(
@@ -102,7 +97,7 @@ class _Build:
             side = "first" if default == 0 else "last"
             for selection in _outside(key):
                 yield Rule(source, selection, f"the {side} slice ({key} is not given)")
-        elif isinstance(given, str) or (isinstance(given, Mapping) and _names_model(given)):
+        elif isinstance(given, str) or (isinstance(given, Mapping) and names_model(given)):
             for selection in _outside(key):
                 yield Rule(self._model((key,), given), selection, where)
         elif isinstance(given, Mapping):
@@ -121,7 +116,7 @@ class _Build:
             return next(iter(self.sources))
         if "run_state" in values:
             return self._model(("run_state",), values["run_state"])
-        base = None if values.get("base_model") is None else _path(self.file, ("base_model",), values["base_model"])
+        base = None if values.get("base_model") is None else path_of(self.file, ("base_model",), values["base_model"])
         if base in self.sources:
             self.notes.append(f"run state (counters, schedule, random generators) is of base_model, {base}")
             return base
@@ -138,12 +133,12 @@ class _Build:
             )
         for key, given in (("files", values.get("files")), ("tokenizer_source", tokenizer)):
             if given is not None and given != "base":
-                path = _path(self.file, (key,), given)
+                path = path_of(self.file, (key,), given)
                 return path if path in self.sources else folder(path)
         base = values.get("base_model")
         if base is None:
             return None
-        path = _path(self.file, ("base_model",), base)
+        path = path_of(self.file, ("base_model",), base)
         if path in self.sources:
             return path
         self.notes.append(f"configuration and tokenizer files are of base_model, {path}")
@@ -162,12 +157,12 @@ class _Build:
 
     def _slice_source(self, loc: Loc, entry: Any, slices: int) -> tuple[str, int, int | None]:
         given = self._mapping(loc, entry, ("model", "layer_range", "parameters"))
-        _require_neutral(self.file, (*loc, "parameters"), given.get("parameters"))
+        require_neutral(self.file, (*loc, "parameters"), given.get("parameters"))
         source = self._model(loc, given)
         bounds = given.get("layer_range")
         if bounds is None and slices == 1:
             return source, 0, None
-        if not isinstance(bounds, list) or not _is_range(bounds):
+        if not isinstance(bounds, list) or not is_range(bounds):
             raise ConfigError(
                 f"{self.file.at((*loc, 'layer_range'))}: `layer_range` must be two numbers, the first block and "
                 f"the one after the last, such as [0, 8] (it is {bounds!r})"
@@ -189,7 +184,7 @@ class _Build:
                 for position, entry in enumerate(entries)
                 if isinstance(entry, dict) and any(one in str(entry.get("name")) for one in meant.get(number, ()))
             ]
-            others = [(k, i) for k, i, entry in named if _path(self.file, (k, i), entry) == source]
+            others = [(k, i) for k, i, entry in named if path_of(self.file, (k, i), entry) == source]
             if named and not others:
                 key, position, _ = named[0]
                 raise ConfigError(
@@ -220,9 +215,9 @@ class _Build:
         return Rule(self._model(loc, given), Auxiliary(names[0]), f"{loc[0]}[{loc[1]}] ({self.file.at(loc)})")
 
     def _model(self, loc: Loc, given: Any) -> str:
-        path = _path(self.file, loc, given)
+        path = path_of(self.file, loc, given)
         if path not in self.sources:
-            where, step = _split(path)
+            where, step = split_step(path)
             try:
                 check_step(step)
             except UsageError as error:
@@ -232,79 +227,16 @@ class _Build:
 
     def _mapping(self, loc: Loc, value: Any, known: tuple[str, ...]) -> Mapping[str, Any]:
         if not isinstance(value, dict):
-            raise ConfigError(f"{self.file.at(loc)}: {_name(loc)} must be a mapping with {', '.join(known)}")
+            raise ConfigError(f"{self.file.at(loc)}: {name_of(loc)} must be a mapping with {', '.join(known)}")
         for key in value:
             if key not in known:
-                raise ConfigError(unknown_key(f"{self.file.at((*loc, key))}: {_name(loc)}", str(key), known))
+                raise ConfigError(unknown_key(f"{self.file.at((*loc, key))}: {name_of(loc)}", str(key), known))
         return value
 
     def _list(self, loc: Loc, value: Any) -> list[Any]:
         if not isinstance(value, list):
-            raise ConfigError(f"{self.file.at(loc)}: {_name(loc)} must be a list")
+            raise ConfigError(f"{self.file.at(loc)}: {name_of(loc)} must be a list")
         return value
-
-
-def _require_passthrough(file: YamlFile) -> None:
-    values = file.values
-    method = values.get("merge_method", "passthrough")
-    if method != "passthrough":
-        raise UnsupportedError(
-            f"{file.at(('merge_method',))}: merge_method {method!r} changes weights, and optimizer state would not fit "
-            "them any more; only passthrough is carried out"
-        )
-    for key in values:
-        if key in _ELSEWHERE:
-            raise UnsupportedError(f"{file.at((key,))}: {key!r} is not carried out: {_ELSEWHERE[key]}")
-        if key not in _KNOWN:
-            raise ConfigError(unknown_key(file.at((key,)), key, _KNOWN))
-    _require_neutral(file, ("parameters",), values.get("parameters"))
-    if "slices" not in values:
-        raise ConfigError(
-            f"{file.name}: a recipe in MergeKit's form needs `slices:`, each with a model and a layer_range"
-        )
-
-
-def _require_neutral(file: YamlFile, loc: Loc, parameters: Any) -> None:
-    if parameters is None:
-        return
-    if not isinstance(parameters, dict):
-        raise ConfigError(f"{file.at(loc)}: {_name(loc)} must be a mapping")
-    for key, value in parameters.items():
-        neutral = key in _NEUTRAL_PARAMETERS and not isinstance(value, bool) and value in (1, 1.0)
-        if key not in _HARMLESS_PARAMETERS and not neutral:
-            raise UnsupportedError(
-                f"{file.at((*loc, key))}: parameter {key!r} ({value!r}) changes weights, and optimizer state would not "
-                "fit them any more; leave it out"
-            )
-
-
-def _names_model(given: Mapping[str, Any]) -> bool:
-    return set(given) <= {"model", "source", "sources"}
-
-
-def _path(file: YamlFile, loc: Loc, given: Any) -> str:
-    """The path in ``PATH``, ``{model: …}``, ``{source: …}``, ``{path: …}`` or ``{sources: [{model: …}]}``."""
-    value = given
-    while not isinstance(value, str):
-        if isinstance(value, list) and len(value) == 1:
-            value = value[0]
-            continue
-        inner = [value[key] for key in ("model", "source", "sources", "path") if key in value] if value else []
-        if not isinstance(value, dict) or len(inner) != 1:
-            raise ConfigError(f"{file.at(loc)}: {_name(loc)} must name one `model`, a directory (it is {given!r})")
-        value = inner[0]
-    if not value:
-        raise ConfigError(f"{file.at(loc)}: {_name(loc)} names no directory")
-    return value
-
-
-def _split(path: str) -> tuple[Path | None, int | str | None]:
-    """``PATH@STEP``, as MergeKit writes revisions, where there is no directory of that whole name."""
-    where, at, step = path.rpartition("@")
-    whole = folder(path)
-    if not at or not where or not step or (whole is not None and whole.exists()):
-        return whole, None
-    return folder(where), int(step) if step.isascii() and step.isdigit() else step
 
 
 def _short_names(paths: Iterable[str]) -> dict[str, str]:
@@ -317,15 +249,3 @@ def _outside(key: str) -> list[Selection]:
     """A model need not have all of them: a tied head is none."""
     roles = ("embeddings",) if key == "pre_weights" else ("norm", "head")
     return [Auxiliary(role, required=False) for role in roles]
-
-
-def _is_range(bounds: list[Any]) -> bool:
-    return (
-        len(bounds) == 2
-        and all(isinstance(one, int) and not isinstance(one, bool) for one in bounds)
-        and 0 <= bounds[0] <= bounds[1]
-    )
-
-
-def _name(loc: Loc) -> str:
-    return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in loc).lstrip(".")

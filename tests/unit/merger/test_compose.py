@@ -15,7 +15,7 @@ from merger.plan import Request, draft_merge
 from merger.recipe.read import recipe_from
 from merger.recipe.recipe import Recipe
 from merger.recipe.yamlfile import parse_yaml
-from merger.report import CERTIFICATE, summary
+from merger.report import CERTIFICATE
 from merger.target import Target
 from store.errors import ConfigError, MergeError, NoStoreError, NothingToResumeError, UsageError
 from store.names import SaveId, Unit
@@ -96,9 +96,6 @@ def test_two_runs(stores: tuple[PlainStore, PlainStore], tmp_path: Path) -> None
         ("late", "store", 25, str(b.root)),
     ]
     assert (document["max_staleness"], document["max_drift"]) == (15, None)
-    assert summary(certificate).startswith(
-        "not exact: a composite at step 25; staleness up to 15 steps, drift up to un"
-    )
 
 
 def test_the_run_state_of_the_older_one(stores: tuple[PlainStore, PlainStore], tmp_path: Path) -> None:
@@ -110,7 +107,6 @@ def test_the_run_state_of_the_older_one(stores: tuple[PlainStore, PlainStore], t
         "layers.2, layers.3, norm and 1 more: up to 15 steps newer than the run state of 'early' (step 10): counters "
         "and schedule go on from the older step"
     )
-    assert "or up to 15 newer than the run state" in summary(result.certificate)
     assert torch.load(result.out / "extra.pt", weights_only=True)["step"] == 10
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from merger.merge import merge
-from merger.report import CERTIFICATE, COLUMNS, rows, summary
+from merger.report import CERTIFICATE
 from store.errors import MergeError, NoStoreError, NothingToResumeError, StorageError, UnsupportedError, UsageError
 from store.names import SaveId, Unit
 from tests.support.plain_stores import PlainStore, digest_of, rebuilt, same
@@ -89,9 +89,7 @@ def test_a_composite_holds_what_its_certificate_names(store: PlainStore, tmp_pat
         10,
         0.5,
     )
-    assert summary(result.certificate).startswith("not exact: a composite at step 20; staleness up to 10 steps")
-    table = rows(result.certificate)
-    assert len(table) == len(store.units) and all(len(row) == len(COLUMNS) for row in table)
+    assert len(document["units"]) == len(store.units)
 
 
 def test_frozen_layers(tmp_path: Path) -> None:
@@ -117,7 +115,6 @@ def test_damaged_units_fall_back_each_to_its_own_version_before(store: PlainStor
     assert not result.certificate.exact and result.certificate.max_drift is None
     for unit in hurt:
         assert any(f"{unit} of save 00000020-000001" in problem for problem in result.problems)
-    assert {row[-1] for row in rows(result.certificate)} == {"", "older version: the newest is damaged"}
     assert siblings(result.out) == ["out"]
 
 
