@@ -9,7 +9,7 @@ import torch
 from monitor import encoders
 from store.encoding import CHUNK, ENCODINGS, encoding_named
 from store.encoding.stream import chunked
-from store.errors import DamagedError
+from store.errors import DamagedError, StoreError
 
 LOSSY = sorted(name for name, encoding in ENCODINGS.items() if not encoding.lossless)
 
@@ -73,7 +73,7 @@ def test_what_does_not_fit_together_is_refused(values: torch.Tensor) -> None:
         encoders.encode(values.t(), "bf16")
     with pytest.raises(ValueError, match="float32"):
         encoders.encode(values.double(), "int8-block")
-    with pytest.raises(DamagedError, match="int9"):
+    with pytest.raises(StoreError, match="int9"):
         encoders.encode(values, "int9")
     with pytest.raises(DamagedError, match="raw"):
         encoders.encoder_named("raw")
