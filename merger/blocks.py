@@ -6,7 +6,7 @@ tensors. It does not know what reads them or where they go.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -65,11 +65,50 @@ class Flaw:
     bad: Bad
 
 
+Progress = Callable[[int], None]
+"""Told the number of stored bytes just read."""
+
+
+class Decoding(Protocol):
+    """One pass over a block whose bytes have to be decoded. It belongs to one thread."""
+
+    @property
+    def flaw(self) -> Flaw | None:
+        """What was found damaged, after an error: what is stored may rest on another version, and that one be it."""
+        ...
+
+    def pieces(self) -> Iterator[memoryview]:
+        """The block's bytes, front to back, in pieces of whole elements; each is the caller's.
+
+        DamagedError, perhaps after the last piece, where what is stored is not what was written; StorageError.
+        """
+        ...
+
+
+class Coded(Protocol):
+    """What is stored in the place of a block's bytes."""
+
+    @property
+    def nbytes(self) -> int:
+        """Stored bytes that one pass reads."""
+        ...
+
+    @property
+    def memory(self) -> int:
+        """Bytes of memory that one pass takes at most."""
+        ...
+
+    def decoding(self, progress: Progress) -> Decoding:
+        """Begin a pass."""
+        ...
+
+
 @dataclass(frozen=True, eq=False)
 class Block:
     """``nbytes`` bytes from ``offset`` of a file, right if ``digest`` is what ``checksum`` gives over all of them.
 
     name: what to call it in an error. flaw: what is found if the bytes are wrong; None where that ends the merge.
+    coded: where ``nbytes`` bytes have to be decoded from what is stored from ``offset``, and ``digest`` is of that.
     """
 
     files: Readable
@@ -80,6 +119,12 @@ class Block:
     digest: str
     name: str
     flaw: Flaw | None = None
+    coded: Coded | None = None
+
+    @property
+    def stored_bytes(self) -> int:
+        """What reading the block once reads: also what it is the difference to, where it is one."""
+        return self.nbytes if self.coded is None else self.coded.nbytes
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,11 +11,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from merger.blocks import Progress
 from merger.checkpoint import Checkpoint
 from merger.listed import counted
 from merger.runstate import RankState
 from merger.sources.select import open_source
-from merger.stream import Progress, bytes_to_read, flows
+from merger.stream import bytes_to_read, flows
 from merger.tensors import to_leaf
 from store.errors import UnsupportedError, UsageError
 from store.names import RAW

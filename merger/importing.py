@@ -16,8 +16,9 @@ from pathlib import Path
 
 import xxhash
 
+from merger.blocks import Progress
 from merger.import_plan import ImportPlan
-from merger.stream import CHUNK, Progress
+from merger.stream import CHUNK
 from store.catalog import Catalog
 from store.certificate import Certificate, certify
 from store.commit import Expected, Group, commit, hint_latest, wait_for_group

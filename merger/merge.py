@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from merger.blocks import Flaw
+from merger.blocks import Flaw, Progress
 from merger.output import Output
 from merger.plan import MergePlan, Request, default_workers, open_request, plan_merge
 from merger.produce import produce
@@ -17,7 +17,6 @@ from merger.recipe.opened import OpenSources
 from merger.recipe.recipe import Recipe
 from merger.report import SourceUse
 from merger.target import Target
-from merger.transfer import Progress
 from store.certificate import Certificate
 from store.errors import UsageError
 from store.names import SaveId

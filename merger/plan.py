@@ -23,7 +23,7 @@ from merger.recipe.opened import OpenSources, open_sources, raise_all
 from merger.recipe.recipe import Recipe, single
 from merger.report import SourceUse, certificate_file
 from merger.target import Target
-from merger.transfer import CHUNK, TransferPlan, plan_transfer
+from merger.transfer import TransferPlan, plan_transfer
 from store.errors import DriftpointError, StorageError, UsageError
 
 
@@ -67,8 +67,8 @@ class MergePlan:
     """What a merge does.
 
     files: all of the output, the certificate among them. sources: what it is made of. reads: bytes that are read, by
-    the name of the source. bytes_to_read: their sum, each block once. bytes_to_write: about. notes: what to know
-    before loading it.
+    the name of the source. bytes_to_read: their sum, each block once, and with each difference its base.
+    bytes_to_write: about. worker_bytes: of memory, for tensors. notes: what to know before loading it.
     """
 
     checkpoint: Checkpoint
@@ -79,6 +79,7 @@ class MergePlan:
     sources: tuple[SourceUse, ...] = ()
     reads: Mapping[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    worker_bytes: int = 0
 
     @property
     def parameters(self) -> int:
@@ -92,7 +93,7 @@ class MergePlan:
 
     def memory(self, workers: int) -> int:
         """Bytes that moving the tensors takes at most, on top of the program itself."""
-        return 2 * CHUNK * workers
+        return self.worker_bytes * workers
 
 
 @dataclass(frozen=True)
@@ -192,6 +193,7 @@ def _planned(assembled: Assembled, checkpoint: Checkpoint, target: Target, reque
         assembled.uses,
         _reads(transfer, assembled, checkpoint),
         notes,
+        transfer.memory,
     )
 
 
@@ -219,7 +221,7 @@ def _reads(transfer: TransferPlan, assembled: Assembled, checkpoint: Checkpoint)
         name_of |= dict.fromkeys((extent.block for extent in extents), assembled.source_of[fqn])
     reads = dict.fromkeys((use.name for use in assembled.uses), 0)
     for block in transfer.moves:
-        reads[name_of[block]] += block.nbytes
+        reads[name_of[block]] += block.stored_bytes
     return reads
 
 

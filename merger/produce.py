@@ -14,11 +14,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from merger.blocks import Extent, Flaw
+from merger.blocks import Extent, Flaw, Progress
 from merger.containers.base import Hole, OutFile
 from merger.outfiles import OutputError, advice
 from merger.parallel import in_parallel
-from merger.transfer import Progress, Transferred, check_hole, checksums, plan_transfer, transfer
+from merger.transfer import Transferred, check_hole, checksums, plan_transfer, transfer
 from merger.writeback import early_writeback
 from store.coverage import FragmentIndex
 from store.errors import MergeError, StorageError

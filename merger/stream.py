@@ -1,16 +1,17 @@
 """Blocks of a source as streams: read front to back, once, checked at their end, and cut into fragments on the way.
 
-Whoever writes the fragments draws them in the order given, one after another; memory holds one chunk. The bytes of
+Whoever writes the fragments draws them in the order given, one after another; memory holds one chunk, and what
+decoding takes where a block has to be decoded. The bytes of
 a block are known to be right only when its last fragment has been drawn to the end: until then nothing made of them
 may be called complete. One thread. It does not know what is written, nor where.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from merger.blocks import Block, Extent
+from merger.blocks import Block, Extent, Progress
 from merger.tensors import torch_dtype
 from store.errors import DamagedError, StorageError
 
@@ -19,9 +20,6 @@ CHUNK = 1 << 22
 
 FRAGMENT_BYTES = 1 << 25
 """Largest fragment: a rank that needs a part of a tensor reads every fragment that the part touches whole."""
-
-Progress = Callable[[int], None]
-"""Told the number of stored bytes just read."""
 
 
 @dataclass(frozen=True)
@@ -61,15 +59,15 @@ class Reading:
     """One pass over a block."""
 
     def __init__(self, block: Block, progress: Progress) -> None:
-        self._block, self._progress = block, progress
-        self._running = block.checksum()
+        self._block = block
+        self._chunks = _stored(block, progress) if block.coded is None else block.coded.decoding(progress).pieces()
         self._position = 0
-        self._buffer = self._chunk = memoryview(b"")
+        self._chunk = memoryview(b"")
 
     def take(self, most: int) -> memoryview:
         """The next bytes: at least one, at most ``most``; they stand still until the next call."""
         if not len(self._chunk):
-            self._read()
+            self._chunk = self._next()
         piece, self._chunk = self._chunk[:most], self._chunk[most:]
         self._position += len(piece)
         return piece
@@ -82,29 +80,40 @@ class Reading:
             self.take(offset - self._position)
 
     def finish(self) -> None:
-        """Read what is left. DamagedError unless all of the block matches its checksum."""
-        block = self._block
-        self.go_to(block.nbytes)
-        self._buffer = self._chunk = memoryview(b"")
-        if self._running.hexdigest() != block.digest:
-            raise DamagedError(
-                f"{block.name}: bytes {block.offset} to {block.offset + block.nbytes} of {block.path} do not match "
-                "their checksum"
-            )
+        """Read what is left. DamagedError unless all of the block is what was written."""
+        self.go_to(self._block.nbytes)
+        self._chunk = memoryview(b"")
+        if next(self._chunks, None) is not None:  # asking for more is what has the whole checked
+            raise DamagedError(f"{self._block.name} of {self._block.path} does not end at byte {self._block.nbytes}")
+        self._chunks = iter(())
 
-    def _read(self) -> None:
-        block, begin = self._block, self._position
-        if begin == block.nbytes:
-            raise DamagedError(f"{block.name} of {block.path} ends at byte {begin}, and more is to be in it")
-        if not len(self._buffer):
-            self._buffer = memoryview(bytearray(min(CHUNK, block.nbytes)))
-        self._chunk = self._buffer[: min(len(self._buffer), block.nbytes - begin)]
+    def _next(self) -> memoryview:
+        found = next(self._chunks, None)
+        if found is None:
+            raise DamagedError(
+                f"{self._block.name} of {self._block.path} ends at byte {self._position}, and more is to be in it"
+            )
+        return found
+
+
+def _stored(block: Block, progress: Progress) -> Iterator[memoryview]:
+    """The chunks of a block whose bytes are stored as they are. DamagedError at its end where they are not right."""
+    running = block.checksum()
+    buffer = memoryview(bytearray(min(CHUNK, block.nbytes)))
+    for begin in range(0, block.nbytes, CHUNK):
+        chunk = buffer[: min(CHUNK, block.nbytes - begin)]
         try:
-            block.files.read_into(block.path, block.offset + begin, self._chunk)
+            block.files.read_into(block.path, block.offset + begin, chunk)
         except OSError as error:  # of a reader that does not tell it in our words
             raise StorageError(f"{block.name}: cannot read {block.path}: {error.strerror or error}") from error
-        self._running.update(self._chunk)
-        self._progress(len(self._chunk))
+        running.update(chunk)
+        progress(len(chunk))
+        yield chunk
+    if running.hexdigest() != block.digest:
+        raise DamagedError(
+            f"{block.name}: bytes {block.offset} to {block.offset + block.nbytes} of {block.path} do not match "
+            "their checksum"
+        )
 
 
 def flows(extents: Iterable[Extent], progress: Progress) -> list[Flow]:
@@ -127,8 +136,8 @@ def flows(extents: Iterable[Extent], progress: Progress) -> list[Flow]:
 
 
 def bytes_to_read(found: Iterable[Flow]) -> int:
-    """Bytes that drawing all of them reads: every block whole, mostly once."""
-    return sum(flow.extent.block.nbytes for flow in found if flow.last)
+    """Bytes that drawing all of them reads: every block whole, mostly once, and with each difference its base."""
+    return sum(flow.extent.block.stored_bytes for flow in found if flow.last)
 
 
 def _nbytes(extent: Extent) -> int:

@@ -1,8 +1,9 @@
 """Moving tensors: every block of the sources is read once, front to back, checked, and put wherever it belongs.
 
-A block goes through memory a chunk at a time, so memory does not grow with a tensor, a rank or a model. Whether
-a block was right is known only at its end; until everything is known to be right the output has no name yet.
-Blocks are spread over threads; a thread holds one chunk, and one more where a dtype changes.
+A block goes through memory a chunk at a time, decoded where it has to be, so memory does not grow with a tensor, a
+rank or a model. Whether a block was right is known only at its end; until everything is known to be right the output
+has no name yet. Blocks are spread over threads; a thread holds one chunk, one more where a dtype changes, and what
+decoding takes.
 It does not know what a checkpoint or a layout is.
 """
 
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +19,7 @@ from pathlib import Path
 import torch
 from isal import isal_zlib
 
-from merger.blocks import Block, Extent, Flaw
+from merger.blocks import Block, Decoding, Extent, Flaw, Progress
 from merger.checksum import Piece, combined
 from merger.containers.base import Hole
 from merger.finite import overflow
@@ -33,9 +34,6 @@ CHUNK = 1 << 22
 
 _TAIL = 16
 """Bytes of the chunk before that are kept: the beginning of an element that ends in this one. The largest dtype's."""
-
-Progress = Callable[[int], None]
-"""Told the number of stored bytes just read."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +60,14 @@ class TransferPlan:
 
     @property
     def bytes_to_read(self) -> int:
-        """All blocks, each whole and once."""
-        return sum(block.nbytes for block in self.moves)
+        """All blocks, each whole and once, and with each difference its base: as stored."""
+        return sum(block.stored_bytes for block in self.moves)
+
+    @property
+    def memory(self) -> int:
+        """Bytes that a thread takes at most."""
+        decoding = max((block.coded.memory for block in self.moves if block.coded is not None), default=0)
+        return 2 * CHUNK + decoding
 
 
 def plan_transfer(index: FragmentIndex[Extent], holes: Iterable[tuple[int, Hole]]) -> TransferPlan:
@@ -124,13 +128,16 @@ def transfer(plan: TransferPlan, paths: Sequence[Path], workers: int, progress: 
                 go_on(stop)
                 progress(count)
 
+        decoding = None if block.coded is None else block.coded.decoding(told)
+        chunks = _stored(block, told) if decoding is None else _decoded(decoding)
         try:
-            pieces = _move_block(block, plan.moves[block], paths, told)
+            pieces = _move_block(block, chunks, plan.moves[block], paths)
         except (DamagedError, StorageError) as error:
-            if block.flaw is None:
+            flaw = block.flaw if decoding is None else decoding.flaw
+            if flaw is None:
                 raise
             with lock:
-                result.flaws.setdefault(block.flaw, str(error))
+                result.flaws.setdefault(flaw, str(error))
             return
         with lock:
             for file, piece in pieces:
@@ -186,38 +193,69 @@ def check_hole(path: Path, hole: Hole, expected: int, stop: threading.Event | No
         )
 
 
+@dataclass(frozen=True)
+class _Chunk:
+    """Bytes [begin, end) of a block: in ``buffer`` after ``front`` bytes, which are those before them in the block.
+
+    Stands still until the next one is asked for."""
+
+    buffer: torch.Tensor
+    front: int
+    begin: int
+    end: int
+
+
 def _move_block(
-    block: Block, moves: Sequence[Move], paths: Sequence[Path], progress: Progress
+    block: Block, chunks: Iterable[_Chunk], moves: Sequence[Move], paths: Sequence[Path]
 ) -> list[tuple[int, Piece]]:
-    running, pieces, first = block.checksum(), [], 0
-    # The end of the chunk before stands in front of each, as if the two were one.
-    buffer = torch.empty(_TAIL + min(CHUNK, block.nbytes), dtype=torch.uint8)
+    """Write what ``chunks``, all of the block, are wanted for. Whatever they raise at their end counts as well."""
+    pieces, first, position = [], 0, 0
     with ExitStack() as stack:
         sink = _Sink(OutFiles(paths))
         stack.callback(sink.files.close)
-        for begin in range(0, block.nbytes, CHUNK):
-            end = min(begin + CHUNK, block.nbytes)
-            chunk = memory_of(buffer)[_TAIL : _TAIL + end - begin]
-            _read(block, begin, chunk)
-            running.update(chunk)
-            while first < len(moves) and moves[first].start + moves[first].nbytes <= begin:
+        for chunk in chunks:
+            while first < len(moves) and moves[first].start + moves[first].nbytes <= chunk.begin:
                 first += 1
             for i in range(first, len(moves)):
-                if moves[i].start >= end:
+                if moves[i].start >= chunk.end:
                     break
-                piece = sink.put(moves[i], buffer, begin, end)
+                piece = sink.put(moves[i], chunk)
                 if piece is not None:
                     pieces.append((moves[i].file, piece))
-            progress(end - begin)
-            buffer[:_TAIL] = buffer[end - begin : end - begin + _TAIL].clone()
+            position = chunk.end
+    if position != block.nbytes:
+        raise DamagedError(f"{block.name} of {block.path} came to {position} bytes instead of {block.nbytes}")
+    if sink.overflows:
+        raise sink.overflows[0]
+    return pieces
+
+
+def _stored(block: Block, progress: Progress) -> Iterator[_Chunk]:
+    """A block whose bytes are stored as they are. DamagedError at its end where they are not right."""
+    running = block.checksum()
+    # The end of the chunk before stands in front of each, as if the two were one.
+    buffer = torch.empty(_TAIL + min(CHUNK, block.nbytes), dtype=torch.uint8)
+    for begin in range(0, block.nbytes, CHUNK):
+        end = min(begin + CHUNK, block.nbytes)
+        data = memory_of(buffer)[_TAIL : _TAIL + end - begin]
+        _read(block, begin, data)
+        running.update(data)
+        yield _Chunk(buffer, _TAIL, begin, end)
+        progress(end - begin)
+        buffer[:_TAIL] = buffer[end - begin : end - begin + _TAIL].clone()
     if running.hexdigest() != block.digest:
         raise DamagedError(
             f"{block.name}: bytes {block.offset} to {block.offset + block.nbytes} of {block.path} do not match their "
             "checksum"
         )
-    if sink.overflows:
-        raise sink.overflows[0]
-    return pieces
+
+
+def _decoded(decoding: Decoding) -> Iterator[_Chunk]:
+    """A block whose bytes are decoded. Its pieces are of whole elements, so nothing is to be kept of the one before."""
+    begin = 0
+    for piece in decoding.pieces():
+        yield _Chunk(torch.frombuffer(piece, dtype=torch.uint8), 0, begin, begin + len(piece))
+        begin += len(piece)
 
 
 def _read(block: Block, begin: int, target: memoryview) -> None:
@@ -234,17 +272,14 @@ class _Sink:
     files: OutFiles
     overflows: list[UsageError] = field(default_factory=list)
 
-    def put(self, move: Move, buffer: torch.Tensor, begin: int, end: int) -> Piece | None:
-        """Write the elements of a move that end in the chunk [begin, end) of the block.
-
-        buffer: the ``_TAIL`` bytes before the chunk, and the chunk.
-        """
+    def put(self, move: Move, chunk: _Chunk) -> Piece | None:
+        """Write the elements of a move that end in a chunk of the block."""
         size = move.source.itemsize
-        first = max(0, (begin - move.start) // size)
-        after = (min(move.start + move.nbytes, end) - move.start) // size
+        first = max(0, (chunk.begin - move.start) // size)
+        after = (min(move.start + move.nbytes, chunk.end) - move.start) // size
         if first >= after:
             return None
-        data = buffer.narrow(0, move.start + first * size - begin + _TAIL, (after - first) * size)
+        data = chunk.buffer.narrow(0, move.start + first * size - chunk.begin + chunk.front, (after - first) * size)
         if move.source != move.target:
             data = self._cast(move, data)
         memory, offset = memory_of(data), move.offset + first * move.target.itemsize

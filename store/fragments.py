@@ -6,6 +6,7 @@ Whether the bytes were right is known at the end: nobody may use a value before.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Protocol
 
 import xxhash
 
@@ -14,18 +15,25 @@ from store.encoding import encoding_named
 from store.encoding.base import Values, chunk_sizes
 from store.encoding.stream import Stored, encoded_chunks
 from store.errors import DamagedError, StorageError
-from store.files import Files
 from store.layout import payload_path
 from store.names import SaveId
+
+
+class Readable(Protocol):
+    """Where stored bytes are read from. :class:`store.files.Files` is one."""
+
+    def read_into(self, path: str, offset: int, target: memoryview) -> None:
+        """Fill ``target`` from ``offset``. DamagedError where the file ends early, StorageError."""
+        ...
 
 
 class FragmentReader:
     """Reads one stored fragment, and the one that it is the difference to, once."""
 
-    def __init__(self, files: Files, source: Source) -> None:
+    def __init__(self, files: Readable, source: Source) -> None:
         self._source = source
-        self._own = _Bytes(files, source)
-        self._base = None if source.base is None else _Bytes(files, source.base)
+        self._own = StoredBytes(files, source)
+        self._base = None if source.base is None else StoredBytes(files, source.base)
         self.at_fault: SaveId = source.part.save
         """The save whose bytes are wrong or refused, after an error."""
 
@@ -48,8 +56,8 @@ class FragmentReader:
         except (DamagedError, StorageError):
             self._blame()
             raise
-        if self._own.packed and state.hexdigest() != entry.encoded_xxh3_128:
-            raise DamagedError(f"{self._own.where} does not unpack to what was packed")
+        if self._own.packed:
+            check_encoded(self._source, state.hexdigest())
 
     def _check(self) -> None:
         for one in (self._base, self._own):
@@ -67,10 +75,20 @@ class FragmentReader:
             self.at_fault = self._source.base.part.save
 
 
-class _Bytes:
+def check_encoded(source: Source, found: str) -> None:
+    """DamagedError unless what a packed fragment unpacked to has the hash of what was packed.
+
+    A wrong base shows here and nowhere else: its own bytes, and the difference's, may all be as they were written."""
+    if found != source.entry.encoded_xxh3_128:
+        where = payload_path(source.part.save, source.part.rank)
+        base = "" if source.base is None else f", as the difference to {source.base.part.save}"
+        raise DamagedError(f"{source.fqn}/{source.slot} in {where} does not unpack to what was packed{base}")
+
+
+class StoredBytes:
     """An entry's stored bytes, front to back, hashed as they are read."""
 
-    def __init__(self, files: Files, source: Source) -> None:
+    def __init__(self, files: Readable, source: Source) -> None:
         self._files = files
         self._entry = source.entry
         self._path = payload_path(source.part.save, source.part.rank)
@@ -78,7 +96,6 @@ class _Bytes:
         self._read = 0
         self._hash = xxhash.xxh3_128()
         self.packed = source.entry.packing is not None
-        self.where = f"{source.entry.fqn}/{source.entry.slot} in {self._path}"
 
     def read(self, nbytes: int) -> memoryview:
         """The next bytes; fewer only at the end."""

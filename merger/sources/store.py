@@ -8,11 +8,13 @@ from pathlib import Path
 
 from merger.blocks import Block, Extent, Flaw, xxh3
 from merger.checkpoint import Checkpoint, require_whole
+from merger.coded import StoredFragment
 from merger.runstate import RunStates, read_run_states
 from store.catalog import Catalog, open_catalog
 from store.certificate import Certificate, certify
 from store.coverage import FragmentIndex, Source
-from store.errors import DamagedError, MergeError, StorageError, UnsupportedError
+from store.encoding import itemsize
+from store.errors import DamagedError, MergeError, StorageError
 from store.files import LocalFiles
 from store.layout import payload_path
 from store.names import RAW, SaveId
@@ -77,20 +79,17 @@ class StoreSource:
 
     def _extent(self, source: Source) -> Extent:
         part, entry = source.part, source.entry
-        if entry.encoding != RAW:
-            raise UnsupportedError(
-                f"{entry.fqn}/{entry.slot} is stored as {entry.encoding!r}, which this release cannot merge; it can "
-                "merge 'raw'"
-            )
+        plain = entry.encoding == RAW and entry.packing is None
         block = Block(
             self.catalog.files,
             payload_path(part.save, part.rank),
             part.header_bytes + entry.offset,
-            entry.nbytes,
+            entry.numel * itemsize(entry.dtype),
             xxh3,
             entry.xxh3_128,
             f"{entry.unit} of save {part.save}",
             Flaw(self.root, Bad(part.save, entry.unit)),
+            None if plain else StoredFragment(self.catalog.files, source, self.root),
         )
         return Extent(entry.fqn, entry.slot, entry.start, entry.stop, entry.dtype, block, 0)
 

@@ -123,6 +123,7 @@ def test_out_of_order_is_a_mistake_not_a_mixture(spread: Spread) -> None:
 
 class Short:
     nbytes = 10
+    exact = True
 
     def pieces(self) -> list[memoryview]:
         return [memoryview(b"12345")]
