@@ -31,6 +31,7 @@ from store.layout import (
 )
 from store.names import SaveId
 from store.retention import Retention, kept
+from store.schema import ManifestRecord
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ def plan_prune(catalog: Catalog, retention: Retention) -> PrunePlan:
     newest_whole = max(commits.whole)
     keep = kept(commits.whole, catalog.proven(), retention)
     keep |= {save for save in commits.readable if save > newest_whole}
-    reachable = {SaveId.parse(name) for save in keep for name in catalog.manifest(save).groups}
+    reachable = {group for save in keep for group in _reached(catalog.manifest(save))}
     newest = max(commits.readable)
     dead = tuple(sorted(group for group in groups if group not in reachable and group < newest))
     dropped = tuple(sorted(set(commits.readable) - keep))
@@ -123,6 +124,11 @@ def _commits(catalog: Catalog) -> _Commits:
     refused = next((group.problems[-1] for groups in hurt.values() for group in groups if group.refused), refused)
     whole = tuple(save for save in readable if not hurt[save])
     return _Commits(whole, tuple(readable), tuple(unreadable), refused)
+
+
+def _reached(manifest: ManifestRecord) -> set[SaveId]:
+    """Every group that a commit needs: of its units, of the saves that those are differences to, and its own."""
+    return {SaveId.parse(name) for name in manifest.groups}
 
 
 def _why_blocked(commits: _Commits) -> str:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
 from store.errors import DamagedError
-from store.names import SaveId, Unit
+from store.names import Fragment, SaveId, Unit
 from store.record import seal, unseal
 
 FORMAT = 1
@@ -84,6 +84,11 @@ class Entry(Record):
     def unit(self) -> Unit:
         """The unit that the fragment belongs to."""
         return Unit(self.layer, self.slot)
+
+    @property
+    def fragment(self) -> Fragment:
+        """The elements that it holds."""
+        return Fragment(self.fqn, self.slot, self.start, self.numel)
 
     @property
     def stop(self) -> int:

@@ -13,17 +13,22 @@ from dataclasses import dataclass, field, replace
 from store.bases import with_bases
 from store.catalog import Catalog
 from store.coverage import FragmentIndex, Source, covered_numel
+from store.encoding import encoding_named
 from store.errors import DamagedError, NothingToResumeError, StorageError
-from store.names import SaveId, Unit
+from store.names import Fragment, SaveId, Unit
 from store.schema import GroupRecord, ManifestRecord, PartRecord, UnitRecord
 
 
 @dataclass(frozen=True)
 class Bad:
-    """A version found to be damaged: of one unit, or (unit None) the run state of a save."""
+    """A version found to be damaged: of one unit, or (unit None) the run state of a save.
+
+    fragment: the only one of the unit's stored fragments that is. Without it, whatever is stored as a difference to
+    any fragment of that version is taken to be lost; with it, only what is the difference to that one."""
 
     save: SaveId
     unit: Unit | None = None
+    fragment: Fragment | None = None
 
 
 @dataclass(frozen=True)
@@ -101,6 +106,7 @@ def newest_resumable(
 def _whole(
     catalog: Catalog, manifest: ManifestRecord, record: UnitRecord, bad: Set[Bad], problems: list[str]
 ) -> Version | None:
+    encoding_named(record.encoding)  # of a newer release: that is no reason to fall back
     if Bad(record.version, record.unit) in bad:
         problems.append(f"{record.unit}: version {record.save} does not match its hashes")
         return None
@@ -115,6 +121,7 @@ def _whole(
     try:
         sources = with_bases(group.by_unit.get(record.unit, ()), bases)
         _require_covered(record, sources)
+        _require_undamaged(record, sources, bad)
     except DamagedError as error:
         problems += [problem for one in (group, *bases) for problem in one.problems]
         problems.append(str(error))
@@ -126,6 +133,17 @@ def _require_covered(record: UnitRecord, sources: tuple[Source, ...]) -> None:
     covered = covered_numel(source.entry for source in sources)
     if covered != record.numel:
         raise DamagedError(f"{record.unit}: version {record.save} has {covered} of its {record.numel} elements")
+
+
+def _require_undamaged(record: UnitRecord, sources: tuple[Source, ...], bad: Set[Bad]) -> None:
+    if not bad:
+        return
+    for source in sources:
+        if Bad(source.part.save, record.unit, source.entry.fragment) in bad:
+            raise DamagedError(f"{record.unit}: version {record.save} does not match its hashes")
+        if source.base is not None and Bad(source.base.part.save, record.unit, source.entry.fragment) in bad:
+            base = source.base.part.save
+            raise DamagedError(f"{record.unit}: version {record.save} is the difference to {base}, which is damaged")
 
 
 def _previous(

@@ -14,7 +14,7 @@ from store.encoding.dtypes import itemsize
 from store.encoding.int8_block import INT8_BLOCK, Int8Block
 from store.encoding.int8_sqrt_block import INT8_SQRT_BLOCK, Int8SqrtBlock
 from store.encoding.raw import Raw
-from store.errors import DamagedError
+from store.errors import NewerFormatError
 from store.names import RAW
 
 __all__ = [
@@ -40,7 +40,10 @@ ENCODINGS: dict[str, Encoding] = {encoding.name: encoding for encoding in _ALL}
 
 
 def encoding_named(name: str) -> Encoding:
-    """The registered encoding. DamagedError where this release knows none of that name."""
+    """The registered encoding. NewerFormatError where this release knows none of that name: it is no damage."""
     if name not in ENCODINGS:
-        raise DamagedError(f"encoding {name!r} is unknown to this release, which knows {', '.join(sorted(ENCODINGS))}")
+        raise NewerFormatError(
+            f"encoding {name!r} is unknown to this release, which knows {', '.join(sorted(ENCODINGS))}; run "
+            "`pip install --upgrade driftpoint`"
+        )
     return ENCODINGS[name]

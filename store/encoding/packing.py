@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import zstandard
 
-from store.encoding.base import Bytes, Encoding, Lane, chunk_sizes, lanes_bytes
+from store.encoding.base import CHUNK, Bytes, Encoding, Lane, lanes_bytes
 from store.encoding.difference import difference, restored
 from store.errors import DamagedError
 
@@ -73,7 +73,9 @@ def frame_bound(lanes: Sequence[Lane]) -> int:
 
 def packed_bound(encoding: Encoding, numel: int, dtype: str) -> int:
     """The most bytes that a packed fragment takes. 0 for an empty one."""
-    return sum(frame_bound(encoding.lanes(size, dtype)) for size in chunk_sizes(numel))
+    whole, rest = divmod(numel, CHUNK)  # not chunk by chunk: a damaged part may claim any size
+    last = frame_bound(encoding.lanes(rest, dtype)) if rest else 0
+    return last + whole * frame_bound(encoding.lanes(CHUNK, dtype))
 
 
 def unpack_body(body: memoryview, lanes: Sequence[Lane], base: Bytes | None = None) -> Bytes:

@@ -6,7 +6,7 @@ import pytest
 
 from store.encoding import BLOCK, CHUNK, ENCODINGS, chunk_sizes, encoding_named, itemsize
 from store.encoding.base import PIECE
-from store.errors import DamagedError
+from store.errors import DamagedError, NewerFormatError
 
 
 def test_every_encoding_is_registered_under_its_own_name() -> None:
@@ -15,9 +15,12 @@ def test_every_encoding_is_registered_under_its_own_name() -> None:
     assert [name for name, encoding in ENCODINGS.items() if encoding.lossless] == ["raw"]
 
 
-def test_unknown_names_are_damage() -> None:
-    with pytest.raises(DamagedError, match="bf16"):
+def test_unknown_names_are_of_a_newer_release() -> None:
+    with pytest.raises(NewerFormatError, match="bf16.*upgrade"):
         encoding_named("bf17")
+
+
+def test_unknown_dtypes_are_damage() -> None:
     with pytest.raises(DamagedError, match="F128"):
         itemsize("F128")
 
