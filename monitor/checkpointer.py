@@ -81,6 +81,7 @@ class Checkpointer:
         if found is None:
             return self._step
         self._resumed = found
+        self._saver.went_back()
         self._step = found.resolution.manifest.step
         certificate = certify(found.resolution)
         self.certificate = replace(

@@ -6,6 +6,7 @@ measured against them from then on. Background thread only.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,6 +26,9 @@ from store.segments import StagedFragment
 
 _HUGE = 3.3e38
 """What is larger may round to infinity; rather store it raw."""
+
+_LEAST_SUM = 1e-20
+"""Of squares in float32, to which those that vanished add less than float32 tells."""
 
 
 @dataclass
@@ -108,4 +112,13 @@ def _lossy_chunks(copy: torch.Tensor, encoding: Encoding, lost: Lost) -> Iterato
 
 def _squared(values: torch.Tensor) -> float:
     """In float32 sums of a cache-sized piece each, added up in float64."""
-    return sum(float(torch.dot(piece, piece)) for piece in torch.split(values, 1 << 14))
+    return sum(_squared_piece(piece) for piece in torch.split(values, 1 << 14))
+
+
+def _squared_piece(values: torch.Tensor) -> float:
+    quick = float(torch.dot(values, values))
+    # Squares below 1e-38 vanish in float32, and above 3e38 there are none: second moments come to the first.
+    if _LEAST_SUM < quick < math.inf:
+        return quick
+    wide = values.double()
+    return float(torch.dot(wide, wide))

@@ -32,6 +32,9 @@ class Observer:
     def reserve(self, local: Mapping[Unit, LocalUnit]) -> None:
         """Nothing is staged, so nothing is reserved."""
 
+    def went_back(self) -> None:
+        """Nothing rests on what was saved before."""
+
     def settle(self, step: int, changed: bool, trouble: bool = False) -> Settled:
         """Nothing is ever under way. Collective."""
         newest, oldest, any_changed, unsupported = self._group.largest([step, -step, changed, trouble])

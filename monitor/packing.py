@@ -9,7 +9,7 @@ The background thread asks and writes, one save at a time; the training thread s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -106,9 +106,11 @@ class Packer:
             save, self._level != "none", chosen, self._differences, self._bases, frozenset(self._resting)
         )
 
-    def settle(self, done: SavePacking, seconds: float, moved: Callable[[Unit], bool]) -> None:
-        """A save is over. seconds: what the segment took. moved: whether a unit's version is now that of this save."""
-        self._learn(done, seconds)
+    def settle(self, done: SavePacking, seconds: float, moved: Callable[[Unit], bool], reached: Container[str]) -> None:
+        """A save is over. seconds: what the segment took, 0 where it broke off. moved: whether a unit's version is now
+        that of this save. reached: the saves that the newest commit rests on; the others may be gone any time."""
+        if seconds > 0.0:
+            self._learn(done, seconds)
         for fragment in [one for one, left in self._resting.items() if left <= 1]:
             del self._resting[fragment]
         self._resting = {fragment: left - 1 for fragment, left in self._resting.items()}
@@ -121,11 +123,12 @@ class Packer:
                 self._bases[fragment] = _Base(done.save.name, data.encoding.name, data.dtype, tuple(keep), data.written)
             else:
                 self._bases.pop(fragment, None)
+        self._bases = {fragment: base for fragment, base in self._bases.items() if base.save in reached}
 
     def reset(self) -> None:
-        """The job's fragments are others than before."""
-        self._bases.clear()
-        self._resting.clear()
+        """Take no differences to what was saved before: the job went back, perhaps because that is damaged."""
+        self._bases = {}
+        self._resting = {}
 
     def _learn(self, done: SavePacking, seconds: float) -> None:
         made = [data for _, _, data, _ in done.made]
@@ -134,7 +137,9 @@ class Packer:
         self._chooser.learn(done.level, nbytes, sum(data.written for data in made), making, max(0.0, seconds - making))
 
     def _differed(self, fragment: Fragment, nbytes: int) -> None:
-        base = self._bases[fragment]
+        base = self._bases.get(fragment)
+        if base is None:
+            return  # the job went back while this was written
         base.note(nbytes)
         if base.count == 1 and nbytes > _PAYS * base.full:
             del self._bases[fragment]

@@ -89,6 +89,10 @@ class Saver:
         for unit, part in local.items():
             self._pool.reserve(unit, part.tensors)
 
+    def went_back(self) -> None:
+        """The job was brought to a commit: what this process saved since, or finds damaged now, is no base any more."""
+        self._packer.reset()
+
     def settle(self, step: int, changed: bool, trouble: bool = False) -> Settled:
         """Learn how the save under way stands, on all ranks, and move the references if it is committed. Collective.
 
@@ -214,10 +218,12 @@ class Saver:
 
     def _finish(self, pending: _Pending, outcome: Done[Saved | None] | None) -> None:
         drawn = self._told(pending, outcome) if outcome is not None else None
-        news = (drawn is not None, drawn.dropped if drawn else (), pending.job.progress.attempted)
-        committed, dropped, attempted = self._group.from_first(news)
+        reached = tuple(self._job.ledger.groups)
+        news = (drawn is not None, drawn.dropped if drawn else (), pending.job.progress.attempted, reached)
+        committed, dropped, attempted, reached = self._group.from_first(news)
         moved_units = pending.saved - set(dropped) if committed else frozenset()
-        self._packer.settle(pending.job.packing, pending.job.progress.write_seconds, moved_units.__contains__)
+        took = pending.job.progress.write_seconds
+        self._packer.settle(pending.job.packing, took, moved_units.__contains__, frozenset(reached))
         for unit in pending.job.staged:
             settled = unit.unit in pending.job.progress.metered
             moved = committed and unit.unit not in dropped

@@ -82,6 +82,11 @@ class _HookedFile:
         self._inner.write(data)
         self._files.after("write", self._path)
 
+    def write_at(self, offset: int, data: bytes | bytearray | memoryview) -> None:
+        self._files.before("write", self._path)
+        self._inner.write_at(offset, data)
+        self._files.after("write", self._path)
+
     def sync(self) -> None:
         self._files.before("sync", self._path)
         self._inner.sync()
