@@ -40,15 +40,16 @@ class LevelChooser:
     def level(self, nbytes: int, interval: float | None) -> int | None:
         """For a segment of ``nbytes`` encoded bytes. interval: seconds between saves, None where not known yet.
 
-        Goes up one level at a time, and only to one that is expected to fit; what was seen not to fit is left."""
+        Goes up one level at a time, and only to one that is expected to fit, or at least to be done sooner: where the
+        storage is slow, packing is. What was seen to do neither is left."""
         best = LEVELS[0]
         if interval is None or best not in self._seen:
             return best
         for easier, level in pairwise(LEVELS):
             seen = self._seen.get(level)
-            # Each level takes about three times the one before: a guess that is replaced once it was tried.
-            guess = _Seen(max(3 * self._seen[easier].seconds, 3e-9), self._seen[easier].left)
-            if self._takes(seen or guess, nbytes) > SHARE * interval:
+            # Each level takes about three times the one before, for a tenth: a guess, replaced once it was tried.
+            guess = _Seen(max(3 * self._seen[easier].seconds, 3e-9), 0.9 * self._seen[easier].left)
+            if self._takes(seen or guess, nbytes) > max(SHARE * interval, self._takes(self._seen[easier], nbytes)):
                 break
             if seen is not None and seen.left > 0.99 * self._seen[easier].left:
                 break  # harder, but no smaller
