@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from adapter_model import ACCUMULATION, BATCH, CLIP, VOCABULARY, Tiny, config, param_groups
+from adapter_model import ACCUMULATION, BATCH, CLIP, VOCABULARY, WIDTH, Tiny, config, param_groups
 from torch.nn.parallel import DistributedDataParallel
 
 SAMPLES = 23
@@ -103,12 +103,11 @@ def build(case: Mapping[str, Any], seed: int) -> Trainee:
 def _engine(case: Mapping[str, Any], seed: int) -> Trainee:
     import deepspeed
 
-    model = Tiny()
-    engine, *_ = deepspeed.initialize(
-        model=model,
-        model_parameters=param_groups(model),
-        config=config(case["stage"], case["precision"], **ZERO),
-    )
+    model = Tiny(case.get("width", WIDTH))
+    settings = config(case["stage"], case["precision"], **ZERO)
+    for section in ("optimizer", "scheduler"):
+        settings[section]["params"] |= case.get(section, {})
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=param_groups(model), config=settings)
     loader = Shuffled(10 * seed + rank())
 
     def step() -> list[float]:

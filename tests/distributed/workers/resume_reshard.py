@@ -19,18 +19,20 @@ from resume_jobs import Results, Trainee, build, leave, rank, start_group
 
 import monitor
 from monitor.adapters.select import adapter_for
+from store.names import Fragment
 
 STEPS = 3
 
 
 def whole(trainee: Trainee) -> dict[str, torch.Tensor]:
     """Every (fqn, slot) of all ranks, whole, on every rank."""
-    mine = [
-        (p.fragment.fqn, p.fragment.slot, p.fragment.start, p.tensor.detach().clone())
-        for p in adapter_for(trainee.target).owned()
-    ]
+    return gathered([(p.fragment, p.tensor.detach().clone()) for p in adapter_for(trainee.target).owned()])
+
+
+def gathered(mine: list[tuple[Fragment, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """The fragments of all ranks put together, by (fqn, slot), on every rank."""
     every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, mine)
+    dist.all_gather_object(every, [(f.fqn, f.slot, f.start, tensor) for f, tensor in mine])
     pieces: dict[str, list[tuple[int, torch.Tensor]]] = {}
     for fqn, slot, start, tensor in (piece for one in every for piece in one):
         pieces.setdefault(f"{fqn}/{slot}", []).append((start, tensor))

@@ -80,6 +80,7 @@ class Run:
             "policy": case.get("policy", "full"),
             "staging": case.get("staging", "auto"),
             "metrics": {"enabled": False},
+            **case.get("settings", {}),
         }
         return monitor.attach(trainee.target, settings, state=trainee.state)
 
