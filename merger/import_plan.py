@@ -18,6 +18,8 @@ from merger.runstate import RankState
 from merger.sources.select import open_source
 from merger.stream import bytes_to_read, flows
 from merger.tensors import to_leaf
+from store.certificate import is_lossy
+from store.encoding import itemsize
 from store.errors import UnsupportedError, UsageError
 from store.names import RAW
 from store.record import as_json
@@ -39,6 +41,11 @@ class ImportPlan:
     run_states: tuple[tuple[Any, Sequence[Leaf]], ...]
     facts: Mapping[str, Any]
     notes: tuple[str, ...]
+
+    @property
+    def bytes_of_values(self) -> int:
+        """What the tensors take when a store keeps them as they are."""
+        return sum((extent.stop - extent.start) * itemsize(extent.dtype) for extent in self._extents())
 
     @cached_property
     def bytes_to_read(self) -> int:
@@ -96,15 +103,29 @@ def _require_exact(checkpoint: Checkpoint) -> None:
     """The first commit of a store has no past: it could not say that parts of it are older, or stand in for others."""
     if checkpoint.certificate.exact:
         return
-    older = checkpoint.certificate.max_staleness
+    older, lossy = checkpoint.certificate.max_staleness, checkpoint.certificate.lossy
     if older:
         why = f"is a composite: layers of it are up to {counted(older, 'step')} older than others"
+    elif lossy:
+        why = (
+            f"is not exact: values were rounded when they were stored ({', '.join(_rounded(checkpoint))}), and what was "
+            "rounded off is lost"
+        )
     else:
         why = "is not exact: " + "; ".join(checkpoint.problems[:1] or ("parts of it stand in for damaged ones",))
     raise UsageError(
         f"{checkpoint.origin} {why}. Imported it would pass for exact. Name an exact one with --step "
         "(`driftpoint show` tells of a store), or copy a store as it is"
     )
+
+
+def _rounded(checkpoint: Checkpoint) -> list[str]:
+    """Lossy encodings with the slots that they hold."""
+    slots: dict[str, list[str]] = {}
+    for unit in checkpoint.certificate.units:
+        if is_lossy(unit.encoding) and unit.slot not in slots.setdefault(unit.encoding, []):
+            slots[unit.encoding].append(unit.slot)
+    return [f"{' and '.join(names)} as {encoding}" for encoding, names in slots.items()]
 
 
 def _ranks(checkpoint: Checkpoint) -> list[RankState]:

@@ -203,7 +203,7 @@ def _require_no_commit(catalog: Catalog, store: Path) -> None:
 
 
 def _require_room(plan: ImportPlan, store: Path) -> None:
-    wanted = sum(unit.nbytes for unit in plan.checkpoint.certificate.units)
+    wanted = plan.bytes_of_values
     free = shutil.disk_usage(store).free
     if wanted > free:
         raise StorageError(

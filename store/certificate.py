@@ -9,14 +9,19 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from store.encoding import encoding_named
+from store.encoding import ENCODINGS, encoding_named
 from store.versions import Resolution, Version
 
 
 @dataclass(frozen=True)
 class CertifiedUnit:
-    """One (layer, slot). drift: None where it is not known (after a fallback, or never finite). source: where it is
-    read from, for people; empty for the store at hand."""
+    """One (layer, slot).
+
+    drift: None where it is not known (after a fallback, or never finite). nbytes: as stored. error: relative distance
+    of what was to be stored to what decoding gives, as measured when it was stored; 0 for lossless encodings. bases:
+    the saves that it is stored as the difference to. source: where it is read from, for people; empty for the store at
+    hand.
+    """
 
     layer: str
     slot: str
@@ -29,6 +34,8 @@ class CertifiedUnit:
     fallback: bool
     nbytes: int
     source: str = ""
+    error: float = 0.0
+    bases: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -48,6 +55,16 @@ class Certificate:
         return max((unit.staleness for unit in self.units if unit.moving), default=0)
 
     @property
+    def lossy(self) -> tuple[str, ...]:
+        """Names of the encodings in it that lose bits; one that this release does not know counts as such."""
+        return tuple(dict.fromkeys(unit.encoding for unit in self.units if is_lossy(unit.encoding)))
+
+    @property
+    def max_error(self) -> float:
+        """What encoding lost at most, over all units."""
+        return max((unit.error for unit in self.units), default=0.0)
+
+    @property
     def max_drift(self) -> float | None:
         """Over moving units; None where any of them is unknown."""
         drifts = [unit.drift for unit in self.units if unit.moving]
@@ -56,7 +73,14 @@ class Certificate:
 
     def as_json(self) -> dict[str, Any]:
         """JSON object, bounds included."""
-        return {**asdict(self), "max_staleness": self.max_staleness, "max_drift": self.max_drift}
+        bounds = {"max_staleness": self.max_staleness, "max_drift": self.max_drift, "max_error": self.max_error}
+        return {**asdict(self), **bounds}
+
+
+def is_lossy(encoding: str) -> bool:
+    """Whether an encoding may lose bits. True for a name that this release does not know."""
+    known = ENCODINGS.get(encoding)
+    return known is None or not known.lossless
 
 
 def certify(resolution: Resolution) -> Certificate:
@@ -81,16 +105,26 @@ def _certified(step: int, version: Version) -> CertifiedUnit:
         step=version.save.step,
         save=record.save,
         staleness=step - version.save.step,
-        encoding=record.encoding,
+        encoding=_encoding(version),
         drift=None if version.fallback else record.drift,
         moving=record.moving,
         fallback=version.fallback,
         nbytes=record.nbytes,
+        error=record.error,
+        bases=record.bases,
     )
 
 
+def _encoding(version: Version) -> str:
+    """What the manifest names; a fragment of the unit that lost bits is not passed over for that."""
+    named = version.record.encoding
+    if encoding_named(named).lossless:
+        return next((e for e in (s.entry.encoding for s in version.sources) if not encoding_named(e).lossless), named)
+    return named
+
+
 def _is_exact(unit: CertifiedUnit) -> bool:
-    if not encoding_named(unit.encoding).lossless:
+    if not encoding_named(unit.encoding).lossless or unit.error:
         return False
     if unit.moving:
         return unit.staleness == 0

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from deploy.cli import output
-from deploy.cli.text import drift_text, size_text, tail
-from store.certificate import CertifiedUnit
+from deploy.cli.text import drift_text, printable, size_text, tail
+from store.certificate import CertifiedUnit, is_lossy
 from store.names import BUFFER, FROZEN, WEIGHTS, Unit
 
 _GAP = 3
@@ -30,6 +31,9 @@ LEGEND = (
     "age: steps from the version to the commit. drift: how far the values had moved from the version by then, "
     "relative to its norm; ? where that is not known."
 )
+ERROR_LEGEND = (
+    "error: how far what is stored lies from what was to be stored, because its encoding rounds, relative to its norm."
+)
 NEWER_LEGEND = "A negative age: newer than the run state, whose counters and schedule it goes on with."
 FALLBACK_LEGEND = "!: an older version than was committed, because that one is damaged."
 
@@ -40,16 +44,18 @@ def print_layers(console: Console, units: Sequence[CertifiedUnit]) -> None:
     Slots that do not fit side by side go into tables of their own, each with the layers that have them.
     """
     by_row = _by_row(units)
-    ages, drifts = _widths(units)
+    widths = _widths(units)
     name_width = max((len(name) for name, _, _ in by_row), default=0)
     source_width = _source_width(units)
     room = console.width - _BYTES_WIDTH - _GAP - (source_width + _GAP if source_width else 0)
-    for slots in _that_fit(_slots(units), ages, drifts, room, name_width):
-        taken = sum(_slot_width(slot, ages, drifts) + _GAP for slot in slots)
+    for slots in _that_fit(_slots(units), widths, room, name_width):
+        taken = sum(widths.of(slot) + _GAP for slot in slots)
         names = max(room - taken, _NAME_WIDTH)
-        console.print(_layer_table(by_row, slots, (ages, drifts), (names, source_width)))
+        console.print(_layer_table(by_row, slots, widths, (names, source_width)))
         console.print()
     console.print(LEGEND, style="dim")
+    if widths.errors:
+        console.print(ERROR_LEGEND, style="dim")
     if any(unit.moving and unit.staleness < 0 for unit in units):
         console.print(NEWER_LEGEND, style="dim")
     if any(unit.fallback for unit in units):
@@ -60,9 +66,12 @@ def unit_table(units: Sequence[CertifiedUnit], reasons: Mapping[Unit, str]) -> T
     """One row per layer and slot, with everything known of it."""
     table = output.table()
     table.add_column("Layer\n  slot", overflow="fold", min_width=12)
+    lossy = any(is_lossy(unit.encoding) for unit in units)
     for name in ("Step", "Age", "Drift", "Bytes"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("Encoding", overflow="fold")
+    if lossy:
+        table.add_column("Error", justify="right", no_wrap=True)
     table.add_column("Reason", overflow="fold", ratio=1)
     layer = None
     for unit in units:
@@ -72,6 +81,8 @@ def unit_table(units: Sequence[CertifiedUnit], reasons: Mapping[Unit, str]) -> T
         age, drift = _age(unit)
         reason = "does not move" if not unit.moving else reasons.get(Unit(unit.layer, unit.slot), "")
         reason = "damaged: an older version" if unit.fallback else reason
+        based = f"the difference to {', '.join(unit.bases)}" if unit.bases else ""
+        reason = "; ".join(filter(None, (reason, based)))
         table.add_row(
             output.cell(f"  {unit.slot}"),
             str(unit.step),
@@ -79,23 +90,32 @@ def unit_table(units: Sequence[CertifiedUnit], reasons: Mapping[Unit, str]) -> T
             drift,
             size_text(unit.nbytes),
             output.cell(unit.encoding),
+            *([_error(unit)] if lossy else []),
             output.cell(reason, _style(unit)),
         )
     return table
 
 
 def slot_table(units: Sequence[CertifiedUnit], parameters: int) -> Table:
-    """One row per slot: encodings, ages, drift and bytes, and a total. ``parameters`` is the model's number."""
+    """One row per slot and encoding: ages, drift, error and bytes as stored, and a total.
+
+    ``parameters`` is the model's number. What encoding lost has a column only where any unit may have lost something.
+    """
+    lossy = any(is_lossy(unit.encoding) for unit in units)
     table = output.table()
     table.add_column("Slot", no_wrap=True, min_width=8)
     table.add_column("Units", justify="right")
     table.add_column("Encoding", overflow="fold")
-    for name in ("Oldest", "Newest", "Max drift", "Bytes", "B/param"):
+    for name in ("Oldest", "Newest", "Drift" if lossy else "Max drift", *(["Error"] if lossy else []), "Bytes"):
         table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("B/param", justify="right", no_wrap=True)
     for slot in _slots(units):
-        table.add_row(output.cell(slot), *_slot_row([unit for unit in units if unit.slot == slot], parameters))
+        own = [unit for unit in units if unit.slot == slot]
+        for encoding in dict.fromkeys(unit.encoding for unit in own):
+            row = _slot_row([unit for unit in own if unit.encoding == encoding], parameters, lossy=lossy)
+            table.add_row(output.cell(slot), *row)
     table.add_section()
-    table.add_row("all", *_slot_row(units, parameters), style="bold")
+    table.add_row("all", *_slot_row(units, parameters, lossy=lossy), style="bold")
     return table
 
 
@@ -123,7 +143,7 @@ def _source_width(units: Sequence[CertifiedUnit]) -> int:
 def _layer_table(
     by_row: Mapping[Row, Mapping[str, CertifiedUnit]],
     slots: Sequence[str],
-    widths: tuple[int, int],
+    widths: _Widths,
     name_widths: tuple[int, int],
 ) -> Table:
     table = output.table()
@@ -131,8 +151,7 @@ def _layer_table(
     if name_widths[1]:
         table.add_column("Source", no_wrap=True)
     for slot in slots:
-        heading = "" if slot == FROZEN else f"\n{'age':>{widths[0]}}  {'drift':>{widths[1]}}"
-        table.add_column(Text(slot + heading), justify="right", no_wrap=True)
+        table.add_column(Text(widths.heading(slot)), justify="right", no_wrap=True)
     table.add_column("Bytes", justify="right", no_wrap=True)
     for (layer, source, _), all_units in by_row.items():
         units = {slot: all_units[slot] for slot in slots if slot in all_units}
@@ -147,13 +166,14 @@ def _layer_table(
     return table
 
 
-def _unit_cell(unit: CertifiedUnit | None, widths: tuple[int, int]) -> Text:
+def _unit_cell(unit: CertifiedUnit | None, widths: _Widths) -> Text:
     if unit is None:
         return Text("")
     age, drift = _age(unit)
     if not unit.moving and not unit.fallback:
         return Text(age, style="dim")
-    return Text(f"{age:>{widths[0]}}  {drift:>{widths[1]}}", style=_style(unit))
+    error = _error_in(unit, widths.lossy.get(unit.slot, ())) if widths.errors.get(unit.slot) else ""
+    return Text(widths.line(unit.slot, age, drift, error), style=_style(unit))
 
 
 def _age(unit: CertifiedUnit) -> tuple[str, str]:
@@ -168,25 +188,68 @@ def _style(unit: CertifiedUnit) -> str:
     return _STALE if unit.moving and unit.staleness else ""
 
 
-def _widths(units: Sequence[CertifiedUnit]) -> tuple[int, int]:
+@dataclass(frozen=True)
+class _Widths:
+    """Of the columns of a slot. lossy: the lossy encodings of each slot that has any; errors: for those slots."""
+
+    age: int
+    drift: int
+    lossy: Mapping[str, Sequence[str]]
+    errors: Mapping[str, int]
+
+    def line(self, slot: str, age: str, drift: str, error: str) -> str:
+        """The columns of a slot, side by side."""
+        own = self.errors.get(slot)
+        return f"{age:>{self.age}}  {drift:>{self.drift}}" + (f"  {error:>{own}}" if own else "")
+
+    def heading(self, slot: str) -> str:
+        """Name, encoding where that is one for all that is not as it was, and the columns' names."""
+        if slot == FROZEN:
+            return slot
+        names = self.lossy.get(slot, ())
+        lines = [slot, *([names[0] if len(names) == 1 else ""] if self.errors else [])]
+        return "\n".join([*lines, self.line(slot, "age", "drift", "error")])
+
+    def of(self, slot: str) -> int:
+        """Of all that a slot takes."""
+        return max(len(line) for line in (*self.heading(slot).splitlines(), self.line(slot, "", "", "")))
+
+
+def _widths(units: Sequence[CertifiedUnit]) -> _Widths:
     pairs = [_age(unit) for unit in units if unit.moving or unit.fallback]
-    return (
+    lossy: dict[str, list[str]] = {}
+    for unit in units:
+        if is_lossy(unit.encoding) and unit.encoding not in lossy.setdefault(unit.slot, []):
+            lossy[unit.slot].append(unit.encoding)
+    return _Widths(
         max([len("age"), *(len(age) for age, _ in pairs)]),
         max([len("drift"), *(len(drift) for _, drift in pairs)]),
+        lossy,
+        {
+            slot: max([len("error"), *(len(_error_in(unit, names)) for unit in units if unit.slot == slot)])
+            for slot, names in lossy.items()
+        },
     )
 
 
-def _slot_width(slot: str, ages: int, drifts: int) -> int:
-    return max(len(slot), ages + 2 + drifts)
+def _error(unit: CertifiedUnit) -> str:
+    return drift_text(unit.error) if is_lossy(unit.encoding) else ""
 
 
-def _that_fit(slots: Sequence[str], ages: int, drifts: int, room: int, name_width: int) -> Iterator[list[str]]:
+def _error_in(unit: CertifiedUnit, lossy: Sequence[str]) -> str:
+    """What the unit lost, beside units of these lossy encodings; the encoding where the heading does not say it."""
+    if len(lossy) == 1 and unit.encoding == lossy[0]:
+        return _error(unit)
+    return " ".join(filter(None, (_error(unit), printable(unit.encoding))))
+
+
+def _that_fit(slots: Sequence[str], widths: _Widths, room: int, name_width: int) -> Iterator[list[str]]:
     """The slots in runs that fit side by side next to the layer's name."""
     room -= min(name_width, max(_NAME_WIDTH, room // 4))
     run: list[str] = []
     used = 0
     for slot in slots:
-        width = _slot_width(slot, ages, drifts) + _GAP
+        width = widths.of(slot) + _GAP
         if run and used + width > room:
             yield run
             run, used = [], 0
@@ -202,7 +265,7 @@ def _slots(units: Sequence[CertifiedUnit]) -> list[str]:
     return sorted(dict.fromkeys(unit.slot for unit in units), key=lambda slot: place.get(slot, 1))
 
 
-def _slot_row(units: Sequence[CertifiedUnit], parameters: int) -> list[str | Text]:
+def _slot_row(units: Sequence[CertifiedUnit], parameters: int, *, lossy: bool) -> list[str | Text]:
     moving = [unit for unit in units if unit.moving]
     known = [unit.drift for unit in moving if unit.drift is not None]
     nbytes = sum(unit.nbytes for unit in units)
@@ -214,6 +277,7 @@ def _slot_row(units: Sequence[CertifiedUnit], parameters: int) -> list[str | Tex
         str(min((unit.step for unit in units), default="")),
         str(max((unit.step for unit in units), default="")),
         drift_text(drift) if moving else "fixed",
+        *([drift_text(max((unit.error for unit in units), default=0.0))] if lossy else []),
         size_text(nbytes),
         "" if share is None else f"{share:.2f}",
     ]

@@ -230,7 +230,7 @@ def kind_of(certificate: Certificate) -> Text:
     ages = [unit.staleness for unit in certificate.units if unit.moving]
     newest, oldest = min(ages, default=0), max(ages, default=0)
     if certificate.exact or newest >= 0:
-        text = kind_text(exact=certificate.exact, max_staleness=oldest, max_drift=drift)
+        text = kind_text(exact=certificate.exact, max_staleness=oldest, max_drift=drift, lossy=certificate.lossy)
     else:
         old = f"up to {plural(oldest, 'step')} old and " if oldest > 0 else ""
         new = f"up to {plural(-newest, 'step')} newer than the run state"

@@ -173,6 +173,8 @@ def _unit_as_committed(step: int, record: UnitRecord) -> CertifiedUnit:
         moving=record.moving,
         fallback=False,
         nbytes=record.nbytes,
+        error=record.error,
+        bases=record.bases,
     )
 
 
@@ -192,7 +194,12 @@ def _kind(shown: Shown) -> str:
     certificate = shown.certificate
     if not shown.resumable:
         return "damaged: what follows is what was committed, not what is left of it"
-    return kind_text(exact=certificate.exact, max_staleness=certificate.max_staleness, max_drift=certificate.max_drift)
+    return kind_text(
+        exact=certificate.exact,
+        max_staleness=certificate.max_staleness,
+        max_drift=certificate.max_drift,
+        lossy=certificate.lossy,
+    )
 
 
 def _bytes(shown: Shown) -> str:

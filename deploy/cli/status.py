@@ -31,13 +31,15 @@ from store.versions import newest_resumable
 
 @dataclass(frozen=True)
 class Resume:
-    """What a resume would take now. fallbacks: units of an older version than committed."""
+    """What a resume would take now. lossy: encodings that rounded values. fallbacks: units of an older version
+    than committed."""
 
     save: str
     step: int
     exact: bool
     max_staleness: int
     max_drift: float | None
+    lossy: tuple[str, ...]
     fallbacks: tuple[str, ...]
     proven: bool
 
@@ -140,6 +142,7 @@ def _resume(catalog: Catalog, problems: list[str]) -> Resume | None:
         exact=certificate.exact,
         max_staleness=certificate.max_staleness,
         max_drift=certificate.max_drift,
+        lossy=certificate.lossy,
         fallbacks=tuple(str(version.record.unit) for version in resolution.fallbacks),
         proven=resolution.manifest.save in catalog.proven(),
     )
@@ -238,7 +241,9 @@ def _resume_text(found: StoreStatus) -> Text:
     resume = found.resume
     if resume is None:
         return Text("impossible" if found.saves else "nothing to resume yet", style="bold red")
-    kind = kind_text(exact=resume.exact, max_staleness=resume.max_staleness, max_drift=resume.max_drift)
+    kind = kind_text(
+        exact=resume.exact, max_staleness=resume.max_staleness, max_drift=resume.max_drift, lossy=resume.lossy
+    )
     text = f"from step {resume.step}, {kind}"
     if resume.fallbacks:
         text += f"; {plural(len(resume.fallbacks), 'unit')} in an older version, because of damage"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 _BINARY = ("KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 _DECIMAL = ("", " k", " M", " G", " T", " P")
 
@@ -35,11 +37,15 @@ def drift_text(drift: float | None) -> str:
     return "0" if drift == 0 else f"{drift:#.3g}".rstrip(".")
 
 
-def kind_text(*, exact: bool, max_staleness: int, max_drift: float | None) -> str:
-    """Whether a checkpoint is exact, and how far from it where it is not."""
+def kind_text(*, exact: bool, max_staleness: int, max_drift: float | None, lossy: Sequence[str] = ()) -> str:
+    """Whether a checkpoint is exact, and how far from it where it is not. lossy: encodings that rounded values."""
     if exact:
         return "exact"
-    return f"composite: layers up to {plural(max_staleness, 'step')} old, drift up to {drift_text(max_drift)}"
+    drift = f"drift up to {drift_text(max_drift)}"
+    rounded = f"rounded to {', '.join(map(printable, lossy))}"
+    if lossy and max_staleness <= 0:
+        return f"not exact: {rounded}, {drift}"
+    return f"composite: layers up to {plural(max_staleness, 'step')} old, {drift}" + (f", {rounded}" if lossy else "")
 
 
 def plural(count: int, noun: str) -> str:

@@ -21,7 +21,7 @@ from merger.sources.deepspeed_files import RankFiles
 from merger.sources.deepspeed_tags import step_of
 from merger.sources.nest import Nest
 from merger.sources.tensor import values
-from store.certificate import CertifiedUnit
+from store.certificate import CertifiedUnit, is_lossy
 from store.errors import DamagedError, MissingError, StorageError
 from store.files import LocalFiles
 from store.names import SaveId
@@ -44,6 +44,7 @@ class _Row(BaseModel):
     drift: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None
     moving: bool
     fallback: bool
+    error: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
 
 
 class _Claim(BaseModel):
@@ -170,7 +171,8 @@ def _certified(unit: CertifiedUnit, rows: Sequence[_Row], step: int) -> Certifie
         step=worst.step,
         save=worst.save,
         staleness=step - worst.step,
-        encoding=worst.encoding,
+        encoding=next((row.encoding for row in own if is_lossy(row.encoding)), worst.encoding),
+        error=max(row.error for row in own),
         drift=None if any(row.drift is None for row in own) else worst.drift,
         moving=unit.moving or any(row.moving for row in own),
         fallback=any(row.fallback for row in own),

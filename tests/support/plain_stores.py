@@ -57,11 +57,11 @@ class PlainStore(StoreBuilder):
         return {"framework": framework, "rng": rng, "user": [{"rank": rank, "names": {"a", "b"}}]}
 
     def expected(self, steps: Mapping[Unit, int] | int) -> dict[str, dict[str, np.ndarray]]:
-        """Values by fqn and slot, each unit's at its step."""
+        """What is rebuilt by fqn and slot, each unit's at its step."""
         out: dict[str, dict[str, np.ndarray]] = {}
         for unit in self.units:
             step = steps if isinstance(steps, int) else steps[unit]
-            out.setdefault(f"{unit.layer}.weight", {})[unit.slot] = self.values(unit, step)
+            out.setdefault(f"{unit.layer}.weight", {})[unit.slot] = self.decoded(unit, step)
         return out
 
 

@@ -5,9 +5,12 @@
     store.save(20, slots=("fp32",), drift=0.01)             # a composite: moments stay at step 10
     store.restart()                                         # the next epoch
     store.save(30, layers=("layers.0",))
+    store.save(40, how={"fp32": How("bf16", level=1)})      # encoded and packed
+    store.save(50, how={"fp32": How("bf16", level=1, base=store.newest)})
 
 What is stored is a function of unit, step and element (:meth:`StoreBuilder.values`), so that any reader can be
-checked against it. Run state is a plain dict; no framework could resume from it.
+checked against it: :meth:`StoreBuilder.decoded` is what it gives back. Run state is a plain dict; no framework could
+resume from it.
 """
 
 from __future__ import annotations
@@ -15,15 +18,22 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 
 from store.commit import Expected, Group, commit, hint_latest, mark_proven, wait_for_group
+from store.encoding import encoding_named
+from store.encoding.base import Bytes
+from store.encoding.stream import Packing, chunked
 from store.epochs import claim_epoch
 from store.files import LocalFiles
 from store.layout import manifest_path, payload_path
 from store.names import BUFFER, FROZEN, RAW, WEIGHTS, SaveId, Unit
+from store.packed import Encoded
+from store.payload import Data
 from store.schema import GroupRecord, LayerRecord, ManifestRecord, TensorRecord, UnitRecord
 from store.segments import SegmentDraft, StagedFragment, write_segment
 from store.store import open_or_create
@@ -44,6 +54,19 @@ class FakeLayer:
     @property
     def fqn(self) -> str:
         return f"{self.name}.weight"
+
+
+@dataclass(frozen=True)
+class How:
+    """How to store a unit. level: zstd's, None where it is not packed. base: the save to take the difference to, where
+    the unit must be stored with the same encoding, and by itself."""
+
+    encoding: str = RAW
+    level: int | None = None
+    base: SaveId | None = None
+
+
+PLAIN = How()
 
 
 def transformer(blocks: int, numel: int = 64) -> tuple[FakeLayer, ...]:
@@ -79,6 +102,8 @@ class StoreBuilder:
         self.policy = policy
         self.commits = 0
         self.newest: SaveId | None = None
+        self._how: dict[tuple[Unit, int], How] = {}
+        self._written: dict[Unit, int] = {}
         self._versions: dict[Unit, UnitRecord] = {}
         self._groups: dict[str, GroupRecord] = {}
         self.restart()
@@ -101,22 +126,30 @@ class StoreBuilder:
         slots: Iterable[str] | None = None,
         drift: float | Mapping[Unit, float | None] | Callable[[Unit], float | None] = 0.01,
         reason: str = "its turn",
+        how: Mapping[str, How] | How = PLAIN,
     ) -> SaveId:
         """Write and commit a save of the units of ``layers`` and ``slots`` (None: all of them).
 
-        ``drift`` is that of moving units that this save leaves out. What has no version yet is always written.
+        ``drift`` is that of moving units that this save leaves out. What has no version yet is always written. how: to
+        store what is written, by slot; slots that are not named are stored as they are.
         """
         save = SaveId(step, self.epoch)
         wanted = self._wanted(layers, slots)
+        for unit in wanted:
+            self._how[unit, step] = how if isinstance(how, How) else how.get(unit.slot, PLAIN)
         group = self.write(save, wanted)
+        self._written = {}
+        for part in group.parts:
+            for entry in part.entries:
+                self._written[entry.unit] = self._written.get(entry.unit, 0) + entry.nbytes
         records = [self._record(unit, save, unit in wanted, drift, reason) for unit in self.units]
-        reached = {record.save for record in records}
+        reached = {name for record in records for name in (record.save, *record.bases)}
         groups = {name: record for name, record in self._groups.items() if name in reached}
         manifest = self._manifest(save, records, {**groups, save.name: group.record})
         commit(self.files, manifest)
         hint_latest(self.files, save)
         self._versions = {record.unit: record for record in records}
-        self._groups = dict(manifest.groups)
+        self._groups |= manifest.groups
         self.commits, self.newest = manifest.commits, save
         return save
 
@@ -144,10 +177,26 @@ class StoreBuilder:
         mark_proven(self.files, self.store_id, save, self.epoch)
 
     def values(self, unit: Unit, step: int) -> np.ndarray:
-        """All float32 values of a unit as saved at ``step``."""
+        """All float32 values of a unit as saved at ``step``. Second moments are not negative."""
         layer = next(layer for layer in self.layers if layer.name == unit.layer)
         seed = int.from_bytes(hashlib.sha256(f"{unit}@{step}".encode()).digest()[:8], "little")
-        return np.random.default_rng(seed).standard_normal(layer.numel, dtype=np.float32)
+        drawn = np.random.default_rng(seed).standard_normal(layer.numel, dtype=np.float32)
+        return drawn * drawn if unit.slot == "exp_avg_sq" else drawn
+
+    def how(self, unit: Unit, step: int) -> How:
+        """How a unit was stored at ``step``."""
+        return self._how.get((unit, step), PLAIN)
+
+    def decoded(self, unit: Unit, step: int) -> np.ndarray:
+        """What the version of ``step`` gives back: :meth:`values` after encoding and decoding, rank by rank."""
+        values, encoding = self.values(unit, step), encoding_named(self.how(unit, step).encoding)
+        cuts = [values.size * rank // self.world_size for rank in range(self.world_size + 1)]
+        back = [
+            encoding.decode(encoding.encode(chunk), chunk.size, "F32").view(np.float32)
+            for start, stop in pairwise(cuts)
+            for chunk in chunked(values[start:stop])
+        ]
+        return np.concatenate(back)
 
     def payload(self, save: SaveId, rank: int = 0) -> Path:
         """The file of a rank's payload."""
@@ -183,9 +232,38 @@ class StoreBuilder:
             for slot in self._slots_of(layer):
                 unit = Unit(layer.name, slot)
                 if unit in wanted and stop > start:
-                    data = self.values(unit, step)[start:stop].tobytes()
-                    found.append(StagedFragment(layer.name, slot, layer.fqn, start, stop - start, "F32", RAW, data))
+                    encoding = self.how(unit, step).encoding
+                    data = self._data(unit, step, start, stop)
+                    made = StagedFragment(layer.name, slot, layer.fqn, start, stop - start, "F32", encoding, data)
+                    found.append(made)
         return found
+
+    def _data(self, unit: Unit, step: int, start: int, stop: int) -> Data:
+        how = self.how(unit, step)
+        if how == PLAIN:
+            return self.values(unit, step)[start:stop].tobytes()
+        base = None if how.base is None else self._encoded(unit, how.base.step, start, stop)
+        packing = None if how.level is None else Packing(how.level, base)
+        return Encoded(
+            encoding_named(how.encoding),
+            stop - start,
+            "F32",
+            partial(self._encoded, unit, step, start, stop),
+            packing,
+            None if how.base is None else how.base.name,
+        )
+
+    def _encoded(self, unit: Unit, step: int, start: int, stop: int) -> list[Bytes]:
+        """The encoded chunks of a fragment."""
+        encoding = encoding_named(self.how(unit, step).encoding)
+        return [encoding.encode(chunk) for chunk in chunked(self.values(unit, step)[start:stop])]
+
+    def _error(self, unit: Unit, step: int) -> float:
+        if encoding_named(self.how(unit, step).encoding).lossless:
+            return 0.0
+        values, decoded = self.values(unit, step), self.decoded(unit, step)
+        norm = float(np.linalg.norm(decoded.astype(np.float64)))
+        return float(np.linalg.norm(values.astype(np.float64) - decoded)) / norm if norm else 0.0
 
     def _record(
         self,
@@ -202,14 +280,17 @@ class StoreBuilder:
             age = save.step - before.version.step
             moved = _drift_of(unit, drift) if moving else 0.0
             return before.model_copy(update={"drift": moved, "staleness": age, "reason": ""})
+        how, error = self.how(unit, save.step), self._error(unit, save.step)
         return UnitRecord(
             layer=unit.layer,
             slot=unit.slot,
             save=save.name,
-            encoding=RAW,
+            encoding=how.encoding,
             numel=layer.numel,
-            nbytes=4 * layer.numel,
-            drift=0.0,
+            nbytes=self._written.get(unit, 0),
+            drift=error,
+            error=error,
+            bases=() if how.base is None else (how.base.name,),
             staleness=0,
             moving=moving,
             reason=reason,

@@ -34,6 +34,8 @@ def test_every_unit_with_version_drift_and_reason(here: Here, builder: StoreBuil
         "moving": True,
         "fallback": False,
         "nbytes": 256,
+        "error": 0.0,
+        "bases": [],
         "reason": "weights every time",
     }
     moment = units[Unit("layers.1", "exp_avg")]

@@ -30,6 +30,7 @@ def test_exact(here: Here, builder: StoreBuilder) -> None:
         "exact": True,
         "max_staleness": 0,
         "max_drift": 0.0,
+        "lossy": [],
         "fallbacks": [],
         "proven": False,
     }
