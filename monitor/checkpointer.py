@@ -19,6 +19,7 @@ from monitor.deciding import Decided, Decider
 from monitor.job import Job
 from monitor.observing import Observer
 from monitor.opened import OpenedStore
+from monitor.reading import Room
 from monitor.report import StepReport
 from monitor.resume import Resumed, resume
 from monitor.saver import Saver
@@ -74,7 +75,10 @@ class Checkpointer:
         left as it was: NothingToResumeError where no commit is whole, ModelMismatchError where the store is another
         model's, UsageError where an object in ``state=[...]`` does not take its state.
         """
-        found = None if self._catalog is None else resume(self._catalog, self._job.adapter, self._group, self._job.user)
+        found, room = None, Room(self._saver.lend(self._job.table.local()))
+        if self._catalog is not None:
+            found = resume(self._catalog, self._job.adapter, self._group, self._job.user, room)
+        self._saver.keep(self._job.table.local(), room.buffers)
         self._asked_to_resume = True
         self._updates = 0
         self._surveyor.mark()

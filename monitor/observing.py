@@ -9,11 +9,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 
+import torch
+
 from monitor.deciding import Decided
 from monitor.job import Job
 from monitor.saver import Settled
 from monitor.units import LocalUnit, is_moving
-from store.names import SaveId, Unit
+from store.names import Fragment, SaveId, Unit
 from store.schema import UnitRecord
 
 _log = logging.getLogger("driftpoint")
@@ -31,6 +33,14 @@ class Observer:
 
     def reserve(self, local: Mapping[Unit, LocalUnit]) -> None:
         """Nothing is staged, so nothing is reserved."""
+
+    def lend(self, local: Mapping[Unit, LocalUnit]) -> Mapping[Fragment, torch.Tensor]:
+        """Nothing is reserved."""
+        del local
+        return {}
+
+    def keep(self, local: Mapping[Unit, LocalUnit], buffers: Mapping[Fragment, torch.Tensor]) -> None:
+        """Nothing will be staged."""
 
     def went_back(self) -> None:
         """Nothing rests on what was saved before."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -31,6 +32,20 @@ from store.versions import Bad, Resolution
 T = TypeVar("T")
 
 
+class Room:
+    """Host memory to read into, by fragment. What is not there is made, and stays for whoever gave the room."""
+
+    def __init__(self, buffers: Mapping[Fragment, torch.Tensor] = MappingProxyType({})) -> None:
+        self.buffers = dict(buffers)
+
+    def at(self, fragment: Fragment, dtype: torch.dtype) -> torch.Tensor:
+        """1-d, of the fragment's size and ``dtype``; contents undefined."""
+        found = self.buffers.get(fragment)
+        if found is None or found.dtype != dtype or found.numel() != fragment.numel:
+            found = self.buffers[fragment] = torch.empty(fragment.numel, dtype=dtype)
+        return found
+
+
 @dataclass(frozen=True)
 class Read:
     """Everything a rank needs, in host memory and checked.
@@ -46,7 +61,7 @@ class Read:
     rounded: tuple[str, ...]
 
 
-def read(catalog: Catalog, resolution: Resolution, places: Sequence[Place], rank: int) -> Read:
+def read(catalog: Catalog, resolution: Resolution, places: Sequence[Place], rank: int, room: Room) -> Read:
     """Read what ``places`` need, and the rank's run state. ModelMismatchError where the live dtypes cannot take it."""
     index = FragmentIndex(resolution.sources())
     bad: set[Bad] = set()
@@ -62,7 +77,7 @@ def read(catalog: Catalog, resolution: Resolution, places: Sequence[Place], rank
             notes.append(f"{fragment.fqn}/{fragment.slot} is not in the store and starts afresh")
             continue
         wanted = Fragment(fragment.fqn, slot, fragment.start, fragment.numel)
-        host = torch.empty(wanted.numel, dtype=torch_dtype(index.dtype(wanted.fqn, slot) or ""))
+        host = room.at(fragment, torch_dtype(index.dtype(wanted.fqn, slot) or ""))
         _fill(catalog, index.cover(wanted), host, bad)
         lost = loss(host, place)
         if lost is not None:

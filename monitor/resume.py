@@ -19,7 +19,7 @@ from monitor.agree import everywhere, on_first
 from monitor.fit import Slots, require_model, require_optimizer, require_slots
 from monitor.group import Group
 from monitor.objects import Loading
-from monitor.reading import Read, read
+from monitor.reading import Read, Room, read
 from monitor.run_state import UserState, restore_rng
 from store.catalog import Catalog
 from store.errors import DamagedError, DriftpointError, ModelMismatchError, NothingToResumeError, StorageError
@@ -48,8 +48,8 @@ class _Plan:
     places: Sequence[Place]
 
 
-def resume(catalog: Catalog, adapter: Adapter, group: Group, user: UserState) -> Resumed | None:
-    """Bring the newest resumable commit into the live job. None where the store holds no commit at all.
+def resume(catalog: Catalog, adapter: Adapter, group: Group, user: UserState, room: Room) -> Resumed | None:
+    """Bring the newest resumable commit into the live job, through ``room``. None where the store holds no commit.
 
     Raises, on all ranks, before anything has changed: NothingToResumeError where there are commits but none is
     whole; ModelMismatchError; UsageError where an object of the user's does not take its state; DamagedError or
@@ -66,7 +66,7 @@ def resume(catalog: Catalog, adapter: Adapter, group: Group, user: UserState) ->
             lambda name=name, bad=bad: _planned(catalog, SaveId.parse(name), bad, adapter),  # type: ignore[misc]
         )
         _require_slots(plan, group)
-        found = everywhere(group, lambda plan=plan: read(catalog, plan.resolution, plan.places, group.rank))  # type: ignore[misc]
+        found = everywhere(group, lambda plan=plan: read(catalog, plan.resolution, plan.places, group.rank, room))  # type: ignore[misc]
         newly_bad = frozenset().union(*group.gather(found.bad))
         if not newly_bad:
             rounded = tuple(sorted(set().union(*group.gather(found.rounded))))

@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
 from monitor.agree import on_first
 from monitor.deciding import Decided
 from monitor.dtypes import dtype_name
@@ -28,7 +30,7 @@ from monitor.writer import Done, Writer
 from store.encoding import encoding_named
 from store.epochs import claim_epoch, require_newest
 from store.errors import ExistsError, FencedError, StoreError, UnsupportedError, UsageError
-from store.names import BUFFER, FROZEN, SaveId, Unit
+from store.names import BUFFER, FROZEN, Fragment, SaveId, Unit
 from store.record import digest, seal
 from store.segments import SegmentDraft
 
@@ -92,6 +94,20 @@ class Saver:
     def went_back(self) -> None:
         """The job was brought to a commit: what this process saved since, or finds damaged now, is no base any more."""
         self._packer.reset()
+
+    def lend(self, local: Mapping[Unit, LocalUnit]) -> Mapping[Fragment, torch.Tensor]:
+        """The memory reserved for staging, for a resume to read into: fresh memory costs more than the read."""
+        return {
+            piece.fragment: buffer
+            for unit, part in local.items()
+            for piece, buffer in zip(part.pieces, self._pool.take(unit, part.tensors), strict=True)
+        }
+
+    def keep(self, local: Mapping[Unit, LocalUnit], buffers: Mapping[Fragment, torch.Tensor]) -> None:
+        """Memory that a resume read into, for staging what is live now."""
+        for unit, part in local.items():
+            found = [buffers.get(piece.fragment) for piece in part.pieces]
+            self._pool.keep(unit, part.tensors, [buffer for buffer in found if buffer is not None])
 
     def settle(self, step: int, changed: bool, trouble: bool = False) -> Settled:
         """Learn how the save under way stands, on all ranks, and move the references if it is committed. Collective.

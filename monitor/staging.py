@@ -44,6 +44,12 @@ class StagingPool:
         if buffers:
             self._free.setdefault(unit, []).append(list(buffers))
 
+    def keep(self, unit: Unit, tensors: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]) -> None:
+        """Take buffers, made elsewhere, if they are just what ``tensors`` need and nothing is at hand for them."""
+        pinned = all(buffer.is_pinned() for buffer in buffers) if any(tensor.is_cuda for tensor in tensors) else True
+        if pinned and _fits(buffers, tensors) and not self._free.get(unit):
+            self.give(unit, buffers)
+
     @property
     def memory_bytes(self) -> int:
         """Bytes in buffers that nobody holds."""
