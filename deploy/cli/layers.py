@@ -1,11 +1,10 @@
-"""Tables of a certificate: one row per layer with its slots side by side, one row per unit, one row per slot.
+"""Tables of a certificate: one row per layer with its slots side by side, one row per unit.
 
 Knows no store: only certified units, in the order of their layers.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -48,7 +47,7 @@ def print_layers(console: Console, units: Sequence[CertifiedUnit]) -> None:
     name_width = max((len(name) for name, _, _ in by_row), default=0)
     source_width = _source_width(units)
     room = console.width - _BYTES_WIDTH - _GAP - (source_width + _GAP if source_width else 0)
-    for slots in _that_fit(_slots(units), widths, room, name_width):
+    for slots in _that_fit(slots_of(units), widths, room, name_width):
         taken = sum(widths.of(slot) + _GAP for slot in slots)
         names = max(room - taken, _NAME_WIDTH)
         console.print(_layer_table(by_row, slots, widths, (names, source_width)))
@@ -81,7 +80,7 @@ def unit_table(units: Sequence[CertifiedUnit], reasons: Mapping[Unit, str]) -> T
         age, drift = _age(unit)
         reason = "does not move" if not unit.moving else reasons.get(Unit(unit.layer, unit.slot), "")
         reason = "damaged: an older version" if unit.fallback else reason
-        based = f"the difference to {', '.join(unit.bases)}" if unit.bases else ""
+        based = f"base {', '.join(unit.bases)}" if unit.bases else ""
         reason = "; ".join(filter(None, (reason, based)))
         table.add_row(
             output.cell(f"  {unit.slot}"),
@@ -94,34 +93,6 @@ def unit_table(units: Sequence[CertifiedUnit], reasons: Mapping[Unit, str]) -> T
             output.cell(reason, _style(unit)),
         )
     return table
-
-
-def slot_table(units: Sequence[CertifiedUnit], parameters: int) -> Table:
-    """One row per slot and encoding: ages, drift, error and bytes as stored, and a total.
-
-    ``parameters`` is the model's number. What encoding lost has a column only where any unit may have lost something.
-    """
-    lossy = any(is_lossy(unit.encoding) for unit in units)
-    table = output.table()
-    table.add_column("Slot", no_wrap=True, min_width=8)
-    table.add_column("Units", justify="right")
-    table.add_column("Encoding", overflow="fold")
-    for name in ("Oldest", "Newest", "Drift" if lossy else "Max drift", *(["Error"] if lossy else []), "Bytes"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("B/param", justify="right", no_wrap=True)
-    for slot in _slots(units):
-        own = [unit for unit in units if unit.slot == slot]
-        for encoding in dict.fromkeys(unit.encoding for unit in own):
-            row = _slot_row([unit for unit in own if unit.encoding == encoding], parameters, lossy=lossy)
-            table.add_row(output.cell(slot), *row)
-    table.add_section()
-    table.add_row("all", *_slot_row(units, parameters, lossy=lossy), style="bold")
-    return table
-
-
-def bytes_per_parameter(nbytes: int, parameters: int) -> float | None:
-    """None for a model without parameters."""
-    return nbytes / parameters if parameters else None
 
 
 def _by_row(units: Sequence[CertifiedUnit]) -> dict[Row, dict[str, CertifiedUnit]]:
@@ -259,32 +230,7 @@ def _that_fit(slots: Sequence[str], widths: _Widths, room: int, name_width: int)
         yield run
 
 
-def _slots(units: Sequence[CertifiedUnit]) -> list[str]:
+def slots_of(units: Sequence[CertifiedUnit]) -> list[str]:
     """Slots as they come, weights first, what hardly moves last."""
     place = {WEIGHTS: 0, FROZEN: 2, BUFFER: 3}
     return sorted(dict.fromkeys(unit.slot for unit in units), key=lambda slot: place.get(slot, 1))
-
-
-def _slot_row(units: Sequence[CertifiedUnit], parameters: int, *, lossy: bool) -> list[str | Text]:
-    moving = [unit for unit in units if unit.moving]
-    known = [unit.drift for unit in moving if unit.drift is not None]
-    nbytes = sum(unit.nbytes for unit in units)
-    drift = None if len(known) < len(moving) else max(known, default=0.0)
-    share = bytes_per_parameter(nbytes, parameters)
-    return [
-        str(len(units)),
-        output.cell(_encodings(units)),
-        str(min((unit.step for unit in units), default="")),
-        str(max((unit.step for unit in units), default="")),
-        drift_text(drift) if moving else "fixed",
-        *([drift_text(max((unit.error for unit in units), default=0.0))] if lossy else []),
-        size_text(nbytes),
-        "" if share is None else f"{share:.2f}",
-    ]
-
-
-def _encodings(units: Sequence[CertifiedUnit]) -> str:
-    counts = Counter(unit.encoding for unit in units)
-    if len(counts) == 1:
-        return next(iter(counts))
-    return ", ".join(f"{name} {count}" for name, count in counts.most_common())

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from deploy.cli import layers, output
+from deploy.cli import layers, output, slots
 from deploy.cli.merge_damage import damage_is_the_end
 from deploy.cli.options import DebugOption, JsonOption
 from deploy.cli.progress import byte_progress
@@ -196,7 +196,7 @@ def print_certificate(console: Console, certificate: Certificate, parameters: in
     """Per layer, then per slot, then the optimizer steps that are not those which the layers had."""
     layers.print_layers(console, certificate.units)
     console.print()
-    console.print(layers.slot_table(certificate.units, parameters))
+    console.print(slots.slot_table(certificate.units, parameters))
     console.print()
     from merger.optimizer_steps import changed_steps
 

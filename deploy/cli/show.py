@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from deploy.cli import layers, output
+from deploy.cli import layers, output, slots
 from deploy.cli.door import find_save, open_store, parameters
 from deploy.cli.exit_codes import health
 from deploy.cli.options import DebugOption, JsonOption, StoreArgument
@@ -109,7 +109,7 @@ def as_json(shown: Shown) -> dict[str, Any]:
         "resumable": shown.resumable,
         "parameters": shown.parameters,
         "nbytes": _nbytes(certificate),
-        "bytes_per_parameter": layers.bytes_per_parameter(_nbytes(certificate), shown.parameters),
+        "bytes_per_parameter": slots.bytes_per_parameter(_nbytes(certificate), shown.parameters),
         "bytes_written": shown.bytes_written,
         "bytes_avoided": shown.manifest.bytes_avoided,
         "units": units,
@@ -134,7 +134,7 @@ def draw(console: Console, shown: Shown, *, long: bool) -> None:
     else:
         layers.print_layers(console, certificate.units)
         console.print()
-    console.print(layers.slot_table(certificate.units, shown.parameters))
+    console.print(slots.slot_table(certificate.units, shown.parameters))
     output.problems(console, shown.problems)
 
 
@@ -204,6 +204,6 @@ def _kind(shown: Shown) -> str:
 
 def _bytes(shown: Shown) -> str:
     own, kept = shown.bytes_written, shown.manifest.bytes_avoided
-    share = layers.bytes_per_parameter(own, shown.parameters)
+    share = slots.bytes_per_parameter(own, shown.parameters)
     each = "" if share is None else f" ({share:.2f} bytes a parameter)"
     return f"this save wrote {size_text(own)}{each}" + (f" and left out {size_text(kept)}" if kept else "")

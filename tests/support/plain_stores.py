@@ -37,10 +37,14 @@ class PlainStore(StoreBuilder):
                 fragments=self._fragments(save.step, rank, wanted),
                 run_state=tree,
                 run_leaves=leaves,
-                facts={"state_dict_names": self.fqns} if rank == 0 else {},
+                facts=self.facts if rank == 0 else {},
             )
             write_segment(self.files, draft)
         return wait_for_group(self.files, Expected(self.store_id, save, self.world_size, plan), timeout=5)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        return {"state_dict_names": self.fqns}
 
     @property
     def fqns(self) -> list[str]:

@@ -7,7 +7,7 @@ import pytest
 
 from store.names import Unit
 from tests.support.cli import Here
-from tests.support.stores import FakeLayer, StoreBuilder, flip_byte
+from tests.support.stores import FakeLayer, How, StoreBuilder, flip_byte
 
 
 @pytest.fixture
@@ -172,3 +172,66 @@ def test_names_from_a_store_cannot_drive_the_terminal(here: Here, tmp_path: Path
         assert not set(answer.out) & {"\x1b", "\x07"}
         assert "evil\\x1b[2J\\x07[bold]" in answer.out
         assert "[red]layer[/red]" in answer.out
+
+
+LOSSY = {"fp32": How("bf16+int8", 1), "exp_avg": How("int8-block", 1), "exp_avg_sq": How("int8-sqrt-block", 1)}
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_what_encoding_lost_is_told_by_layer_and_slot(here: Here, tmp_path: Path, columns: int) -> None:
+    layers = [FakeLayer(f"layers.{i}", 640) for i in range(3)]
+    builder = StoreBuilder(tmp_path / "store", layers=layers)
+    first = builder.save(10, how=LOSSY)
+    based = {slot: How(how.encoding, 1, first) for slot, how in LOSSY.items()}
+    second = builder.save(20, layers=("layers.0",), how=based, drift=0.0125)
+    builder.save(30, layers=("layers.1",), slots=("fp32",), drift=0.025)
+    shown = here("show", builder.root, "--json").json
+    assert not shown["exact"]
+    units = {Unit(unit["layer"], unit["slot"]): unit for unit in shown["units"]}
+    assert shown["max_error"] == max(unit["error"] for unit in units.values()) > 0
+    mine = units[Unit("layers.0", "exp_avg")]
+    assert (mine["encoding"], mine["save"], mine["bases"]) == ("int8-block", second.name, [first.name])
+    assert 0 < mine["error"] < 0.02
+    raw = units[Unit("layers.1", "fp32")]
+    assert (raw["encoding"], raw["error"], raw["bases"]) == ("raw", 0.0, [])
+    for flags in ((), ("--long",)):
+        lines = here("show", builder.root, *flags, columns=columns).out.splitlines()
+        assert max(map(len, lines)) <= columns
+    lines = here("show", builder.root, columns=columns).out.splitlines()
+    heading = next(i for i, line in enumerate(lines) if line.startswith("Layer"))
+    assert lines[heading].split()[:4] == ["Layer", "age", "drift", "error"]
+    assert lines[heading - 1].split()[:2] == ["bf16+int8", "int8-block"]
+    rows = {line.split()[0]: line.split() for line in lines[heading : heading + 5] if line.startswith("layers.")}
+    assert rows["layers.1"][1:4] == ["0", "0", "raw"]
+    assert rows["layers.0"][1:3] == ["10", "0.0250"]
+    assert "rounded to bf16+int8, int8-block, int8-sqrt-block" in " ".join(" ".join(lines).split())
+
+
+def test_bytes_per_parameter_by_slot_and_encoding(here: Here, tmp_path: Path) -> None:
+    builder = StoreBuilder(tmp_path / "store", layers=[FakeLayer("a", 640), FakeLayer("b", 640)], world_size=1)
+    builder.save(10, how={slot: How(how.encoding) for slot, how in LOSSY.items()})
+    builder.save(20, layers=("b",), slots=("fp32",), drift=0.0)
+    lines = [line.split() for line in here("show", builder.root).out.splitlines()]
+    table = lines[next(i for i, line in enumerate(lines) if line[:1] == ["Slot"]) :]
+    shares = {line[0]: line[-1] for line in table if len(line) > 3}
+    blocks = f"{(640 + 40) / 1280 * 2:.2f}"
+    assert shares["bf16+int8"] == "1.50" and shares["raw"] == "2.00"
+    assert (shares["int8-block"], shares["int8-sqrt-block"]) == (blocks, blocks)
+    assert float(shares["all"]) == pytest.approx(1.5 + 2 + 2 * (640 + 40) / 640, abs=0.006)
+    assert here("show", builder.root, "--json").json["nbytes"] == 640 * 3 + 640 * 4 + 4 * (640 + 40)
+
+
+def test_rounded_is_not_exact_even_where_all_is_of_one_step(here: Here, builder: StoreBuilder) -> None:
+    builder.save(10, how={"fp32": How("bf16")})
+    for command in ("show", "status"):
+        assert "not exact: rounded to bf16, drift up to 0.00" in " ".join(here(command, builder.root).out.split())
+    assert here("status", builder.root, "--json").json["resume"]["lossy"] == ["bf16"]
+
+
+def test_packing_alone_is_exact(here: Here, builder: StoreBuilder) -> None:
+    first = builder.save(10, how=How(level=1))
+    builder.save(20, how=How(level=1, base=first))
+    shown = here("show", builder.root, "--json").json
+    assert shown["exact"] and shown["max_error"] == 0
+    assert {unit["encoding"] for unit in shown["units"]} == {"raw"}
+    assert "error" not in here("show", builder.root).out
