@@ -141,8 +141,8 @@ def _header(items: Sequence[Item], sizes: Sequence[int], length: int) -> bytes:
     position, table = 0, {}
     for item, nbytes in zip(items, sizes, strict=True):
         end = position + nbytes
-        shape = item.shape if item.exact else (nbytes,)
-        table[item.name] = {"dtype": item.dtype, "shape": list(shape), "data_offsets": [position, end]}
+        dtype, shape = (item.dtype, item.shape) if item.exact else ("U8", (nbytes,))
+        table[item.name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [position, end]}
         position = end
     text = json.dumps(table, separators=(",", ":")).encode()
     text += b" " * max(-(len(text) + 8) % _ALIGN, length - 8 - len(text))

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -66,6 +68,30 @@ def test_shapes_and_dtypes_as_the_library_sees_them(tmp_path: Path) -> None:
         assert found.get_tensor("n").item() == 7
         assert found.get_slice("b").get_dtype() == "BF16"
         assert found.get_slice("none").get_shape() == [0, 3]
+
+
+@dataclass
+class Shrinking:
+    """Comes to fewer bytes than were announced."""
+
+    data: bytes
+    nbytes: int = 1000
+    exact: bool = False
+
+    def pieces(self) -> Iterator[memoryview]:
+        yield memoryview(self.data[:2])
+        yield memoryview(self.data[2:])
+
+
+def test_what_is_packed_is_bytes_to_the_library_whatever_dtype_it_had() -> None:
+    files = SimulatedFiles()
+    items = [Item("w", "F32", (250,), Shrinking(b"12345")), Item("n", "I64", (1,), bytes(8))]
+    payload = write_payload(files, "p", [*items, Item("none", "BF16", (0,), Shrinking(b""))])
+    found = load(files.read("p", 1 << 20))
+    assert (found["w"].tobytes(), found["w"].dtype, found["n"].tolist()) == (b"12345", np.uint8, [0])
+    assert found["none"].shape == (0,)
+    check_header(files, "p", payload.header_bytes, payload.header_xxh3_128)
+    assert payload.payload_bytes == payload.header_bytes + 13 == files.size("p")
 
 
 def test_more_than_one_chunk_is_hashed_as_one() -> None:
