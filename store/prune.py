@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
 
+from store.bases import with_bases
 from store.catalog import Catalog, LoadedGroup
 from store.durable import final_name, is_temporary
 from store.errors import DamagedError, MissingError, StorageError
@@ -122,13 +123,28 @@ def _commits(catalog: Catalog) -> _Commits:
             readable.append(save)
     hurt = {save: [group for group in _groups_of(catalog, save) if group.problems] for save in readable}
     refused = next((group.problems[-1] for groups in hurt.values() for group in groups if group.refused), refused)
-    whole = tuple(save for save in readable if not hurt[save])
+    whole = tuple(save for save in readable if not hurt[save] and _well_based(catalog, catalog.manifest(save)))
     return _Commits(whole, tuple(readable), tuple(unreadable), refused)
 
 
 def _reached(manifest: ManifestRecord) -> set[SaveId]:
     """Every group that a commit needs: of its units, of the saves that those are differences to, and its own."""
     return {SaveId.parse(name) for name in manifest.groups}
+
+
+def _well_based(catalog: Catalog, manifest: ManifestRecord) -> bool:
+    """Whether everything is there that its units are stored as differences to. Sizes and bytes are not looked at."""
+    groups = {name: catalog.group(SaveId.parse(name), record) for name, record in manifest.groups.items()}
+    for unit in manifest.units:
+        if not {unit.save, *unit.bases} <= groups.keys():
+            return False
+        stored = groups[unit.save].by_unit.get(unit.unit, ())
+        if any(entry.base is not None for _, entry in stored):
+            try:
+                with_bases(stored, [groups[name] for name in unit.bases])
+            except DamagedError:
+                return False
+    return True
 
 
 def _why_blocked(commits: _Commits) -> str:

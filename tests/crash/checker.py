@@ -14,13 +14,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from workload import MODEL, RANKS, Job, Memory, content, run_state
+from models import PLAIN, RANKS, TENSORS, VARIED, Model, content
+from workload import Job, Memory, run_state
 
 from store.catalog import Catalog, open_catalog
-from store.coverage import FragmentIndex
+from store.coverage import FragmentIndex, Source
 from store.errors import DamagedError, NothingToResumeError
 from store.files import Files
-from store.names import Fragment, SaveId, Unit
+from store.fragments import FragmentReader
+from store.names import RAW, Fragment, SaveId, Unit
 from store.segments import read_entry, read_leaves
 from store.tree import decode
 from store.verify import verify
@@ -152,7 +154,7 @@ def check_undamaged(files: Files) -> None:
 def check_goes_on(files: Files, journal: Memory | None = None) -> SaveId:
     """(d): a new incarnation resumes, saves and prunes, and the store is as good as ever."""
     journal = journal or Memory()
-    job = Job(files, journal)
+    job = Job(files, journal, _model_in(files))
     saved = job.save()
     job.prune()
     promise = promised(journal.events)
@@ -180,17 +182,23 @@ def _open_if_any(files: Files) -> Catalog | None:
     return open_catalog(files) if "STORE.json" in files.list_dir("") else None
 
 
+def _model_in(files: Files) -> Model:
+    """That of the job that made the store: the one whose tensors it has."""
+    catalog = _open_if_any(files)
+    saves = catalog.saves() if catalog is not None else []
+    if catalog is None or not saves:
+        return PLAIN
+    return VARIED if set(catalog.manifest(saves[0]).tensors) == set(VARIED.tensors) else PLAIN
+
+
 def _names(unit: Unit) -> list[str]:
-    return [fqn for fqn, (layer, _) in MODEL.items() if layer == unit.layer]
+    return [fqn for fqn, (layer, _) in TENSORS.items() if layer == unit.layer]
 
 
 def _read(catalog: Catalog, resolution: Resolution, reported: tuple[str, ...]) -> Reading:
     tensors: dict[tuple[str, str], bytes] = {}
     for unit, version in resolution.versions.items():
-        try:
-            tensors.update(_read_unit(catalog, resolution, unit, version))
-        except DamagedError as error:
-            raise _Hit(Bad(version.save, unit), str(error)) from error
+        tensors.update(_read_unit(catalog, resolution, unit, version))
     try:
         states = tuple(
             decode(part.run_state, read_leaves(catalog.files, part), lambda leaf: leaf)
@@ -210,9 +218,21 @@ def _read_unit(catalog: Catalog, resolution: Resolution, unit: Unit, version: Ve
             continue
         data = bytearray(4 * tensor.shape[0])
         for copy in index.cover(Fragment(fqn, unit.slot, 0, tensor.shape[0])):
-            entry = bytearray(copy.source.entry.nbytes)
-            read_entry(catalog.files, copy.source.part, copy.source.entry, memoryview(entry))
+            entry = _read_fragment(catalog, copy.source)
             start = 4 * copy.source_start
             data[4 * copy.target_start : 4 * (copy.target_start + copy.numel)] = entry[start : start + 4 * copy.numel]
         found[fqn, unit.slot] = bytes(data)
     return found
+
+
+def _read_fragment(catalog: Catalog, source: Source) -> bytes:
+    """As the readers of the project do: whole where it is stored as it is, else chunk by chunk."""
+    part, entry = source.part, source.entry
+    data, reader = bytearray(4 * entry.numel), FragmentReader(catalog.files, source)
+    try:
+        if (entry.encoding, entry.packing) == (RAW, None):
+            read_entry(catalog.files, part, entry, memoryview(data))
+            return data
+        return b"".join(chunk.tobytes() for chunk in reader.chunks())
+    except DamagedError as error:
+        raise _Hit(Bad(reader.at_fault, entry.unit), str(error)) from error

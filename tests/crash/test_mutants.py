@@ -20,8 +20,9 @@ import pytest
 import workload
 from checker import Promise, assert_true_to_write, check, check_reading, promised, read_commit, read_newest
 from damage import flip
+from models import RANKS
 from simulated import Disk, Op, SimulatedFiles, disk_after, every_crash
-from workload import RANKS, Job, Memory, Save
+from workload import Job, Memory, Save
 
 import store.prune
 from store.catalog import open_catalog

@@ -95,7 +95,7 @@ def test_the_power_really_goes(machine: Machine) -> None:
         assert not (store / "not-synced").exists()
 
 
-@pytest.mark.parametrize(("scenario", "stride"), [("save", 2), ("several", 11)])
+@pytest.mark.parametrize(("scenario", "stride"), [("save", 2), ("several", 11), ("varied", 11)])
 def test_power_lost_at_any_change(machine: Machine, scenario: str, stride: int) -> None:
     base = machine.base_events if scenario == "save" else ()
     for k in range(1, machine.changes(scenario) + 2, stride):

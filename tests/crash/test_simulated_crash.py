@@ -15,6 +15,7 @@ import pytest
 from checker import Promise, check, check_reading, check_undamaged, promised
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from models import VARIED
 from simulated import Disk, Op, SimulatedFiles, disk_after, every_crash
 from workload import Job, Memory, run
 
@@ -55,6 +56,44 @@ def whole_run() -> Run:
     return recorded(SimulatedFiles(), run)
 
 
+@dataclass(frozen=True)
+class VariedRun:
+    """A run with every encoding, packed, and with differences. first: where it begins to write those, and prunes."""
+
+    recording: Run
+    first: int
+
+    def points(self, stride: int) -> list[int]:
+        """Every change of names or of a header, and each ``stride``-th of the others."""
+        log = self.recording.log
+        counted = [at for at in range(self.first, len(log)) if not _telling(log[at])]
+        told = [at for at in range(self.first, len(log)) if _telling(log[at])]
+        return sorted(at + 1 for at in told + counted[::stride])
+
+
+def _telling(op: Op) -> bool:
+    return op.verb in ("link", "unlink", "rename", "rmdir") or op.offset is not None
+
+
+@pytest.fixture(scope="module")
+def varied_run() -> VariedRun:
+    """Two jobs; the first has stored everything whole twice when what counts begins."""
+    files = SimulatedFiles()
+    journal = Memory(lambda: len(files.log))
+    job = Job(files, journal, VARIED)
+    for _ in range(2):
+        job.save(everything=True)
+    first = len(files.log)
+    job.save()
+    job.prune()
+    job.save()
+    job.prune()
+    again = Job(files, journal, VARIED)
+    again.save()
+    again.prune()
+    return VariedRun(Run(Disk(), tuple(files.log), tuple(journal.events)), first)
+
+
 def check_each(states: Iterable[tuple[Disk, Promise]]) -> int:
     seen = set()
     for disk, promise in states:
@@ -77,6 +116,27 @@ def crashes_of(recording: Run, limit: int = EXHAUSTIVE) -> Iterable[tuple[Disk, 
 
 def test_every_crash_state_at_every_operation(whole_run: Run) -> None:
     assert check_each(crashes_of(whole_run)) > 1000
+
+
+def test_crash_states_with_every_encoding_and_bases(varied_run: VariedRun) -> None:
+    recording = varied_run.recording
+    states = (
+        (state, recording.promise(done))
+        for done in varied_run.points(stride=4)
+        for state in every_crash(disk_after(recording.start, recording.log[:done]), 4)
+    )
+    assert check_each(states) > 150
+
+
+@settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
+@given(point=st.floats(0, 1), rng=st.randoms(use_true_random=False), share=st.sampled_from([0.1, 0.5, 0.9]))
+def test_random_crash_states_with_every_encoding_and_bases(
+    varied_run: VariedRun, point: float, rng: Any, share: float
+) -> None:
+    recording, first = varied_run.recording, varied_run.first
+    done = first + round(point * (len(recording.log) - first))
+    crashed = disk_after(recording.start, recording.log[:done]).crashed(lambda kind: rng.random() < share)
+    check(SimulatedFiles(crashed), recording.promise(done))
 
 
 @settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
@@ -130,12 +190,24 @@ def test_power_lost_after_a_kill(whole_run: Run) -> None:
 
     Whatever a prune relies on must be durable before it deletes what that replaces.
     """
+    log = whole_run.log
+    points = [done for done in range(1, len(log) + 1) if log[done - 1].verb in ("link", "unlink", "rmdir")]
+    assert prune_after_a_kill(whole_run, points) > 500
+
+
+def test_power_lost_after_a_kill_with_every_encoding_and_bases(varied_run: VariedRun) -> None:
+    """What differences rest on is among that."""
+    log = varied_run.recording.log
+    points = [done for done in range(varied_run.first, len(log) + 1) if log[done - 1].verb in ("link", "rmdir")]
+    assert prune_after_a_kill(varied_run.recording, points[::2]) > 50
+
+
+def prune_after_a_kill(recording: Run, points: Iterable[int]) -> int:
+    """How many states were looked at."""
     seen: set[bytes] = set()
-    for done in range(1, len(whole_run.log) + 1):
-        if whole_run.log[done - 1].verb not in ("link", "unlink", "rmdir"):
-            continue
-        promise = whole_run.promise(done)
-        pruned = recorded(SimulatedFiles(killed_at(whole_run, done)), prune_to_one)
+    for done in points:
+        promise = recording.promise(done)
+        pruned = recorded(SimulatedFiles(killed_at(recording, done)), prune_to_one)
         for at in range(len(pruned.log) + 1):
             dropped = {n for e in pruned.events if e["at"] < at for n in e["saves"]}
             kept = {save: units for save, units in promise.kept.items() if save.name not in dropped}
@@ -148,7 +220,7 @@ def test_power_lost_after_a_kill(whole_run: Run) -> None:
                         assert newest is not None, "every commit is gone"
                         assert newest.save >= promise.newest, "deleted for a commit that was not durable"
                     check_undamaged(SimulatedFiles(state))
-    assert len(seen) > 500
+    return len(seen)
 
 
 def prune_to_one(files: Files, journal: Memory) -> None:

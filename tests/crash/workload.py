@@ -1,8 +1,11 @@
 """A tiny training job that saves and prunes through the store's public functions only.
 
-Two ranks, three layers, two slots; units saved in turn, so most commits are composites. Every value follows from
+Two ranks, six units (:mod:`models`), saved in turn, so most commits are composites. Every value follows from
 (name, slot, save), so whoever reads the store can say what must be there. Whatever the job is told (a commit
 that returned, a prune about to start) goes to a journal outside the store. Ranks write one after the other.
+
+Of the varied model each incarnation stores a unit whole twice, then as differences to the second of them, twice, and
+so on: what is lost with a base has an older version that does not rest on it.
 """
 
 from __future__ import annotations
@@ -16,13 +19,18 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+from models import PLAIN, RANKS, Model, content, encoding_of, piece, values
 
 from store.catalog import Catalog, open_catalog
 from store.commit import Expected, Group, commit, hint_latest, mark_proven, wait_for_group
+from store.encoding import ENCODINGS
+from store.encoding.base import Bytes
+from store.encoding.stream import Packing
 from store.epochs import claim_epoch
 from store.errors import NothingToResumeError
 from store.files import Files
-from store.names import RAW, SaveId, Unit
+from store.names import SaveId, Unit
+from store.packed import Encoded
 from store.prune import execute, plan_prune
 from store.retention import Retention
 from store.schema import GroupRecord, LayerRecord, ManifestRecord, TensorRecord, UnitRecord
@@ -31,13 +39,8 @@ from store.store import open_or_create
 from store.tree import encode
 from store.versions import Resolution, newest_resumable
 
-RANKS = 2
 STEPS = 10
 PLAN = "0" * 32
-SLOTS = ("fp32", "exp_avg")
-MODEL = {"embed.weight": ("embed", 7), "block.0.weight": ("block.0", 9), "block.0.bias": ("block.0", 1),
-         "block.1.weight": ("block.1", 9), "block.1.bias": ("block.1", 1)}  # fmt: skip
-UNITS = tuple(dict.fromkeys(Unit(layer, slot) for layer, _ in MODEL.values() for slot in SLOTS))
 RETENTION = Retention(keep_last=2, log_spaced=False)
 
 
@@ -75,22 +78,10 @@ class Paper:
         return [json.loads(line) for line in lines]
 
 
-def content(fqn: str, slot: str, save: SaveId) -> bytes:
-    """The value of a whole tensor in the version made by ``save``: fp32, little-endian."""
-    return hashlib.shake_128(f"{fqn}/{slot}/{save}".encode()).digest(4 * MODEL[fqn][1])
-
-
 def run_state(save: SaveId, rank: int) -> dict[str, Any]:
     """What rank keeps besides the tensors."""
     words = np.frombuffer(hashlib.shake_128(f"{rank}/{save}".encode()).digest(12), dtype="<u4")
     return {"step": save.step, "rng": (rank, words), "loss": float("inf")}
-
-
-def piece(fqn: str, rank: int) -> tuple[int, int]:
-    """(start, numel) of the rank's fragment."""
-    numel = MODEL[fqn][1]
-    start = numel * rank // RANKS
-    return start, numel * (rank + 1) // RANKS - start
 
 
 @dataclass(frozen=True)
@@ -104,38 +95,45 @@ class Save:
 class Job:
     """One incarnation of the job, resumed from whatever the store gives."""
 
-    def __init__(self, files: Files, journal: Journal) -> None:
+    def __init__(self, files: Files, journal: Journal, model: Model = PLAIN) -> None:
         self.files = files
         self.journal = journal
+        self.model = model
+        self.whole: dict[Unit, SaveId] = {}
+        """The save that holds a unit whole, to take differences to."""
+        self.count = dict.fromkeys(model.units, 0)
+        """How often this incarnation committed a unit."""
         self.catalog: Catalog = open_or_create(files)
         self.epoch = claim_epoch(files, self.catalog.store_id).epoch
         journal.note("claimed", epoch=self.epoch)
         self.resumed: Resolution | None = _resume(self.catalog)
         self.last: ManifestRecord | None = self.resumed.manifest if self.resumed else None
+        self.groups = dict(self.last.groups) if self.last else {}
         self.again = {v.record.unit for v in self.resumed.fallbacks} if self.resumed else set()
 
-    def save(self) -> SaveId:
+    def save(self, everything: bool = False) -> SaveId:
         """Segments of all ranks, commit, hint."""
-        draft = self.plan()
+        draft = self.plan(everything)
         for rank in range(RANKS):
             self.write(draft, rank)
         self.commit(draft)
         hint_latest(self.files, draft.id)
         return draft.id
 
-    def plan(self) -> Save:
+    def plan(self, everything: bool = False) -> Save:
         """The next save: everything at first, then units in turn; a unit that fell back is saved again at once."""
         if self.last is None:
-            return Save(SaveId(STEPS, self.epoch), UNITS)
+            return Save(SaveId(STEPS, self.epoch), self.model.units)
         turn = self.last.commits % 2
-        units = tuple(unit for i, unit in enumerate(UNITS) if i % 2 == turn or unit in self.again)
+        chosen = {unit for i, unit in enumerate(self.model.units) if everything or i % 2 == turn or unit in self.again}
+        units = tuple(unit for unit in self.model.units if unit in chosen)
         return Save(SaveId(self.last.step + STEPS, self.epoch), units)
 
     def write(self, save: Save, rank: int) -> None:
         """One rank's segment."""
         tree, leaves = encode(run_state(save.id, rank), lambda _: None)
         draft = SegmentDraft(
-            self.catalog.store_id, save.id, rank, RANKS, PLAN, _fragments(save, rank), tree, leaves, {}
+            self.catalog.store_id, save.id, rank, RANKS, PLAN, self._fragments(save, rank), tree, leaves, {}
         )
         write_segment(self.files, draft)
 
@@ -146,6 +144,19 @@ class Job:
         commit(self.files, manifest)
         self.journal.note("acknowledged", save=save.id.name, units={str(u.unit): u.save for u in manifest.units})
         self.last, self.again = manifest, set()
+        self.groups |= manifest.groups
+        for unit in save.units:
+            if self.base_of(unit) is None:
+                self.whole[unit] = save.id
+            self.count[unit] += 1
+
+    def base_of(self, unit: Unit) -> SaveId | None:
+        """What the next version of a unit is the difference to."""
+        return self.whole[unit] if self.model.varied and self.count[unit] % 4 >= 2 else None
+
+    def base_named(self, unit: Unit) -> SaveId | None:
+        """What the store is told of it. Only a mutant tells a lie."""
+        return self.base_of(unit)
 
     def prune(self) -> None:
         """Drop what retention does not keep."""
@@ -162,8 +173,8 @@ class Job:
         self.journal.note("proven", save=self.last.save.name)
 
     def _manifest(self, save: Save, group: Group) -> ManifestRecord:
-        units = tuple(self._unit(save, unit) for unit in UNITS)
-        known: Mapping[str, GroupRecord] = {**(self.last.groups if self.last else {}), save.id.name: group.record}
+        units = tuple(self._unit(save, unit, group) for unit in self.model.units)
+        known: Mapping[str, GroupRecord] = {**self.groups, save.id.name: group.record}
         return ManifestRecord(
             store_id=self.catalog.store_id,
             step=save.id.step,
@@ -175,51 +186,69 @@ class Job:
             created="2000-01-01T00:00:00+00:00",
             previous=self.last.save.name if self.last else None,
             bytes_avoided=0,
-            layers=tuple(LayerRecord(name=name, block="." in name) for name in dict.fromkeys(u.layer for u in UNITS)),
+            layers=tuple(LayerRecord(name=name, block="." in name) for name in dict.fromkeys(u.layer for u in units)),
             tensors={
                 fqn: TensorRecord(layer=layer, shape=(numel,), dtype="F32", kind="trainable")
-                for fqn, (layer, numel) in MODEL.items()
+                for fqn, (layer, numel) in self.model.tensors.items()
             },
-            groups={unit.save: known[unit.save] for unit in units} | {save.id.name: group.record},
+            groups={name: known[name] for unit in units for name in (unit.save, *unit.bases)}
+            | {save.id.name: group.record},
             units=units,
         )
 
-    def _unit(self, save: Save, unit: Unit) -> UnitRecord:
+    def _unit(self, save: Save, unit: Unit, group: Group) -> UnitRecord:
         if unit not in save.units:
             assert self.last is not None
             old = next(u for u in self.last.units if u.unit == unit)
             return old.model_copy(update={"staleness": save.id.step - old.version.step})
-        numel = sum(numel for layer, numel in MODEL.values() if layer == unit.layer)
+        stored = [entry for part in group.parts for entry in part.entries if entry.unit == unit]
         return UnitRecord(
-            layer=unit.layer, slot=unit.slot, save=save.id.name, encoding=RAW, numel=numel, nbytes=4 * numel,
-            drift=0.0, staleness=0, moving=True,
+            layer=unit.layer, slot=unit.slot, save=save.id.name, encoding=encoding_of(unit),
+            numel=sum(entry.numel for entry in stored), nbytes=sum(entry.nbytes for entry in stored),
+            drift=0.0, staleness=0, moving=True, bases=tuple({entry.base for entry in stored if entry.base}),
         )  # fmt: skip
 
+    def _fragments(self, save: Save, rank: int) -> list[StagedFragment]:
+        found = []
+        for unit in save.units:
+            for fqn, (layer, _) in self.model.tensors.items():
+                start, numel = piece(fqn, rank)
+                if layer == unit.layer and numel:
+                    data = self._data(save, rank, unit, fqn)
+                    encoding = encoding_of(unit)
+                    found.append(StagedFragment(layer, unit.slot, fqn, start, numel, "F32", encoding, data))
+        return found
 
-def run(files: Files, journal: Journal, saves: int = 5) -> None:
+    def _data(self, save: Save, rank: int, unit: Unit, fqn: str) -> bytes | Encoded:
+        start, numel = piece(fqn, rank)
+        if not self.model.varied:
+            return content(fqn, unit.slot, save.id)[4 * start : 4 * (start + numel)]
+        encoding, base, named = ENCODINGS[encoding_of(unit)], self.base_of(unit), self.base_named(unit)
+
+        def chunks(of: SaveId = save.id) -> list[Bytes]:
+            return [encoding.encode(values(fqn, unit.slot, of, rank))]
+
+        packing = None
+        if base is not None:
+            packing = Packing(1, chunks(base))
+        elif (self.model.units.index(unit) + self.count[unit]) % 2:
+            packing = Packing(1)
+        return Encoded(encoding, numel, "F32", chunks, packing, None if named is None else named.name)
+
+
+def run(files: Files, journal: Journal, saves: int = 5, model: Model = PLAIN) -> None:
     """Several saves with a prune after each from the third on; the first commit is proven; then a second job."""
-    first = Job(files, journal)
+    first = Job(files, journal, model)
     for number in range(saves):
         first.save()
         if number == 0:
             first.prove()
         if number >= 2:
             first.prune()
-    second = Job(files, journal)
+    second = Job(files, journal, model)
     second.prove()
     second.save()
     second.prune()
-
-
-def _fragments(save: Save, rank: int) -> list[StagedFragment]:
-    found = []
-    for unit in save.units:
-        for fqn, (layer, _) in MODEL.items():
-            start, numel = piece(fqn, rank)
-            if layer == unit.layer and numel:
-                data = content(fqn, unit.slot, save.id)[4 * start : 4 * (start + numel)]
-                found.append(StagedFragment(layer, unit.slot, fqn, start, numel, "F32", RAW, data))
-    return found
 
 
 def _resume(catalog: Catalog) -> Resolution | None:

@@ -15,7 +15,8 @@ import sys
 import time
 from pathlib import Path
 
-from workload import RANKS, Job, Paper
+from models import RANKS, VARIED
+from workload import Job, Paper
 
 from store.errors import DriftpointError
 from store.files import LocalFiles, NewFile
@@ -51,7 +52,15 @@ def commit(files: LocalFiles, journal: Paper) -> None:
     job.commit(draft)
 
 
-SCENARIOS = {"save": save, "several": several, "commit": commit}
+def varied(files: LocalFiles, journal: Paper) -> None:
+    """From an empty directory: every unit in its encoding, whole twice, then twice as the difference to the second."""
+    job = Job(files, journal, VARIED)
+    for _ in range(4):
+        job.save(everything=True)
+    job.prune()
+
+
+SCENARIOS = {"save": save, "several": several, "commit": commit, "varied": varied}
 
 
 class Doomed(LocalFiles):

@@ -3,8 +3,9 @@ from __future__ import annotations
 import pytest
 from checker import assert_true_to_write, read_commit, read_newest
 from damage import edit, flip, forge, put, remove
+from models import PLAIN, RANKS, content
 from simulated import Fault, SimulatedFiles
-from workload import RANKS, UNITS, Job, Memory, content
+from workload import Job, Memory
 
 from store.catalog import open_catalog
 from store.certificate import certify
@@ -159,7 +160,7 @@ def test_a_fallback_never_takes_what_lies_ahead(job: Job, saves: list[SaveId]) -
     for save in saves[1:]:
         put(files, manifest_path(save), files.read(f"aside-{save}", 1 << 20))
     catalog = open_catalog(files)
-    for unit in UNITS:
+    for unit in PLAIN.units:
         found = resolve(catalog, committed, {Bad(committed, unit)}).versions[unit]
         assert found.save in (committed, saves[0]), unit
 

@@ -1,0 +1,247 @@
+"""Testing the tests of encodings and bases: each safeguard taken out in turn must be caught, by the layer named.
+
+BASES prunes a store of differences, BASED flips bytes of a difference and of its base, WRONG BASE names another base
+than the one used, CHAIN takes differences to differences, NEVER CHAINED believes that nobody does, CONTAINER opens
+payloads with another reader, LATE HEADER loses power. Each check passes without the mutant.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+from checker import assert_true_to_write, check_reading, check_undamaged, promised, read_newest
+from damage import flip
+from models import RANKS, VARIED
+from safetensors import SafetensorError, deserialize
+from simulated import SimulatedFiles, every_crash
+from test_mutants import Make, caught, patched_everywhere
+from workload import RETENTION, Job, Memory, Save
+
+import store.payload
+from store.bases import whole_key
+from store.catalog import open_catalog
+from store.coverage import Source
+from store.durable import write_new
+from store.files import Files, NewFile
+from store.fragments import StoredBytes
+from store.layout import payload_path
+from store.names import SaveId, Unit
+from store.payload import Item, Payload, Placed
+from store.prune import execute, plan_prune
+from store.record import digest
+from store.schema import Entry, ManifestRecord, PartRecord
+from store.segments import read_part
+from store.verify import verify
+from store.versions import newest_resumable
+
+
+class Varied(Job):
+    """Stores in every encoding; ``saves`` of them, each of all units."""
+
+    def __init__(self, files: Files, journal: Memory, saves: int = 0) -> None:
+        super().__init__(files, journal, VARIED)
+        self.saves = [self.save(everything=True) for _ in range(saves)]
+
+
+def bases(make: Make = SimulatedFiles) -> None:
+    """BASES: what kept commits rest on is older than the oldest of them."""
+    files, journal = make(), Memory()
+    job = Varied(files, journal, saves=4)
+    plan = plan_prune(open_catalog(files), RETENTION)
+    assert [plan.groups, plan.manifests] == [(job.saves[0],), tuple(job.saves[:2])]
+    journal.note("dropping", saves=[save.name for save in plan.manifests])
+    execute(files, plan)
+    check_reading(files, promised(journal.events))
+    check_undamaged(files)
+    for _ in range(3):
+        job.save(everything=True)
+    job.prune()
+    assert job.saves[1].name not in files.list_dir("segments"), "nothing rests on it any more"
+    check_reading(files, promised(journal.events))
+
+
+def based(make: Make = SimulatedFiles) -> None:
+    """BASED: a byte of a fragment, and one of its base; each is found and costs that unit alone."""
+    job = Varied(make(), Memory(), saves=4)
+    for save, wanted in ((job.saves[3], job.saves[2]), (job.saves[1], job.saves[0])):
+        part = read_part(job.files, job.catalog.store_id, save, 1)
+        for entry in part.entries:
+            hurt = SimulatedFiles(job.files.disk.copied())
+            flip(hurt, payload_path(save, 1), part.header_bytes + entry.offset + entry.nbytes - 1)
+            reading = read_newest(open_catalog(hurt))
+            assert_true_to_write(reading)
+            assert reading.versions == {
+                unit: wanted if unit == entry.unit else job.saves[3] for unit in VARIED.units
+            }, entry
+            report = verify(open_catalog(hurt))
+            assert not report.ok
+            assert report.resumable == job.saves[3]
+
+
+def wrong_base(make: Make = SimulatedFiles) -> None:
+    """WRONG BASE: every stored byte is as it was written, and yet nonsense."""
+
+    class Confused(Varied):
+        def base_named(self, unit: Unit) -> SaveId | None:
+            return None if self.base_of(unit) is None else self.saves[0]
+
+    job = Confused(make(), Memory())
+    for _ in range(3):
+        job.saves.append(job.save(everything=True))
+    reading = read_newest(open_catalog(job.files))
+    assert_true_to_write(reading)
+    assert set(reading.versions.values()) == {job.saves[1]}
+    report = verify(open_catalog(job.files))
+    assert [commit.state for commit in report.commits] == ["fallback", "ok", "ok"]
+    assert len(report.problems) == sum(
+        len(read_part(job.files, job.catalog.store_id, job.saves[2], rank).entries) for rank in range(RANKS)
+    )
+    assert any("does not unpack" in problem for problem in report.problems)
+
+
+class Chained(Varied):
+    """Takes differences to the save before, whatever that is."""
+
+    def commit(self, save: Save) -> None:
+        super().commit(save)
+        self.whole.update(dict.fromkeys(save.units, save.id))
+
+
+def chain(make: Make = SimulatedFiles) -> None:
+    """CHAIN: a difference to a difference is refused from its records, before a byte is read."""
+    job = Chained(make(), Memory(), saves=4)
+    resolution, _ = newest_resumable(open_catalog(job.files))
+    assert {version.save for version in resolution.versions.values()} == {job.saves[2]}
+    assert "not to be found" in resolution.problems[0]
+    report = verify(open_catalog(job.files))
+    assert [commit.state for commit in report.commits] == ["fallback", "ok", "ok", "ok"]
+    assert_true_to_write(read_newest(open_catalog(job.files)))
+
+
+def never_chained(make: Make = SimulatedFiles, kind: type[Varied] = Varied) -> None:
+    """NEVER CHAINED: what a job acknowledged is whole, all the way down."""
+    files, journal = make(), Memory()
+    kind(files, journal, saves=4)
+    check_undamaged(files)
+    check_reading(files, promised(journal.events))
+
+
+def container(make: Make = SimulatedFiles) -> None:
+    """CONTAINER: any reader of safetensors finds every entry's bytes, packed ones too."""
+    job = Varied(make(), Memory(), saves=3)
+    for save in job.saves:
+        for rank in range(RANKS):
+            part = read_part(job.files, job.catalog.store_id, save, rank)
+            whole = job.files.read(payload_path(save, rank), 1 << 20)
+            try:
+                found = dict(deserialize(whole))
+            except SafetensorError as error:
+                raise AssertionError(f"{error}: {payload_path(save, rank)}") from error
+            for entry in part.entries:
+                start = part.header_bytes + entry.offset
+                data = found[f"{entry.fqn}/{entry.slot}/{entry.start}"]["data"]
+                assert data == whole[start : start + entry.nbytes]
+
+
+def late_header(make: Make = SimulatedFiles) -> None:
+    """LATE HEADER: the power goes right after a save whose headers were written last."""
+    files, journal = make(), Memory()
+    Varied(files, journal, saves=1)
+    check_undamaged(files)
+    for disk in every_crash(files.disk, 4):
+        check_undamaged(SimulatedFiles(disk))
+        check_reading(SimulatedFiles(disk), promised(journal.events))
+
+
+LAYERS = {
+    "BASES": bases,
+    "BASED": based,
+    "WRONG BASE": wrong_base,
+    "CHAIN": chain,
+    "NEVER CHAINED": never_chained,
+    "CONTAINER": container,
+    "LATE HEADER": late_header,
+}
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_without_a_mutant_each_layer_is_content(layer: str) -> None:
+    LAYERS[layer]()
+
+
+class HeaderAfterSync(SimulatedFiles):
+    """The header over the room that was left for it is written when the file was synced already."""
+
+    def create(self, path: str) -> NewFile:
+        file = super().create(path)
+        write_at, sync, late = file.write_at, file.sync, []  # type: ignore[var-annotated]
+
+        def sync_then_write() -> None:
+            sync()
+            for offset, data in late:
+                write_at(offset, data)
+
+        file.write_at = lambda offset, data: late.append((offset, bytes(data)))  # type: ignore[method-assign]
+        file.sync = sync_then_write  # type: ignore[method-assign]
+        return file
+
+
+def test_a_header_written_after_the_fsync_is_caught() -> None:
+    assert caught(late_header, HeaderAfterSync)
+
+
+def header_first(
+    files: Files, path: str, items: Sequence[Item], meanwhile: Callable[[], None] = lambda: None
+) -> Payload:
+    """The header written before the data is known: with the sizes that were only reserved."""
+    header = store.payload._header(items, [item.nbytes for item in items], 0)
+    found: list[tuple[int, str]] = []
+
+    def fill(file: NewFile) -> None:
+        file.write(header)
+        found.extend(store.payload._stream(file, item) for item in items)
+        meanwhile()
+
+    write_new(files, path, fill)
+    ends = list(itertools.accumulate(nbytes for nbytes, _ in found))
+    placed = tuple(Placed(end - nbytes, nbytes, hashed) for end, (nbytes, hashed) in zip(ends, found, strict=True))
+    return Payload(len(header) + ends[-1], len(header), digest(header), placed)
+
+
+def reached_without_bases(manifest: ManifestRecord) -> set[SaveId]:
+    """A prune that forgets bases."""
+    return {manifest.save, *(unit.version for unit in manifest.units)}
+
+
+def stored_at_all(stored: Iterable[tuple[PartRecord, Entry]]) -> dict[Any, Source]:
+    """Differences may be bases."""
+    return {whole_key(part, entry): Source(part, entry) for part, entry in stored}
+
+
+CODE_MUTANTS: dict[str, tuple[str, str, object]] = {
+    "bases forgotten by a prune": ("BASES", "_reached", reached_without_bases),
+    "hash of encoded bytes not checked": ("WRONG BASE", "check_encoded", lambda source, found: None),
+    "a base that is a difference itself": ("CHAIN", "stored_whole", stored_at_all),
+    "header written before the data is known": ("CONTAINER", "write_payload", header_first),
+}
+
+
+@pytest.mark.parametrize("mutant", CODE_MUTANTS)
+def test_a_dropped_safeguard_is_caught(monkeypatch: pytest.MonkeyPatch, mutant: str) -> None:
+    layer, name, replacement = CODE_MUTANTS[mutant]
+    patched_everywhere(monkeypatch, name, replacement)
+    assert caught(LAYERS[layer]), f"{mutant} survives {layer}"
+
+
+def test_a_job_that_takes_differences_to_differences_is_caught() -> None:
+    assert caught(partial(never_chained, kind=Chained))
+
+
+def test_stored_bytes_that_nobody_checks_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hash of stored bytes dropped where fragments are decoded: an unpacked one has no other."""
+    monkeypatch.setattr(StoredBytes, "check", lambda self: None)
+    assert caught(based)
