@@ -1,0 +1,207 @@
+"""When a base is kept, differenced to, made anew, or left alone for a while: the rule alone, no files."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from monitor.packing import Packer, SavePacking
+from store.encoding import BF16, INT8_BLOCK, RAW, encoding_named
+from store.encoding.base import CHUNK, Bytes
+from store.names import Fragment, SaveId, Unit
+from store.packed import Encoded
+
+UNIT = Unit("layer", "fp32")
+NUMEL = 1 << 15
+
+
+class Run:
+    """Saves of one fragment, one after the other, each step a save; all commit unless said otherwise."""
+
+    def __init__(self, differences: bool = True, level: int = 1, numel: int = NUMEL) -> None:
+        self.packer = Packer(level, differences)
+        self.fragment = Fragment("layer.weight", "fp32", 0, numel)
+        self.step = 0
+        self.reached: set[str] = set()
+
+    def save(
+        self, values: np.ndarray, encoding: str = RAW, *, committed: bool = True, dropped: bool = False
+    ) -> Encoded:
+        save = self.begin()
+        made = self.add(save, values, encoding)
+        self.settle(save, made, committed=committed, dropped=dropped)
+        return made
+
+    def begin(self) -> SavePacking:
+        self.step += 1
+        return self.packer.begin(SaveId(self.step, 1), 4 * NUMEL, None)
+
+    def add(self, save: SavePacking, values: np.ndarray, encoding: str = RAW) -> Encoded:
+        known = encoding_named(encoding)
+        chunks: list[Bytes] = [known.encode(values[at : at + CHUNK]) for at in range(0, values.size, CHUNK)]
+        made = save.packed(UNIT, self.fragment, Encoded(known, values.size, "F32", lambda: iter(chunks)))
+        assert sum(len(piece) for piece in made.pieces()) == made.written
+        return made
+
+    def settle(self, save: SavePacking, made: Encoded, *, committed: bool = True, dropped: bool = False) -> None:
+        moved = committed and not dropped
+        if moved:  # the manifest names what its units rest on
+            self.reached = {save.save.name, *({made.base} if made.base else set())}
+        self.packer.settle(save, 0.1, lambda unit: moved and unit == UNIT, self.reached)
+
+
+def normal(seed: int, numel: int = NUMEL) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(numel).astype(np.float32)
+
+
+def moved(values: np.ndarray, by: float, seed: int = 99) -> np.ndarray:
+    return (values * (1 + by * normal(seed, values.size))).astype(np.float32)
+
+
+def test_the_first_save_is_whole_and_the_next_ones_rest_on_it() -> None:
+    run, values = Run(), normal(1)
+    assert run.save(values).base is None
+    for step in range(2, 6):
+        made = run.save(moved(values, 1e-6, step))
+        assert made.base == "00000001-000001"
+        assert made.written < 0.6 * NUMEL * 4
+
+
+def test_what_did_not_change_costs_next_to_nothing() -> None:
+    run, values = Run(), normal(1)
+    run.save(values)
+    assert [run.save(values).base for _ in range(40)] == ["00000001-000001"] * 40
+    assert run.save(values).written < 200
+
+
+def test_a_new_base_is_made_when_the_next_difference_would_exceed_the_mean() -> None:
+    run, values, sizes, bases = Run(), normal(1), [], []
+    for step in range(1, 40):
+        made = run.save(moved(values, 1e-6 * step), BF16)
+        values = moved(values, 2e-4, 1000 + step)
+        sizes.append(made.written)
+        bases.append(made.base)
+    whole = [step for step, base in enumerate(bases) if base is None]
+    assert 2 <= len(whole) <= 20 and whole[0] == 0
+    for first, after in pairwise(whole):
+        since = sizes[first:after]
+        mean = sum(since) / len(since)
+        expected = since[-1] + (max(0, since[-1] - since[-2]) if len(since) > 2 else 0)
+        assert expected > mean  # one more would have raised it
+        for count in range(3, len(since)):
+            last, before, so_far = since[count - 1], since[count - 2], sum(since[:count]) / count
+            assert last + max(0, last - before) <= so_far  # and none before would
+
+
+def test_growing_differences_cost_less_than_never_making_a_new_base() -> None:
+    def total(renew: bool) -> int:
+        run, values, written = Run(), normal(1), 0
+        for step in range(60):
+            if not renew and run.fragment in run.packer._bases:
+                base = run.packer._bases[run.fragment]
+                base.full = 1 << 60  # never dearer than the mean
+            written += run.save(values, BF16).written
+            values = moved(values, 2e-3, step)
+        return written
+
+    assert total(renew=True) < total(renew=False)
+
+
+def test_a_fragment_whose_differences_do_not_pay_rests_for_sixteen_saves() -> None:
+    run = Run()
+    bases = [run.save(normal(seed), BF16).base for seed in range(40)]
+    # Whole, one difference that is no smaller, sixteen left alone, whole again with a copy kept, and so on.
+    assert [step for step, base in enumerate(bases) if base is not None] == [1, 19, 37]
+    assert run.packer.memory_bytes == 0
+
+
+def test_a_resting_fragment_holds_no_memory() -> None:
+    run = Run()
+    run.save(normal(0), BF16)
+    assert run.packer.memory_bytes == 2 * NUMEL
+    run.save(normal(1), BF16)
+    assert run.packer.memory_bytes == 0
+    run.save(normal(2), BF16)
+    assert run.packer.memory_bytes == 0
+
+
+def test_another_encoding_is_another_base() -> None:
+    run, values = Run(), normal(1)
+    run.save(values, BF16)
+    assert run.save(values, RAW).base is None
+    assert run.save(values, RAW).base == "00000002-000001"
+    assert run.save(values, INT8_BLOCK).base is None
+    assert run.save(values, INT8_BLOCK).base == "00000004-000001"
+
+
+@pytest.mark.parametrize("how", [{"committed": False}, {"dropped": True}])
+def test_a_save_that_is_not_committed_is_no_base_and_no_lesson(how: dict[str, bool]) -> None:
+    run, values = Run(), normal(1)
+    run.save(values, **how)
+    assert run.save(values).base is None
+    run.save(normal(2), **how)  # a difference that does not pay, but did not come about
+    assert run.save(values).base == "00000002-000001"
+    run.save(values, BF16, **how)
+    assert run.save(values).base == "00000002-000001"
+
+
+def test_a_base_that_the_newest_commit_does_not_rest_on_is_left() -> None:
+    run, values = Run(), normal(1)
+    run.save(values)
+    other = run.begin()
+    run.packer.settle(other, 0.1, lambda unit: True, {"00000002-000001"})  # the fragment is in it no more
+    assert run.packer.memory_bytes == 0
+    assert run.save(values).base is None
+
+
+def test_going_back_forgets_bases_even_under_a_save() -> None:
+    run, values = Run(), normal(1)
+    run.save(values)
+    save = run.begin()
+    made = run.add(save, values)
+    assert made.base == "00000001-000001"
+    run.packer.reset()
+    run.settle(save, made)
+    assert run.save(values).base is None
+
+
+def test_without_differences_nothing_is_kept() -> None:
+    run, values = Run(differences=False), normal(1)
+    assert [run.save(values).base for _ in range(3)] == [None] * 3
+    assert run.packer.memory_bytes == 0
+
+
+def test_fragments_of_many_chunks_keep_all_of_them() -> None:
+    numel = CHUNK + 1000
+    run, values = Run(numel=numel), normal(1, numel)
+    run.save(values, BF16)
+    assert run.packer.memory_bytes == 2 * numel
+    assert run.save(values, BF16).base == "00000001-000001"
+
+
+def test_kept_chunks_stand_still_when_the_copies_are_used_again() -> None:
+    run, values = Run(), normal(1)
+    known = encoding_named(RAW)
+    chunk = values.copy().view(np.uint8)
+    save = run.begin()
+    made = save.packed(UNIT, run.fragment, Encoded(known, NUMEL, "F32", lambda: iter([chunk])))
+    assert list(made.pieces())
+    chunk[:] = 0
+    run.settle(save, made)
+    assert np.array_equal(run.packer._bases[run.fragment].chunks[0], values.view(np.uint8))
+
+
+def test_packing_that_is_off_changes_nothing() -> None:
+    packer = Packer("none", False)
+    save = packer.begin(SaveId(1, 1), 100, 5.0)
+    assert (save.active, save.level) == (False, None)
+
+
+def test_auto_begins_without_packing_and_rests_on_nothing_then() -> None:
+    run, values = Run(), normal(1)
+    run.packer = Packer("auto", True)
+    made = run.save(values)
+    assert (made.packing, made.base) == (None, None)
+    assert run.packer.memory_bytes == 0
