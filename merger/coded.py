@@ -18,8 +18,8 @@ from store.errors import DamagedError, StorageError
 from store.fragments import FragmentReader
 from store.versions import Bad
 
-_LARGEST = 10
-"""Chunks that a pass holds at most: stored, unpacked and decoded ones, and the base's."""
+_LARGEST = 14
+"""Chunks that a pass takes at most, measured: stored, unpacked and decoded ones, the base's, and what malloc keeps."""
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,10 @@ that gets through."""
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -341,3 +344,62 @@ def test_the_decoded_values_are_those_of_numpy(store: PlainStore, tmp_path: Path
         values, decoded = store.values(unit, 10), store.decoded(unit, 10)
         assert decoded.dtype == np.float32 and not np.array_equal(values, decoded)
         assert np.abs(values - decoded).max() <= bound * np.abs(values).max()
+
+
+MEASURED = """
+import sys
+from pathlib import Path
+import torch
+from merger.containers.base import Hole
+from merger.sources.store import StoreSource
+from merger.stored import whole
+from merger.transfer import plan_transfer, transfer
+
+root, out, workers = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+checkpoint = StoreSource(root).checkpoint(None, frozenset())
+fqns = [fqn for fqn, slot in checkpoint.index.names() if slot == "fp32"]
+paths, holes = [], []
+for i, fqn in enumerate(fqns):
+    paths.append(out / str(i))
+    paths[i].write_bytes(b"")
+    holes.append((i, Hole(3, whole(checkpoint, fqn, "fp32", torch.bfloat16 if i else torch.float32))))
+
+def field(name):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
+
+warm = torch.zeros(10).to(torch.bfloat16)
+plan = plan_transfer(checkpoint.index, holes)
+Path("/proc/self/clear_refs").write_text("5")
+before = field("VmRSS")
+assert not transfer(plan, paths, workers, lambda _: None).flaws
+print(field("VmHWM") - before, plan.memory * workers)
+"""
+
+
+@pytest.fixture(scope="module")
+def larger(tmp_path_factory: pytest.TempPathFactory) -> PlainStore:
+    """Four fragments of 32 MB, differences to as many."""
+    layers = [FakeLayer(str(i), 1 << 24) for i in range(2)]
+    store = PlainStore(tmp_path_factory.mktemp("larger") / "store", layers=layers, slots=("fp32",))
+    first = store.save(10, how=packed(LOSSY))
+    store.save(20, how=packed(LOSSY, first))
+    return store
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [1, 4])
+def test_memory_does_not_grow_with_fragments(larger: PlainStore, tmp_path: Path, workers: int) -> None:
+    """Each thread stays within what the plan says, but for what the first use of a library takes."""
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURED, str(larger.root), str(tmp_path), str(workers)],
+        cwd=Path(__file__).parents[3],
+        env={**os.environ, "PYTHONPATH": "."},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    used, planned = map(int, done.stdout.split())
+    assert used < planned + 16_000_000, (used, planned)

@@ -1,0 +1,109 @@
+"""Encoded stores of DeepSpeed runs at other stages and world sizes: the files that a store of the decoded values gives.
+
+That those load, and go on, is shown with DeepSpeed itself elsewhere; here every tensor of every file is compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from merger.merge import merge
+from merger.target import Target
+from store.names import SaveId, Unit
+from store.schema import ManifestRecord
+from tests.support.plain_stores import PlainStore
+from tests.support.planned import Tensor, planned
+from tests.support.pt_trees import differences, names, read
+from tests.support.stores import FakeLayer, How
+
+pytest.importorskip("deepspeed")
+
+LAYERS = (FakeLayer("one", 1021), FakeLayer("two", 64), FakeLayer("three", 333))
+LOSSY = {"fp32": "bf16+int8", "exp_avg": "int8-block", "exp_avg_sq": "int8-sqrt-block"}
+
+
+class DeepSpeedStore(PlainStore):
+    """As a bf16 run on three ranks at stage 1 writes it, two param groups, masters in fp32."""
+
+    def __init__(self, root: Path, values_of: PlainStore | None = None) -> None:
+        self.values_of = values_of
+        tensors = {layer.fqn: Tensor((layer.numel,)) for layer in LAYERS}
+        self.run = planned(tensors, [[LAYERS[0].fqn, LAYERS[2].fqn], [LAYERS[1].fqn]], stage=1, world=3)
+        super().__init__(root, layers=LAYERS, world_size=3, framework="deepspeed")
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        return {**self.run.facts, "dtype": "bf16"}
+
+    def run_state(self, step: int, rank: int) -> dict[str, Any]:
+        return {**super().run_state(step, rank), "framework": self.run.framework_state}
+
+    def values(self, unit: Unit, step: int) -> np.ndarray:
+        """Those that another store gives back."""
+        return super().values(unit, step) if self.values_of is None else self.values_of.decoded(unit, step)
+
+    def _manifest(self, *given: Any) -> ManifestRecord:
+        manifest = super()._manifest(*given)
+        half = {fqn: record.model_copy(update={"dtype": "BF16"}) for fqn, record in manifest.tensors.items()}
+        return manifest.model_copy(update={"tensors": half})
+
+
+@pytest.fixture(scope="module", params=["plain", "differences"])
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[DeepSpeedStore, Path]:
+    """An encoded store, and the root of one that holds the decoded values as they are."""
+    folder = tmp_path_factory.mktemp("reshard")
+    encoded = DeepSpeedStore(folder / "encoded")
+
+    def save(step: int, level: int | None, base: SaveId | None = None) -> SaveId:
+        return encoded.save(step, how={slot: How(name, level, base) for slot, name in LOSSY.items()})
+
+    if request.param == "plain":
+        save(10, None)
+    else:
+        save(10, 1, save(5, 1))
+    DeepSpeedStore(folder / "raw", encoded).save(10)
+    return encoded, folder / "raw"
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_other_stages_and_world_sizes(
+    pair: tuple[DeepSpeedStore, Path], tmp_path: Path, stage: int, world: int
+) -> None:
+    encoded, raw = pair
+    target = Target("deepspeed", zero_stage=stage, world_size=world)
+    result = merge(encoded.root, tmp_path / "one", target=target)
+    assert not result.problems and not result.certificate.exact
+    assert merge(raw, tmp_path / "other", target=target).certificate.exact
+    require_same(tmp_path / "one", tmp_path / "other", world)
+
+
+def require_same(one: Path, other: Path, world: int) -> None:
+    files = [name for name in names(one) if name.endswith(".pt")]
+    assert files == [name for name in names(other) if name.endswith(".pt")]
+    assert len([name for name in files if "optim_states" in name]) == world
+    for name in files:
+        trees: Sequence[Any] = [read(folder / name) for folder in (one, other)]
+        for tree in trees:  # what each says of itself
+            tree.get("driftpoint", {}).pop("exact", None)
+            tree.get("driftpoint", {}).pop("units", None)
+        assert differences(*trees) == [], name
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_working_weights_are_those_that_the_run_computed_with(
+    pair: tuple[DeepSpeedStore, Path], tmp_path: Path, stage: int
+) -> None:
+    """The casts of the true masters, though those were rounded when they were stored."""
+    encoded, _ = pair
+    result = merge(encoded.root, tmp_path / "out", target=Target("deepspeed", zero_stage=stage, world_size=2))
+    module = read(tmp_path / "out" / result.tag / "mp_rank_00_model_states.pt")["module"]
+    for layer in LAYERS:
+        values = torch.from_numpy(encoded.values(Unit(layer.name, "fp32"), 10))
+        assert torch.equal(module[layer.fqn], values.to(torch.bfloat16))
