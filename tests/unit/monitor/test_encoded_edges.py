@@ -143,7 +143,7 @@ def test_a_writer_that_comes_late_encodes_the_state_of_the_decision(
 
 
 @pytest.mark.parametrize(
-    "policy", [{"name": "parity", "k": 2}, {"name": "threshold", "threshold": 0.3}, {"name": "filter", "n": 1, "m": 3}],
+    "policy", [{"name": "parity", "k": 2}, {"name": "threshold", "threshold": 0.3}],
     ids=lambda policy: policy["name"],
 )  # fmt: skip
 @pytest.mark.parametrize("settings", [{}, DIFFERENCES], ids=["plain", "differences"])
@@ -151,7 +151,7 @@ def test_policies_that_save_a_part_of_what_is_encoded(
     tmp_path: Path, policy: dict[str, Any], settings: dict[str, Any]
 ) -> None:
     with Job(tmp_path, encoding="compact", policy=policy, **settings) as job:
-        states = [compact(state) for state in job.train(8)]
+        states = [compact(state) for state in job.train(7)]
     assert verify(open_catalog(LocalFiles(tmp_path))).ok
     with Job(tmp_path, seed=4, policy=policy) as resumed:
         certificate = resumed.ckpt.certificate
