@@ -99,6 +99,8 @@ class Config(Settings):
     left. ``lazy`` needs that nothing but the optimizer changes what is saved in between; ``auto`` takes it where
     that is certain (the master weights and moments of DeepSpeed ZeRO) and ``eager`` elsewhere.
     encoding: how slots are stored: ``raw``, ``compact``, ``careful``, or slot -> encoding; see docs/encodings.md.
+    encode: ``staging``: while values are copied, where they lie; ``saving``: in the background; ``auto``: the former
+    on CUDA, where it leaves a third to copy, else the latter. The bytes are the same.
     packing: zstd's level on byte planes, ``auto`` (as hard as fits between two saves) or ``none``. differences: store
     encoded state as the difference to an earlier save where that is smaller; keeps a copy of it in host memory.
     """
@@ -108,6 +110,7 @@ class Config(Settings):
     staging: Literal["auto", "eager", "lazy"] = "auto"
     policy: str | dict[str, Any] = "full"
     encoding: str | dict[str, str] = "raw"
+    encode: Literal["auto", "staging", "saving"] = "auto"
     packing: Literal["auto", "none"] | Annotated[int, Field(ge=1, le=19)] = "none"
     differences: bool = False
     bounds: BoundSettings = BoundSettings()

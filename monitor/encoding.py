@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from monitor.dtypes import dtype_name
+from monitor.encoded_copy import EncodedCopy, Lost
 from monitor.encoders import encoder_named
 from monitor.packing import SavePacking
 from monitor.staging import as_bytes
@@ -31,14 +32,6 @@ _LEAST_SUM = 1e-20
 """Of squares in float32, to which those that vanished add less than float32 tells."""
 
 
-@dataclass
-class Lost:
-    """Squared L2 norms over a unit's fragments on this rank: of what encoding lost, and of what decoding gives."""
-
-    error_sq: float = 0.0
-    decoded_sq: float = 0.0
-
-
 @dataclass(frozen=True)
 class UnitEncoding:
     """A unit's fragments on this rank, ready to be written. lost: complete once they are."""
@@ -49,14 +42,26 @@ class UnitEncoding:
 
 
 def encode_unit(
-    unit: Unit, encoding: str, fragments: Sequence[Fragment], copies: Sequence[torch.Tensor], packing: SavePacking
+    unit: Unit,
+    encoding: str,
+    fragments: Sequence[Fragment],
+    copies: Sequence[torch.Tensor | EncodedCopy],
+    packing: SavePacking,
 ) -> UnitEncoding:
     """What to write for finite ``copies``. Fragments that the encoding cannot hold, or does not apply to, are raw."""
     lost, made = Lost(), []
-    for fragment, copy in zip(fragments, copies, strict=True):
-        chosen = _fitting(encoding, copy)
+    for fragment, staged in zip(fragments, copies, strict=True):
+        copy = staged.copy if isinstance(staged, EncodedCopy) else staged
+        if isinstance(staged, EncodedCopy) and staged.held:
+            chosen, known = staged.encoding, encoding_named(staged.encoding)
+            source = Encoded(known, copy.numel(), dtype_name(copy.dtype), staged.chunks)
+            lost.error_sq += staged.lost.error_sq
+            lost.decoded_sq += staged.lost.decoded_sq
+        else:
+            chosen = RAW if isinstance(staged, EncodedCopy) else _fitting(encoding, copy)
+            source = _encoded(chosen, copy, lost)
         plain = chosen == RAW and not packing.active
-        data = as_bytes(copy) if plain else packing.packed(unit, fragment, _encoded(chosen, copy, lost))
+        data = as_bytes(copy) if plain else packing.packed(unit, fragment, source)
         made.append(
             StagedFragment(
                 layer=unit.layer,

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from monitor.drift.base import DriftMeter
+from monitor.encoded_copy import EncodedCopy
 from monitor.encoding import encode_unit
 from monitor.ledger import CommitDraft, Drawn, draw
 from monitor.measuring import measure_record
@@ -44,6 +45,8 @@ class StagedUnit:
     fragments: tuple[Fragment, ...]
     copies: tuple[torch.Tensor, ...]
     measure: MeasureRecord | None
+    encoded: tuple[EncodedCopy, ...] = ()
+    """Where it was encoded while it was staged: fragment by fragment, ``copies`` among them. ``measure`` is taken."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +162,7 @@ class _Encoding:
             self._before = self._measured()  # the movement: afterwards the copies hold something else
         healthy = self._before is None or self._before.finite
         encoding = unit.encoding if healthy else RAW  # what is not finite is never committed anyhow
-        self._made = encode_unit(unit.unit, encoding, unit.fragments, unit.copies, job.packing)
+        self._made = encode_unit(unit.unit, encoding, unit.fragments, unit.encoded or unit.copies, job.packing)
 
     @property
     def fragments(self) -> Sequence[StagedFragment]:

@@ -16,6 +16,7 @@ import torch
 from monitor.agree import on_first
 from monitor.deciding import Decided
 from monitor.dtypes import dtype_name
+from monitor.encoded_copy import EncodedCopy
 from monitor.job import Job
 from monitor.ledger import CommitDraft, Drawn, JobFacts
 from monitor.measuring import measure_record
@@ -32,6 +33,7 @@ from store.epochs import claim_epoch, require_newest
 from store.errors import ExistsError, FencedError, StoreError, UnsupportedError, UsageError
 from store.names import BUFFER, FROZEN, Fragment, SaveId, Unit
 from store.record import digest, seal
+from store.schema import MeasureRecord
 from store.segments import SegmentDraft
 
 _log = logging.getLogger("driftpoint")
@@ -243,6 +245,8 @@ class Saver:
         for unit in pending.job.staged:
             settled = unit.unit in pending.job.progress.metered
             moved = committed and unit.unit not in dropped
+            if unit.encoded:
+                self._pool.give_bytes(unit.unit, [copy.encoded for copy in unit.encoded])
             self._pool.give(unit.unit, self._meter.settle(unit.unit, moved) if settled else unit.copies)
         if committed:
             self._job.table.lost -= pending.saved - set(dropped)
@@ -265,6 +269,12 @@ class Saver:
 
     def _staged(self, part: LocalUnit, encoding: str, decided: Decided, copying: Copying) -> StagedUnit:
         copies = self._pool.take(part.unit, part.tensors)
+        mine = decided.mine.get(part.unit)
+        if self._encodes_now(part, encoding):
+            # Nobody sees the values again: what is to be known of them is measured where they are.
+            mine = mine or self._meter.measure(part.unit, part.tensors)
+            if mine.finite:
+                return self._staged_encoded(part, encoding, copies, measure_record(part.unit, mine), copying)
         if part.unit.slot in (BUFFER, FROZEN):  # a forward may change buffers, and scripts reach frozen weights
             now = Copying()
             now.add(part.tensors, copies)
@@ -272,7 +282,6 @@ class Saver:
             now.finish()
         else:
             copying.add(part.tensors, copies)
-        mine = decided.mine.get(part.unit)
         return StagedUnit(
             unit=part.unit,
             encoding=encoding,
@@ -280,6 +289,27 @@ class Saver:
             copies=tuple(copies),
             measure=None if mine is None else measure_record(part.unit, mine),
         )
+
+    def _encodes_now(self, part: LocalUnit, encoding: str) -> bool:
+        """Whether to encode while staging: on CUDA it leaves less to copy, elsewhere it would hold training up."""
+        known = encoding_named(encoding)
+        if known.lossless or not all(known.applies(dtype_name(tensor.dtype)) for tensor in part.tensors):
+            return False
+        where = self._job.config.encode
+        return where == "staging" or (where == "auto" and all(tensor.is_cuda for tensor in part.tensors))
+
+    def _staged_encoded(
+        self, part: LocalUnit, encoding: str, copies: list[torch.Tensor], measure: MeasureRecord, copying: Copying
+    ) -> StagedUnit:
+        sizes = [encoding_named(encoding).stored_bytes(tensor.numel(), "F32") for tensor in part.tensors]
+        room = self._pool.take_bytes(part.unit, sizes, pinned=any(tensor.is_cuda for tensor in part.tensors))
+        encoded = tuple(
+            EncodedCopy(tensor, encoding, place, copy)
+            for tensor, place, copy in zip(part.tensors, room, copies, strict=True)
+        )
+        copying.add_encoded(encoded)
+        fragments = tuple(piece.fragment for piece in part.pieces)
+        return StagedUnit(part.unit, encoding, fragments, tuple(copies), measure, encoded)
 
     def _segment(self, save: SaveId, decided: Decided) -> tuple[SegmentDraft, UsageError | None]:
         """The segment without its fragments; and what in the run state cannot be stored, if anything.

@@ -14,15 +14,28 @@ from collections.abc import Sequence
 
 import torch
 
+from monitor.encoded_copy import EncodedCopy
 from store.errors import SaveError
 from store.names import Unit
 
 
 class StagingPool:
-    """Host buffers by unit."""
+    """Host buffers by unit, and by unit those for encoded bytes."""
 
     def __init__(self) -> None:
         self._free: dict[Unit, list[list[torch.Tensor]]] = {}
+        self._bytes: dict[Unit, list[torch.Tensor]] = {}
+
+    def take_bytes(self, unit: Unit, sizes: Sequence[int], pinned: bool) -> list[torch.Tensor]:
+        """1-d uint8 buffers of these sizes, contents undefined."""
+        found = self._bytes.pop(unit, None)
+        if found is not None and [buffer.numel() for buffer in found] == list(sizes):
+            return found
+        return [torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for size in sizes]
+
+    def give_bytes(self, unit: Unit, buffers: Sequence[torch.Tensor]) -> None:
+        """Take them back."""
+        self._bytes[unit] = list(buffers)
 
     def reserve(self, unit: Unit, tensors: Sequence[torch.Tensor]) -> None:
         """Have one set of buffers ready, its pages touched, before the first save needs it."""
@@ -58,7 +71,7 @@ class StagingPool:
             for sets in self._free.values()
             for buffers in sets
             for buffer in buffers
-        )
+        ) + sum(buffer.numel() for buffers in self._bytes.values() for buffer in buffers)
 
 
 class Copying:
@@ -75,6 +88,7 @@ class Copying:
         self._torn = False
         self._host: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._devices: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        self._encoded: list[EncodedCopy] = []
         self._lock = threading.Lock()
         self._done = False
 
@@ -85,6 +99,14 @@ class Copying:
             pairs = self._devices.setdefault(pair[0].device, []) if pair[0].is_cuda else self._host
             pairs.append(pair)
 
+    def add_encoded(self, copies: Sequence[EncodedCopy]) -> None:
+        """Have fragments encoded where they are, and their bytes copied."""
+        self._versions += [(copy.source, copy.source._version) for copy in copies]
+        self._encoded += copies
+        for copy in copies:
+            if copy.source.is_cuda:
+                self._devices.setdefault(copy.source.device, [])
+
     def start(self) -> None:
         """Queue what runs on a device. Training thread."""
         for device, pairs in self._devices.items():
@@ -93,6 +115,9 @@ class Copying:
             with torch.cuda.stream(stream):
                 for source, buffer in pairs:
                     buffer.copy_(source, non_blocking=True)
+                for copy in self._encoded:
+                    if copy.source.device == device:
+                        copy.begin()
 
     def finish(self) -> None:
         """Copy what is in host memory, and return when every copy is complete."""
@@ -103,8 +128,13 @@ class Copying:
             self._done = self._torn = True
             for source, buffer in self._host:
                 buffer.copy_(source)
+            for copy in self._encoded:
+                if not copy.source.is_cuda:
+                    copy.begin()
             for device in self._devices:
                 _side_stream(device).synchronize()
+            for copy in self._encoded:
+                copy.finish()
             self._torn = any(source._version != version for source, version in self._versions)
             self._versions.clear()
 

@@ -27,6 +27,13 @@ SLOTS = ("fp32", "exp_avg", "exp_avg_sq")
 WAYS: dict[str, dict[str, Any]] = {
     "compact": {"encoding": "compact"},
     "careful": {"encoding": "careful"},
+    "compact while staging": {"encoding": "compact", "encode": "staging"},
+    "careful while staging, differences": {
+        "encoding": "careful",
+        "encode": "staging",
+        "packing": 1,
+        "differences": True,
+    },
     "packed": {"packing": 1},
     "compact packed": {"encoding": "compact", "packing": 1},
     "differences": {"packing": 1, "differences": True},
@@ -126,6 +133,17 @@ def test_the_manifest_knows_what_was_lost(tmp_path: Path, way: str) -> None:
         assert record.drift == record.error > 0
 
 
+def test_where_it_is_encoded_makes_no_difference(tmp_path: Path) -> None:
+    told = []
+    for encode in ("staging", "saving"):
+        with Job(tmp_path / encode, encoding="compact", encode=encode) as job:
+            job.train(3)
+        manifest = open_catalog(LocalFiles(tmp_path / encode)).manifest(SaveId(3, 1))
+        stored = [(e.fqn, e.slot, e.encoding, e.xxh3_128) for e in entries(tmp_path / encode, 3)]
+        told.append((stored, {record.unit: pytest.approx(record.error, rel=1e-5) for record in manifest.units}))
+    assert told[0] == told[1]
+
+
 def test_drift_is_measured_against_what_decoding_gives(tmp_path: Path) -> None:
     for method in ("exact", "sketch"):
         settings = {
@@ -198,8 +216,9 @@ def test_a_save_that_is_asked_for_is_exact(tmp_path: Path) -> None:
         assert all(torch.equal(values, live[key]) for key, values in resumed.state().items())
 
 
-def test_values_that_an_encoding_cannot_hold_are_stored_raw(tmp_path: Path) -> None:
-    with Job(tmp_path, encoding={"fp32": "int8-sqrt-block"}) as job:  # weights have both signs
+@pytest.mark.parametrize("encode", ["staging", "saving"])
+def test_values_that_an_encoding_cannot_hold_are_stored_raw(tmp_path: Path, encode: str) -> None:
+    with Job(tmp_path, encoding={"fp32": "int8-sqrt-block"}, encode=encode) as job:  # weights have both signs
         job.train(1)
         live = job.state()
     assert {e.encoding for e in entries(tmp_path, 1)} <= {"raw", "int8-sqrt-block"}
@@ -208,8 +227,9 @@ def test_values_that_an_encoding_cannot_hold_are_stored_raw(tmp_path: Path) -> N
         assert torch.equal(resumed.state()["0.weight", "fp32"], live["0.weight", "fp32"])
 
 
-def test_values_that_are_not_finite_never_replace_a_version(tmp_path: Path) -> None:
-    with Job(tmp_path, encoding="compact") as job:
+@pytest.mark.parametrize("encode", ["staging", "saving"])
+def test_values_that_are_not_finite_never_replace_a_version(tmp_path: Path, encode: str) -> None:
+    with Job(tmp_path, encoding="compact", encode=encode) as job:
         job.train(2)
         with torch.no_grad():
             job.model[0].weight[0, 0] = float("nan")
