@@ -10,17 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import xxhash
 
 from store.coverage import Source
 from store.encoding import encoding_named
 from store.encoding.base import Bytes, chunk_sizes
-from store.encoding.stream import Stored, encoded_chunks
+from store.encoding.stream import next_chunk, require_end
 from store.errors import DamagedError, StorageError
 from store.fragments import Readable, StoredBytes, check_encoded
-
-_NOTHING = np.empty(0, np.uint8)
 
 
 @dataclass(frozen=True)
@@ -33,16 +30,13 @@ class Finding:
 
 def check_family(files: Readable, base: Source, differences: Sequence[Source]) -> list[Finding]:
     """What is wrong. Nothing is said of differences to a wrong base, but where their own bytes are wrong as well."""
-    first, shared = _Member(files, base, None), _Shared()
-    others = [_Member(files, source, shared) for source in differences]
+    first, others = _Member(files, base), [_Member(files, source) for source in differences]
     for size in chunk_sizes(base.entry.numel):
         chunk = first.chunk(size)
         if chunk is None:
             break
-        shared.chunk = chunk
         for one in others:
-            one.chunk(size)
-    shared.chunk = _NOTHING
+            one.chunk(size, chunk)
     findings = [_found(first, well_based=True)]
     findings += [_found(one, well_based=findings[0] is None) for one in others]
     return [finding for finding in findings if finding is not None]
@@ -57,41 +51,23 @@ def check_stored(files: Readable, source: Source) -> Finding | None:
     return None
 
 
-class _Shared:
-    """The base's chunk that all are at, as :class:`store.encoding.stream.Stored` asks for it."""
-
-    def __init__(self) -> None:
-        self.chunk: Bytes = _NOTHING
-
-    def read(self, nbytes: int) -> memoryview:
-        return self.chunk.data[:nbytes]
-
-
 class _Member:
-    """One fragment, as far as it was read."""
+    """One fragment, as far as it was read. Holds no chunk of it."""
 
-    def __init__(self, files: Readable, source: Source, base: _Shared | None) -> None:
-        entry = source.entry
+    def __init__(self, files: Readable, source: Source) -> None:
         self.source = source
         self._bytes = StoredBytes(files, source)
         self._hash = xxhash.xxh3_128()
-        self._encoding = encoding_named(entry.encoding)
-        self._chunks = encoded_chunks(
-            self._bytes.read,
-            entry.numel,
-            entry.dtype,
-            self._encoding,
-            packed=self._bytes.packed,
-            base=None if base is None else Stored(base.read, packed=False),
-        )
+        self._encoding = encoding_named(source.entry.encoding)
         self._error: DamagedError | StorageError | None = None
 
-    def chunk(self, size: int) -> Bytes | None:
+    def chunk(self, size: int, base: Bytes | None = None) -> Bytes | None:
         """The next encoded chunk, of ``size`` elements, decoded to see that it can be. None after an error."""
         if self._error is not None:
             return None
+        lanes = self._encoding.lanes(size, self.source.dtype)
         try:
-            chunk = next(self._chunks)
+            chunk = next_chunk(self._bytes.read, lanes, self._bytes.packed, base)
             if self._bytes.packed:
                 self._hash.update(chunk.data)
             self._encoding.decode(chunk, size, self.source.dtype)
@@ -104,14 +80,22 @@ class _Member:
         """Raise what is wrong, once all chunks were asked for. well_based: whether its base is right, or it has none.
 
         The stored bytes come first: what they unpack to says nothing where they are wrong themselves."""
+        if well_based and self._error is None:
+            self._error = self._left_over()
         self._bytes.check()
         if not well_based:
             return
         if self._error is not None:
             raise self._error
-        next(self._chunks, None)  # raises where something is left over
         if self._bytes.packed:
             check_encoded(self.source, self._hash.hexdigest())
+
+    def _left_over(self) -> DamagedError | StorageError | None:
+        try:
+            require_end(self._bytes.read)
+        except (DamagedError, StorageError) as error:
+            return error
+        return None
 
 
 def _found(member: _Member, well_based: bool) -> Finding | None:

@@ -6,12 +6,12 @@ bytes come from a function that reads on, and go to whoever iterates. Each itera
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from store.encoding.base import CHUNK, Bytes, Encoding, Values, chunk_sizes, lanes_bytes
+from store.encoding.base import CHUNK, Bytes, Encoding, Lane, Values, chunk_sizes, lanes_bytes
 from store.encoding.packing import FRAME_HEADER, frame_length, pack_chunk, unpack_body
 from store.errors import DamagedError
 
@@ -109,22 +109,17 @@ def encoded_chunks(
         raise DamagedError("an entry that is not packed cannot be the difference to another one")
     for size in chunk_sizes(numel):
         lanes = encoding.lanes(size, dtype)
-        if packed:
-            body = _exactly(read, frame_length(_exactly(read, FRAME_HEADER), lanes))
-            old = None if base is None else _base_chunk(base, encoding, size, dtype)
-            yield unpack_body(body, lanes, old)
-        else:
-            yield np.frombuffer(_exactly(read, lanes_bytes(lanes)), np.uint8)
-    _ended(read)
+        yield next_chunk(read, lanes, packed, None if base is None else next_chunk(base.read, lanes, base.packed))
+    require_end(read)
     if base is not None:
-        _ended(base.read)
+        require_end(base.read)
 
 
-def _base_chunk(base: Stored, encoding: Encoding, size: int, dtype: str) -> Bytes:
-    lanes = encoding.lanes(size, dtype)
-    if base.packed:
-        return unpack_body(_exactly(base.read, frame_length(_exactly(base.read, FRAME_HEADER), lanes)), lanes)
-    return np.frombuffer(_exactly(base.read, lanes_bytes(lanes)), np.uint8)
+def next_chunk(read: Read, lanes: Sequence[Lane], packed: bool, base: Bytes | None = None) -> Bytes:
+    """The next encoded chunk of an entry, of these lanes. base: the same chunk of its base. Errors as ``decoded``."""
+    if packed:
+        return unpack_body(_exactly(read, frame_length(_exactly(read, FRAME_HEADER), lanes)), lanes, base)
+    return np.frombuffer(_exactly(read, lanes_bytes(lanes)), np.uint8)
 
 
 def _exactly(read: Read, nbytes: int) -> memoryview:
@@ -134,6 +129,7 @@ def _exactly(read: Read, nbytes: int) -> memoryview:
     return data
 
 
-def _ended(read: Read) -> None:
+def require_end(read: Read) -> None:
+    """DamagedError where an entry has more bytes than its chunks."""
     if len(read(1)):
         raise DamagedError("an entry has more bytes than its chunks")

@@ -16,7 +16,7 @@ def test_every_encoding_is_registered_under_its_own_name() -> None:
 
 
 def test_unknown_names_are_of_a_newer_release() -> None:
-    with pytest.raises(NewerFormatError, match="bf16.*upgrade"):
+    with pytest.raises(NewerFormatError, match=r"bf16.*upgrade"):
         encoding_named("bf17")
 
 
