@@ -66,10 +66,14 @@ class Scratch:
         step = CUDA_PIECE if values.device.type == "cuda" else PIECE
         size = max(BLOCK, min(step, values.numel()))
         self._made = [torch.empty(size, dtype=torch.float32, device=values.device) for _ in range(count)]
+        self._shape, self._like = torch.Size((size,)), self._made
 
     def like(self, piece: torch.Tensor) -> list[torch.Tensor]:
-        """float32 tensors of the piece's shape, with anything in them."""
-        return [made[: piece.numel()].view(piece.shape) for made in self._made]
+        """float32 tensors of the piece's shape, with anything in them. The same ones for pieces of one shape."""
+        if piece.shape != self._shape:
+            self._shape = piece.shape
+            self._like = [made[: piece.numel()].view(piece.shape) for made in self._made]
+        return self._like
 
 
 def held(device: torch.device) -> torch.Tensor:

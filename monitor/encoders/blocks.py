@@ -63,18 +63,22 @@ class Int8SqrtBlockEncoder:
             return good
         scratch, largest = Scratch(values, 3), _per_block(values)
         for _, blocks, block in block_pieces(values):
-            bits, flipped = block.view(torch.int32), scratch.like(block)[0].view(torch.int32)
-            # With the sign flipped, -0.0 is 0, other negative values lie above it and all others below.
-            good &= torch.bitwise_xor(bits, _INT_MIN, out=flipped).amax() <= 0
-            torch.amax(bits, 1, out=largest[blocks])
-        scales = _sqrt_scales(largest.clamp_(min=0))
+            whole = block.view(torch.int32)
+            if not _unsigned(whole):
+                # With the sign flipped, -0.0 is 0, other negative values lie above it and all others below.
+                flipped = scratch.like(block)[0].view(torch.int32)
+                good &= torch.bitwise_xor(whole, _INT_MIN, out=flipped).amax() <= 0
+            torch.amax(whole, 1, out=largest[blocks])
+        bits = _sqrt_scales(largest.clamp_(min=0))
+        by = bits.view(torch.float32).unsqueeze(1)
+        scales = (bits * largest.clamp(max=1)).view(torch.float32)  # 0 for blocks of zeros
         good &= (largest.amax() < _INFINITE) & (scales.amax() <= int8_sqrt_block.MOST_SCALE)
-        by = scales.masked_fill(scales == 0, 1).unsqueeze(1)
-        short = by * torch.full((1,), 1 + 2.0**-20, device=values.device)
+        # A little short of the root in scales, whatever is rounded on the way: 255 * 2**-20 is far less than one code.
+        inverse = torch.full((1,), 1 - 2.0**-20, device=values.device) / by
         codes = _put(scales, out, values.numel())
         for elements, blocks, block in block_pieces(values):
             root, square, whole = scratch.like(block)
-            torch.sqrt(block, out=root).div_(short[blocks]).ceil_()
+            torch.sqrt(block, out=root).mul_(inverse[blocks]).ceil_()
             torch.mul(root, by[blocks], out=square)
             square.mul_(square)
             # One more where the square is below the value; -0.0, the least integer, has code 0 and stays.
@@ -89,6 +93,11 @@ class Int8SqrtBlockEncoder:
             roots.mul_(roots)
 
 
+def _unsigned(bits: torch.Tensor) -> bool:
+    """Whether it is known that no sign is set. Not asked of a device, whose answer would have to be waited for."""
+    return bits.device.type == "cpu" and int(bits.amin()) >= 0
+
+
 def _per_block(values: torch.Tensor) -> torch.Tensor:
     return torch.empty(block_count(values.numel()), dtype=torch.int32, device=values.device)
 
@@ -99,12 +108,13 @@ def _divided(values: torch.Tensor, levels: float) -> torch.Tensor:
 
 
 def _sqrt_scales(largest: torch.Tensor) -> torch.Tensor:
-    """From the bits of the largest value of each block, none negative."""
+    """Their bits, from the bits of the largest value of each block, none negative. Never 0: what divides by them may."""
     bits = _divided(torch.sqrt(largest.view(torch.float32)), 255).bitwise_and_(~GRID).clamp_(min=_LEAST_SQRT_BITS)
     for _ in range(2):
         root = bits.view(torch.float32) * 255
-        bits += ((root * root).view(torch.int32) < largest) * _STEP
-    return bits.view(torch.float32).masked_fill_(largest == 0, 0)
+        # One step up where the square is below the largest value; both are bits of values >= 0, so none overflows.
+        bits += (largest - root.mul_(root).view(torch.int32)).clamp_(0, 1).mul_(_STEP)
+    return bits
 
 
 def _put(scales: torch.Tensor, out: torch.Tensor, numel: int) -> torch.Tensor:
