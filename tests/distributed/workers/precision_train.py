@@ -181,10 +181,11 @@ def hashes(pieces: Iterator[tuple[Piece, torch.Tensor]]) -> dict[str, str]:
 def evaluated(trainee: Trainee) -> float:
     """The loss of a fixed batch without dropout: a function of the working weights and of nothing else."""
     tokens = torch.randint(VOCABULARY, (BATCH, 9), generator=torch.Generator().manual_seed(11))
-    trainee.target.eval()
+    model = trainee.target[0] if isinstance(trainee.target, tuple) else trainee.target
+    model.eval()
     with torch.no_grad():
-        loss = float(trainee.target(tokens))
-    trainee.target.train()
+        loss = float(model(tokens))
+    model.train()
     return loss
 
 

@@ -22,6 +22,10 @@ from store.verify import verify
 from store.versions import newest_resumable
 
 DIFFERENCES = {"packing": 1, "differences": True}
+DTYPES = [
+    torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.int16, torch.int8,
+    torch.uint8, torch.bool,
+]  # fmt: skip
 State = dict[tuple[str, str], torch.Tensor]
 
 
@@ -185,3 +189,33 @@ def test_what_tiny_second_moments_lost_is_not_called_nothing(tmp_path: Path) -> 
     manifest = newest_resumable(open_catalog(LocalFiles(tmp_path)))[0].manifest
     errors = [record.error for record in manifest.units if record.slot == "exp_avg_sq"]
     assert len(errors) == 4 and all(1e-4 < error < 0.1 for error in errors)
+
+
+def test_buffers_of_every_dtype_come_back_packed_and_as_differences(tmp_path: Path) -> None:
+    def build(seed: int) -> nn.Module:
+        generator = torch.Generator().manual_seed(seed)
+        model = nn.Linear(8, 8)
+        for dtype in DTYPES:
+            values = torch.randint(0, 2, (3, 5), generator=generator).to(dtype)
+            model.register_buffer(str(dtype).replace("torch.", "of_"), values)
+        model.register_buffer("scalar", torch.tensor(seed))
+        return model
+
+    def attached(model: nn.Module) -> monitor.Checkpointer:
+        values = {"store": str(tmp_path), "every": 1, "metrics": {"enabled": False}, "encoding": "compact"}
+        return monitor.attach((model, torch.optim.AdamW(model.parameters())), {**values, **DIFFERENCES})
+
+    model, other = build(1), build(2)
+    with attached(model) as ckpt:
+        ckpt.resume()
+        for _ in range(3):
+            for buffer in model.buffers():
+                buffer.copy_(1 - buffer.double())
+            ckpt.step()
+            ckpt.flush()
+    with attached(other) as ckpt:
+        assert ckpt.resume() == 3
+        assert ckpt.certificate is not None
+        assert {unit.encoding for unit in ckpt.certificate.units if unit.slot == "buffer"} == {RAW}
+    for one, two in zip(model.buffers(), other.buffers(), strict=True):
+        assert torch.equal(one.double(), two.double())
