@@ -15,25 +15,22 @@ import torch
 
 from monitor.agree import on_first
 from monitor.deciding import Decided
-from monitor.dtypes import dtype_name
-from monitor.encoded_copy import EncodedCopy
 from monitor.job import Job
 from monitor.ledger import CommitDraft, Drawn, JobFacts
-from monitor.measuring import measure_record
 from monitor.opened import OpenedStore
 from monitor.packing import Packer, SavePacking
 from monitor.run_state import captured, to_tree
 from monitor.save import Committing, Saved, SaveJob, StagedUnit, discard, run, tidy
-from monitor.staging import Copying, StagingPool
+from monitor.stager import Stager, encoded_bytes
+from monitor.staging import Copying
 from monitor.telling import tell_save, tell_segment, tell_upkeep
 from monitor.units import LocalUnit
 from monitor.writer import Done, Writer
 from store.encoding import encoding_named
 from store.epochs import claim_epoch, require_newest
 from store.errors import ExistsError, FencedError, StoreError, UnsupportedError, UsageError
-from store.names import BUFFER, FROZEN, Fragment, SaveId, Unit
+from store.names import Fragment, SaveId, Unit
 from store.record import digest, seal
-from store.schema import MeasureRecord
 from store.segments import SegmentDraft
 
 _log = logging.getLogger("driftpoint")
@@ -74,7 +71,7 @@ class Saver:
             layers=job.table.layer_records(),
             tensors=job.table.tensor_records(),
         )
-        self._pool = StagingPool()
+        self._stager = Stager(job.meter, job.config.encode)
         self._packer = Packer(job.config.packing, job.config.differences)
         self._began: float | None = None
         self._writer: Writer[Saved | None] = Writer(f"driftpoint-writer-{job.group.rank}")
@@ -89,27 +86,20 @@ class Saver:
         self._highest_step = -1
 
     def reserve(self, local: Mapping[Unit, LocalUnit]) -> None:
-        """Make room for a full save now, so that the first one does not pay for it in the training loop."""
-        for unit, part in local.items():
-            self._pool.reserve(unit, part.tensors)
+        """See :meth:`monitor.stager.Stager.reserve`."""
+        self._stager.reserve(local)
+
+    def lend(self, local: Mapping[Unit, LocalUnit]) -> Mapping[Fragment, torch.Tensor]:
+        """See :meth:`monitor.stager.Stager.lend`."""
+        return self._stager.lend(local)
+
+    def keep(self, local: Mapping[Unit, LocalUnit], buffers: Mapping[Fragment, torch.Tensor]) -> None:
+        """See :meth:`monitor.stager.Stager.keep`."""
+        self._stager.keep(local, buffers)
 
     def went_back(self) -> None:
         """The job was brought to a commit: what this process saved since, or finds damaged now, is no base any more."""
         self._packer.reset()
-
-    def lend(self, local: Mapping[Unit, LocalUnit]) -> Mapping[Fragment, torch.Tensor]:
-        """The memory reserved for staging, for a resume to read into: fresh memory costs more than the read."""
-        return {
-            piece.fragment: buffer
-            for unit, part in local.items()
-            for piece, buffer in zip(part.pieces, self._pool.take(unit, part.tensors), strict=True)
-        }
-
-    def keep(self, local: Mapping[Unit, LocalUnit], buffers: Mapping[Fragment, torch.Tensor]) -> None:
-        """Memory that a resume read into, for staging what is live now."""
-        for unit, part in local.items():
-            found = [buffers.get(piece.fragment) for piece in part.pieces]
-            self._pool.keep(unit, part.tensors, [buffer for buffer in found if buffer is not None])
 
     def settle(self, step: int, changed: bool, trouble: bool = False) -> Settled:
         """Learn how the save under way stands, on all ranks, and move the references if it is committed. Collective.
@@ -137,7 +127,7 @@ class Saver:
         save = SaveId(step, self._opened.epoch)
         copying = Copying()
         staged = tuple(
-            self._staged(local[unit], choice.encoding or "", decided, copying)
+            self._stager.stage(local[unit], choice.encoding or "", decided.mine.get(unit), copying)
             for unit, choice in decided.saved.items()
             if unit in local
         )
@@ -245,9 +235,7 @@ class Saver:
         for unit in pending.job.staged:
             settled = unit.unit in pending.job.progress.metered
             moved = committed and unit.unit not in dropped
-            if unit.encoded:
-                self._pool.give_bytes(unit.unit, [copy.encoded for copy in unit.encoded])
-            self._pool.give(unit.unit, self._meter.settle(unit.unit, moved) if settled else unit.copies)
+            self._stager.unstage(unit, self._meter.settle(unit.unit, moved) if settled else unit.copies)
         if committed:
             self._job.table.lost -= pending.saved - set(dropped)
         elif not attempted and not (outcome is not None and isinstance(outcome.error, ExistsError)):
@@ -258,7 +246,7 @@ class Saver:
     def _packing(self, save: SaveId, staged: Sequence[StagedUnit]) -> SavePacking:
         now, before = time.monotonic(), self._began
         self._began = now
-        return self._packer.begin(save, sum(_encoded_bytes(unit) for unit in staged), now - before if before else None)
+        return self._packer.begin(save, sum(encoded_bytes(unit) for unit in staged), now - before if before else None)
 
     def _told(self, pending: _Pending, outcome: Done[Saved | None]) -> Drawn | None:
         if self._group.rank == 0:
@@ -266,50 +254,6 @@ class Saver:
         if outcome.error is not None:
             tell_segment(self._group.rank, pending.save.step, outcome.error)
         return None
-
-    def _staged(self, part: LocalUnit, encoding: str, decided: Decided, copying: Copying) -> StagedUnit:
-        copies = self._pool.take(part.unit, part.tensors)
-        mine = decided.mine.get(part.unit)
-        if self._encodes_now(part, encoding):
-            # Nobody sees the values again: what is to be known of them is measured where they are.
-            mine = mine or self._meter.measure(part.unit, part.tensors)
-            if mine.finite:
-                return self._staged_encoded(part, encoding, copies, measure_record(part.unit, mine), copying)
-        if part.unit.slot in (BUFFER, FROZEN):  # a forward may change buffers, and scripts reach frozen weights
-            now = Copying()
-            now.add(part.tensors, copies)
-            now.start()
-            now.finish()
-        else:
-            copying.add(part.tensors, copies)
-        return StagedUnit(
-            unit=part.unit,
-            encoding=encoding,
-            fragments=tuple(piece.fragment for piece in part.pieces),
-            copies=tuple(copies),
-            measure=None if mine is None else measure_record(part.unit, mine),
-        )
-
-    def _encodes_now(self, part: LocalUnit, encoding: str) -> bool:
-        """Whether to encode while staging: on CUDA it leaves less to copy, elsewhere it would hold training up."""
-        known = encoding_named(encoding)
-        if known.lossless or not all(known.applies(dtype_name(tensor.dtype)) for tensor in part.tensors):
-            return False
-        where = self._job.config.encode
-        return where == "staging" or (where == "auto" and all(tensor.is_cuda for tensor in part.tensors))
-
-    def _staged_encoded(
-        self, part: LocalUnit, encoding: str, copies: list[torch.Tensor], measure: MeasureRecord, copying: Copying
-    ) -> StagedUnit:
-        sizes = [encoding_named(encoding).stored_bytes(tensor.numel(), "F32") for tensor in part.tensors]
-        room = self._pool.take_bytes(part.unit, sizes, pinned=any(tensor.is_cuda for tensor in part.tensors))
-        encoded = tuple(
-            EncodedCopy(tensor, encoding, place, copy)
-            for tensor, place, copy in zip(part.tensors, room, copies, strict=True)
-        )
-        copying.add_encoded(encoded)
-        fragments = tuple(piece.fragment for piece in part.pieces)
-        return StagedUnit(part.unit, encoding, fragments, tuple(copies), measure, encoded)
 
     def _segment(self, save: SaveId, decided: Decided) -> tuple[SegmentDraft, UsageError | None]:
         """The segment without its fragments; and what in the run state cannot be stored, if anything.
@@ -352,13 +296,3 @@ class Saver:
         return Committing(
             draft, self._job.config.timeouts.commit, self._opened.catalog, self._job.config.retention_rule()
         )
-
-
-def _encoded_bytes(unit: StagedUnit) -> int:
-    encoding = encoding_named(unit.encoding)
-    return sum(
-        encoding.stored_bytes(copy.numel(), dtype_name(copy.dtype))
-        if encoding.applies(dtype_name(copy.dtype))
-        else copy.numel() * copy.element_size()
-        for copy in unit.copies
-    )
