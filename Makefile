@@ -41,6 +41,8 @@ bench: $(READY) ## the benchmarks, each against its goal
 	$(BIN)/python benchmarks/save.py
 	$(BIN)/python benchmarks/drift.py
 	$(BIN)/python benchmarks/merge.py
+	$(BIN)/python benchmarks/encoding.py
+	$(BIN)/python benchmarks/quality.py
 
 clean: ## remove the environment and what demos and tests left
 	rm -rf $(VENV) demo-output driftpoint-checkpoints .mypy_cache .ruff_cache .pytest_cache .hypothesis

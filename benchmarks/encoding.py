@@ -1,6 +1,6 @@
 """What encoding, packing and differences leave of a save, and what they cost, on real training state.
 
-    python benchmarks/encoding.py [--rates 1e-3 1e-4 1e-5] [--saves 17] [--rounds 15] [--json FILE]
+    python benchmarks/encoding.py [--parts bytes speed stall] [--rates 1e-3 1e-4 1e-5] [--saves 17] [--json FILE]
 
 A Llama of five million parameters learns to read bytes under bfloat16 autocast; then, from that one warm start, at
 each of three rates, and every 10 steps all ways of saving save the same state into stores of their own. Bytes are
@@ -27,6 +27,7 @@ from benchmarks.figures import Figure, report  # noqa: E402
 from benchmarks.learner import Course, Shape, sources  # noqa: E402
 
 SHAPE = Shape(hidden=256, inner=688, layers=6, heads=4, windows=4, length=64)
+PARTS = ["bytes", "speed", "stall"]
 DEEPSPEED = 14.0
 """Bytes a parameter of DeepSpeed's ZeRO-1/2 checkpoints."""
 
@@ -39,6 +40,7 @@ _GOALS = {_DIFFERENCES: (2.5, 3e-3), _EIGHTH: (0.85, 7e-3)}
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
+    parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
     parser.add_argument("--rates", type=float, nargs="+", default=[1e-3, 1e-4, 1e-5])
     parser.add_argument("--saves", type=int, default=2 * TURNS + 1, help="at each rate; a round of turns takes eight")
     parser.add_argument("--rounds", type=int, default=15, help="of everything that is timed")
@@ -48,13 +50,15 @@ def main() -> int:
     torch.set_num_threads(1)
     warm = Warm(SHAPE, Course(sources(), 1e-3, options.warm_up))
     figures = [Figure("parameters", warm.learner.parameters / 1e6, "million")]
-    for rate in options.rates:
+    for rate in options.rates if "bytes" in options.parts else ():
         with tempfile.TemporaryDirectory(prefix="driftpoint-bench-") as folder:
             figures += _bytes(at_one_rate(warm, rate, options.saves, Path(folder)))
-    state = snapshots(warm.at(1e-4))
-    figures += encoders(state, options.rounds) + packers(state, max(3, options.rounds // 3))
-    with tempfile.TemporaryDirectory(prefix="driftpoint-bench-") as folder:
-        figures += stalls(warm.at(1e-4), options.rounds, Path(folder))
+    if "speed" in options.parts:
+        state = snapshots(warm.at(1e-4))
+        figures += encoders(state, options.rounds) + packers(state, max(3, options.rounds // 3))
+    if "stall" in options.parts:
+        with tempfile.TemporaryDirectory(prefix="driftpoint-bench-") as folder:
+            figures += stalls(warm.at(1e-4), options.rounds, Path(folder))
     return report("encoding", figures, options.json)
 
 

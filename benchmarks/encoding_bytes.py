@@ -39,7 +39,6 @@ LASTING: Mapping[str, Mapping[str, Any]] = {
     "compact, zstd 1, differences": {"encoding": "compact", "packing": 1, "differences": True},
     "compact, zstd 3, differences": {"encoding": "compact", "packing": 3, "differences": True},
     "eighth, zstd 1, differences": {"encoding": "compact", "packing": 1, "differences": True, "turns": TURNS},
-    "eighth, zstd 3, differences": {"encoding": "compact", "packing": 3, "differences": True, "turns": TURNS},
 }
 """Ways whose saves depend on those before. eighth: all weights, and the moments of every eighth layer in turn."""
 
@@ -100,7 +99,7 @@ def at_one_rate(warm: Warm, rate: float, saves: int, folder: Path) -> AtRate:
             for name, ckpt in ckpts.items():
                 report = reports[name]
                 if report is None or report.skipped is not None:
-                    raise RuntimeError(f"{name}: the save of step {number * EVERY} did not come about: {report}")
+                    raise RuntimeError(f"{name}: save {number + 1} did not come about: {report}")
                 ckpt.flush()
                 seen[name].append(newest_save(folder / name))
             if number == 2:

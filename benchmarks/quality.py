@@ -1,6 +1,7 @@
 """What a failure costs in quality, by how the state was saved: loss above the uninterrupted run's at equal compute.
 
-    python benchmarks/quality.py [--seeds 5] [--steps 300] [--settings pretraining fine-tuning] [--json FILE]
+    python benchmarks/quality.py [--seeds 5] [--steps 300] [--settings pretraining fine-tuning] [--rows NAME ...]
+                                 [--json FILE]
 
 A Llama of about a million parameters learns to read bytes: from scratch at a rate of 1e-3, and, from a checkpoint
 that this script makes first, another text at 5e-5. Each run fails three times and resumes in a new model from its
@@ -32,13 +33,15 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 from benchmarks.figures import Figure, report  # noqa: E402
 from benchmarks.learner import Course, Learner, Shape, reference, sources  # noqa: E402
-from benchmarks.quality_rows import COMPACT, EVERY, EXACT, ROWS, Row  # noqa: E402
+from benchmarks.quality_rows import COMPACT, EVERY, EXACT, PARTS, ROWS, Row  # noqa: E402
 from benchmarks.quality_run import Begin, Outcome, run_seed  # noqa: E402
 
 SHAPE = Shape()
 PRETRAINED_STEPS = 1000
 STRANGER = 1000
 """Added to a seed for the values that a resume must replace."""
+
+NAMED = {row.name: row for row in (*ROWS, *PARTS)}
 
 STUDENT = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
 """97.5 % points of Student's t by degrees of freedom."""
@@ -49,17 +52,19 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=5, choices=range(2, 11), metavar="2..10")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--settings", nargs="+", default=list(SETTINGS), choices=list(SETTINGS))
+    parser.add_argument("--rows", nargs="+", default=[row.name for row in ROWS], choices=list(NAMED), metavar="NAME")
     parser.add_argument("--json", type=Path, default=None)
     options = parser.parse_args()
     torch.set_num_threads(1)
+    rows = [row for name, row in NAMED.items() if name in (EXACT, *options.rows)]
     figures: list[Figure] = []
     for name in options.settings:
         setting = SETTINGS[name](options.steps)
         outcomes = []
         for seed in range(options.seeds):
-            outcomes.append(_seed(setting, options.steps, seed))
+            outcomes.append(_seed(setting, options.steps, seed, rows))
             _tell(name, seed, outcomes[-1])
-        figures += summed_up(name, outcomes, ROWS)
+        figures += summed_up(name, outcomes, rows)
     return report("loss after three failures, above the uninterrupted run at equal compute", figures, options.json)
 
 
@@ -98,9 +103,9 @@ def fine_tuning(steps: int) -> Setting:
 SETTINGS = {"pretraining": pretraining, "fine-tuning": fine_tuning}
 
 
-def _seed(setting: Setting, steps: int, seed: int) -> Outcome:
+def _seed(setting: Setting, steps: int, seed: int, rows: Sequence[Row]) -> Outcome:
     with tempfile.TemporaryDirectory(prefix="driftpoint-bench-") as folder:
-        return run_seed(setting.begin(seed), steps, seed, ROWS, Path(folder))
+        return run_seed(setting.begin(seed), steps, seed, rows, Path(folder))
 
 
 def _tell(setting: str, seed: int, outcome: Outcome) -> None:

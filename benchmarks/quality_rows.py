@@ -63,6 +63,17 @@ def four_bits(learner: Learner) -> None:
         state["exp_avg_sq"].copy_(_rounded_up(state["exp_avg_sq"]))
 
 
+@torch.no_grad()
+def nearest(learner: Learner) -> None:
+    """Second moments in 8 bits by their square roots, to the nearest code, and 1 at least where they are not 0."""
+    for parameter in learner.model.parameters():
+        values = learner.optimizer.state[parameter]["exp_avg_sq"]
+        roots = _rows(values).sqrt()
+        scales = (roots.amax(1, keepdim=True) / 255).clamp(min=torch.finfo(torch.float32).tiny)
+        codes = (roots / scales).round().clamp(min=1) * (roots > 0)
+        values.copy_(_as((codes * scales).square(), values))
+
+
 def _signed(values: torch.Tensor) -> torch.Tensor:
     rows = _rows(values)
     scales = (rows.abs().amax(1, keepdim=True) / 7).clamp(min=torch.finfo(torch.float32).tiny)
@@ -85,10 +96,23 @@ def _as(rows: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     return rows.view(-1)[: values.numel()].view(values.shape)
 
 
-ROWS = (  # the bytes of rows with a change are those that were saved, not what their encoding would take
+_WEIGHTS = {"fp32": "bf16"}
+_FIRST = {"exp_avg": "int8-block"}
+_SECOND = {"exp_avg_sq": "int8-sqrt-block"}
+
+# The bytes of rows with a change are those that were saved, not what their encoding would take.
+ROWS = (
     Row(EXACT),
     Row("exact, nudged", change=nudge),
     Row(COMPACT, {"encoding": "compact"}),
     Row("compact, eighth", {"encoding": "compact", "turns": 8}),
     Row("4-bit moments", change=four_bits),
 )
+
+PARTS = (
+    Row("weights only", {"encoding": _WEIGHTS}),
+    Row("first moments only", {"encoding": _FIRST}),
+    Row("second moments only", {"encoding": _SECOND}),
+    Row("second moments to the nearest", change=nearest),
+)
+"""What makes up compact, one by one; and second moments in 8 bits that are not rounded up. Run where asked for."""

@@ -108,7 +108,7 @@ def _divided(values: torch.Tensor, levels: float) -> torch.Tensor:
 
 
 def _sqrt_scales(largest: torch.Tensor) -> torch.Tensor:
-    """Their bits, from the bits of the largest value of each block, none negative. Never 0: what divides by them may."""
+    """Their bits, never 0, from the bits of the largest value of each block, none negative."""
     bits = _divided(torch.sqrt(largest.view(torch.float32)), 255).bitwise_and_(~GRID).clamp_(min=_LEAST_SQRT_BITS)
     for _ in range(2):
         root = bits.view(torch.float32) * 255
