@@ -107,10 +107,8 @@ def _require_exact(checkpoint: Checkpoint) -> None:
     if older:
         why = f"is a composite: layers of it are up to {counted(older, 'step')} older than others"
     elif lossy:
-        why = (
-            f"is not exact: values were rounded when they were stored ({', '.join(_rounded(checkpoint))}), and what was "
-            "rounded off is lost"
-        )
+        rounded = ", ".join(_rounded(checkpoint))
+        why = f"is not exact: values were rounded when they were stored ({rounded}), and what was rounded off is lost"
     else:
         why = "is not exact: " + "; ".join(checkpoint.problems[:1] or ("parts of it stand in for damaged ones",))
     raise UsageError(

@@ -13,8 +13,12 @@ import numpy as np
 import pytest
 import torch
 
+from merger.import_plan import plan_import
 from merger.merge import merge
+from merger.report import CERTIFICATE
+from merger.sources.select import open_source
 from merger.target import Target
+from store.errors import UsageError
 from store.names import SaveId, Unit
 from store.schema import ManifestRecord
 from tests.support.plain_stores import PlainStore
@@ -107,3 +111,20 @@ def test_working_weights_are_those_that_the_run_computed_with(
     for layer in LAYERS:
         values = torch.from_numpy(encoded.values(Unit(layer.name, "fp32"), 10))
         assert torch.equal(module[layer.fqn], values.to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("certificate", [True, False])
+def test_what_is_rebuilt_says_what_was_rounded_when_it_is_a_source_again(
+    pair: tuple[DeepSpeedStore, Path], tmp_path: Path, certificate: bool
+) -> None:
+    """With its certificate beside it, and by its client state alone."""
+    encoded, _ = pair
+    merge(encoded.root, tmp_path / "out", target=Target("deepspeed", zero_stage=1, world_size=2))
+    if not certificate:
+        (tmp_path / "out" / CERTIFICATE).unlink()
+    found = open_source(tmp_path / "out").checkpoint(None, frozenset()).certificate
+    assert not found.exact
+    assert {unit.slot: unit.encoding for unit in found.units} == LOSSY
+    assert all(unit.error > 0 for unit in found.units)
+    with pytest.raises(UsageError, match=r"values were rounded when they were stored \(.*fp32 as bf16\+int8"):
+        plan_import(tmp_path / "out")
