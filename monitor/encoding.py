@@ -60,6 +60,8 @@ def encode_unit(
         else:
             chosen = RAW if isinstance(staged, EncodedCopy) else _fitting(encoding, copy)
             source = _encoded(chosen, copy, lost)
+            if chosen != encoding:  # it counts in the size of the unit, of which what is lost is a share
+                lost.decoded_sq += sum(_squared(piece.float()) for piece in torch.split(copy, CHUNK))
         plain = chosen == RAW and not packing.active
         data = as_bytes(copy) if plain else packing.packed(unit, fragment, source)
         made.append(

@@ -174,10 +174,9 @@ class _Encoding:
         if not self._made.lossy:
             if self._before is None:
                 self._before = self._measured()
-            self._stage()
-            return self._before
+        else:
+            self._measured()  # the signature of what decoding gives
         assert self._before is not None
-        self._measured()  # the signature of what decoding gives
         self._stage()
         lost = self._made.lost
         return self._before.model_copy(update={"error_sq": lost.error_sq, "decoded_sq": lost.decoded_sq})

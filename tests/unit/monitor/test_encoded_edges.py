@@ -219,3 +219,21 @@ def test_buffers_of_every_dtype_come_back_packed_and_as_differences(tmp_path: Pa
         assert {unit.encoding for unit in ckpt.certificate.units if unit.slot == "buffer"} == {RAW}
     for one, two in zip(model.buffers(), other.buffers(), strict=True):
         assert torch.equal(one.double(), two.double())
+
+
+def test_what_is_stored_raw_in_between_counts_in_the_size_of_the_unit(tmp_path: Path) -> None:
+    with Job(tmp_path, encoding={"exp_avg_sq": "int8-sqrt-block"}) as job:
+        job.train(1)
+        bias = job.optimizer.state[job.model[0].bias]["exp_avg_sq"]
+        with torch.no_grad():
+            bias.mul_(1e3)[0] = -1e-12  # which the encoding does not hold
+        job.ckpt._step += 1
+        assert job.ckpt._decide(0.0, None).skipped is None
+        live = job.state()
+    weight = live["0.weight", "exp_avg_sq"]
+    back = decoded(weight, "int8-sqrt-block")
+    lost = float((back - weight).double().square().sum())
+    size = float(back.double().square().sum() + bias.double().square().sum())
+    manifest = newest_resumable(open_catalog(LocalFiles(tmp_path)))[0].manifest
+    record = next(record for record in manifest.units if (record.layer, record.slot) == ("0", "exp_avg_sq"))
+    assert record.error == record.drift == pytest.approx((lost / size) ** 0.5, rel=1e-4)
