@@ -118,7 +118,7 @@ def parse_part(data: bytes, store_id: str, save: SaveId, rank: int) -> PartRecor
 
 
 def _check_entry(path: str, entry: Entry) -> None:
-    encoding = encoding_named(entry.encoding)
+    encoding = encoding_named(entry.encoding, f"{path}: {entry.fqn}/{entry.slot}")
     if entry.packing not in (None, PACKING):
         raise NewerFormatError(
             f"{path}: {entry.fqn}/{entry.slot} is packed as {entry.packing!r}, which this release does not know; run "

@@ -106,7 +106,8 @@ def newest_resumable(
 def _whole(
     catalog: Catalog, manifest: ManifestRecord, record: UnitRecord, bad: Set[Bad], problems: list[str]
 ) -> Version | None:
-    encoding_named(record.encoding)  # of a newer release: that is no reason to fall back
+    # A later release's name is no reason to fall back.
+    encoding_named(record.encoding, f"manifest {manifest.save}: {record.unit}")
     if Bad(record.version, record.unit) in bad:
         problems.append(f"{record.unit}: version {record.save} does not match its hashes")
         return None

@@ -39,11 +39,12 @@ _ALL: tuple[Encoding, ...] = (Raw(), Bf16(), Bf16Int8(), Int8Block(), Int8SqrtBl
 ENCODINGS: dict[str, Encoding] = {encoding.name: encoding for encoding in _ALL}
 
 
-def encoding_named(name: str) -> Encoding:
-    """The registered encoding. NewerFormatError where this release knows none of that name: it is no damage."""
+def encoding_named(name: str, where: str = "") -> Encoding:
+    """The registered encoding. NewerFormatError, naming ``where``, if this release knows none of that name."""
     if name not in ENCODINGS:
+        place = f"{where}: " if where else ""
         raise NewerFormatError(
-            f"encoding {name!r} is unknown to this release, which knows {', '.join(sorted(ENCODINGS))}; run "
+            f"{place}encoding {name!r} is unknown to this release, which knows {', '.join(sorted(ENCODINGS))}; run "
             "`pip install --upgrade driftpoint`"
         )
     return ENCODINGS[name]
