@@ -21,12 +21,10 @@ from store.names import RAW
 class Encoded:
     """A policy whose raw choices are stored in the encodings of their slots; a policy itself.
 
-    Goes around the bounds, so that what they demand is encoded too. max_drift is measured against what decoding gives:
-    a unit whose newest version came out further off than that is stored raw."""
+    Goes around the bounds, so that what they demand is encoded too."""
 
     policy: Policy
     encodings: Mapping[str, str]
-    max_drift: float | None = None
 
     @property
     def name(self) -> str:
@@ -47,20 +45,27 @@ class Encoded:
         encoding = self.encodings.get(one.unit.slot, RAW)
         if choice.encoding != RAW or not one.moving or encoding == RAW:
             return choice
-        if self.max_drift is not None and one.error > self.max_drift:
-            return Choice(RAW, f"{choice.reason}; {encoding} would lose {one.error:.3g} > max_drift {self.max_drift!r}")
         return Choice(encoding, choice.reason)
 
 
 def encoded(policy: Policy, encodings: Mapping[str, str], bounds: Bounds) -> Policy:
-    """The policy with encodings by slot. Observe stays outermost. ConfigError where the bounds forbid what is lossy."""
+    """The policy with encodings by slot. Observe stays outermost. ConfigError where the bounds forbid what is lossy.
+
+    What an encoding loses is drift from the moment it is stored, so max_drift has to be at least what it may lose."""
     lossy = sorted({name for name in encodings.values() if not encoding_named(name).lossless})
     if lossy and bounds.precision == "exact":
         raise ConfigError(
             f"encoding {', '.join(lossy)} loses bits, and bounds.precision is 'exact': drop one of the two"
         )
+    for slot, name in encodings.items():
+        most = encoding_named(name).relative_bound
+        if bounds.max_drift is not None and most > bounds.max_drift:
+            raise ConfigError(
+                f"bounds.max_drift {bounds.max_drift!r} cannot hold: {slot} stored as {name} may be off by {most:.2g}; "
+                "raise max_drift, or take a finer encoding for the slot"
+            )
     if not encodings:
         return policy
     if isinstance(policy, Observe):
-        return Observe(Encoded(policy.inner, encodings, bounds.max_drift))
-    return Encoded(policy, encodings, bounds.max_drift)
+        return Observe(Encoded(policy.inner, encodings))
+    return Encoded(policy, encodings)

@@ -65,6 +65,10 @@ class Encoding(Protocol):
     def lossless(self) -> bool:
         """Whether decoding gives back every bit."""
 
+    @property
+    def relative_bound(self) -> float:
+        """The most that ‖decoded - value‖ / ‖decoded‖ comes to over many values that are not all below 1e-36."""
+
     def applies(self, dtype: str) -> bool:
         """Whether it can hold values of this dtype."""
 

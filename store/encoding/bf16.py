@@ -62,6 +62,7 @@ class Bf16:
 
     name: str = BF16
     lossless: bool = False
+    relative_bound: float = 2.0**-8 * 1.01
 
     def applies(self, dtype: str) -> bool:
         """F32 only."""

@@ -41,6 +41,7 @@ class Bf16Int8:
 
     name: str = BF16_INT8
     lossless: bool = False
+    relative_bound: float = 2.0**-15 * 1.01
 
     def applies(self, dtype: str) -> bool:
         """F32 only."""

@@ -49,6 +49,7 @@ class Int8Block:
 
     name: str = INT8_BLOCK
     lossless: bool = False
+    relative_bound: float = 0.032
 
     def applies(self, dtype: str) -> bool:
         """F32 only."""

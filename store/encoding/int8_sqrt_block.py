@@ -58,6 +58,7 @@ class Int8SqrtBlock:
 
     name: str = INT8_SQRT_BLOCK
     lossless: bool = False
+    relative_bound: float = 0.064
 
     def applies(self, dtype: str) -> bool:
         """F32 only."""

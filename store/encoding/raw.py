@@ -18,6 +18,7 @@ class Raw:
 
     name: str = RAW
     lossless: bool = True
+    relative_bound: float = 0.0
 
     def applies(self, dtype: str) -> bool:
         """Any dtype that has a size."""

@@ -300,3 +300,22 @@ def test_decoding_any_bytes_gives_finite_values_or_damage(data: bytes, name: str
         if encoding.stored_bytes(numel, "F32") == len(data):
             with contextlib.suppress(DamagedError):
                 assert np.all(np.isfinite(encoding.decode(np.frombuffer(data, np.uint8), numel, "F32")))
+
+
+@settings(max_examples=200, deadline=None)
+@given(seed=st.integers(0, 2**32), shape=st.sampled_from(["normal", "one in each block", "just above codes"]),
+       exponent=st.integers(-30, 37))  # fmt: skip
+def test_the_relative_bound_holds_over_many_values(seed: int, shape: str, exponent: int) -> None:
+    rng = np.random.default_rng(seed)
+    numel = int(rng.integers(1, 5 * BLOCK))
+    made = rng.standard_normal(numel)
+    if shape == "one in each block":
+        made = np.where(np.arange(numel) % BLOCK == 0, 1.0, rng.uniform(0, 1e-4, numel))
+    elif shape == "just above codes":  # the worst there is: each as far off as it can be
+        made = np.where(np.arange(numel) % BLOCK == 0, 1.0, (rng.integers(0, 127, numel) + 0.4999) / 127)
+    for name in LOSSY:
+        lossy = ENCODINGS[name]
+        values = fitting(lossy, (made * 10.0**exponent).astype("<f4"))
+        back = lossy.decode(lossy.encode(values), numel, "F32").astype(np.float64)
+        size = float(np.linalg.norm(back))
+        assert np.linalg.norm(back - values) <= lossy.relative_bound * size
