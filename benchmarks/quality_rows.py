@@ -110,9 +110,11 @@ ROWS = (
 )
 
 PARTS = (
+    Row("careful", {"encoding": "careful"}),
     Row("weights only", {"encoding": _WEIGHTS}),
     Row("first moments only", {"encoding": _FIRST}),
     Row("second moments only", {"encoding": _SECOND}),
     Row("second moments to the nearest", change=nearest),
 )
-"""What makes up compact, one by one; and second moments in 8 bits that are not rounded up. Run where asked for."""
+"""With 24 bits of the weights instead of 16; what makes up compact, one by one; and second moments in 8 bits that are
+not rounded up, tried outside the store. Run where asked for."""
