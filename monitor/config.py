@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -28,6 +29,8 @@ from store.retention import Retention
 _LONGEST = 1e6
 """Seconds; threads cannot wait for ever longer ones."""
 
+_MISREAD = re.compile(r"[-+]?0[0-9_]+|.*:.*")
+"""Numbers that YAML 1.1 takes for octal or sexagesimal ones."""
 
 ENCODINGS: Mapping[str, Mapping[str, str]] = {
     "raw": {},
@@ -156,6 +159,28 @@ def load_config(source: str | os.PathLike[str] | Mapping[str, Any] | Config | No
     return config
 
 
+class _Loader(yaml.SafeLoader):
+    """Plain values only, and no number that YAML 1.1 takes for another one than it looks like."""
+
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        """``0100`` would be 64 (octal), ``10:00`` 600 (sexagesimal)."""
+        return int(self._read_alike(node, super().construct_yaml_int(node)))
+
+    def construct_yaml_float(self, node: yaml.ScalarNode) -> float:
+        """``10:00.0`` would be 600."""
+        return float(self._read_alike(node, super().construct_yaml_float(node)))
+
+    def _read_alike(self, node: yaml.ScalarNode, taken: float) -> float:
+        if _MISREAD.fullmatch(node.value) is None:
+            return taken
+        told = f"YAML takes {node.value} for {taken}: write it as a decimal number without leading zeros"
+        raise yaml.constructor.ConstructorError(None, None, told, node.start_mark)
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
+_Loader.add_constructor("tag:yaml.org,2002:float", _Loader.construct_yaml_float)
+
+
 def _require_known(key: str, names: Iterable[str], known: Iterable[str]) -> None:
     for name in names:
         if name not in known:
@@ -166,10 +191,10 @@ def _require_known(key: str, names: Iterable[str], known: Iterable[str]) -> None
 
 def _read(path: Path) -> Mapping[str, Any]:
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)  # a SafeLoader
     except OSError as error:
         raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"{path} is not YAML: {error}") from error
     if content is None:
         return {}
