@@ -40,6 +40,10 @@ ENCODINGS: Mapping[str, Mapping[str, str]] = {
 """Names that stand for an encoding of each slot; slots that are not named are raw."""
 
 
+DIVISORS = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "sum", "exp_inf", "v"})
+"""Slots of torch's and DeepSpeed's optimizers that updates are divided by."""
+
+
 class Settings(BaseModel):
     """Base of all sections: frozen, and an unknown key is an error."""
 
@@ -102,8 +106,8 @@ class Config(Settings):
     left. ``lazy`` needs that nothing but the optimizer changes what is saved in between; ``auto`` takes it where
     that is certain (the master weights and moments of DeepSpeed ZeRO) and ``eager`` elsewhere.
     encoding: how slots are stored: ``raw``, ``compact``, ``careful``, or slot -> encoding; see docs/encodings.md.
-    encode: ``staging``: while values are copied, where they lie; ``saving``: in the background; ``auto``: the former
-    on CUDA, where it leaves a third to copy, else the latter. The bytes are the same.
+    encode: ``saving``: in the background. ``staging``: while values are copied, where they lie, which leaves a third to
+    copy; drift is then measured in the training thread. The bytes are the same.
     packing: zstd's level on byte planes, ``auto`` (as hard as fits between two saves) or ``none``. differences: store
     encoded state as the difference to an earlier save where that is smaller; keeps a copy of it in host memory.
     """
@@ -113,7 +117,7 @@ class Config(Settings):
     staging: Literal["auto", "eager", "lazy"] = "auto"
     policy: str | dict[str, Any] = "full"
     encoding: str | dict[str, str] = "raw"
-    encode: Literal["auto", "staging", "saving"] = "auto"
+    encode: Literal["staging", "saving"] = "saving"
     packing: Literal["auto", "none"] | Annotated[int, Field(ge=1, le=19)] = "none"
     differences: bool = False
     bounds: BoundSettings = BoundSettings()
@@ -129,6 +133,7 @@ class Config(Settings):
         lossy = any(not encoding_named(name).lossless for name in encodings.values())
         precision = settings.precision or ("any" if lossy else "exact")
         bounds = Bounds(settings.max_staleness, settings.max_drift, precision, self.every)
+        _require_divisors(encodings)
         return encoded(bound(policy_from(self.policy), bounds), encodings, bounds)
 
     def encodings(self) -> Mapping[str, str]:
@@ -179,6 +184,16 @@ class _Loader(yaml.SafeLoader):
 
 _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
 _Loader.add_constructor("tag:yaml.org,2002:float", _Loader.construct_yaml_float)
+
+
+def _require_divisors(encodings: Mapping[str, str]) -> None:
+    """An encoding that rounds small values to zero is none for what updates are divided by: they would explode."""
+    for slot in DIVISORS & encodings.keys():
+        if encodings[slot] == INT8_BLOCK:
+            raise ConfigError(
+                f"encoding: {slot} divides the updates, and {INT8_BLOCK} rounds its small values to zero: take "
+                f"{INT8_SQRT_BLOCK}, which rounds them up"
+            )
 
 
 def _require_known(key: str, names: Iterable[str], known: Iterable[str]) -> None:

@@ -12,10 +12,13 @@ from collections.abc import Callable, Mapping
 import torch
 
 from monitor.deciding import Decided
+from monitor.dtypes import dtype_name
+from monitor.encoders import decode, encode
 from monitor.job import Job
 from monitor.saver import Settled
 from monitor.units import LocalUnit, is_moving
-from store.names import Fragment, SaveId, Unit
+from store.encoding import encoding_named
+from store.names import RAW, Fragment, SaveId, Unit
 from store.schema import UnitRecord
 
 _log = logging.getLogger("driftpoint")
@@ -58,7 +61,7 @@ class Observer:
         """Move references and versions as the commit would have. Returns the bytes that it would have copied here."""
         for unit, choice in decided.saved.items():
             if unit in local:
-                self._meter.reset(unit, local[unit].tensors)
+                self._meter.reset(unit, [_decoded(tensor, choice.encoding) for tensor in local[unit].tensors])
             size = self._table.sizes[unit]
             self._ledger.versions[unit] = UnitRecord(
                 layer=unit.layer,
@@ -106,3 +109,12 @@ class Observer:
 
     def close(self, timeout: float) -> None:
         """Nothing to let go of."""
+
+
+def _decoded(tensor: torch.Tensor, encoding: str | None) -> torch.Tensor:
+    """What a resume would give back of the values; themselves where the encoding does not apply to them."""
+    known = encoding_named(encoding or RAW)
+    if known.lossless or not known.applies(dtype_name(tensor.dtype)):
+        return tensor
+    encoded, held = encode(tensor, known.name)
+    return decode(encoded, known.name, torch.empty_like(tensor)) if held else tensor

@@ -120,7 +120,7 @@ def _is_exact(whole: Certificate, kept: tuple[CertifiedUnit, ...]) -> bool:
     reasons that no unit shows, and so may a composite, from which only weights were taken in the first place.
     """
     of_one_commit = bool(whole.store_id) and len(kept) < len(whole.units)
-    return whole.exact or (of_one_commit and bool(kept) and all(map(is_exact, kept)))
+    return whole.exact or (of_one_commit and bool(kept) and all(is_exact(unit, whole.save) for unit in kept))
 
 
 def _rounded(unit: CertifiedUnit, dtype: str | None) -> CertifiedUnit:
