@@ -39,14 +39,20 @@ def require_one_save(found: Nest, own: Nest | None) -> None:
     """A file's own note of its save, where a merge wrote it. own: that of ``optimizer_state.pt``."""
     if own is None or not isinstance(found.value, dict):
         return
-    noted = found.get("driftpoint")
-    expected = tuple(own.at(key).value for key in ("save", "step"))
-    if noted is None or tuple(noted.at(key).value for key in ("save", "step")) != expected:
+    noted, expected = found.get("driftpoint"), _told(own)
+    if noted is None or _told(noted) != expected:
         told = "no save" if noted is None else f"step {noted.at('step').value} of {noted.at('save').value}"
+        if noted is not None and _told(noted)[:2] == expected[:2]:
+            told = f"another state that is called {told}, too"
         raise MergeError(
             f"{found.where} is of {told}, and {own.where} of step {expected[1]} of {expected[0]}: files of two saves "
             "are mixed; copy the checkpoint again"
         )
+
+
+def _told(own: Nest) -> tuple[Any, ...]:
+    """Save, step, and the checksum of what is in it, which early releases did not write."""
+    return own.at("save").value, own.at("step").value, own.mapping().get("contents")
 
 
 def require_whole(files: RankFiles, groups: Sequence[Sequence[str]], found: Optimized, own: Nest | None) -> list[str]:

@@ -165,3 +165,15 @@ def test_steps_that_are_counted_in_the_param_groups(copy: Any, counted: int | No
     assert not found.certificate.exact
     with pytest.raises(MergeError, match=match):
         raise MergeError("\n".join(found.problems))
+
+
+def test_files_of_two_merges_of_the_same_step_are_not_mixed(converted: Path, tmp_path: Path) -> None:
+    """Two runs' saves are called alike, and so are their steps."""
+    universal = Target(layout="universal")
+    one, other = (merge(converted / case / "saved", tmp_path / case, target=universal) for case in (ZERO1, WRAPPER))
+    assert one.tag == other.tag
+    for name in ("exp_avg.pt", "exp_avg_sq.pt"):
+        file = Path(one.tag) / "zero" / WEIGHT / name
+        shutil.copy(other.out / file, one.out / file)
+    with pytest.raises(MergeError, match=r"exp_avg\.pt is of another .* mixed"):
+        opened(one.out / one.tag)
