@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from monitor.packing import Packer, SavePacking
+from monitor.packing import LIFE, Packer, SavePacking
 from store.encoding import BF16, INT8_BLOCK, RAW, encoding_named
 from store.encoding.base import CHUNK, Bytes
 from store.names import Fragment, SaveId, Unit
@@ -72,8 +72,11 @@ def test_the_first_save_is_whole_and_the_next_ones_rest_on_it() -> None:
 def test_what_did_not_change_costs_next_to_nothing() -> None:
     run, values = Run(), normal(1)
     run.save(values)
-    assert [run.save(values).base for _ in range(40)] == ["00000001-000001"] * 40
-    assert run.save(values).written < 200
+    assert [run.save(values).base for _ in range(LIFE)] == ["00000001-000001"] * LIFE
+    assert run.save(values).base is None  # no base lives for ever
+    made = [run.save(values) for _ in range(LIFE)]
+    assert {one.base for one in made} == {SaveId(LIFE + 2, 1).name}
+    assert max(one.written for one in made) < 200
 
 
 def test_a_new_base_is_made_when_the_next_difference_would_exceed_the_mean() -> None:
@@ -89,13 +92,15 @@ def test_a_new_base_is_made_when_the_next_difference_would_exceed_the_mean() -> 
         since = sizes[first:after]
         mean = sum(since) / len(since)
         expected = since[-1] + (max(0, since[-1] - since[-2]) if len(since) > 2 else 0)
-        assert expected > mean  # one more would have raised it
+        assert expected > mean or len(since) == 1 + LIFE  # one more would have raised it, or was one too many
         for count in range(3, len(since)):
             last, before, so_far = since[count - 1], since[count - 2], sum(since[:count]) / count
             assert last + max(0, last - before) <= so_far  # and none before would
 
 
-def test_growing_differences_cost_less_than_never_making_a_new_base() -> None:
+def test_growing_differences_cost_less_than_never_making_a_new_base(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("monitor.packing.LIFE", 1 << 30)  # the rule of the mean by itself
+
     def total(renew: bool) -> int:
         run, values, written = Run(), normal(1), 0
         for step in range(60):
