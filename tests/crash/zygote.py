@@ -53,9 +53,9 @@ def commit(files: LocalFiles, journal: Paper) -> None:
 
 
 def varied(files: LocalFiles, journal: Paper) -> None:
-    """From an empty directory: every unit in its encoding, whole twice, then twice as the difference to the second."""
+    """From an empty directory: every unit in its encoding: whole twice, twice as a difference to the second, whole."""
     job = Job(files, journal, VARIED)
-    for _ in range(4):
+    for _ in range(5):
         job.save(everything=True)
     job.prune()
 
