@@ -20,10 +20,11 @@ _HUGE = 3.3e38
 """What is larger may round to infinity; rather store it raw."""
 
 
-def within_reach(values: torch.Tensor) -> torch.Tensor:
-    """Whether all values are so small that no encoding rounds them to infinity; False for NaN. On their device."""
+def within_reach(values: torch.Tensor, unsigned: bool) -> torch.Tensor:
+    """Whether no encoding rounds any of the values to infinity, and, if it is ``unsigned``, none is negative; False for
+    NaN. On their device."""
     least, largest = torch.aminmax(values)
-    return (least > -_HUGE) & (largest < _HUGE)
+    return ((least >= 0) if unsigned else (least > -_HUGE)) & (largest < _HUGE)
 
 
 @dataclass
@@ -67,7 +68,7 @@ class EncodedCopy:
             stop = at + encoding.stored_bytes(values.numel(), "F32")
             out = torch.empty(stop - at, dtype=torch.uint8, device=device)
             decoded = scratch[: values.numel()]
-            held &= encoder.encode(values, out) & within_reach(values)
+            held &= encoder.encode(values, out) & within_reach(values, encoder.unsigned)
             encoder.decode(out, decoded)
             sums[1] += decoded.double().square().sum()
             sums[0] += decoded.sub_(values).double().square().sum()

@@ -19,8 +19,9 @@ from monitor.encoded_copy import EncodedCopy, Lost, within_reach
 from monitor.encoders import encoder_named
 from monitor.packing import SavePacking
 from monitor.staging import as_bytes
-from store.encoding import CHUNK, INT8_SQRT_BLOCK, Encoding, encoding_named
+from store.encoding import CHUNK, Encoding, encoding_named
 from store.encoding.base import Bytes
+from store.errors import SaveError
 from store.names import RAW, Fragment, Unit
 from store.packed import Encoded
 from store.segments import StagedFragment
@@ -81,8 +82,7 @@ def _fitting(encoding: str, copy: torch.Tensor) -> str:
     known = encoding_named(encoding)
     if known.lossless or not known.applies(dtype_name(copy.dtype)):
         return RAW
-    held = bool(within_reach(copy)) and (encoding != INT8_SQRT_BLOCK or float(copy.amin()) >= 0)
-    return encoding if held else RAW
+    return encoding if within_reach(copy, encoder_named(encoding).unsigned) else RAW
 
 
 def _encoded(name: str, copy: torch.Tensor, lost: Lost) -> Encoded:
@@ -104,7 +104,8 @@ def _lossy_chunks(copy: torch.Tensor, encoding: Encoding, lost: Lost) -> Iterato
     for values in torch.split(copy, CHUNK):
         out = torch.empty(encoding.stored_bytes(values.numel(), "F32"), dtype=torch.uint8)
         decoded = scratch[: values.numel()]
-        encoder.encode(values, out)
+        if not encoder.encode(values, out):  # looked at before; but what it does not vouch for is never committed
+            raise SaveError(f"values within reach cannot be stored as {encoding.name}: report this, and store them raw")
         encoder.decode(out, decoded)
         lost.error_sq += _squared(values.sub_(decoded))
         lost.decoded_sq += _squared(decoded)
