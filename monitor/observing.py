@@ -30,6 +30,7 @@ class Observer:
         self._meter = job.meter
         self._ledger = job.ledger
         self._metrics = job.metrics
+        self._spending = job.spending
 
     def reserve(self, local: Mapping[Unit, LocalUnit]) -> None:
         """Nothing is staged, so nothing is reserved."""
@@ -56,6 +57,8 @@ class Observer:
 
     def begin(self, step: int, decided: Decided, local: Mapping[Unit, LocalUnit]) -> int:
         """Move references and versions as the commit would have. Returns the bytes that it would have copied here."""
+        if self._group.rank == 0:
+            self._spending.begin(step, decided.stats, decided.saved, first=self._ledger.commits == 0)
         for unit, choice in decided.saved.items():
             if unit in local:
                 self._meter.reset(unit, local[unit].tensors)

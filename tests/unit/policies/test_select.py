@@ -42,7 +42,7 @@ def test_settings_become_a_policy(settings: Any, policy: Policy) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ("parrity", r"unknown policy 'parrity': did you mean 'parity'\? Known: filter, full, observe, "),
+        ("parrity", r"unknown policy 'parrity': did you mean 'parity'\? Known: budget, filter, full, observe, "),
         ("Full", r"unknown policy 'Full': did you mean 'full'\?"),
         ("", r"unknown policy ''"),
         ({"name": "treshold", "threshold": 0.1}, r"did you mean 'threshold'\?"),
