@@ -39,8 +39,8 @@ class Spending:
         largest = max((one.nbytes for one in stats), default=0) + (self._overhead or 0.0)
         if largest > self._bucket.capacity:
             _log.warning(
-                "budget: saving the largest layer slot takes %d bytes, more than the %.0f that budget.burst_seconds lets "
-                "gather: that much may gather instead",
+                "budget: saving the largest layer slot takes %d bytes, more than the %.0f that budget.burst_seconds "
+                "lets gather: that much may gather instead",
                 largest,
                 self._bucket.capacity,
             )

@@ -19,11 +19,11 @@ from store.verify import verify
 from store.versions import newest_resumable
 from tests.support.jobs import Job, job
 
-RATE = 2_000_000.0
-"""Bytes a second: the largest unit, 16 640 bytes raw, takes 8 ms."""
+RATE = 300_000.0
+"""Bytes a second. The largest unit has 16 640 bytes raw, and the run state takes 11 000 at every save."""
 
-BURST = 0.05
-"""Seconds: 100 000 bytes, of the 157 000 that everything takes."""
+BURST = 0.1
+"""Seconds: 30 000 bytes, of the 157 000 that everything takes."""
 
 SETTINGS: dict[str, Any] = {
     "width": 64,
@@ -69,10 +69,10 @@ def test_over_every_window_no_more_is_written_than_was_set(tmp_path: Path, encod
     with job(tmp_path / "store", encoding=encoding, **SETTINGS) as one:
         moments = {moment.step: moment for moment in trained(one, 12)}
     sizes = written(tmp_path / "store")
-    assert len(sizes) == 12
+    assert len(sizes) >= 12
     first, *later = sorted(sizes)
     assert all(sizes[step] < sizes[first] for step in later)
-    # The size of the run state follows from counters in it, and so is known to within some bytes only.
+    # The size of the run state depends on counters in it, and so is known to within some bytes only.
     for begin, step in enumerate(later):
         for last in range(begin, len(later)):
             window = moments[later[last]].ended - moments[step].began
