@@ -15,6 +15,7 @@ from monitor.deciding import Decided
 from monitor.job import Job
 from monitor.saver import Settled
 from monitor.units import LocalUnit, is_moving
+from policies.options import expected_bytes
 from store.names import Fragment, SaveId, Unit
 from store.schema import UnitRecord
 
@@ -59,6 +60,7 @@ class Observer:
         """Move references and versions as the commit would have. Returns the bytes that it would have copied here."""
         if self._group.rank == 0:
             self._spending.begin(step, decided.stats, decided.saved, first=self._ledger.commits == 0)
+        shown = {one.unit: one for one in decided.stats}
         for unit, choice in decided.saved.items():
             if unit in local:
                 self._meter.reset(unit, local[unit].tensors)
@@ -69,7 +71,7 @@ class Observer:
                 save=SaveId(step, 0).name,
                 encoding=choice.encoding or "",
                 numel=size.numel,
-                nbytes=size.nbytes,
+                nbytes=int(expected_bytes(shown[unit], choice.encoding or "")) if unit in shown else size.nbytes,
                 drift=0.0,
                 staleness=0,
                 moving=is_moving(unit),
