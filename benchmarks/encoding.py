@@ -70,9 +70,11 @@ def _bytes(found: AtRate) -> list[Figure]:
         figures.append(Figure(f"{at}: {name}", seen.values, "B", slots, _goal(name, found.drift)))
         figures.append(Figure(f"{at}: {name}, smaller", DEEPSPEED / seen.values, "x", "DeepSpeed's 14"))
         if "differences" in name:
-            figures.append(
-                Figure(f"{at}: {name}, least", seen.least, "B", f"{seen.differences:.0%} of bytes are differences")
-            )
+            share, each = seen.differing
+            figures += [
+                Figure(f"{at}: {name}, least", seen.least, "B", "smallest save"),
+                Figure(f"{at}: {name}, weights", each, "B", f"where they are differences: {share:.0%} of them"),
+            ]
         figures.append(Figure(f"{at}: {name}, all files", seen.files, "B", "with header, part, manifest, run state"))
     return figures
 

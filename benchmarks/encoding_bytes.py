@@ -19,6 +19,7 @@ from benchmarks.learner import Course, Learner, Shape, at_rate
 from benchmarks.stored import SaveBytes, newest_save
 from benchmarks.turns import TurnsConfig
 from monitor.config import Config
+from store.names import WEIGHTS
 
 EVERY = 10
 TURNS = 8
@@ -46,12 +47,13 @@ LASTING: Mapping[str, Mapping[str, Any]] = {
 @dataclass(frozen=True)
 class Seen:
     """One way at one rate: bytes a parameter, by slot and of all files; means over all saves but the first, which is
-    always full. least: of the smallest save. differences: share of the bytes that are differences."""
+    always full. least: of the smallest save. differing: share of the weights stored as differences, and the bytes that
+    each of those takes."""
 
     slots: Mapping[str, float]
     files: float
     least: float
-    differences: float
+    differing: tuple[float, float]
 
     @property
     def values(self) -> float:
@@ -113,11 +115,12 @@ def at_one_rate(warm: Warm, rate: float, saves: int, folder: Path) -> AtRate:
 
 
 def _seen(saves: list[SaveBytes], parameters: int) -> Seen:
+    numel, nbytes = (sum(one.differences.get(WEIGHTS, (0, 0))[k] for one in saves) for k in (0, 1))
     return Seen(
         {slot: fmean(one.slots.get(slot, 0) for one in saves) / parameters for slot in SLOTS},
         fmean(one.files for one in saves) / parameters,
         min(one.values for one in saves) / parameters,
-        fmean(one.differences for one in saves),
+        (numel / (len(saves) * parameters), nbytes / max(1, numel)),
     )
 
 

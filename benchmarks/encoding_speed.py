@@ -54,7 +54,8 @@ def snapshots(learner: Learner) -> Snapshots:
 
 def encoders(state: Snapshots, rounds: int) -> list[Figure]:
     """Encoding and decoding, numpy and torch."""
-    figures = []
+    weights = state.now["fp32"]
+    figures = [_speed("torch, plain copy", partial(torch.empty_like(weights).copy_, weights), weights, rounds)]
     for name, slot in OF_SLOT.items():
         values = state.now[slot]
         for kind, (forth, back) in {"numpy": _in_numpy(name, values), "torch": _in_torch(name, values)}.items():

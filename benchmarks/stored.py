@@ -8,20 +8,18 @@ from pathlib import Path
 
 from store.catalog import open_catalog
 from store.files import LocalFiles
-from store.layout import manifest_path, part_path, payload_path, segment_dir
+from store.layout import manifest_path, part_path, segment_dir
 from store.schema import PartRecord, from_bytes
 
 
 @dataclass(frozen=True)
 class SaveBytes:
-    """slots: bytes of the stored fragments, by slot. payload: with the header and the run state. files: all of it,
-    part and manifest too. differences: share of the fragments' bytes that are differences. encodings: by slot."""
+    """slots: bytes of the stored fragments, by slot. files: with all else that the save wrote: header, run state, part
+    and manifest. differences: by slot, elements that are stored as differences, and the bytes that takes."""
 
     slots: dict[str, int]
-    payload: int
     files: int
-    differences: float
-    encodings: dict[str, set[str]]
+    differences: dict[str, tuple[int, int]]
 
     @property
     def values(self) -> int:
@@ -35,16 +33,11 @@ def newest_save(root: Path) -> SaveBytes:
     save = open_catalog(files).saves()[0]
     part = from_bytes(PartRecord, files.read(part_path(save, 0), 1 << 28), str(save))
     slots: Counter[str] = Counter()
-    encodings: dict[str, set[str]] = {}
+    differences: dict[str, tuple[int, int]] = {}
     for entry in part.entries:
         slots[entry.slot] += entry.nbytes
-        encodings.setdefault(entry.slot, set()).add(entry.encoding)
-    differences = sum(entry.nbytes for entry in part.entries if entry.base is not None)
+        if entry.base is not None:
+            numel, nbytes = differences.get(entry.slot, (0, 0))
+            differences[entry.slot] = (numel + entry.numel, nbytes + entry.nbytes)
     folder = sum(path.stat().st_size for path in (root / segment_dir(save)).iterdir())
-    return SaveBytes(
-        dict(slots),
-        (root / payload_path(save, 0)).stat().st_size,
-        folder + (root / manifest_path(save)).stat().st_size,
-        differences / max(1, sum(slots.values())),
-        encodings,
-    )
+    return SaveBytes(dict(slots), folder + (root / manifest_path(save)).stat().st_size, differences)

@@ -14,7 +14,7 @@ import numpy as np
 from merger.blocks import Flaw, Progress, Readable
 from store.coverage import Source
 from store.encoding import CHUNK, itemsize
-from store.errors import DamagedError, StorageError
+from store.errors import DamagedError, MissingError, StorageError
 from store.fragments import FragmentReader
 from store.versions import Bad
 
@@ -65,16 +65,18 @@ class FragmentPass:
             for values in self._reader.chunks():
                 yield values.view(np.uint8).data
         except DamagedError as error:
-            raise DamagedError(f"{self._what()}: {error}") from error
+            raise DamagedError(f"{self._what('which is damaged')}: {error}") from error
+        except MissingError as error:
+            raise MissingError(f"{self._what('which is gone')}: {error}") from error
         except StorageError as error:
-            raise StorageError(f"{self._what()}: {error}") from error
+            raise StorageError(f"{self._what('which cannot be read')}: {error}") from error
 
-    def _what(self) -> str:
+    def _what(self, fate: str) -> str:
         """Which fragment, and which save's bytes are to blame: a base's wrong bytes show in what depends on it."""
         source, fault = self._fragment.source, self._reader.at_fault
         entry = source.entry
         where = f"{entry.unit} of save {source.part.save}, elements {entry.start} to {entry.stop} of {entry.fqn}"
-        return where if fault == source.part.save else f"{where}, the difference to save {fault}, which is damaged"
+        return where if fault == source.part.save else f"{where}, the difference to save {fault}, {fate}"
 
 
 class _Told:

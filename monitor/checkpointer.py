@@ -56,6 +56,7 @@ class Checkpointer:
         self._updates = 0
         job.adapter.before_update(self._count_update)
         self._proven = False
+        self._told_unused = False
         self._closed = False
         self._forget_exit = _close_at_exit(self)
         if job.group.rank == 0:
@@ -75,6 +76,9 @@ class Checkpointer:
         left as it was: NothingToResumeError where no commit is whole, ModelMismatchError where the store is another
         model's, UsageError where an object in ``state=[...]`` does not take its state.
         """
+        if self._asked_to_resume:  # what is still being written is of a branch that this job may be about to leave
+            self.flush()
+            self._saver.settle(self._step, False)
         found, room = None, Room(self._saver.lend(self._job.table.local()))
         if self._catalog is not None:
             found = resume(self._catalog, self._job.adapter, self._group, self._job.user, room)
@@ -214,6 +218,7 @@ class Checkpointer:
             self._agree(local)
         decided = self._decider.decide(self._step, local, forced)
         self._show(decided)
+        self._tell_unused()
         if decided.lacking:
             return self._skipped("withheld", began, decided)
         if not decided.saved:
@@ -223,6 +228,14 @@ class Checkpointer:
             return self._skipped(unnamed, began, decided)
         staged = self._saver.begin(self._step, decided, local)
         return self._report("observe" if self._opened is None else None, began, decided, staged)
+
+    def _tell_unused(self) -> None:
+        """Once: encodings for slots that there are not, which would otherwise store everything raw without a word."""
+        told, self._told_unused = self._told_unused, True
+        slots = {unit.slot for unit in self._job.table.sizes}
+        unused = sorted(self.config.encodings().keys() - slots) if isinstance(self.config.encoding, dict) else []
+        if unused and not told and self._group.rank == 0:
+            _log.warning("encoding: there is no slot %s; this job has %s", ", ".join(unused), ", ".join(sorted(slots)))
 
     def _agree(self, local: Mapping[Unit, LocalUnit]) -> None:
         for unit in self._job.table.agree(local):

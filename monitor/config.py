@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -30,6 +31,8 @@ from store.retention import Retention
 _LONGEST = 1e6
 """Seconds; threads cannot wait for ever longer ones."""
 
+_MISREAD = re.compile(r"[-+]?0[0-9_]+|.*:.*")
+"""Numbers that YAML 1.1 takes for octal or sexagesimal ones."""
 
 ENCODINGS: Mapping[str, Mapping[str, str]] = {
     "raw": {},
@@ -37,6 +40,10 @@ ENCODINGS: Mapping[str, Mapping[str, str]] = {
     "careful": {WEIGHTS: BF16_INT8, "exp_avg": INT8_BLOCK, "exp_avg_sq": INT8_SQRT_BLOCK},
 }
 """Names that stand for an encoding of each slot; slots that are not named are raw."""
+
+
+DIVISORS = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "sum", "exp_inf", "v"})
+"""Slots of torch's and DeepSpeed's optimizers that updates are divided by."""
 
 
 class Settings(BaseModel):
@@ -115,8 +122,8 @@ class Config(Settings):
     left. ``lazy`` needs that nothing but the optimizer changes what is saved in between; ``auto`` takes it where
     that is certain (the master weights and moments of DeepSpeed ZeRO) and ``eager`` elsewhere.
     encoding: how slots are stored: ``raw``, ``compact``, ``careful``, or slot -> encoding; see docs/encodings.md.
-    encode: ``staging``: while values are copied, where they lie; ``saving``: in the background; ``auto``: the former
-    on CUDA, where it leaves a third to copy, else the latter. The bytes are the same.
+    encode: ``saving``: in the background. ``staging``: while values are copied, where they lie, which leaves a third to
+    copy; drift is then measured in the training thread. The bytes are the same.
     packing: zstd's level on byte planes, ``auto`` (as hard as fits between two saves) or ``none``. differences: store
     encoded state as the difference to an earlier save where that is smaller; keeps a copy of it in host memory.
     """
@@ -126,7 +133,7 @@ class Config(Settings):
     staging: Literal["auto", "eager", "lazy"] = "auto"
     policy: str | dict[str, Any] = "full"
     encoding: str | dict[str, str] = "raw"
-    encode: Literal["auto", "staging", "saving"] = "auto"
+    encode: Literal["staging", "saving"] = "saving"
     packing: Literal["auto", "none"] | Annotated[int, Field(ge=1, le=19)] = "none"
     differences: bool = False
     bounds: BoundSettings = BoundSettings()
@@ -143,6 +150,7 @@ class Config(Settings):
         lossy = any(not encoding_named(name).lossless for name in encodings.values())
         precision = settings.precision or ("any" if lossy else "exact")
         bounds = Bounds(settings.max_staleness, settings.max_drift, precision, self.every)
+        _require_divisors(encodings)
         policy = policy_from(self.policy)
         self._require_budget(policy)
         return encoded(bound(policy, bounds), encodings, bounds)
@@ -185,6 +193,38 @@ def load_config(source: str | os.PathLike[str] | Mapping[str, Any] | Config | No
     return config
 
 
+class _Loader(yaml.SafeLoader):
+    """Plain values only, and no number that YAML 1.1 takes for another one than it looks like."""
+
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        """``0100`` would be 64 (octal), ``10:00`` 600 (sexagesimal)."""
+        return int(self._read_alike(node, super().construct_yaml_int(node)))
+
+    def construct_yaml_float(self, node: yaml.ScalarNode) -> float:
+        """``10:00.0`` would be 600."""
+        return float(self._read_alike(node, super().construct_yaml_float(node)))
+
+    def _read_alike(self, node: yaml.ScalarNode, taken: float) -> float:
+        if _MISREAD.fullmatch(node.value) is None:
+            return taken
+        told = f"YAML takes {node.value} for {taken}: write it as a decimal number without leading zeros"
+        raise yaml.constructor.ConstructorError(None, None, told, node.start_mark)
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
+_Loader.add_constructor("tag:yaml.org,2002:float", _Loader.construct_yaml_float)
+
+
+def _require_divisors(encodings: Mapping[str, str]) -> None:
+    """An encoding that rounds small values to zero is none for what updates are divided by: they would explode."""
+    for slot in DIVISORS & encodings.keys():
+        if encodings[slot] == INT8_BLOCK:
+            raise ConfigError(
+                f"encoding: {slot} divides the updates, and {INT8_BLOCK} rounds its small values to zero: take "
+                f"{INT8_SQRT_BLOCK}, which rounds them up"
+            )
+
+
 def _require_known(key: str, names: Iterable[str], known: Iterable[str]) -> None:
     for name in names:
         if name not in known:
@@ -195,10 +235,10 @@ def _require_known(key: str, names: Iterable[str], known: Iterable[str]) -> None
 
 def _read(path: Path) -> Mapping[str, Any]:
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)  # a SafeLoader
     except OSError as error:
         raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"{path} is not YAML: {error}") from error
     if content is None:
         return {}

@@ -24,7 +24,8 @@ class Decided:
     """A decision and what it rests on.
 
     stats, choices: rank 0 only. saved: the same on all ranks. drift: of measured units, None where not finite.
-    mine: this rank's part of what was measured on live tensors. lacking: units that would have no version."""
+    mine: this rank's part of what was measured on live tensors. lacking: units that would have no version. forced: not
+    the policy's doing."""
 
     stats: tuple[UnitStats, ...]
     choices: Mapping[Unit, Choice]
@@ -32,6 +33,7 @@ class Decided:
     drift: Mapping[Unit, float | None]
     mine: Mapping[Unit, Measure]
     lacking: tuple[Unit, ...]
+    forced: bool = False
 
 
 class Decider:
@@ -58,7 +60,9 @@ class Decider:
         drift = {unit: found.drift for unit, found in {**measured, **measured_too}.items()}
         shown = unit_stats(self._table, self._ledger, step, {**measured, **measured_too})
         choices = decision.choices if decision else {}
-        return Decided(shown if decision else (), choices, saved, drift, {**mine, **mine_too}, lacking)
+        return Decided(
+            shown if decision else (), choices, saved, drift, {**mine, **mine_too}, lacking, forced is not None
+        )
 
     def _measure(
         self, units: list[Unit], local: Mapping[Unit, LocalUnit]

@@ -16,6 +16,15 @@ from monitor.encoders import encoder_named
 from store.encoding import CHUNK, chunk_sizes, encoding_named
 from store.encoding.base import Bytes
 
+_HUGE = 3.3e38
+"""What is larger may round to infinity; rather store it raw."""
+
+
+def within_reach(values: torch.Tensor) -> torch.Tensor:
+    """Whether all values are so small that no encoding rounds them to infinity; False for NaN. On their device."""
+    least, largest = torch.aminmax(values)
+    return (least > -_HUGE) & (largest < _HUGE)
+
 
 @dataclass
 class Lost:
@@ -41,9 +50,15 @@ class EncodedCopy:
     lost: Lost = field(default_factory=Lost)
     _told: torch.Tensor | None = None
 
-    @torch.no_grad()
     def begin(self) -> None:
         """Queue the work, on CUDA in the current stream; elsewhere it is done on return."""
+        try:
+            self._encode()
+        except (torch.OutOfMemoryError, MemoryError):  # there is room for a plain copy, and that was reserved
+            self._told = None
+
+    @torch.no_grad()
+    def _encode(self) -> None:
         encoding, encoder, device = encoding_named(self.encoding), encoder_named(self.encoding), self.source.device
         sums = torch.zeros(2, dtype=torch.float64, device=device)
         held, at = torch.ones((), dtype=torch.bool, device=device), 0
@@ -52,7 +67,7 @@ class EncodedCopy:
             stop = at + encoding.stored_bytes(values.numel(), "F32")
             out = torch.empty(stop - at, dtype=torch.uint8, device=device)
             decoded = scratch[: values.numel()]
-            held &= encoder.encode(values, out)
+            held &= encoder.encode(values, out) & within_reach(values)
             encoder.decode(out, decoded)
             sums[1] += decoded.double().square().sum()
             sums[0] += decoded.sub_(values).double().square().sum()
@@ -63,8 +78,7 @@ class EncodedCopy:
 
     def finish(self) -> None:
         """After whatever ran :meth:`begin` is through with it."""
-        assert self._told is not None
-        held, error_sq, decoded_sq = self._told.tolist()
+        held, error_sq, decoded_sq = (0.0, 0.0, 0.0) if self._told is None else self._told.tolist()
         self.held = held == 1.0
         if self.held:
             self.lost = Lost(error_sq, decoded_sq)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from monitor.dtypes import dtype_name
-from monitor.encoded_copy import EncodedCopy, Lost
+from monitor.encoded_copy import EncodedCopy, Lost, within_reach
 from monitor.encoders import encoder_named
 from monitor.packing import SavePacking
 from monitor.staging import as_bytes
@@ -24,9 +24,6 @@ from store.encoding.base import Bytes
 from store.names import RAW, Fragment, Unit
 from store.packed import Encoded
 from store.segments import StagedFragment
-
-_HUGE = 3.3e38
-"""What is larger may round to infinity; rather store it raw."""
 
 _LEAST_SUM = 1e-20
 """Of squares in float32, to which those that vanished add less than float32 tells."""
@@ -84,9 +81,7 @@ def _fitting(encoding: str, copy: torch.Tensor) -> str:
     known = encoding_named(encoding)
     if known.lossless or not known.applies(dtype_name(copy.dtype)):
         return RAW
-    least, largest = (float(value) for value in torch.aminmax(copy))
-    # Comparisons with NaN are false.
-    held = least > -_HUGE and largest < _HUGE and (least >= 0 or encoding != INT8_SQRT_BLOCK)
+    held = bool(within_reach(copy)) and (encoding != INT8_SQRT_BLOCK or float(copy.amin()) >= 0)
     return encoding if held else RAW
 
 

@@ -12,11 +12,14 @@ from collections.abc import Callable, Mapping
 import torch
 
 from monitor.deciding import Decided
+from monitor.dtypes import dtype_name
+from monitor.encoders import decode, encode
 from monitor.job import Job
 from monitor.saver import Settled
 from monitor.units import LocalUnit, is_moving
-from policies.options import expected_bytes
-from store.names import Fragment, SaveId, Unit
+from policies.options import expected_bytes, expected_error
+from store.encoding import encoding_named
+from store.names import RAW, Fragment, SaveId, Unit
 from store.schema import UnitRecord
 
 _log = logging.getLogger("driftpoint")
@@ -63,20 +66,21 @@ class Observer:
         shown = {one.unit: one for one in decided.stats}
         for unit, choice in decided.saved.items():
             if unit in local:
-                self._meter.reset(unit, local[unit].tensors)
-            size = self._table.sizes[unit]
+                self._meter.reset(unit, [_decoded(tensor, choice.encoding) for tensor in local[unit].tensors])
+            size, encoding, one = self._table.sizes[unit], choice.encoding or RAW, shown.get(unit)
             self._ledger.versions[unit] = UnitRecord(
                 layer=unit.layer,
                 slot=unit.slot,
                 save=SaveId(step, 0).name,
-                encoding=choice.encoding or "",
+                encoding=encoding,
                 numel=size.numel,
-                nbytes=int(expected_bytes(shown[unit], choice.encoding or "")) if unit in shown else size.nbytes,
+                nbytes=size.nbytes if one is None else int(expected_bytes(one, encoding)),
                 drift=0.0,
                 staleness=0,
                 moving=is_moving(unit),
                 reason=choice.reason,
                 members=size.members,
+                error=0.0 if one is None else expected_error(one, encoding),
             )
         self._ledger.commits += 1
         if self._group.rank == 0:
@@ -111,3 +115,12 @@ class Observer:
 
     def close(self, timeout: float) -> None:
         """Nothing to let go of."""
+
+
+def _decoded(tensor: torch.Tensor, encoding: str | None) -> torch.Tensor:
+    """What a resume would give back of the values; themselves where the encoding does not apply to them."""
+    known = encoding_named(encoding or RAW)
+    if known.lossless or not known.applies(dtype_name(tensor.dtype)):
+        return tensor
+    encoded, held = encode(tensor, known.name)
+    return decode(encoded, known.name, torch.empty_like(tensor)) if held else tensor

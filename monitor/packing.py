@@ -16,11 +16,15 @@ from typing import Literal
 from monitor.levels import LevelChooser
 from store.encoding.base import Bytes
 from store.encoding.stream import Packing
-from store.names import Fragment, SaveId, Unit
+from store.names import BUFFER, FROZEN, Fragment, SaveId, Unit
 from store.packed import Encoded
 
 _REST = 16
 """Saves for which a fragment is left alone after differences did not pay."""
+
+LIFE = 16
+"""Differences that are taken to one base at most. Damage of a base costs all that rests on it; so what does is bounded,
+at the cost of a sixteenth of a whole save for each."""
 
 _PAYS = 0.9
 """A first difference that is larger than this share of its base did not pay."""
@@ -47,7 +51,8 @@ class _Base:
 
     def pays(self) -> bool:
         """Whether the next difference is expected to be no larger than the mean save so far."""
-        return self.last + max(0, self.growth) <= (self.full + self.spent) / (1 + self.count)
+        smaller = self.last + max(0, self.growth) <= (self.full + self.spent) / (1 + self.count)
+        return smaller and self.count < LIFE
 
     def note(self, nbytes: int) -> None:
         self.growth = nbytes - self.last if self.count else 0
@@ -58,7 +63,8 @@ class _Base:
 class SavePacking:
     """The packing of one save. level: zstd's, None to leave it. made: what became of the fragments, once written.
 
-    active: False where nothing is ever packed, so that nobody need watch how it goes."""
+    active: False where nothing is ever packed, so that nobody need watch how it goes. lasting: False for a save out of
+    turn, whose encodings are no base for the next."""
 
     save: SaveId
     active: bool
@@ -66,6 +72,7 @@ class SavePacking:
     differences: bool
     bases: dict[Fragment, _Base]
     resting: frozenset[Fragment]
+    lasting: bool = True
     made: list[tuple[Unit, Fragment, Encoded, list[Bytes]]] = field(default_factory=list)
 
     def packed(self, unit: Unit, fragment: Fragment, data: Encoded) -> Encoded:
@@ -77,7 +84,8 @@ class SavePacking:
                 data.packing, data.base = Packing(self.level, base.chunks), base.save
             else:
                 data.packing = Packing(self.level)
-                if self.differences and fragment not in self.resting:
+                moving = unit.slot not in (FROZEN, BUFFER)  # what stands still is stored once
+                if self.differences and self.lasting and moving and fragment not in self.resting:
                     data.chunks = _kept(data.chunks, keep)
         self.made.append((unit, fragment, data, keep))
         return data
@@ -98,12 +106,13 @@ class Packer:
         """Bytes held for bases."""
         return sum(chunk.nbytes for base in self._bases.values() for chunk in base.chunks)
 
-    def begin(self, save: SaveId, nbytes: int, interval: float | None) -> SavePacking:
-        """The packing of a save of about ``nbytes``. interval: seconds between the last two saves."""
+    def begin(self, save: SaveId, nbytes: int, interval: float | None, lasting: bool = True) -> SavePacking:
+        """The packing of a save of about ``nbytes``. interval: seconds between the last two saves. lasting: False for
+        a save that somebody asked for."""
         level = self._chooser.level(nbytes, interval) if self._level == "auto" else self._level
         chosen = None if level == "none" else level
         return SavePacking(
-            save, self._level != "none", chosen, self._differences, self._bases, frozenset(self._resting)
+            save, self._level != "none", chosen, self._differences, self._bases, frozenset(self._resting), lasting
         )
 
     def settle(self, done: SavePacking, seconds: float, moved: Callable[[Unit], bool], reached: Container[str]) -> None:

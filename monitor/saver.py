@@ -139,7 +139,7 @@ class Saver:
             committing = self._committing(save, decided)
             self._job.spending.begin(step, decided.stats, decided.saved, first=self._job.ledger.newest is None)
         segment, unstorable = self._segment(save, decided)
-        packing = self._packing(save, staged)
+        packing = self._packing(save, staged, lasting=not decided.forced)
         job = SaveJob(self._opened.files, segment, staged, copying, self._meter, packing, committing, unstorable)
         for unit in staged:
             if unit.measure is not None and encoding_named(unit.encoding).lossless:
@@ -246,10 +246,11 @@ class Saver:
             self.upkeep(lambda: discard(files, save, rank), f"removing what the failed save of step {save.step} left")
         self._pending = self._outcome = None
 
-    def _packing(self, save: SaveId, staged: Sequence[StagedUnit]) -> SavePacking:
+    def _packing(self, save: SaveId, staged: Sequence[StagedUnit], lasting: bool) -> SavePacking:
         now, before = time.monotonic(), self._began
         self._began = now
-        return self._packer.begin(save, sum(encoded_bytes(unit) for unit in staged), now - before if before else None)
+        nbytes = sum(encoded_bytes(unit) for unit in staged)
+        return self._packer.begin(save, nbytes, now - before if before else None, lasting)
 
     def _told(self, pending: _Pending, outcome: Done[Saved | None]) -> Drawn | None:
         if self._group.rank == 0:

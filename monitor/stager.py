@@ -26,7 +26,7 @@ from store.schema import MeasureRecord
 class Stager:
     """Takes memory from a pool for each save, and gives it back. encode: as in the configuration."""
 
-    def __init__(self, meter: DriftMeter, encode: Literal["auto", "staging", "saving"]) -> None:
+    def __init__(self, meter: DriftMeter, encode: Literal["staging", "saving"]) -> None:
         self._meter = meter
         self._encode = encode
         self._pool = StagingPool()
@@ -80,11 +80,10 @@ class Stager:
         self._pool.give(unit.unit, copies)
 
     def _encodes_now(self, part: LocalUnit, encoding: str) -> bool:
-        """Whether to encode while staging: on CUDA it leaves less to copy, elsewhere it would hold training up."""
+        """Whether to encode while staging. It leaves less to copy, and takes the time of whoever copies."""
         known = encoding_named(encoding)
-        if known.lossless or not all(known.applies(dtype_name(tensor.dtype)) for tensor in part.tensors):
-            return False
-        return self._encode == "staging" or (self._encode == "auto" and all(tensor.is_cuda for tensor in part.tensors))
+        applies = all(known.applies(dtype_name(tensor.dtype)) for tensor in part.tensors)
+        return self._encode == "staging" and applies and not known.lossless
 
     def _encoded(
         self, part: LocalUnit, encoding: str, copies: list[torch.Tensor], measure: MeasureRecord, copying: Copying

@@ -6,6 +6,7 @@ manifest's own step and was stored losslessly.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -18,9 +19,9 @@ class CertifiedUnit:
     """One (layer, slot).
 
     drift: None where it is not known (after a fallback, or never finite). nbytes: as stored. error: relative distance
-    of what was to be stored to what decoding gives, as measured when it was stored; 0 for lossless encodings. bases:
-    the saves that it is stored as the difference to. source: where it is read from, for people; empty for the store at
-    hand.
+    of what was to be stored to what decoding gives, as measured when it was stored; 0 for lossless encodings, None
+    where values were rounded later and nobody measured it. bases: the saves that it is stored as the difference to.
+    source: where it is read from, for people; empty for the store at hand.
     """
 
     layer: str
@@ -34,7 +35,7 @@ class CertifiedUnit:
     fallback: bool
     nbytes: int
     source: str = ""
-    error: float = 0.0
+    error: float | None = 0.0
     bases: tuple[str, ...] = ()
 
 
@@ -60,21 +61,26 @@ class Certificate:
         return tuple(dict.fromkeys(unit.encoding for unit in self.units if is_lossy(unit.encoding)))
 
     @property
-    def max_error(self) -> float:
-        """What encoding lost at most, over all units."""
-        return max((unit.error for unit in self.units), default=0.0)
+    def max_error(self) -> float | None:
+        """What encoding lost at most, over all units; None where any is unknown."""
+        return most(unit.error for unit in self.units)
 
     @property
     def max_drift(self) -> float | None:
         """Over moving units; None where any of them is unknown."""
-        drifts = [unit.drift for unit in self.units if unit.moving]
-        known = [drift for drift in drifts if drift is not None]
-        return max(known, default=0.0) if len(known) == len(drifts) else None
+        return most(unit.drift for unit in self.units if unit.moving)
 
     def as_json(self) -> dict[str, Any]:
         """JSON object, bounds included."""
         bounds = {"max_staleness": self.max_staleness, "max_drift": self.max_drift, "max_error": self.max_error}
         return {**asdict(self), **bounds}
+
+
+def most(values: Iterable[float | None]) -> float | None:
+    """The largest, 0 of none; None where any of them is unknown."""
+    found = list(values)
+    known = [value for value in found if value is not None]
+    return max(known, default=0.0) if len(known) == len(found) else None
 
 
 def is_lossy(encoding: str) -> bool:
@@ -91,7 +97,7 @@ def certify(resolution: Resolution) -> Certificate:
         store_id=manifest.store_id,
         save=manifest.save.name,
         step=manifest.step,
-        exact=all(_is_exact(unit) for unit in units),
+        exact=all(is_exact(unit, manifest.save.name) for unit in units),
         units=units,
         problems=resolution.problems,
     )
@@ -123,9 +129,12 @@ def _encoding(version: Version) -> str:
     return named
 
 
-def _is_exact(unit: CertifiedUnit) -> bool:
-    if not encoding_named(unit.encoding).lossless or unit.error:
+def is_exact(unit: CertifiedUnit, save: str) -> bool:
+    """Whether a unit of the commit ``save`` is what training had when that was made, to the last bit.
+
+    A step may have several saves: of a job that went back, or that saved it anew. Another one's values may differ."""
+    if is_lossy(unit.encoding) or unit.error != 0:
         return False
     if unit.moving:
-        return unit.staleness == 0
+        return unit.save == save
     return not unit.fallback and unit.drift == 0

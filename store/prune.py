@@ -64,6 +64,7 @@ def plan_prune(catalog: Catalog, retention: Retention) -> PrunePlan:
     newest_whole = max(commits.whole)
     keep = kept(commits.whole, catalog.proven(), retention)
     keep |= {save for save in commits.readable if save > newest_whole}
+    keep |= _apart(catalog, commits.whole)
     reachable = {group for save in keep for group in _reached(catalog.manifest(save))}
     newest = max(commits.readable)
     dead = tuple(sorted(group for group in groups if group not in reachable and group < newest))
@@ -73,6 +74,19 @@ def plan_prune(catalog: Catalog, retention: Retention) -> PrunePlan:
     strange += [path for group in dead for path in _strange_in(catalog.files, group)]
     freed = sum(_group_bytes(catalog.files, group) for group in dead)
     return PrunePlan(tuple(sorted(keep)), dropped, dead, temporaries, tuple(strange), freed)
+
+
+def _apart(catalog: Catalog, whole: Sequence[SaveId]) -> set[SaveId]:
+    """The newest commit that rests on no base of the newest: damage of one base must not take all that is kept."""
+    newest_first = sorted(whole, reverse=True)
+    bases = {base for unit in catalog.manifest(newest_first[0]).units for base in unit.bases}
+    if not bases:
+        return set()
+    for save in newest_first[1:]:
+        units = catalog.manifest(save).units
+        if not any(bases.intersection((unit.save, *unit.bases)) for unit in units):
+            return {save}
+    return set()
 
 
 def execute(files: Files, plan: PrunePlan) -> None:

@@ -14,7 +14,8 @@ from store.bases import with_bases
 from store.catalog import Catalog
 from store.coverage import FragmentIndex, Source, covered_numel
 from store.encoding import encoding_named
-from store.errors import DamagedError, NothingToResumeError, StorageError
+from store.errors import DamagedError, MissingError, NothingToResumeError, StorageError
+from store.layout import segment_dir
 from store.names import Fragment, SaveId, Unit
 from store.schema import GroupRecord, ManifestRecord, PartRecord, UnitRecord
 
@@ -109,11 +110,12 @@ def _whole(
     # A later release's name is no reason to fall back.
     encoding_named(record.encoding, f"manifest {manifest.save}: {record.unit}")
     if Bad(record.version, record.unit) in bad:
-        problems.append(f"{record.unit}: version {record.save} does not match its hashes")
+        problems.append(f"{record.unit}: version {_unfit(catalog, record.version)}")
         return None
     damaged = [base for base in record.bases if Bad(SaveId.parse(base), record.unit) in bad]
     if damaged:
-        problems.append(f"{record.unit}: version {record.save} is the difference to {damaged[0]}, which is damaged")
+        base = _unfit(catalog, SaveId.parse(damaged[0]), base=True)
+        problems.append(f"{record.unit}: version {record.save} is the difference to {base}")
         return None
     group_record = _group_record(manifest, record.version)
     group = catalog.group(record.version, group_record)
@@ -122,7 +124,7 @@ def _whole(
     try:
         sources = with_bases(group.by_unit.get(record.unit, ()), bases)
         _require_covered(record, sources)
-        _require_undamaged(record, sources, bad)
+        _require_undamaged(catalog, record, sources, bad)
     except DamagedError as error:
         problems += [problem for one in (group, *bases) for problem in one.problems]
         problems.append(str(error))
@@ -136,15 +138,26 @@ def _require_covered(record: UnitRecord, sources: tuple[Source, ...]) -> None:
         raise DamagedError(f"{record.unit}: version {record.save} has {covered} of its {record.numel} elements")
 
 
-def _require_undamaged(record: UnitRecord, sources: tuple[Source, ...], bad: Set[Bad]) -> None:
+def _require_undamaged(catalog: Catalog, record: UnitRecord, sources: tuple[Source, ...], bad: Set[Bad]) -> None:
     if not bad:
         return
     for source in sources:
         if Bad(source.part.save, record.unit, source.entry.fragment) in bad:
-            raise DamagedError(f"{record.unit}: version {record.save} does not match its hashes")
+            raise DamagedError(f"{record.unit}: version {_unfit(catalog, source.part.save)}")
         if source.base is not None and Bad(source.base.part.save, record.unit, source.entry.fragment) in bad:
-            base = source.base.part.save
-            raise DamagedError(f"{record.unit}: version {record.save} is the difference to {base}, which is damaged")
+            base = _unfit(catalog, source.base.part.save, base=True)
+            raise DamagedError(f"{record.unit}: version {record.save} is the difference to {base}")
+
+
+def _unfit(catalog: Catalog, save: SaveId, *, base: bool = False) -> str:
+    """A save that a reader found to be of no use, and why: it may have been pruned while it was read."""
+    try:
+        catalog.files.list_dir(segment_dir(save))
+    except MissingError:
+        return f"{save}, which is gone" if base else f"{save} is gone"
+    except StorageError:
+        pass  # whoever reads on is told what is refused
+    return f"{save}, which is damaged" if base else f"{save} does not match its hashes"
 
 
 def _previous(

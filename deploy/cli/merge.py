@@ -224,7 +224,12 @@ def _named(names: Sequence[str]) -> str:
 
 def kind_of(certificate: Certificate) -> Text:
     """Exact, or how old, how new and how far moved."""
+    from merger.layouts.hf_certificate import working_dtypes
     from merger.optimizer_steps import changed_steps
+
+    if certificate.exact and (dtypes := working_dtypes(certificate)):
+        # To the last bit what the run computes with, and yet not all that it keeps.
+        return Text(f"exact working weights ({', '.join(dtypes)}), not the master weights", style="green")
 
     drift = certificate.max_drift
     ages = [unit.staleness for unit in certificate.units if unit.moving]

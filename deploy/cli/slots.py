@@ -14,7 +14,7 @@ from rich.text import Text
 from deploy.cli import output
 from deploy.cli.layers import slots_of
 from deploy.cli.text import drift_text, size_text
-from store.certificate import CertifiedUnit, is_lossy
+from store.certificate import CertifiedUnit, is_lossy, most
 
 
 def slot_table(units: Sequence[CertifiedUnit], parameters: int) -> Table:
@@ -55,7 +55,7 @@ def _rounded_table(units: Sequence[CertifiedUnit], parameters: int) -> Table:
 
 
 def _rounded_row(units: Sequence[CertifiedUnit], parameters: int) -> list[str]:
-    error = drift_text(max((unit.error for unit in units), default=0.0))
+    error = drift_text(most(unit.error for unit in units))
     return [*_span(units), _max_drift(units), error, *_size(units, parameters)]
 
 

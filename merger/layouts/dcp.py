@@ -31,7 +31,7 @@ from merger.containers.dcp import DcpFile, DcpMetadata, Item
 from merger.containers.pt import PtFile
 from merger.layouts.base import Laid
 from merger.layouts.names import bare_names, model_names
-from merger.layouts.torch_optimizer import torch_hyper, torch_scalars
+from merger.layouts.torch_optimizer import torch_hyper, with_torch_steps
 from merger.runstate import portable
 from merger.stored import Placed, Stored, whole
 from merger.target import Target
@@ -58,11 +58,13 @@ class DcpLayout:
         notes: tuple[str, ...] = ("there is no optimizer state to write: load the model only",)
         if checkpoint.framework_state.get("param_groups"):
             hyper, notes = torch_hyper(checkpoint)
+            checkpoint, more = with_torch_steps(checkpoint)
+            notes = (*notes, *more)
             state["optim"] = _optimizer(checkpoint, hyper)
         files, metadata = _planned(state, target.file_bytes)
         out = [OutFile(name, file) for name, file in files.items()]
         out += [OutFile(".metadata", metadata), OutFile("extra.pt", PtFile(_extra(checkpoint)))]
-        return Laid(f"step{checkpoint.step}", tuple(out), _LOAD, notes)
+        return Laid(f"step{checkpoint.step}", tuple(out), _LOAD, notes, checkpoint.certificate)
 
 
 def _model(checkpoint: Checkpoint) -> dict[str, Stored]:
@@ -80,7 +82,7 @@ def _optimizer(checkpoint: Checkpoint, hyper: list[dict[str, Any]]) -> dict[str,
     groups = []
     for group, values in zip(checkpoint.framework_state["param_groups"], hyper, strict=True):
         for fqn in group["params"]:
-            found = torch_scalars(checkpoint, group, fqn)
+            found = dict(portable(checkpoint.framework_state["scalars"].get(fqn, {})))
             for slot in checkpoint.slots(fqn):
                 found[slot] = whole(checkpoint, fqn, slot)
             if found:

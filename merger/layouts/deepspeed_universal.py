@@ -14,6 +14,7 @@ from deepspeed.checkpoint import constants
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 
+from merger.blocks import xxh3
 from merger.checkpoint import Checkpoint
 from merger.containers.base import OutFile
 from merger.containers.pt import PtFile
@@ -50,9 +51,11 @@ class UniversalLayout:
         groups = optimized_groups(checkpoint, facts)
         checkpoint, notes = with_common_steps(checkpoint, enumerate(groups))
         tag = f"global_step{checkpoint.framework_state['counters']['global_steps']}_universal"
+        origin = _origin(checkpoint)
+        optimizer = _optimizer(facts, checkpoint, groups, origin)
         files = (
-            *(_parameter_files(checkpoint, groups, f"{tag}/{_FOLDER}")),
-            OutFile(f"{tag}/{_FOLDER}/{_OPTIMIZER}", PtFile(_optimizer(facts, checkpoint, groups), _CLASSES)),
+            *(_parameter_files(checkpoint, groups, f"{tag}/{_FOLDER}", origin)),
+            OutFile(f"{tag}/{_FOLDER}/{_OPTIMIZER}", PtFile(optimizer, _CLASSES)),
             *_model_files(facts, checkpoint, groups, tag),
             # No ``latest``: an engine that does not load universally would take the weights and start the optimizer
             # anew, without a word.
@@ -70,14 +73,16 @@ def optimized_groups(checkpoint: Checkpoint, facts: EngineFacts) -> tuple[tuple[
     )
 
 
-def _parameter_files(checkpoint: Checkpoint, groups: tuple[tuple[str, ...], ...], folder: str) -> Iterator[OutFile]:
+def _parameter_files(
+    checkpoint: Checkpoint, groups: tuple[tuple[str, ...], ...], folder: str, origin: dict[str, Any]
+) -> Iterator[OutFile]:
     for params in groups:
         known = next((fqn for fqn in params if has_state(checkpoint, fqn)), None)
         for fqn in params:
             _require_a_name(fqn)
             tensors = {WEIGHTS: whole(checkpoint, fqn, WEIGHTS), **_slots(checkpoint, fqn, known)}
             for slot, stored in tensors.items():
-                value = {constants.CAT_DIM: 0, constants.PARAM: stored, CLIENT_KEY: _origin(checkpoint)}
+                value = {constants.CAT_DIM: 0, constants.PARAM: stored, CLIENT_KEY: origin}
                 yield OutFile(f"{folder}/{fqn}/{slot}.pt", PtFile(value))
             if known is not None:
                 scalars = checkpoint.framework_state["scalars"].get(known, {})
@@ -96,7 +101,9 @@ def _slots(checkpoint: Checkpoint, fqn: str, known: str | None) -> dict[str, Sto
     return {slot: Stored(shape, torch_dtype(checkpoint.dtype(known, slot)), ()) for slot in checkpoint.slots(known)}
 
 
-def _optimizer(facts: EngineFacts, checkpoint: Checkpoint, groups: tuple[tuple[str, ...], ...]) -> dict[str, Any]:
+def _optimizer(
+    facts: EngineFacts, checkpoint: Checkpoint, groups: tuple[tuple[str, ...], ...], origin: dict[str, Any]
+) -> dict[str, Any]:
     """State that belongs to no parameter, in the places where the loaders of ZeRO-1/2 and of ZeRO-3 look for it."""
     hyper = [
         {**portable(group["hyper"]), "params": [index]}
@@ -116,14 +123,30 @@ def _optimizer(facts: EngineFacts, checkpoint: Checkpoint, groups: tuple[tuple[s
             "state": {} if step is None else {0: {STEP: portable(step)}},
             "param_groups": hyper,
         },
-        CLIENT_KEY: {**_origin(checkpoint), "slots": [_slots_of(checkpoint, params) for params in groups]},
+        CLIENT_KEY: {**origin, "slots": [_slots_of(checkpoint, params) for params in groups]},
     }
 
 
 def _origin(checkpoint: Checkpoint) -> dict[str, Any]:
     """What stands in every file below ``zero``, where no engine and no converter carries it anywhere else: a reader
     can tell these files from converted ones, and from those of another save."""
-    return {"save": checkpoint.certificate.save, "step": checkpoint.framework_state["counters"]["global_steps"]}
+    return {
+        "save": checkpoint.certificate.save,
+        "step": checkpoint.framework_state["counters"]["global_steps"],
+        "contents": _contents(checkpoint),
+    }
+
+
+def _contents(checkpoint: Checkpoint) -> str:
+    """A checksum over the checksums of all that the checkpoint's tensors are read from, and of their store's id:
+    saves of two runs may have the same name and step. The same for every merge of the same save."""
+    running = xxh3()
+    running.update(memoryview(checkpoint.certificate.store_id.encode()))
+    for name, extents in sorted(checkpoint.index.names().items()):
+        for extent in extents:
+            place = (*name, extent.start, extent.stop, extent.dtype, extent.offset, extent.block.digest)
+            running.update(memoryview(repr(place).encode()))
+    return running.hexdigest()
 
 
 def _slots_of(checkpoint: Checkpoint, params: tuple[str, ...]) -> list[str]:

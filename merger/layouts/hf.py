@@ -16,6 +16,7 @@ from merger.containers.base import OutFile
 from merger.containers.safetensors import SafetensorsFile
 from merger.containers.verbatim import Verbatim
 from merger.layouts.base import Laid
+from merger.layouts.hf_certificate import dtype_notes, weights_certificate
 from merger.layouts.hf_files import model_files, read_config, require_folder, weight_names
 from merger.layouts.names import model_names
 from merger.listed import listed
@@ -39,7 +40,9 @@ class HfLayout:
         if checkpoint.files is not None:
             require_folder(checkpoint.files)
             files += model_files(checkpoint.files, weights_dtype(weights))
-        return Laid(f"step{checkpoint.step}", tuple(files), (_load(checkpoint),), _notes(checkpoint, weights))
+        certificate = weights_certificate(checkpoint, weights)
+        notes = (*dtype_notes(certificate), *_notes(checkpoint, weights))
+        return Laid(f"step{checkpoint.step}", tuple(files), (_load(checkpoint),), notes, certificate)
 
 
 def hf_weights(checkpoint: Checkpoint, target: Target) -> dict[str, Stored]:

@@ -84,7 +84,7 @@ def weight_problems(module: Mapping[str, Any], extents: Iterable[Extent]) -> lis
         if not weights.contiguous or weights.lazy:
             skipped[extent.fqn] = weights.where
             continue
-        for start, stop in _samples(extent.start, extent.stop):
+        for start, stop in samples(extent.start, extent.stop):
             _require_cast(
                 weights.extent(extent.fqn, "working", extent.start, extent.stop, extent.start), extent, start, stop
             )
@@ -94,7 +94,8 @@ def weight_problems(module: Mapping[str, Any], extents: Iterable[Extent]) -> lis
     ]
 
 
-def _samples(start: int, stop: int) -> list[tuple[int, int]]:
+def samples(start: int, stop: int) -> list[tuple[int, int]]:
+    """The begin, the middle and the end of elements [start, stop); all of a few."""
     if stop - start <= 3 * SAMPLE:
         return [(start, stop)]
     middle = (start + stop) // 2
@@ -102,12 +103,12 @@ def _samples(start: int, stop: int) -> list[tuple[int, int]]:
 
 
 def _require_cast(working: Extent, master: Extent, start: int, stop: int) -> None:
-    one, other = _elements(working, start, stop), _elements(master, start, stop)
+    one, other = elements(working, start, stop), elements(master, start, stop)
     other = other.to(one.dtype)
     if bool(((one == other) | (one.isnan() & other.isnan())).all()):
         return
     for block in (working.block, master.block):
-        _require_whole(block)
+        require_whole(block)
     raise MergeError(
         f"{working.fqn}: the weights in {working.block.name} are not those in {master.block.name} (elements {start} to "
         f"{stop}), as they are within one save: files of different saves are mixed, or weights were changed behind the "
@@ -115,7 +116,7 @@ def _require_cast(working: Extent, master: Extent, start: int, stop: int) -> Non
     )
 
 
-def _elements(extent: Extent, start: int, stop: int) -> torch.Tensor:
+def elements(extent: Extent, start: int, stop: int) -> torch.Tensor:
     """Elements [start, stop) of the parameter, unchecked."""
     out = torch.empty(stop - start, dtype=torch_dtype(extent.dtype))
     at = extent.block.offset + extent.offset + (start - extent.start) * out.element_size()
@@ -123,7 +124,8 @@ def _elements(extent: Extent, start: int, stop: int) -> torch.Tensor:
     return out
 
 
-def _require_whole(block: Block) -> None:
+def require_whole(block: Block) -> None:
+    """Read a block, however large, in pieces. DamagedError unless it matches its checksum; StorageError."""
     running = block.checksum()
     for at in range(0, block.nbytes, CHUNK):
         data = memoryview(bytearray(min(CHUNK, block.nbytes - at)))

@@ -14,8 +14,10 @@ from merger.checkpoint import Checkpoint
 from merger.sources.deepspeed_checkpoint import build
 from merger.sources.deepspeed_classes import STAND_INS
 from merger.sources.deepspeed_files import RankFiles, is_universal, read_universal
+from merger.sources.deepspeed_one_save import weight_problems
 from merger.sources.deepspeed_tags import Tags
-from merger.sources.deepspeed_universal_whole import require_one_save, require_whole
+from merger.sources.deepspeed_universal_slices import slice_problems
+from merger.sources.deepspeed_universal_whole import require_converted, require_one_save, require_whole
 from merger.sources.deepspeed_zero import Optimized, Shape, base_groups, param_shapes, scalars_of
 from merger.sources.deepspeed_zero12 import in_group_order, is_round_robin
 from merger.sources.folder import plain_name
@@ -46,7 +48,9 @@ class UniversalSource:
 
     def checkpoint(self, step: int | str | None, _: Set[Flaw] = frozenset()) -> Checkpoint:
         """See :class:`merger.sources.base.Source`. None: the one that ``latest_universal`` names."""
-        files = read_universal(self._tags.folder(step))
+        folder = self._tags.folder(step)
+        require_converted(folder)
+        files = read_universal(folder)
         shapes = param_shapes(files.model)
         found = as_merged(build(files, shapes, _optimized(files, shapes), self._files), files)
         return self._tags.verified(found, step)
@@ -72,6 +76,10 @@ def _optimized(files: RankFiles, shapes: list[list[Shape]]) -> Optimized:
     held = {shape.fqn for group in shapes for shape in group if shape.numel}
     whole = [[fqn for fqn in group["params"] if fqn in held] for group in out.groups]
     out.problems += require_whole(files, whole, out, own)
+    if files.stage != 3:
+        out.problems += weight_problems(files.model.at("module").mapping(), out.extents)
+    elif own is None:
+        out.problems += slice_problems(files, shapes, out.extents)
     plain = "BF16_Optimizer" if _is_wrapped(files) else "DeepSpeedZeroOptimizer"
     out.facts = {
         "zero_optimizer": "DeepSpeedZeroOptimizer_Stage3" if files.stage == 3 else plain,

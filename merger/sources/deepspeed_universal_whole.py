@@ -6,10 +6,12 @@ Each is a directory of its own, so that one may be missing, left from another sa
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from merger.listed import listed
 from merger.sources.deepspeed_files import RankFiles, comparable
+from merger.sources.deepspeed_one_save import step_in
 from merger.sources.deepspeed_zero import Optimized
 from merger.sources.nest import Nest
 from store.errors import MergeError
@@ -19,18 +21,38 @@ CONVERTED = ("exp_avg", "exp_avg_sq")
 """What DeepSpeed's converter writes for every parameter; it fails where an optimizer keeps anything else."""
 
 
+_UNFINISHED = "tmp"
+"""Where the converter works, beside ``zero``. It removes it when all of ``zero`` is written."""
+
+
+def require_converted(folder: Path) -> None:
+    """MergeError where the converter did not come to its end: it writes over what an earlier conversion left."""
+    if (folder / _UNFINISHED).is_dir():
+        raise MergeError(
+            f"{folder / _UNFINISHED} is where ds_to_universal works until it is done: the conversion was interrupted, "
+            f"and {folder / 'zero'} may hold files of an earlier one. Convert the checkpoint again, into an empty "
+            f"directory (or remove {_UNFINISHED} if you know that it was kept with --keep_temp_folder)"
+        )
+
+
 def require_one_save(found: Nest, own: Nest | None) -> None:
     """A file's own note of its save, where a merge wrote it. own: that of ``optimizer_state.pt``."""
     if own is None or not isinstance(found.value, dict):
         return
-    noted = found.get("driftpoint")
-    expected = tuple(own.at(key).value for key in ("save", "step"))
-    if noted is None or tuple(noted.at(key).value for key in ("save", "step")) != expected:
+    noted, expected = found.get("driftpoint"), _told(own)
+    if noted is None or _told(noted) != expected:
         told = "no save" if noted is None else f"step {noted.at('step').value} of {noted.at('save').value}"
+        if noted is not None and _told(noted)[:2] == expected[:2]:
+            told = f"another state that is called {told}, too"
         raise MergeError(
             f"{found.where} is of {told}, and {own.where} of step {expected[1]} of {expected[0]}: files of two saves "
             "are mixed; copy the checkpoint again"
         )
+
+
+def _told(own: Nest) -> tuple[Any, ...]:
+    """Save, step, and the checksum of what is in it, which early releases did not write."""
+    return own.at("save").value, own.at("step").value, own.mapping().get("contents")
 
 
 def require_whole(files: RankFiles, groups: Sequence[Sequence[str]], found: Optimized, own: Nest | None) -> list[str]:
@@ -45,7 +67,7 @@ def require_whole(files: RankFiles, groups: Sequence[Sequence[str]], found: Opti
     for i, group in enumerate(groups):
         expected = set(CONVERTED) if own is None else {slot.text() for slot in own.at("slots").at(i).entries()}
         _require_alike(files, group, expected.union(*(found.slots[fqn] for fqn in group)), found.scalars)
-    return [] if own is not None else _doubts(files, found.scalars)
+    return [] if own is not None else _doubts(files, found)
 
 
 def _refuse_surplus(files: RankFiles, found: Optimized) -> None:
@@ -80,15 +102,22 @@ def _require_alike(files: RankFiles, group: Sequence[str], slots: set[str], scal
             )
 
 
-def _doubts(files: RankFiles, scalars: dict[str, dict[str, Any]]) -> list[str]:
+def _doubts(files: RankFiles, found: Optimized) -> list[str]:
     """An optimizer that was not loaded with its model starts from 0 again, so that other steps prove nothing."""
     counted = files.model.at("global_steps").natural() - files.model.at("skipped_steps").natural()
-    steps = {float(one["step"]) for one in scalars.values() if "step" in one}
-    if steps <= {float(counted)}:
-        return []
+    each = [step_in(found.scalars[fqn], group["hyper"]) for group in found.groups for fqn in group["params"]]
+    steps = {step for step in each if step is not None}
     told = listed((f"{step:g}" for step in sorted(steps)), 6)
-    line = (
-        f"the optimizer in {files.folder / 'zero'} has made {told} steps, and {files.model.where} counts {counted}: it "
-        "was started anew in between, or is of another save"
-    )
+    if not steps and each and files.stage == 3:
+        line = (
+            "the optimizer counts no steps, and ZeRO-3 saves the weights once: nothing tells whether "
+            f"{files.folder / 'zero'} and {files.model.where} are of one save"
+        )
+    elif steps <= {float(counted)}:
+        return []
+    else:
+        line = (
+            f"the optimizer in {files.folder / 'zero'} has made {told} steps, and {files.model.where} counts "
+            f"{counted}: it was started anew in between, or is of another save"
+        )
     return [line]

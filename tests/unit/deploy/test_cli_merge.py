@@ -5,6 +5,7 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from rich.console import Console
 
 from deploy.cli.merge import kind_of, print_certificate, size_from
+from merger.layouts.hf_certificate import WeightsCertificate, Written
 from merger.optimizer_steps import ChosenStep, Had, with_steps
 from store.certificate import Certificate
 from store.errors import UsageError
@@ -163,6 +165,24 @@ def test_optimizer_steps_that_layers_did_not_have_are_in_the_table() -> None:
     assert "and 2 more; 12: head" in " ".join(table.split())
     assert "composite" in table and "one optimizer step for layers that had several" in " ".join(table.split())
     assert "Optimizer step" not in told(ChosenStep(1, 12.0, had[1:])) and "exact" in told()
+
+
+def test_exported_weights_are_called_what_they_are(here: Here, trained: Path, tmp_path: Path) -> None:
+    given = ("merge", trained / "store", "--layout", "hf", "--step", 1)
+    exact = here(*given, "--out", tmp_path / "exact")
+    assert "exact" in exact.out and "exp_avg" not in exact.out and "rounded" not in exact.out
+    half = here(*given, "--out", tmp_path / "half", "--dtype", "float16")
+    assert "not exact: rounded to float16, drift up to 0" in half.out
+    assert [line.split()[4] for line in half.out.splitlines() if line.split()[:1] == ["all"]] == ["?"]
+    assert "weights held in float32 are written in float16" in " ".join(half.out.split())
+    told = here(*given, "--out", tmp_path / "json", "--dtype", "float16", "--json").json["certificate"]
+    assert (told["exact"], told["max_error"], told["written"][0]["working"]) == (False, None, False)
+    planned = here(*given, "--dtype", "float16", "--plan", "--json").json["certificate"]
+    assert planned == told
+    whole = Certificate("s", "00000012-000001", 12, True, (), ())
+    values = {one.name: getattr(whole, one.name) for one in fields(Certificate)}
+    working = WeightsCertificate(**values, written=(Written("float32", "bfloat16", True, ("norm",)),))
+    assert kind_of(working).plain == "exact working weights (bfloat16), not the master weights"
 
 
 RECIPE = """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import zipfile
 import zlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,15 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
+from merger.checkpoint import Checkpoint
 from merger.containers.dcp import DcpFile, Item
 from merger.layouts import dcp as layout
 from merger.layouts.dcp import DcpLayout
-from merger.layouts.torch_optimizer import torch_hyper, torch_scalars
+from merger.layouts.torch_optimizer import torch_hyper, with_torch_steps
 from merger.merge import merge
+from merger.optimizer_steps import changed_steps
 from merger.stored import Placed, Stored
 from merger.target import Target
 from store.errors import MergeError, UnsupportedError
@@ -109,7 +113,7 @@ FUSED = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.2, "bia
 TENSORS = {"a": tensor(2), "b": tensor(2)}
 
 
-@pytest.mark.parametrize("name", ["FusedAdam", "DeepSpeedCPUAdam", None])
+@pytest.mark.parametrize("name", ["FusedAdam", "DeepSpeedCPUAdam", "AdamW", "Adam", "unknown", None])
 @pytest.mark.parametrize(
     ("section", "decoupled"),
     [
@@ -121,21 +125,105 @@ TENSORS = {"a": tensor(2), "b": tensor(2)}
 )
 def test_deepspeeds_adams_become_torchs(name: str | None, section: dict[str, Any] | None, decoupled: bool) -> None:
     facts = {"ds_config": {"optimizer": section}} if section else {}
-    checkpoint = described(TENSORS, state=adam({**FUSED, "step": 3}, {"a": 0, "b": 3}, name), facts=facts)
+    checkpoint = described(TENSORS, state=adam({**FUSED, "step": 3}, {"a": 3, "b": 3}, name), facts=facts)
     (group,), (note,) = torch_hyper(checkpoint)
     kind = torch.optim.AdamW if decoupled else torch.optim.Adam
     own = kind([torch.zeros(1)], lr=0.1, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.2).param_groups[0]
     assert {**group, "params": own["params"]} == own
-    assert kind.__name__ in note
-    stepped = torch_scalars(checkpoint, checkpoint.framework_state["param_groups"][0], "a")["step"]
+    assert kind.__name__ in note and ("nothing says whether" in note) == (section is None)
+    stepped = steps_of(checkpoint)["a"]
     assert torch.equal(stepped, torch.tensor(3.0)) and stepped.dtype == torch.float32
+
+
+def steps_of(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+    scalars = with_torch_steps(checkpoint)[0].framework_state["scalars"]
+    return {fqn: kept["step"] for fqn, kept in scalars.items()}
+
+
+@pytest.mark.parametrize("name", ["FusedAdam", "AdamW", None])
+@pytest.mark.parametrize("stage", [None, 0])
+def test_fused_adam_counts_in_one_parameter_of_a_group(name: str | None, stage: int | None) -> None:
+    facts = {} if stage is None else {"zero_stage": stage}
+    checkpoint = described(TENSORS, state=adam(FUSED, {"a": 0, "b": 3}, name), facts=facts)
+    assert steps_of(checkpoint) == {"a": torch.tensor(3.0), "b": torch.tensor(3.0)}
+    counted, notes = with_torch_steps(checkpoint)
+    assert counted.certificate == checkpoint.certificate and counted.certificate.exact and notes == ()
+    composite = replace(checkpoint, run_steps={"a": 0, "b": 2})
+    assert steps_of(composite) == {"a": torch.tensor(2.0), "b": torch.tensor(2.0)}
+    counted, (note,) = with_torch_steps(composite)
+    assert [(one.param_group, one.chosen) for one in changed_steps(counted.certificate)] == [(0, 2.0)]
+    assert not counted.certificate.exact and "get the run's, 2" in note
+
+
+@pytest.mark.parametrize(
+    ("name", "hyper", "stage"),
+    [
+        ("FusedAdam", FUSED, 1),
+        ("AdamW", FUSED, 3),
+        ("DeepSpeedCPUAdam", {**FUSED, "amsgrad": False}, 0),
+        ("AdamW", {**FUSED, "amsgrad": False}, 0),
+        (None, {**FUSED, "amsgrad": False}, None),
+    ],
+)
+@pytest.mark.parametrize("run_steps", [{}, {"a": 3, "b": 3}])
+def test_where_each_parameter_has_a_count_it_keeps_it(
+    name: str | None, hyper: dict[str, Any], stage: int | None, run_steps: dict[str, Any]
+) -> None:
+    facts = {} if stage is None else {"zero_stage": stage}
+    checkpoint = described(TENSORS, state=adam(hyper, {"a": 2, "b": 3}, name), facts=facts)
+    composite = replace(checkpoint, run_steps=run_steps)
+    assert steps_of(composite) == {"a": torch.tensor(2.0), "b": torch.tensor(3.0)}
+    assert with_torch_steps(composite)[0].certificate.exact and with_torch_steps(composite)[1] == ()
+
+
+class CpuAdam(PlainStore):
+    """A store as of DeepSpeedCPUAdam, in which the optimizer is called what the configuration calls it."""
+
+    def run_state(self, step: int, rank: int) -> dict[str, Any]:
+        found = super().run_state(step, rank)
+        framework = found["framework"]
+        for group in framework["param_groups"]:
+            group["hyper"] = {**FUSED, "amsgrad": False}
+        framework["scalars"] = {fqn: {"step": step} for fqn in framework["scalars"]}
+        return {**found, "framework": {**framework, "optimizer": "AdamW"}}
+
+
+def test_stock_torch_loads_what_deepspeeds_adam_left(tmp_path: Path) -> None:
+    store = CpuAdam(tmp_path / "store")
+    store.save(10)
+    result = merge(store.root, tmp_path / "out", target=Target("dcp"))
+    model = torch.nn.Module()
+    for fqn, slots in store.expected(10).items():
+        *path, name = fqn.split(".")
+        place = model
+        for part in path:
+            if part not in dict(place.named_children()):
+                place.add_module(part, torch.nn.Module())
+            place = place.get_submodule(part)
+        place.register_parameter(name, torch.nn.Parameter(torch.zeros(len(slots["fp32"]))))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+    state = dict(zip(("model", "optim"), get_state_dict(model, optimizer), strict=True))
+    dcp.load(state, checkpoint_id=str(result.out), no_dist=True)
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
+    (group,) = optimizer.param_groups
+    assert (group["lr"], group["weight_decay"], group["maximize"]) == (0.1, 0.2, False)
+    assert {kept["step"].item() for kept in optimizer.state.values()} == {10.0}
+    torch.stack([parameter.sum() for parameter in model.parameters()]).sum().backward()
+    optimizer.step()
 
 
 def test_torchs_own_hyperparameters_are_left_alone() -> None:
     state = adam({"lr": 0.1, "foreach": None}, {"a": torch.tensor(2.0), "b": torch.tensor(4.0)}, "AdamW")
     checkpoint = described(TENSORS, state=state)
     assert torch_hyper(checkpoint) == ([{"lr": 0.1, "foreach": None}], ())
-    assert torch_scalars(checkpoint, state["param_groups"][0], "a")["step"].item() == 2
+    assert with_torch_steps(checkpoint) == (checkpoint, ())
+
+
+def test_optimizers_that_only_resemble_adam_are_left_alone() -> None:
+    for name, hyper in (("OneBitAdam", FUSED), ("Lamb", {**FUSED, "max_coeff": 10.0})):
+        checkpoint = described(TENSORS, state=adam(hyper, {"a": 2, "b": 4}, name))
+        assert torch_hyper(checkpoint) == ([hyper], ())
+        assert with_torch_steps(checkpoint) == (checkpoint, ())
 
 
 def test_an_adam_that_torch_cannot_do() -> None:

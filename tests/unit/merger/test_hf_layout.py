@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +11,21 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from merger.checkpoint import Checkpoint
 from merger.containers.safetensors import SafetensorsFile
 from merger.layouts.base import Laid
 from merger.layouts.hf import HfLayout, hf_weights
 from merger.layouts.names import model_names, unwrapped
 from merger.merge import merge
+from merger.recipe.read import read_recipe
+from merger.sources.certified import certificate
 from merger.target import Target
+from store.coverage import FragmentIndex
 from store.errors import MergeError, UnsupportedError, UsageError
 from tests.support.described import described, tensor
 from tests.support.plain_stores import PlainStore
+from tests.support.planned import Tensor, planned
+from tests.support.stores import How
 
 TIED = {
     "embed.weight": tensor(50, 4, aliases=("head.weight",)),
@@ -224,3 +231,81 @@ def test_a_training_state_keeps_what_the_run_itself_made_infinite() -> None:
     checkpoint = described({"w": tensor(4, dtype="F16")})
     assert all(stored.stays_finite for stored in hf_weights(checkpoint, Target("hf")).values())
     assert not any(stored.stays_finite for stored in hf_weights(checkpoint, Target("trainer")).values())
+
+
+@pytest.mark.parametrize(("dtype", "name"), [("F16", "float16"), ("BF16", "bfloat16")])
+def test_what_a_cast_rounds_is_not_called_exact(store: PlainStore, tmp_path: Path, dtype: str, name: str) -> None:
+    store.save(10)
+    result = merge(store.root, tmp_path / "out", target=Target("hf", dtype=dtype))
+    certificate = result.certificate
+    assert not certificate.exact and certificate.lossy == (name,) and certificate.max_error is None
+    assert {(unit.slot, unit.encoding, unit.error) for unit in certificate.units} == {("fp32", name, None)}
+    document = json.loads((result.out / "driftpoint-certificate.json").read_text())
+    assert (document["exact"], document["max_error"]) == (False, None)
+    layers = [layer.name for layer in store.layers]
+    assert document["written"] == [{"held": "float32", "written": name, "working": False, "layers": layers}]
+    (note,) = (note for note in result.notes if "rounds" in note)
+    assert f"float32 are written in {name}" in note and "not exact" in note and note in document["notes"]
+
+
+def test_the_dtype_of_a_recipe_is_the_same_cast(store: PlainStore, tmp_path: Path) -> None:
+    store.save(10)
+    (tmp_path / "recipe.yaml").write_text(f"newest: {store.root}\ndtype: float16\n")
+    recipe = read_recipe(tmp_path / "recipe.yaml")
+    result = merge(None, tmp_path / "out", recipe=recipe, target=Target("hf"))
+    assert not result.certificate.exact and result.certificate.lossy == ("float16",)
+
+
+def bf16_run() -> Checkpoint:
+    """Master weights in float32 of a model in bfloat16, and frozen weights in bfloat16."""
+    run = planned({"a.w": Tensor((4,)), "b.w": Tensor((4,)), "head.w": Tensor((2,), kind="frozen")}, [["a.w", "b.w"]])
+    tensors = {fqn: record.model_copy(update={"dtype": "BF16"}) for fqn, record in run.tensors.items()}
+    extents = (
+        replace(extent, dtype="BF16" if slot == "frozen" else "F32")
+        for (_, slot), found in run.index.names().items()
+        for extent in found
+    )
+    made = certificate("global_step10", 10, "here", tensors, run.index)
+    return replace(run, tensors=tensors, index=FragmentIndex(extents), certificate=made)
+
+
+def test_working_weights_are_told_from_master_weights() -> None:
+    run = bf16_run()
+    own = HfLayout().lay_out(run, Target("hf"))
+    assert own.certificate is not None and own.certificate.exact
+    told = own.certificate.as_json()["written"]
+    assert told == ({"held": "float32", "written": "bfloat16", "working": True, "layers": ("a", "b")},)
+    (note,) = (note for note in own.notes if "working weights" in note)
+    assert "--dtype float32 writes the master weights" in note
+    masters = HfLayout().lay_out(run, Target("hf", dtype="F32"))  # frozen ones are only widened
+    assert masters.certificate is not None and masters.certificate.exact
+    assert masters.certificate.as_json()["written"] == ()
+    assert not any("working weights" in note or "rounds" in note for note in masters.notes)
+    half = HfLayout().lay_out(run, Target("hf", dtype="F16"))
+    assert half.certificate is not None and not half.certificate.exact
+    assert {(one["held"], one["layers"]) for one in half.certificate.as_json()["written"]} == {
+        ("float32", ("a", "b")),
+        ("bfloat16", ("head",)),
+    }
+
+
+def test_only_what_is_written_is_certified(store: PlainStore, tmp_path: Path) -> None:
+    """Moments that were rounded, or are old, make the weights no less exact; weights that were do."""
+    store.save(10, how={"exp_avg": How("int8-block")})
+    store.save(20, slots=("fp32",))
+    exact = merge(store.root, tmp_path / "exact", target=Target("hf")).certificate
+    assert {unit.slot for unit in exact.units} == {"fp32"} and exact.exact and exact.max_staleness == 0
+    assert not merge(store.root, tmp_path / "state").certificate.exact
+    store.save(30, slots=("fp32",), how={"fp32": How("bf16")})
+    rounded = merge(store.root, tmp_path / "rounded", target=Target("hf")).certificate
+    assert not rounded.exact and rounded.lossy == ("bf16",)
+    store.save(40, slots=("fp32",), layers=("norm",))
+    assert not merge(store.root, tmp_path / "old", target=Target("hf")).certificate.exact
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_what_leaves_a_foreign_checkpoint_in_doubt_leaves_its_weights_in_doubt(own: bool) -> None:
+    run = bf16_run()
+    doubted = replace(run.certificate, exact=False, units=run.certificate.units if own else ())
+    found = HfLayout().lay_out(replace(run, certificate=doubted), Target("hf")).certificate
+    assert found is not None and not found.exact

@@ -225,6 +225,30 @@ def test_a_damaged_base_flaws_what_depends_on_it(
     assert any("00000010-000001, which is damaged" in problem for problem in result.problems)
 
 
+@pytest.mark.parametrize("lost", [(20,), (20, 30)])
+def test_a_base_that_is_pruned_meanwhile_is_told_to_be_gone(
+    store: PlainStore, tmp_path: Path, lost: tuple[int, ...]
+) -> None:
+    """Alone, or with the commit that rests on it."""
+    store.save(10, how=packed(LOSSY))
+    base = store.save(20, how=packed(LOSSY))
+    store.save(30, how=packed(LOSSY, base))
+    plans: list[object] = []
+
+    def pruned(plan: object) -> None:
+        plans.append(plan)
+        for step in lost if len(plans) == 1 else ():
+            name = SaveId(step, base.epoch).name
+            (store.root / "manifests" / f"{name}.json").unlink()
+            shutil.rmtree(store.root / "segments" / name)
+
+    result = merge(store.root, tmp_path / "out", planned=pruned)
+    assert same(rebuilt(result.out), store.expected(10)) and not result.certificate.exact
+    told = "; ".join(result.problems)
+    assert f"{base}, which is gone" in told or f"version {base} is gone" in told
+    assert "damaged" not in told and "does not match its hashes" not in told
+
+
 @pytest.mark.parametrize("position", [0, 3, 4, 5, None])
 @pytest.mark.parametrize("form", ["packed", "difference"])
 def test_a_damaged_frame_costs_that_version_alone(

@@ -143,6 +143,46 @@ def test_objects_in_yaml_are_refused(tmp_path: Path) -> None:
         recipe("sources: !!python/object/apply:os.system ['touch /nowhere']")
 
 
+MERGEKIT = "slices: [{sources: [{model: run/a, layer_range: [0, 2]}]}]\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("sources:\n  a: {path: x, step: 00000120}\nrest: a", "r.yaml:2: YAML takes 00000120 for 80"),
+        ("sources: {a: {path: x, step: 0120}}\nrest: a", "YAML takes 0120 for 80"),
+        ("sources: {a: {path: x, step: 00000007}}\nrest: a", "YAML takes 00000007 for 7"),
+        ("sources: {a: {path: x, step: 0_120}}\nrest: a", "YAML takes 0_120 for 80"),
+        ("sources: {a: {path: x, step: 1:50}}\nrest: a", "YAML takes 1:50 for 110"),
+        ("sources: {a: {path: x, step: !!int '0120'}}\nrest: a", "YAML takes 0120 for 80"),
+        ("sources: {010: x}\nrest: a", "YAML takes 010 for 8"),
+        (SOURCES + "take:\n- {blocks: 1:0, from: a}", "r.yaml:4: YAML takes 1:0 for 60"),
+        (SOURCES + "take:\n- {blocks: [0, 010], from: a}", "YAML takes 010 for 8"),
+        (MERGEKIT.replace("2]", "010]"), "r.yaml:1: YAML takes 010 for 8"),
+        (MERGEKIT + "parameters: {weight: 0:01.0}", "r.yaml:2: YAML takes 0:01.0 for 1.0"),
+    ],
+)
+def test_numbers_that_yaml_reads_as_others(text: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(told) + ".*: write it "):
+        recipe(text)
+
+
+def test_numbers_that_everyone_reads_alike() -> None:
+    text = "sources: {a: {path: x, step: 120}, b: {path: x, step: 0}, c: {path: x, step: '00000120'}}\nrun_state: a"
+    assert [source.step for source in recipe(text).sources.values()] == [120, 0, 120]
+
+
+def test_aliases_are_followed_so_far_and_no_further() -> None:
+    assert recipe("sources: {a: &a {path: x}, b: *a}\nrun_state: a").sources["b"] == SourceRef(Path("x"), None)
+    listed = ["files: &x0 [x]", *(f"k{i}: &x{i} [{', '.join([f'*x{i - 1}'] * 9)}]" for i in range(1, 12))]
+    merged = ["files: &x0 {a: x}", *(f"k{i}: &x{i} {{{', '.join([f'<<: *x{i - 1}'] * 2)}}}" for i in range(1, 40))]
+    for lines in (listed, merged):
+        with pytest.raises(ConfigError, match=r"^r\.yaml:\d+: more than 100000 values.*write out"):
+            recipe("\n".join(lines))
+    with pytest.raises(ConfigError, match="is not YAML"):
+        recipe("sources: &a [*a]")
+
+
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot read the recipe .*: No such file"):
         read_recipe(tmp_path / "none.yaml")

@@ -18,6 +18,7 @@ from merger.containers.pt import PtFile
 from merger.layouts.base import Laid
 from merger.layouts.deepspeed_universal import UniversalLayout
 from merger.target import Target
+from store.coverage import FragmentIndex
 from store.errors import UnsupportedError
 from tests.support.planned import Tensor, planned
 
@@ -52,6 +53,29 @@ def test_each_parameter_has_a_directory_and_nothing_else_has() -> None:
     assert value(laid, "zero/a.w/fp32.pt")["param"].shape == (5, 2)
     assert value(laid, "zero/a.w/step.pt").item() == 10
     assert laid.tag == TAG
+
+
+def test_files_say_which_state_they_are_of_whatever_its_save_is_called() -> None:
+    """The same for every merge of a save, another for another run's."""
+    checkpoint = planned({"a.w": Tensor((5, 2))}, [["a.w"]])
+    (extent,) = checkpoint.index.names()["a.w", "exp_avg"]
+    other_block = replace(extent, block=replace(extent.block, digest="00000001"))
+    kept = [one for (_, slot), (one,) in checkpoint.index.names().items() if slot != "exp_avg"]
+    others = [
+        checkpoint,
+        replace(checkpoint, index=FragmentIndex([*kept, other_block])),
+        replace(checkpoint, certificate=replace(checkpoint.certificate, store_id="1")),
+    ]
+    notes = []
+    for one in others:
+        laid = UniversalLayout().lay_out(one, Target("universal"))
+        (note,) = {repr(value(laid, f"zero/a.w/{slot}.pt")["driftpoint"]) for slot in ("fp32", "exp_avg")}
+        noted = value(laid, "zero/optimizer_state.pt")["driftpoint"]
+        assert note == repr({key: item for key, item in noted.items() if key != "slots"})
+        assert (noted["save"], noted["step"]) == ("00000010-000001", 10)
+        notes.append(note)
+    assert len(set(notes)) == 3
+    assert notes[0] == repr(value(laid_out({"a.w": Tensor((5, 2))}, [["a.w"]]), "zero/a.w/fp32.pt")["driftpoint"])
 
 
 @pytest.mark.parametrize("fqn", ["a/b", "..", ".", "../x", "/abs", "x\0y", "optimizer_state.pt", "n" * 256])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,7 @@ def test_what_makes_no_sense_is_told_with_its_place(values: dict[str, Any], wher
     ("text", "told"),
     [
         ("a: [1", "is not YAML"),
+        ("a: 2026-13-01", "is not YAML"),
         ("- one\n- two\n", "must be a YAML mapping"),
         ("1: 2\n", "must be a YAML mapping"),
         ("just words\n", "must be a YAML mapping"),
@@ -101,6 +103,24 @@ def test_a_file_that_is_no_mapping(tmp_path: Path, text: str, told: str) -> None
     with pytest.raises(ConfigError, match=told) as caught:
         load_config(path)
     assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("every: 0100", "YAML takes 0100 for 64"),
+        ("retention:\n  keep_last: 010", "YAML takes 010 for 8"),
+        ("timeouts: {commit: 10:00}", "YAML takes 10:00 for 600"),
+        ("timeouts: {commit: 10:00.0}", "YAML takes 10:00.0 for 600.0"),
+        ("policy: {name: parity, k: 002}", "YAML takes 002 for 2"),
+    ],
+)
+def test_a_number_that_yaml_reads_as_another(tmp_path: Path, text: str, told: str) -> None:
+    path = tmp_path / "driftpoint.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=re.escape(told) + ".*write it") as caught:
+        load_config(path)
+    assert str(path) in str(caught.value) and f"line {text.count(chr(10)) + 1}" in str(caught.value)
 
 
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
