@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from monitor.config import ENCODINGS
+from policies.options import expected_bytes
 from store.catalog import open_catalog
 from store.certificate import certify
 from store.errors import ConfigError
@@ -31,6 +33,9 @@ SETTINGS: dict[str, Any] = {
     "budget": {"bytes_per_hour": RATE * 3600, "burst_seconds": BURST},
     "retention": {"keep_last": 10_000},
 }
+
+
+COMPACT = ENCODINGS["compact"]
 
 
 @dataclass(frozen=True)
@@ -161,3 +166,19 @@ def test_a_first_save_that_costs_more_than_there_is_comes_about(tmp_path: Path) 
 def test_settings_that_do_not_go_together_are_refused(tmp_path: Path, values: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=told), job(tmp_path / "store", **values):
         pass
+
+
+def test_what_is_observed_costs_and_loses_what_its_encoding_does(tmp_path: Path) -> None:
+    policy = {"name": "observe", "inner": "budget"}
+    poor = SETTINGS | {"policy": policy, "encoding": "compact", "budget": {"bytes_per_hour": 1.0}}
+    with job(tmp_path / "store", **poor) as one:
+        one.ckpt.resume()
+        one.step()
+        report = one.step()
+        assert report is not None
+        moving = [shown for shown in report.stats if shown.moving]
+        assert moving
+        for shown in moving:
+            assert shown.encoding == COMPACT[shown.unit.slot] and shown.error > 0
+            assert shown.stored_bytes == expected_bytes(replace(shown, stored_bytes=0), COMPACT[shown.unit.slot])
+            assert shown.stored_bytes < 0.6 * shown.nbytes
