@@ -15,8 +15,10 @@ from monitor.drift.select import meter_for
 from monitor.group import Group, current_group
 from monitor.job import Job
 from monitor.layers import find_layers
+from monitor.metrics import Metrics
 from monitor.opened import open_existing, open_store
 from monitor.run_state import UserState, to_tree
+from monitor.spending import Spending
 from monitor.units import UnitTable
 from policies.observe import Observe
 
@@ -62,4 +64,6 @@ def _job(
     policy = settings.bounded_policy()
     observing = isinstance(policy, Observe)
     inner = policy.inner if isinstance(policy, Observe) else policy
-    return Job(settings, inner, group, adapter, table, meter, user, observing=observing)
+    metrics = Metrics()
+    spending = Spending(settings.budget.bucket(), metrics)
+    return Job(settings, inner, group, adapter, table, meter, user, metrics, spending, observing=observing)

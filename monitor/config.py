@@ -15,8 +15,10 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from monitor.bucket import TokenBucket
 from policies.base import Policy
 from policies.bounds import Bounds, bound
+from policies.budget import spends
 from policies.encoded import encoded
 from policies.select import policy_from
 from policies.setting import nearest
@@ -57,6 +59,20 @@ class BoundSettings(Settings):
     max_drift: float | None = None
     precision: Literal["exact", "any"] | None = None
     """None: ``exact`` unless ``encoding`` names what loses bits."""
+
+
+class BudgetSettings(Settings):
+    """What policy ``budget`` may write. burst_seconds: of unused bytes that may gather for one moment."""
+
+    bytes_per_hour: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    burst_seconds: float = Field(default=3600.0, gt=0, le=_LONGEST)
+
+    def bucket(self) -> TokenBucket | None:
+        """Empty, filling from now on; None where nothing is limited."""
+        if self.bytes_per_hour is None:
+            return None
+        rate = self.bytes_per_hour / 3600
+        return TokenBucket(rate, rate * self.burst_seconds)
 
 
 class DriftSettings(Settings):
@@ -121,6 +137,7 @@ class Config(Settings):
     packing: Literal["auto", "none"] | Annotated[int, Field(ge=1, le=19)] = "none"
     differences: bool = False
     bounds: BoundSettings = BoundSettings()
+    budget: BudgetSettings = BudgetSettings()
     drift: DriftSettings = DriftSettings()
     layers: LayerSettings = LayerSettings()
     retention: RetentionSettings = RetentionSettings()
@@ -134,7 +151,19 @@ class Config(Settings):
         precision = settings.precision or ("any" if lossy else "exact")
         bounds = Bounds(settings.max_staleness, settings.max_drift, precision, self.every)
         _require_divisors(encodings)
-        return encoded(bound(policy_from(self.policy), bounds), encodings, bounds)
+        policy = policy_from(self.policy)
+        self._require_budget(policy)
+        return encoded(bound(policy, bounds), encodings, bounds)
+
+    def _require_budget(self, policy: Policy) -> None:
+        limited = self.budget.bytes_per_hour is not None
+        if spends(policy) and not limited:
+            raise ConfigError("policy budget needs what it may spend: set `budget: {bytes_per_hour: 2.0e+10}`")
+        if limited and not spends(policy):
+            raise ConfigError(
+                f"budget.bytes_per_hour holds under policy budget only, and the policy is {policy.name}: set "
+                "`policy: budget`, or remove it"
+            )
 
     def encodings(self) -> Mapping[str, str]:
         """The encoding of each slot that is not raw. ConfigError for names that there are not."""

@@ -14,7 +14,7 @@ from monitor.drift.base import Measure
 from monitor.job import Job
 from monitor.measuring import Measured, measure_all, unit_stats
 from monitor.units import LocalUnit, is_moving
-from policies.base import Budget, Choice, Decision, History, UnitStats
+from policies.base import Choice, Decision, History, UnitStats
 from policies.bounds import incomplete
 from store.names import RAW, Unit
 
@@ -46,6 +46,7 @@ class Decider:
         self._group = job.group
         self._table = job.table
         self._ledger = job.ledger
+        self._spending = job.spending
 
     def decide(self, step: int, local: Mapping[Unit, LocalUnit], forced: str | None) -> Decided:
         """Decide on every unit; ``forced`` saves everything that is finite, for that reason."""
@@ -95,7 +96,7 @@ class Decider:
         )
 
     def _select(self, step: int, stats: tuple[UnitStats, ...], forced: str | None) -> Decision:
-        decision = self._policy.select(stats, Budget(), History(step, self._ledger.commits))
+        decision = self._policy.select(stats, self._spending.offer(stats), History(step, self._ledger.commits))
         if forced is None:
             return decision
         sick = {one.unit.layer for one in stats if not one.finite}

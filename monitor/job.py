@@ -11,13 +11,15 @@ from monitor.group import Group
 from monitor.ledger import Ledger
 from monitor.metrics import Metrics
 from monitor.run_state import UserState
+from monitor.spending import Spending
 from monitor.units import UnitTable
 from policies.base import Policy
 
 
 @dataclass(frozen=True)
 class Job:
-    """The parts of one rank. ``ledger`` is kept on rank 0 (and after a resume stands alike everywhere).
+    """The parts of one rank. ``ledger`` is kept on rank 0 (and after a resume stands alike everywhere), and so is
+    ``spending``.
 
     observing: nothing is written, everything is measured."""
 
@@ -28,6 +30,7 @@ class Job:
     table: UnitTable
     meter: DriftMeter
     user: UserState
+    metrics: Metrics
+    spending: Spending
     observing: bool = False
     ledger: Ledger = field(default_factory=Ledger)
-    metrics: Metrics = field(default_factory=Metrics)

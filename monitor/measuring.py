@@ -62,6 +62,9 @@ def unit_stats(table: UnitTable, ledger: Ledger, step: int, measured: Mapping[Un
                 finite=found is None or found.finite,
                 moving=is_moving(unit),
                 error=version.error if version is not None else 0.0,
+                numel=size.numel,
+                encoding=version.encoding if version is not None else None,
+                stored_bytes=version.nbytes if version is not None else 0,
                 changed_shape=version is not None and (version.members != size.members or _untold(table, unit, found)),
             )
         )

@@ -55,6 +55,16 @@ class Metrics:
         self.observed_avoided = Counter(
             "driftpoint_observed_avoided_bytes", "Bytes that full saves would have written besides", registry=registry
         )
+        self.budget = Gauge(
+            "driftpoint_budget_bytes",
+            "Bytes that policy budget may spend now; below 0, what earlier saves overdrew",
+            registry=registry,
+        )
+        self.overdraft = Counter(
+            "driftpoint_budget_overdraft_bytes",
+            "Bytes that bounds or save() demanded beyond what was at hand",
+            registry=registry,
+        )
         self.stall = Histogram(
             "driftpoint_stall_seconds",
             "Time a decision kept the training thread",

@@ -17,6 +17,7 @@ from monitor.encoders import decode, encode
 from monitor.job import Job
 from monitor.saver import Settled
 from monitor.units import LocalUnit, is_moving
+from policies.options import expected_bytes, expected_error
 from store.encoding import encoding_named
 from store.names import RAW, Fragment, SaveId, Unit
 from store.schema import UnitRecord
@@ -33,6 +34,7 @@ class Observer:
         self._meter = job.meter
         self._ledger = job.ledger
         self._metrics = job.metrics
+        self._spending = job.spending
 
     def reserve(self, local: Mapping[Unit, LocalUnit]) -> None:
         """Nothing is staged, so nothing is reserved."""
@@ -59,22 +61,26 @@ class Observer:
 
     def begin(self, step: int, decided: Decided, local: Mapping[Unit, LocalUnit]) -> int:
         """Move references and versions as the commit would have. Returns the bytes that it would have copied here."""
+        if self._group.rank == 0:
+            self._spending.begin(step, decided.stats, decided.saved, first=self._ledger.commits == 0)
+        shown = {one.unit: one for one in decided.stats}
         for unit, choice in decided.saved.items():
             if unit in local:
                 self._meter.reset(unit, [_decoded(tensor, choice.encoding) for tensor in local[unit].tensors])
-            size = self._table.sizes[unit]
+            size, encoding, one = self._table.sizes[unit], choice.encoding or RAW, shown.get(unit)
             self._ledger.versions[unit] = UnitRecord(
                 layer=unit.layer,
                 slot=unit.slot,
                 save=SaveId(step, 0).name,
-                encoding=choice.encoding or "",
+                encoding=encoding,
                 numel=size.numel,
-                nbytes=size.nbytes,
+                nbytes=size.nbytes if one is None else int(expected_bytes(one, encoding)),
                 drift=0.0,
                 staleness=0,
                 moving=is_moving(unit),
                 reason=choice.reason,
                 members=size.members,
+                error=0.0 if one is None else expected_error(one, encoding),
             )
         self._ledger.commits += 1
         if self._group.rank == 0:

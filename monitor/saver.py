@@ -134,7 +134,10 @@ class Saver:
         copying.start()
         if not self._lazy:
             copying.finish()
-        committing = self._committing(save, decided) if self._group.rank == 0 else None
+        committing = None
+        if self._group.rank == 0:
+            committing = self._committing(save, decided)
+            self._job.spending.begin(step, decided.stats, decided.saved, first=self._job.ledger.newest is None)
         segment, unstorable = self._segment(save, decided)
         packing = self._packing(save, staged, lasting=not decided.forced)
         job = SaveJob(self._opened.files, segment, staged, copying, self._meter, packing, committing, unstorable)
@@ -251,6 +254,8 @@ class Saver:
 
     def _told(self, pending: _Pending, outcome: Done[Saved | None]) -> Drawn | None:
         if self._group.rank == 0:
+            if outcome.result is not None and outcome.result.drawn is not None:
+                self._job.spending.committed(outcome.result.written_bytes)
             return tell_save(self._metrics, self._job.ledger, pending.save.step, outcome)
         if outcome.error is not None:
             tell_segment(self._group.rank, pending.save.step, outcome.error)

@@ -26,6 +26,8 @@ class UnitStats:
     moving: False for what no optimizer updates (frozen parameters).
     error: relative distance of what was stored to what decoding that newest version gives; 0 where it is lossless.
     changed_shape: the set of parameters in it is not the one of the newest version.
+    numel: values over all ranks; 0 where that is not known, and then they count as float32.
+    encoding, stored_bytes: of the newest version, as it was stored; None and 0 where there is none.
     """
 
     unit: Unit
@@ -38,14 +40,21 @@ class UnitStats:
     moving: bool = True
     changed_shape: bool = False
     error: float = 0.0
+    numel: int = 0
+    encoding: str | None = None
+    stored_bytes: int = 0
 
 
 @dataclass(frozen=True)
 class Budget:
-    """What saving may cost. None means unlimited."""
+    """What this decision may cost.
 
-    bytes_per_hour: float | None = None
-    time_share: float | None = None
+    bytes: that may be written; None means unlimited, below 0 that earlier saves are not paid for yet.
+    demanded: units that are saved whatever the policy says, so that what they cost comes off first.
+    """
+
+    bytes: float | None = None
+    demanded: frozenset[Unit] = frozenset()
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ save comes about: a save that fails, or a commit that lands late, is the caller'
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from policies.answer import check_answer, check_shown
@@ -89,16 +89,17 @@ class Bounded:
     5    otherwise                                           as the inner policy says
     ===  ==================================================  =======================================
 
-    What rows 2 to 4 demand is stored raw. Only where max_staleness demands what the inner policy saves
-    anyway, the inner policy's encoding stands. Under precision ``any``, the error that a lossy encoding adds
-    shows as drift at the next decision, not before.
+    What rows 2 to 4 demand is stored raw, or, where it moves, as ``encodings`` (slot -> encoding) has it. Only
+    where max_staleness demands what the inner policy saves anyway, the inner policy's encoding stands. Under
+    precision ``any``, the error that a lossy encoding adds shows as drift at the next decision, not before.
 
-    The inner policy sees every unit, those that its answer cannot change as well, and its whole answer is
-    checked. Raises PolicyError where it breaks its contract.
+    The inner policy sees every unit, those that its answer cannot change as well, and is told which of them rows
+    2 to 4 demand. Its whole answer is checked. Raises PolicyError where it breaks its contract.
     """
 
     policy: Policy
     bounds: Bounds = field(default_factory=Bounds)
+    encodings: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         if isinstance(self.policy, Observe):
@@ -117,21 +118,39 @@ class Bounded:
     def select(self, stats: Sequence[UnitStats], budget: Budget, history: History) -> Decision:
         """One choice for each unit, by the table above."""
         check_shown(self.name, stats)
-        inner = self.policy.select(stats, budget, history)
+        rows, stale = self._rows(stats, history.step), self._stale_units(stats)
+        demanded = {one.unit for one in stats if (rows.get(one.unit) or stale.get(one.unit) or _NOTHING).saved}
+        inner = self.policy.select(stats, replace(budget, demanded=frozenset(demanded)), history)
         check_answer(self.name, stats, inner, self.bounds.encodings)
-        sick = sick_slots(stats)
-        first = all(one.staleness is None for one in stats)
         return Decision(
             {
-                one.unit: _gated(one, sick.get(one.unit.layer, ()), history.step)
-                or _unversioned(one, first)
-                or _standing(one, history.step)
-                or self._drifted(one)
-                or self._stale(one, inner.choices[one.unit])
+                one.unit: rows.get(one.unit)
+                or _by_staleness(stale.get(one.unit), inner.choices[one.unit])
                 or inner.choices[one.unit]
                 for one in stats
             }
         )
+
+    def _rows(self, stats: Sequence[UnitStats], step: int) -> Mapping[Unit, Choice]:
+        """The units that the table decides without the inner policy, but for those of max_staleness."""
+        sick = sick_slots(stats)
+        first = all(one.staleness is None for one in stats)
+        found = {
+            one.unit: _gated(one, sick.get(one.unit.layer, ()), step)
+            or _unversioned(one, first)
+            or _standing(one, step)
+            or self._drifted(one)
+            for one in stats
+        }
+        return {one.unit: self._stored(one, choice) for one in stats if (choice := found[one.unit]) is not None}
+
+    def _stale_units(self, stats: Sequence[UnitStats]) -> Mapping[Unit, Choice]:
+        return {one.unit: self._stored(one, choice) for one in stats if (choice := self._stale(one)) is not None}
+
+    def _stored(self, one: UnitStats, choice: Choice) -> Choice:
+        if not choice.saved or not one.moving:
+            return choice
+        return Choice(self.encodings.get(one.unit.slot, RAW), choice.reason)
 
     def _drifted(self, one: UnitStats) -> Choice | None:
         limit = self.bounds.max_drift
@@ -143,14 +162,21 @@ class Bounded:
             return Choice(RAW, compared("drift", one.drift, ">", "max_drift", limit))
         return None
 
-    def _stale(self, one: UnitStats, inner: Choice) -> Choice | None:
+    def _stale(self, one: UnitStats) -> Choice | None:
         if one.staleness is None or not self.bounds.is_stale(one.staleness):
             return None
         bounds = self.bounds
         return Choice(
-            inner.encoding or RAW,
+            RAW,
             f"staleness {one.staleness} + interval {bounds.interval} > max_staleness {bounds.max_staleness}",
         )
+
+
+_NOTHING = Choice(None, "nothing is demanded")
+
+
+def _by_staleness(demand: Choice | None, inner: Choice) -> Choice | None:
+    return None if demand is None else replace(demand, encoding=inner.encoding or demand.encoding)
 
 
 def bound(policy: Policy, bounds: Bounds) -> Policy:

@@ -1,16 +1,18 @@
 """Which encoding a policy's choices are stored in, where the configuration names one for each slot.
 
 Named policies choose what to save and say ``raw``; here raw becomes the encoding of the slot. What does not move
-(frozen parameters, buffers) stays raw: it is stored once. A policy that names other encodings itself keeps them.
+(frozen parameters, buffers) stays raw: it is stored once. A policy that names other encodings itself keeps them, and
+``budget``, which weighs encodings against each other, is told which one is the coarsest that each slot may have.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from policies.base import Budget, Choice, Decision, History, Policy, UnitStats
-from policies.bounds import Bounds
+from policies.bounds import Bounded, Bounds
+from policies.budget import Budgeted
 from policies.observe import Observe
 from store.encoding import encoding_named
 from store.errors import ConfigError
@@ -67,5 +69,12 @@ def encoded(policy: Policy, encodings: Mapping[str, str], bounds: Bounds) -> Pol
     if not encodings:
         return policy
     if isinstance(policy, Observe):
-        return Observe(Encoded(policy.inner, encodings))
+        return Observe(_encoded(policy.inner, encodings))
+    return _encoded(policy, encodings)
+
+
+def _encoded(policy: Policy, encodings: Mapping[str, str]) -> Policy:
+    if isinstance(policy, Bounded) and isinstance(policy.policy, Budgeted):
+        # Its raw is a choice like another, so only what the bounds demand is theirs to encode.
+        return replace(policy, policy=replace(policy.policy, encodings=encodings), encodings=encodings)
     return Encoded(policy, encodings)

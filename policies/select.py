@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from policies.base import Policy
+from policies.budget import Budgeted
 from policies.filter import Filter
 from policies.full import Full
 from policies.observe import Observe
@@ -21,9 +22,17 @@ from policies.threshold import Threshold
 from store.errors import ConfigError
 
 POLICIES: Mapping[str, type[Any]] = MappingProxyType(
-    {"filter": Filter, "full": Full, "observe": Observe, "parity": Parity, "threshold": Threshold}
+    {
+        "budget": Budgeted,
+        "filter": Filter,
+        "full": Full,
+        "observe": Observe,
+        "parity": Parity,
+        "threshold": Threshold,
+    }
 )
-"""Every policy that settings can name. Each is a frozen dataclass; its fields are its parameters."""
+"""Every policy that settings can name. Each is a frozen dataclass; its fields are its parameters, but for those
+whose metadata say that they are not ``setting``."""
 
 
 def policy_from(settings: Mapping[str, Any] | str) -> Policy:
@@ -63,7 +72,7 @@ def _parts(settings: object) -> tuple[str, dict[str, Any]]:
 
 
 def _check_names(name: str, kind: type[Any], parameters: Mapping[str, Any]) -> None:
-    fields = dataclasses.fields(kind)
+    fields = [one for one in dataclasses.fields(kind) if one.metadata.get("setting", True)]
     known = [one.name for one in fields]
     for key in parameters:
         if not known:

@@ -30,6 +30,9 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "filter with auxiliary layers at intervals": {"name": "filter", "n": 1, "m": 3, "auxiliary": "interval"},
     "threshold": {"name": "threshold", "threshold": 0.05, "slots": {"exp_avg": 0.4}},
     "threshold that nothing reaches": {"name": "threshold", "threshold": 1e9},
+    "budget": {"name": "budget"},
+    "budget with lags": {"name": "budget", "lags": {"exp_avg": 40, "exp_avg_sq": 0.1}},
+    "observe budget": {"name": "observe", "inner": {"name": "budget"}},
     "observe": {"name": "observe", "inner": {"name": "threshold", "threshold": 0.05}},
     "observe full": {"name": "observe"},
 }

@@ -8,7 +8,7 @@ from store.names import Unit
 def test_saves_every_unit_whatever_its_state() -> None:
     still = UnitStats(Unit("head", "frozen"), 2, False, 10, 0.0, 7, moving=False)
     broken = UnitStats(Unit("block", "fp32"), 1, True, 10, None, None, finite=False)
-    decision = Full().select([still, broken], Budget(bytes_per_hour=0.0), History(step=10, commits=3))
+    decision = Full().select([still, broken], Budget(bytes=0.0), History(step=10, commits=3))
     assert decision.saved == (still.unit, broken.unit)
     assert decision.choices[still.unit] == Choice("raw", "everything is saved every time")
 
