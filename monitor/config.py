@@ -7,15 +7,25 @@ from __future__ import annotations
 
 import difflib
 import os
-import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
-from monitor.bucket import TokenBucket
+from monitor.settings import (
+    BoundSettings,
+    BudgetSettings,
+    DriftSettings,
+    LayerSettings,
+    MetricsSettings,
+    ResumeSettings,
+    RetentionSettings,
+    Settings,
+    TimeoutSettings,
+    TraceSettings,
+)
+from monitor.yamlfile import read_mapping
 from policies.base import Policy
 from policies.bounds import Bounds, bound
 from policies.budget import spends
@@ -28,12 +38,6 @@ from store.errors import ConfigError
 from store.names import WEIGHTS
 from store.retention import Retention
 
-_LONGEST = 1e6
-"""Seconds; threads cannot wait for ever longer ones."""
-
-_MISREAD = re.compile(r"[-+]?0[0-9_]+|.*:.*")
-"""Numbers that YAML 1.1 takes for octal or sexagesimal ones."""
-
 ENCODINGS: Mapping[str, Mapping[str, str]] = {
     "raw": {},
     "compact": {WEIGHTS: BF16, "exp_avg": INT8_BLOCK, "exp_avg_sq": INT8_SQRT_BLOCK},
@@ -44,74 +48,6 @@ ENCODINGS: Mapping[str, Mapping[str, str]] = {
 
 DIVISORS = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "sum", "exp_inf", "v"})
 """Slots of torch's and DeepSpeed's optimizers that updates are divided by."""
-
-
-class Settings(BaseModel):
-    """Base of all sections: frozen, and an unknown key is an error."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class BoundSettings(Settings):
-    """What holds whatever the policy chooses; see :class:`policies.bounds.Bounds`."""
-
-    max_staleness: int | None = None
-    max_drift: float | None = None
-    precision: Literal["exact", "any"] | None = None
-    """None: ``exact`` unless ``encoding`` names what loses bits."""
-
-
-class BudgetSettings(Settings):
-    """What policy ``budget`` may write. burst_seconds: of unused bytes that may gather for one moment."""
-
-    bytes_per_hour: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    burst_seconds: float = Field(default=3600.0, gt=0, le=_LONGEST)
-
-    def bucket(self) -> TokenBucket | None:
-        """Empty, filling from now on; None where nothing is limited."""
-        if self.bytes_per_hour is None:
-            return None
-        rate = self.bytes_per_hour / 3600
-        return TokenBucket(rate, rate * self.burst_seconds)
-
-
-class DriftSettings(Settings):
-    """How drift is measured. width and seed are the sketch's."""
-
-    method: Literal["sketch", "exact"] = "sketch"
-    width: int = Field(default=4099, ge=64, le=1 << 20)
-    seed: int = 0
-
-
-class LayerSettings(Settings):
-    """How parameters are grouped. patterns: layer name -> regular expression on parameter names."""
-
-    experts: bool = False
-    patterns: dict[str, str] = {}
-
-
-class RetentionSettings(Settings):
-    """Which commits stay; see :class:`store.retention.Retention`."""
-
-    keep_last: int = 3
-    keep_every: int | None = None
-    log_spaced: bool = True
-
-
-class MetricsSettings(Settings):
-    """The Prometheus endpoint of rank 0."""
-
-    enabled: bool = True
-    host: str = "127.0.0.1"
-    port: int = Field(default=9464, ge=0, le=65535)
-
-
-class TimeoutSettings(Settings):
-    """Seconds. commit: for all ranks' segments. close: for the save that still runs at the end. lock: for the store."""
-
-    commit: float = Field(default=600.0, gt=0, le=_LONGEST)
-    close: float = Field(default=600.0, ge=0, le=_LONGEST)
-    lock: float = Field(default=15.0, ge=0, le=_LONGEST)
 
 
 class Config(Settings):
@@ -141,6 +77,8 @@ class Config(Settings):
     drift: DriftSettings = DriftSettings()
     layers: LayerSettings = LayerSettings()
     retention: RetentionSettings = RetentionSettings()
+    resume: ResumeSettings = ResumeSettings()
+    trace: TraceSettings = TraceSettings()
     metrics: MetricsSettings = MetricsSettings()
     timeouts: TimeoutSettings = TimeoutSettings()
 
@@ -185,34 +123,12 @@ def load_config(source: str | os.PathLike[str] | Mapping[str, Any] | Config | No
     elif source is None or isinstance(source, Mapping):
         config = _validated(source or {}, "the configuration")
     else:
-        config = _validated(_read(Path(source)), str(source))
+        config = _validated(read_mapping(Path(source)), str(source))
     config.bounded_policy()
     config.retention_rule()
     if config.differences and config.packing == "none":
         raise ConfigError("differences: true saves bytes only where they are packed: set `packing: auto` or a level")
     return config
-
-
-class _Loader(yaml.SafeLoader):
-    """Plain values only, and no number that YAML 1.1 takes for another one than it looks like."""
-
-    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
-        """``0100`` would be 64 (octal), ``10:00`` 600 (sexagesimal)."""
-        return int(self._read_alike(node, super().construct_yaml_int(node)))
-
-    def construct_yaml_float(self, node: yaml.ScalarNode) -> float:
-        """``10:00.0`` would be 600."""
-        return float(self._read_alike(node, super().construct_yaml_float(node)))
-
-    def _read_alike(self, node: yaml.ScalarNode, taken: float) -> float:
-        if _MISREAD.fullmatch(node.value) is None:
-            return taken
-        told = f"YAML takes {node.value} for {taken}: write it as a decimal number without leading zeros"
-        raise yaml.constructor.ConstructorError(None, None, told, node.start_mark)
-
-
-_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
-_Loader.add_constructor("tag:yaml.org,2002:float", _Loader.construct_yaml_float)
 
 
 def _require_divisors(encodings: Mapping[str, str]) -> None:
@@ -231,20 +147,6 @@ def _require_known(key: str, names: Iterable[str], known: Iterable[str]) -> None
             raise ConfigError(
                 f"{key}: unknown {name!r}: did you mean {nearest(name, known)!r}? Known: {', '.join(known)}"
             )
-
-
-def _read(path: Path) -> Mapping[str, Any]:
-    try:
-        content = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)  # a SafeLoader
-    except OSError as error:
-        raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
-    except (yaml.YAMLError, ValueError) as error:
-        raise ConfigError(f"{path} is not YAML: {error}") from error
-    if content is None:
-        return {}
-    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
-        raise ConfigError(f"{path} must be a YAML mapping such as `store: ./checkpoints`")
-    return content
 
 
 def _validated(values: Mapping[str, Any], where: str) -> Config:

@@ -1,0 +1,98 @@
+"""The sections of a configuration: what each may hold. Frozen; an unknown key is an error."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from monitor.bucket import TokenBucket
+
+_LONGEST = 1e6
+"""Seconds; threads cannot wait for ever longer ones."""
+
+
+class Settings(BaseModel):
+    """Base of all sections: frozen, and an unknown key is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class BoundSettings(Settings):
+    """What holds whatever the policy chooses; see :class:`policies.bounds.Bounds`."""
+
+    max_staleness: int | None = None
+    max_drift: float | None = None
+    precision: Literal["exact", "any"] | None = None
+    """None: ``exact`` unless ``encoding`` names what loses bits."""
+
+
+class BudgetSettings(Settings):
+    """What policy ``budget`` may write. burst_seconds: of unused bytes that may gather for one moment."""
+
+    bytes_per_hour: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    burst_seconds: float = Field(default=3600.0, gt=0, le=_LONGEST)
+
+    def bucket(self) -> TokenBucket | None:
+        """Empty, filling from now on; None where nothing is limited."""
+        if self.bytes_per_hour is None:
+            return None
+        rate = self.bytes_per_hour / 3600
+        return TokenBucket(rate, rate * self.burst_seconds)
+
+
+class DriftSettings(Settings):
+    """How drift is measured. width and seed are the sketch's."""
+
+    method: Literal["sketch", "exact"] = "sketch"
+    width: int = Field(default=4099, ge=64, le=1 << 20)
+    seed: int = 0
+
+
+class LayerSettings(Settings):
+    """How parameters are grouped. patterns: layer name -> regular expression on parameter names."""
+
+    experts: bool = False
+    patterns: dict[str, str] = {}
+
+
+class RetentionSettings(Settings):
+    """Which commits stay; see :class:`store.retention.Retention`."""
+
+    keep_last: int = 3
+    keep_every: int | None = None
+    log_spaced: bool = True
+
+
+class ResumeSettings(Settings):
+    """Where a composite goes on. at: ``effective`` step (see docs/effective-step.md), or the ``newest``.
+
+    data: what the order of data does when the effective step lies back: ``back`` repeats the batches since, ``on``
+    takes those that come next."""
+
+    at: Literal["effective", "newest"] = "effective"
+    data: Literal["back", "on"] = "back"
+
+
+class TraceSettings(Settings):
+    """The drift trace of the job: what every decision saw and cost. path: of the file, by default the store's with
+    ``.trace.jsonl`` at its end."""
+
+    enabled: bool = True
+    path: str | None = Field(default=None, min_length=1)
+
+
+class MetricsSettings(Settings):
+    """The Prometheus endpoint of rank 0."""
+
+    enabled: bool = True
+    host: str = "127.0.0.1"
+    port: int = Field(default=9464, ge=0, le=65535)
+
+
+class TimeoutSettings(Settings):
+    """Seconds. commit: for all ranks' segments. close: for the save that still runs at the end. lock: for the store."""
+
+    commit: float = Field(default=600.0, gt=0, le=_LONGEST)
+    close: float = Field(default=600.0, ge=0, le=_LONGEST)
+    lock: float = Field(default=15.0, ge=0, le=_LONGEST)
