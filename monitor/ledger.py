@@ -71,11 +71,15 @@ class Ledger:
     commits: int = 0
     newest: SaveId | None = None
 
-    def adopt(self, resolution: Resolution) -> None:
-        """Stand where a resume put the state, fallbacks included."""
-        self.versions = {unit: version.record for unit, version in resolution.versions.items()}
-        self.groups = {version.record.save: version.group for version in resolution.versions.values()}
-        for version in resolution.versions.values():
+    def adopt(self, resolution: Resolution, step: int) -> None:
+        """Stand where a resume put the state, fallbacks included. step: that the job goes on from.
+
+        A version of a later step is none to count on from there: it would pass for fresher than it is, and its
+        staleness, counted from its step, would leave out updates that a resume loses. So it is saved anew."""
+        taken = [version for version in resolution.versions.values() if version.save.step <= step]
+        self.versions = {version.record.unit: version.record for version in taken}
+        self.groups = {version.record.save: version.group for version in taken}
+        for version in taken:
             self.groups.update(version.bases)
         self.commits = resolution.manifest.commits
         self.newest = resolution.manifest.save

@@ -175,6 +175,7 @@ def _unit_as_committed(step: int, record: UnitRecord) -> CertifiedUnit:
         nbytes=record.nbytes,
         error=record.error,
         bases=record.bases,
+        numel=record.numel,
     )
 
 
