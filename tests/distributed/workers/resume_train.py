@@ -64,6 +64,7 @@ class Run:
             step=first,
             exact=certificate.exact,
             save=certificate.save,
+            effective=certificate.effective_step,
             units=[(unit.layer, unit.slot, unit.step) for unit in certificate.units],
             hashes=hashes(trainee),
         )
