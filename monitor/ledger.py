@@ -74,9 +74,15 @@ class Ledger:
     def adopt(self, resolution: Resolution, step: int) -> None:
         """Stand where a resume put the state, fallbacks included. step: that the job goes on from.
 
-        A version of a later step is none to count on from there: it would pass for fresher than it is, and its
-        staleness, counted from its step, would leave out updates that a resume loses. So it is saved anew."""
-        taken = [version for version in resolution.versions.values() if version.save.step <= step]
+        Where that lies before the commit's, what moves counts as not saved, so that the next save is full. Versions
+        ahead of ``step`` would pass for fresher than they are; and as long as any other was stale, the next resume might
+        come back to the same step, so that a job which fails often would never get on."""
+        back = step < resolution.manifest.step
+        taken = [
+            version
+            for version in resolution.versions.values()
+            if not (back and version.record.moving) and version.save.step <= step
+        ]
         self.versions = {version.record.unit: version.record for version in taken}
         self.groups = {version.record.save: version.group for version in taken}
         for version in taken:
