@@ -75,7 +75,7 @@ class Ledger:
         """Stand where a resume put the state, fallbacks included. step: that the job goes on from.
 
         Where that lies before the commit's, what moves counts as not saved, so that the next save is full. Versions
-        ahead of ``step`` would pass for fresher than they are; and as long as any other was stale, the next resume might
+        ahead of ``step`` would pass for fresher than they are; and as long as others were stale, the next resume might
         come back to the same step, so that a job which fails often would never get on."""
         back = step < resolution.manifest.step
         taken = [

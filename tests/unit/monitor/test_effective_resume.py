@@ -314,7 +314,7 @@ def test_a_job_that_fails_often_gets_on(store: Path, policy: dict[str, Any], lif
                 other.advance()
         if catalog_of(store).saves()[0] != newest:
             reached.append(first)
-    assert len(reached) >= 5
+    assert len(reached) >= 3
     assert reached == sorted(reached)
     assert all(early < late for early, late in zip(reached, reached[2:], strict=False)), reached
     assert verify(catalog_of(store)).ok
@@ -367,9 +367,7 @@ def flip_run_state(store: Path, step: int) -> None:
     path.write_bytes(data)
 
 
-def test_damaged_run_state_is_passed_over_for_the_next_nearest(
-    store: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_damaged_run_state_is_passed_over_for_the_next_nearest(store: Path, caplog: pytest.LogCaptureFixture) -> None:
     seen = trained(store, 4, 7)
     order = nearest(store)
     assert order[0] != 7

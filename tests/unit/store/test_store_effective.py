@@ -148,4 +148,4 @@ def test_a_base_that_is_read_is_a_save_to_go_on_from(tmp_path: Path) -> None:
     assert base is not None
     store.save(20)
     store.save(30, how={"fp32": How("bf16", level=1, base=base)})
-    assert [save for save in run_saves(resolved(tmp_path), 12.0)] == [base, SaveId(30, 1)]
+    assert list(run_saves(resolved(tmp_path), 12.0)) == [base, SaveId(30, 1)]
