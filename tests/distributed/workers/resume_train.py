@@ -49,6 +49,8 @@ class Run:
             self.checkpoint(case, trainee, ckpt)
         ckpt.flush()
         if last:
+            if dist.is_initialized():
+                dist.barrier()  # the commit is rank 0's: what follows expects it
             self.die(trainee)
 
     def resumed(self, case: Mapping[str, Any]) -> None:
