@@ -65,5 +65,5 @@ def _job(
     observing = isinstance(policy, Observe)
     inner = policy.inner if isinstance(policy, Observe) else policy
     metrics = Metrics()
-    spending = Spending(settings.budget.bucket(), metrics)
+    spending = Spending(settings.budget.account(), metrics)
     return Job(settings, inner, group, adapter, table, meter, user, metrics, spending, observing=observing)

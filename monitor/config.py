@@ -94,13 +94,16 @@ class Config(Settings):
         return encoded(bound(policy, bounds), encodings, bounds)
 
     def _require_budget(self, policy: Policy) -> None:
-        limited = self.budget.bytes_per_hour is not None
+        limited = self.budget.limited
         if spends(policy) and not limited:
-            raise ConfigError("policy budget needs what it may spend: set `budget: {bytes_per_hour: 2.0e+10}`")
+            raise ConfigError(
+                "policy budget needs what it may spend: set `budget: {bytes_per_hour: 2.0e+10}`, or stall_share, or "
+                "storage_share"
+            )
         if limited and not spends(policy):
             raise ConfigError(
-                f"budget.bytes_per_hour holds under policy budget only, and the policy is {policy.name}: set "
-                "`policy: budget`, or remove it"
+                f"budget holds under policy budget only, and the policy is {policy.name}: set `policy: budget`, or "
+                "remove the section"
             )
 
     def encodings(self) -> Mapping[str, str]:
