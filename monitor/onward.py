@@ -33,11 +33,9 @@ from store.versions import Bad, Resolution
 class Onward:
     """Where the job goes on.
 
-    effective: the effective step of what is resumed. save: whose run state this is; its step is the one to go on from.
-    state: ``framework``, ``user`` and ``rng``, as this rank is to load them. generators: whether ``rng`` is this
-    rank's. notes: saves that were nearer and cannot be used."""
+    save: whose run state this is; its step is the one to go on from. state: ``framework``, ``user`` and ``rng``, as
+    this rank is to load them. generators: whether ``rng`` is this rank's. notes: nearer saves that cannot be used."""
 
-    effective: float
     save: SaveId
     state: Mapping[str, Any]
     generators: bool
@@ -51,9 +49,6 @@ class _Read:
     state: Mapping[str, Any]
     generators: bool
     problem: str = ""
-
-
-_BROKEN = "cannot be read"
 
 
 def find_onward(
@@ -76,7 +71,7 @@ def find_onward(
                 f"the run state of {save}, next to the effective step {effective:.4g}, is passed over: {problem}"
             )
             continue
-        onward = Onward(effective, save, found.state, found.generators, tuple(notes))
+        onward = Onward(save, found.state, found.generators, tuple(notes))
         if save == own or settings.data == "back":
             return onward
         latest = _everywhere_read(catalog, own, saves[own], group)
@@ -119,7 +114,7 @@ def _first(group: Group, problem: str) -> str:
 def _read(catalog: Catalog, save: SaveId, record: GroupRecord, rank: int) -> _Read:
     parts = catalog.group(save, record)
     if parts.problems or len(parts.parts) != record.world_size:
-        return _Read({}, False, "; ".join(parts.problems) or _BROKEN)
+        return _Read({}, False, "; ".join(parts.problems) or "its parts are not all there")
     first = parts.parts[0]
     try:
         # A job with more ranks than there were gives the others rank 0's objects, and generators of their own.
