@@ -37,8 +37,8 @@ def attach(
     ``load_state_dict``. A resume loads them before weights, moments and hyperparameters, which have the last word.
     Every rank calls it, after the process group is up.
 
-    Raises ConfigError for senseless settings and for a policy that fails on the layers of this job, UnsupportedError for
-    what cannot be handled, StoreInUseError where another job on this machine owns the store, and StorageError where it
+    Raises ConfigError for senseless settings and for a policy that fails on the layers of this job,
+    UnsupportedError for what cannot be handled, StoreInUseError where another job on this machine owns the store, and StorageError where it
     cannot be written.
     """
     group = current_group()

@@ -34,7 +34,7 @@ class Guard:
         """The policy's decision. Where it fails: everything, inside the job's bounds and in its encodings."""
         try:
             return self._policy.select(stats, budget, history)
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - the edge to the user's own code: told, counted, and in the manifest
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - the edge to the user's own code
             failure = failure_of(error)
             self._metrics.policy_failures.inc()
             self._tell(failure, error, history.step)

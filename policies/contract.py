@@ -199,13 +199,11 @@ def _bounds(policy: Policy, bounds: Bounds) -> str:
 def _starves(policy: Policy, bounds: Bounds) -> str:
     run = SimulatedRun(Bounded(policy, bounds), bounds.interval or 10, spends(policy))
     run.decide()
-    gaps = {unit: 0 for unit, one in run.units.items() if one.moving}
-    longest = dict(gaps)
+    gaps = longest = {unit: 0 for unit, one in run.units.items() if one.moving}
     for _ in range(3 * PATIENCE):
         saved = set(run.decide().saved)
-        for unit in gaps:
-            gaps[unit] = 0 if unit in saved else gaps[unit] + 1
-            longest[unit] = max(longest[unit], gaps[unit])
+        gaps = {unit: 0 if unit in saved else gap + 1 for unit, gap in gaps.items()}
+        longest = {unit: max(longest[unit], gap) for unit, gap in gaps.items()}
     starved = sorted(unit for unit, gap in longest.items() if gap >= PATIENCE)
     if not starved:
         return f"whatever drifts was saved again within {max(longest.values()) + 1} decisions"

@@ -18,6 +18,7 @@ from store.names import FROZEN, RAW, WEIGHTS, Unit
 SLOTS = (WEIGHTS, "exp_avg", "exp_avg_sq")
 """As AdamW keeps them."""
 
+_UNLIMITED, _LATER = Budget(), History(1000, 10)
 _ODD_DRIFTS = (None, 0.0, 0.05, 0.3, math.inf, math.nan)
 
 
@@ -27,8 +28,8 @@ class Case:
 
     title: str
     stats: tuple[UnitStats, ...]
-    budget: Budget = Budget()
-    history: History = History(1000, 10)
+    budget: Budget = _UNLIMITED
+    history: History = _LATER
 
     def __str__(self) -> str:
         size = f"{len(self.stats)} {'unit' if len(self.stats) == 1 else 'units'}"

@@ -47,8 +47,9 @@ class Own:
 
 
 def own_policy(reference: str, parameters: Mapping[str, Any], taken: Sequence[str]) -> Policy:
-    """The policy that ``reference`` (``my.py:Mine``, ``package.module:Mine``, or a registered name) names, made with the
-    parameters. taken: names that it may not call itself.
+    """The policy that ``reference`` names: ``my.py:Mine``, ``package.module:Mine``, or a registered name.
+
+    It is made with the parameters. taken: names that it may not call itself.
 
     Raises ConfigError: no such file, module, class or name, code that raises, unknown or missing parameters, or an
     object that is no policy."""

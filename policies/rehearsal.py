@@ -19,8 +19,9 @@ from store.errors import ConfigError
 def rehearse(policy: Policy, stats: Sequence[UnitStats], *, measured: bool, limited: bool) -> None:
     """Ask ``policy``, inside its bounds, at a first save and in mid-run.
 
-    measured: whether drift is known when it decides. limited: whether it is told of a budget. Raises ConfigError where it raises, breaks its contract, answers
-    differently when asked again, or would leave the first save incomplete."""
+    measured: whether drift is known when it decides. limited: whether it is told of a budget. Raises ConfigError where
+    it raises, breaks its contract, answers differently when asked again, or would leave the first save incomplete.
+    """
     try:
         for case in _cases(stats, measured, limited):
             decision = answered(policy, case)

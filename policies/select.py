@@ -41,7 +41,8 @@ def policy_from(settings: Mapping[str, Any] | str) -> Policy:
     """The policy that the settings describe: a name, or a mapping with ``name`` and the parameters.
 
     Runs the user's code where the name is that of a class of theirs. Raises ConfigError: unknown name or parameter
-    (the message names the nearest known one), a missing parameter, a senseless value (the message says what is allowed).
+    (the message names the nearest known one), a missing parameter, a senseless value (the message says what is
+    allowed), and what :func:`policies.own.own_policy` raises.
     """
     name, parameters = _parts(settings)
     kind = POLICIES.get(name)
