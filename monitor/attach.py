@@ -38,8 +38,8 @@ def attach(
     Every rank calls it, after the process group is up.
 
     Raises ConfigError for senseless settings and for a policy that fails on the layers of this job,
-    UnsupportedError for what cannot be handled, StoreInUseError where another job on this machine owns the store, and StorageError where it
-    cannot be written.
+    UnsupportedError for what cannot be handled, StoreInUseError where another job on this machine owns the store, and
+    StorageError where it cannot be written.
     """
     group = current_group()
     job = everywhere(group, lambda: _job(target, config, state, group))
@@ -68,5 +68,5 @@ def _job(
     observing = isinstance(policy, Observe)
     inner = policy.inner if isinstance(policy, Observe) else policy
     metrics = Metrics()
-    spending = Spending(settings.budget.bucket(), metrics)
+    spending = Spending(settings.budget.account(), metrics)
     return Job(settings, inner, group, adapter, table, meter, user, metrics, spending, observing=observing)

@@ -260,6 +260,7 @@ class Checkpointer:
     def _report(self, skipped: str | None, began: float, decided: Decided | None, staged: int) -> StepReport:
         stall = time.perf_counter() - began
         self.metrics.stall.observe(stall)
+        self._job.spending.stalled(stall)
         if decided is None:
             return StepReport(self._step, skipped, stall_seconds=stall)
         saved = decided.saved if skipped in (None, "observe") else {}

@@ -101,13 +101,16 @@ class Config(Settings):
         return Bounds(settings.max_staleness, settings.max_drift, precision, self.every)
 
     def _require_budget(self, policy: Policy) -> None:
-        limited = self.budget.bytes_per_hour is not None
+        limited = self.budget.limited
         if isinstance(policy.inner if isinstance(policy, Observe) else policy, Budgeted) and not limited:
-            raise ConfigError("policy budget needs what it may spend: set `budget: {bytes_per_hour: 2.0e+10}`")
+            raise ConfigError(
+                "policy budget needs what it may spend: set `budget: {bytes_per_hour: 2.0e+10}`, or stall_share, or "
+                "storage_share"
+            )
         if limited and not spends(policy):
             raise ConfigError(
-                "budget.bytes_per_hour holds only under a policy that spends (budget, or your own with `spends = "
-                f"True`), and the policy is {policy.name}: set `policy: budget`, or remove it"
+                "budget holds only under a policy that spends (budget, or your own with `spends = True`), and the "
+                f"policy is {policy.name}: set `policy: budget`, or remove the section"
             )
 
     def encodings(self) -> Mapping[str, str]:

@@ -20,7 +20,6 @@ def rehearse_policy(job: Job) -> None:
 
     def rehearsed() -> None:
         measured = job.policy.needs_drift or job.observing
-        limited = job.config.budget.bytes_per_hour is not None
-        rehearse(job.policy, unit_stats(table, Ledger(), 0, {}), measured=measured, limited=limited)
+        rehearse(job.policy, unit_stats(table, Ledger(), 0, {}), measured=measured, limited=job.config.budget.limited)
 
     on_first(job.group, rehearsed)

@@ -215,7 +215,9 @@ class Saver:
         if copying is not None:
             began = time.perf_counter()
             copying.finish()
-            self._metrics.copy_wait.observe(time.perf_counter() - began)
+            waited = time.perf_counter() - began
+            self._metrics.copy_wait.observe(waited)
+            self._job.spending.stalled(waited)
 
     def _collect(self) -> None:
         for done in self._writer.finished():
@@ -255,7 +257,7 @@ class Saver:
     def _told(self, pending: _Pending, outcome: Done[Saved | None]) -> Drawn | None:
         if self._group.rank == 0:
             if outcome.result is not None and outcome.result.drawn is not None:
-                self._job.spending.committed(outcome.result.written_bytes)
+                self._job.spending.committed(outcome.result.written_bytes, outcome.result.seconds)
             return tell_save(self._metrics, self._job.ledger, pending.save.step, outcome)
         if outcome.error is not None:
             tell_segment(self._group.rank, pending.save.step, outcome.error)

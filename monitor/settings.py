@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from monitor.bucket import TokenBucket
+from policies.account import BYTES, STALL, STORAGE, Account
+from policies.bucket import TokenBucket
 
 _LONGEST = 1e6
 """Seconds; threads cannot wait for ever longer ones."""
@@ -28,17 +31,34 @@ class BoundSettings(Settings):
 
 
 class BudgetSettings(Settings):
-    """What policy ``budget`` may write. burst_seconds: of unused bytes that may gather for one moment."""
+    """What policy ``budget`` may spend; of all that is set the tightest counts. burst_seconds: of what was not spent
+    that may gather for one moment.
+
+    bytes_per_hour: payload written, all ranks. stall_share: of wall time that training may wait for saves and
+    decisions.
+    storage_share: of wall time that saves may be written beside training.
+    """
 
     bytes_per_hour: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    stall_share: float | None = Field(default=None, gt=0, le=1)
+    storage_share: float | None = Field(default=None, gt=0, le=1)
     burst_seconds: float = Field(default=3600.0, gt=0, le=_LONGEST)
 
-    def bucket(self) -> TokenBucket | None:
-        """Empty, filling from now on; None where nothing is limited."""
-        if self.bytes_per_hour is None:
-            return None
-        rate = self.bytes_per_hour / 3600
-        return TokenBucket(rate, rate * self.burst_seconds)
+    @property
+    def limited(self) -> bool:
+        """Whether anything is."""
+        return bool(self._rates())
+
+    def account(self, clock: Callable[[], float] = time.monotonic) -> Account:
+        """Empty, filling from now on."""
+        return Account(
+            {name: TokenBucket(rate, rate * self.burst_seconds, clock) for name, rate in self._rates().items()}
+        )
+
+    def _rates(self) -> dict[str, float]:
+        bytes_per_second = None if self.bytes_per_hour is None else self.bytes_per_hour / 3600
+        rates = {BYTES: bytes_per_second, STALL: self.stall_share, STORAGE: self.storage_share}
+        return {name: rate for name, rate in rates.items() if rate is not None}
 
 
 class DriftSettings(Settings):

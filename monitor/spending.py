@@ -1,8 +1,6 @@
-"""What saves may cost and have cost: joins the token bucket with the decisions of policy ``budget``. Rank 0 only.
+"""Tells the account of a job what decisions and saves cost, and people what it says. Rank 0 only.
 
-A save is charged with what it is expected to write when it begins, and corrected to what it wrote when it is
-committed. A save that fails stays charged: it wrote, or may have. The first save of a store is full and free, for
-without it there is nothing to resume.
+The rules are those of :mod:`policies.account`; here they meet units, metrics and the log.
 """
 
 from __future__ import annotations
@@ -10,72 +8,86 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 
-from monitor.bucket import TokenBucket
 from monitor.metrics import Metrics
+from policies.account import BYTES, STALL, STORAGE, Account, Widened
 from policies.base import Budget, Choice, UnitStats
 from policies.options import expected_bytes
 from store.names import Unit
 
 _log = logging.getLogger("driftpoint")
 
+_PATIENCE = 20
+"""Decisions in debt, one after the other, after which that is told."""
+
+_UNITS = {BYTES: "bytes", STALL: "seconds of stall", STORAGE: "seconds of writing"}
+
 
 class Spending:
-    """The account of a job. Without a bucket everything may be spent."""
+    """The account of a job, kept from the training thread."""
 
-    def __init__(self, bucket: TokenBucket | None, metrics: Metrics) -> None:
-        self._bucket = bucket
+    def __init__(self, account: Account, metrics: Metrics) -> None:
+        self._account = account
         self._metrics = metrics
-        self._overhead: float | None = None
-        self._charged: float | None = None
-        self._expected = 0.0
         self._owing = False
+        self._in_debt = 0
+        self._widened: set[str] = set()
 
     def offer(self, stats: Sequence[UnitStats]) -> Budget:
-        """What a decision on these units may cost.
-
-        The bucket is made to hold the largest of them at least: it could never be saved otherwise."""
-        if self._bucket is None:
+        """What a decision on these units may cost."""
+        if not self._account.limited:
             return Budget()
-        largest = max((one.nbytes for one in stats), default=0) + (self._overhead or 0.0)
-        if largest > self._bucket.capacity:
+        for widened in self._account.make_room(max((one.nbytes for one in stats), default=0)):
+            self._tell_widened(widened)
+        bytes_ = self._account.offer()
+        self._show(bytes_)
+        in_debt = bytes_ is not None and bytes_ < 0
+        self._owing = self._owing and in_debt
+        self._in_debt = self._in_debt + 1 if in_debt else 0
+        if self._in_debt == _PATIENCE:
             _log.warning(
-                "budget: saving the largest layer slot takes %d bytes, more than the %.0f that budget.burst_seconds "
-                "lets gather: that much may gather instead",
-                largest,
-                self._bucket.capacity,
+                "budget: at the last %d decisions there was nothing to spend. What bounds demand, or deciding itself, "
+                "takes as much as is allowed: raise the limit, or decide less often (`every`)",
+                _PATIENCE,
             )
-            self._bucket.widen(largest)
-        at_hand = self._bucket.available()
-        self._metrics.budget.set(at_hand)
-        self._owing = self._owing and at_hand < 0
-        return Budget(at_hand - (self._overhead or 0.0))
+        return Budget(bytes_)
 
     def begin(self, step: int, stats: Sequence[UnitStats], saved: Mapping[Unit, Choice], first: bool) -> None:
         """A save of ``step`` begins. first: the store has no commit yet."""
-        if self._bucket is None:
+        if not self._account.limited:
             return
-        self._expected = sum(
+        expected = sum(
             expected_bytes(one, choice.encoding)
             for one in stats
             if (choice := saved.get(one.unit)) is not None and choice.encoding is not None
         )
-        self._charged = None
-        if not first:
-            self._charged = self._expected + (self._overhead or 0.0)
-            self._tell_overdrawn(step, self._charged - max(0.0, self._bucket.available()))
-            self._bucket.charge(self._charged)
+        self._tell_overdrawn(step, self._account.begin(expected, free=first))
 
-    def committed(self, written: int) -> None:
-        """The save that began last is committed and wrote so many payload bytes, over all ranks."""
-        if self._bucket is None:
+    def stalled(self, seconds: float) -> None:
+        """Training waited, for a decision or for copies of the save that began last."""
+        self._account.stalled(seconds)
+
+    def committed(self, written: int, seconds: float) -> None:
+        """The save that began last is committed: payload bytes over all ranks; from its beginning to the commit."""
+        self._account.committed(written, seconds)
+        self._show(None)
+
+    def _tell_widened(self, widened: Widened) -> None:
+        if widened.limit in self._widened:
             return
-        if self._charged is not None:
-            self._bucket.charge(written - self._charged)
-        # The run state, which the policy knows nothing of, is kept back from what it may spend. What packed less well
-        # than before shows here too, but not every time: hence the least excess so far.
-        excess = max(0.0, written - self._expected)
-        self._overhead = excess if self._overhead is None else min(self._overhead, excess)
-        self._metrics.budget.set(self._bucket.available())
+        self._widened.add(widened.limit)
+        _log.warning(
+            "budget: saving the largest layer slot takes %.4g %s, more than the %.4g that budget.burst_seconds lets "
+            "gather: that much may gather instead",
+            widened.needs,
+            _UNITS[widened.limit],
+            widened.held,
+        )
+
+    def _show(self, offered: float | None) -> None:
+        at_hand = self._account.at_hand()
+        shown = at_hand if at_hand is not None else offered
+        if shown is not None:
+            self._metrics.budget.set(shown)
 
     def _tell_overdrawn(self, step: int, beyond: float) -> None:
         if beyond < 1.0:
@@ -84,8 +96,7 @@ class Spending:
         if not self._owing:
             _log.warning(
                 "budget: the save of step %d takes %.0f bytes more than are at hand, since bounds, save() or a policy "
-                "that failed demand it; "
-                "nothing else is saved until they are paid back",
+                "that failed demand it; nothing else is saved until they are paid back",
                 step,
                 beyond,
             )

@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from monitor.bucket import TokenBucket
 from monitor.metrics import Metrics
 from monitor.spending import Spending
+from policies.account import BYTES, STALL, Account
 from policies.base import Choice, History, UnitStats
 from policies.bounds import Bounded, Bounds
+from policies.bucket import TokenBucket
 from policies.budget import Budgeted
 from store.names import RAW, WEIGHTS, Unit
 
@@ -35,7 +36,7 @@ def unit(name: str, staleness: int | None = 10, drift: float | None = 0.1, value
 
 def account(rate: float, capacity: float) -> tuple[Spending, Clock, Metrics]:
     clock, metrics = Clock(), Metrics()
-    return Spending(TokenBucket(rate, capacity, clock), metrics), clock, metrics
+    return Spending(Account({BYTES: TokenBucket(rate, capacity, clock)}), metrics), clock, metrics
 
 
 def choices(*stats: UnitStats) -> dict[Unit, Choice]:
@@ -47,16 +48,16 @@ def value(metrics: Metrics, name: str) -> float:
 
 
 def test_without_a_bucket_everything_may_be_spent() -> None:
-    spending = Spending(None, Metrics())
+    spending = Spending(Account({}), Metrics())
     assert spending.offer([unit("a")]).bytes is None
     spending.begin(1, [unit("a")], choices(unit("a")), first=True)
-    spending.committed(100)
+    spending.committed(100, 1.0)
 
 
 def test_the_first_save_is_free_and_shows_what_a_save_takes_besides() -> None:
     spending, clock, metrics = account(10.0, 1000.0)
     spending.begin(1, [unit("a")], choices(unit("a")), first=True)
-    spending.committed(430)
+    spending.committed(430, 1.0)
     clock.now = 50.0
     assert spending.offer([unit("a")]).bytes == 500.0 - 30.0
     assert value(metrics, "driftpoint_budget_bytes") == 500.0
@@ -67,7 +68,7 @@ def test_a_save_is_charged_when_it_begins_and_corrected_when_it_is_committed() -
     clock.now = 100.0
     spending.begin(1, [unit("a")], choices(unit("a")), first=False)
     assert spending.offer([unit("a")]).bytes == 600.0
-    spending.committed(250)  # it packed well
+    spending.committed(250, 1.0)  # it packed well
     assert spending.offer([unit("a")]).bytes == 750.0
 
 
@@ -76,7 +77,7 @@ def test_a_save_that_fails_stays_charged() -> None:
     clock.now = 100.0
     spending.begin(1, [unit("a")], choices(unit("a")), first=False)
     spending.begin(2, [unit("a")], choices(unit("a")), first=False)
-    spending.committed(400)
+    spending.committed(400, 1.0)
     assert spending.offer([unit("a")]).bytes == 200.0
 
 
@@ -100,14 +101,34 @@ def test_what_bounds_demand_makes_a_debt_that_is_told_once(caplog: pytest.LogCap
             decision = policy.select(stats, spending.offer(stats), History(step, 1))
             assert decision.saved == (stats[0].unit,)
             spending.begin(step, stats, choices(stats[0]), first=False)
-            spending.committed(400)
+            spending.committed(400, 1.0)
     assert [record.message.split(";")[0] for record in caplog.records] == [
-        "budget: the save of step 10 takes 400 bytes more than are at hand, since bounds, save() or a policy that failed demand it"
+        (
+            "budget: the save of step 10 takes 400 bytes more than are at hand, since bounds, save() or a policy "
+            "that failed demand it"
+        )
     ]
     assert value(metrics, "driftpoint_budget_overdraft_bytes_total") == 800.0
     assert value(metrics, "driftpoint_budget_bytes") == -800.0
     clock.now = 80.0
     assert spending.offer([unit("a")]).bytes == 0.0
+
+
+def test_where_deciding_alone_takes_all_that_is_allowed_it_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    clock = Clock()
+    spending = Spending(Account({STALL: TokenBucket(0.01, 36.0, clock)}), Metrics())
+    spending.begin(1, [unit("a")], choices(unit("a")), first=True)
+    spending.stalled(3.0)
+    spending.committed(400, 1.0)
+    spending.offer([unit("a")])
+    with caplog.at_level(logging.WARNING, "driftpoint"):
+        for _ in range(60):
+            clock.now += 1.0
+            spending.stalled(0.02)
+            assert (spending.offer([unit("a")]).bytes or 0.0) <= 0.0
+    assert [record.message.split(".")[0] for record in caplog.records] == [
+        "budget: at the last 20 decisions there was nothing to spend"
+    ]
 
 
 @dataclass
@@ -146,7 +167,7 @@ class Run:
             held.update({one.layer: step for one in decision.saved})
             worse = self.chance.choice([0, 0, 50])
             written = sum(sizes[one] for one in decision.saved) + besides + worse
-            spending.committed(written)
+            spending.committed(written, 1.0)
             if not first:
                 self.spent.append((clock.now, written, sum(sizes[one] for one in demanded), besides + worse))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from monitor.bucket import TokenBucket
+from policies.bucket import TokenBucket
 
 
 class Clock:
