@@ -261,10 +261,11 @@ def test_a_save_by_hand_is_forced(store: Path) -> None:
 
 
 def test_busy_and_failed_saves_are_told(store: Path) -> None:
-    goes_on = threading.Event()
+    goes_on, hangs = threading.Event(), threading.Event()
 
     def hung(operation: str, path: str) -> None:
-        if operation == "write" and "segments" in path and not goes_on.is_set():
+        if operation == "write" and "segments" in path:
+            hangs.set()
             goes_on.wait(60)
             raise StorageError("the disk is gone")
 
@@ -274,6 +275,7 @@ def test_busy_and_failed_saves_are_told(store: Path) -> None:
         files = one.hook()
         files.before = hung
         one.step(flush=False)
+        assert hangs.wait(60)
         one.step(flush=False)
         goes_on.set()
         one.ckpt.flush()
