@@ -427,8 +427,8 @@ def test_a_job_that_lost_its_store_writes_no_more(store: Path) -> None:
 
 @pytest.fixture(autouse=True)
 def _no_thread_left() -> Iterator[None]:
+    before = set(threading.enumerate())
     yield
-    for thread in threading.enumerate():
-        if thread.name == "driftpoint-trace":
-            thread.join(10)
-            assert not thread.is_alive()
+    for thread in set(threading.enumerate()) - before:
+        thread.join(10)
+        assert not thread.is_alive()
