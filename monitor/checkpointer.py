@@ -24,6 +24,7 @@ from monitor.report import StepReport
 from monitor.resume import Resumed, resume
 from monitor.saver import Saver
 from monitor.survey import Surveyor
+from monitor.telling import show_units, tell_skipped
 from monitor.units import LocalUnit
 from store.catalog import Catalog
 from store.certificate import Certificate, certify
@@ -217,7 +218,8 @@ class Checkpointer:
         if settled.changed:
             self._agree(local)
         decided = self._decider.decide(self._step, local, forced)
-        self._show(decided)
+        if self._group.rank == 0:
+            show_units(self.metrics, self._job.ledger, decided)
         self._tell_unused()
         if decided.lacking:
             return self._skipped("withheld", began, decided)
@@ -252,9 +254,7 @@ class Checkpointer:
 
     def _skipped(self, reason: str, began: float, decided: Decided | None, problem: str | None = None) -> StepReport:
         if self._group.rank == 0:
-            self.metrics.skipped.labels(reason).inc()
-            level, text = _WHY_SKIPPED[reason]
-            _log.log(level, text, *[value for value in (self._step, problem) if value is not None])
+            tell_skipped(self.metrics, reason, self._step, problem)
         return replace(self._report(reason, began, decided, 0), problem=problem)
 
     def _report(self, skipped: str | None, began: float, decided: Decided | None, staged: int) -> StepReport:
@@ -265,17 +265,6 @@ class Checkpointer:
             return StepReport(self._step, skipped, stall_seconds=stall)
         saved = decided.saved if skipped in (None, "observe") else {}
         return StepReport(self._step, skipped, decided.stats, saved, decided.choices, staged, stall)
-
-    def _show(self, decided: Decided) -> None:
-        if self._group.rank == 0:
-            self.metrics.units(
-                {
-                    unit: drift
-                    for unit, drift in decided.drift.items()
-                    if drift is not None and unit in self._job.ledger.versions
-                },
-                {one.unit: one.staleness for one in decided.stats if one.staleness is not None},
-            )
 
     def _tell_resumed(self, found: Resumed, certificate: Certificate) -> None:
         fallbacks = found.resolution.fallbacks
@@ -300,20 +289,3 @@ def _close_at_exit(checkpointer: Checkpointer) -> Callable[[], None]:
 
     atexit.register(close)
     return lambda: atexit.unregister(close)
-
-
-_WHY_SKIPPED = {
-    "busy": (logging.WARNING, "no save at step %d: the one before is still being written"),
-    "fenced": (logging.ERROR, "no save at step %d: another job has taken the store over; stop one of the two"),
-    "withheld": (logging.ERROR, "no save at step %d: layers without any version have NaN or Inf"),
-    "storage": (logging.ERROR, "no save at step %d: the store could not be claimed for a second save of this step"),
-    "disagree": (
-        logging.ERROR,
-        "no save at step %d: ranks are at different steps; call ckpt.step() alike on all of them",
-    ),
-    "unsupported": (
-        logging.ERROR,
-        "no save at step %d: the job is not what was attached, and a part would pass for the whole. %s",
-    ),
-    "nothing": (logging.DEBUG, "no save at step %d: no layer needs it"),
-}
