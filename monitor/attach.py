@@ -17,6 +17,7 @@ from monitor.job import Job
 from monitor.layers import find_layers
 from monitor.metrics import Metrics
 from monitor.opened import open_existing, open_store
+from monitor.pacing import pace_for
 from monitor.run_state import UserState, to_tree
 from monitor.spending import Spending
 from monitor.units import UnitTable
@@ -44,7 +45,9 @@ def attach(
     settings = job.config
     if job.observing:
         return Checkpointer(job, None, open_existing(settings.store, group))
-    opened = open_store(settings.store, group, settings.timeouts.lock)
+    opened = open_store(settings.store, group, settings.timeouts.lock, counting=settings.every == "auto")
+    if opened.incarnation is not None:
+        job.pace.count(opened.incarnation.interruptions, opened.incarnation.rank_seconds)
     return Checkpointer(job, opened, opened.catalog)
 
 
@@ -66,4 +69,5 @@ def _job(
     inner = policy.inner if isinstance(policy, Observe) else policy
     metrics = Metrics()
     spending = Spending(settings.budget.account(), metrics)
-    return Job(settings, inner, group, adapter, table, meter, user, metrics, spending, observing=observing)
+    pace = pace_for(settings.every, settings.auto, settings.bounds.max_staleness, group.world_size, metrics)
+    return Job(settings, inner, group, adapter, table, meter, user, metrics, spending, pace, observing=observing)

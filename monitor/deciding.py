@@ -25,7 +25,7 @@ class Decided:
 
     stats, choices: rank 0 only. saved: the same on all ranks. drift: of measured units, None where not finite.
     mine: this rank's part of what was measured on live tensors. lacking: units that would have no version. forced: not
-    the policy's doing."""
+    the policy's doing. interval: steps to the next decision, where they vary; the same on all ranks."""
 
     stats: tuple[UnitStats, ...]
     choices: Mapping[Unit, Choice]
@@ -34,6 +34,7 @@ class Decided:
     mine: Mapping[Unit, Measure]
     lacking: tuple[Unit, ...]
     forced: bool = False
+    interval: int | None = None
 
 
 class Decider:
@@ -47,6 +48,7 @@ class Decider:
         self._table = job.table
         self._ledger = job.ledger
         self._spending = job.spending
+        self._pace = job.pace
 
     def decide(self, step: int, local: Mapping[Unit, LocalUnit], forced: str | None) -> Decided:
         """Decide on every unit; ``forced`` saves everything that is finite, for that reason."""
@@ -54,14 +56,21 @@ class Decider:
         first = [unit for unit in units if self._sees_all or not is_moving(unit)]
         measured, mine = self._measure(first, local)
         stats = unit_stats(self._table, self._ledger, step, measured)
-        decision, saved, lacking = self._chosen(step, stats, forced)
+        decision, saved, lacking, interval = self._chosen(step, stats, forced)
         rest = [unit for unit in units if unit not in measured and unit not in saved]
         measured_too, mine_too = self._measure(rest, local)
         drift = {unit: found.drift for unit, found in {**measured, **measured_too}.items()}
         shown = unit_stats(self._table, self._ledger, step, {**measured, **measured_too})
         choices = decision.choices if decision else {}
         return Decided(
-            shown if decision else (), choices, saved, drift, {**mine, **mine_too}, lacking, forced is not None
+            shown if decision else (),
+            choices,
+            saved,
+            drift,
+            {**mine, **mine_too},
+            lacking,
+            forced is not None,
+            interval,
         )
 
     def _measure(
@@ -74,11 +83,12 @@ class Decider:
 
     def _chosen(
         self, step: int, stats: tuple[UnitStats, ...], forced: str | None
-    ) -> tuple[Decision | None, dict[Unit, Choice], tuple[Unit, ...]]:
+    ) -> tuple[Decision | None, dict[Unit, Choice], tuple[Unit, ...], int | None]:
         made: list[Decision] = []
 
-        def choose() -> tuple[list[tuple[int, str, str]], list[int]]:
-            decision = self._select(step, stats, forced)
+        def choose() -> tuple[list[tuple[int, str, str]], list[int], int | None]:
+            interval = self._pace.choose()
+            decision = self._select(stats, forced, History(step, self._ledger.commits, interval))
             made.append(decision)
             saved = [
                 (index, choice.encoding, choice.reason)
@@ -86,17 +96,18 @@ class Decider:
                 if (choice := decision.choices[one.unit]).encoding is not None
             ]
             lacking = set(incomplete(stats, decision))
-            return saved, [index for index, one in enumerate(stats) if one.unit in lacking]
+            return saved, [index for index, one in enumerate(stats) if one.unit in lacking], interval
 
-        saved, lacking = on_first(self._group, choose)
+        saved, lacking, interval = on_first(self._group, choose)
         return (
             made[0] if made else None,
             {stats[index].unit: Choice(encoding, reason) for index, encoding, reason in saved},
             tuple(stats[index].unit for index in lacking),
+            interval,
         )
 
-    def _select(self, step: int, stats: tuple[UnitStats, ...], forced: str | None) -> Decision:
-        decision = self._policy.select(stats, self._spending.offer(stats), History(step, self._ledger.commits))
+    def _select(self, stats: tuple[UnitStats, ...], forced: str | None, history: History) -> Decision:
+        decision = self._policy.select(stats, self._spending.offer(stats), history)
         if forced is None:
             return decision
         sick = {one.unit.layer for one in stats if not one.finite}

@@ -113,7 +113,7 @@ class Observer:
     def flush(self, timeout: float) -> None:
         """Nothing to wait for."""
 
-    def close(self, timeout: float) -> None:
+    def close(self, timeout: float, clean: bool) -> None:
         """Nothing to let go of."""
 
 

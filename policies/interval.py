@@ -71,7 +71,7 @@ def next_interval(now: int, measured: Measured, per_hour: float, limits: Limits)
     have been measured, ``now`` within the limits that are known."""
     least, most = _within(measured, limits)
     if measured.step is None or measured.cost is None:
-        return _limited(now, "nothing is measured yet", least, most, limits)
+        return _limited(now, "want of measurements", least, most, limits)
     best = max(1.0, daly(measured.cost, 3600.0 / per_hour) / max(measured.step, 1e-9))
     because = "the least time lost"
     # Limits first, so that the damping is about the interval that is wanted, not about one that no limit allows.

@@ -43,6 +43,12 @@ def test_daly_by_hand() -> None:
     assert daly(0.0, 100.0) == 0.0
 
 
+@pytest.mark.parametrize(("between", "minutes"), [(24 * 60.0, 117.0), (6 * 60.0, 57.0), (15.0, 9.1)])
+def test_the_figures_of_the_paper(between: float, minutes: float) -> None:
+    """Its figures 3 to 5: dumps of 5 minutes."""
+    assert daly(5.0, between) == pytest.approx(minutes, rel=0.01)
+
+
 def simulated(interval: float, cost: float, between: float, durable: float, restart: float, saves: int) -> float:
     """Seconds that a job takes for each second of training that counts. Nothing of the formula is in here."""
     chance = random.Random(3)
