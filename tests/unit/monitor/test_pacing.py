@@ -154,7 +154,7 @@ def test_a_change_is_told_when_it_is_more_than_twofold(caplog: pytest.LogCapture
         run = Run(auto=AutoSettings(gpu_hours_per_interruption=80, max_loss_minutes=600))
         run.go(20_000)
     told = [record.message.split(" steps")[0].split()[-1] for record in caplog.records]
-    assert told == ["3", "12", "48", "187"]
+    assert told == ["3", "12", "48", "190"]
     assert "one interruption in" in caplog.text
 
 
