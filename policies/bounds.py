@@ -47,10 +47,11 @@ class Bounds:
         check_one_of("bounds", "precision", self.precision, ("exact", "any"))
         if self.max_drift is not None:
             check_number("bounds", "max_drift", self.max_drift)
+        if self.max_staleness is not None:
+            check_integer("bounds", "max_staleness", self.max_staleness, least=1)
         if self.interval is not None:
             check_integer("bounds", "interval", self.interval, least=1)
         if self.max_staleness is not None:
-            check_integer("bounds", "max_staleness", self.max_staleness, least=1)
             self._check_interval(self.max_staleness)
 
     def _check_interval(self, max_staleness: int) -> None:
