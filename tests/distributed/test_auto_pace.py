@@ -13,7 +13,8 @@ from tests.support.launch import Launched, torchrun
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
-STEPS = 40
+STEPS = 19
+"""In each of two phases; the schedule of these jobs ends after 40."""
 OFTEN = {"auto": {"gpu_hours_per_interruption": 1e-4}}
 """As often as saves allow."""
 DDP = [
