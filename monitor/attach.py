@@ -17,11 +17,8 @@ from monitor.job import Job
 from monitor.layers import find_layers
 from monitor.metrics import Metrics
 from monitor.opened import open_existing, open_store
-<<<<<<< HEAD
 from monitor.pacing import pace_for
-=======
 from monitor.rehearsing import rehearse_policy
->>>>>>> main
 from monitor.run_state import UserState, to_tree
 from monitor.spending import Spending
 from monitor.units import UnitTable

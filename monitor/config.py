@@ -51,11 +51,6 @@ ENCODINGS: Mapping[str, Mapping[str, str]] = {
 """Names that stand for an encoding of each slot; slots that are not named are raw."""
 
 
-<<<<<<< HEAD
-DIVISORS = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "sum", "exp_inf", "v"})
-"""Slots of torch's and DeepSpeed's optimizers that updates are divided by."""
-
-
 def _interval(value: Any, validated: ValidatorFunctionWrapHandler) -> Any:
     """One message instead of one for each kind of value that it could have been."""
     try:
@@ -64,8 +59,6 @@ def _interval(value: Any, validated: ValidatorFunctionWrapHandler) -> Any:
         raise PydanticCustomError("interval", "it must be a number of steps >= 1, or auto") from error
 
 
-=======
->>>>>>> main
 class Config(Settings):
     """All settings of a job.
 
@@ -102,16 +95,6 @@ class Config(Settings):
 
     def bounded_policy(self) -> Policy:
         """The policy inside its bounds. ConfigError where they are senseless or contradict each other."""
-<<<<<<< HEAD
-        settings, encodings = self.bounds, self.encodings()
-        lossy = any(not encoding_named(name).lossless for name in encodings.values())
-        precision = settings.precision or ("any" if lossy else "exact")
-        # Under auto an interval is never longer than the bound: the most that can lie between two decisions.
-        most = settings.max_staleness if self.every == "auto" else self.every
-        bounds = Bounds(settings.max_staleness, settings.max_drift, precision, most)
-        _require_divisors(encodings)
-=======
->>>>>>> main
         policy = policy_from(self.policy)
         self._require_budget(policy)
         return self.in_bounds(policy)
@@ -127,7 +110,9 @@ class Config(Settings):
         settings = self.bounds
         lossy = any(not encoding_named(name).lossless for name in self.encodings().values())
         precision = settings.precision or ("any" if lossy else "exact")
-        return Bounds(settings.max_staleness, settings.max_drift, precision, self.every)
+        # Under auto an interval is never longer than the bound: the most that can lie between two decisions.
+        most = settings.max_staleness if self.every == "auto" else self.every
+        return Bounds(settings.max_staleness, settings.max_drift, precision, most)
 
     def _require_budget(self, policy: Policy) -> None:
         limited = self.budget.limited
