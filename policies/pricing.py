@@ -56,15 +56,17 @@ class Excess:
 class Fitted:
     """Seconds: a line through what was seen, by least squares in which older observations fade; never falling.
 
-    Before anything was seen, everything is free: the first save of a job is what it learns from."""
+    Before anything was seen, everything is free: the first save of a job is what it learns from. memory: share of its
+    weight that an observation keeps at the next one; 1: all count alike."""
 
+    memory: float = _MEMORY
     _sums: list[float] = field(default_factory=lambda: [0.0] * 5)
     """Of 1, bytes, seconds, bytes^2 and bytes * seconds."""
 
     def learn(self, nbytes: float, cost: float) -> None:
         """See :class:`Pricing`."""
         news = (1.0, nbytes, cost, nbytes * nbytes, nbytes * cost)
-        self._sums = [_MEMORY * old + new for old, new in zip(self._sums, news, strict=True)]
+        self._sums = [self.memory * old + new for old, new in zip(self._sums, news, strict=True)]
 
     def cost(self, nbytes: float) -> float:
         """See :class:`Pricing`."""

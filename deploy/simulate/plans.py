@@ -1,0 +1,131 @@
+"""From what the user typed to what is replayed: ``--policy`` to a configuration, a configuration to a plan.
+
+A YAML file is a whole configuration. A name, ``{name: parity, k: 4}`` or ``{policy: full, every: 50}`` change the
+recorded configuration in that alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from monitor.config import Config, load_config
+from policies.account import Account
+from policies.base import Policy
+from policies.moments import chosen, widest
+from policies.observe import Observe
+from policies.recorded import Costs, Run
+from policies.replay import Plan
+from policies.select import policy_from
+from policies.budget import spends
+from store.errors import ConfigError, UsageError
+
+_ELSEWHERE = frozenset({"store", "metrics", "retention", "timeouts", "trace", "resume", "layers", "drift"})
+"""Sections that change nothing of what is saved when."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A configuration to replay, and what to call it. changed: what was set besides the recorded configuration."""
+
+    name: str
+    config: Config
+
+
+def recorded_config(run: Run) -> Config:
+    """The configuration of the recorded run. UsageError where the trace has one that this release cannot take."""
+    try:
+        return load_config(dict(run.settings))
+    except ConfigError as error:
+        raise UsageError(f"the trace was recorded with a configuration that cannot be read here: {error}") from error
+
+
+def asked(text: str, recorded: Mapping[str, Any]) -> Asked:
+    """What one ``--policy`` means. ConfigError or UsageError where it means nothing."""
+    path = Path(text)
+    if path.suffix in (".yaml", ".yml") or path.is_file():
+        return Asked(path.stem, load_config(path))
+    if not text.strip().startswith("{"):
+        return Asked(text, load_config(changed(recorded, {"policy": text})))
+    try:
+        values = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise UsageError(f"--policy {text!r} is not YAML such as '{{name: parity, k: 4}}'") from error
+    settings = {"policy": values} if "name" in values else values
+    return Asked(_short(values), load_config(changed(recorded, settings)))
+
+
+def changed(recorded: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The recorded configuration with some settings changed; without its budget where the policy spends none."""
+    values = {**recorded, **settings}
+    if "budget" not in settings and not spends(policy_from(values.get("policy", "full"))):
+        values.pop("budget", None)
+    return values
+
+
+def plan_of(one: Asked, run: Run, costs: Costs | None = None) -> Plan:
+    """The plan of a configuration. ConfigError where its bounds cannot hold at the moments that were recorded."""
+    config, every = one.config, _every(one.config, run)
+    gap = max((widest(chosen(era.moments, every)) or 0 for era in run.eras), default=0)
+    bounded = config.model_copy(update={"every": max(config.every, gap)}) if config.bounds.max_staleness else config
+    recorded = recorded_config(run)
+    return Plan(
+        name=one.name,
+        policy=_saving(bounded.bounded_policy()),
+        account=lambda clock: Account({}) if not config.budget.limited else config.budget.account(clock),
+        every=every,
+        same_offers=(config.budget, config.policy) == (recorded.budget, recorded.policy),
+        same_sizes=(config.packing, config.differences) == (recorded.packing, recorded.differences),
+        costs=costs,
+    )
+
+
+def remarks(one: Asked, run: Run) -> list[str]:
+    """What has to be said of replaying this configuration on this run."""
+    recorded, found = recorded_config(run), []
+    gap = min((_least_gap(run)), default=0)
+    if gap and one.config.every < gap:
+        found.append(
+            f"{one.name}: the trace has decisions every {gap} steps, so every {one.config.every} is replayed as {gap}"
+        )
+    elif gap and one.config.every % gap:
+        found.append(
+            f"{one.name}: every {one.config.every} is no multiple of the {gap} steps between recorded decisions: "
+            "the nearest ones are taken"
+        )
+    if one.config.packing != "none" and (one.config.packing, one.config.differences) != (
+        recorded.packing,
+        recorded.differences,
+    ):
+        found.append(f"{one.name}: the recorded run did not pack like this, so its bytes are those before packing")
+    return found
+
+
+def same_configuration(one: Config, other: Config) -> bool:
+    """Whether both save the same."""
+    drop = set(_ELSEWHERE)
+    return one.model_dump(exclude=drop) == other.model_dump(exclude=drop)
+
+
+def _every(config: Config, run: Run) -> int | None:
+    return None if config.every == recorded_config(run).every else config.every
+
+
+def _least_gap(run: Run) -> list[int]:
+    steps = [[moment.line.step for moment in era.moments] for era in run.eras]
+    return [later - one for era in steps for one, later in zip(era, era[1:], strict=False) if later > one]
+
+
+def _saving(policy: Policy) -> Policy:
+    return policy.inner if isinstance(policy, Observe) else policy
+
+
+def _short(values: Mapping[str, Any]) -> str:
+    return " ".join(
+        str(value) if key in ("name", "policy") and isinstance(value, str) else f"{key}={value}"
+        for key, value in values.items()
+    )
