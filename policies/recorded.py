@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from policies.pricing import Fitted
+from store.errors import UsageError
 from store.trace import (
     CommitLine,
     DecisionLine,
@@ -23,8 +24,8 @@ from store.trace import (
     incarnations,
 )
 
-OBSERVED = "observe"
-"""Why a decision of an observed run did not save: its saves were pretended."""
+_PRETENDED = "observe"
+"""Why a decision of an observed run did not save."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Moment:
     @property
     def saved(self) -> bool:
         """Whether a save began, or would have."""
-        return bool(self.line.saved) and self.line.skipped in (None, OBSERVED)
+        return bool(self.line.saved) and self.line.skipped in (None, _PRETENDED)
 
 
 @dataclass(frozen=True)
@@ -78,8 +79,8 @@ class Costs:
     """What saves took in the recorded run. stall: seconds by bytes copied, raw; a decision that saves nothing copies
     none. write: seconds to the commit by bytes written. overhead: bytes that a save writes besides units."""
 
-    stall: Fitted = field(default_factory=lambda: Fitted(memory=1.0))
-    write: Fitted = field(default_factory=lambda: Fitted(memory=1.0))
+    stall: Fitted = field(default_factory=Fitted)
+    write: Fitted = field(default_factory=Fitted)
     overhead: float = 0.0
 
 
@@ -105,15 +106,17 @@ class Run:
 def run_of(trace: Trace) -> Run:
     """The run that a trace tells of. Incarnations without a decision are left out."""
     eras: list[Era] = []
-    seconds = 0.0
+    seconds: dict[float, float] = {}
     before: JobLine | None = None
     for job, lines in incarnations(trace):
-        again = before is not None and (job.started, job.epoch) == (before.started, before.epoch)
+        again = before is not None and job.started == before.started
         before = job
-        made = [era for era in _eras(job, lines, again) if era.moments]
-        seconds += max((line.seconds for line in lines if not isinstance(line, JobLine | MovedLine)), default=0.0)
-        eras += made
-    return Run(tuple(eras), seconds, _costs(eras))
+        latest = max((line.seconds for line in lines if isinstance(line, DecisionLine | CommitLine)), default=0.0)
+        seconds[job.started] = max(seconds.get(job.started, 0.0), latest)
+        eras += [era for era in _eras(job, lines, again) if era.moments and era.units]
+    if not eras:
+        raise UsageError("the trace holds no decision yet: let the job run on, or give another trace")
+    return Run(tuple(eras), sum(seconds.values()), _costs(eras))
 
 
 def _eras(job: JobLine, lines: Sequence[object], again: bool) -> Iterator[Era]:
@@ -159,6 +162,7 @@ def _of_step(moments: Sequence[Moment], step: int) -> int | None:
 
 
 def _costs(eras: Sequence[Era]) -> Costs:
+    """An observed run copies and writes nothing, so that nothing is learned of it but what deciding takes."""
     costs = Costs()
     overheads = []
     for era in eras:
@@ -166,8 +170,8 @@ def _costs(eras: Sequence[Era]) -> Costs:
             line, commit = moment.line, moment.commit
             if line.drift or moment.saved:
                 copied = sum(era.units[index].nbytes for index in line.saved) if moment.saved else 0
-                costs.stall.learn(copied, line.stall + moment.copied)
-            if commit is not None and line.skipped != OBSERVED:
+                costs.stall.learn(0 if era.job.observing else copied, line.stall + moment.copied)
+            if commit is not None and not era.job.observing:
                 costs.write.learn(commit.written, commit.took)
                 overheads.append(commit.written - sum(size[0] for size in commit.sizes.values()))
     return Costs(costs.stall, costs.write, max(0.0, min(overheads, default=0.0)))

@@ -21,7 +21,7 @@ from policies.failure import Exposed, Exposure, Held
 from policies.moments import chosen
 from policies.movement import Movement, movement_of
 from policies.options import expected_bytes, expected_error
-from policies.recorded import OBSERVED, Costs, Era, Moment, Run
+from policies.recorded import Costs, Era, Moment, Run
 from store.names import RAW, Unit
 
 _OUTSIDE = frozenset({"disagree", "unsupported", "fenced", "storage"})
@@ -163,7 +163,7 @@ class _Replay:
         if pending is None or pending.failed:
             return
         final = era.moments[-1]
-        if final.saved and final.commit is None and final.line.skipped != OBSERVED and not last:
+        if final.saved and final.commit is None and not era.job.observing and not last:
             return  # the recorded process ended before its last save was done: so does this one
         self._commit(pending)
 
@@ -239,6 +239,8 @@ class _EraReplay:
         since = np.array([np.inf if one is None else one.since for one in versions])
         moved = self._movement.distance(line.step, since)
         sick = set(line.sick)
+        if self._owner._sees_all:
+            sick |= self._found_sick(moment)
         shown = []
         for index, (traced, version) in enumerate(zip(self._era.units, versions, strict=True)):
             seen = self._owner._sees_all or not traced.moving
@@ -356,13 +358,13 @@ class _EraReplay:
         return found
 
     def _dropped(self, moment: Moment) -> set[str]:
-        """Layers that turned out not to be finite while they were saved."""
-        line, commit = moment.line, moment.commit
-        units = self._era.units
-        found = {units[index].layer for index in line.sick}
-        if commit is not None:
-            found |= {units[index].layer for index in line.saved if index not in commit.sizes}
-        return found
+        """Layers that are not finite, so that they are left out where they are saved nevertheless."""
+        return {self._era.units[index].layer for index in (*moment.line.sick, *self._found_sick(moment))}
+
+    def _found_sick(self, moment: Moment) -> set[int]:
+        """Units that turned out not to be finite only while they were saved."""
+        commit = moment.commit
+        return set() if commit is None else {index for index in moment.line.saved if index not in commit.sizes}
 
     def _same_save(self, made: Made, moment: Moment) -> bool:
         if not moment.saved:

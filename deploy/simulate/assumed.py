@@ -113,9 +113,9 @@ class Assumptions:
 
     def costs(self) -> Costs:
         """What saves take."""
-        stall, write = Fitted(memory=1.0), Fitted(memory=1.0)
+        stall, write = Fitted(), Fitted()
         copies, stored = 1e9 * self.copy_gbps * self.gpus, 1e9 * self.storage_gbps
-        for nbytes in (0.0, 1e12):
+        for nbytes in (1e12, 2e12):
             stall.learn(nbytes, nbytes / copies)
             write.learn(nbytes, nbytes / stored)
         return Costs(stall, write, 0.0)
@@ -135,7 +135,8 @@ def assumed_trace(one: Assumptions) -> Trace:
         epoch=1,
         framework="deepspeed",
         world_size=one.gpus,
-        policy="observe",
+        policy="full",
+        observing=True,
         settings={"every": one.every},
         units=units,
     )

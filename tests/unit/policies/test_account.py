@@ -85,7 +85,7 @@ def test_a_decision_that_saves_nothing_is_paid_for_too() -> None:
     clock.now = 100.0
     one.stalled(0.25)
     assert one.at_hand(STALL) == pytest.approx(0.75)
-    assert one.offer() == pytest.approx(500.0 / 3.75)  # learned: 0.25 s a decision, and 3.75 s for 1000 bytes
+    assert one.offer() == pytest.approx(125.0)  # learned: 0.25 s a decision, and 4 s for 1000 bytes
 
 
 @settings(max_examples=40, deadline=None)
