@@ -171,4 +171,3 @@ def goodput(*, stall_share: float, lost_seconds: float, restart_seconds: float, 
     same terms as in Young (1974) and Daly (2006), with the time that is redone taken from the replay."""
     kept = max(0.0, mtbf_seconds - lost_seconds) / (mtbf_seconds + restart_seconds)
     return max(0.0, 1.0 - stall_share) * kept
-

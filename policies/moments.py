@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_left
 from collections.abc import Sequence
 
@@ -23,7 +24,7 @@ def chosen(moments: Sequence[Moment], every: int | None) -> list[Moment]:
 def widest(moments: Sequence[Moment]) -> int | None:
     """The most steps between two of them; None where there are fewer than two."""
     steps = [moment.line.step for moment in moments]
-    return max((later - step for step, later in zip(steps, steps[1:], strict=False)), default=None)
+    return max((later - step for step, later in itertools.pairwise(steps)), default=None)
 
 
 def _nearest(steps: Sequence[int], step: int) -> int:

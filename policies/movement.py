@@ -60,7 +60,8 @@ class Movement:
             return np.where(np.isinf(table.ages[0]), np.nan, (table.distances[0] / table.ages[0]) ** 2)
 
     def _unmoved(self, table: _Table) -> npt.NDArray[np.bool_]:
-        return self._still & np.isinf(table.ages[0])
+        unmoved: npt.NDArray[np.bool_] = self._still & np.isinf(table.ages[0])
+        return unmoved
 
     def _nearest(self, step: float) -> int:
         """The first recorded step that is not before ``step``; the last one beyond it."""
@@ -136,8 +137,7 @@ def _table(columns: Mapping[int, Mapping[float, float]], units: int) -> _Table:
 
 def _read(table: _Table, age: Vector) -> Vector:
     ages, distances = table.ages, table.distances
-    depth, units = ages.shape
-    every = np.arange(units)
+    every = np.arange(ages.shape[1])
     count = np.isfinite(ages).sum(axis=0)
     above = np.minimum((ages < age).sum(axis=0), np.maximum(count - 1, 0))
     below = np.maximum(above - 1, 0)

@@ -175,4 +175,3 @@ def _costs(eras: Sequence[Era]) -> Costs:
                 costs.write.learn(commit.written, commit.took)
                 overheads.append(commit.written - sum(size[0] for size in commit.sizes.values()))
     return Costs(costs.stall, costs.write, max(0.0, min(overheads, default=0.0)))
-

@@ -8,10 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from policies.damage import GROWTH
-from policies.pricing import Fitted
-from policies.recorded import Costs
 from store.errors import UsageError
 from store.names import WEIGHTS
 from store.trace import DecisionLine, JobLine, MovedLine, Trace, TracedUnit
@@ -20,6 +19,10 @@ SLOTS = (WEIGHTS, "exp_avg", "exp_avg_sq")
 _BETAS = {"exp_avg": 0.9, "exp_avg_sq": 0.95}
 _DRIFTS = {1e-3: 5e-2, 1e-4: 7e-3, 1e-5: 7e-4}
 """Measured drift of the weights over ten steps, by learning rate."""
+
+
+GPU_HOURS_PER_FAILURE = 50_000.0
+"""On very many GPUs; see :meth:`Assumptions.told`."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,11 @@ class Assumptions:
     every: int = 25
     hours: float = 24.0
 
+    @classmethod
+    def of(cls, model: str, given: Mapping[str, Any]) -> Assumptions:
+        """With what was given, and the rest as it is by default."""
+        return cls(model, **{"gpus": 1024} | {key: value for key, value in given.items() if value is not None})
+
     def __post_init__(self) -> None:
         if self.model not in MODELS:
             raise UsageError(f"unknown model {self.model!r}: known are {', '.join(MODELS)}")
@@ -84,7 +92,7 @@ class Assumptions:
         low = max(one for one in known[:-1] if one <= rate)
         high = known[known.index(low) + 1]
         share = math.log(rate / low) / math.log(high / low)
-        return _DRIFTS[low] ** (1 - share) * _DRIFTS[high] ** share
+        return math.exp((1 - share) * math.log(_DRIFTS[low]) + share * math.log(_DRIFTS[high]))
 
     def told(self) -> Mapping[str, str]:
         """Each assumption with its source."""
@@ -100,25 +108,14 @@ class Assumptions:
             "Weights": f"drift {self.pace:.2g} over 10 steps ({pace}), growing like steps^{GROWTH / 2:g}, alike in "
             "all layers (docs/budget.md: between linear and a random walk)",
             "Moments": "saturate within 1/(1 - beta) steps: sqrt(2 (1 - 0.9^t)), 1 - 0.95^t",
-            "Failures": f"one in {self.gpu_hours_per_failure:,.0f} GPU-hours, so one in {self.mtbf_hours:.2g} h (419 "
+            "Failures": f"one in {GPU_HOURS_PER_FAILURE:,.0f} GPU-hours, so one in {self.mtbf_hours:.2g} h (419 "
             "unexpected ones in 54 days on 16384 GPUs: The Llama 3 Herd of Models, arXiv:2407.21783, 3.3.4)",
         }
-
-    gpu_hours_per_failure = 50_000.0
 
     @property
     def mtbf_hours(self) -> float:
         """Of the whole job."""
-        return self.gpu_hours_per_failure / self.gpus
-
-    def costs(self) -> Costs:
-        """What saves take."""
-        stall, write = Fitted(), Fitted()
-        copies, stored = 1e9 * self.copy_gbps * self.gpus, 1e9 * self.storage_gbps
-        for nbytes in (1e12, 2e12):
-            stall.learn(nbytes, nbytes / copies)
-            write.learn(nbytes, nbytes / stored)
-        return Costs(stall, write, 0.0)
+        return GPU_HOURS_PER_FAILURE / self.gpus
 
 
 def assumed_trace(one: Assumptions) -> Trace:
@@ -143,9 +140,7 @@ def assumed_trace(one: Assumptions) -> Trace:
     steps = range(one.every, int(3600 * one.hours / one.step) + 1, one.every)
     if len(steps) < 2:
         raise UsageError(f"{one.hours:g} hours are fewer than two decisions every {one.every} steps: raise --hours")
-    decisions = [
-        DecisionLine(step=step, seconds=step * one.step, commits=0, skipped="nothing") for step in steps
-    ]
+    decisions = [DecisionLine(step=step, seconds=step * one.step, commits=0, skipped="nothing") for step in steps]
     return Trace((job, *decisions, _moved(one, units, steps[-1])), 0)
 
 

@@ -6,6 +6,7 @@ recorded configuration in that alone.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,12 +17,12 @@ import yaml
 from monitor.config import Config, load_config
 from policies.account import Account
 from policies.base import Policy
+from policies.budget import spends
 from policies.moments import chosen, widest
 from policies.observe import Observe
 from policies.recorded import Costs, Run
 from policies.replay import Plan
 from policies.select import policy_from
-from policies.budget import spends
 from store.errors import ConfigError, UsageError
 
 _ELSEWHERE = frozenset({"store", "metrics", "retention", "timeouts", "trace", "resume", "layers", "drift"})
@@ -117,7 +118,7 @@ def _every(config: Config, run: Run) -> int | None:
 
 def _least_gap(run: Run) -> list[int]:
     steps = [[moment.line.step for moment in era.moments] for era in run.eras]
-    return [later - one for era in steps for one, later in zip(era, era[1:], strict=False) if later > one]
+    return [later - one for era in steps for one, later in itertools.pairwise(era) if later > one]
 
 
 def _saving(policy: Policy) -> Policy:

@@ -22,13 +22,19 @@ class Prices:
 
 @dataclass(frozen=True)
 class Terms:
-    """What failures are supposed to be like. mtbf_hours: mean times between them, of the whole job.
+    """What failures are supposed to be like. mtbf_hours: mean times between them, of the whole job; None: 3 h, 12 h
+    and 2 days.
 
     restart_seconds: from a failure to the first step after it, without what is redone."""
 
-    mtbf_hours: tuple[float, ...] = (3.0, 12.0, 48.0)
+    mtbf_hours: tuple[float, ...] | None = None
     restart_seconds: float = 600.0
     prices: Prices = field(default_factory=Prices)
+
+    @property
+    def times(self) -> tuple[float, ...]:
+        """Hours between failures."""
+        return self.mtbf_hours or (3.0, 12.0, 48.0)
 
 
 @dataclass(frozen=True)
@@ -112,9 +118,7 @@ class Summary:
 
 def summary_of(replayed: Replayed, run: Run, terms: Terms) -> Summary:
     """Of a replay of ``run``."""
-    return Summary(
-        replayed.plan.name, replayed, run.seconds, step_seconds(run), run.eras[-1].job.world_size, terms
-    )
+    return Summary(replayed.plan.name, replayed, run.seconds, step_seconds(run), run.eras[-1].job.world_size, terms)
 
 
 def step_seconds(run: Run) -> float:
@@ -152,7 +156,7 @@ def as_json(summary: Summary, baseline: Summary) -> dict[str, Any]:
         "unknown": exposure.unknown,
         "goodput": [
             {"mtbf_hours": hours, "share": summary.goodput(hours), "price": summary.price(hours)}
-            for hours in summary.terms.mtbf_hours
+            for hours in summary.terms.times
         ],
     }
 
