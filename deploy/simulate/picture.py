@@ -17,7 +17,7 @@ def write_picture(summaries: Sequence[Summary], path: Path) -> None:
     except ImportError as error:
         raise UsageError("--plot needs matplotlib: `pip install matplotlib`, or leave --plot out") from error
     figure = Figure(figsize=(9, 4.2), layout="constrained")
-    FigureCanvasAgg(figure)  # type: ignore[no-untyped-call]
+    FigureCanvasAgg(figure)
     damage, lost = figure.subplots(1, 2)
     for axes, title, values in (
         (damage, "expected damage", [one.exposure.total.mean for one in summaries]),

@@ -126,7 +126,11 @@ def _saving(policy: Policy) -> Policy:
 
 
 def _short(values: Mapping[str, Any]) -> str:
-    return " ".join(
-        str(value) if key in ("name", "policy") and isinstance(value, str) else f"{key}={value}"
-        for key, value in values.items()
-    )
+    """For people: ``parity k=4``; sections by what is in them."""
+    words = []
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            words.append(_short(value))
+        else:
+            words.append(str(value) if key in ("name", "policy", "encoding") else f"{key}={value}")
+    return " ".join(words)
