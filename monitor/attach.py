@@ -19,6 +19,7 @@ from monitor.metrics import Metrics
 from monitor.opened import open_existing, open_store
 from monitor.run_state import UserState, to_tree
 from monitor.spending import Spending
+from monitor.tracing import TracedJob, Tracer
 from monitor.units import UnitTable
 from policies.observe import Observe
 
@@ -66,4 +67,5 @@ def _job(
     inner = policy.inner if isinstance(policy, Observe) else policy
     metrics = Metrics()
     spending = Spending(settings.budget.account(), metrics)
-    return Job(settings, inner, group, adapter, table, meter, user, metrics, spending, observing=observing)
+    tracer = Tracer(settings, TracedJob(adapter.framework, inner.name, observing), group, table, metrics)
+    return Job(settings, inner, group, adapter, table, meter, user, metrics, spending, tracer, observing=observing)

@@ -15,7 +15,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import TracebackType
 
-from monitor.deciding import Decided, Decider
+from monitor.decided import Decided
+from monitor.deciding import Decider
 from monitor.job import Job
 from monitor.observing import Observer
 from monitor.opened import OpenedStore
@@ -58,6 +59,7 @@ class Checkpointer:
         self._proven = False
         self._told_unused = False
         self._closed = False
+        job.tracer.begin(opened.epoch if opened else 0)
         self._forget_exit = _close_at_exit(self)
         if job.group.rank == 0:
             self.metrics.epoch.set(opened.epoch if opened else 0)
@@ -99,6 +101,7 @@ class Checkpointer:
         for unit, part in self._job.table.local().items():
             if unit in self._job.ledger.versions:
                 self._job.meter.reset(unit, part.tensors)
+        self._job.tracer.resumed(self._step, found.resolution.manifest.step)
         if self._group.rank == 0:
             self._tell_resumed(found, self.certificate)
         return self._step
@@ -160,6 +163,7 @@ class Checkpointer:
             self._closed = True
             self._forget_exit()
             self._saver.close(timeout)
+            self._job.tracer.close(timeout)
             self.metrics.close()
 
     def _require_told(self) -> None:
@@ -241,6 +245,7 @@ class Checkpointer:
         for unit in self._job.table.agree(local):
             if unit in local:  # the old reference fits no more; the unit counts as lost until it is saved
                 self._job.meter.reset(unit, local[unit].tensors)
+        self._job.tracer.agreed(local)
 
     def _problem(self, mine: str | None) -> str:
         """What the ranks that cannot save say; collective. Alike on all of them, most of the time."""
@@ -261,6 +266,8 @@ class Checkpointer:
         stall = time.perf_counter() - began
         self.metrics.stall.observe(stall)
         self._job.spending.stalled(stall)
+        why = None if skipped == "observe" else skipped
+        self._job.tracer.decided(self._step, why, stall, decided, self._job.ledger.commits)
         if decided is None:
             return StepReport(self._step, skipped, stall_seconds=stall)
         saved = decided.saved if skipped in (None, "observe") else {}

@@ -114,6 +114,18 @@ class Config(Settings):
         _require_known("encoding", [self.encoding], ENCODINGS)
         return ENCODINGS[self.encoding]
 
+    def trace_path(self) -> Path | None:
+        """Where the drift trace is written, absolute; None where it is not. ConfigError for a path in the store."""
+        if not self.trace.enabled:
+            return None
+        store = os.path.abspath(os.path.expanduser(self.store))  # noqa: PTH100, PTH111 - of a store yet to be made
+        if self.trace.path is None:
+            return Path(f"{store}.trace.jsonl")
+        path = Path(os.path.abspath(os.path.expanduser(self.trace.path)))  # noqa: PTH100, PTH111
+        if path.is_relative_to(store):
+            raise ConfigError(f"trace.path {path} lies in the store, which holds nothing else: set one beside it")
+        return path
+
     def retention_rule(self) -> Retention:
         """The retention rule. ConfigError where it would keep nothing."""
         return Retention(**self.retention.model_dump())
@@ -129,6 +141,7 @@ def load_config(source: str | os.PathLike[str] | Mapping[str, Any] | Config | No
         config = _validated(read_mapping(Path(source)), str(source))
     config.bounded_policy()
     config.retention_rule()
+    config.trace_path()
     if config.differences and config.packing == "none":
         raise ConfigError("differences: true saves bytes only where they are packed: set `packing: auto` or a level")
     return config

@@ -7,33 +7,17 @@ the background thread. So the training thread passes over each byte once: it eit
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from monitor.agree import on_first
+from monitor.decided import Decided
 from monitor.drift.base import Measure
 from monitor.job import Job
 from monitor.measuring import Measured, measure_all, unit_stats
 from monitor.units import LocalUnit, is_moving
-from policies.base import Choice, Decision, History, UnitStats
+from policies.base import Budget, Choice, Decision, History, UnitStats
 from policies.bounds import incomplete
 from store.names import RAW, Unit
-
-
-@dataclass(frozen=True)
-class Decided:
-    """A decision and what it rests on.
-
-    stats, choices: rank 0 only. saved: the same on all ranks. drift: of measured units, None where not finite.
-    mine: this rank's part of what was measured on live tensors. lacking: units that would have no version. forced: not
-    the policy's doing."""
-
-    stats: tuple[UnitStats, ...]
-    choices: Mapping[Unit, Choice]
-    saved: Mapping[Unit, Choice]
-    drift: Mapping[Unit, float | None]
-    mine: Mapping[Unit, Measure]
-    lacking: tuple[Unit, ...]
-    forced: bool = False
 
 
 class Decider:
@@ -54,14 +38,22 @@ class Decider:
         first = [unit for unit in units if self._sees_all or not is_moving(unit)]
         measured, mine = self._measure(first, local)
         stats = unit_stats(self._table, self._ledger, step, measured)
-        decision, saved, lacking = self._chosen(step, stats, forced)
+        made, saved, lacking = self._chosen(step, stats, forced)
         rest = [unit for unit in units if unit not in measured and unit not in saved]
         measured_too, mine_too = self._measure(rest, local)
         drift = {unit: found.drift for unit, found in {**measured, **measured_too}.items()}
         shown = unit_stats(self._table, self._ledger, step, {**measured, **measured_too})
-        choices = decision.choices if decision else {}
-        return Decided(
-            shown if decision else (), choices, saved, drift, {**mine, **mine_too}, lacking, forced is not None
+        found = Decided((), {}, saved, drift, {**mine, **mine_too}, lacking, forced is not None)
+        if made is None:
+            return found
+        decision, budget = made
+        return replace(
+            found,
+            stats=shown,
+            choices=decision.choices,
+            seen=stats,
+            offered=budget.bytes,
+            commits=self._ledger.commits,
         )
 
     def _measure(
@@ -74,12 +66,13 @@ class Decider:
 
     def _chosen(
         self, step: int, stats: tuple[UnitStats, ...], forced: str | None
-    ) -> tuple[Decision | None, dict[Unit, Choice], tuple[Unit, ...]]:
-        made: list[Decision] = []
+    ) -> tuple[tuple[Decision, Budget] | None, dict[Unit, Choice], tuple[Unit, ...]]:
+        made: list[tuple[Decision, Budget]] = []
 
         def choose() -> tuple[list[tuple[int, str, str]], list[int]]:
-            decision = self._select(step, stats, forced)
-            made.append(decision)
+            budget = self._spending.offer(stats)
+            decision = self._select(step, stats, budget, forced)
+            made.append((decision, budget))
             saved = [
                 (index, choice.encoding, choice.reason)
                 for index, one in enumerate(stats)
@@ -95,8 +88,8 @@ class Decider:
             tuple(stats[index].unit for index in lacking),
         )
 
-    def _select(self, step: int, stats: tuple[UnitStats, ...], forced: str | None) -> Decision:
-        decision = self._policy.select(stats, self._spending.offer(stats), History(step, self._ledger.commits))
+    def _select(self, step: int, stats: tuple[UnitStats, ...], budget: Budget, forced: str | None) -> Decision:
+        decision = self._policy.select(stats, budget, History(step, self._ledger.commits))
         if forced is None:
             return decision
         sick = {one.unit.layer for one in stats if not one.finite}

@@ -12,6 +12,7 @@ from monitor.ledger import Ledger
 from monitor.metrics import Metrics
 from monitor.run_state import UserState
 from monitor.spending import Spending
+from monitor.tracing import Tracer
 from monitor.units import UnitTable
 from policies.base import Policy
 
@@ -32,5 +33,6 @@ class Job:
     user: UserState
     metrics: Metrics
     spending: Spending
+    tracer: Tracer
     observing: bool = False
     ledger: Ledger = field(default_factory=Ledger)

@@ -95,11 +95,13 @@ class ResumeSettings(Settings):
 
 
 class TraceSettings(Settings):
-    """The drift trace of the job: what every decision saw and cost. path: of the file, by default the store's with
-    ``.trace.jsonl`` at its end."""
+    """The drift trace of the job: what every decision saw and cost; see docs/trace.md. path: of the file, by default
+    the store's with ``.trace.jsonl`` at its end. anchors: earlier decisions, about 1, 2, 4, 8... ago, that each one is
+    compared with; it takes the memory of ``anchors`` + 2 sketches. 0: none."""
 
     enabled: bool = True
     path: str | None = Field(default=None, min_length=1)
+    anchors: int = Field(default=6, ge=0, le=16)
 
 
 class MetricsSettings(Settings):

@@ -51,9 +51,13 @@ def tell_upkeep(metrics: Metrics, what: str, error: BaseException) -> None:
     _log.warning("%s failed: %s", what, error, exc_info=_unexpected(error))
 
 
+def failure_reason(error: BaseException | None) -> str:
+    """An error's name in metrics and traces."""
+    return type(error).__name__ if isinstance(error, DriftpointError) else "internal"
+
+
 def _tell_failure(metrics: Metrics, step: int, error: BaseException | None) -> None:
-    reason = type(error).__name__ if isinstance(error, DriftpointError) else "internal"
-    metrics.failures.labels(reason).inc()
+    metrics.failures.labels(failure_reason(error)).inc()
     _log.warning(
         "the save of step %d failed, the commit before it is intact: %s", step, error, exc_info=_unexpected(error)
     )
