@@ -9,6 +9,7 @@ recorded configuration gives the recorded run, to the byte. The rest is estimate
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -33,7 +34,8 @@ class Plan:
     """What is replayed. policy: bounded, and never one that only observes. account: empty, for a clock.
 
     every: steps between decisions; None: all recorded ones. same_offers: its budget is the recorded one. same_sizes:
-    saves are packed as the recorded ones were. costs: instead of the recorded ones."""
+    saves are packed as the recorded ones were. costs: instead of the recorded ones. sees_all: the policy is shown what
+    was measured though it does not look at it, as one that only observes is."""
 
     name: str
     policy: Policy
@@ -42,6 +44,7 @@ class Plan:
     same_offers: bool = False
     same_sizes: bool = True
     costs: Costs | None = None
+    sees_all: bool = False
 
 
 @dataclass(frozen=True)
@@ -125,7 +128,7 @@ class _Replay:
         self._run = run
         self._plan = plan
         self._costs = plan.costs or run.costs
-        self._sees_all = plan.policy.needs_drift
+        self._sees_all = plan.policy.needs_drift or plan.sees_all
         self._state = _State()
         self._now = 0.0
         self._account = plan.account(lambda: self._now)
@@ -300,9 +303,9 @@ class _EraReplay:
             return Budget()
         account.make_room(max((one.nbytes for one in stats), default=0))
         offered = account.offer()
-        if self._state.on_path and self._plan.same_offers and moment.line.offered is not None:
-            offered = moment.line.offered
-        return Budget(offered)
+        if self._state.on_path and self._plan.same_offers and moment.line.staleness:
+            return Budget(moment.line.offered)
+        return Budget(None if offered == math.inf else offered)
 
     def _select(self, stats: tuple[UnitStats, ...], budget: Budget, moment: Moment) -> Decision:
         line = moment.line
@@ -328,7 +331,9 @@ class _EraReplay:
         commit = moment.commit
         if same and commit is not None and self._plan.same_sizes:
             written = commit.written
-        took = commit.took if same and commit is not None else self._owner._costs.write.cost(written)
+        took = self._owner._costs.write.cost(written)
+        if same and commit is not None and self._plan.costs is None:
+            took = commit.took
         made = replace(made, written=written, took=took)
         dropped = self._dropped(moment)
         kept = {unit: one for unit, one in versions.items() if unit.layer not in dropped}

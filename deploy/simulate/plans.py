@@ -16,7 +16,6 @@ import yaml
 
 from monitor.config import Config, load_config
 from policies.account import Account
-from policies.base import Policy
 from policies.budget import spends
 from policies.moments import chosen, widest
 from policies.observe import Observe
@@ -73,15 +72,16 @@ def plan_of(one: Asked, run: Run, costs: Costs | None = None) -> Plan:
     config, every = one.config, _every(one.config, run)
     gap = max((widest(chosen(era.moments, every)) or 0 for era in run.eras), default=0)
     bounded = config.model_copy(update={"every": max(config.every, gap)}) if config.bounds.max_staleness else config
-    recorded = recorded_config(run)
+    recorded, policy = recorded_config(run), bounded.bounded_policy()
     return Plan(
         name=one.name,
-        policy=_saving(bounded.bounded_policy()),
+        policy=policy.inner if isinstance(policy, Observe) else policy,
         account=lambda clock: Account({}) if not config.budget.limited else config.budget.account(clock),
         every=every,
         same_offers=(config.budget, config.policy) == (recorded.budget, recorded.policy),
         same_sizes=(config.packing, config.differences) == (recorded.packing, recorded.differences),
         costs=costs,
+        sees_all=isinstance(policy, Observe),
     )
 
 
@@ -119,10 +119,6 @@ def _every(config: Config, run: Run) -> int | None:
 def _least_gap(run: Run) -> list[int]:
     steps = [[moment.line.step for moment in era.moments] for era in run.eras]
     return [later - one for era in steps for one, later in itertools.pairwise(era) if later > one]
-
-
-def _saving(policy: Policy) -> Policy:
-    return policy.inner if isinstance(policy, Observe) else policy
 
 
 def _short(values: Mapping[str, Any]) -> str:
