@@ -83,7 +83,8 @@ def _draw_chosen(console: Console, chosen: Recommended, baseline: Summary) -> No
     _draw_all(console, chosen.tried, baseline)
     console.print()
     console.print(Text("Recommended", style="bold"))
-    console.print(output.cell(chosen.yaml.rstrip()))
+    for line in chosen.yaml.splitlines():
+        console.print(output.cell(line))
 
 
 def _costs(summaries: Sequence[Summary], baseline: Summary) -> Table:

@@ -70,8 +70,10 @@ def changed(recorded: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[st
 def plan_of(one: Asked, run: Run, costs: Costs | None = None) -> Plan:
     """The plan of a configuration. ConfigError where its bounds cannot hold at the moments that were recorded."""
     config, every = one.config, _every(one.config, run)
-    gap = max((widest(chosen(era.moments, every)) or 0 for era in run.eras), default=0)
-    bounded = config.model_copy(update={"every": max(config.every, gap)}) if config.bounds.max_staleness else config
+    bounded = config
+    if config.bounds.max_staleness and every is not None:
+        gap = max((widest(chosen(era.moments, every)) or 0 for era in run.eras), default=0)
+        bounded = config.model_copy(update={"every": max(every, gap)})
     recorded, policy = recorded_config(run), bounded.bounded_policy()
     return Plan(
         name=one.name,
@@ -87,16 +89,14 @@ def plan_of(one: Asked, run: Run, costs: Costs | None = None) -> Plan:
 
 def remarks(one: Asked, run: Run) -> list[str]:
     """What has to be said of replaying this configuration on this run."""
-    recorded, found = recorded_config(run), []
+    recorded, found, every = recorded_config(run), [], _every(one.config, run)
     gap = min((_least_gap(run)), default=0)
-    if gap and one.config.every < gap:
+    if gap and every is not None and every < gap:
+        found.append(f"{one.name}: the trace has decisions every {gap} steps, so every {every} is replayed as {gap}")
+    elif gap and every is not None and every % gap:
         found.append(
-            f"{one.name}: the trace has decisions every {gap} steps, so every {one.config.every} is replayed as {gap}"
-        )
-    elif gap and one.config.every % gap:
-        found.append(
-            f"{one.name}: every {one.config.every} is no multiple of the {gap} steps between recorded decisions: "
-            "the nearest ones are taken"
+            f"{one.name}: every {every} is no multiple of the {gap} steps between recorded decisions: the nearest "
+            "ones are taken"
         )
     if one.config.packing != "none" and (one.config.packing, one.config.differences) != (
         recorded.packing,
@@ -113,7 +113,8 @@ def same_configuration(one: Config, other: Config) -> bool:
 
 
 def _every(config: Config, run: Run) -> int | None:
-    return None if config.every == recorded_config(run).every else config.every
+    """None: whenever the recorded run decided."""
+    return config.every if isinstance(config.every, int) and config.every != recorded_config(run).every else None
 
 
 def _least_gap(run: Run) -> list[int]:

@@ -47,10 +47,11 @@ class Limits:
         return any(one is not None for one in (self.bytes_per_hour, self.stall_share, self.max_loss_minutes))
 
     def hold(self, one: Summary) -> bool:
-        """Whether it keeps within them."""
+        """Whether it keeps within them, and saves more than once."""
         loss = one.exposure.rewound.worst * one.step_seconds / 60
         return (
-            _within(later_per_hour(one), self.bytes_per_hour)
+            one.saves > 1
+            and _within(later_per_hour(one), self.bytes_per_hour)
             and _within(one.stall_share, self.stall_share)
             and _within(loss, self.max_loss_minutes)
         )

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from deploy.simulate.plans import Asked, plan_of, recorded_config
 from deploy.simulate.simulation import read_trace
 from policies.base import UnitStats
+from policies.movement import movement_of
 from policies.recorded import Costs, Run, run_of
 from policies.replay import Replayed, replay
 from store.trace import CommitLine, DecisionLine, Trace
@@ -108,16 +111,33 @@ def test_what_another_policy_would_have_done_is_what_it_does(tmp_path: Path, nam
     """The same training twice, recorded under ``full`` and under another policy: the replay of the first against the
     second. Saves take no time in both, since how long they take differs from run to run."""
     settings = {**POLICIES[name], "packing": "none", "differences": False}
-    plain = run_of(recorded(tmp_path / "plain", 20, policy="full"))
+    plain = run_of(recorded(tmp_path / "plain", 30, policy="full"))
     torch.manual_seed(0)
-    truth = run_of(recorded(tmp_path / "other", 20, **settings))
+    truth = run_of(recorded(tmp_path / "other", 30, **settings))
     asked = Asked(name, recorded_config(truth))
     found, want = (replay(run, plan_of(asked, run, Costs(overhead=plain.costs.overhead))) for run in (plain, truth))
     assert want.as_recorded and not found.as_recorded
+    assert len(found.committed) == pytest.approx(len(want.committed), abs=1)
     if name == "parity":
         assert [one.saved for one in found.committed] == [one.saved for one in want.committed]
-    assert found.written == pytest.approx(want.written, rel=0.05)
-    assert len(found.committed) == pytest.approx(len(want.committed), abs=1)
-    assert found.exposure.total.mean == pytest.approx(want.exposure.total.mean, rel=0.1)
-    for slot, spread in want.exposure.drift.items():
-        assert found.exposure.drift[slot].mean == pytest.approx(spread.mean, rel=0.05)
+        commits = [moment.commit for moment in truth.moments if moment.commit is not None]
+        sizes = [sum(size[0] for size in commit.sizes.values()) for commit in commits]
+        assert [one.written - plain.costs.overhead for one in found.committed] == sizes
+    off = np.array(drift_off(plain, truth))
+    assert len(off) > 100
+    # Single ones are off by much where steps differ much, as in a model this small; together they are not.
+    assert np.median(np.abs(off)) < 0.05
+    assert abs(np.mean(np.log1p(off))) < 0.05
+
+
+def drift_off(plain: Run, truth: Run) -> list[float]:
+    """How far drift estimated from one trace is off from that measured in the other, relative, in later training."""
+    movement, found = movement_of(plain.eras[0]), []
+    for moment in truth.moments[10:]:
+        line = moment.line
+        for index, (drift, staleness) in enumerate(zip(line.drift, line.staleness, strict=True)):
+            if drift and staleness:
+                since = np.full(len(line.drift), float(line.step - staleness))
+                moved = movement.distance(line.step, since)[index]
+                found.append(math.hypot(moved, line.error[index]) / drift - 1)
+    return found

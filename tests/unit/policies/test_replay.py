@@ -123,14 +123,14 @@ def test_twice_the_same() -> None:
 
 def test_a_save_that_failed_when_it_was_recorded_fails() -> None:
     base = decisions(range(EVERY, 61, EVERY))
-    saved = {i: "raw" for i in range(4)}
+    saved = dict.fromkeys(range(4), "raw")
     lines: list[Line] = [job_line(movers(), {"every": EVERY})]
     for line in base:
         lines.append(line.model_copy(update={"saved": saved, "skipped": None}))
         if line.step == 30:
             lines.append(FailedLine(step=30, seconds=line.seconds, reason="StorageError"))
         else:
-            sizes = {i: (400, "raw", 0.0, None) for i in range(4)}
+            sizes = dict.fromkeys(range(4), (400, "raw", 0.0, None))
             lines.append(CommitLine(step=line.step, seconds=line.seconds, took=0.0, written=1600, sizes=sizes))
     lines.append(moved_line(movers(), 60, (10, 20, 40)))
     found = replayed(run_of(Trace(tuple(lines), 0)), policy={"name": "parity", "k": 2})
