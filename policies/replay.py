@@ -10,112 +10,24 @@ recorded configuration gives the recorded run, to the byte. The rest is estimate
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
-from policies.account import Account
-from policies.base import Budget, Choice, Decision, History, Policy, UnitStats
+from policies.base import Budget, Choice, Decision, History, UnitStats
 from policies.bounds import incomplete
 from policies.failure import Exposed, Exposure, Held
 from policies.moments import chosen
 from policies.movement import Movement, movement_of
 from policies.options import expected_bytes, expected_error
-from policies.recorded import Costs, Era, Moment, Run
+from policies.recorded import Era, Moment, Run
+from policies.replayed import Made, Plan, Replayed
+from policies.standing import Pending, State, Version, adopted, brought_back
 from store.names import RAW, Unit
 
 _OUTSIDE = frozenset({"disagree", "unsupported", "fenced", "storage"})
 """Why no save began, where that is no matter of policy."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What is replayed. policy: bounded, and never one that only observes. account: empty, for a clock.
-
-    every: steps between decisions; None: all recorded ones. same_offers: its budget is the recorded one. same_sizes:
-    saves are packed as the recorded ones were. costs: instead of the recorded ones. sees_all: the policy is shown what
-    was measured though it does not look at it, as one that only observes is."""
-
-    name: str
-    policy: Policy
-    account: Callable[[Callable[[], float]], Account]
-    every: int | None = None
-    same_offers: bool = False
-    same_sizes: bool = True
-    costs: Costs | None = None
-    sees_all: bool = False
-
-
-@dataclass(frozen=True)
-class Made:
-    """One decision of a replay. written: bytes of its save, once committed. stall: seconds, copies included."""
-
-    step: int
-    seconds: float
-    offered: float | None
-    stats: tuple[UnitStats, ...]
-    saved: Mapping[Unit, str]
-    skipped: str | None
-    written: int = 0
-    took: float = 0.0
-    stall: float = 0.0
-
-
-@dataclass(frozen=True)
-class Replayed:
-    """A whole replay. committed: saves that became durable. as_recorded: every decision came out as recorded."""
-
-    plan: Plan
-    made: tuple[Made, ...]
-    committed: tuple[Made, ...]
-    exposure: Exposure
-    as_recorded: bool
-
-    @property
-    def written(self) -> int:
-        """Payload bytes over all ranks of all commits."""
-        return sum(one.written for one in self.committed)
-
-    @property
-    def stall(self) -> float:
-        """Seconds that training waited."""
-        return sum(one.stall for one in self.made)
-
-
-@dataclass(frozen=True)
-class _Version:
-    """step: of the version. since: the step of this era since which live values moved away from it."""
-
-    step: int
-    since: int
-    encoding: str
-    error: float
-    nbytes: int
-    size: tuple[int, int]
-    marked: int = 0
-    """How often the unit's set of parameters had changed when it was stored."""
-
-
-@dataclass
-class _Pending:
-    made: Made
-    versions: Mapping[Unit, _Version]
-    done_at: float
-    failed: bool
-
-
-@dataclass
-class _State:
-    versions: dict[Unit, _Version] = field(default_factory=dict)
-    commits: int = 0
-    newest: int | None = None
-    durable: dict[Unit, _Version] = field(default_factory=dict)
-    durable_newest: int | None = None
-    pending: _Pending | None = None
-    on_path: bool = True
-    changes: dict[Unit, int] = field(default_factory=dict)
-    changed: frozenset[Unit] = frozenset()
 
 
 def replay(run: Run, plan: Plan) -> Replayed:
@@ -129,7 +41,7 @@ class _Replay:
         self._plan = plan
         self._costs = plan.costs or run.costs
         self._sees_all = plan.policy.needs_drift or plan.sees_all
-        self._state = _State()
+        self._state = State()
         self._now = 0.0
         self._account = plan.account(lambda: self._now)
         self._made: list[Made] = []
@@ -153,11 +65,11 @@ class _Replay:
             self._account = self._plan.account(lambda: self._now)
         anew = bool(line.staleness) and all(one is None for one in line.staleness)
         if first or (anew and not era.resumed and era.process):
-            state.versions, state.commits, state.newest = _adopted(era), line.commits, None
+            state.versions, state.commits, state.newest = adopted(era), line.commits, None
             if state.versions:
                 state.newest = max(one.step for one in state.versions.values())
         elif era.resumed:
-            state.versions = {unit: _brought_back(one, era.start) for unit, one in state.versions.items()}
+            state.versions = {unit: brought_back(one, era.start) for unit, one in state.versions.items()}
             state.newest = None if state.newest is None else min(state.newest, era.start)
         state.durable, state.durable_newest = dict(state.versions), state.newest
 
@@ -170,7 +82,7 @@ class _Replay:
             return  # the recorded process ended before its last save was done: so does this one
         self._commit(pending)
 
-    def _commit(self, pending: _Pending) -> None:
+    def _commit(self, pending: Pending) -> None:
         state, made = self._state, pending.made
         state.versions.update(pending.versions)
         state.commits += 1
@@ -282,11 +194,11 @@ class _EraReplay:
             state.changes[unit] = state.changes.get(unit, 0) + 1
         state.changed = now
 
-    def _version(self, unit: Unit, step: int) -> _Version | None:
+    def _version(self, unit: Unit, step: int) -> Version | None:
         found = self._state.versions.get(unit)
         return None if found is None or found.step > step else found
 
-    def _recorded_drift(self, moment: Moment, index: int, version: _Version) -> float | None:
+    def _recorded_drift(self, moment: Moment, index: int, version: Version) -> float | None:
         line = moment.line
         if index >= len(line.drift) or index >= len(line.staleness):
             return None
@@ -338,10 +250,10 @@ class _EraReplay:
         dropped = self._dropped(moment)
         kept = {unit: one for unit, one in versions.items() if unit.layer not in dropped}
         failed = moment.failed or not kept
-        state.pending = _Pending(made, kept, moment.line.seconds + took, failed)
+        state.pending = Pending(made, kept, moment.line.seconds + took, failed)
         return made
 
-    def _stored(self, made: Made, moment: Moment, shown: Mapping[Unit, UnitStats]) -> dict[Unit, _Version]:
+    def _stored(self, made: Made, moment: Moment, shown: Mapping[Unit, UnitStats]) -> dict[Unit, Version]:
         sizes = moment.commit.sizes if moment.commit is not None and self._plan.same_sizes else {}
         found = {}
         for index, traced in enumerate(self._era.units):
@@ -351,7 +263,7 @@ class _EraReplay:
             error, nbytes, stored_as = expected_error(shown[unit], encoding), expected_bytes(shown[unit], encoding), ""
             if index in sizes and moment.line.saved.get(index) == encoding:
                 nbytes, stored_as, error, _ = sizes[index]
-            found[unit] = _Version(
+            found[unit] = Version(
                 made.step,
                 made.step,
                 stored_as or encoding,
@@ -420,28 +332,3 @@ class _EraReplay:
             np.array([one.error for one in known]),
             float(newest),
         )
-
-
-def _adopted(era: Era) -> dict[Unit, _Version]:
-    """The versions that the recorded run began with."""
-    line = era.moments[0].line
-    found = {}
-    for index, staleness in enumerate(line.staleness):
-        traced, encoding = era.units[index], line.encoding[index]
-        if staleness is None or encoding is None:
-            continue
-        step = line.step - staleness
-        found[traced.unit] = _Version(
-            step,
-            max(step, era.start) if era.resumed else step,
-            encoding,
-            line.error[index],
-            line.stored_bytes[index],
-            (traced.nbytes, traced.numel),
-        )
-    return found
-
-
-def _brought_back(version: _Version, step: int) -> _Version:
-    """After a resume at ``step`` live values are what the version gives back, and move away from there."""
-    return replace(version, step=min(version.step, step), since=step)

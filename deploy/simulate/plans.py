@@ -20,7 +20,7 @@ from policies.budget import spends
 from policies.moments import chosen, widest
 from policies.observe import Observe
 from policies.recorded import Costs, Run
-from policies.replay import Plan
+from policies.replayed import Plan
 from policies.select import policy_from
 from store.errors import ConfigError, UsageError
 

@@ -20,8 +20,8 @@ from policies.recorded import Costs, Run
 from policies.replay import replay
 from store.errors import ConfigError, UsageError
 
-_MULTIPLES = 10
-"""Powers of two of the recorded interval that are tried."""
+_MULTIPLES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+"""Of the recorded interval, that are tried."""
 
 _THRESHOLDS = 10
 """Halvings of the range in which a threshold is looked for."""
@@ -153,8 +153,8 @@ def _candidates(trials: _Trials, limits: Limits) -> Iterator[_Tried | None]:
 
 
 def _seldom(trials: _Trials, settings: Mapping[str, Any], name: str) -> Iterator[_Tried]:
-    for power in range(_MULTIPLES):
-        every = trials.every << power
+    for multiple in _MULTIPLES:
+        every = trials.every * multiple
         found = trials.of(f"{name}, every {every}", {**settings, "every": every})
         if found is None or found.summary.saves < 2:
             return

@@ -8,7 +8,7 @@ from typing import Any
 
 from policies.failure import Exposure, Spread, goodput
 from policies.recorded import Run
-from policies.replay import Replayed
+from policies.replayed import Replayed
 from store.names import WEIGHTS
 
 

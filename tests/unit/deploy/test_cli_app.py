@@ -225,7 +225,7 @@ def test_exit_codes_are_those_of_the_errors() -> None:
     assert list(MEANINGS) == [0, 1, 2, 10, 11, 12, 13, 130]
 
 
-@pytest.mark.parametrize("command", [(), *((command,) for command in COMMANDS)])
+@pytest.mark.parametrize("command", [(), ("simulate",), *((command,) for command in COMMANDS)])
 def test_help_ends_with_the_exit_codes(command: tuple[str, ...]) -> None:
     result = CliRunner().invoke(app, [*command, "--help"])
     assert result.exit_code == 0

@@ -16,7 +16,8 @@ from deploy.simulate.simulation import read_trace
 from policies.base import UnitStats
 from policies.movement import movement_of
 from policies.recorded import Costs, Run, run_of
-from policies.replay import Replayed, replay
+from policies.replay import replay
+from policies.replayed import Replayed
 from store.trace import CommitLine, DecisionLine, Trace
 from tests.support.jobs import job
 

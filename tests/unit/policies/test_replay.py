@@ -13,7 +13,8 @@ from monitor.config import load_config
 from policies.failure import goodput
 from policies.pricing import Fitted
 from policies.recorded import Costs, Run, run_of
-from policies.replay import Replayed, replay
+from policies.replay import replay
+from policies.replayed import Replayed
 from store.names import WEIGHTS, Unit
 from store.trace import CommitLine, DecisionLine, FailedLine, Line, ResumedLine, Trace
 from tests.support.traces import Mover, decisions, job_line, moved_line, power, trace_of

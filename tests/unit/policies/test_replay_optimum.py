@@ -7,7 +7,8 @@ import pytest
 from deploy.simulate.plans import Asked, plan_of
 from monitor.config import load_config
 from policies.recorded import Run, run_of
-from policies.replay import Replayed, replay
+from policies.replay import replay
+from policies.replayed import Replayed
 from tests.support.traces import Mover, power, trace_of
 from tests.unit.policies.test_budget_optimum import CASES, Source, affordable, optimum
 
