@@ -17,6 +17,7 @@ from monitor.job import Job
 from monitor.layers import find_layers
 from monitor.metrics import Metrics
 from monitor.opened import open_existing, open_store
+from monitor.rehearsing import rehearse_policy
 from monitor.run_state import UserState, to_tree
 from monitor.spending import Spending
 from monitor.tracing import TracedJob, Tracer
@@ -37,11 +38,13 @@ def attach(
     ``load_state_dict``. A resume loads them before weights, moments and hyperparameters, which have the last word.
     Every rank calls it, after the process group is up.
 
-    Raises ConfigError for senseless settings, UnsupportedError for what cannot be handled, StoreInUseError where
-    another job on this machine owns the store, and StorageError where it cannot be written.
+    Raises ConfigError for senseless settings and for a policy that fails on the layers of this job,
+    UnsupportedError for what cannot be handled, StoreInUseError where another job on this machine owns the store, and
+    StorageError where it cannot be written.
     """
     group = current_group()
     job = everywhere(group, lambda: _job(target, config, state, group))
+    rehearse_policy(job)
     settings = job.config
     if job.observing:
         return Checkpointer(job, None, open_existing(settings.store, group))

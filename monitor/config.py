@@ -28,8 +28,11 @@ from monitor.settings import (
 from monitor.yamlfile import read_mapping
 from policies.base import Policy
 from policies.bounds import Bounds, bound
-from policies.budget import spends
+from policies.budget import Budgeted, spends
+from policies.divisors import explosive
 from policies.encoded import encoded
+from policies.observe import Observe
+from policies.own import anchored
 from policies.select import policy_from
 from policies.setting import nearest
 from store.encoding import BF16, BF16_INT8, INT8_BLOCK, INT8_SQRT_BLOCK, encoding_named
@@ -44,10 +47,6 @@ ENCODINGS: Mapping[str, Mapping[str, str]] = {
     "careful": {WEIGHTS: BF16_INT8, "exp_avg": INT8_BLOCK, "exp_avg_sq": INT8_SQRT_BLOCK},
 }
 """Names that stand for an encoding of each slot; slots that are not named are raw."""
-
-
-DIVISORS = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "sum", "exp_inf", "v"})
-"""Slots of torch's and DeepSpeed's optimizers that updates are divided by."""
 
 
 class Config(Settings):
@@ -84,26 +83,34 @@ class Config(Settings):
 
     def bounded_policy(self) -> Policy:
         """The policy inside its bounds. ConfigError where they are senseless or contradict each other."""
-        settings, encodings = self.bounds, self.encodings()
-        lossy = any(not encoding_named(name).lossless for name in encodings.values())
-        precision = settings.precision or ("any" if lossy else "exact")
-        bounds = Bounds(settings.max_staleness, settings.max_drift, precision, self.every)
-        _require_divisors(encodings)
         policy = policy_from(self.policy)
         self._require_budget(policy)
+        return self.in_bounds(policy)
+
+    def in_bounds(self, policy: Policy) -> Policy:
+        """Any policy inside the bounds, stored in the encodings. ConfigError where they contradict each other."""
+        encodings, bounds = self.encodings(), self.limits()
+        _require_divisors(encodings)
         return encoded(bound(policy, bounds), encodings, bounds)
+
+    def limits(self) -> Bounds:
+        """The bounds. ConfigError where they are senseless."""
+        settings = self.bounds
+        lossy = any(not encoding_named(name).lossless for name in self.encodings().values())
+        precision = settings.precision or ("any" if lossy else "exact")
+        return Bounds(settings.max_staleness, settings.max_drift, precision, self.every)
 
     def _require_budget(self, policy: Policy) -> None:
         limited = self.budget.limited
-        if spends(policy) and not limited:
+        if isinstance(policy.inner if isinstance(policy, Observe) else policy, Budgeted) and not limited:
             raise ConfigError(
                 "policy budget needs what it may spend: set `budget: {bytes_per_hour: 2.0e+10}`, or stall_share, or "
                 "storage_share"
             )
         if limited and not spends(policy):
             raise ConfigError(
-                f"budget holds under policy budget only, and the policy is {policy.name}: set `policy: budget`, or "
-                "remove the section"
+                "budget holds only under a policy that spends (budget, or your own with `spends = True`), and the "
+                f"policy is {policy.name}: set `policy: budget`, or remove the section"
             )
 
     def encodings(self) -> Mapping[str, str]:
@@ -138,7 +145,7 @@ def load_config(source: str | os.PathLike[str] | Mapping[str, Any] | Config | No
     elif source is None or isinstance(source, Mapping):
         config = _validated(source or {}, "the configuration")
     else:
-        config = _validated(read_mapping(Path(source)), str(source))
+        config = _validated(_anchored(read_mapping(Path(source)), Path(source).parent), str(source))
     config.bounded_policy()
     config.retention_rule()
     config.trace_path()
@@ -147,14 +154,17 @@ def load_config(source: str | os.PathLike[str] | Mapping[str, Any] | Config | No
     return config
 
 
+def _anchored(values: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:
+    """With a policy's file, where it names one, beside the configuration's."""
+    return {**values, "policy": anchored(values["policy"], folder)} if "policy" in values else values
+
+
 def _require_divisors(encodings: Mapping[str, str]) -> None:
     """An encoding that rounds small values to zero is none for what updates are divided by: they would explode."""
-    for slot in DIVISORS & encodings.keys():
-        if encodings[slot] == INT8_BLOCK:
-            raise ConfigError(
-                f"encoding: {slot} divides the updates, and {INT8_BLOCK} rounds its small values to zero: take "
-                f"{INT8_SQRT_BLOCK}, which rounds them up"
-            )
+    for slot, encoding in encodings.items():
+        told = explosive(slot, encoding)
+        if told is not None:
+            raise ConfigError(f"encoding: {told}")
 
 
 def _require_known(key: str, names: Iterable[str], known: Iterable[str]) -> None:

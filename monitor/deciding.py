@@ -12,6 +12,7 @@ from dataclasses import replace
 from monitor.agree import on_first
 from monitor.decided import Decided
 from monitor.drift.base import Measure
+from monitor.guard import Guard
 from monitor.job import Job
 from monitor.measuring import Measured, measure_all, unit_stats
 from monitor.units import LocalUnit, is_moving
@@ -24,7 +25,7 @@ class Decider:
     """Asks the policy."""
 
     def __init__(self, job: Job) -> None:
-        self._policy = job.policy
+        self._policy = Guard(job.policy, job.config, job.metrics)
         self._sees_all = job.policy.needs_drift or job.observing
         self._meter = job.meter
         self._group = job.group

@@ -39,6 +39,11 @@ class Metrics:
         self.saves = Counter("driftpoint_saves", "Saves committed", registry=registry)
         self.skipped = Counter("driftpoint_saves_skipped", "Saves not begun, by reason", ("reason",), registry=registry)
         self.failures = Counter("driftpoint_failures", "Saves and upkeep that failed", ("reason",), registry=registry)
+        self.policy_failures = Counter(
+            "driftpoint_policy_failures",
+            "Decisions at which the policy failed, so that everything was saved",
+            registry=registry,
+        )
         self.withheld = Counter(
             "driftpoint_units_withheld", "Layer slots held back by the health gate", registry=registry
         )

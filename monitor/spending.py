@@ -95,8 +95,8 @@ class Spending:
         self._metrics.overdraft.inc(beyond)
         if not self._owing:
             _log.warning(
-                "budget: the save of step %d takes %.0f bytes more than are at hand, since bounds or save() demand it; "
-                "nothing else is saved until they are paid back",
+                "budget: the save of step %d takes %.0f bytes more than are at hand, since bounds, save() or a policy "
+                "that failed demand it; nothing else is saved until they are paid back",
                 step,
                 beyond,
             )

@@ -11,17 +11,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from policies.answer import check_answer, check_shown
+from policies.answer import check_shown, checked_answer
 from policies.base import Budget, Choice, Decision, History, Policy, UnitStats
+from policies.divisors import explosive
 from policies.health import sick_slots
 from policies.observe import Observe
 from policies.reason import compared, version
 from policies.setting import check_integer, check_number, check_one_of
+from store.encoding import ENCODINGS
 from store.errors import ConfigError
 from store.names import RAW, Unit
-
-LOSSLESS = frozenset({RAW})
-"""Encodings that give back every bit."""
 
 
 @dataclass(frozen=True)
@@ -58,13 +57,25 @@ class Bounds:
             raise ConfigError(
                 f"bounds: max_staleness {max_staleness} cannot hold with interval {self.interval}: even what is "
                 f"saved every time grows {self.interval} steps old; set max_staleness >= {self.interval}, "
-                "or decide more often"
+                "or decide more often (a smaller `every`)"
             )
 
-    @property
-    def encodings(self) -> frozenset[str] | None:
-        """The encodings allowed; None where any is."""
-        return LOSSLESS if self.precision == "exact" else None
+    def refusal(self, slot: str, encoding: str) -> str | None:
+        """Why a policy may not store the slot in this encoding, and what it may do; None where it may."""
+        known = ENCODINGS.get(encoding)
+        if known is None:
+            return f"encoding {encoding!r} is unknown; there is {', '.join(sorted(ENCODINGS))}"
+        if known.lossless:
+            return None
+        if self.precision == "exact":
+            return f"encoding {encoding!r} may lose bits and precision is 'exact'; use {RAW}, or set precision 'any'"
+        if self.max_drift is not None and known.relative_bound > self.max_drift:
+            return (
+                f"encoding {encoding!r} may be off by {known.relative_bound:.2g}, and max_drift is {self.max_drift!r}; "
+                f"use {RAW}, or raise max_drift"
+            )
+        told = explosive(slot, encoding)
+        return None if told is None else f"encoding {encoding!r}: {told}"
 
     def is_stale(self, staleness: int) -> bool:
         """Whether a version this old would be too old by the next decision."""
@@ -120,8 +131,8 @@ class Bounded:
         check_shown(self.name, stats)
         rows, stale = self._rows(stats, history.step), self._stale_units(stats)
         demanded = {one.unit for one in stats if (rows.get(one.unit) or stale.get(one.unit) or _NOTHING).saved}
-        inner = self.policy.select(stats, replace(budget, demanded=frozenset(demanded)), history)
-        check_answer(self.name, stats, inner, self.bounds.encodings)
+        answer = self.policy.select(stats, replace(budget, demanded=frozenset(demanded)), history)
+        inner = checked_answer(self.name, stats, answer, self.bounds.refusal)
         return Decision(
             {
                 one.unit: rows.get(one.unit)

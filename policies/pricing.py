@@ -64,8 +64,8 @@ class Fitted:
     """Of saves: of 1, bytes, seconds, bytes^2 and bytes * seconds."""
 
     def learn(self, nbytes: float, cost: float) -> None:
-        """See :class:`Pricing`. nbytes 0: nothing was saved."""
-        if not nbytes:
+        """See :class:`Pricing`. Less than a byte: nothing was saved."""
+        if nbytes < 1.0:
             self._idle = _MEMORY * self._idle + (1 - _MEMORY) * cost if self._idle else cost
             return
         seconds = max(0.0, cost - self._idle)

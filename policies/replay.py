@@ -17,7 +17,7 @@ import numpy as np
 
 from policies.base import Budget, Choice, Decision, History, UnitStats
 from policies.bounds import incomplete
-from policies.failure import Exposed, Exposure, Held
+from policies.exposure import Exposed, Exposure, Held
 from policies.moments import chosen
 from policies.movement import Movement, movement_of
 from policies.options import expected_bytes, expected_error

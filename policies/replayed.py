@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from policies.account import Account
 from policies.base import Policy, UnitStats
-from policies.failure import Exposure
+from policies.exposure import Exposure
 from policies.recorded import Costs
 from store.names import Unit
 

@@ -15,7 +15,9 @@ from store.names import Unit
 
 @dataclass(frozen=True)
 class Version:
-    """A unit as the store holds it. step: of the version. since: the step of this era since which live values moved away from it."""
+    """A unit as the store holds it.
+
+    step: of the version. since: the step of this era since which live values moved away from it."""
 
     step: int
     since: int

@@ -21,7 +21,7 @@ from policies.moments import chosen, widest
 from policies.observe import Observe
 from policies.recorded import Costs, Run
 from policies.replayed import Plan
-from policies.select import policy_from
+from policies.select import POLICIES, policy_from
 from store.errors import ConfigError, UsageError
 
 _ELSEWHERE = frozenset({"store", "metrics", "retention", "timeouts", "trace", "resume", "layers", "drift"})
@@ -30,16 +30,26 @@ _ELSEWHERE = frozenset({"store", "metrics", "retention", "timeouts", "trace", "r
 
 @dataclass(frozen=True)
 class Asked:
-    """A configuration to replay, and what to call it. changed: what was set besides the recorded configuration."""
+    """A configuration to replay, and what to call it."""
 
     name: str
     config: Config
 
 
+def recorded_settings(run: Run) -> Mapping[str, Any]:
+    """The configuration of the recorded run, as far as it was set; without a policy of the user's own.
+
+    A trace is a file that may come from elsewhere, and reading one runs no code: a policy that is not ours counts as
+    ``full``, until it is named by ``--policy``."""
+    if _ours(run.settings.get("policy", "full")):
+        return run.settings
+    return {key: value for key, value in run.settings.items() if key not in ("policy", "budget")}
+
+
 def recorded_config(run: Run) -> Config:
-    """The configuration of the recorded run. UsageError where the trace has one that this release cannot take."""
+    """The same, validated. UsageError where the trace has a configuration that this release cannot take."""
     try:
-        return load_config(dict(run.settings))
+        return load_config(dict(recorded_settings(run)))
     except ConfigError as error:
         raise UsageError(f"the trace was recorded with a configuration that cannot be read here: {error}") from error
 
@@ -110,6 +120,12 @@ def same_configuration(one: Config, other: Config) -> bool:
     """Whether both save the same."""
     drop = set(_ELSEWHERE)
     return one.model_dump(exclude=drop) == other.model_dump(exclude=drop)
+
+
+def _ours(policy: object) -> bool:
+    if isinstance(policy, Mapping):
+        return _ours(policy.get("name")) and _ours(policy.get("inner", "full"))
+    return policy in POLICIES
 
 
 def _every(config: Config, run: Run) -> int | None:

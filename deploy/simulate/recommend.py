@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from deploy.simulate.plans import Asked, plan_of, recorded_config
+from deploy.simulate.plans import Asked, plan_of, recorded_config, recorded_settings
 from deploy.simulate.summary import Summary, Terms, best, summary_of
 from monitor.config import load_config
 from policies.recorded import Costs, Run
@@ -96,7 +96,7 @@ class _Trials:
         return self._made[name]
 
     def _try(self, name: str, settings: Mapping[str, Any]) -> _Tried | None:
-        values = {**{key: value for key, value in self._run.settings.items() if key != "budget"}, **settings}
+        values = {**{key: value for key, value in recorded_settings(self._run).items() if key != "budget"}, **settings}
         try:
             plan = plan_of(Asked(name, load_config(values)), self._run, self._costs)
         except ConfigError:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from deploy.simulate.plans import Asked, asked, plan_of, recorded_config, remarks, same_configuration
+from deploy.simulate.plans import Asked, asked, plan_of, recorded_config, recorded_settings, remarks, same_configuration
 from deploy.simulate.recommend import Limits, Recommended, recommend
 from deploy.simulate.summary import Summary, Terms, summary_of
 from monitor.config import Config
@@ -59,7 +59,7 @@ def simulated(
     ``limits`` where there are any. speeds: ``storage_gbps`` and ``copy_gbps``, instead of what was recorded."""
     run = run_of(trace)
     costs = _costs(run, speeds or {})
-    wanted = [asked(text, run.settings) for text in policies] or ([] if limits else _by_default(run))
+    wanted = [asked(text, recorded_settings(run)) for text in policies] or ([] if limits else _by_default(run))
     found = simulate(trace, run, wanted, terms, costs)
     if limits is None:
         return found, None
@@ -113,6 +113,10 @@ def baseline_config(recorded: Config) -> Config:
 
 def _notes(trace: Trace, run: Run, recorded: Config, costs: Costs | None) -> list[str]:
     found = []
+    if recorded_settings(run) is not run.settings:
+        found.append(
+            "the recorded policy is not one of ours, and a trace runs no code: name it with --policy to replay it"
+        )
     if trace.skipped:
         found.append(f"{trace.skipped} lines of the trace are torn or of a later release, and left out")
     if not any(era.moved for era in run.eras):

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from policies.failure import Exposure, Spread, goodput
+from policies.exposure import Exposure, Spread, goodput
 from policies.recorded import Run
 from policies.replayed import Replayed
 from store.names import WEIGHTS

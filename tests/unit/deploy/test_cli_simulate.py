@@ -196,3 +196,31 @@ def test_no_picture_without_matplotlib(
 def test_the_same_again(here: Here, trace: Path) -> None:
     one, other = (here("simulate", trace, "-p", "{name: parity, k: 4}", "--json").out for _ in range(2))
     assert one == other and json.loads(one)
+
+
+def test_a_trace_runs_no_code(here: Here, tmp_path: Path) -> None:
+    own = tmp_path / "own.py"
+    own.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    movers = [Mover(Unit("layers.0", WEIGHTS), 1 << 20, power(1e-3, 1.0))]
+    for policy in (f"{own}:Mine", {"name": f"{own}:Mine"}, {"name": "observe", "inner": f"{own}:Mine"}):
+        trace = write_trace(trace_of(movers, range(10, 101, 10), every=10, policy=policy), tmp_path / "trace")
+        answer = here("simulate", trace, "-p", "{every: 20}", "--json")
+        assert answer.code == 0 and "runs no code" in " ".join(answer.json["notes"])
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_policy_of_ones_own_is_replayed_where_it_is_named(here: Here, trace: Path, tmp_path: Path) -> None:
+    own = tmp_path / "own.py"
+    own.write_text(
+        "from dataclasses import dataclass\n"
+        "from policies.base import Choice, Decision\n\n\n"
+        "@dataclass(frozen=True)\n"
+        "class Mine:\n"
+        "    @property\n    def name(self):\n        return 'mine'\n\n"
+        "    @property\n    def needs_drift(self):\n        return False\n\n"
+        "    def select(self, stats, budget, history):\n"
+        "        save = 'raw' if history.step % 50 == 0 else None\n"
+        "        return Decision({one.unit: Choice(save, 'every fifth time') for one in stats})\n"
+    )
+    shown = here("simulate", trace, "-p", f"{own}:Mine", "--json").json
+    assert shown["configurations"][1]["saves"] == 1 + 2000 // 50

@@ -103,7 +103,10 @@ def test_what_bounds_demand_makes_a_debt_that_is_told_once(caplog: pytest.LogCap
             spending.begin(step, stats, choices(stats[0]), first=False)
             spending.committed(400, 1.0)
     assert [record.message.split(";")[0] for record in caplog.records] == [
-        "budget: the save of step 10 takes 400 bytes more than are at hand, since bounds or save() demand it"
+        (
+            "budget: the save of step 10 takes 400 bytes more than are at hand, since bounds, save() or a policy "
+            "that failed demand it"
+        )
     ]
     assert value(metrics, "driftpoint_budget_overdraft_bytes_total") == 800.0
     assert value(metrics, "driftpoint_budget_bytes") == -800.0

@@ -6,7 +6,7 @@ import math
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from policies.account import BYTES, STALL, STORAGE, Account
@@ -43,6 +43,7 @@ def test_what_was_seen_for_one_size_only_is_put_down_to_the_bytes() -> None:
     assert line.cost(50.0) == pytest.approx(1.0)
 
 
+@example([(5e-324, 1.0)], 0.0)
 @given(st.lists(st.tuples(st.floats(0, 1e12), st.floats(0, 1e4)), min_size=1, max_size=30), st.floats(0, 1e6))
 def test_a_price_is_never_negative_and_what_is_affordable_costs_no_more(
     seen: list[tuple[float, float]], purse: float

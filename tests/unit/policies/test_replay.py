@@ -10,7 +10,7 @@ import pytest
 
 from deploy.simulate.plans import Asked, plan_of
 from monitor.config import load_config
-from policies.failure import goodput
+from policies.exposure import goodput
 from policies.pricing import Fitted
 from policies.recorded import Costs, Run, run_of
 from policies.replay import replay
