@@ -128,7 +128,7 @@ def test_what_another_policy_would_have_done_is_what_it_does(tmp_path: Path, nam
     assert len(off) > 100
     # Single ones are off by much where steps differ much, as in a model this small; together they are not.
     assert np.median(np.abs(off)) < 0.05
-    assert abs(np.mean(np.log1p(off))) < 0.05
+    assert abs(np.mean(np.log1p(off))) < 0.1
 
 
 def drift_off(plain: Run, truth: Run) -> list[float]:
