@@ -74,16 +74,20 @@ class Checkpointer:
     def resume(self) -> int:
         """Bring the newest resumable commit into the model, the optimizer and the run state.
 
-        Returns the step to continue from: 0 where the store holds nothing yet. Raises, on all ranks and with the job
-        left as it was: NothingToResumeError where no commit is whole, ModelMismatchError where the store is another
-        model's, UsageError where an object in ``state=[...]`` does not take its state.
+        Returns the step to continue from: 0 where the store holds nothing yet; else the commit's, or, where its weights
+        come from several steps, the saved step nearest to their effective step (see ``resume:`` in the settings).
+
+        Raises, on all ranks and with the job left as it was: NothingToResumeError where no commit is whole,
+        ModelMismatchError where the store is another model's, UsageError where an object in ``state=[...]`` does not
+        take its state.
         """
         if self._asked_to_resume:  # what is still being written is of a branch that this job may be about to leave
             self.flush()
             self._saver.settle(self._step, False)
         found, room = None, Room(self._saver.lend(self._job.table.local()))
         if self._catalog is not None:
-            found = resume(self._catalog, self._job.adapter, self._group, self._job.user, room)
+            job = self._job
+            found = resume(self._catalog, job.adapter, self._group, job.user, room, settings=self.config.resume)
         self._saver.keep(self._job.table.local(), room.buffers)
         self._asked_to_resume = True
         self._updates = 0
@@ -92,14 +96,14 @@ class Checkpointer:
             return self._step
         self._resumed = found
         self._saver.went_back()
-        self._step = found.resolution.manifest.step
+        self._step = found.onward.save.step
         certificate = certify(found.resolution)
         self.certificate = replace(
             certificate, exact=certificate.exact and not found.rounded, problems=certificate.problems + found.rounded
         )
-        self._job.ledger.adopt(found.resolution)
+        self._job.ledger.adopt(found.resolution, self._step)
         for unit, part in self._job.table.local().items():
-            if unit in self._job.ledger.versions:
+            if unit in found.resolution.versions:
                 self._job.meter.reset(unit, part.tensors)
         self._job.tracer.resumed(self._step, found.resolution.manifest.step)
         if self._group.rank == 0:
@@ -287,9 +291,17 @@ class Checkpointer:
     def _tell_resumed(self, found: Resumed, certificate: Certificate) -> None:
         fallbacks = found.resolution.fallbacks
         self.metrics.resumed_step.set(self._step)
+        self.metrics.effective_step.set(certificate.effective_step)
         self.metrics.fallbacks.set(len(fallbacks))
         kind = "exact" if certificate.exact else f"a composite, up to {certificate.max_staleness} steps stale"
-        _log.info("resumed step %d from %s (%s)", self._step, self.config.store, kind)
+        _log.info("resumed step %d from %s (%s)", certificate.step, self.config.store, kind)
+        if self._step != certificate.step:
+            _log.warning(
+                "resume: its weights stand at step %.4g on average, so counters and schedules go on from the save of "
+                "step %d: the steps since are done again; see `resume:` in the configuration",
+                certificate.effective_step,
+                self._step,
+            )
         for note in found.notes:
             _log.warning("resume: %s", note)
         if fallbacks:

@@ -93,7 +93,12 @@ class Metrics:
             "driftpoint_last_commit_timestamp_seconds", "When the newest commit was made", registry=registry
         )
         self.epoch = Gauge("driftpoint_epoch", "Epoch of this incarnation of the job", registry=registry)
-        self.resumed_step = Gauge("driftpoint_resumed_step", "Step that this job resumed from", registry=registry)
+        self.resumed_step = Gauge("driftpoint_resumed_step", "Step that this job went on from", registry=registry)
+        self.effective_step = Gauge(
+            "driftpoint_effective_step",
+            "Step that the resumed weights stand at, on average; that of the commit where none were stale",
+            registry=registry,
+        )
         self.fallbacks = Gauge(
             "driftpoint_resume_fallback_units",
             "Layer slots resumed from an older version than committed last",
