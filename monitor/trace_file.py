@@ -72,11 +72,13 @@ class TraceWriter:
             self._thread.submit(lambda: self._append(make))
 
     def close(self, timeout: float) -> None:
-        """Wait for the last lines, at most so many seconds."""
+        """Wait until the last lines are written and the file is let go of, at most so many seconds."""
+        self._thread.submit(self._file.close)
         if not self._thread.join(min(timeout, _PATIENCE)):
             self._give_up(StorageError(f"{self._waiting} lines wait for {self._file.path}: its disk does not answer"))
         self._look()
-        self.stop()
+        self._over = True
+        self._thread.stop()
 
     def stop(self) -> None:
         """Take no more lines, and wait for none."""

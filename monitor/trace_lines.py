@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -86,6 +87,17 @@ def committed_sizes(drawn: Drawn) -> Sizes:
         for record in manifest.units
         if record.save == manifest.save.name
     }
+
+
+def plain(value: Any) -> Any:
+    """Settings as JSON has them; what it has not as text: they may hold anything that a policy of the user's takes."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else str(value)
+    return value if value is None or isinstance(value, bool | int | str) else repr(value)
 
 
 def _ratio(moved: float, reference: float, unknown: float) -> float | None:

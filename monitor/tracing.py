@@ -21,7 +21,7 @@ from monitor.drift.ladder import Ladder
 from monitor.group import Group
 from monitor.metrics import Metrics
 from monitor.trace_file import TraceWriter
-from monitor.trace_lines import Sizes, commit_line, decision_line, moved_line, traced_units
+from monitor.trace_lines import Sizes, commit_line, decision_line, moved_line, plain, traced_units
 from monitor.units import LocalUnit, UnitTable, is_moving
 from store.names import Unit
 from store.trace import CommitLine, DecisionLine, FailedLine, JobLine, Line, ResumedLine, to_line
@@ -175,7 +175,7 @@ class Tracer:
                 framework=self._job.framework,
                 world_size=self._group.world_size,
                 policy=self._job.policy,
-                settings=self._config.model_dump(mode="json", exclude_unset=True),
+                settings=plain(self._config.model_dump(exclude_unset=True)),
                 units=table,
                 seconds=seconds,
                 observing=self._job.observing,

@@ -51,7 +51,7 @@ class Era:
     """Training without a break: no restart, no resume. Movement is known within one only.
 
     begins: the step at which it begins, if that is known. process: a new one began here, so that the clock starts at
-    0 and so does the account. resumed: the state was that of a commit."""
+    0 and so does the account. resumed: the state was that of a commit, of step ``newest``."""
 
     job: JobLine
     begins: int | None
@@ -59,6 +59,7 @@ class Era:
     resumed: bool
     moments: tuple[Moment, ...]
     moved: Mapping[int, MovedLine]
+    newest: int | None = None
 
     @property
     def units(self) -> tuple[TracedUnit, ...]:
@@ -153,7 +154,8 @@ def _era(job: JobLine, lines: Sequence[object], resumed: ResumedLine | None, pro
                 committed = line if isinstance(line, CommitLine) else None
                 moments[found] = Moment(one.line, one.copied, committed, committed is None)
     moved = {line.step: line for line in lines if isinstance(line, MovedLine)}
-    return Era(job, resumed.step if resumed else None, process, resumed is not None, tuple(moments), moved)
+    begins, newest = (resumed.step, resumed.newest) if resumed else (None, None)
+    return Era(job, begins, process, resumed is not None, tuple(moments), moved, newest)
 
 
 def _of_step(moments: Sequence[Moment], step: int) -> int | None:

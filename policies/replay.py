@@ -23,7 +23,7 @@ from policies.movement import Movement, movement_of
 from policies.options import expected_bytes, expected_error
 from policies.recorded import Era, Moment, Run
 from policies.replayed import Made, Plan, Replayed
-from policies.standing import Pending, State, Version, adopted, brought_back
+from policies.standing import Pending, State, Version
 from store.names import RAW, Unit
 
 _OUTSIDE = frozenset({"disagree", "unsupported", "fenced", "storage"})
@@ -65,13 +65,11 @@ class _Replay:
             self._account = self._plan.account(lambda: self._now)
         anew = bool(line.staleness) and all(one is None for one in line.staleness)
         if first or (anew and not era.resumed and era.process):
-            state.versions, state.commits, state.newest = adopted(era), line.commits, None
-            if state.versions:
-                state.newest = max(one.step for one in state.versions.values())
+            state.begin(era)
         elif era.resumed:
-            state.versions = {unit: brought_back(one, era.start) for unit, one in state.versions.items()}
-            state.newest = None if state.newest is None else min(state.newest, era.start)
-        state.durable, state.durable_newest = dict(state.versions), state.newest
+            state.resume(era, self._plan.goes_back)
+        else:
+            state.durable, state.durable_newest = dict(state.versions), state.newest
 
     def _end_era(self, era: Era, last: bool) -> None:
         pending, self._state.pending = self._state.pending, None

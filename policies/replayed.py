@@ -18,7 +18,8 @@ class Plan:
 
     every: steps between decisions; None: all recorded ones. same_offers: its budget is the recorded one. same_sizes:
     saves are packed as the recorded ones were. costs: instead of the recorded ones. sees_all: the policy is shown what
-    was measured though it does not look at it, as one that only observes is."""
+    was measured though it does not look at it, as one that only observes is. goes_back: composites are resumed at their
+    effective step."""
 
     name: str
     policy: Policy
@@ -28,6 +29,7 @@ class Plan:
     same_sizes: bool = True
     costs: Costs | None = None
     sees_all: bool = False
+    goes_back: bool = True
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from policies.recorded import Era
 from policies.replayed import Made
-from store.names import Unit
+from store.names import WEIGHTS, Unit
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,35 @@ class State:
     on_path: bool = True
     changes: dict[Unit, int] = field(default_factory=dict)
     changed: frozenset[Unit] = frozenset()
+
+    def begin(self, era: Era) -> None:
+        """With what the recorded run began with."""
+        commits = era.moments[0].line.commits
+        self.versions, self.commits = adopted(era), commits
+        self.newest = max((one.step for one in self.versions.values()), default=era.newest if commits else None)
+        self.durable, self.durable_newest = dict(self.versions), self.newest
+
+    def resume(self, era: Era, goes_back: bool) -> None:
+        """The job stands where the recorded one stood then. Where a composite is resumed before its newest step, what
+        moves counts as not saved, as live: the next save is full."""
+        back = self._returns(goes_back) if not self.on_path else (era.newest or era.start) > era.start
+        self.durable = {unit: brought_back(one, era.start) for unit, one in self.versions.items()}
+        self.durable_newest = None if self.newest is None else min(self.newest, era.start)
+        moving = {unit.unit for unit in era.units if unit.moving}
+        self.versions = {unit: one for unit, one in self.durable.items() if not (back and unit in moving)}
+
+    def _returns(self, goes_back: bool) -> bool:
+        """Whether of the saves that it is made of another one than the newest is nearest to the effective step.
+
+        Weighed by elements: how fast each layer moves is not known here."""
+        weights = [one for unit, one in self.versions.items() if unit.slot == WEIGHTS]
+        if self.newest is None or not weights or not goes_back:
+            return False
+        newest = self.newest
+        numel = sum(one.size[1] for one in weights)
+        effective = newest - sum((newest - one.step) * one.size[1] for one in weights) / max(1, numel)
+        steps = {newest, *(one.step for one in self.versions.values() if one.step <= newest)}
+        return min(steps, key=lambda step: (abs(step - effective), step)) < newest
 
 
 def adopted(era: Era) -> dict[Unit, Version]:

@@ -94,6 +94,7 @@ def plan_of(one: Asked, run: Run, costs: Costs | None = None) -> Plan:
         same_sizes=(config.packing, config.differences) == (recorded.packing, recorded.differences),
         costs=costs,
         sees_all=isinstance(policy, Observe),
+        goes_back=config.resume.at == "effective",
     )
 
 

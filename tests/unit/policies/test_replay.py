@@ -154,6 +154,20 @@ def test_after_a_resume_drift_begins_at_what_was_resumed() -> None:
     assert [shown.staleness for shown in first.stats] == [10] * 4
 
 
+def test_a_composite_that_goes_back_saves_everything_next() -> None:
+    one = movers()
+    lines: list[Line] = [job_line(one, {"every": EVERY}), *decisions(range(EVERY, 101, EVERY))]
+    lines += [moved_line(one, 100, (10, 20, 40, 80)), job_line(one, {"every": EVERY}, started=500.0)]
+    lines += [ResumedLine(step=80, newest=100, seconds=1.0), *decisions(range(90, 161, EVERY))]
+    lines.append(moved_line(one, 160, (10, 20, 40, 80)))
+    run = run_of(Trace(tuple(lines), 0))
+    parity: dict[str, Any] = {"policy": {"name": "parity", "k": 4}}
+    for settings, saved in ((parity, 4), ({**parity, "resume": {"at": "newest"}}, 1)):
+        found = replayed(run, **settings)
+        assert [len(made.saved) for made in found.committed[10:] if made.step == 90] == [saved]
+        assert found.exposure.unprotected == 0
+
+
 def test_a_restart_gives_no_burst() -> None:
     one = movers()
     lines: list[Line] = []
@@ -163,9 +177,8 @@ def test_a_restart_gives_no_burst() -> None:
             lines.append(ResumedLine(step=40 * process, newest=40 * process, seconds=0.0))
         lines += decisions(range(40 * process + EVERY, 40 * process + 41, EVERY))
         lines.append(moved_line(one, 40 * process + 40, (10, 20)))
-    found = replayed(
-        run_of(Trace(tuple(lines), 0)), policy="budget", budget={"bytes_per_hour": 3600 * 20.0, "burst_seconds": 1e4}
-    )
+    budget = {"bytes_per_hour": 3600 * 20.0, "burst_seconds": 1e4}
+    found = replayed(run_of(Trace(tuple(lines), 0)), policy="budget", budget=budget, resume={"at": "newest"})
     later = sum(made.written for made in found.committed[1:])
     assert 0 < later <= 20 * 31 * 5
 
