@@ -12,7 +12,9 @@ import pytest
 import torch
 
 from deploy.simulate.plans import Asked, plan_of, recorded_config
+from deploy.simulate.recommend import Limits, later_per_hour, recommend
 from deploy.simulate.simulation import read_trace
+from deploy.simulate.summary import Terms
 from policies.base import UnitStats
 from policies.movement import movement_of
 from policies.recorded import Costs, Run, run_of
@@ -129,6 +131,17 @@ def test_what_another_policy_would_have_done_is_what_it_does(tmp_path: Path, nam
     # Single ones are off by much where steps differ much, as in a model this small; together they are not.
     assert np.median(np.abs(off)) < 0.05
     assert abs(np.mean(np.log1p(off))) < 0.1
+
+
+def test_what_a_run_that_only_observed_recorded_is_enough_for_a_recommendation(tmp_path: Path) -> None:
+    run = run_of(recorded(tmp_path / "store", 40, policy="observe"))
+    full = sum(unit.nbytes for unit in run.eras[-1].units)
+    limits = Limits(bytes_per_hour=full * 40 / 8 / (run.seconds / 3600))
+    found = recommend(run, Terms(), limits)
+    assert found.chosen.name.startswith("budget")
+    assert found.settings["policy"] == "budget"
+    assert all(later_per_hour(one) <= (limits.bytes_per_hour or 0) * 1.0001 for one in found.tried)
+    assert {one.name.split()[0] for one in found.tried} >= {"full", "parity", "budget"}
 
 
 def drift_off(plain: Run, truth: Run) -> list[float]:
