@@ -17,6 +17,7 @@ from monitor.job import Job
 from monitor.layers import find_layers
 from monitor.metrics import Metrics
 from monitor.opened import open_existing, open_store
+from monitor.pacing import pace_for
 from monitor.rehearsing import rehearse_policy
 from monitor.run_state import UserState, to_tree
 from monitor.spending import Spending
@@ -48,7 +49,9 @@ def attach(
     settings = job.config
     if job.observing:
         return Checkpointer(job, None, open_existing(settings.store, group))
-    opened = open_store(settings.store, group, settings.timeouts.lock)
+    opened = open_store(settings.store, group, settings.timeouts.lock, counting=settings.every == "auto")
+    if opened.incarnation is not None:
+        job.pace.count(opened.incarnation.interruptions, opened.incarnation.rank_seconds)
     return Checkpointer(job, opened, opened.catalog)
 
 
@@ -71,4 +74,7 @@ def _job(
     metrics = Metrics()
     spending = Spending(settings.budget.account(), metrics)
     tracer = Tracer(settings, TracedJob(adapter.framework, inner.name, observing), group, table, metrics)
-    return Job(settings, inner, group, adapter, table, meter, user, metrics, spending, tracer, observing=observing)
+    pace = pace_for(settings.every, settings.auto, settings.bounds.max_staleness, group.world_size, metrics)
+    return Job(
+        settings, inner, group, adapter, table, meter, user, metrics, spending, tracer, pace, observing=observing
+    )

@@ -11,9 +11,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
+from pydantic_core import PydanticCustomError
 
 from monitor.settings import (
+    AutoSettings,
     BoundSettings,
     BudgetSettings,
     DriftSettings,
@@ -49,13 +51,22 @@ ENCODINGS: Mapping[str, Mapping[str, str]] = {
 """Names that stand for an encoding of each slot; slots that are not named are raw."""
 
 
+def _interval(value: Any, validated: ValidatorFunctionWrapHandler) -> Any:
+    """One message instead of one for each kind of value that it could have been."""
+    try:
+        return validated(value)
+    except ValidationError as error:
+        raise PydanticCustomError("interval", "it must be a number of steps >= 1, or auto") from error
+
+
 class Config(Settings):
     """All settings of a job.
 
-    every: optimizer steps between two decisions. staging: ``eager`` copies what is saved before ``step()``
-    returns; ``lazy`` copies beside the next forward and backward, and the next optimizer step waits for what is
-    left. ``lazy`` needs that nothing but the optimizer changes what is saved in between; ``auto`` takes it where
-    that is certain (the master weights and moments of DeepSpeed ZeRO) and ``eager`` elsewhere.
+    every: optimizer steps between two decisions; ``auto`` finds them, see docs/interval.md.
+    staging: ``eager`` copies what is saved before ``step()`` returns; ``lazy`` copies beside the next forward and
+    backward, and the next optimizer step waits for what is left. ``lazy`` needs that nothing but the optimizer changes
+    what is saved in between; ``auto`` takes it where that is certain (the master weights and moments of DeepSpeed
+    ZeRO) and ``eager`` elsewhere.
     encoding: how slots are stored: ``raw``, ``compact``, ``careful``, or slot -> encoding; see docs/encodings.md.
     encode: ``saving``: in the background. ``staging``: while values are copied, where they lie, which leaves a third to
     copy; drift is then measured in the training thread. The bytes are the same.
@@ -64,13 +75,14 @@ class Config(Settings):
     """
 
     store: str = Field(default="./driftpoint-checkpoints", min_length=1)
-    every: int = Field(default=100, ge=1)
+    every: Annotated[Annotated[int, Field(ge=1)] | Literal["auto"], WrapValidator(_interval)] = 100
     staging: Literal["auto", "eager", "lazy"] = "auto"
     policy: str | dict[str, Any] = "full"
     encoding: str | dict[str, str] = "raw"
     encode: Literal["staging", "saving"] = "saving"
     packing: Literal["auto", "none"] | Annotated[int, Field(ge=1, le=19)] = "none"
     differences: bool = False
+    auto: AutoSettings = AutoSettings()
     bounds: BoundSettings = BoundSettings()
     budget: BudgetSettings = BudgetSettings()
     drift: DriftSettings = DriftSettings()
@@ -98,7 +110,9 @@ class Config(Settings):
         settings = self.bounds
         lossy = any(not encoding_named(name).lossless for name in self.encodings().values())
         precision = settings.precision or ("any" if lossy else "exact")
-        return Bounds(settings.max_staleness, settings.max_drift, precision, self.every)
+        # Under auto an interval is never longer than the bound: the most that can lie between two decisions.
+        most = settings.max_staleness if self.every == "auto" else self.every
+        return Bounds(settings.max_staleness, settings.max_drift, precision, most)
 
     def _require_budget(self, policy: Policy) -> None:
         limited = self.budget.limited
@@ -149,6 +163,11 @@ def load_config(source: str | os.PathLike[str] | Mapping[str, Any] | Config | No
     config.bounded_policy()
     config.retention_rule()
     config.trace_path()
+    if config.every != "auto" and config.auto != AutoSettings():
+        raise ConfigError(
+            f"auto: the section holds under `every: auto` only, and every is {config.every}: set `every: auto`, or "
+            "remove it"
+        )
     if config.differences and config.packing == "none":
         raise ConfigError("differences: true saves bytes only where they are packed: set `packing: auto` or a level")
     return config

@@ -16,8 +16,9 @@ class Decided:
 
     stats, choices: rank 0 only. saved: the same on all ranks. drift: of measured units, None where not finite.
     mine: this rank's part of what was measured on live tensors. lacking: units that would have no version. forced: not
-    the policy's doing. seen, offered, commits: rank 0 only, the units as the policy saw them, before the rest was
-    measured, the bytes that it was offered, and the commits so far."""
+    the policy's doing. interval: steps to the next decision, where they vary; the same on all ranks. seen, offered,
+    commits: rank 0 only, the units as the policy saw them, before the rest was measured, the bytes that it was offered,
+    and the commits so far."""
 
     stats: tuple[UnitStats, ...]
     choices: Mapping[Unit, Choice]
@@ -26,6 +27,7 @@ class Decided:
     mine: Mapping[Unit, Measure]
     lacking: tuple[Unit, ...]
     forced: bool = False
+    interval: int | None = None
     seen: tuple[UnitStats, ...] = ()
     offered: float | None = None
     commits: int = 0

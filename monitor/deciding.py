@@ -32,6 +32,7 @@ class Decider:
         self._table = job.table
         self._ledger = job.ledger
         self._spending = job.spending
+        self._pace = job.pace
 
     def decide(self, step: int, local: Mapping[Unit, LocalUnit], forced: str | None) -> Decided:
         """Decide on every unit; ``forced`` saves everything that is finite, for that reason."""
@@ -39,12 +40,12 @@ class Decider:
         first = [unit for unit in units if self._sees_all or not is_moving(unit)]
         measured, mine = self._measure(first, local)
         stats = unit_stats(self._table, self._ledger, step, measured)
-        made, saved, lacking = self._chosen(step, stats, forced)
+        made, saved, lacking, interval = self._chosen(step, stats, forced)
         rest = [unit for unit in units if unit not in measured and unit not in saved]
         measured_too, mine_too = self._measure(rest, local)
         drift = {unit: found.drift for unit, found in {**measured, **measured_too}.items()}
         shown = unit_stats(self._table, self._ledger, step, {**measured, **measured_too})
-        found = Decided((), {}, saved, drift, {**mine, **mine_too}, lacking, forced is not None)
+        found = Decided((), {}, saved, drift, {**mine, **mine_too}, lacking, forced is not None, interval)
         if made is None:
             return found
         decision, budget = made
@@ -67,12 +68,12 @@ class Decider:
 
     def _chosen(
         self, step: int, stats: tuple[UnitStats, ...], forced: str | None
-    ) -> tuple[tuple[Decision, Budget] | None, dict[Unit, Choice], tuple[Unit, ...]]:
+    ) -> tuple[tuple[Decision, Budget] | None, dict[Unit, Choice], tuple[Unit, ...], int | None]:
         made: list[tuple[Decision, Budget]] = []
 
-        def choose() -> tuple[list[tuple[int, str, str]], list[int]]:
-            budget = self._spending.offer(stats)
-            decision = self._select(step, stats, budget, forced)
+        def choose() -> tuple[list[tuple[int, str, str]], list[int], int | None]:
+            interval, budget = self._pace.choose(), self._spending.offer(stats)
+            decision = self._select(stats, budget, forced, History(step, self._ledger.commits, interval))
             made.append((decision, budget))
             saved = [
                 (index, choice.encoding, choice.reason)
@@ -80,17 +81,18 @@ class Decider:
                 if (choice := decision.choices[one.unit]).encoding is not None
             ]
             lacking = set(incomplete(stats, decision))
-            return saved, [index for index, one in enumerate(stats) if one.unit in lacking]
+            return saved, [index for index, one in enumerate(stats) if one.unit in lacking], interval
 
-        saved, lacking = on_first(self._group, choose)
+        saved, lacking, interval = on_first(self._group, choose)
         return (
             made[0] if made else None,
             {stats[index].unit: Choice(encoding, reason) for index, encoding, reason in saved},
             tuple(stats[index].unit for index in lacking),
+            interval,
         )
 
-    def _select(self, step: int, stats: tuple[UnitStats, ...], budget: Budget, forced: str | None) -> Decision:
-        decision = self._policy.select(stats, budget, History(step, self._ledger.commits))
+    def _select(self, stats: tuple[UnitStats, ...], budget: Budget, forced: str | None, history: History) -> Decision:
+        decision = self._policy.select(stats, budget, history)
         if forced is None:
             return decision
         sick = {one.unit.layer for one in stats if not one.finite}

@@ -10,6 +10,7 @@ from monitor.drift.base import DriftMeter
 from monitor.group import Group
 from monitor.ledger import Ledger
 from monitor.metrics import Metrics
+from monitor.pacing import Pace
 from monitor.run_state import UserState
 from monitor.spending import Spending
 from monitor.tracing import Tracer
@@ -20,7 +21,7 @@ from policies.base import Policy
 @dataclass(frozen=True)
 class Job:
     """The parts of one rank. ``ledger`` is kept on rank 0 (and after a resume stands alike everywhere), and so is
-    ``spending``.
+    ``spending``; ``pace`` says on every rank when to decide.
 
     observing: nothing is written, everything is measured."""
 
@@ -34,5 +35,6 @@ class Job:
     metrics: Metrics
     spending: Spending
     tracer: Tracer
+    pace: Pace
     observing: bool = False
     ledger: Ledger = field(default_factory=Ledger)

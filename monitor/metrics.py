@@ -70,6 +70,22 @@ class Metrics:
             "Bytes that bounds or save() demanded beyond what was at hand",
             registry=registry,
         )
+        self.interval = Gauge("driftpoint_decision_interval_steps", "Steps between two decisions", registry=registry)
+        self.interruptions = Gauge(
+            "driftpoint_interruptions",
+            "Interruptions of this run before this incarnation, as every auto counts them",
+            registry=registry,
+        )
+        self.expected = Gauge(
+            "driftpoint_expected_interruptions_per_hour",
+            "Interruptions that every auto expects in the next hour",
+            registry=registry,
+        )
+        self.cost = Gauge(
+            "driftpoint_decision_cost_seconds",
+            "Time that a decision and its save keep training, as every auto takes it",
+            registry=registry,
+        )
         self.stall = Histogram(
             "driftpoint_stall_seconds",
             "Time a decision kept the training thread",

@@ -131,9 +131,9 @@ class Observer:
     def flush(self, timeout: float) -> None:
         """Nothing to wait for."""
 
-    def close(self, timeout: float) -> None:
+    def close(self, timeout: float, clean: bool) -> None:
         """Nothing to let go of."""
-        del timeout
+        del timeout, clean
         self._trace()
 
 

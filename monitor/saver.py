@@ -193,8 +193,11 @@ class Saver:
             self._metrics.failures.labels("close_timeout").inc()
         self._collect()
 
-    def close(self, timeout: float) -> None:
-        """Wait for the save under way, tell what became of it, and let go of the store."""
+    def close(self, timeout: float, clean: bool) -> None:
+        """Wait for the save under way, tell what became of it, and let go of the store. clean: the job ends as it was
+        meant to."""
+        if clean and self._opened.incarnation is not None:
+            self.upkeep(self._opened.mark_closed, "noting that the job was closed")
         self.flush(timeout)
         if self._pending is not None and self._outcome is not None:
             self._told(self._pending, self._outcome)
@@ -207,7 +210,7 @@ class Saver:
 
         def claim() -> int:
             require_newest(files, self._opened.epoch)
-            return claim_epoch(files, store_id).epoch
+            return claim_epoch(files, store_id, self._opened.incarnation).epoch
 
         self._opened.epoch = on_first(self._group, claim)
 
@@ -221,6 +224,7 @@ class Saver:
             self._metrics.copy_wait.observe(waited)
             self._job.spending.stalled(waited)
             self._job.tracer.waited(waited)
+            self._job.pace.timing.waited(waited)
 
     def _collect(self) -> None:
         for done in self._writer.finished():
@@ -263,6 +267,7 @@ class Saver:
         if self._group.rank == 0:
             if outcome.result is not None and outcome.result.drawn is not None:
                 self._job.spending.committed(outcome.result.written_bytes, outcome.result.seconds)
+                self._job.pace.timing.committed(outcome.result.seconds)
             drawn = tell_save(self._metrics, self._job.ledger, pending.save.step, outcome)
             self._trace(pending.save.step, outcome)
             return drawn

@@ -101,7 +101,7 @@ class Tracer:
             step=step,
             seconds=self._seconds(),
             commits=commits if decided is None else decided.commits,
-            interval=self._config.every,
+            interval=self._interval(decided),
             skipped=skipped,
             stall=stall,
             copy_wait=waited,
@@ -112,6 +112,11 @@ class Tracer:
         untold = [one.unit for one in decided.seen if one.staleness is None or one.changed_shape]
         self._untold = frozenset(untold) | self._table.lost
         self._put(lambda: decision_line(line, decided, begun=skipped is None))
+
+    def _interval(self, decided: Decided | None) -> int | None:
+        if self._config.every != "auto":
+            return self._config.every
+        return None if decided is None else decided.interval
 
     def measured(self, signatures: Mapping[Unit, Signature]) -> None:
         """What the save that is over measured of the values staged at the last decision."""
