@@ -219,7 +219,8 @@ class _EraReplay:
 
     def _select(self, stats: tuple[UnitStats, ...], budget: Budget, moment: Moment) -> Decision:
         line = moment.line
-        decision = self._plan.policy.select(stats, budget, History(line.step, self._state.commits))
+        history = History(line.step, self._state.commits, line.interval if self._plan.varying else None)
+        decision = self._plan.policy.select(stats, budget, history)
         if not line.forced:
             return decision
         sick = {one.unit.layer for one in stats if not one.finite}

@@ -19,7 +19,7 @@ class Plan:
     every: steps between decisions; None: all recorded ones. same_offers: its budget is the recorded one. same_sizes:
     saves are packed as the recorded ones were. costs: instead of the recorded ones. sees_all: the policy is shown what
     was measured though it does not look at it, as one that only observes is. goes_back: composites are resumed at their
-    effective step."""
+    effective step. varying: the steps to the next decision are those that each recorded one told."""
 
     name: str
     policy: Policy
@@ -30,6 +30,7 @@ class Plan:
     costs: Costs | None = None
     sees_all: bool = False
     goes_back: bool = True
+    varying: bool = False
 
 
 @dataclass(frozen=True)

@@ -72,6 +72,8 @@ def asked(text: str, recorded: Mapping[str, Any]) -> Asked:
 def changed(recorded: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
     """The recorded configuration with some settings changed; without its budget where the policy spends none."""
     values = {**recorded, **settings}
+    if values.get("every") != "auto":
+        values.pop("auto", None)
     if "budget" not in settings and not spends(policy_from(values.get("policy", "full"))):
         values.pop("budget", None)
     return values
@@ -94,6 +96,7 @@ def plan_of(one: Asked, run: Run, costs: Costs | None = None) -> Plan:
         same_sizes=(config.packing, config.differences) == (recorded.packing, recorded.differences),
         costs=costs,
         sees_all=isinstance(policy, Observe),
+        varying=config.every == "auto",
         goes_back=config.resume.at == "effective",
     )
 
@@ -109,12 +112,20 @@ def remarks(one: Asked, run: Run) -> list[str]:
             f"{one.name}: every {every} is no multiple of the {gap} steps between recorded decisions: the nearest "
             "ones are taken"
         )
+    if one.config.every == "auto" and recorded.every != "auto":
+        found.append(f"{one.name}: every auto is replayed at the recorded decisions, not at those that it would choose")
     if one.config.packing != "none" and (one.config.packing, one.config.differences) != (
         recorded.packing,
         recorded.differences,
     ):
         found.append(f"{one.name}: the recorded run did not pack like this, so its bytes are those before packing")
     return found
+
+
+def recorded_interval(run: Run) -> int:
+    """Steps between two decisions of the recorded run; the fewest, where they varied."""
+    every = recorded_config(run).every
+    return every if isinstance(every, int) else min(_least_gap(run), default=1)
 
 
 def same_configuration(one: Config, other: Config) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from deploy.simulate.plans import Asked, plan_of, recorded_config, recorded_settings
+from deploy.simulate.plans import Asked, plan_of, recorded_interval, recorded_settings
 from deploy.simulate.summary import Summary, Terms, best, summary_of
 from monitor.config import load_config
 from policies.recorded import Costs, Run
@@ -86,7 +86,7 @@ class _Tried:
 class _Trials:
     def __init__(self, run: Run, terms: Terms, costs: Costs | None) -> None:
         self._run, self._terms, self._costs = run, terms, costs
-        self.every = recorded_config(run).every
+        self.every = recorded_interval(run)
         self._made: dict[str, _Tried | None] = {}
 
     def of(self, name: str, settings: Mapping[str, Any]) -> _Tried | None:
@@ -96,7 +96,11 @@ class _Trials:
         return self._made[name]
 
     def _try(self, name: str, settings: Mapping[str, Any]) -> _Tried | None:
-        values = {**{key: value for key, value in recorded_settings(self._run).items() if key != "budget"}, **settings}
+        values = {
+            **{key: value for key, value in recorded_settings(self._run).items() if key not in ("budget", "auto")},
+            "every": self.every,
+            **settings,
+        }
         try:
             plan = plan_of(Asked(name, load_config(values)), self._run, self._costs)
         except ConfigError:

@@ -224,3 +224,14 @@ def test_a_policy_of_ones_own_is_replayed_where_it_is_named(here: Here, trace: P
     )
     shown = here("simulate", trace, "-p", f"{own}:Mine", "--json").json
     assert shown["configurations"][1]["saves"] == 1 + 2000 // 50
+
+
+def test_an_interval_that_varied_is_replayed_as_it_was(here: Here, tmp_path: Path) -> None:
+    movers = [Mover(Unit(f"layers.{i}", WEIGHTS), 1 << 20, power(1e-3, 0.75), i) for i in range(4)]
+    steps = [*range(10, 100, 10), *range(100, 501, 40)]
+    auto = {"every": "auto", "auto": {"max_loss_minutes": 5}}
+    trace = write_trace(trace_of(movers, steps, **auto), tmp_path / "trace")
+    shown = here("simulate", trace, "-p", "full", "-p", "{every: 40}", "--json").json
+    assert [one["saves"] for one in shown["configurations"]] == [len(steps), len(steps), 12]
+    shown = here("simulate", trace, "--recommend", "--bytes-per-hour", 1e9, "--json").json
+    assert isinstance(shown["recommended"]["settings"]["every"], int)
