@@ -226,7 +226,9 @@ def test_exit_codes_are_those_of_the_errors() -> None:
     assert list(MEANINGS) == [0, 1, 2, 10, 11, 12, 13, 130]
 
 
-@pytest.mark.parametrize("command", [(), *((command,) for command in COMMANDS), ("policy",), ("policy", "check")])
+@pytest.mark.parametrize(
+    "command", [(), *((command,) for command in COMMANDS), ("policy",), ("policy", "check"), ("simulate",)]
+)
 def test_help_ends_with_the_exit_codes(command: tuple[str, ...]) -> None:
     result = CliRunner().invoke(app, [*command, "--help"])
     assert result.exit_code == 0
@@ -248,7 +250,7 @@ def test_every_command_and_option_is_documented() -> None:
         found[1]: found[2] for found in re.finditer(r"^## `([a-z ]+[a-z]).*?`\n(.*?)(?=^## |\Z)", text, re.M | re.S)
     }
     commands = _commands(typer.main.get_command(app))
-    assert sections.keys() == commands.keys() and {*COMMANDS, "policy check"} == commands.keys()
+    assert sections.keys() == commands.keys() and {*COMMANDS, "policy check", "simulate"} == commands.keys()
     for name, command in commands.items():
         for parameter in command.params:
             for option in [*parameter.opts, *parameter.secondary_opts]:
