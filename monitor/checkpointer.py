@@ -105,7 +105,8 @@ class Checkpointer:
         self.certificate = replace(
             certificate, exact=certificate.exact and not found.rounded, problems=certificate.problems + found.rounded
         )
-        self._job.ledger.adopt(found.resolution, self._step)
+        # A full save at each resume might be all that a budget pays for.
+        self._job.ledger.adopt(found.resolution, self._step, renew=not self.config.budget.limited)
         for unit, part in self._job.table.local().items():
             if unit in found.resolution.versions:
                 self._job.meter.reset(unit, part.tensors)

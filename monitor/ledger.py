@@ -71,13 +71,13 @@ class Ledger:
     commits: int = 0
     newest: SaveId | None = None
 
-    def adopt(self, resolution: Resolution, step: int) -> None:
+    def adopt(self, resolution: Resolution, step: int, *, renew: bool = True) -> None:
         """Stand where a resume put the state, fallbacks included. step: that the job goes on from.
 
-        Where that lies before the commit's, what moves counts as not saved, so that the next save is full. Versions
-        ahead of ``step`` would pass for fresher than they are; and as long as others were stale, the next resume might
-        come back to the same step, so that a job which fails often would never get on."""
-        back = step < resolution.manifest.step
+        Where that lies before the commit's, versions ahead of it would pass for fresher than they are, so that they
+        count for nothing. renew: nor does any other of what moves, so that the next save is full: as long as some were
+        stale, the next resume might come back to the same step, and a job which fails often would never get on."""
+        back = renew and step < resolution.manifest.step
         taken = [
             version
             for version in resolution.versions.values()
