@@ -1,4 +1,4 @@
-"""What the quality benchmark's figures rest on: when runs fail, the noise of exact ones, rows that change the state."""
+"""What the precision benchmark's figures rest on: when runs fail, the noise of exact ones, rows that change the state."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from benchmarks.learner import Course, Learner, Shape, reference
-from benchmarks.quality import exact_spread
-from benchmarks.quality_rows import EVERY, EXACT, ROWS, Row, four_bits, nudge
-from benchmarks.quality_run import failures, run_seed
+from benchmarks.precision import exact_spread
+from benchmarks.precision_rows import EVERY, EXACT, ROWS, Row, four_bits, nudge
+from benchmarks.precision_run import failures, run_seed
 from benchmarks.turns import MomentsInTurn
 from policies.base import Budget, History, UnitStats
 from store.names import Unit

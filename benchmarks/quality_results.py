@@ -1,0 +1,194 @@
+"""Reads the results of the quality benchmark: what each row and case cost, in nats and in steps of training.
+
+Cost of a failure at equal compute is the loss at the end above the run that failed nowhere, plus what the steps are
+worth that have to be made twice. Both are told apart here: the first from runs that end at the same step of the same
+course, the second from uninterrupted runs of several lengths.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import sqrt
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+Record = dict[str, Any]
+
+STUDENT = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262, 11: 2.201}
+"""97.5 % points of Student's t by degrees of freedom; of more than 9, 2.2 is not far off."""
+
+
+@dataclass(frozen=True)
+class Mean:
+    """Of ``count`` values; around: half of its interval at 95 %."""
+
+    value: float
+    around: float
+    count: int
+
+    def __mul__(self, factor: float) -> Mean:
+        return Mean(self.value * factor, self.around * abs(factor), self.count)
+
+
+def mean(values: Sequence[float]) -> Mean:
+    """Values that are taken to be independent."""
+    if len(values) < 2:
+        return Mean(fmean(values) if values else float("nan"), float("nan"), len(values))
+    around = STUDENT.get(len(values) - 1, 2.2) * stdev(values) / sqrt(len(values))
+    return Mean(fmean(values), around, len(values))
+
+
+def load(path: Path) -> list[Record]:
+    """The lines of a file, none where there is no file."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+class Results:
+    """Of one setting."""
+
+    def __init__(self, setting: str, records: Iterable[Record]) -> None:
+        self.setting = setting
+        own = [one for one in records if one["setting"] == setting]
+        self.trunks = {one["seed"]: one for one in own if one["part"] == "trunk"}
+        cases = {(one["seed"], one["at"], json.dumps(one["case"])): one for one in own if one["part"] == "calibration"}
+        self.cases = list(cases.values())
+        curves = {(one["seed"], one["row"]): one for one in own if one["part"] == "curve"}
+        self.curves = list(curves.values())
+
+    @cached_property
+    def numel(self) -> float:
+        """Parameters that move, from what a raw save takes."""
+        return next(one["numel"] for one in self.trunks.values() if "numel" in one)
+
+    def gap(self, one: Record, losses: Mapping[str, float], steps: int | None = None) -> float:
+        """Loss above that of the run that failed nowhere, at the same step of the course: the last one, or the first
+        that was looked at ``steps`` after the resume."""
+        trunk = self.trunks[one["seed"]]["losses"]
+        taken = sorted(int(step) for step in losses)
+        at = taken[-1] if steps is None else next(step for step in taken if step >= taken[0] + steps)
+        return float(losses[str(at)] - trunk[str(at)])
+
+    @cached_property
+    def worth(self) -> Mean:
+        """Nats that a step more brings, at the end: the slope of the last losses of runs that are some steps shorter or
+        longer, all seeds with a level of their own."""
+        pairs = []
+        for trunk in self.trunks.values():
+            delays = [int(delay) for delay in trunk["ends"]]
+            middle, level = fmean(delays), fmean(trunk["ends"].values())
+            pairs += [(int(delay) - middle, end - level) for delay, end in trunk["ends"].items()]
+        squared = sum(x * x for x, _ in pairs)
+        slope = sum(x * y for x, y in pairs) / squared
+        free = len(pairs) - len(self.trunks) - 1
+        error = sqrt(sum((y - slope * x) ** 2 for x, y in pairs) / max(1, free) / squared)
+        return Mean(-slope, STUDENT.get(free, 2.2) * error, free)
+
+    @cached_property
+    def spread(self) -> float:
+        """Standard deviation of the last loss over seeds."""
+        return stdev(trunk["ends"]["0"] for trunk in self.trunks.values()) if len(self.trunks) > 1 else float("nan")
+
+    def nudged(self, steps: int | None) -> float:
+        """Root mean square of the gap that a change of all weights in the last place makes: less cannot be seen."""
+        found = [one for one in self.cases if one["case"]["special"] == "nudged"]
+        gaps = [self.gap(one, one["losses"], steps) for one in found]
+        return sqrt(fmean(gap**2 for gap in gaps)) if gaps else float("nan")
+
+
+@dataclass(frozen=True)
+class RowResult:
+    """One row in one setting. rate: bytes a parameter and step. gap: at the end, nats. shock: right after the resume.
+
+    lost: mean steps that are made twice. cost: at equal compute, nats. healed: mean steps after which the gap is
+    first within the noise; drift: mean over layers, of weights, and the largest."""
+
+    family: str
+    row: str
+    mark: str
+    every: int
+    rate: float
+    gap: Mean
+    shock: Mean
+    lost: float
+    cost: Mean
+    healed: float
+    drift: float
+    largest: float
+
+
+def row_results(results: Results, window: tuple[int, int, int]) -> list[RowResult]:
+    """window: first save, first and last failure."""
+    names = list(dict.fromkeys(one["row"] for one in results.curves))
+    found = []
+    for name in names:
+        own = [one for one in results.curves if one["row"] == name]
+        found.append(_row_result(results, own, window))
+    return found
+
+
+def _row_result(results: Results, own: Sequence[Record], window: tuple[int, int, int]) -> RowResult:
+    start, first, last = window
+    states = [(one, state) for one in own for state in one["states"]]
+    lossless = own[0]["family"] == "full"
+    gaps = [results.gap(one, state["losses"]) for one, state in states]
+    shocks = [results.gap(one, state["losses"], 0) for one, state in states]
+    rate = fmean(sum(one["saved"].values()) for one in own) / (last - start) / results.numel
+    lost = fmean(step - newest(one["saved"], start, step) for one in own for step in range(first, last + 1))
+    gap = mean(gaps)
+    noise = [results.nudged(steps) for steps in (0, 20, 40, 60)]
+    return RowResult(
+        own[0]["family"],
+        own[0]["row"],
+        own[0]["mark"],
+        own[0]["every"],
+        rate,
+        gap,
+        mean(shocks),
+        lost,
+        Mean(gap.value + lost * results.worth.value, gap.around, gap.count),
+        fmean(_healed(results, one, state, noise) for one, state in states) if states and not lossless else 0.0,
+        fmean(state["certificate"]["mean"] for _, state in states) if states else float("nan"),
+        max((state["certificate"]["max"] for _, state in states), default=float("nan")),
+    )
+
+
+def _healed(results: Results, one: Record, state: Record, noise: Sequence[float]) -> float:
+    """Steps after the resume at which the gap is first within twice the noise; the last that were seen where never."""
+    taken = sorted(int(step) for step in state["losses"])
+    trunk = results.trunks[one["seed"]]["losses"]
+    for number, step in enumerate(taken):
+        limit = 2 * max(noise[min(number, len(noise) - 1)], noise[-1])
+        if state["losses"][str(step)] - trunk[str(step)] <= limit:
+            return step - taken[0]
+    return taken[-1] - taken[0]
+
+
+def newest(saved: Mapping[str, int], start: int, step: int) -> int:
+    """The step of the newest save at or before a step."""
+    return max((int(one) for one in saved if int(one) <= step), default=start)
+
+
+def less_often(size: float, rate: float, worth: float, gap: float = 0.0) -> float:
+    """Cost, in nats, of saving ``size`` bytes a parameter as often as ``rate`` bytes a parameter and step allow. A
+    failure finds the save on average half a period old."""
+    period = max(1.0, size / rate)
+    return gap + worth * (period - 1) / 2
+
+
+def slope_through_zero(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """(slope, R^2) of y = slope x; R^2 against the mean of y, so that it may be below 0."""
+    slope = sum(x * y for x, y in points) / max(sum(x * x for x, _ in points), 1e-300)
+    level = fmean(y for _, y in points)
+    return slope, 1 - sum((y - slope * x) ** 2 for x, y in points) / sum((y - level) ** 2 for _, y in points)
+
+
+def correlation(points: Sequence[tuple[float, float]]) -> float:
+    """R^2 of a line with a level of its own."""
+    mx, my = fmean(x for x, _ in points), fmean(y for _, y in points)
+    xy = sum((x - mx) * (y - my) for x, y in points)
+    xx, yy = sum((x - mx) ** 2 for x, _ in points), sum((y - my) ** 2 for _, y in points)
+    return xy * xy / (xx * yy) if xx and yy else float("nan")
