@@ -208,4 +208,6 @@ class Tiny:
         def make(course: Course, seed: int, init: int | None) -> Learner:
             return Learner(self.shape, course, seed, init=init)
 
-        return Setting("tiny", course, span, make, delays=(-20, -10), marks=2, grid=10, ages=(10, 20), rules=True)
+        return Setting(
+            "tiny", course, span, make, delays=(-20, -10), marks=2, grid=10, ages=(10, 20), rules=True, rows="all"
+        )

@@ -1,4 +1,4 @@
-"""What the precision benchmark's figures rest on: when runs fail, the noise of exact ones, rows that change the state."""
+"""What the precision benchmark rests on: when runs fail, the noise of exact ones, rows that change the state."""
 
 from __future__ import annotations
 
