@@ -46,14 +46,15 @@ class Case:
 
 def cases(ages: Sequence[int], few: bool) -> Iterator[Case]:
     """few: only what another beta2 may change."""
-    ends = (ages[1], ages[-1])
+    least, most = ages[0], ages[-1]
     yield Case("exact")
-    for name in SLOTS:
-        yield from (Case(name, age) for age in (ages if not few or name == "v" else ends))
+    yield from (Case("w", age) for age in (ages if not few else ages[1:]))
+    yield from (Case("m", age) for age in (least, most))
+    yield from (Case("v", age) for age in ages[1:])
     if few:
         return
-    yield from (Case(name, age) for name in ("mv", "wmv") for age in ends)
-    yield from (Case("w", age, half=True) for age in ages[1:])
+    yield from (Case(name, most) for name in ("mv", "wmv"))
+    yield from (Case("w", age, half=True) for age in ages[-2:])
     yield from (Case(name, encoding="compact") for name in SLOTS)
     yield Case("w", encoding="careful")
     yield Case("m", special="zero")
@@ -77,7 +78,7 @@ def calibration(setting: Setting, seed: int, begun: Base, folder: Path, few: boo
     for one in saving.values():
         one.close()
     common = {"setting": setting.name, "seed": seed}
-    yield {**common, "part": "trunk", "losses": trunk.losses, "ends": trunk.ends, "drift": begun.drift}
+    yield {**common, "part": "trunk", "losses": trunk.losses, "shorter": trunk.shorter, "drift": begun.drift}
     read = _Read(folder, setting.span.start)
     for at in moments(setting):
         for case in cases(setting.ages, few):

@@ -60,7 +60,7 @@ class _Curve:
                 "part": "trunk",
                 "numel": self._numel,
                 "losses": trunk.losses,
-                "ends": trunk.ends,
+                "shorter": trunk.shorter,
                 "drift": self._begun.drift,
             }
         )

@@ -2,7 +2,7 @@
 
 Cost of a failure at equal compute is the loss at the end above the run that failed nowhere, plus what the steps are
 worth that have to be made twice. Both are told apart here: the first from runs that end at the same step of the same
-course, the second from uninterrupted runs of several lengths.
+course, the second from uninterrupted runs that are shorter.
 """
 
 from __future__ import annotations
@@ -53,7 +53,10 @@ class Results:
     def __init__(self, setting: str, records: Iterable[Record]) -> None:
         self.setting = setting
         own = [one for one in records if one["setting"] == setting]
-        self.trunks = {one["seed"]: one for one in own if one["part"] == "trunk"}
+        self.trunks: dict[int, Record] = {}
+        for one in own:
+            if one["part"] == "trunk":
+                self.trunks[one["seed"]] = {**self.trunks.get(one["seed"], {}), **one}
         cases = {(one["seed"], one["at"], json.dumps(one["case"])): one for one in own if one["part"] == "calibration"}
         self.cases = list(cases.values())
         curves = {(one["seed"], one["row"]): one for one in own if one["part"] == "curve"}
@@ -74,23 +77,23 @@ class Results:
 
     @cached_property
     def worth(self) -> Mean:
-        """Nats that a step more brings, at the end: the slope of the last losses of runs that are some steps shorter or
-        longer, all seeds with a level of their own."""
-        pairs = []
-        for trunk in self.trunks.values():
-            delays = [int(delay) for delay in trunk["ends"]]
-            middle, level = fmean(delays), fmean(trunk["ends"].values())
-            pairs += [(int(delay) - middle, end - level) for delay, end in trunk["ends"].items()]
-        squared = sum(x * x for x, _ in pairs)
-        slope = sum(x * y for x, y in pairs) / squared
-        free = len(pairs) - len(self.trunks) - 1
-        error = sqrt(sum((y - slope * x) ** 2 for x, y in pairs) / max(1, free) / squared)
-        return Mean(-slope, STUDENT.get(free, 2.2) * error, free)
+        """Nats that a step more brings, at the end: by how much runs end above that are some steps shorter, a step."""
+        values = [
+            (end - self.last(trunk)) / int(steps)
+            for trunk in self.trunks.values()
+            for steps, end in trunk.get("shorter", {}).items()
+        ]
+        return mean(values)
+
+    @staticmethod
+    def last(trunk: Record) -> float:
+        """Loss at the end."""
+        return float(trunk["losses"][max(trunk["losses"], key=int)])
 
     @cached_property
     def spread(self) -> float:
         """Standard deviation of the last loss over seeds."""
-        return stdev(trunk["ends"]["0"] for trunk in self.trunks.values()) if len(self.trunks) > 1 else float("nan")
+        return stdev(map(self.last, self.trunks.values())) if len(self.trunks) > 1 else float("nan")
 
     def nudged(self, steps: int | None) -> float:
         """Root mean square of the gap that a change of all weights in the last place makes: less cannot be seen."""

@@ -45,7 +45,7 @@ class Span:
 class Setting:
     """make: a learner on a course, from a seed; another seed for its first values, where they are a stranger's.
 
-    delays: by how many steps longer or shorter a run is made to tell what a step is worth. marks: failures a seed.
+    delays: how many steps shorter runs are made that tell what a step is worth. marks: failures a seed.
     grid: steps between two evaluations after a resume. ages: in steps, of slots in the calibration.
     rules: whether resumes are tried from several steps. rows: all, ``usual`` ones, a ``few``, or those ``ruled``."""
 
@@ -53,7 +53,7 @@ class Setting:
     course: Course
     span: Span
     make: Callable[[Course, int, int | None], Learner]
-    delays: tuple[int, ...] = (-120, -80, -40)
+    delays: tuple[int, ...] = (120, 80, 40)
     marks: int = 2
     grid: int = 20
     ages: tuple[int, ...] = (10, 20, 40, 80)
@@ -64,10 +64,9 @@ class Setting:
         """Whether a row is run: its name, and whether it is one of the ``more``."""
         return {"all": True, "usual": not more, "few": name in FEW, "ruled": name in RULED}[self.rows]
 
-    def begin(self, seed: int, *, stranger: bool = False, delay: int = 0) -> Learner:
-        """At step 0; its rate falls ``delay`` steps later."""
-        span = self.span
-        course = replace(self.course, steps=span.end + delay, hold=span.falls + delay)
+    def begin(self, seed: int, *, stranger: bool = False) -> Learner:
+        """At step 0."""
+        course = replace(self.course, steps=self.span.end, hold=self.span.falls)
         return self.make(course, seed, seed + STRANGER if stranger else None)
 
 
@@ -179,9 +178,9 @@ MAKERS: dict[str, Callable[[], Setting]] = {
     "pretraining": lambda: _of("pretraining", 3e-4, _llama, **_READING, rules=True, rows="all"),
     "adapters": lambda: _of("adapters", 5e-4, _pretrained(Adapted, SHAPE), span=_SHORT),
     "layer-wise": lambda: _of("layer-wise", 3e-4, _pretrained(Graded, SHAPE), span=_SHORT),
-    "minilm": lambda: _of("minilm", 5e-5, _minilm, span=Span(200, 260, 300, 340), delays=(-60, -40, -20), rows="few"),
+    "minilm": lambda: _of("minilm", 5e-5, _minilm, span=Span(200, 260, 300, 340), delays=(80, 60, 40), rows="few"),
     "falling": lambda: _of(
-        "falling", 3e-4, _llama, **_READING, span=Span(hold=800), delays=(40, 80), rules=True, rows="ruled"
+        "falling", 3e-4, _llama, **_READING, span=Span(hold=800), delays=(), rules=True, rows="ruled"
     ),
     "beta2-0.95": lambda: _of("beta2-0.95", 3e-4, _llama, **_READING, betas=(0.9, 0.95)),
 }
@@ -209,5 +208,5 @@ class Tiny:
             return Learner(self.shape, course, seed, init=init)
 
         return Setting(
-            "tiny", course, span, make, delays=(-20, -10), marks=2, grid=10, ages=(10, 20), rules=True, rows="all"
+            "tiny", course, span, make, delays=(20, 10), marks=2, grid=10, ages=(10, 20), rules=True, rows="all"
         )

@@ -1,7 +1,7 @@
 """The run of a seed that nothing interrupts: what all rows share, and what they are held against.
 
-It also tells what a step is worth (the loss at the end of runs that are some steps shorter or longer), and how far
-units move in so many steps, as the product measures it.
+It also tells what a step is worth (the loss at the end of runs that are some steps shorter), and how far units move in
+so many steps, as the product measures it.
 """
 
 from __future__ import annotations
@@ -68,9 +68,11 @@ def place(learner: Learner, where: State) -> None:
 
 @dataclass(frozen=True)
 class Base:
-    """A run up to its first save. drift: unit -> steps since a version -> drift, by the product's sketch."""
+    """A run up to its first save. early: steps before it -> its state then. drift: unit -> steps since a version ->
+    drift, by the product's sketch."""
 
     state: State
+    early: Mapping[int, State]
     drift: Mapping[str, Mapping[int, float]]
 
     def thresholds(self) -> dict[int, dict[str, float]]:
@@ -91,6 +93,7 @@ def base(setting: Setting, seed: int) -> Base:
     learner, probed = setting.begin(seed), min(max(PROBED), setting.span.start // 2)
     for _ in range(setting.span.start - probed):
         learner.step()
+    early = {probed: state_of(learner)}
     drift: dict[str, dict[int, float]] = {}
     with tempfile.TemporaryDirectory(prefix="driftpoint-bench-") as store:
         config = {
@@ -109,16 +112,19 @@ def base(setting: Setting, seed: int) -> Base:
                 for one in report.stats if report is not None else ():
                     if one.moving and one.drift is not None:
                         drift.setdefault(f"{one.unit.layer}/{one.unit.slot}", {})[steps] = float(f"{one.drift:.4g}")
-    return Base(state_of(learner), drift)
+    return Base(state_of(learner), early, drift)
 
 
 @dataclass(frozen=True)
 class Trunk:
-    """losses: by step. places: of each step from the first save on. ends: delay -> loss at the end."""
+    """losses: by step. places: of each step from the first save on.
+
+    shorter: steps -> loss at the end of a run that is so much shorter: its rate began to fall so many steps earlier,
+    and from then on it read the same text as this one."""
 
     losses: Mapping[int, float]
     places: Mapping[int, State]
-    ends: Mapping[int, float]
+    shorter: Mapping[int, float]
 
 
 def run(setting: Setting, seed: int, begun: Base, each: Callable[[Learner], None]) -> Trunk:
@@ -127,29 +133,28 @@ def run(setting: Setting, seed: int, begun: Base, each: Callable[[Learner], None
     learner = take(setting.begin(seed), begun.state)
     losses: dict[int, float] = {}
     places: dict[int, State] = {}
-    ends: dict[int, float] = {}
-    each(learner)
-    early = {span.falls + delay: delay for delay in setting.delays if delay < 0}
-    for step in range(span.start + 1, span.end + 1):
-        learner.step()
+    early = {steps: state for steps, state in begun.early.items() if span.start == span.falls}
+    shorter: dict[int, float] = {}
+    for step in range(span.start, span.end + 1):
+        if step > span.start:
+            learner.step()
         if step <= span.last:
             each(learner)
             places[step] = placed(learner)
-        if (step % 5 == 0 and span.start < step <= span.last) or step % setting.grid == 0 or step == span.end:
+        if (step % 5 == 0 and step <= span.last) or step % setting.grid == 0 or step == span.end:
             losses[step] = learner.loss()
-        if step in early:
-            ends[early[step]] = _ended(setting, seed, state_of(learner), early[step])
-    ends[0] = losses[span.end]
-    for delay in setting.delays:
-        if delay not in ends:
-            ends[delay] = _ended(setting, seed, begun.state, delay)
-    return Trunk(losses, places, ends)
+        if span.falls - step in setting.delays:
+            early[span.falls - step] = state_of(learner)
+        if step == span.falls:
+            shorter = {steps: _ended(setting, seed, state, placed(learner)) for steps, state in early.items()}
+    return Trunk(losses, places, shorter)
 
 
-def _ended(setting: Setting, seed: int, state: State, delay: int) -> float:
-    """Loss at the end of a run that goes on from there and is longer by ``delay``."""
-    learner = take(setting.begin(seed, delay=delay), state)
-    while learner.schedule.last_epoch < setting.span.end + delay:
+def _ended(setting: Setting, seed: int, state: State, where: State) -> float:
+    """Loss at the end of a run that goes on with that state from there."""
+    learner = take(setting.begin(seed), state)
+    place(learner, where)
+    while learner.schedule.last_epoch < setting.span.end:
         learner.step()
     return learner.loss()
 

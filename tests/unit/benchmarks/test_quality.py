@@ -80,6 +80,11 @@ def test_rows_take_the_bytes_that_they_say(curved: Results) -> None:
     assert by_name["parity 2 @5"].drift > 0.0
 
 
+def test_a_step_is_worth_what_shorter_runs_lack(curved: Results) -> None:
+    assert curved.trunks[0]["shorter"].keys() == {"10", "20"}
+    assert curved.worth.value > 0.0  # so early in a run each step still brings much
+
+
 def test_rules_go_back_within_the_composite(curved: Results, tiny: Setting, begun: Base, tmp_path: Path) -> None:
     name = "parity 2 @20"
     made = list(curves(tiny, 0, begun, tmp_path, lambda row: row.name == name))
