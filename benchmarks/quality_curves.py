@@ -99,7 +99,7 @@ class _Curve:
     def _fail(self, row: Row) -> None:
         saving, states = self._saving[row.name], self._states[row.name]
         saving.settle()
-        newest = max(saving.saved, default=0)
+        newest = max(saving.saved, default=self._setting.span.start)
         if any(one["step"] == newest for one in states) or (row.lossless and states):
             return
         store, own = self._folder / f"row-{self._made.index(row)}", self._folder / "own"

@@ -23,6 +23,7 @@ from benchmarks.quality_results import (
     slope_through_zero,
 )
 from benchmarks.quality_settings import MAKERS, Span, setting_named
+from policies.damage import LAG
 
 RAW, COMPACT = 12.0, 4.14
 """Bytes a parameter of a save of everything; compact's are taken from its row where there is one."""
@@ -117,7 +118,7 @@ def lags(results: Results) -> dict[str, Mean]:
         ratios = [
             results.gap(one, one["losses"]) / step / sqrt(one["drift"][letter])
             for one in own
-            if one["drift"][letter] > 0.01
+            if one["drift"][letter] > 1e-3  # where hardly anything moved, a ratio says nothing
         ]
         if ratios:
             found[slot] = mean(ratios)
@@ -173,17 +174,28 @@ def _curved(results: Results, span: Span) -> Iterator[Figure]:
 
 
 def drift_points(results: Results, key: str, steps: int | None) -> list[tuple[float, float]]:
-    """(what the certificate says, gap) of all resumed states that were not whole."""
+    """(what the certificate says, gap) of all resumed states that were not whole. key: as told by the certificate, or
+    ``damage``: what policy budget takes it for."""
     return [
-        (state["certificate"][key], results.gap(one, state["losses"], steps))
+        (_said(state["certificate"], key), results.gap(one, state["losses"], steps))
         for one in results.curves
         for state in one["states"]
         if one["family"] != "full"
     ]
 
 
+def _said(certificate: Record, key: str) -> float:
+    if key != "damage":
+        return float(certificate[key])
+    return float(certificate["w"] + LAG**2 * (certificate["mp"] + certificate["vp"]))
+
+
 def _drifts(results: Results) -> Iterator[Figure]:
-    for key, what in (("w", "squared drift of weights"), ("lag", "mean staleness of weights")):
+    for key, what in (
+        ("w", "squared drift of weights"),
+        ("damage", "what policy budget takes for damage"),
+        ("lag", "mean staleness of weights"),
+    ):
         for steps, when in ((0, "at once"), (None, "at the end")):
             points = drift_points(results, key, steps)
             if len(points) > 3:
