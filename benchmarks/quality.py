@@ -1,7 +1,7 @@
 """What a failure costs, by what was saved of the state and in how many bytes: real training, saves and resumes.
 
     python benchmarks/quality.py [--parts calibration curves] [--settings pretraining ...] [--seeds 3]
-                                 [--rows FAMILY ...] [--rates CEILING] [--results FILE.jsonl] [--summary] [--json FILE]
+                                 [--rows FAMILY ...] [--tier few] [--rates CEILING] [--results FILE.jsonl] [--summary] [--json FILE]
 
 Every seed of a part that is done is a few lines of ``--results``; what is there already is not run again, so a run
 that was cut off goes on where it stood, and parts may be run one by one. The figures are made from that file, by
@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -28,7 +29,7 @@ from benchmarks.quality_calibration import calibration  # noqa: E402
 from benchmarks.quality_curves import Record, curves  # noqa: E402
 from benchmarks.quality_results import load  # noqa: E402
 from benchmarks.quality_rows import Row  # noqa: E402
-from benchmarks.quality_settings import MAKERS, Setting, setting_named  # noqa: E402
+from benchmarks.quality_settings import MAKERS, TIERS, Setting, setting_named  # noqa: E402
 from benchmarks.quality_summary import figures  # noqa: E402
 from benchmarks.quality_trunk import Base, base  # noqa: E402
 
@@ -44,6 +45,7 @@ def main() -> int:
     parser.add_argument("--settings", nargs="+", default=list(MAKERS), choices=list(MAKERS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="which ones")
     parser.add_argument("--rows", nargs="+", default=None, metavar="FAMILY", help="families of rows; all by default")
+    parser.add_argument("--tier", choices=TIERS, default=None, help="which rows, whatever the setting says")
     parser.add_argument("--rates", type=float, default=None, help="budgets of at most so many bytes a parameter, step")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--summary", action="store_true", help="run nothing")
@@ -52,7 +54,9 @@ def main() -> int:
     torch.set_num_threads(1)
     if not options.summary:
         for part, name, seed in _planned(options):
-            _append(options.results, _run(part, setting_named(name), seed, _chooser(options)))
+            setting = setting_named(name)
+            setting = replace(setting, rows=options.tier) if options.tier else setting
+            _append(options.results, _run(part, setting, seed, _chooser(options)))
     return report("damage after a failure, against bytes", figures(load(options.results)), options.json)
 
 
@@ -72,7 +76,7 @@ def _key(part: str, options: argparse.Namespace) -> str:
     if part != "curves":
         return part
     chosen = ",".join(sorted(options.rows)) if options.rows else "all"
-    return f"{part}:{chosen}:{options.rates or ''}"
+    return f"{part}:{chosen}:{options.rates or ''}:{options.tier or ''}"
 
 
 def _chooser(options: argparse.Namespace) -> tuple[str, Callable[[Row], bool]]:

@@ -20,6 +20,9 @@ SHAPE = Shape(hidden=96, inner=256, held_out=32)
 STRANGER = 1000
 """Added to a seed for the values that a resume must replace."""
 
+TIERS = ("all", "usual", "few", "ruled")
+"""How many rows are run; ``ruled``: those whose resumes are tried from several steps."""
+
 _RANK = 4
 _DECAY = 0.5
 """Of the rate, from one layer to the one below it."""

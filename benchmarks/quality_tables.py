@@ -110,7 +110,7 @@ def _settings(found: list[Results]) -> Iterator[str]:
 
 def _slots(one: Results) -> Iterator[str]:
     step = weights_a_step(one)
-    yield f"\n**{one.setting}**: a step of staleness of all weights costs {step:.2g} nats; noise {one.nudged(None):.1g}\n"
+    yield f"\n**{one.setting}**: a step that all weights are old costs {step:.2g} nats; noise {one.nudged(None):.1g}\n"
     yield from _table(
         "changed", "runs", "gap, 20 steps on, nats", "at the end, nats", "steps of stale weights", "drift"
     )
