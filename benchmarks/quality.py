@@ -1,7 +1,8 @@
 """What a failure costs, by what was saved of the state and in how many bytes: real training, saves and resumes.
 
-    python benchmarks/quality.py [--parts calibration curves] [--settings pretraining ...] [--seeds 3]
-                                 [--rows FAMILY ...] [--tier few] [--rates CEILING] [--results FILE.jsonl] [--summary] [--json FILE]
+    python benchmarks/quality.py [--parts calibration curves] [--settings pretraining ...] [--seeds 0 1 2]
+                                 [--rows FAMILY ...] [--tier few] [--rates CEILING]
+                                 [--results FILE.jsonl] [--summary] [--json FILE]
 
 Every seed of a part that is done is a few lines of ``--results``; what is there already is not run again, so a run
 that was cut off goes on where it stood, and parts may be run one by one. The figures are made from that file, by

@@ -50,7 +50,7 @@ class Setting:
 
     delays: how many steps shorter runs are made that tell what a step is worth. marks: failures a seed.
     grid: steps between two evaluations after a resume. ages: in steps, of slots in the calibration.
-    rules: whether resumes are tried from several steps. rows: all, ``usual`` ones, a ``few``, or those ``ruled``."""
+    rules: whether resumes are tried from several steps. rows: one of TIERS."""
 
     name: str
     course: Course
