@@ -82,9 +82,11 @@ def rows(thresholds: Mapping[int, Mapping[str, float]]) -> Iterator[Row]:
     yield from (
         Row("turns, compact", every, {"encoding": "compact", "turns": 8}, more=every != 10) for every in (5, 10, 20)
     )
-    yield from (_budget("budget", rate, {}) for rate in (0.6, 0.3, 0.15))
-    yield from (_budget("budget, compact", rate, {"encoding": "compact"}) for rate in (0.3, 0.15, 0.075))
-    yield from (_budget("budget, compact, packed", rate, {"encoding": "compact", **_PACKED}) for rate in (0.15, 0.075))
+    yield from (_budget("budget", rate, {}) for rate in (0.6, 0.3, 0.15, 0.075))
+    yield from (_budget("budget, compact", rate, {"encoding": "compact"}) for rate in (0.3, 0.15, 0.075, 0.0375))
+    yield from (
+        _budget("budget, compact, packed", rate, {"encoding": "compact", **_PACKED}) for rate in (0.15, 0.075, 0.0375)
+    )
     for lag in (0.3, 30.0):
         yield _budget("budget", 0.3, {}, lag)
         yield _budget("budget, compact", 0.15, {"encoding": "compact"}, lag)
@@ -118,5 +120,6 @@ FEW = RULED - {"parity 4 @20", "budget @10 0.15"} | {
     "budget @10 0.3",
     "budget, compact @10 0.15",
     "budget, compact, packed @10 0.075",
+    "budget, compact, packed @10 0.0375",
 }
 """Rows of a setting whose steps are dear."""
