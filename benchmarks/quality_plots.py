@@ -58,13 +58,13 @@ def main() -> int:
 
 
 def _curves(records: list[Record], names: list[str], path: Path) -> None:
-    figure, axes = plt.subplots(1, len(names), figsize=(4.4 * len(names), 4.2), squeeze=False)
+    figure, axes = plt.subplots(1, len(names), figsize=(max(8.8, 4.4 * len(names)), 4.6), squeeze=False)
     for name, axis in zip(names, axes[0], strict=True):
         _curve(Results(name, records), axis)
     axes[0][0].set_ylabel("cost of a failure, steps of training")
     handles, labels = axes[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="lower center", ncol=6, fontsize=8, frameon=False)
-    figure.tight_layout(rect=(0, 0.12, 1, 1))
+    figure.legend(handles, labels, loc="lower center", ncol=4, fontsize=8, frameon=False)
+    figure.tight_layout(rect=(0, 0.16, 1, 1))
     figure.savefig(path, dpi=80)
 
 

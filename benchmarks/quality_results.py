@@ -34,12 +34,22 @@ class Mean:
         return Mean(self.value * factor, self.around * abs(factor), self.count)
 
 
-def mean(values: Sequence[float]) -> Mean:
-    """Values that are taken to be independent."""
+def mean(values: Sequence[float], deviation: float | None = None) -> Mean:
+    """Values that are taken to be independent. deviation: their standard deviation where it is known from elsewhere."""
+    if deviation is not None and values:
+        return Mean(fmean(values), 2 * deviation / sqrt(len(values)), len(values))
     if len(values) < 2:
         return Mean(fmean(values) if values else float("nan"), float("nan"), len(values))
     around = STUDENT.get(len(values) - 1, 2.2) * stdev(values) / sqrt(len(values))
     return Mean(fmean(values), around, len(values))
+
+
+def pooled(groups: Iterable[Sequence[float]]) -> float | None:
+    """Standard deviation within groups that have means of their own; None where none has two values."""
+    found = [group for group in groups if len(group) > 1]
+    free = sum(len(group) - 1 for group in found)
+    squared = sum((value - fmean(group)) ** 2 for group in found for value in group)
+    return sqrt(squared / free) if free else None
 
 
 def load(path: Path) -> list[Record]:
@@ -96,10 +106,14 @@ class Results:
         return stdev(map(self.last, self.trunks.values())) if len(self.trunks) > 1 else float("nan")
 
     def nudged(self, steps: int | None) -> float:
-        """Root mean square of the gap that a change of all weights in the last place makes: less cannot be seen."""
-        found = [one for one in self.cases if one["case"]["special"] == "nudged"]
-        gaps = [self.gap(one, one["losses"], steps) for one in found]
-        return sqrt(fmean(gap**2 for gap in gaps)) if gaps else float("nan")
+        """Root mean square of the gap that a change of all weights in the last place makes: less cannot be seen.
+
+        Where that was not tried, of what encoding ``careful`` changes, which is little more."""
+        found = [self.gap(one, one["losses"], steps) for one in self.cases if one["case"]["special"] == "nudged"]
+        if not found:
+            careful = [one for one in self.curves if one["family"] == "full, careful"]
+            found = [self.gap(one, state["losses"], steps) for one in careful for state in one["states"]]
+        return sqrt(fmean(gap**2 for gap in found)) if found else float("nan")
 
 
 @dataclass(frozen=True)
@@ -124,24 +138,39 @@ class RowResult:
 
 
 def row_results(results: Results, window: tuple[int, int, int]) -> list[RowResult]:
-    """window: first save, first and last failure."""
-    names = list(dict.fromkeys(one["row"] for one in results.curves))
+    """window: first save, first and last failure.
+
+    A row has few states, so intervals are from the deviation within rows, pooled over those that may be composites, and
+    over those that are whole."""
+    rows: dict[str, list[Record]] = {}
+    for one in results.curves:
+        rows.setdefault(one["row"], []).append(one)
     found = []
-    for name in names:
-        own = [one for one in results.curves if one["row"] == name]
-        found.append(_row_result(results, own, window))
+    for whole in (True, False):
+        alike = [own for own in rows.values() if own[0]["family"].startswith("full") == whole]
+        gaps = pooled(_gaps(results, own, None) for own in alike)
+        shocks = pooled(_gaps(results, own, 0) for own in alike)
+        found += [_row_result(results, own, window, gaps, shocks) for own in alike]
     return found
 
 
-def _row_result(results: Results, own: Sequence[Record], window: tuple[int, int, int]) -> RowResult:
+def _gaps(results: Results, own: Sequence[Record], steps: int | None) -> list[float]:
+    return [results.gap(one, state["losses"], steps) for one in own for state in one["states"]]
+
+
+def _row_result(
+    results: Results,
+    own: Sequence[Record],
+    window: tuple[int, int, int],
+    deviation: float | None,
+    at_once: float | None,
+) -> RowResult:
     start, first, last = window
     states = [(one, state) for one in own for state in one["states"]]
     lossless = own[0]["family"] == "full"
-    gaps = [results.gap(one, state["losses"]) for one, state in states]
-    shocks = [results.gap(one, state["losses"], 0) for one, state in states]
     rate = fmean(sum(one["saved"].values()) for one in own) / (last - start) / results.numel
     lost = fmean(step - newest(one["saved"], start, step) for one in own for step in range(first, last + 1))
-    gap = mean(gaps)
+    gap = mean(_gaps(results, own, None), 0.0 if lossless else deviation)
     noise = [results.nudged(steps) for steps in (0, 20, 40, 60)]
     return RowResult(
         own[0]["family"],
@@ -150,7 +179,7 @@ def _row_result(results: Results, own: Sequence[Record], window: tuple[int, int,
         own[0]["every"],
         rate,
         gap,
-        mean(shocks),
+        mean(_gaps(results, own, 0), 0.0 if lossless else at_once),
         lost,
         Mean(gap.value + lost * results.worth.value, gap.around, gap.count),
         fmean(_healed(results, one, state, noise) for one, state in states) if states and not lossless else 0.0,

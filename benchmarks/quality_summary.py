@@ -19,6 +19,7 @@ from benchmarks.quality_results import (
     correlation,
     less_often,
     mean,
+    pooled,
     row_results,
     slope_through_zero,
 )
@@ -209,18 +210,19 @@ RULES = ("newest", "mean", "paced", "oldest")
 
 def ruled(results: Results) -> dict[tuple[str, str], tuple[Mean, Mean, float]]:
     """(family, rule) -> (gap at the end of the course, the same at equal compute, steps gone back)."""
-    found: dict[tuple[str, str], tuple[Mean, Mean, float]] = {}
-    states = [(one, state) for one in results.curves for state in one["states"] if "rules" in state]
-    for family in dict.fromkeys(one["family"] for one, _ in states):
-        own = [(one, state) for one, state in states if one["family"] == family]
-        for rule in RULES:
-            gaps, backs = [], []
-            for one, state in own:
+    gaps: dict[tuple[str, str], list[float]] = {}
+    backs: dict[tuple[str, str], list[int]] = {}
+    for one in results.curves:
+        for state in one["states"]:
+            for rule in RULES if "rules" in state else ():
                 told = state if rule == "newest" else state["rules"][rule]
-                gaps.append(results.gap(one, told["losses"]))
-                backs.append(0 if rule == "newest" else told["back"])
-            paid = [gap + back * results.worth.value for gap, back in zip(gaps, backs, strict=True)]
-            found[family, rule] = (mean(gaps), mean(paid), sum(backs) / len(backs))
+                gaps.setdefault((one["family"], rule), []).append(results.gap(one, told["losses"]))
+                backs.setdefault((one["family"], rule), []).append(0 if rule == "newest" else told["back"])
+    deviation = pooled(gaps.values())
+    found = {}
+    for key, own in gaps.items():
+        paid = [gap + back * results.worth.value for gap, back in zip(own, backs[key], strict=True)]
+        found[key] = (mean(own, deviation), mean(paid, deviation), sum(backs[key]) / len(own))
     return found
 
 
