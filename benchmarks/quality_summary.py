@@ -168,9 +168,13 @@ def _curved(results: Results, span: Span) -> Iterator[Figure]:
     for row in rows:
         against = BASELINES.get(row.family)
         if against is not None and not row.mark:
-            other = baseline(results, rows, against, row.rate)
-            figure = f"{name}, {row.row}: cost over {against} less often"
-            yield Figure(figure, row.cost.value - other, "nats", f"+-{row.cost.around:.2g}, as many bytes", 0.0)
+            apart = row.cost.value - baseline(results, rows, against, row.rate)
+            figure, told = (
+                f"{name}, {row.row}: cost over {against} less often",
+                f"+-{row.cost.around:.2g}, as many bytes",
+            )
+            yield Figure(figure, apart, "nats", told)
+            yield Figure(f"{figure}, upper end", apart + row.cost.around, "nats", "no worse", 0.0)
     yield from _drifts(results)
 
 

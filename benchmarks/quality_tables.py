@@ -48,6 +48,9 @@ OTHERS = {
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--results", type=Path, default=RESULTS)
+    print(
+        "# Results of the quality benchmark\n\nMade by `benchmarks/quality_tables.py`; [what they say](../quality.md)."
+    )
     records = [one for one in load(parser.parse_args().results) if "setting" in one]
     found = [(name, Results(name, records)) for name in MAKERS]
     for title, tables in (
