@@ -62,7 +62,7 @@ def cases(ages: Sequence[int], few: bool) -> Iterator[Case]:
 
 
 def calibration(setting: Setting, seed: int, begun: Base, folder: Path, few: bool) -> Iterator[Record]:
-    """The run, and a record for each case at each of three steps."""
+    """The run, and a record for each case at each of two or three steps."""
     saving: dict[str, Saving] = {}
     places: dict[int, State] = {}
 
@@ -80,7 +80,7 @@ def calibration(setting: Setting, seed: int, begun: Base, folder: Path, few: boo
     common = {"setting": setting.name, "seed": seed}
     yield {**common, "part": "trunk", "losses": trunk.losses, "shorter": trunk.shorter, "drift": begun.drift}
     read = _Read(folder, setting.span.start)
-    for at in moments(setting):
+    for at in moments(setting, 2 if few else 3):
         for case in cases(setting.ages, few):
             learner = take(setting.begin(seed), begun.state)
             moved = read.build(learner, case, at)
@@ -89,12 +89,12 @@ def calibration(setting: Setting, seed: int, begun: Base, folder: Path, few: boo
             yield {**common, "part": "calibration", "case": vars(case), "at": at, "drift": moved, "losses": losses}
 
 
-def moments(setting: Setting) -> list[int]:
-    """Three saves among the failures, each with saves of all ages before it."""
+def moments(setting: Setting, count: int) -> list[int]:
+    """So many saves among the failures, each with saves of all ages before it."""
     span = setting.span
     first = max(span.first, span.start + max(setting.ages))
     tens = [step for step in range(first, span.last + 1) if (step - span.start) % 10 == 0]
-    return sorted({tens[len(tens) * share // 3] for share in range(3)})
+    return sorted({tens[len(tens) * share // count] for share in range(count)})
 
 
 class _Read:

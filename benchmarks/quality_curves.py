@@ -31,8 +31,7 @@ def marks(setting: Setting, seed: int) -> list[int]:
 def curves(setting: Setting, seed: int, begun: Base, folder: Path, chosen: Callable[[Row], bool]) -> Iterator[Record]:
     """One record for the run, and one for each row."""
     made = [row for row in rows(begun.thresholds()) if chosen(row) and setting.runs(row.name, row.more)]
-    _Curve(setting, seed, begun, folder, made).trace(records := [])
-    yield from records
+    yield from _Curve(setting, seed, begun, folder, made).records()
 
 
 class _Curve:
@@ -46,37 +45,22 @@ class _Curve:
         self._places: dict[int, State] = {}
         self._states: dict[str, list[Record]] = {row.name: [] for row in made}
         self._pace = paces(begun)
+        self._numel = 0
 
-    def trace(self, records: list[Record]) -> None:
+    def records(self) -> Iterator[Record]:
+        """Runs it."""
         try:
             trunk = run(self._setting, self._seed, self._begun, self._each)
         finally:
             for one in self._saving.values():
                 one.close()
         common = {"setting": self._setting.name, "seed": self._seed}
-        records.append(
-            {
-                **common,
-                "part": "trunk",
-                "numel": self._numel,
-                "losses": trunk.losses,
-                "shorter": trunk.shorter,
-                "drift": self._begun.drift,
-            }
-        )
+        told = {"losses": trunk.losses, "shorter": trunk.shorter, "drift": self._begun.drift}
+        yield {**common, "part": "trunk", "numel": self._numel, **told}
         for row in self._made:
-            records.append(
-                {
-                    **common,
-                    "part": "curve",
-                    "row": row.name,
-                    "family": row.family,
-                    "every": row.every,
-                    "mark": row.mark,
-                    "saved": self._saving[row.name].saved,
-                    "states": self._states[row.name],
-                }
-            )
+            named = {"row": row.name, "family": row.family, "every": row.every, "mark": row.mark}
+            found = {"saved": self._saving[row.name].saved, "states": self._states[row.name]}
+            yield {**common, "part": "curve", **named, **found}
 
     def _each(self, learner: Learner) -> None:
         step = learner.schedule.last_epoch

@@ -181,7 +181,9 @@ MAKERS: dict[str, Callable[[], Setting]] = {
     "pretraining": lambda: _of("pretraining", 3e-4, _llama, **_READING, rules=True, rows="all"),
     "adapters": lambda: _of("adapters", 5e-4, _pretrained(Adapted, SHAPE), span=_SHORT),
     "layer-wise": lambda: _of("layer-wise", 3e-4, _pretrained(Graded, SHAPE), span=_SHORT),
-    "minilm": lambda: _of("minilm", 5e-5, _minilm, span=Span(200, 260, 300, 340), delays=(80, 60, 40), rows="few"),
+    "minilm": lambda: _of(
+        "minilm", 5e-5, _minilm, span=Span(200, 260, 300, 340), delays=(80, 60, 40), ages=(10, 20, 40, 60), rows="few"
+    ),
     "falling": lambda: _of(
         "falling", 3e-4, _llama, **_READING, span=Span(hold=800), delays=(), rules=True, rows="ruled"
     ),
