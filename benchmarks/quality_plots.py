@@ -26,20 +26,20 @@ from benchmarks.quality_settings import MAKERS, setting_named  # noqa: E402
 from benchmarks.quality_summary import baseline, by_case, weights_a_step, window  # noqa: E402
 
 LINES = {
-    "full": "raw",
-    "full, packed": "packed",
-    "full, compact": "compact",
-    "full, compact, packed": "compact, packed",
+    "full": ("raw", "tab:gray"),
+    "full, packed": ("packed", "tab:brown"),
+    "full, compact": ("compact", "tab:olive"),
+    "full, compact, packed": ("compact, packed", "black"),
 }
 MARKERS = {
-    "parity 2": "s",
-    "parity 4": "D",
-    "filter": "^",
-    "threshold": "v",
-    "turns, compact": "P",
-    "budget": "o",
-    "budget, compact": "o",
-    "budget, compact, packed": "o",
+    "parity 2": ("s", "tab:purple"),
+    "parity 4": ("D", "tab:pink"),
+    "filter": ("^", "tab:cyan"),
+    "threshold": ("v", "tab:green"),
+    "turns, compact": ("P", "gold"),
+    "budget": ("o", "tab:blue"),
+    "budget, compact": ("o", "tab:orange"),
+    "budget, compact, packed": ("o", "tab:red"),
 }
 
 
@@ -58,25 +58,28 @@ def main() -> int:
 
 
 def _curves(records: list[Record], names: list[str], path: Path) -> None:
-    figure, axes = plt.subplots(1, len(names), figsize=(max(8.8, 4.4 * len(names)), 4.6), squeeze=False)
-    for name, axis in zip(names, axes[0], strict=True):
+    down = (len(names) + 1) // 2
+    figure, axes = plt.subplots(down, 2, figsize=(9.6, 3.9 * down + 1), squeeze=False)
+    for axis in axes.flat[len(names) :]:
+        axis.remove()
+    for name, axis in zip(names, axes.flat, strict=False):
         _curve(Results(name, records), axis)
-    axes[0][0].set_ylabel("cost of a failure, steps of training")
+        axis.set_ylabel("cost of a failure, steps of training")
     handles, labels = axes[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="lower center", ncol=4, fontsize=8, frameon=False)
-    figure.tight_layout(rect=(0, 0.16, 1, 1))
-    figure.savefig(path, dpi=80)
+    figure.tight_layout(rect=(0, 0.8 / (3.9 * down + 1), 1, 1))
+    figure.savefig(path, dpi=75)
 
 
 def _curve(results: Results, axis: Any) -> None:
     rows = row_results(results, window(setting_named(results.setting).span))
     worth = results.worth.value
     rates = np.geomspace(0.05, 1.3, 40)
-    for family, name in LINES.items():
+    for family, (name, colour) in LINES.items():
         costs = [baseline(results, rows, family, rate) / worth for rate in rates]
         if np.isfinite(costs).all():
-            axis.plot(rates, costs, lw=1.2, label=f"everything less often, {name}")
-    for family, marker in MARKERS.items():
+            axis.plot(rates, costs, lw=1.2, color=colour, label=f"everything less often, {name}")
+    for family, (marker, colour) in MARKERS.items():
         own = sorted(
             (row for row in rows if row.family == family and not row.mark.startswith(" lag")), key=lambda row: row.rate
         )
@@ -86,6 +89,7 @@ def _curve(results: Results, axis: Any) -> None:
                 [row.cost.value / worth for row in own],
                 [row.cost.around / worth for row in own],
                 marker=marker,
+                color=colour,
                 ms=5,
                 lw=0.7,
                 ls=":",

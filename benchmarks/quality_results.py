@@ -120,8 +120,9 @@ class Results:
 class RowResult:
     """One row in one setting. rate: bytes a parameter and step. gap: at the end, nats. shock: right after the resume.
 
-    lost: mean steps that are made twice. cost: at equal compute, nats. healed: mean steps after which the gap is
-    first within the noise; drift: mean over layers, of weights, and the largest."""
+    lost: mean steps that are made twice. cost: at equal compute, nats. healed: mean steps after which
+    the gap is within twice the noise and stays there, over states where it comes to that; stray: the others, of all.
+    drift: mean over layers, of weights, and the largest."""
 
     family: str
     row: str
@@ -133,6 +134,7 @@ class RowResult:
     lost: float
     cost: Mean
     healed: float
+    stray: int
     drift: float
     largest: float
 
@@ -171,7 +173,8 @@ def _row_result(
     rate = fmean(sum(one["saved"].values()) for one in own) / (last - start) / results.numel
     lost = fmean(step - newest(one["saved"], start, step) for one in own for step in range(first, last + 1))
     gap = mean(_gaps(results, own, None), 0.0 if lossless else deviation)
-    noise = [results.nudged(steps) for steps in (0, 20, 40, 60)]
+    healed = [_healed(results, one, state) for one, state in states]
+    whole = [steps for steps in healed if steps is not None]
     return RowResult(
         own[0]["family"],
         own[0]["row"],
@@ -182,21 +185,21 @@ def _row_result(
         mean(_gaps(results, own, 0), 0.0 if lossless else at_once),
         lost,
         Mean(gap.value + lost * results.worth.value, gap.around, gap.count),
-        fmean(_healed(results, one, state, noise) for one, state in states) if states and not lossless else 0.0,
+        fmean(whole) if whole else float("nan"),
+        len(healed) - len(whole),
         fmean(state["certificate"]["mean"] for _, state in states) if states else float("nan"),
         max((state["certificate"]["max"] for _, state in states), default=float("nan")),
     )
 
 
-def _healed(results: Results, one: Record, state: Record, noise: Sequence[float]) -> float:
-    """Steps after the resume at which the gap is first within twice the noise; the last that were seen where never."""
+def _healed(results: Results, one: Record, state: Record) -> int | None:
+    """Steps after the resume from which on the gap is within twice the noise; None where it is not at the end."""
     taken = sorted(int(step) for step in state["losses"])
-    trunk = results.trunks[one["seed"]]["losses"]
-    for number, step in enumerate(taken):
-        limit = 2 * max(noise[min(number, len(noise) - 1)], noise[-1])
-        if state["losses"][str(step)] - trunk[str(step)] <= limit:
-            return step - taken[0]
-    return taken[-1] - taken[0]
+    trunk, limit = results.trunks[one["seed"]]["losses"], 2 * results.nudged(None)
+    outside = [step for step in taken if abs(state["losses"][str(step)] - trunk[str(step)]) > limit]
+    if not outside:
+        return 0
+    return next((step - taken[0] for step in taken if step > outside[-1]), None)
 
 
 def newest(saved: Mapping[str, int], start: int, step: int) -> int:

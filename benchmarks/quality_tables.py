@@ -151,7 +151,7 @@ def _row(one: Results, rows: list[RowResult], row: RowResult, worth: float) -> s
         f"{row.lost:.1f}",
         _of(row.shock, digits=4),
         _of(row.gap, worth),
-        f"{row.healed:.0f}",
+        f"{row.gap.count - row.stray} of {row.gap.count}" + (f": {row.healed:.0f}" if row.healed > 0 else ""),
         f"{row.drift:.2g}, {row.largest:.2g}",
         f"**{_of(row.cost, worth)}**",
         *(f"{baseline(one, rows, family, row.rate) / worth:.1f}" for family in OTHERS),
