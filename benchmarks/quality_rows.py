@@ -90,6 +90,8 @@ def rows(thresholds: Mapping[int, Mapping[str, float]]) -> Iterator[Row]:
     for lag in (0.3, 30.0):
         yield _budget("budget", 0.3, {}, lag)
         yield _budget("budget, compact", 0.15, {"encoding": "compact"}, lag)
+    for lag in (10.0, 30.0):
+        yield _budget("budget, compact", 0.3, {"encoding": "compact"}, lag)
 
 
 def _budget(family: str, rate: float, settings: Mapping[str, Any], lag: float | None = None) -> Row:
@@ -109,6 +111,9 @@ def _threshold(period: int, slots: Mapping[str, float]) -> Row:
 
 RULED = frozenset({"parity 2 @20", "parity 4 @20", "threshold @5 ~40", "budget @10 0.15"})
 """Rows whose resumes are tried from several steps, where a setting asks for that."""
+
+LAGGED = frozenset({"budget, compact @10 0.3"} | {f"budget, compact @10 0.3 lag {lag}" for lag in (10, 30)})
+"""Rows that differ in what policy budget takes old moments for."""
 
 FEW = RULED - {"parity 4 @20", "budget @10 0.15"} | {
     "full @10",

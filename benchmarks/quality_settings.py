@@ -14,14 +14,14 @@ import torch
 from torch import nn
 
 from benchmarks.learner import Course, Learner, Shape, reference, sources
-from benchmarks.quality_rows import FEW, RULED
+from benchmarks.quality_rows import FEW, LAGGED, RULED
 
 SHAPE = Shape(hidden=96, inner=256, held_out=32)
 STRANGER = 1000
 """Added to a seed for the values that a resume must replace."""
 
-TIERS = ("all", "usual", "few", "ruled")
-"""How many rows are run; ``ruled``: those whose resumes are tried from several steps."""
+TIERS = ("all", "usual", "few", "ruled", "lagged")
+"""Which rows are run; ``ruled``: those whose resumes are tried from several steps; ``lagged``: with several lags."""
 
 _RANK = 4
 _DECAY = 0.5
@@ -65,7 +65,8 @@ class Setting:
 
     def runs(self, name: str, more: bool) -> bool:
         """Whether a row is run: its name, and whether it is one of the ``more``."""
-        return {"all": True, "usual": not more, "few": name in FEW, "ruled": name in RULED}[self.rows]
+        named = {"few": FEW, "ruled": RULED, "lagged": LAGGED}
+        return name in named[self.rows] if self.rows in named else self.rows == "all" or not more
 
     def begin(self, seed: int, *, stranger: bool = False) -> Learner:
         """At step 0."""
