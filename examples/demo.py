@@ -116,7 +116,9 @@ class Conductor:
         if event["event"] == "start" and event["certificate"]:
             found = event["certificate"]
             kind = "exact" if found["exact"] else f"a composite, layers up to {found['max_staleness']} steps old"
-            self.say(f"[bold green]resumed step {event['step']}[/bold green] ({kind})")
+            newest = found["step"]
+            back = "" if newest == event["step"] else f"; the newest commit is of step {newest}"
+            self.say(f"[bold green]resumed step {event['step']}[/bold green] ({kind}{back})")
         elif event["event"] == "start":
             size = f"{event['parameters'] / 1e6:.1f} M parameters in {len(event['layers'])} layers"
             self.say(f"training: {size}; DeepSpeed ZeRO-3, bf16, 2 ranks on CPU")

@@ -33,7 +33,9 @@ def certificate_table(story: Story) -> Table:
     units = {(unit["layer"], unit["slot"]): unit for unit in (story.certificate or {}).get("units", ())}
     kind = f"a composite of steps {_listed(story.resumed_steps)}" if story.is_composite else "all of one step"
     step = story.resumed.first if story.resumed else "-"
-    table = Table(title=f"what was resumed at step {step}: {kind}", title_justify="left")
+    newest = (story.certificate or {}).get("step", step)
+    of = f"at step {step}" if newest == step else f"of step {newest}, going on at its effective step, {step}"
+    table = Table(title=f"what was resumed {of}: {kind}", title_justify="left")
     table.add_column("layer")
     for name in _SLOTS.values():
         table.add_column(f"{name}\nage", justify="right")

@@ -17,8 +17,11 @@ from monitor.job import Job
 from monitor.layers import find_layers
 from monitor.metrics import Metrics
 from monitor.opened import open_existing, open_store
+from monitor.pacing import pace_for
+from monitor.rehearsing import rehearse_policy
 from monitor.run_state import UserState, to_tree
 from monitor.spending import Spending
+from monitor.tracing import TracedJob, Tracer
 from monitor.units import UnitTable
 from policies.observe import Observe
 
@@ -36,15 +39,19 @@ def attach(
     ``load_state_dict``. A resume loads them before weights, moments and hyperparameters, which have the last word.
     Every rank calls it, after the process group is up.
 
-    Raises ConfigError for senseless settings, UnsupportedError for what cannot be handled, StoreInUseError where
-    another job on this machine owns the store, and StorageError where it cannot be written.
+    Raises ConfigError for senseless settings and for a policy that fails on the layers of this job,
+    UnsupportedError for what cannot be handled, StoreInUseError where another job on this machine owns the store, and
+    StorageError where it cannot be written.
     """
     group = current_group()
     job = everywhere(group, lambda: _job(target, config, state, group))
+    rehearse_policy(job)
     settings = job.config
     if job.observing:
         return Checkpointer(job, None, open_existing(settings.store, group))
-    opened = open_store(settings.store, group, settings.timeouts.lock)
+    opened = open_store(settings.store, group, settings.timeouts.lock, counting=settings.every == "auto")
+    if opened.incarnation is not None:
+        job.pace.count(opened.incarnation.interruptions, opened.incarnation.rank_seconds)
     return Checkpointer(job, opened, opened.catalog)
 
 
@@ -66,4 +73,8 @@ def _job(
     inner = policy.inner if isinstance(policy, Observe) else policy
     metrics = Metrics()
     spending = Spending(settings.budget.account(), metrics)
-    return Job(settings, inner, group, adapter, table, meter, user, metrics, spending, observing=observing)
+    tracer = Tracer(settings, TracedJob(adapter.framework, inner.name, observing), group, table, metrics)
+    pace = pace_for(settings.every, settings.auto, settings.bounds.max_staleness, group.world_size, metrics)
+    return Job(
+        settings, inner, group, adapter, table, meter, user, metrics, spending, tracer, pace, observing=observing
+    )

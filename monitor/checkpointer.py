@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import atexit
 import logging
+import sys
 import time
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import TracebackType
 
-from monitor.deciding import Decided, Decider
+from monitor.decided import Decided
+from monitor.deciding import Decider
 from monitor.job import Job
 from monitor.observing import Observer
 from monitor.opened import OpenedStore
@@ -24,6 +26,7 @@ from monitor.report import StepReport
 from monitor.resume import Resumed, resume
 from monitor.saver import Saver
 from monitor.survey import Surveyor
+from monitor.telling import show_units, tell_skipped
 from monitor.units import LocalUnit
 from store.catalog import Catalog
 from store.certificate import Certificate, certify
@@ -47,6 +50,7 @@ class Checkpointer:
         self._opened = opened
         self._catalog = catalog
         self._decider = Decider(job)
+        self._pace = job.pace
         self._saver: Saver | Observer = Observer(job) if opened is None else Saver(job, opened)
         self._saver.reserve(job.table.local())
         self._surveyor = Surveyor(job.adapter, job.table)
@@ -58,6 +62,7 @@ class Checkpointer:
         self._proven = False
         self._told_unused = False
         self._closed = False
+        job.tracer.begin(opened.epoch if opened else 0)
         self._forget_exit = _close_at_exit(self)
         if job.group.rank == 0:
             self.metrics.epoch.set(opened.epoch if opened else 0)
@@ -72,39 +77,45 @@ class Checkpointer:
     def resume(self) -> int:
         """Bring the newest resumable commit into the model, the optimizer and the run state.
 
-        Returns the step to continue from: 0 where the store holds nothing yet. Raises, on all ranks and with the job
-        left as it was: NothingToResumeError where no commit is whole, ModelMismatchError where the store is another
-        model's, UsageError where an object in ``state=[...]`` does not take its state.
+        Returns the step to continue from: 0 where the store holds nothing yet; else the commit's, or, where its weights
+        come from several steps, the saved step nearest to their effective step (see ``resume:`` in the settings).
+
+        Raises, on all ranks and with the job left as it was: NothingToResumeError where no commit is whole,
+        ModelMismatchError where the store is another model's, UsageError where an object in ``state=[...]`` does not
+        take its state.
         """
         if self._asked_to_resume:  # what is still being written is of a branch that this job may be about to leave
             self.flush()
             self._saver.settle(self._step, False)
         found, room = None, Room(self._saver.lend(self._job.table.local()))
         if self._catalog is not None:
-            found = resume(self._catalog, self._job.adapter, self._group, self._job.user, room)
+            job = self._job
+            found = resume(self._catalog, job.adapter, self._group, job.user, room, settings=self.config.resume)
         self._saver.keep(self._job.table.local(), room.buffers)
         self._asked_to_resume = True
         self._updates = 0
+        self._pace.restart()
         self._surveyor.mark()
         if found is None:
             return self._step
         self._resumed = found
         self._saver.went_back()
-        self._step = found.resolution.manifest.step
+        self._step = found.onward.save.step
         certificate = certify(found.resolution)
         self.certificate = replace(
             certificate, exact=certificate.exact and not found.rounded, problems=certificate.problems + found.rounded
         )
-        self._job.ledger.adopt(found.resolution)
+        self._job.ledger.adopt(found.resolution, self._step)
         for unit, part in self._job.table.local().items():
-            if unit in self._job.ledger.versions:
+            if unit in found.resolution.versions:
                 self._job.meter.reset(unit, part.tensors)
+        self._job.tracer.resumed(self._step, found.resolution.manifest.step)
         if self._group.rank == 0:
             self._tell_resumed(found, self.certificate)
         return self._step
 
     def step(self) -> StepReport | None:
-        """Call after every optimizer step. Every ``every`` steps it decides, and perhaps begins a save.
+        """Call after every optimizer step. When it is time for that (``every``) it decides, and perhaps begins a save.
 
         Returns what was decided, or None where it was not time for a decision. Never waits for the disk."""
         began = time.perf_counter()
@@ -113,7 +124,8 @@ class Checkpointer:
             return None
         self._require_asked()
         self._mark_proven()
-        return None if self._step % self.config.every else self._decide(began, None)
+        self._pace.timing.stepped(began)
+        return self._decide(began, None) if self._pace.due(self._step) else None
 
     def save(self, *, wait: bool = False) -> StepReport:
         """Save everything now, whatever the policy says, after the save under way.
@@ -140,7 +152,7 @@ class Checkpointer:
 
     def close(self) -> None:
         """Wait, at most ``timeouts.close`` seconds, for the save under way; let go of the store and the port."""
-        self._close(self.config.timeouts.close)
+        self._close(self.config.timeouts.close, clean=True)
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -148,18 +160,19 @@ class Checkpointer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._close(self.config.timeouts.close if kind is None else self._patience)
+        self._close(self.config.timeouts.close if kind is None else self._patience, clean=kind is None)
 
     @property
     def _patience(self) -> float:
         # After an error other ranks may be gone, and what they owe to a commit with them.
         return min(30.0, self.config.timeouts.close)
 
-    def _close(self, timeout: float) -> None:
+    def _close(self, timeout: float, clean: bool) -> None:
         if not self._closed:
             self._closed = True
             self._forget_exit()
-            self._saver.close(timeout)
+            self._saver.close(timeout, clean)
+            self._job.tracer.close(timeout)
             self.metrics.close()
 
     def _require_told(self) -> None:
@@ -212,12 +225,16 @@ class Checkpointer:
         local, trouble = survey.local, survey.trouble is not None
         settled = self._saver.settle(self._step, not trouble and self._job.table.changed(local), trouble)
         if settled.skip is not None:
+            if forced is None:
+                self._pace.put_off(self._step, busy=settled.skip == "busy")
             problem = self._problem(survey.trouble) if settled.skip == "unsupported" else None
             return self._skipped(settled.skip, began, None, problem)
         if settled.changed:
             self._agree(local)
         decided = self._decider.decide(self._step, local, forced)
-        self._show(decided)
+        self._pace.agreed(self._step, decided.interval)
+        if self._group.rank == 0:
+            show_units(self.metrics, self._job.ledger, decided)
         self._tell_unused()
         if decided.lacking:
             return self._skipped("withheld", began, decided)
@@ -241,6 +258,7 @@ class Checkpointer:
         for unit in self._job.table.agree(local):
             if unit in local:  # the old reference fits no more; the unit counts as lost until it is saved
                 self._job.meter.reset(unit, local[unit].tensors)
+        self._job.tracer.agreed(local)
 
     def _problem(self, mine: str | None) -> str:
         """What the ranks that cannot save say; collective. Alike on all of them, most of the time."""
@@ -252,37 +270,37 @@ class Checkpointer:
 
     def _skipped(self, reason: str, began: float, decided: Decided | None, problem: str | None = None) -> StepReport:
         if self._group.rank == 0:
-            self.metrics.skipped.labels(reason).inc()
-            level, text = _WHY_SKIPPED[reason]
-            _log.log(level, text, *[value for value in (self._step, problem) if value is not None])
+            tell_skipped(self.metrics, reason, self._step, problem)
         return replace(self._report(reason, began, decided, 0), problem=problem)
 
     def _report(self, skipped: str | None, began: float, decided: Decided | None, staged: int) -> StepReport:
         stall = time.perf_counter() - began
         self.metrics.stall.observe(stall)
         self._job.spending.stalled(stall)
+        why = None if skipped == "observe" else skipped
+        self._job.tracer.decided(self._step, why, stall, decided, self._job.ledger.commits)
+        self._pace.timing.stalled(stall, counts=decided is not None and not decided.forced)
         if decided is None:
             return StepReport(self._step, skipped, stall_seconds=stall)
         saved = decided.saved if skipped in (None, "observe") else {}
-        return StepReport(self._step, skipped, decided.stats, saved, decided.choices, staged, stall)
-
-    def _show(self, decided: Decided) -> None:
-        if self._group.rank == 0:
-            self.metrics.units(
-                {
-                    unit: drift
-                    for unit, drift in decided.drift.items()
-                    if drift is not None and unit in self._job.ledger.versions
-                },
-                {one.unit: one.staleness for one in decided.stats if one.staleness is not None},
-            )
+        return StepReport(
+            self._step, skipped, decided.stats, saved, decided.choices, staged, stall, interval=decided.interval
+        )
 
     def _tell_resumed(self, found: Resumed, certificate: Certificate) -> None:
         fallbacks = found.resolution.fallbacks
         self.metrics.resumed_step.set(self._step)
+        self.metrics.effective_step.set(certificate.effective_step)
         self.metrics.fallbacks.set(len(fallbacks))
         kind = "exact" if certificate.exact else f"a composite, up to {certificate.max_staleness} steps stale"
-        _log.info("resumed step %d from %s (%s)", self._step, self.config.store, kind)
+        _log.info("resumed step %d from %s (%s)", certificate.step, self.config.store, kind)
+        if self._step != certificate.step:
+            _log.warning(
+                "resume: its weights stand at step %.4g on average, so counters and schedules go on from the save of "
+                "step %d: the steps since are done again; see `resume:` in the configuration",
+                certificate.effective_step,
+                self._step,
+            )
         for note in found.notes:
             _log.warning("resume: %s", note)
         if fallbacks:
@@ -296,24 +314,7 @@ def _close_at_exit(checkpointer: Checkpointer) -> Callable[[], None]:
     def close() -> None:
         living = reference()
         if living is not None:
-            living._close(living._patience)
+            living._close(living._patience, clean=not hasattr(sys, "last_value"))  # set by an error that nobody caught
 
     atexit.register(close)
     return lambda: atexit.unregister(close)
-
-
-_WHY_SKIPPED = {
-    "busy": (logging.WARNING, "no save at step %d: the one before is still being written"),
-    "fenced": (logging.ERROR, "no save at step %d: another job has taken the store over; stop one of the two"),
-    "withheld": (logging.ERROR, "no save at step %d: layers without any version have NaN or Inf"),
-    "storage": (logging.ERROR, "no save at step %d: the store could not be claimed for a second save of this step"),
-    "disagree": (
-        logging.ERROR,
-        "no save at step %d: ranks are at different steps; call ckpt.step() alike on all of them",
-    ),
-    "unsupported": (
-        logging.ERROR,
-        "no save at step %d: the job is not what was attached, and a part would pass for the whole. %s",
-    ),
-    "nothing": (logging.DEBUG, "no save at step %d: no layer needs it"),
-}

@@ -11,9 +11,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
+from pydantic_core import PydanticCustomError
 
 from monitor.settings import (
+    AutoSettings,
     BoundSettings,
     BudgetSettings,
     DriftSettings,
@@ -28,8 +30,11 @@ from monitor.settings import (
 from monitor.yamlfile import read_mapping
 from policies.base import Policy
 from policies.bounds import Bounds, bound
-from policies.budget import spends
+from policies.budget import Budgeted, spends
+from policies.divisors import explosive
 from policies.encoded import encoded
+from policies.observe import Observe
+from policies.own import anchored
 from policies.select import policy_from
 from policies.setting import nearest
 from store.encoding import BF16, BF16_INT8, INT8_BLOCK, INT8_SQRT_BLOCK, encoding_named
@@ -46,17 +51,22 @@ ENCODINGS: Mapping[str, Mapping[str, str]] = {
 """Names that stand for an encoding of each slot; slots that are not named are raw."""
 
 
-DIVISORS = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "sum", "exp_inf", "v"})
-"""Slots of torch's and DeepSpeed's optimizers that updates are divided by."""
+def _interval(value: Any, validated: ValidatorFunctionWrapHandler) -> Any:
+    """One message instead of one for each kind of value that it could have been."""
+    try:
+        return validated(value)
+    except ValidationError as error:
+        raise PydanticCustomError("interval", "it must be a number of steps >= 1, or auto") from error
 
 
 class Config(Settings):
     """All settings of a job.
 
-    every: optimizer steps between two decisions. staging: ``eager`` copies what is saved before ``step()``
-    returns; ``lazy`` copies beside the next forward and backward, and the next optimizer step waits for what is
-    left. ``lazy`` needs that nothing but the optimizer changes what is saved in between; ``auto`` takes it where
-    that is certain (the master weights and moments of DeepSpeed ZeRO) and ``eager`` elsewhere.
+    every: optimizer steps between two decisions; ``auto`` finds them, see docs/interval.md.
+    staging: ``eager`` copies what is saved before ``step()`` returns; ``lazy`` copies beside the next forward and
+    backward, and the next optimizer step waits for what is left. ``lazy`` needs that nothing but the optimizer changes
+    what is saved in between; ``auto`` takes it where that is certain (the master weights and moments of DeepSpeed
+    ZeRO) and ``eager`` elsewhere.
     encoding: how slots are stored: ``raw``, ``compact``, ``careful``, or slot -> encoding; see docs/encodings.md.
     encode: ``saving``: in the background. ``staging``: while values are copied, where they lie, which leaves a third to
     copy; drift is then measured in the training thread. The bytes are the same.
@@ -65,13 +75,14 @@ class Config(Settings):
     """
 
     store: str = Field(default="./driftpoint-checkpoints", min_length=1)
-    every: int = Field(default=100, ge=1)
+    every: Annotated[Annotated[int, Field(ge=1)] | Literal["auto"], WrapValidator(_interval)] = 100
     staging: Literal["auto", "eager", "lazy"] = "auto"
     policy: str | dict[str, Any] = "full"
     encoding: str | dict[str, str] = "raw"
     encode: Literal["staging", "saving"] = "saving"
     packing: Literal["auto", "none"] | Annotated[int, Field(ge=1, le=19)] = "none"
     differences: bool = False
+    auto: AutoSettings = AutoSettings()
     bounds: BoundSettings = BoundSettings()
     budget: BudgetSettings = BudgetSettings()
     drift: DriftSettings = DriftSettings()
@@ -84,26 +95,36 @@ class Config(Settings):
 
     def bounded_policy(self) -> Policy:
         """The policy inside its bounds. ConfigError where they are senseless or contradict each other."""
-        settings, encodings = self.bounds, self.encodings()
-        lossy = any(not encoding_named(name).lossless for name in encodings.values())
-        precision = settings.precision or ("any" if lossy else "exact")
-        bounds = Bounds(settings.max_staleness, settings.max_drift, precision, self.every)
-        _require_divisors(encodings)
         policy = policy_from(self.policy)
         self._require_budget(policy)
+        return self.in_bounds(policy)
+
+    def in_bounds(self, policy: Policy) -> Policy:
+        """Any policy inside the bounds, stored in the encodings. ConfigError where they contradict each other."""
+        encodings, bounds = self.encodings(), self.limits()
+        _require_divisors(encodings)
         return encoded(bound(policy, bounds), encodings, bounds)
+
+    def limits(self) -> Bounds:
+        """The bounds. ConfigError where they are senseless."""
+        settings = self.bounds
+        lossy = any(not encoding_named(name).lossless for name in self.encodings().values())
+        precision = settings.precision or ("any" if lossy else "exact")
+        # Under auto an interval is never longer than the bound: the most that can lie between two decisions.
+        most = settings.max_staleness if self.every == "auto" else self.every
+        return Bounds(settings.max_staleness, settings.max_drift, precision, most)
 
     def _require_budget(self, policy: Policy) -> None:
         limited = self.budget.limited
-        if spends(policy) and not limited:
+        if isinstance(policy.inner if isinstance(policy, Observe) else policy, Budgeted) and not limited:
             raise ConfigError(
                 "policy budget needs what it may spend: set `budget: {bytes_per_hour: 2.0e+10}`, or stall_share, or "
                 "storage_share"
             )
         if limited and not spends(policy):
             raise ConfigError(
-                f"budget holds under policy budget only, and the policy is {policy.name}: set `policy: budget`, or "
-                "remove the section"
+                "budget holds only under a policy that spends (budget, or your own with `spends = True`), and the "
+                f"policy is {policy.name}: set `policy: budget`, or remove the section"
             )
 
     def encodings(self) -> Mapping[str, str]:
@@ -113,6 +134,18 @@ class Config(Settings):
             return self.encoding
         _require_known("encoding", [self.encoding], ENCODINGS)
         return ENCODINGS[self.encoding]
+
+    def trace_path(self) -> Path | None:
+        """Where the drift trace is written, absolute; None where it is not. ConfigError for a path in the store."""
+        if not self.trace.enabled:
+            return None
+        store = os.path.abspath(os.path.expanduser(self.store))  # noqa: PTH100, PTH111 - of a store yet to be made
+        if self.trace.path is None:
+            return Path(f"{store}.trace.jsonl")
+        path = Path(os.path.abspath(os.path.expanduser(self.trace.path)))  # noqa: PTH100, PTH111
+        if path.is_relative_to(store):
+            raise ConfigError(f"trace.path {path} lies in the store, which holds nothing else: set one beside it")
+        return path
 
     def retention_rule(self) -> Retention:
         """The retention rule. ConfigError where it would keep nothing."""
@@ -126,22 +159,31 @@ def load_config(source: str | os.PathLike[str] | Mapping[str, Any] | Config | No
     elif source is None or isinstance(source, Mapping):
         config = _validated(source or {}, "the configuration")
     else:
-        config = _validated(read_mapping(Path(source)), str(source))
+        config = _validated(_anchored(read_mapping(Path(source)), Path(source).parent), str(source))
     config.bounded_policy()
     config.retention_rule()
+    config.trace_path()
+    if config.every != "auto" and config.auto != AutoSettings():
+        raise ConfigError(
+            f"auto: the section holds under `every: auto` only, and every is {config.every}: set `every: auto`, or "
+            "remove it"
+        )
     if config.differences and config.packing == "none":
         raise ConfigError("differences: true saves bytes only where they are packed: set `packing: auto` or a level")
     return config
 
 
+def _anchored(values: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:
+    """With a policy's file, where it names one, beside the configuration's."""
+    return {**values, "policy": anchored(values["policy"], folder)} if "policy" in values else values
+
+
 def _require_divisors(encodings: Mapping[str, str]) -> None:
     """An encoding that rounds small values to zero is none for what updates are divided by: they would explode."""
-    for slot in DIVISORS & encodings.keys():
-        if encodings[slot] == INT8_BLOCK:
-            raise ConfigError(
-                f"encoding: {slot} divides the updates, and {INT8_BLOCK} rounds its small values to zero: take "
-                f"{INT8_SQRT_BLOCK}, which rounds them up"
-            )
+    for slot, encoding in encodings.items():
+        told = explosive(slot, encoding)
+        if told is not None:
+            raise ConfigError(f"encoding: {told}")
 
 
 def _require_known(key: str, names: Iterable[str], known: Iterable[str]) -> None:

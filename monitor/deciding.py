@@ -7,46 +7,32 @@ the background thread. So the training thread passes over each byte once: it eit
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from monitor.agree import on_first
+from monitor.decided import Decided
 from monitor.drift.base import Measure
+from monitor.guard import Guard
 from monitor.job import Job
 from monitor.measuring import Measured, measure_all, unit_stats
 from monitor.units import LocalUnit, is_moving
-from policies.base import Choice, Decision, History, UnitStats
+from policies.base import Budget, Choice, Decision, History, UnitStats
 from policies.bounds import incomplete
 from store.names import RAW, Unit
-
-
-@dataclass(frozen=True)
-class Decided:
-    """A decision and what it rests on.
-
-    stats, choices: rank 0 only. saved: the same on all ranks. drift: of measured units, None where not finite.
-    mine: this rank's part of what was measured on live tensors. lacking: units that would have no version. forced: not
-    the policy's doing."""
-
-    stats: tuple[UnitStats, ...]
-    choices: Mapping[Unit, Choice]
-    saved: Mapping[Unit, Choice]
-    drift: Mapping[Unit, float | None]
-    mine: Mapping[Unit, Measure]
-    lacking: tuple[Unit, ...]
-    forced: bool = False
 
 
 class Decider:
     """Asks the policy."""
 
     def __init__(self, job: Job) -> None:
-        self._policy = job.policy
+        self._policy = Guard(job.policy, job.config, job.metrics)
         self._sees_all = job.policy.needs_drift or job.observing
         self._meter = job.meter
         self._group = job.group
         self._table = job.table
         self._ledger = job.ledger
         self._spending = job.spending
+        self._pace = job.pace
 
     def decide(self, step: int, local: Mapping[Unit, LocalUnit], forced: str | None) -> Decided:
         """Decide on every unit; ``forced`` saves everything that is finite, for that reason."""
@@ -54,14 +40,22 @@ class Decider:
         first = [unit for unit in units if self._sees_all or not is_moving(unit)]
         measured, mine = self._measure(first, local)
         stats = unit_stats(self._table, self._ledger, step, measured)
-        decision, saved, lacking = self._chosen(step, stats, forced)
+        made, saved, lacking, interval = self._chosen(step, stats, forced)
         rest = [unit for unit in units if unit not in measured and unit not in saved]
         measured_too, mine_too = self._measure(rest, local)
         drift = {unit: found.drift for unit, found in {**measured, **measured_too}.items()}
         shown = unit_stats(self._table, self._ledger, step, {**measured, **measured_too})
-        choices = decision.choices if decision else {}
-        return Decided(
-            shown if decision else (), choices, saved, drift, {**mine, **mine_too}, lacking, forced is not None
+        found = Decided((), {}, saved, drift, {**mine, **mine_too}, lacking, forced is not None, interval)
+        if made is None:
+            return found
+        decision, budget = made
+        return replace(
+            found,
+            stats=shown,
+            choices=decision.choices,
+            seen=stats,
+            offered=budget.bytes,
+            commits=self._ledger.commits,
         )
 
     def _measure(
@@ -74,29 +68,31 @@ class Decider:
 
     def _chosen(
         self, step: int, stats: tuple[UnitStats, ...], forced: str | None
-    ) -> tuple[Decision | None, dict[Unit, Choice], tuple[Unit, ...]]:
-        made: list[Decision] = []
+    ) -> tuple[tuple[Decision, Budget] | None, dict[Unit, Choice], tuple[Unit, ...], int | None]:
+        made: list[tuple[Decision, Budget]] = []
 
-        def choose() -> tuple[list[tuple[int, str, str]], list[int]]:
-            decision = self._select(step, stats, forced)
-            made.append(decision)
+        def choose() -> tuple[list[tuple[int, str, str]], list[int], int | None]:
+            interval, budget = self._pace.choose(), self._spending.offer(stats)
+            decision = self._select(stats, budget, forced, History(step, self._ledger.commits, interval))
+            made.append((decision, budget))
             saved = [
                 (index, choice.encoding, choice.reason)
                 for index, one in enumerate(stats)
                 if (choice := decision.choices[one.unit]).encoding is not None
             ]
             lacking = set(incomplete(stats, decision))
-            return saved, [index for index, one in enumerate(stats) if one.unit in lacking]
+            return saved, [index for index, one in enumerate(stats) if one.unit in lacking], interval
 
-        saved, lacking = on_first(self._group, choose)
+        saved, lacking, interval = on_first(self._group, choose)
         return (
             made[0] if made else None,
             {stats[index].unit: Choice(encoding, reason) for index, encoding, reason in saved},
             tuple(stats[index].unit for index in lacking),
+            interval,
         )
 
-    def _select(self, step: int, stats: tuple[UnitStats, ...], forced: str | None) -> Decision:
-        decision = self._policy.select(stats, self._spending.offer(stats), History(step, self._ledger.commits))
+    def _select(self, stats: tuple[UnitStats, ...], budget: Budget, forced: str | None, history: History) -> Decision:
+        decision = self._policy.select(stats, budget, history)
         if forced is None:
             return decision
         sick = {one.unit.layer for one in stats if not one.finite}

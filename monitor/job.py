@@ -10,8 +10,10 @@ from monitor.drift.base import DriftMeter
 from monitor.group import Group
 from monitor.ledger import Ledger
 from monitor.metrics import Metrics
+from monitor.pacing import Pace
 from monitor.run_state import UserState
 from monitor.spending import Spending
+from monitor.tracing import Tracer
 from monitor.units import UnitTable
 from policies.base import Policy
 
@@ -19,7 +21,7 @@ from policies.base import Policy
 @dataclass(frozen=True)
 class Job:
     """The parts of one rank. ``ledger`` is kept on rank 0 (and after a resume stands alike everywhere), and so is
-    ``spending``.
+    ``spending``; ``pace`` says on every rank when to decide.
 
     observing: nothing is written, everything is measured."""
 
@@ -32,5 +34,7 @@ class Job:
     user: UserState
     metrics: Metrics
     spending: Spending
+    tracer: Tracer
+    pace: Pace
     observing: bool = False
     ledger: Ledger = field(default_factory=Ledger)

@@ -71,11 +71,21 @@ class Ledger:
     commits: int = 0
     newest: SaveId | None = None
 
-    def adopt(self, resolution: Resolution) -> None:
-        """Stand where a resume put the state, fallbacks included."""
-        self.versions = {unit: version.record for unit, version in resolution.versions.items()}
-        self.groups = {version.record.save: version.group for version in resolution.versions.values()}
-        for version in resolution.versions.values():
+    def adopt(self, resolution: Resolution, step: int) -> None:
+        """Stand where a resume put the state, fallbacks included. step: that the job goes on from.
+
+        Where that lies before the commit's, what moves counts as not saved, so that the next save is full. Versions
+        ahead of ``step`` would pass for fresher than they are; and as long as others were stale, the next resume might
+        come back to the same step, so that a job which fails often would never get on."""
+        back = step < resolution.manifest.step
+        taken = [
+            version
+            for version in resolution.versions.values()
+            if not (back and version.record.moving) and version.save.step <= step
+        ]
+        self.versions = {version.record.unit: version.record for version in taken}
+        self.groups = {version.record.save: version.group for version in taken}
+        for version in taken:
             self.groups.update(version.bases)
         self.commits = resolution.manifest.commits
         self.newest = resolution.manifest.save

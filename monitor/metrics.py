@@ -39,6 +39,11 @@ class Metrics:
         self.saves = Counter("driftpoint_saves", "Saves committed", registry=registry)
         self.skipped = Counter("driftpoint_saves_skipped", "Saves not begun, by reason", ("reason",), registry=registry)
         self.failures = Counter("driftpoint_failures", "Saves and upkeep that failed", ("reason",), registry=registry)
+        self.policy_failures = Counter(
+            "driftpoint_policy_failures",
+            "Decisions at which the policy failed, so that everything was saved",
+            registry=registry,
+        )
         self.withheld = Counter(
             "driftpoint_units_withheld", "Layer slots held back by the health gate", registry=registry
         )
@@ -65,6 +70,22 @@ class Metrics:
             "Bytes that bounds or save() demanded beyond what was at hand",
             registry=registry,
         )
+        self.interval = Gauge("driftpoint_decision_interval_steps", "Steps between two decisions", registry=registry)
+        self.interruptions = Gauge(
+            "driftpoint_interruptions",
+            "Interruptions of this run before this incarnation, as every auto counts them",
+            registry=registry,
+        )
+        self.expected = Gauge(
+            "driftpoint_expected_interruptions_per_hour",
+            "Interruptions that every auto expects in the next hour",
+            registry=registry,
+        )
+        self.cost = Gauge(
+            "driftpoint_decision_cost_seconds",
+            "Time that a decision and its save keep training, as every auto takes it",
+            registry=registry,
+        )
         self.stall = Histogram(
             "driftpoint_stall_seconds",
             "Time a decision kept the training thread",
@@ -88,7 +109,12 @@ class Metrics:
             "driftpoint_last_commit_timestamp_seconds", "When the newest commit was made", registry=registry
         )
         self.epoch = Gauge("driftpoint_epoch", "Epoch of this incarnation of the job", registry=registry)
-        self.resumed_step = Gauge("driftpoint_resumed_step", "Step that this job resumed from", registry=registry)
+        self.resumed_step = Gauge("driftpoint_resumed_step", "Step that this job went on from", registry=registry)
+        self.effective_step = Gauge(
+            "driftpoint_effective_step",
+            "Step that the resumed weights stand at, on average; that of the commit where none were stale",
+            registry=registry,
+        )
         self.fallbacks = Gauge(
             "driftpoint_resume_fallback_units",
             "Layer slots resumed from an older version than committed last",

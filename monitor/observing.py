@@ -11,11 +11,12 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from monitor.deciding import Decided
+from monitor.decided import Decided
 from monitor.dtypes import dtype_name
 from monitor.encoders import decode, encode
 from monitor.job import Job
 from monitor.saver import Settled
+from monitor.trace_lines import Sizes
 from monitor.units import LocalUnit, is_moving
 from policies.options import expected_bytes, expected_error
 from store.encoding import encoding_named
@@ -35,6 +36,8 @@ class Observer:
         self._ledger = job.ledger
         self._metrics = job.metrics
         self._spending = job.spending
+        self._tracer = job.tracer
+        self._would: tuple[int, Sizes] | None = None
 
     def reserve(self, local: Mapping[Unit, LocalUnit]) -> None:
         """Nothing is staged, so nothing is reserved."""
@@ -53,6 +56,8 @@ class Observer:
     def settle(self, step: int, changed: bool, trouble: bool = False) -> Settled:
         """Nothing is ever under way. Collective."""
         newest, oldest, any_changed, unsupported = self._group.largest([step, -step, changed, trouble])
+        self._trace()
+        self._tracer.moved()
         skip = "disagree" if newest != -oldest else "unsupported" if unsupported else None
         return Settled(skip, bool(any_changed))
 
@@ -83,7 +88,9 @@ class Observer:
                 error=0.0 if one is None else expected_error(one, encoding),
             )
         self._ledger.commits += 1
+        self._table.lost -= decided.saved.keys()
         if self._group.rank == 0:
+            self._would = (step, self._sizes(decided))
             self._tell(step, decided)
         return sum(
             tensor.numel() * tensor.element_size()
@@ -94,8 +101,8 @@ class Observer:
 
     def _tell(self, step: int, decided: Decided) -> None:
         full = sum(size.nbytes for size in self._table.sizes.values())
-        would = sum(self._table.sizes[unit].nbytes for unit in decided.saved)
-        self._metrics.observed(would, full - would)
+        would = sum(self._ledger.versions[unit].nbytes for unit in decided.saved)
+        self._metrics.observed(would, max(0, full - would))
         _log.info(
             "observe: step %d would have saved %d of %d layer slots, %d of %d bytes",
             step,
@@ -105,6 +112,17 @@ class Observer:
             full,
         )
 
+    def _sizes(self, decided: Decided) -> Sizes:
+        """What the save would hold, as far as is known without packing anything."""
+        versions = [self._ledger.versions[unit] for unit in decided.saved]
+        return {one.unit: (one.nbytes, one.encoding, one.error, decided.drift.get(one.unit)) for one in versions}
+
+    def _trace(self) -> None:
+        would, self._would = self._would, None
+        if would is not None:
+            step, sizes = would
+            self._tracer.committed(step, 0.0, sum(nbytes for nbytes, *_ in sizes.values()), sizes)
+
     def upkeep(self, job: Callable[[], None], what: str) -> None:
         """Nothing is kept up."""
 
@@ -113,8 +131,10 @@ class Observer:
     def flush(self, timeout: float) -> None:
         """Nothing to wait for."""
 
-    def close(self, timeout: float) -> None:
+    def close(self, timeout: float, clean: bool) -> None:
         """Nothing to let go of."""
+        del timeout, clean
+        self._trace()
 
 
 def _decoded(tensor: torch.Tensor, encoding: str | None) -> torch.Tensor:

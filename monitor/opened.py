@@ -6,8 +6,10 @@ what tells a shared disk from one that every node has for itself, or a path that
 
 from __future__ import annotations
 
+import logging
 import os
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 
 from monitor.agree import everywhere, on_first
 from monitor.group import Group
@@ -15,19 +17,32 @@ from store.catalog import Catalog, open_catalog
 from store.epochs import claim_epoch, read_epoch
 from store.errors import DamagedError, MissingError, NoStoreError, StorageError
 from store.files import Files, LocalFiles
+from store.incarnations import Tally, begin_incarnation, mark_closed, new_incarnation
 from store.lock import StoreLock
+from store.schema import IncarnationRecord
 from store.store import open_or_create
+
+_log = logging.getLogger("driftpoint")
 
 
 @dataclass
 class OpenedStore:
-    """A store that this job owns. ``lock`` is rank 0's. ``has_commits``: when it was opened."""
+    """A store that this job owns. ``lock`` and ``incarnation`` are rank 0's. ``has_commits``: when it was opened.
+
+    incarnation: what goes into the epochs that are claimed, where interruptions are counted."""
 
     files: Files
     catalog: Catalog
     epoch: int
     has_commits: bool
     lock: StoreLock | None
+    incarnation: IncarnationRecord | None = None
+    began: float = field(default_factory=time.monotonic)
+
+    def mark_closed(self) -> None:
+        """Note that this job ends as it was meant to, so that its end is no interruption. Rank 0, where they are
+        counted."""
+        mark_closed(self.files, self.catalog.store_id, self.epoch, time.monotonic() - self.began)
 
     def release(self) -> None:
         """Let the next job have it."""
@@ -36,15 +51,20 @@ class OpenedStore:
             self.lock = None
 
 
-def open_store(path: str, group: Group, lock_seconds: float) -> OpenedStore:
-    """Own the store at ``path``. StoreInUseError, StorageError or DamagedError, on all ranks alike."""
+def open_store(path: str, group: Group, lock_seconds: float, counting: bool = False) -> OpenedStore:
+    """Own the store at ``path``. StoreInUseError, StorageError or DamagedError, on all ranks alike.
+
+    counting: interruptions of this job are counted, now and by the incarnations to come."""
     files = LocalFiles(os.path.expanduser(path))  # noqa: PTH111
     held: list[StoreLock] = []
+    begun: list[IncarnationRecord] = []
 
     def claim() -> tuple[int, str, bool]:
         catalog = open_or_create(files)
         held.append(StoreLock(files.root, lock_seconds))
-        record = claim_epoch(files, catalog.store_id)
+        if counting:
+            begun.append(_begun(catalog, group.world_size))
+        record = claim_epoch(files, catalog.store_id, begun[0] if begun else None)
         return record.epoch, record.token, bool(catalog.saves())
 
     try:
@@ -54,7 +74,15 @@ def open_store(path: str, group: Group, lock_seconds: float) -> OpenedStore:
         for lock in held:
             lock.release()
         raise
-    return OpenedStore(files, catalog, epoch, has_commits, held[0] if held else None)
+    return OpenedStore(files, catalog, epoch, has_commits, held[0] if held else None, begun[0] if begun else None)
+
+
+def _begun(catalog: Catalog, world_size: int) -> IncarnationRecord:
+    try:
+        return begin_incarnation(catalog, world_size)
+    except (StorageError, DamagedError) as error:
+        _log.warning("how often this job was interrupted cannot be read, and is counted from now on: %s", error)
+        return new_incarnation(Tally(), world_size)
 
 
 def open_existing(path: str, group: Group) -> Catalog | None:

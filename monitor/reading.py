@@ -1,4 +1,4 @@
-"""Reading a commit into host memory, as far as this rank needs it: checked, and nothing live touched.
+"""Reading a commit's tensors into host memory, as far as this rank needs them: checked, and nothing live touched.
 
 Reading is interval arithmetic over stored fragments, so another world size, ZeRO stage or framework is nothing
 special. What cannot be read is told to the caller, who falls back.
@@ -10,14 +10,13 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
 from monitor.adapters.base import Place
 from monitor.dtypes import torch_dtype
 from monitor.fit import loss
-from monitor.run_state import from_tree
 from monitor.staging import as_bytes
 from store.catalog import Catalog
 from store.coverage import Copy, FragmentIndex, Source
@@ -25,8 +24,7 @@ from store.errors import DamagedError, MissingError, ModelMismatchError, Storage
 from store.files import Files
 from store.fragments import FragmentReader
 from store.names import BUFFER, FROZEN, RAW, WEIGHTS, Fragment, SaveId
-from store.schema import PartRecord
-from store.segments import read_entry, read_leaves
+from store.segments import read_entry
 from store.versions import Bad, Resolution
 
 T = TypeVar("T")
@@ -48,21 +46,19 @@ class Room:
 
 @dataclass(frozen=True)
 class Read:
-    """Everything a rank needs, in host memory and checked.
+    """Every value that a rank needs, in host memory and checked.
 
-    values: for each live fragment, 1-d, in the dtype as stored. run_state: None where it cannot be read.
-    bad: what is not as it was committed; the rest is no use then. notes: what starts afresh.
-    rounded: what the live dtypes cannot hold."""
+    values: for each live fragment, 1-d, in the dtype as stored. bad: what is not as it was committed, or what storage
+    keeps refusing; the rest is no use then. notes: what starts afresh. rounded: what the live dtypes cannot hold."""
 
     values: Mapping[Fragment, torch.Tensor]
-    run_state: dict[str, Any] | None
     bad: frozenset[Bad]
     notes: tuple[str, ...]
     rounded: tuple[str, ...]
 
 
-def read(catalog: Catalog, resolution: Resolution, places: Sequence[Place], rank: int, room: Room) -> Read:
-    """Read what ``places`` need, and the rank's run state. ModelMismatchError where the live dtypes cannot take it."""
+def read(catalog: Catalog, resolution: Resolution, places: Sequence[Place], room: Room) -> Read:
+    """Read what ``places`` need. ModelMismatchError where the live dtypes cannot take it."""
     index = FragmentIndex(resolution.sources())
     bad: set[Bad] = set()
     notes: list[str] = []
@@ -83,8 +79,7 @@ def read(catalog: Catalog, resolution: Resolution, places: Sequence[Place], rank
         if lost is not None:
             rounded.add(lost)
         values[fragment] = host
-    run_state = _read_run_state(catalog, resolution, rank, bad)
-    return Read(values, run_state, frozenset(bad), tuple(notes), tuple(sorted(rounded)))
+    return Read(values, frozenset(bad), tuple(notes), tuple(sorted(rounded)))
 
 
 def _stored_slot(index: FragmentIndex[Source], fragment: Fragment) -> str | None:
@@ -99,7 +94,7 @@ def _fill(catalog: Catalog, copies: Iterable[Copy[Source]], host: torch.Tensor, 
         target = host[copy.target_start : copy.target_start + copy.numel]
         fault = _Fault(copy.source.part.save)
         try:
-            _patiently(lambda: _fetch(catalog.files, copy, target, fault))  # noqa: B023
+            patiently(lambda: _fetch(catalog.files, copy, target, fault))  # noqa: B023
         except (DamagedError, StorageError):
             bad.add(Bad(fault.save, copy.source.entry.unit))
 
@@ -129,8 +124,8 @@ def _fetch(files: Files, copy: Copy[Source], target: torch.Tensor, fault: _Fault
         raise
 
 
-def _patiently(attempt: Callable[[], T]) -> T:
-    """What a disk refuses once it may give the next time; what it keeps refusing is treated like damage."""
+def patiently(attempt: Callable[[], T]) -> T:
+    """The attempt's result. What a disk refuses once it may give the next time."""
     for pause in (0.1, 1.0):
         try:
             return attempt()
@@ -139,21 +134,3 @@ def _patiently(attempt: Callable[[], T]) -> T:
         except StorageError:
             time.sleep(pause)
     return attempt()
-
-
-def _read_run_state(catalog: Catalog, resolution: Resolution, rank: int, bad: set[Bad]) -> dict[str, Any] | None:
-    first = resolution.run_parts[0]
-    try:
-        state = _tree(catalog, resolution.run_parts.get(rank, first))
-        if state.get("framework") is None:  # rank 0 alone stores it; older stores have it on every rank
-            state["framework"] = _tree(catalog, first)["framework"]
-    except (DamagedError, StorageError):
-        bad.add(Bad(first.save))
-        return None
-    return state
-
-
-def _tree(catalog: Catalog, part: PartRecord) -> dict[str, Any]:
-    leaves = _patiently(lambda: read_leaves(catalog.files, part))
-    tree: dict[str, Any] = from_tree(part.run_state, leaves)
-    return tree

@@ -18,7 +18,7 @@ class StepReport:
     stats: what the policy saw (drift and staleness of every unit over all ranks); rank 0 only, empty elsewhere
     and where nothing was measured. saved: units that this save holds, with the reason for each.
     choices: the whole decision with its reasons; rank 0 only. staged_bytes: copied on this rank.
-    stall_seconds: time the training thread was kept.
+    stall_seconds: time the training thread was kept. interval: steps to the next decision, under ``every: auto``.
     """
 
     step: int
@@ -29,3 +29,4 @@ class StepReport:
     staged_bytes: int = 0
     stall_seconds: float = 0.0
     problem: str | None = None
+    interval: int | None = None

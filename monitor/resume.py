@@ -19,11 +19,14 @@ from monitor.agree import everywhere, on_first
 from monitor.fit import Slots, require_model, require_optimizer, require_slots
 from monitor.group import Group
 from monitor.objects import Loading
+from monitor.onward import Onward, find_onward
 from monitor.reading import Read, Room, read
 from monitor.run_state import UserState, restore_rng
+from monitor.settings import ResumeSettings
 from store.catalog import Catalog
 from store.errors import DamagedError, DriftpointError, ModelMismatchError, NothingToResumeError, StorageError
 from store.names import SaveId
+from store.record import digest, seal
 from store.versions import Bad, Resolution, newest_resumable, resolve
 
 
@@ -31,10 +34,11 @@ from store.versions import Bad, Resolution, newest_resumable, resolve
 class Resumed:
     """What the job stands on now.
 
-    notes: what was damaged, skipped or converted, for people. rounded: what the live dtypes could not hold, over
-    all ranks; the state is not exact then."""
+    onward: the save whose run state it has, and so the step that it goes on from. notes: what was damaged, skipped or
+    converted, for people. rounded: what the live dtypes could not hold, over all ranks; the state is not exact then."""
 
     resolution: Resolution
+    onward: Onward
     notes: tuple[str, ...]
     rounded: tuple[str, ...]
 
@@ -48,7 +52,9 @@ class _Plan:
     places: Sequence[Place]
 
 
-def resume(catalog: Catalog, adapter: Adapter, group: Group, user: UserState, room: Room) -> Resumed | None:
+def resume(
+    catalog: Catalog, adapter: Adapter, group: Group, user: UserState, room: Room, *, settings: ResumeSettings
+) -> Resumed | None:
     """Bring the newest resumable commit into the live job, through ``room``. None where the store holds no commit.
 
     Raises, on all ranks, before anything has changed: NothingToResumeError where there are commits but none is
@@ -65,15 +71,20 @@ def resume(catalog: Catalog, adapter: Adapter, group: Group, user: UserState, ro
             group,
             lambda name=name, bad=bad: _planned(catalog, SaveId.parse(name), bad, adapter),  # type: ignore[misc]
         )
+        _require_alike(plan.resolution, group)
         _require_slots(plan, group)
-        found = everywhere(group, lambda plan=plan: read(catalog, plan.resolution, plan.places, group.rank, room))  # type: ignore[misc]
+        onward = find_onward(catalog, plan.resolution, plan.slots, group, user=user, settings=settings)
+        if isinstance(onward, Bad):
+            bad |= {onward}
+            continue
+        found = everywhere(group, lambda plan=plan: read(catalog, plan.resolution, plan.places, room))  # type: ignore[misc]
         newly_bad = frozenset().union(*group.gather(found.bad))
         if not newly_bad:
             rounded = tuple(sorted(set().union(*group.gather(found.rounded))))
-            notes += [*passed_over, *plan.resolution.problems, *found.notes, *rounded]
-            notes += _afresh(found.run_state or {}, user)
-            _load(plan, found, adapter, user, group)
-            return Resumed(plan.resolution, tuple(dict.fromkeys(notes)), rounded)
+            notes += [*passed_over, *plan.resolution.problems, *onward.notes, *found.notes, *rounded]
+            notes += _afresh(onward.state, user)
+            _load(plan, found, onward, adapter, user=user, group=group)
+            return Resumed(plan.resolution, onward, tuple(dict.fromkeys(notes)), rounded)
         bad |= newly_bad
 
 
@@ -121,6 +132,18 @@ def _planned(catalog: Catalog, save: SaveId, bad: frozenset[Bad], adapter: Adapt
     return _Plan(resolution, slots, adapter.expected(slots))
 
 
+def _require_alike(resolution: Resolution, group: Group) -> None:
+    """All ranks found the same versions, each in its own view of the store: else they would load a mixture."""
+    found = [[str(unit), version.record.save, *version.record.bases] for unit, version in resolution.versions.items()]
+    views = group.gather(digest(seal([resolution.manifest.save.name, found])))
+    differing = [rank for rank, view in enumerate(views) if view != views[0]]
+    if differing:
+        raise StorageError(
+            f"rank {differing[0]} finds other versions whole in the store than rank 0: what one of them cannot read is "
+            "there for the other. Nothing was resumed; check the mount on both, then start the job anew"
+        )
+
+
 def _require_slots(plan: _Plan, group: Group) -> None:
     mine = sorted({place.fragment.slot for place in plan.places})
     live: set[str] = set().union(*group.gather(mine))
@@ -140,11 +163,10 @@ def _afresh(state: Mapping[str, Any], user: UserState) -> list[str]:
     return notes
 
 
-def _load(plan: _Plan, found: Read, adapter: Adapter, user: UserState, group: Group) -> None:
+def _load(plan: _Plan, found: Read, onward: Onward, adapter: Adapter, *, user: UserState, group: Group) -> None:
     """From the last checks to the last change. The objects come first, since only trying tells whether they can;
     what is known here to the bit comes after them and has the last word."""
-    state: Mapping[str, Any] = found.run_state or {}
-    generators = group.rank < plan.resolution.manifest.world_size and state["rng"] is not None
+    state, generators = onward.state, onward.generators
     everywhere(group, lambda: _require_fit(state, adapter, user))
     loading = everywhere(group, lambda: Loading(state, adapter, user, generators))
     try:

@@ -34,6 +34,11 @@ class UserState:
     def __len__(self) -> int:
         return len(self._objects)
 
+    @property
+    def objects(self) -> Sequence[Any]:
+        """The objects themselves, in order."""
+        return tuple(self._objects)
+
     def capture(self) -> list[Any]:
         """Their states, in order."""
         return [state_of(item) for item in self._objects]

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from monitor.drift.base import DriftMeter
+from monitor.drift.base import DriftMeter, Measure, Signature
 from monitor.encoded_copy import EncodedCopy
 from monitor.encoding import encode_unit
 from monitor.ledger import CommitDraft, Drawn, draw
@@ -36,7 +36,7 @@ from store.segments import SegmentDraft, StagedFragment, write_segment
 
 @dataclass(frozen=True)
 class StagedUnit:
-    """A unit's copies on this rank, fragment by fragment. ``measure``: already taken on the live tensors.
+    """A unit's copies on this rank, fragment by fragment. measure, signature: already taken on the live tensors.
 
     From the moment they are written the copies hold what decoding gives."""
 
@@ -47,6 +47,7 @@ class StagedUnit:
     measure: MeasureRecord | None
     encoded: tuple[EncodedCopy, ...] = ()
     """Where it was encoded while it was staged: fragment by fragment, ``copies`` among them. ``measure`` is taken."""
+    signature: Signature | None = None
 
 
 @dataclass(frozen=True)
@@ -65,10 +66,12 @@ class Progress:
     """How far a save came; written by the background thread, read by the training thread once it is finished.
 
     metered: units whose copies the meter holds until the save is settled; a save may fail before it has all.
+    signatures: of the values that were staged, where they were measured here.
     attempted: the manifest may exist, whatever was raised. drawn: what is committed. write_seconds: what the segment
     took, from the first byte encoded to the last one durable."""
 
     metered: set[Unit] = field(default_factory=set)
+    signatures: dict[Unit, Signature] = field(default_factory=dict)
     attempted: bool = False
     drawn: Drawn | None = None
     write_seconds: float = 0.0
@@ -159,7 +162,7 @@ class _Encoding:
         self._job, self._unit, self._before = job, unit, unit.measure
         lossy = not encoding_named(unit.encoding).lossless
         if lossy and self._before is None:
-            self._before = self._measured()  # the movement: afterwards the copies hold something else
+            self._before = self._moved()  # afterwards the copies hold something else
         healthy = self._before is None or self._before.finite
         encoding = unit.encoding if healthy else RAW  # what is not finite is never committed anyhow
         self._made = encode_unit(unit.unit, encoding, unit.fragments, unit.encoded or unit.copies, job.packing)
@@ -173,7 +176,7 @@ class _Encoding:
         """Once the fragments are written: what the part says of the unit. The copies are the reference to come."""
         if not self._made.lossy:
             if self._before is None:
-                self._before = self._measured()
+                self._before = self._moved()
         else:
             self._measured()  # the signature of what decoding gives
         assert self._before is not None
@@ -181,8 +184,14 @@ class _Encoding:
         lost = self._made.lost
         return self._before.model_copy(update={"error_sq": lost.error_sq, "decoded_sq": lost.decoded_sq})
 
-    def _measured(self) -> MeasureRecord:
-        return measure_record(self._unit.unit, self._job.meter.measure(self._unit.unit, self._unit.copies))
+    def _moved(self) -> MeasureRecord:
+        measure = self._measured()
+        if measure.signature is not None:
+            self._job.progress.signatures[self._unit.unit] = measure.signature
+        return measure_record(self._unit.unit, measure)
+
+    def _measured(self) -> Measure:
+        return self._job.meter.measure(self._unit.unit, self._unit.copies)
 
     def _stage(self) -> None:
         if self._unit.unit not in self._job.progress.metered:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from monitor.agree import on_first
-from monitor.deciding import Decided
+from monitor.decided import Decided
 from monitor.job import Job
 from monitor.ledger import CommitDraft, Drawn, JobFacts
 from monitor.opened import OpenedStore
@@ -23,7 +23,8 @@ from monitor.run_state import captured, to_tree
 from monitor.save import Committing, Saved, SaveJob, StagedUnit, discard, run, tidy
 from monitor.stager import Stager, encoded_bytes
 from monitor.staging import Copying
-from monitor.telling import tell_save, tell_segment, tell_upkeep
+from monitor.telling import failure_reason, tell_save, tell_segment, tell_upkeep
+from monitor.trace_lines import committed_sizes
 from monitor.units import LocalUnit
 from monitor.writer import Done, Writer
 from store.encoding import encoding_named
@@ -117,6 +118,7 @@ class Saver:
             return Settled("unsupported" if unsupported else "busy", any_changed)
         if pending is not None:
             self._finish(pending, outcome)
+        self._job.tracer.moved()
         if newest != -oldest:
             return Settled("disagree", any_changed)
         return Settled("unsupported" if unsupported else "fenced" if fenced else None, any_changed)
@@ -191,8 +193,11 @@ class Saver:
             self._metrics.failures.labels("close_timeout").inc()
         self._collect()
 
-    def close(self, timeout: float) -> None:
-        """Wait for the save under way, tell what became of it, and let go of the store."""
+    def close(self, timeout: float, clean: bool) -> None:
+        """Wait for the save under way, tell what became of it, and let go of the store. clean: the job ends as it was
+        meant to."""
+        if clean and self._opened.incarnation is not None:
+            self.upkeep(self._opened.mark_closed, "noting that the job was closed")
         self.flush(timeout)
         if self._pending is not None and self._outcome is not None:
             self._told(self._pending, self._outcome)
@@ -205,7 +210,7 @@ class Saver:
 
         def claim() -> int:
             require_newest(files, self._opened.epoch)
-            return claim_epoch(files, store_id).epoch
+            return claim_epoch(files, store_id, self._opened.incarnation).epoch
 
         self._opened.epoch = on_first(self._group, claim)
 
@@ -218,6 +223,8 @@ class Saver:
             waited = time.perf_counter() - began
             self._metrics.copy_wait.observe(waited)
             self._job.spending.stalled(waited)
+            self._job.tracer.waited(waited)
+            self._job.pace.timing.waited(waited)
 
     def _collect(self) -> None:
         for done in self._writer.finished():
@@ -231,6 +238,8 @@ class Saver:
 
     def _finish(self, pending: _Pending, outcome: Done[Saved | None] | None) -> None:
         drawn = self._told(pending, outcome) if outcome is not None else None
+        early = {unit.unit: unit.signature for unit in pending.job.staged if unit.signature is not None}
+        self._job.tracer.measured({**early, **pending.job.progress.signatures})
         reached = tuple(self._job.ledger.groups)
         news = (drawn is not None, drawn.dropped if drawn else (), pending.job.progress.attempted, reached)
         committed, dropped, attempted, reached = self._group.from_first(news)
@@ -258,10 +267,20 @@ class Saver:
         if self._group.rank == 0:
             if outcome.result is not None and outcome.result.drawn is not None:
                 self._job.spending.committed(outcome.result.written_bytes, outcome.result.seconds)
-            return tell_save(self._metrics, self._job.ledger, pending.save.step, outcome)
+                self._job.pace.timing.committed(outcome.result.seconds)
+            drawn = tell_save(self._metrics, self._job.ledger, pending.save.step, outcome)
+            self._trace(pending.save.step, outcome)
+            return drawn
         if outcome.error is not None:
             tell_segment(self._group.rank, pending.save.step, outcome.error)
         return None
+
+    def _trace(self, step: int, outcome: Done[Saved | None]) -> None:
+        saved = outcome.result
+        if saved is None or saved.drawn is None:
+            self._job.tracer.failed(step, failure_reason(outcome.error))
+        else:
+            self._job.tracer.committed(step, saved.seconds, saved.written_bytes, committed_sizes(saved.drawn))
 
     def _segment(self, save: SaveId, decided: Decided) -> tuple[SegmentDraft, UsageError | None]:
         """The segment without its fragments; and what in the run state cannot be stored, if anything.

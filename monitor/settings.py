@@ -30,6 +30,17 @@ class BoundSettings(Settings):
     """None: ``exact`` unless ``encoding`` names what loses bits."""
 
 
+class AutoSettings(Settings):
+    """What ``every: auto`` weighs; see docs/interval.md.
+
+    gpu_hours_per_interruption: expected beforehand, one in so many GPU-hours. preemptions_per_hour: of the whole job,
+    besides. max_loss_minutes: of training that one interruption may cost; restarting is not counted."""
+
+    gpu_hours_per_interruption: float = Field(default=50_000.0, gt=0, le=1e12)
+    preemptions_per_hour: float = Field(default=0.0, ge=0, le=3600)
+    max_loss_minutes: float = Field(default=30.0, gt=0, le=_LONGEST)
+
+
 class BudgetSettings(Settings):
     """What policy ``budget`` may spend; of all that is set the tightest counts. burst_seconds: of what was not spent
     that may gather for one moment.
@@ -95,11 +106,13 @@ class ResumeSettings(Settings):
 
 
 class TraceSettings(Settings):
-    """The drift trace of the job: what every decision saw and cost. path: of the file, by default the store's with
-    ``.trace.jsonl`` at its end."""
+    """The drift trace of the job: what every decision saw and cost; see docs/trace.md. path: of the file, by default
+    the store's with ``.trace.jsonl`` at its end. anchors: earlier decisions, about 1, 2, 4, 8... ago, that each one is
+    compared with; it takes the memory of ``anchors`` + 2 sketches. 0: none."""
 
     enabled: bool = True
     path: str | None = Field(default=None, min_length=1)
+    anchors: int = Field(default=6, ge=0, le=16)
 
 
 class MetricsSettings(Settings):

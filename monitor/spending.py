@@ -9,14 +9,17 @@ import logging
 from collections.abc import Mapping, Sequence
 
 from monitor.metrics import Metrics
-from policies.account import BYTES, STALL, Account
+from policies.account import BYTES, STALL, STORAGE, Account, Widened
 from policies.base import Budget, Choice, UnitStats
 from policies.options import expected_bytes
 from store.names import Unit
 
 _log = logging.getLogger("driftpoint")
 
-_SECONDS = {STALL: "seconds of stall"}
+_PATIENCE = 20
+"""Decisions in debt, one after the other, after which that is told."""
+
+_UNITS = {BYTES: "bytes", STALL: "seconds of stall", STORAGE: "seconds of writing"}
 
 
 class Spending:
@@ -26,23 +29,26 @@ class Spending:
         self._account = account
         self._metrics = metrics
         self._owing = False
+        self._in_debt = 0
+        self._widened: set[str] = set()
 
     def offer(self, stats: Sequence[UnitStats]) -> Budget:
         """What a decision on these units may cost."""
         if not self._account.limited:
             return Budget()
         for widened in self._account.make_room(max((one.nbytes for one in stats), default=0)):
-            what = "bytes" if widened.limit == BYTES else _SECONDS.get(widened.limit, "seconds of writing")
-            _log.warning(
-                "budget: saving the largest layer slot takes %.4g %s, more than the %.4g that budget.burst_seconds "
-                "lets gather: that much may gather instead",
-                widened.needs,
-                what,
-                widened.held,
-            )
+            self._tell_widened(widened)
         bytes_ = self._account.offer()
         self._show(bytes_)
-        self._owing = self._owing and bytes_ is not None and bytes_ < 0
+        in_debt = bytes_ is not None and bytes_ < 0
+        self._owing = self._owing and in_debt
+        self._in_debt = self._in_debt + 1 if in_debt else 0
+        if self._in_debt == _PATIENCE:
+            _log.warning(
+                "budget: at the last %d decisions there was nothing to spend. What bounds demand, or deciding itself, "
+                "takes as much as is allowed: raise the limit, or decide less often (`every`)",
+                _PATIENCE,
+            )
         return Budget(bytes_)
 
     def begin(self, step: int, stats: Sequence[UnitStats], saved: Mapping[Unit, Choice], first: bool) -> None:
@@ -65,6 +71,18 @@ class Spending:
         self._account.committed(written, seconds)
         self._show(None)
 
+    def _tell_widened(self, widened: Widened) -> None:
+        if widened.limit in self._widened:
+            return
+        self._widened.add(widened.limit)
+        _log.warning(
+            "budget: saving the largest layer slot takes %.4g %s, more than the %.4g that budget.burst_seconds lets "
+            "gather: that much may gather instead",
+            widened.needs,
+            _UNITS[widened.limit],
+            widened.held,
+        )
+
     def _show(self, offered: float | None) -> None:
         at_hand = self._account.at_hand()
         shown = at_hand if at_hand is not None else offered
@@ -77,8 +95,8 @@ class Spending:
         self._metrics.overdraft.inc(beyond)
         if not self._owing:
             _log.warning(
-                "budget: the save of step %d takes %.0f bytes more than are at hand, since bounds or save() demand it; "
-                "nothing else is saved until they are paid back",
+                "budget: the save of step %d takes %.0f bytes more than are at hand, since bounds, save() or a policy "
+                "that failed demand it; nothing else is saved until they are paid back",
                 step,
                 beyond,
             )

@@ -20,7 +20,6 @@ from monitor.staging import Copying, StagingPool
 from monitor.units import LocalUnit
 from store.encoding import encoding_named
 from store.names import BUFFER, FROZEN, Fragment, Unit
-from store.schema import MeasureRecord
 
 
 class Stager:
@@ -57,7 +56,7 @@ class Stager:
             # Nobody sees the values again: what is to be known of them is measured where they are.
             measure = measure or self._meter.measure(part.unit, part.tensors)
             if measure.finite:
-                return self._encoded(part, encoding, copies, measure_record(part.unit, measure), copying)
+                return self._encoded(part, encoding, copies, measure, copying)
         if part.unit.slot in (BUFFER, FROZEN):  # a forward may change buffers, and scripts reach frozen weights
             now = Copying()
             now.add(part.tensors, copies)
@@ -71,6 +70,7 @@ class Stager:
             fragments=tuple(piece.fragment for piece in part.pieces),
             copies=tuple(copies),
             measure=None if measure is None else measure_record(part.unit, measure),
+            signature=None if measure is None else measure.signature,
         )
 
     def unstage(self, unit: StagedUnit, copies: Sequence[torch.Tensor]) -> None:
@@ -86,7 +86,7 @@ class Stager:
         return self._encode == "staging" and applies and not known.lossless
 
     def _encoded(
-        self, part: LocalUnit, encoding: str, copies: list[torch.Tensor], measure: MeasureRecord, copying: Copying
+        self, part: LocalUnit, encoding: str, copies: list[torch.Tensor], measure: Measure, copying: Copying
     ) -> StagedUnit:
         sizes = [encoding_named(encoding).stored_bytes(tensor.numel(), "F32") for tensor in part.tensors]
         room = self._pool.take_bytes(part.unit, sizes, pinned=any(tensor.is_cuda for tensor in part.tensors))
@@ -96,7 +96,8 @@ class Stager:
         )
         copying.add_encoded(encoded)
         fragments = tuple(piece.fragment for piece in part.pieces)
-        return StagedUnit(part.unit, encoding, fragments, tuple(copies), measure, encoded)
+        record = measure_record(part.unit, measure)
+        return StagedUnit(part.unit, encoding, fragments, tuple(copies), record, encoded, measure.signature)
 
 
 def encoded_bytes(unit: StagedUnit) -> int:

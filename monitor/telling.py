@@ -1,4 +1,4 @@
-"""What became of a save: to the log, the metrics and the ledger. Training thread only.
+"""What became of a decision or a save: to the log, the metrics and the ledger. Training thread only.
 
 Storage trouble ends up here: it never reaches the training loop as an exception, and never passes silently.
 """
@@ -13,6 +13,7 @@ from monitor.metrics import Metrics
 from store.errors import DriftpointError
 
 if TYPE_CHECKING:
+    from monitor.decided import Decided
     from monitor.save import Saved
     from monitor.writer import Done
 
@@ -40,6 +41,21 @@ def tell_save(metrics: Metrics, ledger: Ledger, step: int, outcome: Done[Saved |
     return drawn
 
 
+def tell_skipped(metrics: Metrics, reason: str, step: int, problem: str | None) -> None:
+    """Rank 0: a decision began no save. problem: with ``unsupported``, what is not as it was attached."""
+    metrics.skipped.labels(reason).inc()
+    level, text = _WHY_SKIPPED[reason]
+    _log.log(level, text, *[value for value in (step, problem) if value is not None])
+
+
+def show_units(metrics: Metrics, ledger: Ledger, decided: Decided) -> None:
+    """Rank 0: drift and staleness of every unit, as a decision saw them."""
+    metrics.units(
+        {unit: drift for unit, drift in decided.drift.items() if drift is not None and unit in ledger.versions},
+        {one.unit: one.staleness for one in decided.stats if one.staleness is not None},
+    )
+
+
 def tell_segment(rank: int, step: int, error: BaseException) -> None:
     """Another rank: why there will be no commit."""
     _log.warning("rank %d could not write its segment of step %d: %s", rank, step, error, exc_info=_unexpected(error))
@@ -51,9 +67,13 @@ def tell_upkeep(metrics: Metrics, what: str, error: BaseException) -> None:
     _log.warning("%s failed: %s", what, error, exc_info=_unexpected(error))
 
 
+def failure_reason(error: BaseException | None) -> str:
+    """An error's name in metrics and traces."""
+    return type(error).__name__ if isinstance(error, DriftpointError) else "internal"
+
+
 def _tell_failure(metrics: Metrics, step: int, error: BaseException | None) -> None:
-    reason = type(error).__name__ if isinstance(error, DriftpointError) else "internal"
-    metrics.failures.labels(reason).inc()
+    metrics.failures.labels(failure_reason(error)).inc()
     _log.warning(
         "the save of step %d failed, the commit before it is intact: %s", step, error, exc_info=_unexpected(error)
     )
@@ -62,3 +82,20 @@ def _tell_failure(metrics: Metrics, step: int, error: BaseException | None) -> N
 def _unexpected(error: BaseException | None) -> BaseException | None:
     """What nobody raises on purpose is worth its traceback."""
     return None if isinstance(error, DriftpointError) else error
+
+
+_WHY_SKIPPED = {
+    "busy": (logging.WARNING, "no save at step %d: the one before is still being written"),
+    "fenced": (logging.ERROR, "no save at step %d: another job has taken the store over; stop one of the two"),
+    "withheld": (logging.ERROR, "no save at step %d: layers without any version have NaN or Inf"),
+    "storage": (logging.ERROR, "no save at step %d: the store could not be claimed for a second save of this step"),
+    "disagree": (
+        logging.ERROR,
+        "no save at step %d: ranks are at different steps; call ckpt.step() alike on all of them",
+    ),
+    "unsupported": (
+        logging.ERROR,
+        "no save at step %d: the job is not what was attached, and a part would pass for the whole. %s",
+    ),
+    "nothing": (logging.DEBUG, "no save at step %d: no layer needs it"),
+}

@@ -62,10 +62,12 @@ class History:
     """What happened before: ``step`` of this decision and the number of ``commits`` in the store so far.
 
     A failed save is not counted, so a policy that takes turns repeats the turn that failed.
+    interval: steps to the next decision, where they vary; None where they are as the policy's bounds have them.
     """
 
     step: int
     commits: int
+    interval: int | None = None
 
 
 @dataclass(frozen=True)

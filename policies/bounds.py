@@ -1,7 +1,8 @@
 """The bounds that every policy runs inside, and the gate that keeps broken values out of the store.
 
-Pure, as all policies are. It does not know when decisions happen beyond ``Bounds.interval``, nor whether a
-save comes about: a save that fails, or a commit that lands late, is the caller's to report.
+Pure, as all policies are. It does not know when decisions happen beyond ``Bounds.interval`` and
+``History.interval``, nor whether a save comes about: a save that fails, or a commit that lands late, is the caller's
+to report.
 """
 
 from __future__ import annotations
@@ -11,17 +12,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from policies.answer import check_answer, check_shown
+from policies.answer import check_shown, checked_answer
 from policies.base import Budget, Choice, Decision, History, Policy, UnitStats
+from policies.divisors import explosive
 from policies.health import sick_slots
 from policies.observe import Observe
 from policies.reason import compared, version
 from policies.setting import check_integer, check_number, check_one_of
+from store.encoding import ENCODINGS
 from store.errors import ConfigError
 from store.names import RAW, Unit
-
-LOSSLESS = frozenset({RAW})
-"""Encodings that give back every bit."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,8 @@ class Bounds:
     max_drift: relative distance that a unit may have when a decision leaves it unsaved; between decisions it
     goes on growing.
     precision: ``exact`` allows lossless encodings only.
-    interval: the most steps between two decisions; needed with max_staleness, which must not be smaller.
+    interval: the most steps between two decisions; needed with max_staleness, which must not be smaller. Where
+    ``History.interval`` tells the steps to the next one, those count.
     """
 
     max_staleness: int | None = None
@@ -45,10 +46,11 @@ class Bounds:
         check_one_of("bounds", "precision", self.precision, ("exact", "any"))
         if self.max_drift is not None:
             check_number("bounds", "max_drift", self.max_drift)
+        if self.max_staleness is not None:
+            check_integer("bounds", "max_staleness", self.max_staleness, least=1)
         if self.interval is not None:
             check_integer("bounds", "interval", self.interval, least=1)
         if self.max_staleness is not None:
-            check_integer("bounds", "max_staleness", self.max_staleness, least=1)
             self._check_interval(self.max_staleness)
 
     def _check_interval(self, max_staleness: int) -> None:
@@ -58,19 +60,32 @@ class Bounds:
             raise ConfigError(
                 f"bounds: max_staleness {max_staleness} cannot hold with interval {self.interval}: even what is "
                 f"saved every time grows {self.interval} steps old; set max_staleness >= {self.interval}, "
-                "or decide more often"
+                "or decide more often (a smaller `every`)"
             )
 
-    @property
-    def encodings(self) -> frozenset[str] | None:
-        """The encodings allowed; None where any is."""
-        return LOSSLESS if self.precision == "exact" else None
+    def refusal(self, slot: str, encoding: str) -> str | None:
+        """Why a policy may not store the slot in this encoding, and what it may do; None where it may."""
+        known = ENCODINGS.get(encoding)
+        if known is None:
+            return f"encoding {encoding!r} is unknown; there is {', '.join(sorted(ENCODINGS))}"
+        if known.lossless:
+            return None
+        if self.precision == "exact":
+            return f"encoding {encoding!r} may lose bits and precision is 'exact'; use {RAW}, or set precision 'any'"
+        if self.max_drift is not None and known.relative_bound > self.max_drift:
+            return (
+                f"encoding {encoding!r} may be off by {known.relative_bound:.2g}, and max_drift is {self.max_drift!r}; "
+                f"use {RAW}, or raise max_drift"
+            )
+        told = explosive(slot, encoding)
+        return None if told is None else f"encoding {encoding!r}: {told}"
 
-    def is_stale(self, staleness: int) -> bool:
-        """Whether a version this old would be too old by the next decision."""
-        if self.max_staleness is None or self.interval is None:
+    def is_stale(self, staleness: int, interval: int | None = None) -> bool:
+        """Whether a version this old would be too old by the next decision, ``interval`` steps from now."""
+        steps = self.interval if interval is None else interval
+        if self.max_staleness is None or steps is None:
             return False
-        return staleness + self.interval > self.max_staleness
+        return staleness + steps > self.max_staleness
 
 
 @dataclass(frozen=True)
@@ -118,10 +133,10 @@ class Bounded:
     def select(self, stats: Sequence[UnitStats], budget: Budget, history: History) -> Decision:
         """One choice for each unit, by the table above."""
         check_shown(self.name, stats)
-        rows, stale = self._rows(stats, history.step), self._stale_units(stats)
+        rows, stale = self._rows(stats, history.step), self._stale_units(stats, history.interval)
         demanded = {one.unit for one in stats if (rows.get(one.unit) or stale.get(one.unit) or _NOTHING).saved}
-        inner = self.policy.select(stats, replace(budget, demanded=frozenset(demanded)), history)
-        check_answer(self.name, stats, inner, self.bounds.encodings)
+        answer = self.policy.select(stats, replace(budget, demanded=frozenset(demanded)), history)
+        inner = checked_answer(self.name, stats, answer, self.bounds.refusal)
         return Decision(
             {
                 one.unit: rows.get(one.unit)
@@ -144,8 +159,9 @@ class Bounded:
         }
         return {one.unit: self._stored(one, choice) for one in stats if (choice := found[one.unit]) is not None}
 
-    def _stale_units(self, stats: Sequence[UnitStats]) -> Mapping[Unit, Choice]:
-        return {one.unit: self._stored(one, choice) for one in stats if (choice := self._stale(one)) is not None}
+    def _stale_units(self, stats: Sequence[UnitStats], interval: int | None) -> Mapping[Unit, Choice]:
+        found = {one: self._stale(one, interval) for one in stats}
+        return {one.unit: self._stored(one, choice) for one, choice in found.items() if choice is not None}
 
     def _stored(self, one: UnitStats, choice: Choice) -> Choice:
         if not choice.saved or not one.moving:
@@ -162,14 +178,11 @@ class Bounded:
             return Choice(RAW, compared("drift", one.drift, ">", "max_drift", limit))
         return None
 
-    def _stale(self, one: UnitStats) -> Choice | None:
-        if one.staleness is None or not self.bounds.is_stale(one.staleness):
+    def _stale(self, one: UnitStats, interval: int | None) -> Choice | None:
+        if one.staleness is None or not self.bounds.is_stale(one.staleness, interval):
             return None
-        bounds = self.bounds
-        return Choice(
-            RAW,
-            f"staleness {one.staleness} + interval {bounds.interval} > max_staleness {bounds.max_staleness}",
-        )
+        steps = self.bounds.interval if interval is None else interval
+        return Choice(RAW, f"staleness {one.staleness} + interval {steps} > max_staleness {self.bounds.max_staleness}")
 
 
 _NOTHING = Choice(None, "nothing is demanded")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from policies.base import Budget, Choice, Decision, History, Policy, UnitStats
 from policies.damage import gain, scales
@@ -37,6 +38,8 @@ class Budgeted:
 
     lags: Mapping[str, float] = field(default_factory=dict, hash=False)
     encodings: Mapping[str, str] = field(default_factory=dict, hash=False, metadata={"setting": False})
+
+    spends: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         _check_lags(self.lags)
@@ -91,8 +94,10 @@ class Budgeted:
 
 
 def spends(policy: Policy) -> bool:
-    """Whether the policy, or the one that it observes, asks what bytes are at hand."""
-    return isinstance(policy.inner if isinstance(policy, Observe) else policy, Budgeted)
+    """Whether the policy, or the one that it observes, asks what bytes are at hand and keeps to them.
+
+    It says so by an attribute ``spends`` that is True."""
+    return getattr(policy.inner if isinstance(policy, Observe) else policy, "spends", False) is True
 
 
 def _check_lags(lags: object) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from policies.answer import check_answer
+from policies.answer import checked_answer
 from policies.base import Budget, Choice, Decision, History, Policy, UnitStats
 from policies.full import Full
 from store.errors import ConfigError
@@ -47,8 +47,7 @@ class Observe:
 
     def select(self, stats: Sequence[UnitStats], budget: Budget, history: History) -> Decision:
         """Nothing is saved."""
-        would = self.would(stats, budget, history)
-        check_answer(self.inner.name, stats, would, allowed=None)
+        would = checked_answer(self.inner.name, stats, self.would(stats, budget, history), refusal=None)
         return Decision({one.unit: self._skip(would.choices[one.unit]) for one in stats})
 
     def _skip(self, choice: Choice) -> Choice:

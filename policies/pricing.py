@@ -54,16 +54,22 @@ class Excess:
 
 @dataclass
 class Fitted:
-    """Seconds: a line through what was seen, by least squares in which older observations fade; never falling.
+    """Seconds: what a decision takes that saves nothing, and a line, by least squares, through what saves took beyond.
 
-    Before anything was seen, everything is free: the first save of a job is what it learns from."""
+    Older observations fade. It never falls. Before anything was seen, everything is free: the first save of a job is
+    what it learns from."""
 
+    _idle: float = 0.0
     _sums: list[float] = field(default_factory=lambda: [0.0] * 5)
-    """Of 1, bytes, seconds, bytes^2 and bytes * seconds."""
+    """Of saves: of 1, bytes, seconds, bytes^2 and bytes * seconds."""
 
     def learn(self, nbytes: float, cost: float) -> None:
-        """See :class:`Pricing`."""
-        news = (1.0, nbytes, cost, nbytes * nbytes, nbytes * cost)
+        """See :class:`Pricing`. Less than a byte: nothing was saved."""
+        if nbytes < 1.0:
+            self._idle = _MEMORY * self._idle + (1 - _MEMORY) * cost if self._idle else cost
+            return
+        seconds = max(0.0, cost - self._idle)
+        news = (1.0, nbytes, seconds, nbytes * nbytes, nbytes * seconds)
         self._sums = [_MEMORY * old + new for old, new in zip(self._sums, news, strict=True)]
 
     def cost(self, nbytes: float) -> float:
@@ -82,10 +88,10 @@ class Fitted:
         """(seconds of an empty save, seconds a byte), both >= 0."""
         count, bytes_, seconds, squares, products = self._sums
         if count == 0.0:
-            return 0.0, 0.0
+            return self._idle, 0.0
         spread = count * squares - bytes_ * bytes_
         price = (count * products - bytes_ * seconds) / spread if spread > 1e-9 * count * squares else -1.0
         fixed = (seconds - price * bytes_) / count
         if price < 0.0 or fixed < 0.0:  # all alike, or noise: everything is put down to the bytes
-            return (0.0, seconds / bytes_) if bytes_ else (seconds / count, 0.0)
-        return fixed, price
+            fixed, price = 0.0, seconds / bytes_
+        return self._idle + fixed, price

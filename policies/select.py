@@ -1,12 +1,12 @@
 """From settings to a policy: ``{"name": "threshold", "threshold": 0.01}`` or just ``"full"``.
 
 The parameters of a policy are the fields of its class, which checks their values itself; here only names are
-matched. Bounds are not a policy's setting: see :func:`policies.bounds.bound`.
+matched. A name that is not ours is a class of the user's, see :mod:`policies.own`. Bounds are not a policy's setting:
+see :func:`policies.bounds.bound`.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -16,8 +16,10 @@ from policies.budget import Budgeted
 from policies.filter import Filter
 from policies.full import Full
 from policies.observe import Observe
+from policies.own import own_policy
+from policies.parameters import check_parameters
 from policies.parity import Parity
-from policies.setting import described, nearest
+from policies.setting import described
 from policies.threshold import Threshold
 from store.errors import ConfigError
 
@@ -38,16 +40,15 @@ whose metadata say that they are not ``setting``."""
 def policy_from(settings: Mapping[str, Any] | str) -> Policy:
     """The policy that the settings describe: a name, or a mapping with ``name`` and the parameters.
 
-    Raises ConfigError: unknown name or parameter (the message names the nearest known one), a missing
-    parameter, a senseless value (the message says what is allowed).
+    Runs the user's code where the name is that of a class of theirs. Raises ConfigError: unknown name or parameter
+    (the message names the nearest known one), a missing parameter, a senseless value (the message says what is
+    allowed), and what :func:`policies.own.own_policy` raises.
     """
     name, parameters = _parts(settings)
     kind = POLICIES.get(name)
     if kind is None:
-        raise ConfigError(
-            f"unknown policy {name!r}: did you mean {nearest(name, POLICIES)!r}? Known: {', '.join(sorted(POLICIES))}"
-        )
-    _check_names(name, kind, parameters)
+        return own_policy(name, parameters, taken=sorted(POLICIES))
+    check_parameters(name, kind, parameters)
     if isinstance(parameters.get("inner"), str | Mapping):
         parameters["inner"] = policy_from(parameters["inner"])
     elif "inner" in parameters:
@@ -69,20 +70,3 @@ def _parts(settings: object) -> tuple[str, dict[str, Any]]:
         found = "it has none" if name is None else f"not {described(name)}"
         raise ConfigError(f"policy needs a name ({found}); known: {', '.join(sorted(POLICIES))}")
     return name, {str(key): value for key, value in settings.items() if key != "name"}
-
-
-def _check_names(name: str, kind: type[Any], parameters: Mapping[str, Any]) -> None:
-    fields = [one for one in dataclasses.fields(kind) if one.metadata.get("setting", True)]
-    known = [one.name for one in fields]
-    for key in parameters:
-        if not known:
-            raise ConfigError(f"policy {name} takes no parameters, and {key!r} was given; remove it")
-        if key not in known:
-            raise ConfigError(
-                f"policy {name}: unknown parameter {key!r}: did you mean {nearest(key, known)!r}? "
-                f"Known: {', '.join(known)}"
-            )
-    for one in fields:
-        required = one.default is dataclasses.MISSING and one.default_factory is dataclasses.MISSING
-        if required and one.name not in parameters:
-            raise ConfigError(f"policy {name}: parameter {one.name!r} is missing; it has no default")

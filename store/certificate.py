@@ -6,11 +6,14 @@ manifest's own step and was stored losslessly.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from store.effective import Aged, Rule, by_pace, effective_step
 from store.encoding import ENCODINGS, encoding_named
+from store.names import WEIGHTS
 from store.versions import Resolution, Version
 
 
@@ -21,7 +24,7 @@ class CertifiedUnit:
     drift: None where it is not known (after a fallback, or never finite). nbytes: as stored. error: relative distance
     of what was to be stored to what decoding gives, as measured when it was stored; 0 for lossless encodings, None
     where values were rounded later and nobody measured it. bases: the saves that it is stored as the difference to.
-    source: where it is read from, for people; empty for the store at hand.
+    source: where it is read from, for people; empty for the store at hand. numel: elements, 0 where nobody counted.
     """
 
     layer: str
@@ -37,6 +40,7 @@ class CertifiedUnit:
     source: str = ""
     error: float | None = 0.0
     bases: tuple[str, ...] = ()
+    numel: int = 0
 
 
 @dataclass(frozen=True)
@@ -70,9 +74,23 @@ class Certificate:
         """Over moving units; None where any of them is unknown."""
         return most(unit.drift for unit in self.units if unit.moving)
 
+    @property
+    def effective_step(self) -> float:
+        """Where the weights stand, in steps; ``step`` itself where none are stale. See :mod:`store.effective`."""
+        return self.effective_by(by_pace)
+
+    def effective_by(self, rule: Rule) -> float:
+        """The same by another rule, for comparisons."""
+        return effective_step(self.step, [_aged(unit) for unit in self.units if unit.slot == WEIGHTS], rule)
+
     def as_json(self) -> dict[str, Any]:
         """JSON object, bounds included."""
-        bounds = {"max_staleness": self.max_staleness, "max_drift": self.max_drift, "max_error": self.max_error}
+        bounds = {
+            "effective_step": self.effective_step,
+            "max_staleness": self.max_staleness,
+            "max_drift": self.max_drift,
+            "max_error": self.max_error,
+        }
         return {**asdict(self), **bounds}
 
 
@@ -118,7 +136,21 @@ def _certified(step: int, version: Version) -> CertifiedUnit:
         nbytes=record.nbytes,
         error=record.error,
         bases=record.bases,
+        numel=record.numel,
     )
+
+
+def _aged(unit: CertifiedUnit) -> Aged:
+    return Aged(unit.numel, unit.staleness, _moved(unit.drift, unit.error))
+
+
+def _moved(drift: float | None, error: float | None) -> float | None:
+    """How far training went of what ``drift`` says; None where that is mostly what encoding lost, or not known."""
+    if drift is None or error is None:
+        return None
+    if error == 0.0:
+        return drift
+    return drift * math.sqrt(1.0 - (error / drift) ** 2) if drift > 2 * error else None
 
 
 def _encoding(version: Version) -> str:

@@ -15,7 +15,7 @@ from store.durable import ensure_dir, write_new
 from store.errors import DamagedError, ExistsError, FencedError, MissingError, StoreError
 from store.files import Files
 from store.layout import EPOCHS, MANIFESTS, SEGMENTS, epoch_path, parse_epoch, parse_save_dir, parse_save_file
-from store.schema import EpochRecord, from_bytes, to_bytes
+from store.schema import EpochRecord, IncarnationRecord, from_bytes, to_bytes
 
 _LIMIT = 1 << 16
 
@@ -25,8 +25,8 @@ def newest_epoch(files: Files) -> int:
     return max((epoch for name in _names(files, EPOCHS) if (epoch := parse_epoch(name)) is not None), default=0)
 
 
-def claim_epoch(files: Files, store_id: str) -> EpochRecord:
-    """Own the next epoch, durably. Older owners are fenced from now on.
+def claim_epoch(files: Files, store_id: str, incarnation: IncarnationRecord | None = None) -> EpochRecord:
+    """Own the next epoch, durably. Older owners are fenced from now on. incarnation: goes into its record.
 
     Higher than any number in use, also where the claim that took it was lost: saves must not collide with it.
     """
@@ -39,6 +39,7 @@ def claim_epoch(files: Files, store_id: str) -> EpochRecord:
             host=socket.gethostname(),
             pid=os.getpid(),
             started=datetime.now(UTC).isoformat(timespec="seconds"),
+            incarnation=incarnation,
         )
         data = to_bytes(record)
         try:

@@ -3,6 +3,7 @@
 STORE.json                                format, least reader version, store id
 LOCK                                      held by the job that writes (advisory, this machine only)
 epochs/000003.json                        who owns epoch 3
+epochs/000003.closed.json                 its owner came to its end as it was meant to
 segments/00000120-000003/rank-00007.*     payload (.safetensors) and part (.json) of one rank
 manifests/00000120-000003.json            the commit
 proven/00000120-000003.json               resumed from, and a step succeeded
@@ -33,6 +34,11 @@ _RANK_FILE = re.compile(r"rank-(\d{5,8})\.(json|safetensors)\Z")
 def epoch_path(epoch: int) -> str:
     """Path of an epoch's record."""
     return f"{EPOCHS}/{epoch:06d}.json"
+
+
+def closed_path(epoch: int) -> str:
+    """Path of the mark that an epoch's owner was closed."""
+    return f"{EPOCHS}/{epoch:06d}.closed.json"
 
 
 def parse_epoch(name: str) -> int | None:

@@ -44,6 +44,27 @@ class StoreRecord(Record):
     store_id: Digest
 
 
+class IncarnationRecord(Record):
+    """The processes of a job from one start to their end, whatever epochs they claim; written by ``every: auto``.
+
+    interruptions, rank_seconds: of the incarnations before this one; rank_seconds is world size x seconds."""
+
+    token: Digest
+    world_size: Annotated[int, Field(ge=1)]
+    began: str
+    """Wall-clock time in ISO 8601. Only ever compared with what the same incarnation wrote."""
+    interruptions: Natural
+    rank_seconds: Ratio
+
+
+class ClosedRecord(Record):
+    """The incarnation that owns an epoch came to its end as it was meant to, after so many seconds."""
+
+    store_id: Digest
+    epoch: Natural
+    seconds: Ratio
+
+
 class EpochRecord(Record):
     """Who owns an epoch. ``token`` is drawn for each claim: a rank that reads the same one is on the same disk."""
 
@@ -54,6 +75,7 @@ class EpochRecord(Record):
     pid: Natural
     started: str
     """Wall-clock time in ISO 8601, for people; nothing is ordered by it."""
+    incarnation: IncarnationRecord | None = None
 
 
 class Entry(Record):

@@ -49,9 +49,11 @@ class TracedUnit(_Line):
 
 
 class JobLine(_Line):
-    """An incarnation. started: seconds since 1970. settings: the configuration, as far as it was set.
+    """An incarnation, and its units from here on: none at its very beginning, where they are not known yet.
 
-    ``seconds`` of the lines that follow count from here, on a clock that never goes back."""
+    started: when it began, seconds since 1970; alike in all its job lines, and ``seconds`` of all its lines count from
+    there, on a clock that never goes back. settings: the configuration, as far as it was set. policy: where nothing is
+    saved but all is decided (``observing``), the one observed; then each commit is what would have been written."""
 
     kind: Literal["job"] = "job"
     version: int = VERSION
@@ -62,13 +64,17 @@ class JobLine(_Line):
     policy: str
     settings: Mapping[str, Any]
     units: tuple[TracedUnit, ...]
+    seconds: float = 0.0
+    observing: bool = False
 
 
 class DecisionLine(_Line):
     """One decision. By unit: drift (null: not known, or not measured), staleness (null: no version), error, encoding
-    and stored_bytes of the newest version. sick, changed: units that are not finite, or hold other parameters.
+    and stored_bytes of the newest version; all empty where a save was skipped before anything was measured. sick,
+    changed: units that are not finite, or hold other parameters, as far as the policy knew.
 
-    offered: bytes that the budget had, null where nothing was limited. interval: steps to the next decision. saved:
+    drift is all that was measured of it: a policy that does not look at drift decides before moving units are measured.
+    offered: bytes that the budget had, null where they were not limited. interval: steps to the next decision. saved:
     unit -> encoding. skipped: why no save was begun. forced: somebody asked for it. stall: seconds that training
     waited for the decision. copy_wait: those that an optimizer step waited, since the decision before, for copies."""
 
@@ -94,7 +100,9 @@ class DecisionLine(_Line):
 
 class MovedLine(_Line):
     """How far units had moved at ``step``: since each of some earlier steps, the relative distance of each unit's live
-    values to its live values then (null: not known). Precision is no part of it."""
+    values to its live values then (null: not known, or not moving). Precision is no part of it.
+
+    Written once the save of that step, if there was one, is over: after the decision that it belongs to."""
 
     kind: Literal["moved"] = "moved"
     step: int
@@ -102,8 +110,9 @@ class MovedLine(_Line):
 
 
 class CommitLine(_Line):
-    """A save of ``step`` is committed. took: seconds from its beginning. written: payload bytes over all ranks, of
-    which the fragments of units are in ``sizes`` (unit -> bytes, encoding, error, drift as staged)."""
+    """A save of ``step`` is committed. seconds: when training learned of it. took: seconds from its beginning. written:
+    payload bytes over all ranks, of which the fragments of units are in ``sizes``: unit -> bytes, encoding, error, and
+    drift as staged (null where there was no version to tell it from)."""
 
     kind: Literal["commit"] = "commit"
     step: int
@@ -163,14 +172,17 @@ def read_lines(data: Iterable[bytes]) -> Trace:
 
 
 def incarnations(trace: Trace) -> Iterator[tuple[JobLine, tuple[Line, ...]]]:
-    """Each job line with the lines up to the next one; what comes before the first is left out."""
+    """Each job line with the lines up to the next one; what comes before the first is left out.
+
+    Lines that came before the units were known go with the job line that tells them."""
     job: JobLine | None = None
     rest: list[Line] = []
     for line in trace.lines:
         if isinstance(line, JobLine):
-            if job is not None:
+            waits = job is not None and not job.units and job.started == line.started
+            if job is not None and not waits:
                 yield job, tuple(rest)
-            job, rest = line, []
+            job, rest = line, rest if waits else []
         else:
             rest.append(line)
     if job is not None:

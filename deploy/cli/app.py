@@ -13,7 +13,7 @@ from typing import Annotated, Protocol, runtime_checkable
 
 import typer
 
-from deploy.cli import import_, merge, prune, show, status, verify
+from deploy.cli import import_, merge, policy, prune, show, simulate, status, verify
 from deploy.cli.exit_codes import BROKEN_PIPE, EPILOG, INTERRUPTED, OK
 from deploy.cli.output import ReaderLeftError, answer_error, note
 from store.errors import DriftpointError, UsageError
@@ -25,9 +25,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _command in (status.status, show.show, verify.verify, merge.merge, prune.prune):
+for _command in (status.status, show.show, verify.verify, merge.merge, prune.prune, simulate.simulate):
     app.command(epilog=EPILOG)(_command)
 app.command("import", epilog=EPILOG)(import_.import_)
+app.add_typer(policy.app, name="policy")
 
 
 def _version(asked: bool) -> None:
@@ -49,7 +50,7 @@ def _driftpoint(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and leave.")
     ] = False,
 ) -> None:
-    """Look at, check, rebuild and prune the checkpoints of a store."""
+    """Look at, check, rebuild and prune the checkpoints of a store; try policies out."""
     del version
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())

@@ -7,12 +7,15 @@ import os
 from pathlib import Path
 
 from store.catalog import Catalog, open_catalog
+from store.certificate import certify
+from store.effective import run_saves
 from store.errors import DamagedError, NoStoreError, NothingToResumeError, UsageError
 from store.files import LocalFiles
 from store.layout import LOCK, STORE
 from store.lock import lock_holder
 from store.names import SaveId
 from store.schema import ManifestRecord
+from store.versions import Resolution
 
 
 def open_store(root: Path) -> Catalog:
@@ -57,6 +60,15 @@ def holder_text(root: Path, pid: int | None) -> str:
     if lock.exists() and not os.access(lock, os.R_OK | os.W_OK):
         return f"not known: {LOCK} cannot be opened by this user"
     return "by no process on this machine"
+
+
+def goes_on_at(catalog: Catalog, resolution: Resolution) -> int:
+    """The step that a job goes on from which resumes this, by default (``resume: {at: effective}``). Whether the run
+    state there is sound, and fits the job, only the resume itself finds out."""
+    for save, record in run_saves(resolution, certify(resolution).effective_step).items():
+        if not catalog.group(save, record).problems:
+            return save.step
+    return resolution.manifest.step
 
 
 def parameters(manifest: ManifestRecord) -> int:

@@ -11,16 +11,16 @@ import typer
 from rich.console import Console
 
 from deploy.cli import layers, output, slots
-from deploy.cli.door import find_save, open_store, parameters
+from deploy.cli.door import find_save, goes_on_at, open_store, parameters
 from deploy.cli.exit_codes import health
 from deploy.cli.options import DebugOption, JsonOption, StoreArgument
-from deploy.cli.text import kind_text, plural, size_text
+from deploy.cli.text import going_on_text, kind_text, plural, size_text
 from store.catalog import Catalog
 from store.certificate import Certificate, CertifiedUnit, certify
 from store.errors import DamagedError, NothingToResumeError, StorageError
 from store.names import SaveId, Unit
 from store.schema import ManifestRecord, UnitRecord
-from store.versions import newest_resumable, resolve
+from store.versions import Resolution, newest_resumable, resolve
 
 StepArgument = Annotated[
     str | None,
@@ -39,7 +39,8 @@ class Shown:
     """A commit and what it gives.
 
     resumable: whether it gives a checkpoint; where not, the certificate tells what it would be if it were whole.
-    others_resumable: whether some commit does.
+    others_resumable: whether some commit does. goes_on_at: the step that a job which resumes it goes on from, unless it
+    is set to another; None where it gives no checkpoint.
     """
 
     manifest: ManifestRecord
@@ -47,6 +48,7 @@ class Shown:
     resumable: bool
     others_resumable: bool
     problems: tuple[str, ...]
+    goes_on_at: int | None = None
 
     @property
     def parameters(self) -> int:
@@ -92,7 +94,7 @@ def look(root: Path, wanted: str | None) -> Shown:
         return _look_at(catalog, find_save(catalog, wanted))
     resolution, passed_over = newest_resumable(catalog)
     problems = (*passed_over, *resolution.problems)
-    return Shown(resolution.manifest, certify(resolution), True, True, problems)
+    return _whole(catalog, resolution, problems)
 
 
 def as_json(shown: Shown) -> dict[str, Any]:
@@ -107,6 +109,7 @@ def as_json(shown: Shown) -> dict[str, Any]:
         "policy": shown.manifest.policy,
         "world_size": shown.manifest.world_size,
         "resumable": shown.resumable,
+        "goes_on_at": shown.goes_on_at,
         "parameters": shown.parameters,
         "nbytes": _nbytes(certificate),
         "bytes_per_parameter": slots.bytes_per_parameter(_nbytes(certificate), shown.parameters),
@@ -126,7 +129,11 @@ def _unit_json(unit: CertifiedUnit, reasons: Mapping[Unit, str]) -> dict[str, An
 def draw(console: Console, shown: Shown, *, long: bool) -> None:
     """The text of the command."""
     certificate = shown.certificate
-    console.print(output.facts({"Commit": _title(shown), "Kind": _kind(shown), "Bytes": _bytes(shown)}))
+    rows = {"Commit": _title(shown), "Kind": _kind(shown), "Bytes": _bytes(shown)}
+    if shown.goes_on_at is not None:
+        going_on = going_on_text(certificate.step, shown.goes_on_at, certificate.effective_step)
+        rows |= {"Resume": going_on} if going_on else {}
+    console.print(output.facts(rows))
     console.print()
     if long:
         console.print(layers.unit_table(certificate.units, shown.reasons))
@@ -145,7 +152,12 @@ def _look_at(catalog: Catalog, save: SaveId) -> Shown:
     except (DamagedError, StorageError) as error:
         found = _as_committed(manifest)
         return Shown(manifest, found, False, _any_resumable(catalog, save), (f"cannot be resumed: {error}",))
-    return Shown(manifest, certify(resolution), True, True, resolution.problems)
+    return _whole(catalog, resolution, resolution.problems)
+
+
+def _whole(catalog: Catalog, resolution: Resolution, problems: tuple[str, ...]) -> Shown:
+    onward = goes_on_at(catalog, resolution)
+    return Shown(resolution.manifest, certify(resolution), True, True, problems, onward)
 
 
 def _any_resumable(catalog: Catalog, but: SaveId) -> bool:
@@ -175,6 +187,7 @@ def _unit_as_committed(step: int, record: UnitRecord) -> CertifiedUnit:
         nbytes=record.nbytes,
         error=record.error,
         bases=record.bases,
+        numel=record.numel,
     )
 
 

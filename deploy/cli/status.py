@@ -16,10 +16,10 @@ from rich.console import Console
 from rich.text import Text
 
 from deploy.cli import output
-from deploy.cli.door import holder, holder_text, open_store, parameters
+from deploy.cli.door import goes_on_at, holder, holder_text, open_store, parameters
 from deploy.cli.exit_codes import health
 from deploy.cli.options import DebugOption, JsonOption, StoreArgument
-from deploy.cli.text import count_text, kind_text, plural, size_text
+from deploy.cli.text import count_text, going_on_text, kind_text, plural, size_text
 from store.catalog import Catalog
 from store.certificate import certify
 from store.epochs import newest_epoch, read_epoch
@@ -31,11 +31,14 @@ from store.versions import newest_resumable
 
 @dataclass(frozen=True)
 class Resume:
-    """What a resume would take now. lossy: encodings that rounded values. fallbacks: units of an older version
-    than committed."""
+    """What a resume would take now. effective_step: where its weights stand. goes_on_at: the step that a job goes on
+    from, unless it is set to another. lossy: encodings that rounded values. fallbacks: units of an older version than
+    committed."""
 
     save: str
     step: int
+    effective_step: float
+    goes_on_at: int
     exact: bool
     max_staleness: int
     max_drift: float | None
@@ -139,6 +142,8 @@ def _resume(catalog: Catalog, problems: list[str]) -> Resume | None:
     return Resume(
         save=certificate.save,
         step=certificate.step,
+        effective_step=certificate.effective_step,
+        goes_on_at=goes_on_at(catalog, resolution),
         exact=certificate.exact,
         max_staleness=certificate.max_staleness,
         max_drift=certificate.max_drift,
@@ -245,6 +250,8 @@ def _resume_text(found: StoreStatus) -> Text:
         exact=resume.exact, max_staleness=resume.max_staleness, max_drift=resume.max_drift, lossy=resume.lossy
     )
     text = f"from step {resume.step}, {kind}"
+    if going_on := going_on_text(resume.step, resume.goes_on_at, resume.effective_step):
+        text += f"; {going_on}"
     if resume.fallbacks:
         text += f"; {plural(len(resume.fallbacks), 'unit')} in an older version, because of damage"
     if resume.proven:

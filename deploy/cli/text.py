@@ -48,6 +48,13 @@ def kind_text(*, exact: bool, max_staleness: int, max_drift: float | None, lossy
     return f"composite: layers up to {plural(max_staleness, 'step')} old, {drift}" + (f", {rounded}" if lossy else "")
 
 
+def going_on_text(step: int, goes_on_at: int, effective_step: float) -> str:
+    """Where a resume of a commit of ``step`` goes on, where that is not the step itself; else nothing."""
+    if effective_step == step:
+        return ""
+    return f"its weights stand at step {effective_step:.1f} on average, and a job goes on at step {goes_on_at}"
+
+
 def plural(count: int, noun: str) -> str:
     """The count and its noun, in the singular for one."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

@@ -33,12 +33,13 @@ class _Row:
     """One row in the making.
 
     unit: what the source says; what the run state's checkpoint says where it has the very same version. own: whether
-    taking it from the run state's source would make no difference at all. nbytes: of the values that are taken.
+    taking it from the run state's source would make no difference at all. numel, nbytes: of the values that are taken.
     """
 
     unit: CertifiedUnit
     layer: str
     own: bool
+    numel: int = 0
     nbytes: int = 0
 
 
@@ -91,6 +92,7 @@ def _rows(
                 unit = known[name].get((theirs, slot)) or _unknown(source, fqn, slot)
                 own = known[run_state].get((ours, slot)) if parts[name].lineage == parts[run_state].lineage else None
                 rows[key] = _row(unit, own, ours, name, together=_commit(source) == _commit(reference))
+            rows[key].numel += source.numel(fqn)
             rows[key].nbytes += source.numel(fqn) * itemsize(source.dtype(fqn, slot))
     places = {layer.name: place for place, layer in enumerate(reference.layers)}
     return sorted(rows.values(), key=lambda row: places.get(row.layer, len(places)))
@@ -106,7 +108,7 @@ def _row(unit: CertifiedUnit, own: CertifiedUnit | None, layer: str, source: str
 
 
 def _certified(row: _Row, step: int) -> CertifiedUnit:
-    return replace(row.unit, layer=row.layer, staleness=step - row.unit.step, nbytes=row.nbytes)
+    return replace(row.unit, layer=row.layer, staleness=step - row.unit.step, numel=row.numel, nbytes=row.nbytes)
 
 
 def _version(unit: CertifiedUnit) -> tuple[str, int, str, bool]:

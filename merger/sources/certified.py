@@ -56,8 +56,10 @@ def certificate(
     exact: False where a problem leaves that in doubt, or where something is missing.
     """
     nbytes: dict[tuple[str, str], int] = {}
+    numel: dict[tuple[str, str], int] = {}
     for (fqn, slot), extents in index.names().items():
         unit = (tensors[fqn].layer, slot)
+        numel[unit] = numel.get(unit, 0) + sum(extent.stop - extent.start for extent in extents)
         nbytes[unit] = nbytes.get(unit, 0) + sum(
             (extent.stop - extent.start) * torch_dtype(extent.dtype).itemsize for extent in extents
         )
@@ -76,6 +78,7 @@ def certificate(
             fallback=False,
             nbytes=nbytes[layer, slot],
             source=source,
+            numel=numel[layer, slot],
         )
         for layer, slot in sorted(nbytes, key=lambda unit: (order[unit[0]], unit[1]))
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -18,16 +18,43 @@ from store.names import Unit
 
 
 @dataclass(frozen=True)
+class Signature:
+    """What a meter keeps of the values of a unit on one rank. Distances between two of them, of one unit and by one
+    meter, estimate those between the values.
+
+    values: 1-d on the host, float32, or float64 where a small unit is kept as it is; never written to again.
+    numels: sizes of the pieces it was taken of. finite: of the values, not of the signature.
+    """
+
+    values: torch.Tensor
+    numels: tuple[int, ...]
+    finite: bool
+
+    @property
+    def squared(self) -> float:
+        """Squared L2 norm."""
+        exact = self.values.to(torch.float64)
+        return float(torch.dot(exact, exact))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of host memory."""
+        return self.values.numel() * self.values.element_size()
+
+
+@dataclass(frozen=True)
 class Measure:
     """One unit on one rank; sums over ranks add up (``finite`` by logical and).
 
     moved_sq: squared L2 distance to the reference. reference_sq: squared L2 norm of the reference.
     finite: False where any value is NaN or infinite. Both squares are 0.0 where there is no reference.
+    signature: of the values measured; None from a meter that takes none.
     """
 
     moved_sq: float
     reference_sq: float
     finite: bool
+    signature: Signature | None = field(default=None, compare=False, repr=False)
 
 
 def drift_ratio(moved_sq: float, reference_sq: float) -> float:

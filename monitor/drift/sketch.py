@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 import torch
 
-from monitor.drift.base import Measure
+from monitor.drift.base import Measure, Signature
 from monitor.drift.projection import Projection
 from store.names import Unit
 
@@ -35,30 +35,10 @@ _SAMPLED_VALUES = 16
 
 
 @dataclass(frozen=True)
-class _Signature:
-    """values: 1-d on the host, float32, or float64 where a small unit is kept as it is.
-
-    numels: sizes of the pieces it was taken of. finite: of the values, not of the signature.
-    """
-
-    values: torch.Tensor
-    numels: tuple[int, ...]
-    finite: bool
-
-    @property
-    def squared(self) -> float:
-        return _squared(self.values)
-
-    @property
-    def nbytes(self) -> int:
-        return self.values.numel() * self.values.element_size()
-
-
-@dataclass(frozen=True)
 class _Measured:
     """A signature, and a sample of the values it was taken of."""
 
-    signature: _Signature
+    signature: Signature
     sample: torch.Tensor
 
     @property
@@ -85,7 +65,7 @@ class SketchMeter:
     def __init__(self, width: int = 4099, seed: int = 0) -> None:
         self._projection = Projection(width, seed)
         self._chunk_lengths: dict[Unit, int] = {}
-        self._references: dict[Unit, _Signature] = {}
+        self._references: dict[Unit, Signature] = {}
         self._measured: dict[tuple[int, Unit], _Measured] = {}
         """By thread and unit."""
         self._pending: dict[Unit, _Pending] = {}
@@ -121,14 +101,14 @@ class SketchMeter:
             self._measured[threading.get_ident(), unit] = _Measured(signature, _sample(pieces))
             reference = self._references.get(unit)
         if reference is None:
-            return Measure(0.0, 0.0, signature.finite)
+            return Measure(0.0, 0.0, signature.finite, signature)
         if reference.numels != signature.numels:
             raise ValueError(
                 f"the pieces of {unit} have {signature.numels} elements, its reference {reference.numels}; "
                 "reset the unit first"
             )
         moved_sq = _squared(signature.values.to(torch.float64) - reference.values)
-        return Measure(_or(math.inf, moved_sq), _or(0.0, reference.squared), signature.finite)
+        return Measure(_or(math.inf, moved_sq), _or(0.0, reference.squared), signature.finite, signature)
 
     def reset(self, unit: Unit, pieces: Sequence[torch.Tensor]) -> None:
         """Take the signature of the present values: they are the newest committed version."""
@@ -160,13 +140,13 @@ class SketchMeter:
                 self._references[unit] = self._signature_of(unit, pending)
             return pending.copies
 
-    def _signature_of(self, unit: Unit, pending: _Pending) -> _Signature:
+    def _signature_of(self, unit: Unit, pending: _Pending) -> Signature:
         measured = pending.measured
         if measured is not None and torch.equal(measured.sample, _sample(pending.copies)):
             return measured.signature
         return self._signature(unit, pending.copies)
 
-    def _signature(self, unit: Unit, pieces: Sequence[torch.Tensor]) -> _Signature:
+    def _signature(self, unit: Unit, pieces: Sequence[torch.Tensor]) -> Signature:
         numels = tuple(piece.numel() for piece in pieces)
         if sum(numels) <= self._projection.width:
             values = _kept_whole(pieces)
@@ -179,7 +159,7 @@ class SketchMeter:
             values = self._projection.project(pieces, length, zlib.crc32(str(unit).encode()))
         # What is not finite makes the signature so. The reverse may be an overflow: only then look closer.
         finite = bool(torch.isfinite(values).all()) or all(_all_finite(piece) for piece in pieces)
-        return _Signature(values, numels, finite)
+        return Signature(values, numels, finite)
 
 
 def _kept_whole(pieces: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 
 from policies.base import Budget, Decision, History, Policy, UnitStats
 from policies.bounds import Bounded, Bounds, bound, incomplete
+from policies.budget import spends
+from policies.contract import TIMED, examine
 from policies.observe import Observe, writes_nothing
 from policies.select import POLICIES, policy_from
 from store.names import FROZEN, RAW, WEIGHTS, Unit
@@ -48,6 +50,12 @@ def test_every_policy_that_settings_can_name_is_under_contract() -> None:
 @pytest.fixture(scope="module", params=sorted(SETTINGS))
 def bare(request: pytest.FixtureRequest) -> Policy:
     return policy_from(SETTINGS[request.param])
+
+
+def test_every_policy_passes_the_suite_that_users_run(bare: Policy) -> None:
+    found = {one.promise: one for one in examine(bare)}
+    assert [one for one in found.values() if one.outcome == "broken" and one.promise != TIMED] == []
+    assert found["keeps to the bytes at hand"].outcome == ("holds" if spends(bare) else "not checked")
 
 
 @pytest.fixture(scope="module", params=["bare", "bounded"])

@@ -50,6 +50,8 @@ def test_the_demo_loses_a_rank_resumes_a_composite_and_finishes(tmp_path: Path) 
     assert story.is_composite
     assert story.certificate is not None
     assert story.certificate["max_staleness"] <= 60
+    assert story.lives[1].first in story.resumed_steps
+    assert story.lives[1].first <= story.certificate["step"]
     assert "NOT SHOWN" not in done.stdout
     assert "killed rank 1" in done.stdout
     assert f"resumed step {story.lives[1].first}" in done.stdout
@@ -58,7 +60,7 @@ def test_the_demo_loses_a_rank_resumes_a_composite_and_finishes(tmp_path: Path) 
     catalog = open_catalog(LocalFiles(out / "store"))
     newest = catalog.saves()[0]
     assert (newest.epoch, newest.step > story.lives[1].first) == (2, True), "saving went on after the resume"
-    assert [save.step for save in catalog.proven()] == [story.lives[1].first]
+    assert [save.step for save in catalog.proven()] == [story.certificate["step"]]
     assert not (out / "never-made").exists(), "the run to compare with saves nothing"
     assert not (out / "deepspeed").exists(), "DeepSpeed's own saves are timed and removed"
 

@@ -81,7 +81,7 @@ def test_a_disk_that_fills_up_and_is_freed(disk: Path, leave: int, caplog: pytes
 def test_failed_saves_do_not_eat_the_disk(disk: Path) -> None:
     """Room for a commit and a half: every save fails, and leaves as much room as there was."""
     store = disk / "store"
-    with job(store, width=WIDTH) as one:
+    with job(store, width=WIDTH, trace={"path": str(disk.parent / "trace.jsonl")}) as one:  # it grows meanwhile
         one.step()
         ballast = fill(disk, 400_000)
         room = os.statvfs(disk).f_bavail

@@ -125,3 +125,11 @@ def test_the_store_of_another_model(launched: Launched, rank: int) -> None:
 def test_what_is_stored_stood_still(launched: Launched, rank: int) -> None:
     stored = launched.one("stored", scenario="moving_while_written", rank=rank)
     assert stored["equal"] and stored["count"] > 5
+
+
+@pytest.mark.parametrize("rank", RANKS)
+def test_ranks_that_do_not_find_the_same_versions_resume_none(launched: Launched, rank: int) -> None:
+    refused = launched.one("refused", scenario="other_view", rank=rank)
+    assert refused["error"] == "StorageError" and "rank 1 finds other versions" in refused["text"]
+    assert launched.one("unchanged", scenario="other_view", rank=rank)["same"]
+    assert launched.one("resumed", scenario="other_view", rank=rank)["step"] == 3

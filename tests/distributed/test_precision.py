@@ -42,9 +42,11 @@ PACKED = [
          every=2, saved=6, steps=8)
     for stage, name in ((3, "compact"), (2, "careful"), (1, "raw"))
 ]  # fmt: skip
+NEWEST = {"resume": {"at": "newest"}}
 COMPOSITES = [
-    zero("zero2-parity", 2, {"encoding": "compact", "policy": {"name": "parity", "k": 2}}, every=2, saved=6, steps=7),
-    zero("zero3-threshold", 3, {"encoding": "compact", "policy": {"name": "threshold", "threshold": 0.2},
+    zero("zero2-parity", 2, {"encoding": "compact", "policy": {"name": "parity", "k": 2}, **NEWEST},
+         every=2, saved=6, steps=7),
+    zero("zero3-threshold", 3, {"encoding": "compact", "policy": {"name": "threshold", "threshold": 0.2}, **NEWEST,
          **DIFFERENCES}, every=2, saved=8, steps=9),
 ]  # fmt: skip
 TAMPERED = [

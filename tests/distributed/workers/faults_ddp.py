@@ -24,7 +24,8 @@ from store.epochs import claim_epoch
 from store.errors import DriftpointError, StorageError
 from store.files import LocalFiles
 from store.names import Unit
-from tests.support.jobs import Job
+from tests.support.hooked import HookedFiles
+from tests.support.jobs import Job, same
 
 
 class Scenario:
@@ -277,9 +278,33 @@ def moving_while_written(s: Scenario) -> None:
     s.tell("stored", equal=stored == digests, count=len(stored))
 
 
+def other_view(s: Scenario) -> None:
+    """Rank 1's disk refuses a part that rank 0 can read: its versions would be others than rank 0's."""
+    settings: dict[str, Any] = {"policy": {"name": "parity", "k": 2}, "resume": {"at": "newest"}}
+    job = s.job(**settings)
+    s.steps(job, 3)
+    s.end(job)
+    other = Job(s.store, **settings)
+    before, catalog = other.weights(), other.ckpt._catalog
+    assert catalog is not None
+    fine = catalog.files
+    if rank() == 1:
+        catalog.files = HookedFiles(fine, before=_refuse_step_2)
+    s.refused(other.ckpt.resume)
+    s.tell("unchanged", same=same(before, other.weights()))
+    catalog.files = fine
+    s.tell("resumed", step=other.ckpt.resume())
+    other.ckpt.close()
+
+
+def _refuse_step_2(operation: str, path: str) -> None:
+    if operation == "read" and path.startswith("segments/00000002-"):
+        raise StorageError(f"{path}: no")
+
+
 SCENARIOS: list[Callable[[Scenario], None]] = [
     silent_rank, failing_rank, other_path, fenced, fenced_in_the_same_step, sick_replica, flipped_byte,
-    unstorable, other_step, other_model, moving_while_written,
+    unstorable, other_step, other_model, moving_while_written, other_view,
 ]  # fmt: skip
 
 

@@ -49,6 +49,8 @@ class Run:
             self.checkpoint(case, trainee, ckpt)
         ckpt.flush()
         if last:
+            if dist.is_initialized():
+                dist.barrier()  # the commit is rank 0's: what follows expects it
             self.die(trainee)
 
     def resumed(self, case: Mapping[str, Any]) -> None:
@@ -64,6 +66,7 @@ class Run:
             step=first,
             exact=certificate.exact,
             save=certificate.save,
+            effective=certificate.effective_step,
             units=[(unit.layer, unit.slot, unit.step) for unit in certificate.units],
             hashes=hashes(trainee),
         )

@@ -36,6 +36,7 @@ def test_every_unit_with_version_drift_and_reason(here: Here, builder: StoreBuil
         "nbytes": 256,
         "error": 0.0,
         "bases": [],
+        "numel": 64,
         "reason": "weights every time",
     }
     moment = units[Unit("layers.1", "exp_avg")]

@@ -10,7 +10,7 @@ from store.lock import StoreLock
 from store.store import open_or_create
 from tests.support.cli import Here, driftpoint
 from tests.support.processes import holding_lock
-from tests.support.stores import StoreBuilder, flip_byte
+from tests.support.stores import FakeLayer, StoreBuilder, flip_byte
 
 
 @pytest.fixture
@@ -27,6 +27,8 @@ def test_exact(here: Here, builder: StoreBuilder) -> None:
     assert answer.json["resume"] == {
         "save": save.name,
         "step": 10,
+        "effective_step": 10.0,
+        "goes_on_at": 10,
         "exact": True,
         "max_staleness": 0,
         "max_drift": 0.0,
@@ -49,6 +51,24 @@ def test_composite_with_its_bounds(here: Here, builder: StoreBuilder) -> None:
     text = here("status", builder.root).out
     assert "from step 25, composite: layers up to 15 steps old, drift up to 0.0321" in " ".join(text.split())
     assert "2; the newest is of process" in text
+
+
+def test_a_composite_of_stale_weights_and_where_a_job_would_go_on(here: Here, tmp_path: Path) -> None:
+    store = StoreBuilder(tmp_path / "weights", layers=tuple(FakeLayer(name) for name in "abc"))
+    store.save(10)
+    store.save(20, layers=("a",))
+    store.save(30, layers=("b",))
+    resume = here("status", store.root, "--json").json["resume"]
+    # a is 10 steps old and c 20, at the same drift: a moved twice as fast
+    assert resume["effective_step"] == pytest.approx(30 - (10 * 2 + 20 * 1) / (2 + 1 + 1.5))
+    assert (resume["step"], resume["goes_on_at"], resume["exact"]) == (30, 20, False)
+    wanted = "its weights stand at step 21.1 on average, and a job goes on at step 20"
+    assert wanted in " ".join(here("status", store.root).out.split())
+    assert wanted in " ".join(here("show", store.root, columns=160).out.split())
+    shown = here("show", store.root, "--json").json
+    assert (shown["effective_step"], shown["goes_on_at"]) == (resume["effective_step"], 20)
+    assert "goes on" not in here("show", store.root, "10").out
+    assert "goes on" not in here("status", store.root, columns=160).out.replace(wanted, "")
 
 
 def test_the_newest_commit_is_described(here: Here, builder: StoreBuilder) -> None:

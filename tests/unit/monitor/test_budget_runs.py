@@ -87,6 +87,31 @@ def test_over_every_window_no_more_is_written_than_was_set(tmp_path: Path, encod
     assert verify(open_catalog(LocalFiles(tmp_path / "store"))).ok
 
 
+def test_the_share_of_time_that_training_waits_holds_in_a_real_run(tmp_path: Path) -> None:
+    share, burst = 0.3, 2.0
+    settings = SETTINGS | {"budget": {"stall_share": share, "burst_seconds": burst}}
+    waits: list[tuple[float, float, float]] = []
+    with job(tmp_path / "store", **settings) as one:
+        one.ckpt.resume()
+        saves = 0
+        while saves < 4:
+            time.sleep(0.1)  # the step of a larger model
+            began = time.monotonic()
+            report = one.step()
+            assert report is not None and report.skipped in (None, "nothing", "busy")
+            if report.skipped is None:
+                saves += 1
+            if saves > 1:
+                waits.append((began, time.monotonic(), report.stall_seconds))
+            assert len(waits) < 1000, "nothing was ever affordable"
+    worst = max(wait for _, _, wait in waits)
+    for first, (began, _, _) in enumerate(waits):
+        total = 0.0
+        for _, ended, wait in waits[first:]:
+            total += wait
+            assert total <= share * (ended - began) + share * burst + 2 * worst
+
+
 def test_what_it_leaves_resumes_each_unit_from_the_step_that_is_recorded(tmp_path: Path) -> None:
     store = tmp_path / "store"
     with job(store, **SETTINGS) as one:
@@ -95,7 +120,7 @@ def test_what_it_leaves_resumes_each_unit_from_the_step_that_is_recorded(tmp_pat
     steps = {unit: version.record.version.step for unit, version in resolution.versions.items()}
     assert len(set(steps.values())) > 1
     assert not certify(resolution).exact
-    with job(store, **SETTINGS) as other:
+    with job(store, **SETTINGS, resume={"at": "newest"}) as other:
         assert other.ckpt.resume() == resolution.manifest.step
         found = other.weights()
         for key, values in found.items():

@@ -158,7 +158,7 @@ def test_parity_goes_on_with_its_turn_after_a_restart(store: Path) -> None:
     policy = {"name": "parity", "k": 2}
     with job(store, policy=policy) as one:
         first = [one.step() for _ in range(2)]
-    with job(store, policy=policy) as other:
+    with job(store, policy=policy, resume={"at": "newest"}) as other:
         other.ckpt.resume()
         second = [other.step() for _ in range(2)]
     saved = [sorted({unit.layer for unit in report.saved or ()}) for report in [*first, *second] if report]

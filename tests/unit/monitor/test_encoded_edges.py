@@ -157,7 +157,7 @@ def test_policies_that_save_a_part_of_what_is_encoded(
     with Job(tmp_path, encoding="compact", policy=policy, **settings) as job:
         states = [compact(state) for state in job.train(7)]
     assert verify(open_catalog(LocalFiles(tmp_path))).ok
-    with Job(tmp_path, seed=4, policy=policy) as resumed:
+    with Job(tmp_path, seed=4, policy=policy, resume={"at": "newest"}) as resumed:
         certificate = resumed.ckpt.certificate
         assert certificate is not None and not certificate.exact and resumed.step >= 6
         steps = {(unit.layer, unit.slot): unit.step for unit in certificate.units}

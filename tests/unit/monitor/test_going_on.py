@@ -113,7 +113,7 @@ def test_going_back_again_and_again(store: Path) -> None:
 
 def test_a_resume_in_mid_run_that_goes_back_leaves_commits_whole(store: Path) -> None:
     """The newest commits cannot be read for a moment; the job resumes an older one and goes on."""
-    with job(store, policy=PARITY, retention={"keep_last": 20}) as one:
+    with job(store, policy=PARITY, retention={"keep_last": 20}, resume={"at": "newest"}) as one:
         one.ckpt.resume()
         for _ in range(6):
             one.step()

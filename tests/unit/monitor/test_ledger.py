@@ -8,7 +8,17 @@ from policies.base import Choice
 from store.commit import Group
 from store.members import members_digest
 from store.names import SaveId, Unit
-from store.schema import Entry, GroupRecord, LayerRecord, ManifestRecord, MeasureRecord, PartRecord, TensorRecord
+from store.schema import (
+    Entry,
+    GroupRecord,
+    LayerRecord,
+    ManifestRecord,
+    MeasureRecord,
+    PartRecord,
+    TensorRecord,
+    UnitRecord,
+)
+from store.versions import Resolution, Version
 
 DIGEST = "0" * 32
 A, B = Unit("a", "fp32"), Unit("b", "fp32")
@@ -115,3 +125,27 @@ def test_versions_of_later_steps_are_none_after_the_job_went_back() -> None:
     commit(ledger, 20, (B,))
     assert (ledger.staleness(A, 15), ledger.staleness(B, 15)) == (5, None)
     assert set(ledger.kept(15, {}, SIZES)) == {A}
+
+
+def test_going_on_before_the_commit_all_that_moves_is_to_be_saved_anew() -> None:
+    still, ahead = Unit("a", "frozen"), Unit("b", "frozen")
+    records = [
+        UnitRecord(
+            layer=unit.layer, slot=unit.slot, save=SaveId(step, 1).name, encoding="raw", numel=4, nbytes=16, drift=0.0,
+            staleness=20 - step, moving=unit.slot == "fp32",
+        )
+        for unit, step in ((A, 10), (B, 20), (still, 10), (ahead, 20))
+    ]  # fmt: skip
+    group = GroupRecord(world_size=1, payload_bytes=99, parts=DIGEST)
+    manifest = commit(Ledger(), 20, (A, B)).manifest
+    versions = {one.unit: Version(one, group, (), fallback=False) for one in records}
+    resolution = Resolution(manifest, versions, {}, ())
+    ledger = Ledger()
+    ledger.adopt(resolution, 20)
+    assert (ledger.versions.keys(), ledger.groups.keys()) == (
+        versions.keys(),
+        {"00000010-000001", "00000020-000001"},
+    )
+    ledger.adopt(resolution, 15)
+    assert (ledger.versions.keys(), ledger.groups.keys()) == ({still}, {"00000010-000001"})
+    assert (ledger.newest, ledger.commits) == (manifest.save, 1)

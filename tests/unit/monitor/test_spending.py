@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from monitor.metrics import Metrics
 from monitor.spending import Spending
-from policies.account import BYTES, Account
+from policies.account import BYTES, STALL, Account
 from policies.base import Choice, History, UnitStats
 from policies.bounds import Bounded, Bounds
 from policies.bucket import TokenBucket
@@ -103,12 +103,32 @@ def test_what_bounds_demand_makes_a_debt_that_is_told_once(caplog: pytest.LogCap
             spending.begin(step, stats, choices(stats[0]), first=False)
             spending.committed(400, 1.0)
     assert [record.message.split(";")[0] for record in caplog.records] == [
-        "budget: the save of step 10 takes 400 bytes more than are at hand, since bounds or save() demand it"
+        (
+            "budget: the save of step 10 takes 400 bytes more than are at hand, since bounds, save() or a policy "
+            "that failed demand it"
+        )
     ]
     assert value(metrics, "driftpoint_budget_overdraft_bytes_total") == 800.0
     assert value(metrics, "driftpoint_budget_bytes") == -800.0
     clock.now = 80.0
     assert spending.offer([unit("a")]).bytes == 0.0
+
+
+def test_where_deciding_alone_takes_all_that_is_allowed_it_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    clock = Clock()
+    spending = Spending(Account({STALL: TokenBucket(0.01, 36.0, clock)}), Metrics())
+    spending.begin(1, [unit("a")], choices(unit("a")), first=True)
+    spending.stalled(3.0)
+    spending.committed(400, 1.0)
+    spending.offer([unit("a")])
+    with caplog.at_level(logging.WARNING, "driftpoint"):
+        for _ in range(60):
+            clock.now += 1.0
+            spending.stalled(0.02)
+            assert (spending.offer([unit("a")]).bytes or 0.0) <= 0.0
+    assert [record.message.split(".")[0] for record in caplog.records] == [
+        "budget: at the last 20 decisions there was nothing to spend"
+    ]
 
 
 @dataclass

@@ -269,3 +269,18 @@ class TestSettings:
 
     def test_a_model_without_units_is_an_empty_decision(self) -> None:
         assert choices(bounded(Full())) == []
+
+
+class TestAnIntervalThatVaries:
+    POLICY = Bounded(NEVER, Bounds(max_staleness=100, interval=100))
+
+    @pytest.mark.parametrize(("staleness", "interval", "saved"), [(60, 40, False), (60, 41, True), (0, 100, False)])
+    def test_what_counts_is_the_next_decision(self, staleness: int, interval: int, saved: bool) -> None:
+        stats = [replace(LAYER, staleness=staleness)]
+        choice = self.POLICY.select(stats, Budget(), History(120, 4, interval)).choices[LAYER.unit]
+        assert choice.saved is saved
+        if saved:
+            assert choice.reason == f"staleness {staleness} + interval {interval} > max_staleness 100"
+
+    def test_where_nobody_says_when_it_is_the_most_counts(self) -> None:
+        assert choices(self.POLICY, replace(LAYER, staleness=1))[0].saved

@@ -1,0 +1,161 @@
+"""From what the user typed to what is replayed: ``--policy`` to a configuration, a configuration to a plan.
+
+A YAML file is a whole configuration. A name, ``{name: parity, k: 4}`` or ``{policy: full, every: 50}`` change the
+recorded configuration in that alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from monitor.config import Config, load_config
+from policies.account import Account
+from policies.budget import spends
+from policies.moments import chosen, widest
+from policies.observe import Observe
+from policies.recorded import Costs, Run
+from policies.replayed import Plan
+from policies.select import POLICIES, policy_from
+from store.errors import ConfigError, UsageError
+
+_ELSEWHERE = frozenset({"store", "metrics", "retention", "timeouts", "trace", "resume", "layers", "drift"})
+"""Sections that change nothing of what is saved when."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A configuration to replay, and what to call it."""
+
+    name: str
+    config: Config
+
+
+def recorded_settings(run: Run) -> Mapping[str, Any]:
+    """The configuration of the recorded run, as far as it was set; without a policy of the user's own.
+
+    A trace is a file that may come from elsewhere, and reading one runs no code: a policy that is not ours counts as
+    ``full``, until it is named by ``--policy``."""
+    if _ours(run.settings.get("policy", "full")):
+        return run.settings
+    return {key: value for key, value in run.settings.items() if key not in ("policy", "budget")}
+
+
+def recorded_config(run: Run) -> Config:
+    """The same, validated. UsageError where the trace has a configuration that this release cannot take."""
+    try:
+        return load_config(dict(recorded_settings(run)))
+    except ConfigError as error:
+        raise UsageError(f"the trace was recorded with a configuration that cannot be read here: {error}") from error
+
+
+def asked(text: str, recorded: Mapping[str, Any]) -> Asked:
+    """What one ``--policy`` means. ConfigError or UsageError where it means nothing."""
+    path = Path(text)
+    if path.suffix in (".yaml", ".yml") or path.is_file():
+        return Asked(path.stem, load_config(path))
+    if not text.strip().startswith("{"):
+        return Asked(text, load_config(changed(recorded, {"policy": text})))
+    try:
+        values = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise UsageError(f"--policy {text!r} is not YAML such as '{{name: parity, k: 4}}'") from error
+    settings = {"policy": values} if "name" in values else values
+    return Asked(_short(values), load_config(changed(recorded, settings)))
+
+
+def changed(recorded: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The recorded configuration with some settings changed; without its budget where the policy spends none."""
+    values = {**recorded, **settings}
+    if values.get("every") != "auto":
+        values.pop("auto", None)
+    if "budget" not in settings and not spends(policy_from(values.get("policy", "full"))):
+        values.pop("budget", None)
+    return values
+
+
+def plan_of(one: Asked, run: Run, costs: Costs | None = None) -> Plan:
+    """The plan of a configuration. ConfigError where its bounds cannot hold at the moments that were recorded."""
+    config, every = one.config, _every(one.config, run)
+    bounded = config
+    if config.bounds.max_staleness and every is not None:
+        gap = max((widest(chosen(era.moments, every)) or 0 for era in run.eras), default=0)
+        bounded = config.model_copy(update={"every": max(every, gap)})
+    recorded, policy = recorded_config(run), bounded.bounded_policy()
+    return Plan(
+        name=one.name,
+        policy=policy.inner if isinstance(policy, Observe) else policy,
+        account=lambda clock: Account({}) if not config.budget.limited else config.budget.account(clock),
+        every=every,
+        same_offers=(config.budget, config.policy) == (recorded.budget, recorded.policy),
+        same_sizes=(config.packing, config.differences) == (recorded.packing, recorded.differences),
+        costs=costs,
+        sees_all=isinstance(policy, Observe),
+        varying=config.every == "auto",
+        goes_back=config.resume.at == "effective",
+    )
+
+
+def remarks(one: Asked, run: Run) -> list[str]:
+    """What has to be said of replaying this configuration on this run."""
+    recorded, found, every = recorded_config(run), [], _every(one.config, run)
+    gap = min((_least_gap(run)), default=0)
+    if gap and every is not None and every < gap:
+        found.append(f"{one.name}: the trace has decisions every {gap} steps, so every {every} is replayed as {gap}")
+    elif gap and every is not None and every % gap:
+        found.append(
+            f"{one.name}: every {every} is no multiple of the {gap} steps between recorded decisions: the nearest "
+            "ones are taken"
+        )
+    if one.config.every == "auto" and recorded.every != "auto":
+        found.append(f"{one.name}: every auto is replayed at the recorded decisions, not at those that it would choose")
+    if one.config.packing != "none" and (one.config.packing, one.config.differences) != (
+        recorded.packing,
+        recorded.differences,
+    ):
+        found.append(f"{one.name}: the recorded run did not pack like this, so its bytes are those before packing")
+    return found
+
+
+def recorded_interval(run: Run) -> int:
+    """Steps between two decisions of the recorded run; the fewest, where they varied."""
+    every = recorded_config(run).every
+    return every if isinstance(every, int) else min(_least_gap(run), default=1)
+
+
+def same_configuration(one: Config, other: Config) -> bool:
+    """Whether both save the same."""
+    drop = set(_ELSEWHERE)
+    return one.model_dump(exclude=drop) == other.model_dump(exclude=drop)
+
+
+def _ours(policy: object) -> bool:
+    if isinstance(policy, Mapping):
+        return _ours(policy.get("name")) and _ours(policy.get("inner", "full"))
+    return policy in POLICIES
+
+
+def _every(config: Config, run: Run) -> int | None:
+    """None: whenever the recorded run decided."""
+    return config.every if isinstance(config.every, int) and config.every != recorded_config(run).every else None
+
+
+def _least_gap(run: Run) -> list[int]:
+    steps = [[moment.line.step for moment in era.moments] for era in run.eras]
+    return [later - one for era in steps for one, later in itertools.pairwise(era) if later > one]
+
+
+def _short(values: Mapping[str, Any]) -> str:
+    """For people: ``parity k=4``; sections by what is in them."""
+    words = []
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            words.append(_short(value))
+        else:
+            words.append(str(value) if key in ("name", "policy", "encoding") else f"{key}={value}")
+    return " ".join(words)

@@ -1,0 +1,170 @@
+"""What a replay comes to: bytes, stall, what a failure costs, and money. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from policies.exposure import Exposure, Spread, goodput
+from policies.recorded import Run
+from policies.replayed import Replayed
+from store.names import WEIGHTS
+
+
+@dataclass(frozen=True)
+class Prices:
+    """In one currency, whichever. gpu_hour: of one GPU. tb_written: of 10^12 bytes."""
+
+    gpu_hour: float | None = None
+    tb_written: float | None = None
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What failures are supposed to be like. mtbf_hours: mean times between them, of the whole job; None: 3 h, 12 h
+    and 2 days.
+
+    restart_seconds: from a failure to the first step after it, without what is redone."""
+
+    mtbf_hours: tuple[float, ...] | None = None
+    restart_seconds: float = 600.0
+    prices: Prices = field(default_factory=Prices)
+
+    @property
+    def times(self) -> tuple[float, ...]:
+        """Hours between failures."""
+        return self.mtbf_hours or (3.0, 12.0, 48.0)
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One configuration. seconds: of the run. step_seconds: of a step, stall included."""
+
+    name: str
+    replayed: Replayed
+    seconds: float
+    step_seconds: float
+    gpus: int
+    terms: Terms
+
+    @property
+    def saves(self) -> int:
+        """Commits."""
+        return len(self.replayed.committed)
+
+    @property
+    def written(self) -> int:
+        """Bytes, all ranks."""
+        return self.replayed.written
+
+    @property
+    def later(self) -> int:
+        """Bytes without the first save where that is the first of its store: it is full whatever the policy."""
+        committed = self.replayed.committed
+        first = bool(committed) and all(one.staleness is None for one in committed[0].stats)
+        return self.written - (committed[0].written if first else 0)
+
+    @property
+    def hours(self) -> float:
+        """Of the run."""
+        return self.seconds / 3600
+
+    @property
+    def bytes_per_hour(self) -> float:
+        """All of them, the first save too."""
+        return self.written / self.hours if self.hours else 0.0
+
+    @property
+    def stall_share(self) -> float:
+        """Of wall time."""
+        return self.replayed.stall / self.seconds if self.seconds else 0.0
+
+    @property
+    def exposure(self) -> Exposure:
+        """What a failure finds."""
+        return self.replayed.exposure
+
+    @property
+    def lost_seconds(self) -> float:
+        """That a failure costs on average: from the effective step, at which a resume goes on."""
+        return self.exposure.rewound.mean * self.step_seconds
+
+    def drift(self, weights: bool) -> Spread:
+        """Of the weights, or of all other slots."""
+        found = [spread for slot, spread in self.exposure.drift.items() if (slot == WEIGHTS) == weights]
+        merged = Spread()
+        for spread in found:
+            merged.add(spread.mean, spread.worst, spread.weight)
+        return merged
+
+    def goodput(self, mtbf_hours: float) -> float:
+        """Share of wall time that training keeps."""
+        return goodput(
+            stall_share=self.stall_share,
+            lost_seconds=self.lost_seconds,
+            restart_seconds=self.terms.restart_seconds,
+            mtbf_seconds=3600 * mtbf_hours,
+        )
+
+    def price(self, mtbf_hours: float) -> float | None:
+        """What stall, failures and written bytes cost over the run. None: no price was given."""
+        prices = self.terms.prices
+        if prices.gpu_hour is None and prices.tb_written is None:
+            return None
+        wasted = (1.0 - self.goodput(mtbf_hours)) * self.hours * self.gpus
+        return wasted * (prices.gpu_hour or 0.0) + self.written / 1e12 * (prices.tb_written or 0.0)
+
+
+def summary_of(replayed: Replayed, run: Run, terms: Terms) -> Summary:
+    """Of a replay of ``run``."""
+    return Summary(replayed.plan.name, replayed, run.seconds, step_seconds(run), run.eras[-1].job.world_size, terms)
+
+
+def step_seconds(run: Run) -> float:
+    """Wall time of a step: between the first and the last decision of each stretch."""
+    steps = seconds = 0.0
+    for era in run.eras:
+        first, last = era.moments[0].line, era.moments[-1].line
+        steps += last.step - first.step
+        seconds += last.seconds - first.seconds
+    return seconds / steps if steps else 0.0
+
+
+def as_json(summary: Summary, baseline: Summary) -> dict[str, Any]:
+    """One configuration, as the JSON object of the command has it."""
+    exposure = summary.exposure
+    return {
+        "name": summary.name,
+        "as_recorded": summary.replayed.as_recorded,
+        "saves": summary.saves,
+        "bytes": summary.written,
+        "bytes_per_hour": summary.bytes_per_hour,
+        "bytes_per_save": summary.written / summary.saves if summary.saves else None,
+        "bytes_of_full": summary.written / baseline.written if baseline.written else None,
+        "bytes_saved": baseline.written - summary.written,
+        "stall_seconds": summary.replayed.stall,
+        "stall_share": summary.stall_share,
+        "stall_seconds_saved": baseline.replayed.stall - summary.replayed.stall,
+        "damage": _spread(exposure.total),
+        "damage_by_slot": {slot: _spread(one) for slot, one in exposure.damage.items()},
+        "drift_by_slot": {slot: _spread(one) for slot, one in exposure.drift.items()},
+        "staleness": _spread(exposure.staleness),
+        "lost_steps": _spread(exposure.lost),
+        "rewound_steps": _spread(exposure.rewound),
+        "unprotected_steps": exposure.unprotected,
+        "unknown": exposure.unknown,
+        "goodput": [
+            {"mtbf_hours": hours, "share": summary.goodput(hours), "price": summary.price(hours)}
+            for hours in summary.terms.times
+        ],
+    }
+
+
+def best(summaries: Sequence[Summary]) -> Summary:
+    """The least expected damage; of equals the fewest bytes."""
+    return min(summaries, key=lambda one: (one.exposure.total.mean, one.written))
+
+
+def _spread(one: Spread) -> Mapping[str, float]:
+    return {"mean": one.mean, "worst": one.worst}

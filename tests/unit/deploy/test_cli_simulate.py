@@ -1,0 +1,237 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from store.names import WEIGHTS, Unit
+from store.trace import Trace
+from tests.support.cli import Here
+from tests.support.traces import Mover, power, trace_of, write_trace
+
+MODEL = ("simulate", "--model", "llama-8b", "--gpus", 64, "--hours", 2)
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    """Four layers, of which one moves ten times as fast as the others; a decision every 10 s."""
+    movers = [
+        Mover(Unit(f"layers.{i}", slot), 1 << 20, power(1e-2 if i == 0 else 1e-3, 0.75), i)
+        for i in range(4)
+        for slot in (WEIGHTS, "exp_avg")
+    ]
+    return write_trace(trace_of(movers, range(10, 2001, 10), every=10), tmp_path / "store.trace.jsonl")
+
+
+def by_name(answer: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {one["name"]: one for one in answer["configurations"]}
+
+
+def test_a_row_for_each_configuration_in_three_tables(here: Here, trace: Path) -> None:
+    answer = here("simulate", trace, "--policy", "{name: parity, k: 4}", "-p", "{policy: full, every: 40}")
+    assert answer.code == 0
+    for name in ("full, raw", "parity k=4", "full every=40"):
+        assert sum(line.startswith(name) for line in answer.out.splitlines()) == 3
+    assert "200 decisions, steps 10 to 2000" in answer.out
+    assert max(map(len, answer.out.splitlines())) <= 80
+
+
+def test_json_says_what_the_tables_do(here: Here, trace: Path) -> None:
+    shown = here("simulate", trace, "-p", "{name: parity, k: 4}", "-p", "{policy: full, every: 40}", "--json").json
+    rows = by_name(shown)
+    full, parity, seldom = rows["full, raw"], rows["parity k=4"], rows["full every=40"]
+    assert (full["saves"], full["bytes"], full["bytes_of_full"]) == (200, 200 * 8 << 20, 1.0)
+    assert (seldom["saves"], parity["saves"]) == (50, 200)
+    assert parity["bytes"] == (8 << 20) + 199 * (2 << 20)
+    assert parity["bytes_saved"] == full["bytes"] - parity["bytes"]
+    assert full["lost_steps"]["mean"] == pytest.approx(5) and seldom["lost_steps"]["mean"] == pytest.approx(20)
+    assert parity["staleness"]["worst"] == 40
+    assert [one["mtbf_hours"] for one in full["goodput"]] == [3, 12, 48]
+    assert full["goodput"][0]["price"] is None
+    assert (shown["decisions"], shown["world_size"], shown["step_seconds"]) == (200, 1, pytest.approx(1.0))
+
+
+def test_a_yaml_file_is_a_whole_configuration(here: Here, trace: Path, tmp_path: Path) -> None:
+    path = tmp_path / "thrifty.yaml"
+    path.write_text("every: 20\npolicy: budget\nencoding: compact\nbudget: {bytes_per_hour: 1.0e+9}\n")
+    row = by_name(here("simulate", trace, "-p", path, "--json").json)["thrifty"]
+    assert row["saves"] > 1 and row["bytes"] < 1.2e9 * 2000 / 3600 + (8 << 20)
+
+
+def test_money(here: Here, trace: Path) -> None:
+    answer = here(
+        "simulate", trace, "--price-per-gpu-hour", 2, "--price-per-tb-written", 100, "--mtbf", 6, "--json"
+    ).json
+    (found,) = answer["configurations"][0]["goodput"]
+    row = answer["configurations"][0]
+    wasted = (1 - found["share"]) * answer["hours"] * 2
+    assert found["price"] == pytest.approx(wasted + row["bytes"] / 1e12 * 100)
+    assert "price" in here("simulate", trace, "--price-per-gpu-hour", 2).out
+
+
+def test_how_fast_storage_is_can_be_given(here: Here, trace: Path) -> None:
+    slow = here("simulate", trace, "--storage-gbps", 0.001, "--json").json
+    quick = here("simulate", trace, "--storage-gbps", 10, "--json").json
+    assert by_name(slow)["full, raw"]["lost_steps"]["mean"] > by_name(quick)["full, raw"]["lost_steps"]["mean"] + 5
+    told = "how long saves take is not known"
+    assert told not in " ".join(quick["notes"]) and told in " ".join(here("simulate", trace, "--json").json["notes"])
+    waits = by_name(here("simulate", trace, "--copy-gbps", 0.01, "--json").json)["full, raw"]
+    assert waits["stall_seconds"] == pytest.approx(200 * (8 << 20) / 1e7)
+
+
+def test_a_recommendation_keeps_the_limit_and_can_be_pasted(here: Here, trace: Path, tmp_path: Path) -> None:
+    limit = 2e9
+    shown = here("simulate", trace, "--recommend", "--bytes-per-hour", limit, "--json").json
+    tried = shown["recommended"]["tried"]
+    assert [one["damage"]["mean"] for one in tried] == sorted(one["damage"]["mean"] for one in tried)
+    assert {one["name"].split()[0] for one in tried} == {"full", "parity", "threshold", "budget"}
+    for one in tried:
+        assert one["bytes"] <= limit * shown["hours"] * 1.001 + (8 << 20)
+    assert tried[0]["name"].startswith("budget")
+    text = here("simulate", trace, "--recommend", "--bytes-per-hour", limit).out
+    path = tmp_path / "pasted.yaml"
+    path.write_text(text.partition("Recommended\n")[2].partition("\nNote")[0])
+    again = by_name(here("simulate", trace, "-p", path, "--json").json)["pasted"]
+    assert again["damage"] == tried[0]["damage"]
+
+
+def test_exact_recommends_nothing_that_rounds(here: Here, trace: Path) -> None:
+    shown = here("simulate", trace, "--recommend", "--bytes-per-hour", 2e9, "--exact", "--json").json["recommended"]
+    assert all(one["name"].split()[-1] == "raw" or " raw" in one["name"] for one in shown["tried"])
+    assert shown["settings"].get("encoding", "raw") == "raw"
+
+
+def test_minutes_that_may_be_lost_are_a_limit_too(here: Here, trace: Path) -> None:
+    shown = here("simulate", trace, "--recommend", "--max-loss-minutes", 2, "--storage-gbps", 10, "--json").json
+    for one in shown["recommended"]["tried"]:
+        assert one["rewound_steps"]["worst"] * shown["step_seconds"] <= 120
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (("--recommend",), "--recommend needs a limit"),
+        (("--bytes-per-hour", 1), "go with --recommend"),
+        (("--recommend", "--bytes-per-hour", 1), "no configuration keeps these limits"),
+        (("-p", "fulll"), "did you mean 'full'"),
+        (("-p", "budget"), "needs what it may spend"),
+        (("-p", "{name: parity"), "is not YAML"),
+        (("-p", "[1]"), "unknown policy"),
+        (("--gpus", 8), "goes with --model"),
+        (("--model", "llama-8b"), "either a trace"),
+        (("--storage-gbps", 0), "above 0"),
+    ],
+)
+def test_what_cannot_be_done_is_one_line(here: Here, trace: Path, options: tuple[object, ...], told: str) -> None:
+    answer = here("simulate", trace, *options)
+    assert (answer.code, answer.out) == (2, "")
+    assert told in answer.err and len(answer.err.splitlines()) == 1
+
+
+def test_files_that_are_no_traces(here: Here, tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    text.write_text("hello\n")
+    assert "is no drift trace" in here("simulate", text).err
+    assert "cannot read the trace" in here("simulate", tmp_path / "nowhere").err
+    assert "either a trace" in here("simulate").err
+    empty = write_trace(Trace(trace_of([], [1, 2], ()).lines[:1], 0), tmp_path / "empty")
+    assert "holds no decision yet" in here("simulate", empty).err
+
+
+def test_torn_lines_are_told(here: Here, trace: Path) -> None:
+    with trace.open("ab") as file:
+        file.write(b'{"kind": "decis')
+    assert "1 lines of the trace are torn" in " ".join(here("simulate", trace, "--json").json["notes"])
+
+
+def test_a_trace_that_is_too_coarse_is_told(here: Here, trace: Path) -> None:
+    notes = " ".join(here("simulate", trace, "-p", "{policy: full, every: 3}", "--json").json["notes"])
+    assert "every 3 is replayed as 10" in notes
+    notes = " ".join(here("simulate", trace, "-p", "{policy: full, every: 25}", "--json").json["notes"])
+    assert "no multiple of the 10 steps" in notes
+
+
+def test_a_model_prints_what_is_assumed_above_its_table(here: Here) -> None:
+    answer = here(*MODEL, "-p", "{name: parity, k: 4}")
+    assert answer.code == 0
+    before, _, after = answer.out.partition("Assumed, not measured.")
+    for word in ("8.0 G parameters", "64 GPUs", "guessed", "50,000 GPU-hours", "arXiv:2407.21783"):
+        assert word in " ".join(before.split())
+    assert "parity k=4" in after
+
+
+def test_a_model_has_the_published_number_of_parameters(here: Here) -> None:
+    for name, parameters in (("llama-8b", "8.0 G"), ("llama-70b", "70.6 G"), ("llama-405b", "405.9 G")):
+        shown = here("simulate", "--model", name, "--gpus", 16384, "--hours", 1, "--json").json
+        assert shown["assumed"]["Model"].startswith(f"{name}, {parameters} parameters")
+        full = shown["configurations"][0]
+        assert full["bytes"] / full["saves"] == pytest.approx(12e9 * float(parameters.split()[0]), rel=0.01)
+
+
+def test_assumptions_can_be_set(here: Here) -> None:
+    slow = here(*MODEL, "--step-seconds", 10, "--drift", 0.1, "--every", 10, "--json").json
+    assert (slow["step_seconds"], slow["decisions"]) == (pytest.approx(10), 72)
+    assert "(given)" in slow["assumed"]["Step"] and "drift 0.1" in slow["assumed"]["Weights"]
+    assert "unknown model" in here("simulate", "--model", "gpt").err
+    assert "fewer than two decisions" in here("simulate", "--model", "llama-8b", "--hours", 0.01).err
+
+
+def test_a_picture(here: Here, trace: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    assert here("simulate", trace, "--plot", tmp_path / "out.png").code == 0
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+    assert "cannot write the picture" in here("simulate", trace, "--plot", tmp_path / "no" / "out.png").err
+
+
+def test_no_picture_without_matplotlib(
+    here: Here, trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
+    answer = here("simulate", trace, "--plot", tmp_path / "out.png")
+    assert (answer.code, answer.out) == (2, "") and "pip install matplotlib" in answer.err
+
+
+def test_the_same_again(here: Here, trace: Path) -> None:
+    one, other = (here("simulate", trace, "-p", "{name: parity, k: 4}", "--json").out for _ in range(2))
+    assert one == other and json.loads(one)
+
+
+def test_a_trace_runs_no_code(here: Here, tmp_path: Path) -> None:
+    own = tmp_path / "own.py"
+    own.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    movers = [Mover(Unit("layers.0", WEIGHTS), 1 << 20, power(1e-3, 1.0))]
+    for policy in (f"{own}:Mine", {"name": f"{own}:Mine"}, {"name": "observe", "inner": f"{own}:Mine"}):
+        trace = write_trace(trace_of(movers, range(10, 101, 10), every=10, policy=policy), tmp_path / "trace")
+        answer = here("simulate", trace, "-p", "{every: 20}", "--json")
+        assert answer.code == 0 and "runs no code" in " ".join(answer.json["notes"])
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_policy_of_ones_own_is_replayed_where_it_is_named(here: Here, trace: Path, tmp_path: Path) -> None:
+    own = tmp_path / "own.py"
+    own.write_text(
+        "from dataclasses import dataclass\n"
+        "from policies.base import Choice, Decision\n\n\n"
+        "@dataclass(frozen=True)\n"
+        "class Mine:\n"
+        "    @property\n    def name(self):\n        return 'mine'\n\n"
+        "    @property\n    def needs_drift(self):\n        return False\n\n"
+        "    def select(self, stats, budget, history):\n"
+        "        save = 'raw' if history.step % 50 == 0 else None\n"
+        "        return Decision({one.unit: Choice(save, 'every fifth time') for one in stats})\n"
+    )
+    shown = here("simulate", trace, "-p", f"{own}:Mine", "--json").json
+    assert shown["configurations"][1]["saves"] == 1 + 2000 // 50
+
+
+def test_an_interval_that_varied_is_replayed_as_it_was(here: Here, tmp_path: Path) -> None:
+    movers = [Mover(Unit(f"layers.{i}", WEIGHTS), 1 << 20, power(1e-3, 0.75), i) for i in range(4)]
+    steps = [*range(10, 100, 10), *range(100, 501, 40)]
+    auto = {"every": "auto", "auto": {"max_loss_minutes": 5}}
+    trace = write_trace(trace_of(movers, steps, **auto), tmp_path / "trace")
+    shown = here("simulate", trace, "-p", "full", "-p", "{every: 40}", "--json").json
+    assert [one["saves"] for one in shown["configurations"]] == [len(steps), len(steps), 12]
+    shown = here("simulate", trace, "--recommend", "--bytes-per-hour", 1e9, "--json").json
+    assert isinstance(shown["recommended"]["settings"]["every"], int)

@@ -1,0 +1,159 @@
+"""Real training on a real store, recorded, and replayed: the recorded configuration gives the recorded run."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from deploy.simulate.plans import Asked, plan_of, recorded_config
+from deploy.simulate.recommend import Limits, later_per_hour, recommend
+from deploy.simulate.simulation import read_trace
+from deploy.simulate.summary import Terms
+from monitor.config import load_config
+from policies.base import UnitStats
+from policies.movement import movement_of
+from policies.recorded import Costs, Run, run_of
+from policies.replay import replay
+from policies.replayed import Replayed
+from store.trace import CommitLine, DecisionLine, Trace
+from tests.support.jobs import job
+
+POLICIES: dict[str, dict[str, Any]] = {
+    "full": {"policy": "full"},
+    "full, compact and packed": {"policy": "full", "encoding": "compact", "packing": 1},
+    "parity": {"policy": {"name": "parity", "k": 3}, "encoding": "compact", "packing": 1, "differences": True},
+    "threshold": {"policy": {"name": "threshold", "threshold": 0.05}, "encoding": "compact"},
+    "threshold in bounds": {"policy": {"name": "threshold", "threshold": 0.2}, "bounds": {"max_staleness": 4}},
+    "budget": {"policy": "budget", "budget": {"bytes_per_hour": 1e9, "burst_seconds": 0.3}, "encoding": "compact"},
+    "budget of time": {"policy": "budget", "budget": {"stall_share": 0.2, "storage_share": 0.3, "burst_seconds": 0.3}},
+    "observe": {"policy": {"name": "observe", "inner": {"name": "parity", "k": 3}}, "encoding": "compact"},
+}
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
+def recorded(store: Path, steps: int = 14, asked_at: int | None = None, **settings: Any) -> Trace:
+    """Training of so many steps, on from what the store holds; ``save()`` besides at one of them."""
+    with job(store, width=64, **settings) as one:
+        begin = one.ckpt.resume()
+        for step in range(begin + 1, begin + steps + 1):
+            one.step()
+            if step == asked_at:
+                one.ckpt.save(wait=True)
+    return read_trace(store.with_name(store.name + ".trace.jsonl"))
+
+
+def again(run: Run) -> Replayed:
+    return replay(run, plan_of(Asked("again", recorded_config(run)), run))
+
+
+def seen(run: Run) -> list[list[UnitStats]]:
+    """What the policy was shown at each decision, from the trace alone."""
+    return [
+        [
+            UnitStats(
+                unit=one.unit, position=one.position, block=one.block, nbytes=one.nbytes, drift=line.drift[at],
+                staleness=line.staleness[at], finite=at not in line.sick, moving=one.moving,
+                changed_shape=at in line.changed, error=line.error[at], numel=one.numel, encoding=line.encoding[at],
+                stored_bytes=line.stored_bytes[at],
+            )
+            for at, one in enumerate(era.units)
+        ]
+        for era in run.eras
+        for line in (moment.line for moment in era.moments)
+    ]  # fmt: skip
+
+
+def require_same(run: Run, trace: Trace) -> Replayed:
+    found = again(run)
+    lines = [line for line in trace.lines if isinstance(line, DecisionLine)]
+    commits = [line for line in trace.lines if isinstance(line, CommitLine)]
+    units = [unit.unit for unit in run.eras[-1].units]
+    assert found.as_recorded
+    assert [one.saved for one in found.made] == [
+        {units[index]: encoding for index, encoding in line.saved.items()} for line in lines
+    ]
+    assert [one.offered for one in found.made] == [line.offered for line in lines]
+    assert [one.written for one in found.committed] == [line.written for line in commits]
+    policy = plan_of(Asked("again", recorded_config(run)), run)
+    for one, shown in zip(found.made, seen(run), strict=True):
+        if policy.policy.needs_drift:
+            assert list(one.stats) == shown
+        else:
+            assert [replace(each, drift=None) for each in one.stats] == [replace(each, drift=None) for each in shown]
+    assert found.stall == pytest.approx(sum(line.stall + line.copy_wait for line in lines))
+    return found
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_the_recorded_configuration_gives_the_recorded_run(tmp_path: Path, name: str) -> None:
+    trace = recorded(tmp_path / "store", **POLICIES[name])
+    found = require_same(run_of(trace), trace)
+    assert len(found.made) == 14 and len(found.committed) > 1
+
+
+@pytest.mark.parametrize("name", ["full", "parity", "budget"])
+def test_so_it_does_over_a_restart_and_a_save_by_hand(tmp_path: Path, name: str) -> None:
+    for _ in range(2):
+        trace = recorded(tmp_path / "store", 8, asked_at=5, **POLICIES[name])
+    run = run_of(trace)
+    assert [era.resumed for era in run.eras] == [False, True]
+    assert len(require_same(run, trace).made) == 17
+
+
+@pytest.mark.parametrize("name", ["parity", "threshold"])
+def test_what_another_policy_would_have_done_is_what_it_does(tmp_path: Path, name: str) -> None:
+    """The same training twice, recorded under ``full`` and under another policy: the replay of the first against the
+    second. Saves take no time in both, since how long they take differs from run to run."""
+    settings = {**POLICIES[name], "packing": "none", "differences": False}
+    plain = run_of(recorded(tmp_path / "plain", 30, policy="full"))
+    torch.manual_seed(0)
+    truth = run_of(recorded(tmp_path / "other", 30, **settings))
+    asked = Asked(name, recorded_config(truth))
+    found, want = (replay(run, plan_of(asked, run, Costs(overhead=plain.costs.overhead))) for run in (plain, truth))
+    assert want.as_recorded and not found.as_recorded
+    assert len(found.committed) == pytest.approx(len(want.committed), abs=1)
+    if name == "parity":
+        assert [one.saved for one in found.committed] == [one.saved for one in want.committed]
+        commits = [moment.commit for moment in truth.moments if moment.commit is not None]
+        sizes = [sum(size[0] for size in commit.sizes.values()) for commit in commits]
+        assert [one.written - plain.costs.overhead for one in found.committed] == sizes
+    off = np.array(drift_off(plain, truth))
+    assert len(off) > 100
+    # Single ones are off by much where steps differ much, as in a model this small; together they are not.
+    assert np.median(np.abs(off)) < 0.05
+    assert abs(np.mean(np.log1p(off))) < 0.1
+
+
+def test_what_a_run_that_only_observed_recorded_is_enough_for_a_recommendation(tmp_path: Path) -> None:
+    run = run_of(recorded(tmp_path / "store", 40, policy="observe"))
+    full = sum(unit.nbytes for unit in run.eras[-1].units)
+    limits = Limits(bytes_per_hour=full * 40 / 8 / (run.seconds / 3600))
+    found = recommend(run, Terms(), limits)
+    assert found.chosen.exposure.total.mean == min(one.exposure.total.mean for one in found.tried)
+    again = replay(run, plan_of(Asked("pasted", load_config(found.settings)), run))
+    assert again.exposure == found.chosen.exposure
+    assert all(later_per_hour(one) <= (limits.bytes_per_hour or 0) * 1.0001 for one in found.tried)
+    assert {one.name.split()[0] for one in found.tried} >= {"full", "parity"}
+
+
+def drift_off(plain: Run, truth: Run) -> list[float]:
+    """How far drift estimated from one trace is off from that measured in the other, relative, in later training."""
+    movement, found = movement_of(plain.eras[0]), []
+    for moment in truth.moments[10:]:
+        line = moment.line
+        for index, (drift, staleness) in enumerate(zip(line.drift, line.staleness, strict=True)):
+            if drift and staleness:
+                since = np.full(len(line.drift), float(line.step - staleness))
+                moved = movement.distance(line.step, since)[index]
+                found.append(math.hypot(moved, line.error[index]) / drift - 1)
+    return found
