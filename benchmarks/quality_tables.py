@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator
+from math import isnan
 from pathlib import Path
 from statistics import fmean, pstdev
 
@@ -106,14 +107,16 @@ def _settings(found: list[Results]) -> Iterator[str]:
             for trunk in one.trunks.values()
         )
         spread, apart = paces(one)
-        worth = f"{one.worth.value:.2g} ± {one.worth.around:.1g}" if one.worth.count else "–"
-        end = f"{fmean(ends):.3f} ± {one.spread:.3f}"
+        worth = f"{one.worth.value:.2g}" + (f" ± {one.worth.around:.1g}" if one.worth.count > 1 else "")
+        end = f"{fmean(ends):.3f}" + (f" ± {one.spread:.3f}" if len(ends) > 1 else "")
         yield _line(one.setting, str(len(ends)), end, worth, f"{drift:.2g}", f"{spread:.2f}, {apart:.0f} ×")
 
 
 def _slots(one: Results) -> Iterator[str]:
     step = weights_a_step(one)
-    yield f"\n**{one.setting}**: a step that all weights are old costs {step:.2g} nats; noise {one.nudged(None):.1g}\n"
+    noise = one.nudged(None)
+    told = "not measured" if isnan(noise) else f"{noise:.1g}"
+    yield f"\n**{one.setting}**: a step that all weights are old costs {step:.2g} nats; noise {told}\n"
     yield from _table(
         "changed", "runs", "gap, 20 steps on, nats", "at the end, nats", "steps of stale weights", "drift"
     )
