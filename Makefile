@@ -42,7 +42,7 @@ bench: $(READY) ## the benchmarks, each against its goal
 	$(BIN)/python benchmarks/drift.py
 	$(BIN)/python benchmarks/merge.py
 	$(BIN)/python benchmarks/encoding.py
-	$(BIN)/python benchmarks/quality.py
+	$(BIN)/python benchmarks/precision.py
 
 clean: ## remove the environment and what demos and tests left
 	rm -rf $(VENV) demo-output driftpoint-checkpoints .mypy_cache .ruff_cache .pytest_cache .hypothesis

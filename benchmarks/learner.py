@@ -1,4 +1,4 @@
-"""A small Llama that learns to read bytes: what the benchmarks of encodings and of quality train.
+"""A small Llama that learns to read bytes: what the benchmarks of encodings, precision and quality train.
 
 Weights and moments are float32 and the forward is autocast to bfloat16, as mixed precision does it. The text is on
 every machine that has Python: the standard library's sources, or, as another text, the reference that ``help()``
@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import pydoc_data.topics
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -34,24 +35,34 @@ class Shape:
     heads: int = 4
     windows: int = 4
     length: int = 64
+    held_out: int = 64
+    """Windows that the loss is taken on."""
 
 
 @dataclass(frozen=True)
 class Course:
     """What is learned: a text, and how fast. The rate warms up, then falls along a cosine to ``floor`` of itself.
 
-    floor: 1 leaves it where it is."""
+    floor: 1 leaves it where it is. hold: it stays at its height up to this step and then falls in a straight line.
+    spurt: so many of the first steps are taken at three times the rate. betas: AdamW's."""
 
     text: Text
     rate: float
     steps: int
     warm_up: int = 20
     floor: float = 0.1
+    hold: int | None = None
+    spurt: int = 0
+    betas: tuple[float, float] = (0.9, 0.999)
 
     def factor(self, step: int) -> float:
         """Of the rate, at a step counted from 0."""
         if step < self.warm_up:
             return (step + 1) / self.warm_up
+        if step < self.spurt:
+            return 3.0
+        if self.hold is not None:
+            return 1 - (1 - self.floor) * min(1.0, max(0, step - self.hold) / (self.steps - self.hold))
         share = min(1.0, (step - self.warm_up) / max(1, self.steps - self.warm_up))
         return self.floor + (1 - self.floor) * 0.5 * (1 + math.cos(math.pi * share))
 
@@ -64,7 +75,16 @@ class Learner:
     def __init__(self, shape: Shape, course: Course, seed: int, *, init: int | None = None) -> None:
         torch.manual_seed(seed if init is None else init)
         self.shape, self.course = shape, course
-        self.model = LlamaForCausalLM(
+        self.model = self._new_model()
+        self.optimizer = torch.optim.AdamW(self._groups(), lr=course.rate, betas=course.betas)
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, course.factor)
+        self.batches = Batches(course.text[:-HELD_OUT], length=shape.length, size=shape.windows, seed=seed)
+        held_out = course.text[-HELD_OUT:][: shape.held_out * shape.length].reshape(-1, shape.length)
+        self._held_out = torch.from_numpy(held_out.astype(np.int64))
+
+    def _new_model(self) -> torch.nn.Module:
+        shape = self.shape
+        return LlamaForCausalLM(
             LlamaConfig(
                 vocab_size=256,
                 hidden_size=shape.hidden,
@@ -77,11 +97,10 @@ class Learner:
                 attn_implementation="eager",  # a quarter faster than the fused one at such lengths, on a CPU
             )
         )
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=course.rate)
-        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, course.factor)
-        self.batches = Batches(course.text[:-HELD_OUT], length=shape.length, size=shape.windows, seed=seed)
-        held_out = course.text[-HELD_OUT:][: 64 * shape.length].reshape(-1, shape.length)
-        self._held_out = torch.from_numpy(held_out.astype(np.int64))
+
+    def _groups(self) -> list[dict[str, Any]]:
+        """The optimizer's."""
+        return [{"params": list(self.model.parameters())}]
 
     @property
     def parameters(self) -> int:

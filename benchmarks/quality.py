@@ -1,161 +1,128 @@
-"""What a failure costs in quality, by how the state was saved: loss above the uninterrupted run's at equal compute.
+"""What a failure costs, by what was saved of the state and in how many bytes: real training, saves and resumes.
 
-    python benchmarks/quality.py [--seeds 5] [--steps 300] [--settings pretraining fine-tuning] [--rows NAME ...]
-                                 [--json FILE]
+    python benchmarks/quality.py [--parts calibration curves] [--settings pretraining ...] [--seeds 0 1 2]
+                                 [--rows FAMILY ...] [--tier few] [--rates CEILING]
+                                 [--results FILE.jsonl] [--summary] [--json FILE]
 
-A Llama of about a million parameters learns to read bytes: from scratch at a rate of 1e-3, and, from a checkpoint
-that this script makes first, another text at 5e-5. Each run fails three times and resumes in a new model from its
-store; what is saved, and how, is the row (``benchmarks/quality_rows.py``). All of it goes through
-``monitor.attach`` and ``resume``. One thread.
-
-The noise that a row is held against is the exact rows': what the final loss would have been at other moments of
-failure. A run that resumes exactly is the uninterrupted run with the lost steps left off its end, bit for bit
-(checked), so that noise can be read off the uninterrupted run. A second one is the row whose weights are nudged by
-one unit in the last place at each resume. Exits 1 when a goal is missed.
+Every seed of a part that is done is a few lines of ``--results``; what is there already is not run again, so a run
+that was cut off goes on where it stood, and parts may be run one by one. The figures are made from that file, by
+``--summary`` alone without running anything. docs/benchmarks/quality.md says what is measured and how. One thread.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import tempfile
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import product
-from math import sqrt
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
-from statistics import fmean, stdev
 
 import torch
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
-from benchmarks.figures import Figure, report  # noqa: E402
-from benchmarks.learner import Course, Learner, Shape, reference, sources  # noqa: E402
-from benchmarks.quality_rows import COMPACT, EVERY, EXACT, PARTS, ROWS, Row  # noqa: E402
-from benchmarks.quality_run import Begin, Outcome, run_seed  # noqa: E402
+from benchmarks.figures import report  # noqa: E402
+from benchmarks.quality_calibration import calibration  # noqa: E402
+from benchmarks.quality_curves import Record, curves  # noqa: E402
+from benchmarks.quality_results import load  # noqa: E402
+from benchmarks.quality_rows import Row  # noqa: E402
+from benchmarks.quality_settings import MAKERS, TIERS, Setting, setting_named  # noqa: E402
+from benchmarks.quality_summary import figures  # noqa: E402
+from benchmarks.quality_trunk import Base, base  # noqa: E402
 
-SHAPE = Shape()
-PRETRAINED_STEPS = 1000
-STRANGER = 1000
-"""Added to a seed for the values that a resume must replace."""
+CALIBRATED = {"pretraining": False, "beta2-0.95": True, "minilm": True}
+"""Settings of the calibration; True where only some cases are run."""
 
-NAMED = {row.name: row for row in (*ROWS, *PARTS)}
-
-STUDENT = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
-"""97.5 % points of Student's t by degrees of freedom."""
+RESULTS = HERE.parent / "docs" / "benchmarks" / "quality" / "results.jsonl"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
-    parser.add_argument("--seeds", type=int, default=5, choices=range(2, 11), metavar="2..10")
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--settings", nargs="+", default=list(SETTINGS), choices=list(SETTINGS))
-    parser.add_argument("--rows", nargs="+", default=[row.name for row in ROWS], choices=list(NAMED), metavar="NAME")
+    parser.add_argument("--parts", nargs="+", default=["calibration", "curves"], choices=["calibration", "curves"])
+    parser.add_argument("--settings", nargs="+", default=list(MAKERS), choices=list(MAKERS))
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="which ones")
+    parser.add_argument("--rows", nargs="+", default=None, metavar="FAMILY", help="families of rows; all by default")
+    parser.add_argument("--tier", choices=TIERS, default=None, help="which rows, whatever the setting says")
+    parser.add_argument("--rates", type=float, default=None, help="budgets of at most so many bytes a parameter, step")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--summary", action="store_true", help="run nothing")
     parser.add_argument("--json", type=Path, default=None)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    rows = [row for name, row in NAMED.items() if name in (EXACT, *options.rows)]
-    figures: list[Figure] = []
-    for name in options.settings:
-        setting = SETTINGS[name](options.steps)
-        outcomes = []
-        for seed in range(options.seeds):
-            outcomes.append(_seed(setting, options.steps, seed, rows))
-            _tell(name, seed, outcomes[-1])
-        figures += summed_up(name, outcomes, rows)
-    return report("loss after three failures, above the uninterrupted run at equal compute", figures, options.json)
+    if not options.summary:
+        for part, name, seed in _planned(options):
+            setting = setting_named(name)
+            setting = replace(setting, rows=options.tier) if options.tier else setting
+            _append(options.results, _run(part, setting, seed, _chooser(options)))
+    return report("damage after a failure, against bytes", figures(load(options.results)), options.json)
 
 
-@dataclass(frozen=True)
-class Setting:
-    """A course, and the weights that a run begins with; None for random ones."""
-
-    course: Course
-    weights: Mapping[str, torch.Tensor] | None = None
-
-    def begin(self, seed: int) -> Begin:
-        """Learners of one seed."""
-
-        def learner(stranger: bool) -> Learner:
-            made = Learner(SHAPE, self.course, seed, init=seed + STRANGER * stranger)
-            if self.weights is not None and not stranger:
-                made.model.load_state_dict(self.weights)
-            return made
-
-        return learner
+def _planned(options: argparse.Namespace) -> Iterator[tuple[str, str, int]]:
+    """What is asked for and not there yet. All settings of a seed before the next seed."""
+    there = {(one["of"], one["setting"], one["seed"]) for one in load(options.results) if one["part"] == "done"}
+    for part in options.parts:
+        for seed in options.seeds:
+            for name in options.settings:
+                if (part == "curves" and name != "beta2-0.95") or (part == "calibration" and name in CALIBRATED):
+                    key = _key(part, options)
+                    if (key, name, seed) not in there:
+                        yield part, name, seed
 
 
-def pretraining(steps: int) -> Setting:
-    """From scratch."""
-    return Setting(Course(sources(), 1e-3, steps))
+def _key(part: str, options: argparse.Namespace) -> str:
+    if part != "curves":
+        return part
+    chosen = ",".join(sorted(options.rows)) if options.rows else "all"
+    return f"{part}:{chosen}:{options.rates or ''}:{options.tier or ''}"
 
 
-def fine_tuning(steps: int) -> Setting:
-    """Another text, from weights that are made here."""
-    teacher = Learner(SHAPE, Course(sources(), 1e-3, PRETRAINED_STEPS), STRANGER - 1)
-    for _ in range(PRETRAINED_STEPS):
-        teacher.step()
-    return Setting(Course(reference(), 5e-5, steps), teacher.model.state_dict())
+def _chooser(options: argparse.Namespace) -> tuple[str, Callable[[Row], bool]]:
+    def chosen(row: Row) -> bool:
+        named = options.rows is None or row.family in options.rows
+        return named and (row.rate is None or options.rates is None or row.rate <= options.rates)
+
+    return _key("curves", options), chosen
 
 
-SETTINGS = {"pretraining": pretraining, "fine-tuning": fine_tuning}
+@cache
+def _base(name: str, seed: int) -> Base:
+    return base(setting_named(name), seed)
 
 
-def _seed(setting: Setting, steps: int, seed: int, rows: Sequence[Row]) -> Outcome:
+def _run(part: str, setting: Setting, seed: int, chooser: tuple[str, Callable[[Row], bool]]) -> Iterator[Record]:
+    key, chosen = chooser
+    began = time.perf_counter()
+    begun = _base(setting.name, seed)
     with tempfile.TemporaryDirectory(prefix="driftpoint-bench-") as folder:
-        return run_seed(setting.begin(seed), steps, seed, rows, Path(folder))
+        if part == "calibration":
+            yield from calibration(setting, seed, begun, Path(folder), CALIBRATED[setting.name])
+        else:
+            yield from curves(setting, seed, begun, Path(folder), chosen)
+    seconds = time.perf_counter() - began
+    done = part if part == "calibration" else key
+    print(f"{done}, {setting.name}, seed {seed}: {seconds:.0f} s", flush=True)
+    yield {"part": "done", "of": done, "setting": setting.name, "seed": seed, "seconds": round(seconds)}
 
 
-def _tell(setting: str, seed: int, outcome: Outcome) -> None:
-    """A line a seed, while the others still run."""
-    gaps = ", ".join(f"{name} {outcome.gap(name):+.5f}" for name in outcome.rows)
-    lost = max(outcome.uninterrupted) - outcome.rows[EXACT].step
-    spread = exact_spread(outcome.uninterrupted)
-    print(f"{setting}, seed {seed}: {lost} steps lost; spread of exact {spread:.5f}; gaps: {gaps}", flush=True)
+def _append(path: Path, records: Iterator[Record]) -> None:
+    """A line each, as they come; those of a seed that was cut off are run again and stand there twice."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for record in records:
+        with path.open("a") as file:
+            file.write(json.dumps(_short(record), separators=(",", ":")) + "\n")
 
 
-def summed_up(setting: str, outcomes: Sequence[Outcome], rows: Sequence[Row]) -> list[Figure]:
-    """Means over seeds; the rows against the exact one, seed by seed."""
-    ends = [one.uninterrupted[max(one.uninterrupted)] for one in outcomes]
-    strays = sum(one.rows[EXACT].loss != one.uninterrupted[one.rows[EXACT].step] for one in outcomes)
-    spread = fmean(exact_spread(one.uninterrupted) for one in outcomes)
-    figures = [
-        Figure(f"{setting}: loss", fmean(ends), "nats", f"uninterrupted; +-{stdev(ends):.2g} over {len(ends)} seeds"),
-        Figure(f"{setting}: exact resumes off by a bit", strays, "", "the uninterrupted run", 0),
-        Figure(f"{setting}: spread of exact", spread, "nats", "other moments of failure"),
-    ]
-    for row in rows:
-        figures += _of_row(setting, row, outcomes, spread)
-    return figures
-
-
-def _of_row(setting: str, row: Row, outcomes: Sequence[Outcome], spread: float) -> list[Figure]:
-    name = f"{setting}, {row.name}"
-    gaps = [one.gap(row.name) for one in outcomes]
-    figures = [
-        Figure(f"{name}: bytes", fmean(one.rows[row.name].save_bytes for one in outcomes), "a parameter"),
-        Figure(f"{name}: gap", fmean(gaps), "nats", f"uninterrupted; +-{stdev(gaps):.2g} over seeds"),
-    ]
-    if row.name != EXACT:
-        apart = [one.gap(row.name) - one.gap(EXACT) for one in outcomes]
-        mean, around = fmean(apart), STUDENT[len(apart) - 1] * stdev(apart) / sqrt(len(apart))
-        goal = spread if row.name == COMPACT else None
-        figures += [
-            Figure(f"{name}: difference", mean, "nats", f"exact, seed by seed; +-{around:.2g} at 95 %"),
-            Figure(f"{name}: upper end of that", mean + around, "nats", "spread of exact", goal),
-        ]
-    return figures
-
-
-def exact_spread(uninterrupted: Mapping[int, float]) -> float:
-    """Standard deviation of the final loss over all moments of three failures, when each resumes exactly."""
-    lost = Counter(sum(offsets) for offsets in product(range(EVERY), repeat=3))
-    last = max(uninterrupted)
-    total = sum(lost.values())
-    mean = sum(count * uninterrupted[last - steps] for steps, count in lost.items()) / total
-    return sqrt(sum(count * (uninterrupted[last - steps] - mean) ** 2 for steps, count in lost.items()) / total)
+def _short(value: object) -> object:
+    """Losses to a millionth."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, dict):
+        return {name: _short(one) for name, one in value.items()}
+    return [_short(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 if __name__ == "__main__":

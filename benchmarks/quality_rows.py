@@ -1,120 +1,130 @@
-"""Rows of the quality benchmark: each is a configuration, and perhaps a change of the state that a resume gives.
+"""Rows of the quality benchmark: each is a configuration at a rate of bytes, in families that a curve joins.
 
-A change stands for an encoding or for a noise that the product does not have. To add a row, add it here.
+``thresholds`` must be told how far units move; all else is fixed. To add a row, add it here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from benchmarks.learner import Learner
+from benchmarks.stepped import SteppedConfig, per_step
 from benchmarks.turns import TurnsConfig
 from monitor.config import Config
-from store.encoding import BLOCK
 
-EVERY = 10
-EXACT = "exact"
-COMPACT = "compact"
+PERIODS = (10, 20, 40, 80)
+"""In steps: how often everything is saved, raw, at the rates that are compared. Raw is 12 bytes a parameter."""
+
+_GATHER = 200.0
+_PACKED = {"packing": 3, "differences": True}
 
 
 @dataclass(frozen=True)
 class Row:
-    """settings: what differs from a configuration that saves everything, exactly, every 10 steps. ``turns`` among
-    them takes :class:`TurnsConfig`. change: done to the learner after each resume."""
+    """family: what a curve joins. every: steps between two decisions. settings: what differs from saving everything,
+    raw. rate: bytes a parameter and step of a budget. lossless: what it gives back is what was, all of one step, so
+    that a resume need not be tried at every failure. bytes_only: what it gives back is another row's. more: left out
+    where little is to be run."""
 
-    name: str
+    family: str
+    every: int
     settings: Mapping[str, Any] = field(default_factory=dict)
-    change: Callable[[Learner], None] | None = None
+    rate: float | None = None
+    mark: str = ""
+    lossless: bool = False
+    bytes_only: bool = False
+    more: bool = False
 
-    def config(self, store: Path) -> Config:
+    @property
+    def name(self) -> str:
+        """Unlike any other's."""
+        rate = "" if self.rate is None else f" {self.rate:g}"
+        return f"{self.family} @{self.every}{rate}{self.mark}"
+
+    def config(self, store: Path, learner: Learner) -> Config:
         """For ``monitor.attach``."""
-        values = {
+        values: dict[str, Any] = {
             "store": str(store),
-            "every": EVERY,
+            "every": self.every,
             "staging": "eager",
             "metrics": {"enabled": False},
+            "trace": {"enabled": False},
+            "resume": {"at": "newest"},
             "retention": {"keep_last": 1, "log_spaced": False},
             **self.settings,
         }
+        if self.rate is not None:
+            nbytes = self.rate * sum(one.numel() for one in learner.model.parameters() if one.requires_grad)
+            values["budget"] = per_step(nbytes, lambda: learner.schedule.last_epoch, _GATHER)
+            return SteppedConfig.model_validate(values)
         return (TurnsConfig if "turns" in values else Config).model_validate(values)
 
 
-@torch.no_grad()
-def nudge(learner: Learner) -> None:
-    """Every weight by one unit in the last of its 24 places, up or down: the least change that there is."""
-    generator = torch.Generator().manual_seed(0)
-    for parameter in learner.model.parameters():
-        signs = torch.randint(0, 2, parameter.shape, generator=generator, dtype=torch.int32) * 2 - 1
-        parameter.view(torch.int32).add_(signs)
+def rows(thresholds: Mapping[int, Mapping[str, float]]) -> Iterator[Row]:
+    """All of them. thresholds: period -> slot -> the drift that the median layer has after so many steps."""
+    yield Row("full", 10, lossless=True)
+    yield from (Row("full, packed", every, _PACKED, lossless=True, bytes_only=True) for every in PERIODS[:3])
+    yield Row("full, compact", 10, {"encoding": "compact"})
+    yield from (
+        Row("full, compact, packed", every, {"encoding": "compact", **_PACKED}, bytes_only=True)
+        for every in (5, *PERIODS[:3])
+    )
+    yield Row("full, careful", 10, {"encoding": "careful"})
+    for k, periods, usual in ((2, (5, 10, 20, 40), (10, 20)), (4, (5, 10, 20), (10,))):
+        policy = {"policy": {"name": "parity", "k": k}}
+        yield from (Row(f"parity {k}", every, policy, more=every not in usual) for every in periods)
+    filtered = {"policy": {"name": "filter", "n": 1, "m": 4}}
+    yield from (Row("filter", every, filtered, more=every != 20) for every in PERIODS[:3])
+    yield from (_threshold(period, slots) for period, slots in thresholds.items())
+    yield from (
+        Row("turns, compact", every, {"encoding": "compact", "turns": 8}, more=every != 10) for every in (5, 10, 20)
+    )
+    yield from (_budget("budget", rate, {}) for rate in (0.6, 0.3, 0.15, 0.075))
+    yield from (_budget("budget, compact", rate, {"encoding": "compact"}) for rate in (0.3, 0.15, 0.075, 0.0375))
+    yield from (
+        _budget("budget, compact, packed", rate, {"encoding": "compact", **_PACKED}) for rate in (0.15, 0.075, 0.0375)
+    )
+    for lag in (0.3, 30.0):
+        yield _budget("budget", 0.3, {}, lag)
+        yield _budget("budget, compact", 0.15, {"encoding": "compact"}, lag)
+    for lag in (10.0, 30.0):
+        yield _budget("budget, compact", 0.3, {"encoding": "compact"}, lag)
 
 
-@torch.no_grad()
-def four_bits(learner: Learner) -> None:
-    """Weights as bfloat16, moments in 4 bits and one scale for 64: the analogues of the 8-bit encodings."""
-    for parameter in learner.model.parameters():
-        parameter.copy_(parameter.to(torch.bfloat16))
-        state = learner.optimizer.state[parameter]
-        state["exp_avg"].copy_(_signed(state["exp_avg"]))
-        state["exp_avg_sq"].copy_(_rounded_up(state["exp_avg_sq"]))
+def _budget(family: str, rate: float, settings: Mapping[str, Any], lag: float | None = None) -> Row:
+    policy: dict[str, Any] = {"name": "budget"}
+    if lag is not None:
+        policy["lags"] = {"exp_avg": lag, "exp_avg_sq": lag}
+    mark = "" if lag is None else f" lag {lag:g}"
+    return Row(family, 10, {"policy": policy, **settings}, rate, mark, more=lag is not None)
 
 
-@torch.no_grad()
-def nearest(learner: Learner) -> None:
-    """Second moments in 8 bits by their square roots, to the nearest code, and 1 at least where they are not 0."""
-    for parameter in learner.model.parameters():
-        values = learner.optimizer.state[parameter]["exp_avg_sq"]
-        roots = _rows(values).sqrt()
-        scales = (roots.amax(1, keepdim=True) / 255).clamp(min=torch.finfo(torch.float32).tiny)
-        codes = (roots / scales).round().clamp(min=1) * (roots > 0)
-        values.copy_(_as((codes * scales).square(), values))
+def _threshold(period: int, slots: Mapping[str, float]) -> Row:
+    others = {slot: limit for slot, limit in slots.items() if slot != "fp32"}
+    policy = {"name": "threshold", "threshold": slots["fp32"], "slots": others}
+    bounds = {"max_staleness": 4 * period}
+    return Row("threshold", 5, {"policy": policy, "bounds": bounds}, mark=f" ~{period}", more=period not in (20, 40))
 
 
-def _signed(values: torch.Tensor) -> torch.Tensor:
-    rows = _rows(values)
-    scales = (rows.abs().amax(1, keepdim=True) / 7).clamp(min=torch.finfo(torch.float32).tiny)
-    return _as((rows / scales).round() * scales, values)
+RULED = frozenset({"parity 2 @20", "parity 4 @20", "threshold @5 ~40", "budget @10 0.15"})
+"""Rows whose resumes are tried from several steps, where a setting asks for that."""
 
+LAGGED = frozenset({"budget, compact @10 0.3"} | {f"budget, compact @10 0.3 lag {lag}" for lag in (10, 30)})
+"""Rows that differ in what policy budget takes old moments for."""
 
-def _rounded_up(values: torch.Tensor) -> torch.Tensor:
-    """Of square roots, so that no second moment is taken for less than it is."""
-    roots = _rows(values).sqrt()
-    scales = (roots.amax(1, keepdim=True) / 15).clamp(min=torch.finfo(torch.float32).tiny)
-    return _as(((roots / scales).ceil() * scales).square(), values)
-
-
-def _rows(values: torch.Tensor) -> torch.Tensor:
-    flat = values.reshape(-1)
-    return torch.nn.functional.pad(flat, (0, -flat.numel() % BLOCK)).view(-1, BLOCK)
-
-
-def _as(rows: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    return rows.view(-1)[: values.numel()].view(values.shape)
-
-
-_WEIGHTS = {"fp32": "bf16"}
-_FIRST = {"exp_avg": "int8-block"}
-_SECOND = {"exp_avg_sq": "int8-sqrt-block"}
-
-# The bytes of rows with a change are those that were saved, not what their encoding would take.
-ROWS = (
-    Row(EXACT),
-    Row("exact, nudged", change=nudge),
-    Row(COMPACT, {"encoding": "compact"}),
-    Row("compact, eighth", {"encoding": "compact", "turns": 8}),
-    Row("4-bit moments", change=four_bits),
-)
-
-PARTS = (
-    Row("careful", {"encoding": "careful"}),
-    Row("weights only", {"encoding": _WEIGHTS}),
-    Row("first moments only", {"encoding": _FIRST}),
-    Row("second moments only", {"encoding": _SECOND}),
-    Row("second moments to the nearest", change=nearest),
-)
-"""With 24 bits of the weights instead of 16; what makes up compact, one by one; and second moments in 8 bits that are
-not rounded up, tried outside the store. Run where asked for."""
+FEW = RULED - {"parity 4 @20", "budget @10 0.15"} | {
+    "full @10",
+    "full, packed @20",
+    "full, compact @10",
+    "full, compact, packed @20",
+    "full, careful @10",
+    "turns, compact @10",
+    "budget @10 0.3",
+    "budget, compact @10 0.15",
+    "budget, compact, packed @10 0.075",
+    "budget, compact, packed @10 0.0375",
+}
+"""Rows of a setting whose steps are dear."""

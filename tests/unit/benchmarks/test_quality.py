@@ -1,89 +1,149 @@
-"""What the quality benchmark's figures rest on: when runs fail, the noise of exact ones, rows that change the state."""
+"""The quality benchmark from end to end on a run of seconds, and the arithmetic of its results."""
 
 from __future__ import annotations
 
-from math import sqrt
+import json
 from pathlib import Path
 
 import pytest
-import torch
 
-from benchmarks.learner import Course, Learner, Shape, reference
-from benchmarks.quality import exact_spread
-from benchmarks.quality_rows import EVERY, EXACT, ROWS, Row, four_bits, nudge
-from benchmarks.quality_run import failures, run_seed
-from benchmarks.turns import MomentsInTurn
-from policies.base import Budget, History, UnitStats
-from store.names import Unit
+from benchmarks.learner import Course, reference
+from benchmarks.quality_calibration import calibration, moments
+from benchmarks.quality_curves import curves, marks
+from benchmarks.quality_results import Results, correlation, less_often, newest, row_results, slope_through_zero
+from benchmarks.quality_rows import Row, rows
+from benchmarks.quality_settings import MAKERS, Setting, Tiny
+from benchmarks.quality_summary import by_case, lags, ruled
+from benchmarks.quality_trunk import Base, base, place, placed, state_of, take
 
-TINY = Shape(hidden=32, inner=64, layers=2, heads=2, windows=2, length=16)
-
-
-def learner(seed: int = 0) -> Learner:
-    made = Learner(TINY, Course(reference(), 1e-3, 20), seed)
-    for _ in range(2):
-        made.step()
-    return made
+RUN = {"full @10", "full, compact @10", "full, compact, packed @10", "budget, compact @10 0.3", "parity 2 @5"}
 
 
-def test_failures_leave_each_stretch_a_save() -> None:
-    for seed in range(20):
-        moments = failures(300, seed)
-        assert moments == failures(300, seed)
-        assert all(later - earlier > EVERY for earlier, later in zip([0, *moments], [*moments, 300], strict=True))
+@pytest.fixture(scope="module")
+def tiny() -> Setting:
+    return Tiny().setting()
 
 
-def test_spread_of_exact_runs_is_that_of_the_steps_they_lose() -> None:
-    # Three independent, even losses of 0 to 9 steps, on a loss that falls by one a step.
-    losses = {step: -float(step) for step in range(100 - 3 * EVERY + 1, 101)}
-    assert exact_spread(losses) == pytest.approx(sqrt(3 * (EVERY**2 - 1) / 12))
+@pytest.fixture(scope="module")
+def begun(tiny: Setting) -> Base:
+    return base(tiny, 0)
 
 
-def test_every_moment_has_its_turn_once_in_a_round() -> None:
-    stats = [
-        UnitStats(Unit(f"layers.{i}", slot), i, True, 64, None, 10)
-        for i in range(11)
-        for slot in ("fp32", "exp_avg", "exp_avg_sq")
-    ]
-    rounds = [MomentsInTurn(8).select(stats, Budget(), History(step=10 * n, commits=n)).saved for n in range(1, 9)]
-    for one in stats:
-        assert sum(one.unit in saved for saved in rounds) == (8 if one.unit.slot == "fp32" else 1)
+@pytest.fixture(scope="module")
+def curved(tiny: Setting, begun: Base, tmp_path_factory: pytest.TempPathFactory) -> Results:
+    folder = tmp_path_factory.mktemp("curves")
+    made = list(curves(tiny, 0, begun, folder, lambda row: row.name in RUN))
+    return Results("tiny", as_read(made))
 
 
-def test_a_nudge_is_one_unit_in_the_last_place() -> None:
-    made = learner()
-    before = made.flat("fp32")
-    nudge(made)
-    assert ((made.flat("fp32").view(torch.int32) - before.view(torch.int32)).abs() == 1).all()
+@pytest.fixture(scope="module")
+def calibrated(tiny: Setting, begun: Base, tmp_path_factory: pytest.TempPathFactory) -> Results:
+    return Results("tiny", as_read(list(calibration(tiny, 0, begun, tmp_path_factory.mktemp("calibration"), True))))
 
 
-def test_four_bits_leave_sixteen_values_a_block_and_never_less_of_a_second_moment() -> None:
-    made = learner()
-    exact = {slot: made.flat(slot) for slot in ("exp_avg", "exp_avg_sq")}
-    four_bits(made)
-    weight = made.model.model.layers[0].mlp.up_proj.weight
-    for slot in exact:
-        blocks = made.optimizer.state[weight][slot].view(-1, 64)
-        assert max(len(block.unique()) for block in blocks) <= 16
-    assert (made.flat("exp_avg_sq") >= exact["exp_avg_sq"] * (1 - 1e-6)).all()
+def as_read(records: list[dict[str, object]]) -> list[dict[str, object]]:
+    """As they come back from a file of lines."""
+    return [json.loads(json.dumps(one)) for one in records]
 
 
-def test_exact_resumes_end_where_the_uninterrupted_run_was(tmp_path: Path) -> None:
-    course = Course(reference(), 1e-3, 60)
-
-    def begin(stranger: bool) -> Learner:
-        return Learner(TINY, course, 1, init=99 if stranger else None)
-
-    outcome = run_seed(begin, 60, 1, [row for row in ROWS if row.change is None], tmp_path)
-    exact, compact = outcome.rows[EXACT], outcome.rows["compact"]
-    assert exact.step < 60
-    assert exact.loss == outcome.uninterrupted[exact.step]
-    assert compact.step == exact.step
-    assert compact.loss != exact.loss
-    assert compact.loss == pytest.approx(exact.loss, abs=0.1)
-    assert exact.save_bytes == 12.0
-    assert 4.1 < compact.save_bytes < 4.3  # the small norms' blocks are not full
+def test_exact_resumes_are_the_uninterrupted_run_to_the_last_bit(curved: Results) -> None:
+    (full,) = (one for one in curved.curves if one["row"] == "full @10")
+    for state in full["states"]:
+        trunk = curved.trunks[0]["losses"]
+        assert all(trunk[step] == loss for step, loss in state["losses"].items() if step in trunk)
+        assert str(max(map(int, trunk))) in state["losses"]
 
 
-def test_rows_without_a_policy_of_their_own_save_everything() -> None:
-    assert Row("any").config(Path("store")).policy == "full"
+def test_a_state_put_together_from_one_save_is_the_uninterrupted_run(calibrated: Results) -> None:
+    exact = [one for one in calibrated.cases if one["case"]["name"] == "exact"]
+    assert len(exact) == len(moments(Tiny().setting(), 2))
+    assert all(calibrated.gap(one, one["losses"]) == 0.0 for one in exact)
+
+
+def test_stale_slots_change_what_follows(calibrated: Results) -> None:
+    for name, (case, gap) in by_case(calibrated, None).items():
+        assert (gap.value == 0.0) == (case["name"] == "exact"), name
+    assert set(lags(calibrated)) == {"exp_avg", "exp_avg_sq"}
+
+
+def test_rows_take_the_bytes_that_they_say(curved: Results) -> None:
+    span = Tiny().setting().span
+    by_name = {row.row: row for row in row_results(curved, (span.start, span.first, span.last))}
+    assert by_name.keys() == RUN
+    assert 1.2 < by_name["full @10"].rate < 1.3  # 12 bytes, and the run state, which weighs in so small a model
+    assert by_name["full, compact @10"].rate < 0.5
+    assert by_name["full, compact, packed @10"].rate < by_name["full, compact @10"].rate
+    assert by_name["parity 2 @5"].rate == pytest.approx(by_name["full @10"].rate, rel=0.2)
+    assert by_name["budget, compact @10 0.3"].rate <= 0.31
+    assert by_name["full @10"].gap.value == 0.0
+    assert by_name["full @10"].lost == pytest.approx(4.5, abs=0.5)
+    assert by_name["parity 2 @5"].drift > 0.0
+
+
+def test_a_step_is_worth_what_shorter_runs_lack(curved: Results) -> None:
+    assert curved.trunks[0]["shorter"].keys() == {"10", "20"}
+    assert curved.worth.value > 0.0  # so early in a run each step still brings much
+
+
+def test_rules_go_back_within_the_composite(curved: Results, tiny: Setting, begun: Base, tmp_path: Path) -> None:
+    name = "parity 2 @20"
+    made = list(curves(tiny, 0, begun, tmp_path, lambda row: row.name == name))
+    results = Results("tiny", as_read(made))
+    (row,) = results.curves
+    for state in row["states"]:
+        back = {rule: told["back"] for rule, told in state["rules"].items()}
+        assert 0 <= back["mean"] <= back["oldest"] == state["certificate"]["oldest"]
+        assert min(map(int, state["rules"]["oldest"]["losses"])) == state["step"] - back["oldest"]
+    assert {rule for _, rule in ruled(results)} == {"newest", "mean", "paced", "oldest"}
+
+
+def test_a_place_is_all_that_a_learner_has_besides_weights_and_moments(tiny: Setting) -> None:
+    ahead = tiny.begin(0)
+    for _ in range(12):
+        ahead.step()
+    state, where = state_of(ahead), placed(ahead)
+    other = take(tiny.begin(0, stranger=True), state)
+    for _ in range(3):
+        next(other.batches)
+        other.schedule.step()
+    for one in other.optimizer.state.values():
+        one["step"].fill_(99)
+    place(other, where)
+    ahead.step()
+    other.step()
+    assert other.loss() == ahead.loss()
+
+
+def test_failures_are_spread_over_the_window_and_differ_between_seeds(tiny: Setting) -> None:
+    for seed in range(3):
+        chosen = marks(tiny, seed)
+        assert all(tiny.span.first <= step < tiny.span.last for step in chosen)
+    assert marks(tiny, 0) != marks(tiny, 1)
+
+
+def test_rows_have_names_of_their_own() -> None:
+    names = [row.name for row in rows({10: {"fp32": 0.1}, 20: {"fp32": 0.2}})]
+    assert len(names) == len(set(names))
+
+
+def test_what_saving_less_often_costs() -> None:
+    assert less_often(12.0, 1.2, 0.01) == pytest.approx(0.01 * 4.5)
+    assert less_often(12.0, 24.0, 0.01, gap=0.5) == 0.5
+    assert newest({"10": 5, "20": 5}, 0, 19) == 10
+    assert newest({}, 7, 19) == 7
+
+
+def test_lines_through_points() -> None:
+    points = [(1.0, 2.0), (2.0, 4.0), (3.0, 6.0)]
+    assert slope_through_zero(points) == pytest.approx((2.0, 1.0))
+    assert correlation([(x, y + 5) for x, y in points]) == pytest.approx(1.0)
+
+
+def test_the_rate_holds_and_then_falls() -> None:
+    course = Course(reference(), 1.0, 100, warm_up=10, floor=0.0, hold=60, spurt=30)
+    assert [course.factor(step) for step in (4, 20, 30, 60, 80, 100)] == [0.5, 3.0, 1.0, 1.0, 0.5, 0.0]
+
+
+def test_settings_can_be_told_apart() -> None:
+    assert set(MAKERS) == {"pretraining", "adapters", "layer-wise", "minilm", "falling", "beta2-0.95"}
+    assert Row("a", 10, rate=0.5).name == "a @10 0.5"

@@ -1,4 +1,4 @@
-"""One seed of the quality benchmark: a run that nothing interrupts, and runs that fail and resume, row by row.
+"""One seed of the precision benchmark: a run that nothing interrupts, and runs that fail and resume, row by row.
 
 Compute is what is equal: every run takes the same number of optimizer steps, and those that a failure throws away
 count. So a run that lost steps ends that much earlier in its schedule. All rows share the run up to the first
@@ -19,7 +19,7 @@ from statistics import fmean
 
 import monitor
 from benchmarks.learner import Learner
-from benchmarks.quality_rows import EVERY, Row
+from benchmarks.precision_rows import EVERY, Row
 from benchmarks.stored import newest_save
 
 _TURNS = 8
