@@ -104,7 +104,10 @@ def test_measured_rows_are_those_of_the_raw_results(names: Names) -> None:
     assert set(drawn) == set(names["measured"]) >= {"pretraining", "layer-wise", "adapters", "minilm"}
     for setting, (results, rows) in names["measured"].items():
         own = [one for one in records if one.get("setting") == setting]
-        runs = {one["seed"]: one for one in own if one["part"] == "trunk"}
+        runs: Names = {}  # a run is told by each part of the benchmark, by one with its parameters' number
+        for one in own:
+            if one["part"] == "trunk":
+                runs[one["seed"]] = {**runs.get(one["seed"], {}), **one}
         curves = {(one["seed"], one["row"]): one for one in own if one["part"] == "curve"}
         worth = results.worth.value
         assert worth > 0
