@@ -18,6 +18,8 @@ from tests.support.notebooks import executed
 
 RATES = (0.6, 0.3, 0.15, 0.075, 0.0375)
 
+pytestmark = pytest.mark.slow
+
 Names = dict[str, Any]
 Curves = dict[tuple[int, str], Any]
 
