@@ -8,6 +8,7 @@ from typing import Any
 
 from monitor.adapters.select import adapter_for
 from monitor.agree import everywhere
+from monitor.alike import require_alike
 from monitor.checkpointer import Checkpointer
 from monitor.config import Config, load_config
 from monitor.drift.buffers import BySlotMeter
@@ -39,12 +40,13 @@ def attach(
     ``load_state_dict``. A resume loads them before weights, moments and hyperparameters, which have the last word.
     Every rank calls it, after the process group is up.
 
-    Raises ConfigError for senseless settings and for a policy that fails on the layers of this job,
-    UnsupportedError for what cannot be handled, StoreInUseError where another job on this machine owns the store, and
-    StorageError where it cannot be written.
+    Raises ConfigError for senseless settings, for settings that differ between ranks and for a policy that fails on
+    the layers of this job, UnsupportedError for what cannot be handled, StoreInUseError where another job on this
+    machine owns the store, and StorageError where it cannot be written.
     """
     group = current_group()
     job = everywhere(group, lambda: _job(target, config, state, group))
+    require_alike(job)
     rehearse_policy(job)
     settings = job.config
     if job.observing:

@@ -159,7 +159,7 @@ class Adaptive:
         self._metrics.cost.set(measured.cost or 0.0)
         if found.too_slow and not self._told_slow:
             _log.warning(
-                "every: auto: auto.max_loss_minutes cannot hold, since a save takes %.1f s to become durable and a "
+                "every: auto: auto.max_loss_minutes cannot hold, since a save takes %.3g s to become durable and a "
                 "step %.3g s: saves follow each other as they can. Raise it, write less, or to a faster disk",
                 measured.durable or 0.0,
                 measured.step or 0.0,

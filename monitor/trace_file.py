@@ -7,6 +7,8 @@ up, so that it ends early but has no gap. It does not know what lines say.
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import stat
 from collections.abc import Callable
@@ -115,8 +117,19 @@ def _opened(path: Path) -> tuple[int, bool]:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode):
             raise StorageError(f"{path} is no regular file: set `trace: {{path: ...}}` to another one")
+        _lock(descriptor, path)
         torn = found.st_size > 0 and os.pread(descriptor, 1, found.st_size - 1) != b"\n"
     except BaseException:
         os.close(descriptor)
         raise
     return descriptor, torn
+
+
+def _lock(descriptor: int, path: Path) -> None:
+    """Until the file is closed, or the process ends however it does. Lines of two jobs would pass for those of one."""
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            raise StorageError(f"another job writes {path}: set `trace: {{path: ...}}` to a file of its own") from error
+        # Where a filesystem has no locks, nothing is known of other jobs: then it is written.

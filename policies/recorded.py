@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from policies.pricing import Fitted
@@ -17,6 +18,7 @@ from store.trace import (
     DecisionLine,
     FailedLine,
     JobLine,
+    Line,
     MovedLine,
     ResumedLine,
     Trace,
@@ -112,12 +114,37 @@ def run_of(trace: Trace) -> Run:
     for job, lines in incarnations(trace):
         again = before is not None and job.started == before.started
         before = job
+        _require_one_job(job, lines)
         latest = max((line.seconds for line in lines if isinstance(line, DecisionLine | CommitLine)), default=0.0)
         seconds[job.started] = max(seconds.get(job.started, 0.0), latest)
         eras += [era for era in _eras(job, lines, again) if era.moments and era.units]
     if not eras:
         raise UsageError("the trace holds no decision yet: let the job run on, or give another trace")
     return Run(tuple(eras), sum(seconds.values()), _costs(eras))
+
+
+def _require_one_job(job: JobLine, lines: Sequence[Line]) -> None:
+    """Two jobs that wrote one file, or a first line that is lost, would make figures of nothing."""
+    told = [line.seconds for line in lines if not isinstance(line, MovedLine | JobLine)]
+    back = any(later < earlier for earlier, later in pairwise(told))
+    if back or not all(_fits(line, len(job.units)) for line in lines):
+        raise UsageError(
+            f"the trace is not of one job: lines after the beginning of epoch {job.epoch} do not follow from each "
+            "other. Did two jobs write it, or is the first line of one lost? Give each job a `trace: {path: ...}` of "
+            "its own"
+        )
+
+
+def _fits(line: Line, units: int) -> bool:
+    if isinstance(line, DecisionLine):
+        columns = (line.drift, line.staleness, line.error, line.encoding, line.stored_bytes)
+        named = (*line.saved, *line.sick, *line.changed)
+        return all(len(column) in (0, units) for column in columns) and all(0 <= index < units for index in named)
+    if isinstance(line, CommitLine):
+        return all(0 <= index < units for index in line.sizes)
+    if isinstance(line, MovedLine):
+        return all(len(column) == units for column in line.since.values())
+    return True
 
 
 def _eras(job: JobLine, lines: Sequence[object], again: bool) -> Iterator[Era]:

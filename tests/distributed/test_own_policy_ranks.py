@@ -1,6 +1,8 @@
-"""Own policies on two ranks: what is wrong with one is told to all of them, and never leaves one waiting."""
+"""Policies and settings on two ranks: what is wrong with one is told to all of them, and never leaves one waiting."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 
@@ -8,6 +10,18 @@ from tests.support.launch import Launched, torchrun
 from tests.support.policies import policy_file, selecting
 
 pytestmark = pytest.mark.distributed
+
+
+OTHERWISE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "every": ({"every": 2}, {"every": 3}),
+    "auto": ({"every": "auto"}, {"every": 5}),
+    "resume": ({"resume": {"at": "effective"}}, {"resume": {"at": "newest"}}),
+    "data": ({"resume": {"data": "back"}}, {"resume": {"data": "on"}}),
+    "policy": ({"policy": "full"}, {"policy": "observe"}),
+    "bounds": ({"bounds": {"max_drift": 0.1}}, {}),
+    "encoding": ({"encoding": "compact"}, {"encoding": "careful"}),
+}
+"""Settings of rank 0 and rank 1 that would leave one of them waiting for the other."""
 
 
 @pytest.fixture(scope="module")
@@ -25,8 +39,9 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> Launched:
         "later.py",
     )
     refused = {
-        "missing": [sound, f"{folder}/missing.py:Mine"],
-        "rehearsed": [broken, broken],
+        "missing": [{"policy": sound}, {"policy": f"{folder}/missing.py:Mine"}],
+        "rehearsed": [{"policy": broken}, {"policy": broken}],
+        **{case: list(pair) for case, pair in OTHERWISE.items()},
     }
     done = torchrun("own_policy.py", 2, {"refused": refused, "raises": raises}, folder)
     assert done.code == 0, done.output[-6000:]
@@ -43,6 +58,15 @@ def test_refused_alike_on_all_ranks(launched: Launched, case: str, told: str) ->
     for rank in (0, 1):
         found = launched.one("refused", case=case, rank=rank)
         assert found["error"] == "ConfigError" and told in found["text"]
+
+
+@pytest.mark.parametrize("case", sorted(OTHERWISE))
+def test_settings_that_differ_between_ranks_are_refused(launched: Launched, case: str) -> None:
+    key = {"auto": "every", "data": "resume"}.get(case, case)
+    for rank in (0, 1):
+        found = launched.one("refused", case=case, rank=rank)
+        assert found["error"] == "ConfigError" and "give every rank the same configuration" in found["text"]
+        assert found["text"].removeprefix("rank 1: ").startswith(f"{key} is ")
 
 
 def test_a_policy_that_raises_in_mid_run_leaves_the_ranks_together(launched: Launched) -> None:

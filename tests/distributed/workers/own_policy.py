@@ -1,4 +1,4 @@
-"""Own policies on two ranks: refused alike before a store is made, and in mid-run carried past alike."""
+"""Policies and settings on two ranks: refused alike before a store is made, and in mid-run carried past alike."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def record(**fields: object) -> None:
 
 init_process_group("gloo")
 torch.manual_seed(0)
-for case, references in spec["refused"].items():
+for case, settings in spec["refused"].items():
     try:
-        Job(folder / case, policy=references[get_rank()])
+        Job(folder / case, **settings[get_rank()])
     except DriftpointError as error:
         record(kind="refused", case=case, error=type(error).__name__, text=str(error))
 

@@ -48,6 +48,30 @@ def test_a_torn_line_is_closed_off(path: Path, torn: bytes, closed: bytes) -> No
     assert path.read_bytes() == closed + b"a\n"
 
 
+HOLD = """
+import sys
+from pathlib import Path
+from monitor.trace_file import TraceFile
+file = TraceFile(Path(sys.argv[1]))
+file.append(b"theirs\\n")
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_file_is_one_job_s_until_that_ends(path: Path) -> None:
+    args = [sys.executable, "-c", HOLD, str(path)]
+    with subprocess.Popen(args, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT) as other:
+        assert other.stdout is not None and other.stdout.readline() == "held\n"
+        with pytest.raises(StorageError, match="another job writes"):
+            TraceFile(path).append(b"ours\n")
+        other.kill()
+    file = TraceFile(path)
+    file.append(b"ours\n")
+    file.close()
+    assert path.read_bytes() == b"theirs\nours\n"
+
+
 def test_lines_of_two_threads_are_whole(path: Path) -> None:
     def write(mark: bytes) -> None:
         file = TraceFile(path)

@@ -15,8 +15,9 @@ from policies.pricing import Fitted
 from policies.recorded import Costs, Run, run_of
 from policies.replay import replay
 from policies.replayed import Replayed
+from store.errors import UsageError
 from store.names import WEIGHTS, Unit
-from store.trace import CommitLine, DecisionLine, FailedLine, Line, ResumedLine, Trace
+from store.trace import CommitLine, DecisionLine, FailedLine, Line, MovedLine, ResumedLine, Trace
 from tests.support.traces import Mover, decisions, job_line, moved_line, power, trace_of
 
 EVERY = 10
@@ -54,6 +55,25 @@ def test_everything_every_time() -> None:
     assert (exposure.lost.mean, exposure.lost.worst) == (EVERY / 2, EVERY)
     assert exposure.rewound.mean == exposure.lost.mean
     assert exposure.unknown == 0
+
+
+def test_lines_of_two_jobs_are_refused() -> None:
+    """They would pass for those of one, and every figure would be wrong."""
+    lines = trace_of(movers(), range(EVERY, 201, EVERY), every=EVERY).lines
+    body = [line for line in lines if isinstance(line, DecisionLine | CommitLine)]
+    later = [line.model_copy(update={"seconds": line.seconds + 3.5}) for line in body]
+    mixed = [line for both in zip(later, body, strict=True) for line in both]
+    with pytest.raises(UsageError, match="not of one job"):
+        run_of(Trace((lines[0], *mixed), 0))
+
+
+def test_lines_of_another_model_are_refused() -> None:
+    lines = trace_of(movers(2), range(EVERY, 101, EVERY), every=EVERY).lines
+    others = trace_of(movers(5), range(EVERY, 201, EVERY), every=EVERY).lines
+    late = [line for line in others if isinstance(line, MovedLine) and line.step > 100]
+    assert late
+    with pytest.raises(UsageError, match="not of one job"):
+        run_of(Trace((*lines, *late), 0))
 
 
 def test_half_as_often() -> None:
