@@ -15,8 +15,8 @@ from policies.base import UnitStats
 from store.names import WEIGHTS
 
 LAG = 3.0
-"""Steps of its layer's weights that a slot with drift 1 counts as. A placeholder, to be calibrated against recovered
-loss: small runs put it between 1 and 10."""
+"""Steps of its layer's weights that a slot with drift 1 counts as. Measured between -4 and 21 with intervals of 3 to 20
+(docs/benchmarks/quality.md): no value is well supported, and runs with 0.3, 3 and 30 could not be told apart."""
 
 GROWTH = 1.5
 """Exponent p of damage ~ t^p between linear drift (2) and a random walk (1)."""
