@@ -85,12 +85,9 @@ class Exposed:
         self._weights = self._slots.get(WEIGHTS, np.zeros(len(units), dtype=bool))
         self._numel = np.array([max(1, unit.numel or unit.nbytes // 4) for unit in units], dtype=np.float64)
 
-    def between(self, begin: float, end: float, held: Held | None) -> None:
-        """``held`` is what the store gives back from ``begin`` to ``end``; None: nothing."""
+    def between(self, begin: float, end: float, held: Held) -> None:
+        """``held`` is what the store gives back from ``begin`` to ``end``."""
         if end <= begin:
-            return
-        if held is None:
-            self._sums.unprotected += end - begin
             return
         middle = (begin + end) / 2
         first, inner, last = (self._squares(step, held) for step in (begin, middle, end))

@@ -17,7 +17,8 @@ import numpy as np
 
 from policies.base import Budget, Choice, Decision, History, UnitStats
 from policies.bounds import incomplete
-from policies.exposure import Exposed, Exposure, Held
+from policies.course import Course, Stretch
+from policies.exposure import Held
 from policies.moments import chosen
 from policies.movement import Movement, movement_of
 from policies.options import expected_bytes, expected_error
@@ -46,16 +47,17 @@ class _Replay:
         self._account = plan.account(lambda: self._now)
         self._made: list[Made] = []
         self._committed: list[Made] = []
-        self._exposure = Exposure()
+        self._stretches: list[Stretch] = []
+        self._movements: list[Movement] = []
 
     def result(self) -> Replayed:
         for number, era in enumerate(self._run.eras):
             self._begin_era(era, first=number == 0)
-            _EraReplay(self, era).run()
+            _EraReplay(self, era, number).run()
             self._end_era(era, last=number == len(self._run.eras) - 1)
-        return Replayed(
-            self._plan, tuple(self._made), tuple(self._committed), self._exposure, as_recorded=self._state.on_path
-        )
+        eras = tuple((era.units, movement) for era, movement in zip(self._run.eras, self._movements, strict=True))
+        course = Course(eras, tuple(self._stretches))
+        return Replayed(self._plan, tuple(self._made), tuple(self._committed), course, self._state.on_path)
 
     def _begin_era(self, era: Era, first: bool) -> None:
         state = self._state
@@ -85,28 +87,45 @@ class _Replay:
         state.versions.update(pending.versions)
         state.commits += 1
         state.newest = made.step
+        state.durable, state.durable_newest = dict(state.versions), state.newest
         self._committed.append(made)
 
 
 class _EraReplay:
     """One era of a replay."""
 
-    def __init__(self, owner: _Replay, era: Era) -> None:
+    def __init__(self, owner: _Replay, era: Era, number: int) -> None:
         self._owner = owner
         self._era = era
+        self._number = number
         self._plan = owner._plan
         self._state = owner._state
         self._movement: Movement = movement_of(era)
-        self._exposed = Exposed(era.units, self._movement, owner._exposure)
+        owner._movements.append(self._movement)
         self._copied = 0.0
 
     def run(self) -> None:
-        moments = chosen(self._era.moments, self._plan.every)
+        """Every step between recorded decisions is exposed, whichever of them this configuration decides at."""
+        moments = self._era.moments
+        deciding = {id(moment) for moment in chosen(moments, self._plan.every)}
+        self._between(self._begin(), float(moments[0].line.step))
         for number, moment in enumerate(moments):
-            self._owner._now = moment.line.seconds
-            self._decide(moment)
+            if id(moment) in deciding:
+                self._owner._now = moment.line.seconds
+                self._decide(moment)
             if number + 1 < len(moments):
-                self._expose(moment, moments[number + 1])
+                then = moments[number + 1]
+                self._expose(moment, then, id(then) in deciding)
+
+    def _begin(self) -> float:
+        """Where it is looked at from: where it resumed, or from its beginning where nothing is held yet."""
+        era = self._era
+        known = era.resumed or (era.process and self._held() is None)
+        return float(min(era.start, era.moments[0].line.step) if known else era.moments[0].line.step)
+
+    def _between(self, begin: float, end: float) -> None:
+        if begin < end:
+            self._owner._stretches.append(Stretch(self._number, begin, end, self._held()))
 
     def _decide(self, moment: Moment) -> None:
         line, account, state = moment.line, self._owner._account, self._state
@@ -302,22 +321,25 @@ class _EraReplay:
         self._owner._account.stalled(stall)
         self._owner._made.append(replace(made, stall=stall + self._copied))
 
-    def _expose(self, moment: Moment, then: Moment) -> None:
-        """The steps up to the next decision: what a failure would find, before and after the save is durable."""
+    def _expose(self, moment: Moment, then: Moment, deciding: bool) -> None:
+        """The steps up to the next recorded decision: what a failure would find, before and after the save is durable.
+
+        deciding: this configuration decides there too."""
         state, begin, end = self._state, float(moment.line.step), float(then.line.step)
         pending = state.pending
         if pending is None or pending.failed:
-            self._exposed.between(begin, end, self._held())
+            self._between(begin, end)
             return
         span = then.line.seconds - moment.line.seconds
-        late = then.line.skipped == "busy" if state.on_path else pending.done_at > then.line.seconds
+        busy = state.on_path and deciding
+        late = then.line.skipped == "busy" if busy else pending.done_at > then.line.seconds
         share = 1.0 if late or span <= 0 else min(1.0, max(0.0, (pending.done_at - moment.line.seconds) / span))
         durable_at = begin + share * (end - begin)
-        self._exposed.between(begin, durable_at, self._held())
+        self._between(begin, durable_at)
         if share < 1.0 or not late:
             state.durable = {**state.versions, **pending.versions}
             state.durable_newest = pending.made.step
-            self._exposed.between(durable_at, end, self._held())
+            self._between(durable_at, end)
 
     def _held(self) -> Held | None:
         newest, versions = self._state.durable_newest, self._state.durable

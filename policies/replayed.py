@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from policies.account import Account
 from policies.base import Policy, UnitStats
+from policies.course import Course, Position
 from policies.exposure import Exposure
 from policies.recorded import Costs
 from store.names import Unit
@@ -50,13 +52,25 @@ class Made:
 
 @dataclass(frozen=True)
 class Replayed:
-    """A whole replay. committed: saves that became durable. as_recorded: every decision came out as recorded."""
+    """A whole replay. committed: saves that became durable. as_recorded: every decision came out as recorded.
+
+    since: from where on a failure is looked at; None: from the first commit."""
 
     plan: Plan
     made: tuple[Made, ...]
     committed: tuple[Made, ...]
-    exposure: Exposure
+    course: Course = field(compare=False)
     as_recorded: bool
+    since: Position | None = None
+
+    @cached_property
+    def exposure(self) -> Exposure:
+        """What a failure finds, from ``since`` on."""
+        return self.course.exposure(self.since)
+
+    def seen_from(self, since: Position | None) -> Replayed:
+        """The same, of which a failure is looked at from there on."""
+        return self if since == self.since else replace(self, since=since)
 
     @property
     def written(self) -> int:

@@ -24,6 +24,7 @@ def as_json(found: Simulation, chosen: Recommended | None) -> dict[str, Any]:
         "hours": found.run.seconds / 3600,
         "step_seconds": step_seconds(found.run),
         "world_size": found.run.eras[-1].job.world_size,
+        "compared": {"from_step": found.window[0], "to_step": found.window[1]},
         "assumed": dict(found.assumed) or None,
         "configurations": [summary_json(one, found.baseline) for one in found.summaries],
         "recommended": None,
@@ -51,7 +52,8 @@ def draw(console: Console, found: Simulation, chosen: Recommended | None) -> Non
         output.facts(
             {
                 "Run": f"{len(run.moments)} decisions, steps {min(steps)} to {max(steps)}, {_time(run.seconds)}, "
-                f"{_time(step_seconds(run))} a step, {run.eras[-1].job.world_size} ranks"
+                f"{_time(step_seconds(run))} a step, {run.eras[-1].job.world_size} ranks",
+                "Compared": f"over steps {found.window[0]:g} to {found.window[1]:g}, where all have a commit",
             }
         )
     )
@@ -113,9 +115,12 @@ def _failure(summaries: Sequence[Summary]) -> Table:
         found.add_column(heading, justify="right", no_wrap=True)
     for one in summaries:
         exposure = one.exposure
+        if not exposure.lost.weight:
+            found.add_row(output.cell(one.name), "", "", "", "nothing kept")
+            continue
         spreads = (exposure.total, one.drift(weights=True), one.drift(weights=False))
         cells = [f"{spread.mean:.2g}/{spread.worst:.2g}" for spread in spreads]
-        lost = exposure.rewound
+        lost = one.rewound
         found.add_row(output.cell(one.name), *cells, f"{lost.mean:.1f}/{lost.worst:.0f}")
     return found
 

@@ -21,7 +21,7 @@ def write_picture(summaries: Sequence[Summary], path: Path) -> None:
     damage, lost = figure.subplots(1, 2)
     for axes, title, values in (
         (damage, "expected damage", [one.exposure.total.mean for one in summaries]),
-        (lost, "steps lost, mean", [one.exposure.rewound.mean for one in summaries]),
+        (lost, "steps lost, mean", [one.rewound.mean for one in summaries]),
     ):
         for one, value in zip(summaries, values, strict=True):
             axes.scatter([one.bytes_per_hour / 1e9], [value], label=one.name)

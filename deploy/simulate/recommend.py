@@ -7,15 +7,16 @@ All are replayed; nothing is predicted beyond that, and damage is that of docs/b
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import yaml
 
 from deploy.simulate.plans import Asked, plan_of, recorded_interval, recorded_settings
-from deploy.simulate.summary import Summary, Terms, best, summary_of
+from deploy.simulate.summary import Summary, Terms, best, over, summary_of
 from monitor.config import load_config
+from policies.course import Position, latest_first
 from policies.recorded import Costs, Run
 from policies.replay import replay
 from store.errors import ConfigError, UsageError
@@ -48,12 +49,14 @@ class Limits:
 
     def hold(self, one: Summary) -> bool:
         """Whether it keeps within them, and saves more than once."""
-        loss = one.exposure.rewound.worst * one.step_seconds / 60
+        if one.saves < 2:
+            return False
         return (
-            one.saves > 1
-            and _within(later_per_hour(one), self.bytes_per_hour)
+            _within(later_per_hour(one), self.bytes_per_hour)
             and _within(one.stall_share, self.stall_share)
-            and _within(loss, self.max_loss_minutes)
+            and (
+                self.max_loss_minutes is None or one.rewound.worst * one.step_seconds / 60 <= self.max_loss_minutes
+            )
         )
 
 
@@ -64,12 +67,15 @@ def _within(value: float, most: float | None) -> bool:
 @dataclass(frozen=True)
 class Recommended:
     """chosen: of ``tried``, least damage first. settings: to paste. limits: as they were used; ``max_loss_minutes``
-    alone is taken as the bytes of the plainest configuration that keeps it."""
+    alone is taken as the bytes of the plainest configuration that keeps it. since: from where on all are compared.
+    notes: what has to be said of replaying the chosen one."""
 
     chosen: Summary
     tried: tuple[Summary, ...]
     settings: Mapping[str, Any]
     limits: Limits
+    since: Position | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def yaml(self) -> str:
@@ -109,8 +115,12 @@ class _Trials:
         return _Tried(shown, summary_of(replay(self._run, plan), self._run, self._terms))
 
 
-def recommend(run: Run, terms: Terms, limits: Limits, costs: Costs | None = None) -> Recommended:
-    """The configuration of least expected damage within the limits. UsageError where none keeps them."""
+def recommend(
+    run: Run, terms: Terms, limits: Limits, costs: Costs | None = None, beside: Sequence[Summary] = ()
+) -> Recommended:
+    """The configuration of least expected damage within the limits. UsageError where none keeps them.
+
+    beside: what else is compared, over the same steps."""
     if not limits.any:
         raise UsageError("--recommend needs a limit: --bytes-per-hour, --stall-share or --max-loss-minutes")
     trials = _Trials(run, terms, costs)
@@ -122,10 +132,12 @@ def recommend(run: Run, terms: Terms, limits: Limits, costs: Costs | None = None
             f"no configuration keeps these limits, deciding every {trials.every} steps as the trace does: allow more, "
             "or record a trace with a smaller `every`"
         )
-    tried = {one.summary.name: one for one in found}
-    chosen = best([one.summary for one in found])
-    ordered = sorted((one.summary for one in tried.values()), key=lambda one: one.exposure.total.mean)
-    return Recommended(chosen, tuple(ordered), tried[chosen.name].settings, limits)
+    settings = {one.summary.name: one.settings for one in found}
+    since = latest_first(one.replayed.course for one in (*beside, *(one.summary for one in found)))
+    tried = over(tuple({one.summary.name: one.summary for one in found}.values()), since)
+    chosen = best(tried)
+    ordered = sorted(tried, key=lambda one: one.exposure.total.mean)
+    return Recommended(chosen, tuple(ordered), settings[chosen.name], limits, since)
 
 
 def later_per_hour(one: Summary) -> float:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from deploy.simulate.plans import Asked, asked, plan_of, recorded_config, recorded_settings, remarks, same_configuration
 from deploy.simulate.recommend import Limits, Recommended, recommend
-from deploy.simulate.summary import Summary, Terms, summary_of
+from deploy.simulate.summary import Summary, Terms, over, summary_of
 from monitor.config import Config
+from policies.course import latest_first
 from policies.pricing import Fitted
 from policies.recorded import Costs, Run, run_of
 from policies.replay import replay
@@ -34,6 +35,13 @@ class Simulation:
     def baseline(self) -> Summary:
         """The first one."""
         return self.summaries[0]
+
+    @property
+    def window(self) -> tuple[float, float]:
+        """The steps that all are compared over: from the latest of their first commits to the last decision."""
+        replayed = self.baseline.replayed
+        end = replayed.course.end[1]
+        return (end if replayed.since is None else replayed.since[1]), end
 
 
 def read_trace(path: Path) -> Trace:
@@ -63,7 +71,10 @@ def simulated(
     found = simulate(trace, run, wanted, terms, costs)
     if limits is None:
         return found, None
-    return found, recommend(run, found.baseline.terms, limits, costs)
+    chosen = recommend(run, found.baseline.terms, limits, costs, found.summaries)
+    summaries = over(found.summaries, chosen.since)
+    notes = (*found.notes, *window_notes((*summaries, *chosen.tried)), *chosen.notes)
+    return replace(found, summaries=summaries, notes=tuple(dict.fromkeys(notes))), chosen
 
 
 def simulate(trace: Trace, run: Run, wanted: Sequence[Asked], terms: Terms, costs: Costs | None = None) -> Simulation:
@@ -79,7 +90,23 @@ def simulate(trace: Trace, run: Run, wanted: Sequence[Asked], terms: Terms, cost
             notes.append(f"{one.name}: this is the recorded configuration, and the replay left the recorded path")
         if replayed.exposure.unknown:
             notes.append(f"{one.name}: the movement of some layer slots is not in the trace; they are left out")
-    return Simulation(run, tuple(summaries), tuple(dict.fromkeys(notes)))
+    compared = over(summaries, latest_first(one.replayed.course for one in summaries))
+    return Simulation(run, compared, tuple(dict.fromkeys((*notes, *window_notes(compared)))))
+
+
+def window_notes(summaries: Sequence[Summary]) -> Iterator[str]:
+    """What is weak about comparing these over the steps that they are compared over."""
+    for one in summaries:
+        if one.saves < 2:
+            yield f"{one.name}: commits {('never', 'once')[one.saves]} in this run, too seldom to be judged by it"
+    since, course = summaries[0].replayed.since, summaries[0].replayed.course
+    inside, whole = course.steps(since), course.steps()
+    if since is not None and 2 * inside < whole:
+        late = next(one.name for one in summaries if one.replayed.course.first == since)
+        yield (
+            f"configurations are compared over {inside:g} of {whole:g} steps only: {late} has its first commit at step "
+            f"{since[1]:g}; leave it out, or record a longer run"
+        )
 
 
 def _by_default(run: Run) -> list[Asked]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from policies.course import Position
 from policies.exposure import Exposure, Spread, goodput
 from policies.recorded import Run
 from policies.replayed import Replayed
@@ -86,9 +88,15 @@ class Summary:
         return self.replayed.exposure
 
     @property
+    def rewound(self) -> Spread:
+        """Steps since the one at which a resume goes on: the effective step, or the newest under `resume: {at:
+        newest}`."""
+        return self.exposure.rewound if self.replayed.plan.goes_back else self.exposure.lost
+
+    @property
     def lost_seconds(self) -> float:
-        """That a failure costs on average: from the effective step, at which a resume goes on."""
-        return self.exposure.rewound.mean * self.step_seconds
+        """That a failure costs on average; without end where nothing is ever kept."""
+        return self.rewound.mean * self.step_seconds if self.rewound.weight else math.inf
 
     def drift(self, weights: bool) -> Spread:
         """Of the weights, or of all other slots."""
@@ -121,6 +129,11 @@ def summary_of(replayed: Replayed, run: Run, terms: Terms) -> Summary:
     return Summary(replayed.plan.name, replayed, run.seconds, step_seconds(run), run.eras[-1].job.world_size, terms)
 
 
+def over(summaries: Sequence[Summary], since: Position | None) -> tuple[Summary, ...]:
+    """The same, a failure looked at from ``since`` on in each."""
+    return tuple(replace(one, replayed=one.replayed.seen_from(since)) for one in summaries)
+
+
 def step_seconds(run: Run) -> float:
     """Wall time of a step: between the first and the last decision of each stretch."""
     steps = seconds = 0.0
@@ -151,7 +164,7 @@ def as_json(summary: Summary, baseline: Summary) -> dict[str, Any]:
         "drift_by_slot": {slot: _spread(one) for slot, one in exposure.drift.items()},
         "staleness": _spread(exposure.staleness),
         "lost_steps": _spread(exposure.lost),
-        "rewound_steps": _spread(exposure.rewound),
+        "rewound_steps": _spread(summary.rewound),
         "unprotected_steps": exposure.unprotected,
         "unknown": exposure.unknown,
         "goodput": [
@@ -166,5 +179,5 @@ def best(summaries: Sequence[Summary]) -> Summary:
     return min(summaries, key=lambda one: (one.exposure.total.mean, one.written))
 
 
-def _spread(one: Spread) -> Mapping[str, float]:
-    return {"mean": one.mean, "worst": one.worst}
+def _spread(one: Spread) -> Mapping[str, float | None]:
+    return {"mean": one.mean, "worst": one.worst} if one.weight else {"mean": None, "worst": None}

@@ -46,11 +46,37 @@ def test_json_says_what_the_tables_do(here: Here, trace: Path) -> None:
     assert (seldom["saves"], parity["saves"]) == (50, 200)
     assert parity["bytes"] == (8 << 20) + 199 * (2 << 20)
     assert parity["bytes_saved"] == full["bytes"] - parity["bytes"]
+    # All are looked at from the first commit of the one that comes latest, to the last decision.
+    assert shown["compared"] == {"from_step": 40, "to_step": 2000}
+    assert [one["unprotected_steps"] for one in (full, parity, seldom)] == [10, 10, 40]
     assert full["lost_steps"]["mean"] == pytest.approx(5) and seldom["lost_steps"]["mean"] == pytest.approx(20)
     assert parity["staleness"]["worst"] == 40
     assert [one["mtbf_hours"] for one in full["goodput"]] == [3, 12, 48]
     assert full["goodput"][0]["price"] is None
     assert (shown["decisions"], shown["world_size"], shown["step_seconds"]) == (200, 1, pytest.approx(1.0))
+
+
+def test_what_is_compared_over_few_steps_or_hardly_saves_is_told(here: Here, trace: Path) -> None:
+    answer = here("simulate", trace, "-p", "{policy: full, every: 1500}")
+    told = " ".join(answer.out.split())
+    assert "over steps 1500 to 2000, where all have a commit" in told
+    assert "full every=1500: commits once in this run" in told
+    assert "compared over 500 of 2000 steps only: full every=1500 has its first commit at step 1500" in told
+    answer = here("simulate", trace, "-p", "{policy: full, every: 3000}")
+    assert answer.code == 0 and "full every=3000: commits never" in " ".join(answer.out.split())
+    assert "nothing kept" in answer.out
+    row = by_name(here("simulate", trace, "-p", "{policy: full, every: 3000}", "--json").json)["full every=3000"]
+    assert row["damage"]["mean"] is None and row["unprotected_steps"] == 2000
+    assert all(one["share"] == 0 for one in row["goodput"])
+
+
+def test_where_the_newest_is_resumed_steps_are_lost_since_that(here: Here, trace: Path) -> None:
+    parity = "policy: {name: parity, k: 4}"
+    shown = here("simulate", trace, "-p", f"{{{parity}}}", "-p", f"{{{parity}, resume: {{at: newest}}}}", "--json").json
+    _, back, on = shown["configurations"]
+    assert on["lost_steps"] == back["lost_steps"] and on["damage"] == back["damage"]
+    assert on["rewound_steps"] == on["lost_steps"] and back["rewound_steps"]["mean"] > back["lost_steps"]["mean"]
+    assert on["goodput"][0]["share"] > back["goodput"][0]["share"]
 
 
 def test_a_yaml_file_is_a_whole_configuration(here: Here, trace: Path, tmp_path: Path) -> None:

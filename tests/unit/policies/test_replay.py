@@ -10,6 +10,7 @@ import pytest
 
 from deploy.simulate.plans import Asked, plan_of
 from monitor.config import load_config
+from policies.course import latest_first
 from policies.exposure import goodput
 from policies.pricing import Fitted
 from policies.recorded import Costs, Run, run_of
@@ -113,7 +114,30 @@ def test_a_save_is_worth_nothing_before_it_is_durable() -> None:
     assert [one.step for one in quick.committed] == [one.step for one in late.committed]
     assert late.exposure.lost.mean == pytest.approx(5 + 8, rel=0.1)
     assert late.exposure.total.mean > quick.exposure.total.mean
-    assert late.exposure.unprotected == 8
+    # From the beginning of the run: 10 steps to the first decision, 8 until it is durable.
+    assert (quick.exposure.unprotected, late.exposure.unprotected) == (10, 18)
+
+
+def decaying(every: int) -> Replayed:
+    """Units that move ten times as far in the first fifth of the run: the tables of its steps differ."""
+    lines: list[Line] = [job_line(movers(), {"every": EVERY}), *decisions(range(EVERY, 1001, EVERY))]
+    for step in range(EVERY, 1001, EVERY):
+        fast = [Mover(one.unit, one.nbytes, power(RATE * (10 if step <= 200 else 1), 1.0)) for one in movers()]
+        lines.append(moved_line(fast, step, (10, 20, 40, 80, 160, 320)))
+    lines.sort(key=lambda line: getattr(line, "step", 0))
+    return replayed(run_of(Trace(tuple(lines), 0)), every=every)
+
+
+def test_saving_seldom_is_not_flattered_by_the_steps_that_it_leaves_out() -> None:
+    often, seldom = decaying(EVERY), decaying(300)
+    since = latest_first([often.course, seldom.course])
+    assert since == (0, 300.0)
+    mine, other = (one.seen_from(since).exposure for one in (often, seldom))
+    assert mine.total.mean < other.total.mean
+    # The same steps for both, and all of them: after the last save, too.
+    assert mine.total.weight == other.total.weight == 700
+    assert other.lost.worst == 300
+    assert (often.exposure.unprotected, seldom.exposure.unprotected) == (10, 300)
 
 
 def test_bounds_hold() -> None:
@@ -185,7 +209,7 @@ def test_a_composite_that_goes_back_saves_everything_next() -> None:
     for settings, saved in ((parity, 4), ({**parity, "resume": {"at": "newest"}}, 1)):
         found = replayed(run, **settings)
         assert [len(made.saved) for made in found.committed[10:] if made.step == 90] == [saved]
-        assert found.exposure.unprotected == 0
+        assert found.exposure.unprotected == EVERY
 
 
 def test_a_restart_gives_no_burst() -> None:
