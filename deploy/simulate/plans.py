@@ -7,6 +7,7 @@ recorded configuration in that alone.
 from __future__ import annotations
 
 import itertools
+import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,9 @@ from store.errors import ConfigError, UsageError
 
 _ELSEWHERE = frozenset({"store", "metrics", "retention", "timeouts", "trace", "resume", "layers", "drift"})
 """Sections that change nothing of what is saved when."""
+
+_SPARSE = 1.1
+"""Decisions that a job would take, for each that the trace has: more, and a replay tells too little of that job."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +108,7 @@ def plan_of(one: Asked, run: Run, costs: Costs | None = None) -> Plan:
 def remarks(one: Asked, run: Run) -> list[str]:
     """What has to be said of replaying this configuration on this run."""
     recorded, found, every = recorded_config(run), [], _every(one.config, run)
-    gap = min((_least_gap(run)), default=0)
+    gap = min(_gaps(run), default=0)
     if gap and every is not None and every < gap:
         found.append(f"{one.name}: the trace has decisions every {gap} steps, so every {every} is replayed as {gap}")
     elif gap and every is not None and every % gap:
@@ -123,9 +127,23 @@ def remarks(one: Asked, run: Run) -> list[str]:
 
 
 def recorded_interval(run: Run) -> int:
-    """Steps between two decisions of the recorded run; the fewest, where they varied."""
-    every = recorded_config(run).every
-    return every if isinstance(every, int) else min(_least_gap(run), default=1)
+    """Steps between two decisions of the recorded run: the usual ones, and no fewer than a replay can tell of.
+
+    Where intervals varied, a job that decides every so many steps may decide more often than the trace has decisions
+    for, and a replay would count too few saves: of the multiples of the median, the least with hardly any such."""
+    every, gaps = recorded_config(run).every, _gaps(run)
+    if not gaps:
+        return every if isinstance(every, int) else 1
+    usual = statistics.median_low(gaps)
+    usual = max(usual, every) if isinstance(every, int) else usual
+    return next(found for found in itertools.count(usual, usual) if _told(run, found))
+
+
+def _told(run: Run, every: int) -> bool:
+    """Whether the trace has nearly all the decisions that a job would take every so many steps."""
+    steps = [[moment.line.step for moment in era.moments] for era in run.eras]
+    due = sum(era[-1] // every - (era[0] - 1) // every for era in steps)
+    return due <= _SPARSE * sum(len(chosen(era.moments, every)) for era in run.eras)
 
 
 def same_configuration(one: Config, other: Config) -> bool:
@@ -145,7 +163,7 @@ def _every(config: Config, run: Run) -> int | None:
     return config.every if isinstance(config.every, int) and config.every != recorded_config(run).every else None
 
 
-def _least_gap(run: Run) -> list[int]:
+def _gaps(run: Run) -> list[int]:
     steps = [[moment.line.step for moment in era.moments] for era in run.eras]
     return [later - one for era in steps for one, later in itertools.pairwise(era) if later > one]
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import yaml
 
-from deploy.simulate.plans import Asked, plan_of, recorded_interval, recorded_settings
-from deploy.simulate.summary import Summary, Terms, best, over, summary_of
+from deploy.simulate.plans import Asked, plan_of, recorded_interval, recorded_settings, remarks
+from deploy.simulate.summary import Summary, Terms, over, rank, summary_of
 from monitor.config import load_config
 from policies.course import Position, latest_first
 from policies.recorded import Costs, Run
@@ -27,7 +27,7 @@ _MULTIPLES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 
 _THRESHOLDS = 10
 """Halvings of the range in which a threshold is looked for."""
 
-_SECTIONS = ("every", "policy", "encoding", "packing", "differences", "budget", "bounds")
+_SECTIONS = ("every", "policy", "encoding", "packing", "differences", "budget", "bounds", "resume")
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,11 @@ class Recommended:
     @property
     def yaml(self) -> str:
         """The settings as a configuration has them."""
-        return yaml.safe_dump(dict(self.settings), sort_keys=False)
+        return _text(self.settings)
+
+
+def _text(settings: Mapping[str, Any]) -> str:
+    return yaml.safe_dump(dict(settings), sort_keys=False)
 
 
 @dataclass(frozen=True)
@@ -135,9 +139,17 @@ def recommend(
     settings = {one.summary.name: one.settings for one in found}
     since = latest_first(one.replayed.course for one in (*beside, *(one.summary for one in found)))
     tried = over(tuple({one.summary.name: one.summary for one in found}.values()), since)
-    chosen = best(tried)
-    ordered = sorted(tried, key=lambda one: one.exposure.total.mean)
-    return Recommended(chosen, tuple(ordered), settings[chosen.name], limits, since)
+    for chosen in sorted(tried, key=rank):
+        asked = Asked(chosen.name, load_config(yaml.safe_load(_text(settings[chosen.name]))))
+        again = summary_of(replay(run, plan_of(asked, run, costs)), run, terms)
+        if limits.hold(again):
+            ordered = sorted(tried, key=lambda one: one.exposure.total.mean)
+            notes = tuple(remarks(asked, run))
+            return Recommended(chosen, tuple(ordered), settings[chosen.name], limits, since, notes)
+    raise UsageError(
+        "what keeps these limits does so by settings of the recorded run that a recommendation does not print: replay "
+        "configurations with --policy FILE instead"
+    )
 
 
 def later_per_hour(one: Summary) -> float:

@@ -119,7 +119,11 @@ def test_a_recommendation_keeps_the_limit_and_can_be_pasted(here: Here, trace: P
     text = here("simulate", trace, "--recommend", "--bytes-per-hour", limit).out
     path = tmp_path / "pasted.yaml"
     path.write_text(text.partition("Recommended\n")[2].partition("\nNote")[0])
-    again = by_name(here("simulate", trace, "-p", path, "--json").json)["pasted"]
+    # Beside one whose first commit is as late as that of the latest in the table: so over the same steps.
+    late = f"{{policy: full, every: {shown['compared']['from_step']:g}}}"
+    pasted = here("simulate", trace, "-p", path, "-p", late, "--json").json
+    assert pasted["compared"] == shown["compared"]
+    again = by_name(pasted)["pasted"]
     assert again["damage"] == tried[0]["damage"]
 
 
@@ -260,4 +264,17 @@ def test_an_interval_that_varied_is_replayed_as_it_was(here: Here, tmp_path: Pat
     shown = here("simulate", trace, "-p", "full", "-p", "{every: 40}", "--json").json
     assert [one["saves"] for one in shown["configurations"]] == [len(steps), len(steps), 12]
     shown = here("simulate", trace, "--recommend", "--bytes-per-hour", 1e9, "--json").json
-    assert isinstance(shown["recommended"]["settings"]["every"], int)
+    # Not 10, the fewest: at most of its steps the run decided every 40, and what it would have written is not known.
+    assert shown["recommended"]["settings"]["every"] >= 40
+
+
+def test_what_was_recorded_every_40_steps_is_not_recommended_every_10(here: Here, tmp_path: Path) -> None:
+    movers = [Mover(Unit(f"layers.{i}", WEIGHTS), 1 << 20, power(1e-3, 0.75), i) for i in range(4)]
+    steps = [*range(10, 400, 10), *range(400, 4001, 120)]
+    trace = write_trace(trace_of(movers, steps, every="auto", auto={"max_loss_minutes": 5}), tmp_path / "trace")
+    answer = here("simulate", trace, "--recommend", "--bytes-per-hour", 1e9, "--exact", "--json").json
+    settings = answer["recommended"]["settings"]
+    assert settings["every"] >= 100
+    # Live, deciding so often all along, within the limit where everything is saved each time.
+    if settings["policy"] == "full":
+        assert (4 << 20) * 3600 / settings["every"] <= 1.1e9
