@@ -19,6 +19,8 @@ from policies.base import Budget, Choice, Decision, History, UnitStats
 from policies.bounds import incomplete
 from policies.course import Course, Stretch
 from policies.exposure import Held
+from policies.failure import Failure, failure_of
+from policies.fallback import Fallback
 from policies.moments import chosen
 from policies.movement import Movement, movement_of
 from policies.options import expected_bytes, expected_error
@@ -47,6 +49,7 @@ class _Replay:
         self._account = plan.account(lambda: self._now)
         self._made: list[Made] = []
         self._committed: list[Made] = []
+        self._failures: list[Failure] = []
         self._stretches: list[Stretch] = []
         self._movements: list[Movement] = []
 
@@ -54,10 +57,11 @@ class _Replay:
         for number, era in enumerate(self._run.eras):
             self._begin_era(era, first=number == 0)
             _EraReplay(self, era, number).run()
-            self._end_era(era, last=number == len(self._run.eras) - 1)
+            self._end_era(era, self._run.eras[number + 1] if number + 1 < len(self._run.eras) else None)
         eras = tuple((era.units, movement) for era, movement in zip(self._run.eras, self._movements, strict=True))
         course = Course(eras, tuple(self._stretches))
-        return Replayed(self._plan, tuple(self._made), tuple(self._committed), course, self._state.on_path)
+        made, committed, failures = tuple(self._made), tuple(self._committed), tuple(self._failures)
+        return Replayed(self._plan, made, committed, course, self._state.on_path, failures)
 
     def _begin_era(self, era: Era, first: bool) -> None:
         state = self._state
@@ -73,14 +77,24 @@ class _Replay:
         else:
             state.durable, state.durable_newest = dict(state.versions), state.newest
 
-    def _end_era(self, era: Era, last: bool) -> None:
+    def _end_era(self, era: Era, following: Era | None) -> None:
         pending, self._state.pending = self._state.pending, None
-        if pending is None or pending.failed:
-            return
-        final = era.moments[-1]
-        if final.saved and final.commit is None and not era.job.observing and not last:
-            return  # the recorded process ended before its last save was done: so does this one
-        self._commit(pending)
+        if pending is not None and not pending.failed and self._lasts(pending, era, following):
+            self._commit(pending)
+
+    def _lasts(self, pending: Pending, era: Era, following: Era | None) -> bool:
+        """Whether the save that is under way when an era ends becomes durable.
+
+        The trace tells of a commit when training learns of it: of the last save of a job that was killed it may not,
+        though there is one. What was resumed next says. Steps beyond the era are of commits before it."""
+        last = next((moment for moment in reversed(era.moments) if moment.saved), None)
+        cut = last is not None and last.commit is None and not last.failed
+        if last is None or not cut or following is None or era.job.observing:
+            return True
+        final = era.moments[-1].line
+        if following.newest is not None and last.line.step <= following.newest <= final.step:
+            return pending.made.step <= following.newest
+        return pending.made.step < last.line.step and pending.done_at <= final.seconds
 
     def _commit(self, pending: Pending) -> None:
         state, made = self._state, pending.made
@@ -239,7 +253,7 @@ class _EraReplay:
     def _select(self, stats: tuple[UnitStats, ...], budget: Budget, moment: Moment) -> Decision:
         line = moment.line
         history = History(line.step, self._state.commits, line.interval if self._plan.varying else None)
-        decision = self._plan.policy.select(stats, budget, history)
+        decision = self._asked(stats, budget, history)
         if not line.forced:
             return decision
         sick = {one.unit.layer for one in stats if not one.finite}
@@ -249,6 +263,17 @@ class _EraReplay:
                 for one in stats
             }
         )
+
+    def _asked(self, stats: tuple[UnitStats, ...], budget: Budget, history: History) -> Decision:
+        """The policy's decision; where it fails everything is saved, as live."""
+        policy = self._plan.policy
+        try:
+            return policy.select(stats, budget, history)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - the edge to the user's own code
+            failure = failure_of(error)
+        self._owner._failures.append(failure)
+        fallback = Fallback(policy.name, failure)
+        return fallback.named(self._plan.bounded(fallback).select(stats, budget, history))
 
     def _save(self, made: Made, moment: Moment) -> Made:
         account, state = self._owner._account, self._state

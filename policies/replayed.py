@@ -10,6 +10,7 @@ from policies.account import Account
 from policies.base import Policy, UnitStats
 from policies.course import Course, Position
 from policies.exposure import Exposure
+from policies.failure import Failure
 from policies.recorded import Costs
 from store.names import Unit
 
@@ -21,7 +22,8 @@ class Plan:
     every: steps between decisions; None: all recorded ones. same_offers: its budget is the recorded one. same_sizes:
     saves are packed as the recorded ones were. costs: instead of the recorded ones. sees_all: the policy is shown what
     was measured though it does not look at it, as one that only observes is. goes_back: composites are resumed at their
-    effective step. varying: the steps to the next decision are those that each recorded one told."""
+    effective step. varying: the steps to the next decision are those that each recorded one told. bounded: what
+    stands in for the policy where it fails, in the same bounds."""
 
     name: str
     policy: Policy
@@ -33,6 +35,7 @@ class Plan:
     sees_all: bool = False
     goes_back: bool = True
     varying: bool = False
+    bounded: Callable[[Policy], Policy] = lambda policy: policy
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,7 @@ class Made:
 @dataclass(frozen=True)
 class Replayed:
     """A whole replay. committed: saves that became durable. as_recorded: every decision came out as recorded.
+    failures: of the policy, at so many decisions.
 
     since: from where on a failure is looked at; None: from the first commit."""
 
@@ -61,6 +65,7 @@ class Replayed:
     committed: tuple[Made, ...]
     course: Course = field(compare=False)
     as_recorded: bool
+    failures: tuple[Failure, ...] = ()
     since: Position | None = None
 
     @cached_property

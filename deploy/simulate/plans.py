@@ -101,6 +101,7 @@ def plan_of(one: Asked, run: Run, costs: Costs | None = None) -> Plan:
         costs=costs,
         sees_all=isinstance(policy, Observe),
         varying=config.every == "auto",
+        bounded=bounded.in_bounds,
         goes_back=config.resume.at == "effective",
     )
 

@@ -86,7 +86,14 @@ def simulate(trace: Trace, run: Run, wanted: Sequence[Asked], terms: Terms, cost
         notes += remarks(one, run)
         replayed = replay(run, plan_of(one, run, costs))
         summaries.append(summary_of(replayed, run, terms))
-        if same_configuration(one.config, recorded) and not replayed.as_recorded and costs is None:
+        if replayed.failures:
+            first = replayed.failures[0]
+            notes.append(
+                f"{one.name}: the policy failed at {len(replayed.failures)} of {len(replayed.made)} decisions (it "
+                f"{first.what}{f' at {first.place}' if first.place else ''}); everything is saved there, as live"
+            )
+        known = recorded_settings(run) is run.settings
+        if known and same_configuration(one.config, recorded) and not replayed.as_recorded and costs is None:
             notes.append(f"{one.name}: this is the recorded configuration, and the replay left the recorded path")
         if replayed.exposure.unknown:
             notes.append(f"{one.name}: the movement of some layer slots is not in the trace; they are left out")
@@ -112,7 +119,8 @@ def window_notes(summaries: Sequence[Summary]) -> Iterator[str]:
 def _by_default(run: Run) -> list[Asked]:
     config = recorded_config(run)
     name = config.policy if isinstance(config.policy, str) else str(config.policy.get("name"))
-    return [Asked(f"as recorded ({name})", config)]
+    known = recorded_settings(run) is run.settings
+    return [Asked(f"as recorded ({name})" if known else f"{name}, for the recorded policy", config)]
 
 
 def _costs(run: Run, speeds: Mapping[str, float | None]) -> Costs | None:
@@ -154,6 +162,10 @@ def _notes(trace: Trace, run: Run, recorded: Config, costs: Costs | None) -> lis
     if costs is None and run.costs.write.cost(1e9) == 0.0:
         found.append(
             "nothing was written in this run, so how long saves take is not known and taken as 0: give --storage-gbps"
+        )
+    if (costs is None or costs.stall is run.costs.stall) and any(era.job.observing for era in run.eras):
+        found.append(
+            "a run that only observes copies nothing, so the stall told here is that of measuring alone: give --copy-gbps"
         )
     if recorded.encode == "staging":
         found.append("stall is told from raw bytes copied, though this run copied encoded ones")

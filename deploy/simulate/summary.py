@@ -150,6 +150,7 @@ def as_json(summary: Summary, baseline: Summary) -> dict[str, Any]:
     return {
         "name": summary.name,
         "as_recorded": summary.replayed.as_recorded,
+        "policy_failures": len(summary.replayed.failures),
         "saves": summary.saves,
         "bytes": summary.written,
         "bytes_per_hour": summary.bytes_per_hour,

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from deploy.simulate.simulation import read_trace
 from store.names import WEIGHTS, Unit
 from store.trace import Trace
 from tests.support.cli import Here
@@ -254,6 +255,42 @@ def test_a_policy_of_ones_own_is_replayed_where_it_is_named(here: Here, trace: P
     )
     shown = here("simulate", trace, "-p", f"{own}:Mine", "--json").json
     assert shown["configurations"][1]["saves"] == 1 + 2000 // 50
+
+
+@pytest.mark.parametrize("fails", ["raise ValueError('x')", "import sys; sys.exit(0)", "return None"])
+def test_where_a_policy_fails_everything_is_saved_as_live(here: Here, trace: Path, tmp_path: Path, fails: str) -> None:
+    own = tmp_path / "own.py"
+    own.write_text(
+        "from policies.base import Choice, Decision\n\n\n"
+        "class Mine:\n"
+        "    name = 'mine'\n    needs_drift = False\n\n"
+        "    def select(self, stats, budget, history):\n"
+        f"        if history.step % 100 == 0:\n            {fails}\n"
+        "        return Decision({one.unit: Choice(None, 'never') for one in stats})\n"
+    )
+    answer = here("simulate", trace, "-p", f"{own}:Mine")
+    told = " ".join(answer.out.split())
+    assert answer.code == 0 and "the policy failed at 20 of 200 decisions" in told and "as live" in told
+    row = here("simulate", trace, "-p", f"{own}:Mine", "--json").json["configurations"][1]
+    # The first save, which every policy has to make, and one at each failure.
+    assert (row["policy_failures"], row["saves"], row["bytes"]) == (20, 21, 21 * 8 << 20)
+
+
+def test_a_policy_that_is_not_run_is_not_called_as_recorded(here: Here, tmp_path: Path) -> None:
+    movers = [Mover(Unit("layers.0", WEIGHTS), 1 << 20, power(1e-3, 1.0))]
+    trace = write_trace(trace_of(movers, range(10, 101, 10), every=10, policy="own.py:Mine"), tmp_path / "trace")
+    answer = here("simulate", trace)
+    assert answer.code == 0 and "as recorded" not in answer.out
+    assert "full, for the recorded policy" in answer.out and "left the recorded path" not in answer.out
+
+
+def test_what_an_observed_run_tells_of_stall_is_said(here: Here, trace: Path, tmp_path: Path) -> None:
+    lines = read_trace(trace).lines
+    job = lines[0].model_copy(update={"observing": True})
+    seen = write_trace(Trace((job, *lines[1:]), 0), tmp_path / "observed")
+    told = "stall told here is that of measuring alone"
+    assert told in " ".join(here("simulate", seen, "--json").json["notes"])
+    assert told not in " ".join(here("simulate", trace, "--json").json["notes"])
 
 
 def test_an_interval_that_varied_is_replayed_as_it_was(here: Here, tmp_path: Path) -> None:

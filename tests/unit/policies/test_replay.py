@@ -227,6 +227,30 @@ def test_a_restart_gives_no_burst() -> None:
     assert 0 < later <= 20 * 31 * 5
 
 
+@pytest.mark.parametrize(("newest", "kept"), [(40, True), (30, False)])
+def test_the_last_save_of_a_killed_job_counts_if_it_was_resumed(newest: int, kept: bool) -> None:
+    """Its commit is told only when training learns of it, which a killed job never did."""
+    one, saved = movers(), dict.fromkeys(range(4), "raw")
+    sizes = dict.fromkeys(range(4), (400, "raw", 0.0, None))
+    lines: list[Line] = [job_line(one, {"every": EVERY})]
+    for line in decisions(range(EVERY, 41, EVERY)):
+        lines.append(line.model_copy(update={"saved": saved, "skipped": None}))
+        if line.step < 40:
+            lines.append(CommitLine(step=line.step, seconds=line.seconds, took=0.0, written=1600, sizes=sizes))
+    lines += [moved_line(one, 40, (10, 20)), job_line(one, {"every": EVERY}, started=500.0)]
+    lines += [ResumedLine(step=newest, newest=newest, seconds=1.0), *decisions(range(newest + EVERY, 81, EVERY))]
+    lines.append(moved_line(one, 80, (10, 20)))
+    run = run_of(Trace(tuple(lines), 0))
+    found = replayed(run, policy="full")
+    before = [made.step for made in found.committed if made.seconds <= 40 and made in found.made[:4]]
+    assert before == [10, 20, 30] + [40] * kept
+    assert found.written == 1600 * (len(before) + len(run.eras[1].moments))
+    # Of the era of the commit only: one of a job that had gone back is older, however great its step.
+    if not kept:
+        back = [line.model_copy(update={"newest": 100}) if isinstance(line, ResumedLine) else line for line in lines]
+        assert len(replayed(run_of(Trace(tuple(back), 0))).committed) == len(found.committed)
+
+
 def test_what_is_not_finite_is_not_saved() -> None:
     lines: list[Line] = [job_line(movers(), {"every": EVERY})]
     lines += [
