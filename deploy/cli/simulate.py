@@ -130,6 +130,9 @@ CopyOption = Annotated[
     ),
 ]
 
+_GREATEST = 1e18
+"""Of any number here."""
+
 
 def simulate(
     trace: TraceArgument = None,
@@ -169,6 +172,15 @@ def simulate(
         "every": every, "hours": hours,
     }  # fmt: skip
     speeds = {"storage_gbps": storage_gbps, "copy_gbps": copy_gbps}
+    for hours_between in mtbf or ():
+        _require_numbers({"mtbf": hours_between}, above=True)
+    _require_numbers({**supposed, **speeds}, above=True)
+    asked_for = {
+        "restart_seconds": restart_seconds, "price_per_gpu_hour": price_per_gpu_hour,
+        "price_per_tb_written": price_per_tb_written, "bytes_per_hour": bytes_per_hour, "stall_share": stall_share,
+        "max_loss_minutes": max_loss_minutes,
+    }  # fmt: skip
+    _require_numbers(asked_for, above=False)
     limits = Limits(bytes_per_hour, stall_share, max_loss_minutes, exact)
     _require_together(trace, model, supposed, limits.any or exact, recommend)
     terms = Terms(tuple(mtbf or ()) or None, restart_seconds, Prices(price_per_gpu_hour, price_per_tb_written))
@@ -188,6 +200,14 @@ class _Asked:
     policies: Sequence[str]
     terms: Terms
     limits: Limits | None
+
+
+def _require_numbers(values: Mapping[str, float | None], *, above: bool) -> None:
+    """Neither NaN nor infinite, nor so great that a product of two is. above: 0 is refused, too."""
+    for name, value in values.items():
+        if value is not None and not (0 <= value <= _GREATEST and (value > 0 or not above)):
+            least = "above 0" if above else "from 0"
+            raise UsageError(f"--{name.replace('_', '-')} must be a number {least}, up to {_GREATEST:g}: got {value}")
 
 
 def _require_together(

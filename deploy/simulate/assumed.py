@@ -17,6 +17,9 @@ from store.trace import DecisionLine, JobLine, MovedLine, Trace, TracedUnit
 
 SLOTS = (WEIGHTS, "exp_avg", "exp_avg_sq")
 _BETAS = {"exp_avg": 0.9, "exp_avg_sq": 0.95}
+_MOST_DECISIONS = 100_000
+"""That a run is made up with."""
+
 _DRIFTS = {1e-3: 5e-2, 1e-4: 7e-3, 1e-5: 7e-4}
 """Measured drift of the weights over ten steps, by learning rate."""
 
@@ -137,6 +140,11 @@ def assumed_trace(one: Assumptions) -> Trace:
         settings={"every": one.every},
         units=units,
     )
+    if 3600 * one.hours / one.step / one.every > _MOST_DECISIONS:
+        raise UsageError(
+            f"{one.hours:g} hours of steps of {one.step:g} s are more than {_MOST_DECISIONS:,} decisions every {one.every} "
+            "steps: lower --hours, or raise --every or --step-seconds"
+        )
     steps = range(one.every, int(3600 * one.hours / one.step) + 1, one.every)
     if len(steps) < 2:
         raise UsageError(f"{one.hours:g} hours are fewer than two decisions every {one.every} steps: raise --hours")

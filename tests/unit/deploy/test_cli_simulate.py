@@ -161,6 +161,37 @@ def test_what_cannot_be_done_is_one_line(here: Here, trace: Path, options: tuple
     assert told in answer.err and len(answer.err.splitlines()) == 1
 
 
+@pytest.mark.parametrize("value", ["nan", "inf", "0", "1e300"])
+@pytest.mark.parametrize("option", ["--mtbf", "--step-seconds", "--learning-rate", "--hours", "--drift"])
+def test_numbers_that_are_none_are_refused(here: Here, option: str, value: str) -> None:
+    answer = here(*MODEL, option, value)
+    assert (answer.code, answer.out) == (2, "")
+    assert f"{option} must be a number above 0" in answer.err and len(answer.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("value", ["nan", "inf"])
+@pytest.mark.parametrize(
+    "option", ["--restart-seconds", "--price-per-gpu-hour", "--price-per-tb-written", "--storage-gbps", "--copy-gbps"]
+)
+def test_so_are_those_that_go_with_a_trace(here: Here, trace: Path, option: str, value: str) -> None:
+    answer = here("simulate", trace, option, value)
+    assert (answer.code, answer.out) == (2, "")
+    assert f"{option} must be a number" in answer.err and len(answer.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("value", ["nan", "inf"])
+@pytest.mark.parametrize("option", ["--bytes-per-hour", "--stall-share", "--max-loss-minutes"])
+def test_and_limits(here: Here, trace: Path, option: str, value: str) -> None:
+    answer = here("simulate", trace, "--recommend", option, value)
+    assert (answer.code, answer.out) == (2, "")
+
+
+def test_more_decisions_than_can_be_replayed_are_refused(here: Here) -> None:
+    answer = here("simulate", "--model", "llama-8b", "--hours", 1e9, "--step-seconds", 1e-9)
+    assert (answer.code, answer.out) == (2, "")
+    assert "100,000 decisions" in answer.err and len(answer.err.splitlines()) == 1
+
+
 def test_files_that_are_no_traces(here: Here, tmp_path: Path) -> None:
     text = tmp_path / "text"
     text.write_text("hello\n")
