@@ -54,9 +54,7 @@ class Limits:
         return (
             _within(later_per_hour(one), self.bytes_per_hour)
             and _within(one.stall_share, self.stall_share)
-            and (
-                self.max_loss_minutes is None or one.rewound.worst * one.step_seconds / 60 <= self.max_loss_minutes
-            )
+            and (self.max_loss_minutes is None or one.rewound.worst * one.step_seconds / 60 <= self.max_loss_minutes)
         )
 
 
