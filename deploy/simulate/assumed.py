@@ -142,8 +142,8 @@ def assumed_trace(one: Assumptions) -> Trace:
     )
     if 3600 * one.hours / one.step / one.every > _MOST_DECISIONS:
         raise UsageError(
-            f"{one.hours:g} hours of steps of {one.step:g} s are more than {_MOST_DECISIONS:,} decisions every {one.every} "
-            "steps: lower --hours, or raise --every or --step-seconds"
+            f"{one.hours:g} hours of steps of {one.step:g} s are more than {_MOST_DECISIONS:,} decisions every "
+            f"{one.every} steps: lower --hours, or raise --every or --step-seconds"
         )
     steps = range(one.every, int(3600 * one.hours / one.step) + 1, one.every)
     if len(steps) < 2:

@@ -165,7 +165,8 @@ def _notes(trace: Trace, run: Run, recorded: Config, costs: Costs | None) -> lis
         )
     if (costs is None or costs.stall is run.costs.stall) and any(era.job.observing for era in run.eras):
         found.append(
-            "a run that only observes copies nothing, so the stall told here is that of measuring alone: give --copy-gbps"
+            "a run that only observes copies nothing, so the stall told here is that of measuring alone: "
+            "give --copy-gbps"
         )
     if recorded.encode == "staging":
         found.append("stall is told from raw bytes copied, though this run copied encoded ones")
