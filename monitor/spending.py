@@ -19,6 +19,9 @@ _log = logging.getLogger("driftpoint")
 _PATIENCE = 20
 """Decisions in debt, one after the other, after which that is told."""
 
+_LONG = 3600.0
+"""Seconds of saving up for one unit, from which on that is told."""
+
 _UNITS = {BYTES: "bytes", STALL: "seconds of stall", STORAGE: "seconds of writing"}
 
 
@@ -30,14 +33,17 @@ class Spending:
         self._metrics = metrics
         self._owing = False
         self._in_debt = 0
+        self._told_slow = False
         self._widened: set[str] = set()
 
     def offer(self, stats: Sequence[UnitStats]) -> Budget:
         """What a decision on these units may cost."""
         if not self._account.limited:
             return Budget()
-        for widened in self._account.make_room(max((one.nbytes for one in stats), default=0)):
+        sizes = [one.nbytes for one in stats]
+        for widened in self._account.make_room(max(sizes, default=0), sum(sizes)):
             self._tell_widened(widened)
+        self._tell_slow(max(sizes, default=0))
         bytes_ = self._account.offer()
         self._show(bytes_)
         in_debt = bytes_ is not None and bytes_ < 0
@@ -70,6 +76,18 @@ class Spending:
         """The save that began last is committed: payload bytes over all ranks; from its beginning to the commit."""
         self._account.committed(written, seconds)
         self._show(None)
+
+    def _tell_slow(self, largest: float) -> None:
+        seconds = self._account.slowest(largest)
+        if seconds < _LONG or self._told_slow:
+            return
+        self._told_slow = True
+        _log.warning(
+            "budget: the largest layer slot, %d bytes raw, is paid for in %.3g hours, and what was saved up ends with "
+            "the process: raise the limit, or set `encoding: compact`",
+            largest,
+            seconds / 3600,
+        )
 
     def _tell_widened(self, widened: Widened) -> None:
         if widened.limit in self._widened:

@@ -16,6 +16,9 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
+_LAST = 2.0
+"""Seconds that an idle thread gets to end."""
+
 
 @dataclass(frozen=True)
 class Done(Generic[T]):
@@ -68,8 +71,12 @@ class Writer(Generic[T]):
             return self._lock.wait_for(lambda: not self._open, max(0.0, deadline - time.monotonic()))
 
     def stop(self) -> None:
-        """End the thread after the jobs submitted so far."""
+        """End the thread after the jobs submitted so far; where they are done already, wait for its end.
+
+        A thread that still lets go of tensors while the interpreter ends may abort the process."""
         self._jobs.put(None)
+        if self.join(0.0) and threading.current_thread() is not self._thread:
+            self._thread.join(_LAST)
 
     def _work(self) -> None:
         while (item := self._jobs.get()) is not None:

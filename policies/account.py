@@ -24,13 +24,19 @@ STORAGE = "storage"
 
 @dataclass
 class _Limit:
+    """charged: for the save under way; None where it is free, or settled. everything: bytes of a full save."""
+
     bucket: TokenBucket
     pricing: Pricing
     charged: float | None = None
-    """For the save under way; None where it is free, or settled."""
+    everything: float = math.inf
 
     def affordable(self) -> float:
-        return self.pricing.affordable(self.bucket.available())
+        at_hand = self.bucket.available()
+        if self.pricing.known or at_hand <= 0.0:
+            return self.pricing.affordable(at_hand)
+        # After a restart no price is known yet. A full save is taken to cost what the bucket holds.
+        return self.everything * at_hand / self.bucket.capacity
 
 
 @dataclass(frozen=True)
@@ -63,10 +69,18 @@ class Account:
         found = self._limits.get(limit)
         return None if found is None else found.bucket.available()
 
-    def make_room(self, largest: float) -> list[Widened]:
-        """Let each bucket hold what a unit of ``largest`` bytes costs: it could never be saved otherwise."""
+    def slowest(self, largest: float) -> float:
+        """Seconds in which a unit of so many bytes is paid for, by the limit that takes longest."""
+        waits = (limit.pricing.cost(largest) / limit.bucket.rate for limit in self._limits.values())
+        return max(waits, default=0.0)
+
+    def make_room(self, largest: float, everything: float) -> list[Widened]:
+        """Let each bucket hold what a unit of ``largest`` bytes costs: it could never be saved otherwise.
+
+        everything: bytes of a full save."""
         made = []
         for name, limit in self._limits.items():
+            limit.everything = everything
             needs, held = limit.pricing.cost(largest), limit.bucket.capacity
             if needs > held:
                 limit.bucket.widen(needs)

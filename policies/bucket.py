@@ -21,6 +21,11 @@ class TokenBucket:
         self._at = clock()
 
     @property
+    def rate(self) -> float:
+        """Tokens a second."""
+        return self._rate
+
+    @property
     def capacity(self) -> float:
         """The most that it holds."""
         return self._capacity

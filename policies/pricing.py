@@ -17,6 +17,11 @@ _MEMORY = 0.9
 class Pricing(Protocol):
     """A cost that is learned."""
 
+    @property
+    def known(self) -> bool:
+        """Whether any save was seen."""
+        ...
+
     def learn(self, nbytes: float, cost: float) -> None:
         """A save expected to take ``nbytes`` cost so much."""
         ...
@@ -38,6 +43,11 @@ class Excess:
 
     least: float | None = None
 
+    @property
+    def known(self) -> bool:
+        """True: bytes are bytes."""
+        return True
+
     def learn(self, nbytes: float, cost: float) -> None:
         """See :class:`Pricing`."""
         excess = max(0.0, cost - nbytes)
@@ -56,12 +66,16 @@ class Excess:
 class Fitted:
     """Seconds: what a decision takes that saves nothing, and a line, by least squares, through what saves took beyond.
 
-    Older observations fade. It never falls. Before anything was seen, everything is free: the first save of a job is
-    what it learns from."""
+    Older observations fade. It never falls. Before anything was seen, everything is free."""
 
     _idle: float = 0.0
     _sums: list[float] = field(default_factory=lambda: [0.0] * 5)
     """Of saves: of 1, bytes, seconds, bytes^2 and bytes * seconds."""
+
+    @property
+    def known(self) -> bool:
+        """See :class:`Pricing`."""
+        return self._sums[0] > 0.0
 
     def learn(self, nbytes: float, cost: float) -> None:
         """See :class:`Pricing`. Less than a byte: nothing was saved."""

@@ -244,7 +244,7 @@ class _EraReplay:
         account = self._owner._account
         if not account.limited:
             return Budget()
-        account.make_room(max((one.nbytes for one in stats), default=0))
+        account.make_room(max((one.nbytes for one in stats), default=0), sum(one.nbytes for one in stats))
         offered = account.offer()
         if self._state.on_path and self._plan.same_offers and moment.line.staleness:
             return Budget(moment.line.offered)

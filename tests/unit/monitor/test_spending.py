@@ -131,6 +131,18 @@ def test_where_deciding_alone_takes_all_that_is_allowed_it_is_said_once(caplog: 
     ]
 
 
+def test_how_long_the_largest_unit_takes_to_be_paid_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    spending, clock, _ = account(400 / 7200, 1e6)
+    with caplog.at_level(logging.WARNING, "driftpoint"):
+        for _ in range(3):
+            clock.now += 1.0
+            spending.offer([unit("a"), unit("small", values=1)])
+    assert [record.message.split(",")[:2] for record in caplog.records] == [
+        ["budget: the largest layer slot", " 400 bytes raw"]
+    ]
+    assert "paid for in 2 hours" in caplog.text
+
+
 @dataclass
 class Run:
     """A run whose saves write more or less than expected, and whose bounds demand some of them."""

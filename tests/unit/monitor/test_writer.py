@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -73,12 +74,28 @@ def test_a_result_is_there_once_join_returns(writer: Writer[str]) -> None:
 
 def test_the_thread_ends_when_it_is_stopped() -> None:
     writer: Writer[str] = Writer("ends")
+    thread = next(one for one in threading.enumerate() if one.name == "ends")
     writer.submit(lambda: "last")
     writer.stop()
-    thread = next(one for one in threading.enumerate() if one.name == "ends")
     thread.join(30)
     assert not thread.is_alive()
     assert [one.result for one in writer.finished()] == ["last"]
+
+
+def test_an_idle_thread_is_gone_once_it_is_stopped() -> None:
+    """One that still lets go of what its last job held, while the interpreter ends, may abort the process."""
+
+    class Slow:
+        def __del__(self) -> None:
+            time.sleep(0.3)
+
+    writer: Writer[Slow] = Writer("idle")
+    thread = next(one for one in threading.enumerate() if one.name == "idle")
+    writer.submit(Slow)
+    assert writer.join(30)
+    writer.finished()
+    writer.stop()
+    assert not thread.is_alive()
 
 
 def test_it_cannot_keep_a_process_from_ending(writer: Writer[str]) -> None:

@@ -77,6 +77,20 @@ def test_the_first_save_costs_neither_stall_nor_bytes_but_is_learned_from() -> N
     assert one.offer() == pytest.approx(250.0)
 
 
+def test_before_any_price_is_known_a_full_save_is_taken_to_cost_what_the_bucket_holds() -> None:
+    """After a restart there is no free first save to learn from, and nothing is unlimited."""
+    clock = Clock()
+    one = account(clock, **{STORAGE: 0.01})
+    one.make_room(400.0, 1000.0)
+    assert one.offer() == 0.0
+    clock.now = 30.0
+    assert one.offer() == pytest.approx(300.0)
+    one.begin(300.0, free=False)
+    one.committed(300.0, 3.0)
+    assert one.at_hand(STORAGE) == pytest.approx(-2.7)
+    assert one.offer() == pytest.approx(-2.7)
+
+
 def test_a_decision_that_saves_nothing_is_paid_for_too() -> None:
     clock = Clock()
     one = account(clock, **{STALL: 0.01})
