@@ -53,7 +53,7 @@ def draw(console: Console, found: Simulation, chosen: Recommended | None) -> Non
             {
                 "Run": f"{len(run.moments)} decisions, steps {min(steps)} to {max(steps)}, {_time(run.seconds)}, "
                 f"{_time(step_seconds(run))} a step, {run.eras[-1].job.world_size} ranks",
-                "Compared": f"over steps {found.window[0]:g} to {found.window[1]:g}, where all have a commit",
+                "Compared": f"over steps {found.window[0]:.0f} to {found.window[1]:.0f}, where all have a commit",
             }
         )
     )
