@@ -111,8 +111,8 @@ def window_notes(summaries: Sequence[Summary]) -> Iterator[str]:
     if since is not None and 2 * inside < whole:
         late = next(one.name for one in summaries if one.replayed.course.first == since)
         yield (
-            f"configurations are compared over {inside:.0f} of {whole:.0f} steps only: {late} has its first commit at step "
-            f"{since[1]:.0f}; leave it out, or record a longer run"
+            f"configurations are compared over {inside:.0f} of {whole:.0f} steps only: {late} has its first commit at "
+            f"step {since[1]:.0f}; leave it out, or record a longer run"
         )
 
 
