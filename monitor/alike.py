@@ -10,6 +10,7 @@ from typing import Any
 
 from monitor.agree import everywhere
 from monitor.job import Job
+from monitor.trace_lines import plain
 from store.errors import ConfigError
 
 _KEYS = ("every", "auto", "bounds", "budget", "resume", "layers", "encoding")
@@ -24,9 +25,9 @@ def require_alike(job: Job) -> None:
 
 def _settings(job: Job) -> dict[str, Any]:
     """A policy's parameters matter on rank 0 only, and may be anything; a path to it may differ between machines."""
-    settings = job.config.model_dump(mode="json", include={*_KEYS})
+    settings = plain(job.config.model_dump(include={*_KEYS}))
     looks = ", which looks at drift" if job.policy.needs_drift else ""
-    return settings | {"policy": f"{job.policy.name}{', observed' if job.observing else ''}{looks}"}
+    return {**settings, "policy": f"{job.policy.name}{', observed' if job.observing else ''}{looks}"}
 
 
 def _require(mine: Mapping[str, Any], first: Mapping[str, Any]) -> None:
