@@ -18,7 +18,8 @@ from monitor.measuring import Measured, measure_all, unit_stats
 from monitor.units import LocalUnit, is_moving
 from policies.base import Budget, Choice, Decision, History, UnitStats
 from policies.bounds import incomplete
-from store.names import RAW, Unit
+from policies.forced import forced
+from store.names import Unit
 
 
 class Decider:
@@ -34,18 +35,18 @@ class Decider:
         self._spending = job.spending
         self._pace = job.pace
 
-    def decide(self, step: int, local: Mapping[Unit, LocalUnit], forced: str | None) -> Decided:
-        """Decide on every unit; ``forced`` saves everything that is finite, for that reason."""
+    def decide(self, step: int, local: Mapping[Unit, LocalUnit], reason: str | None) -> Decided:
+        """Decide on every unit; ``reason`` saves everything that is finite, for that reason."""
         units = list(self._table.sizes)
         first = [unit for unit in units if self._sees_all or not is_moving(unit)]
         measured, mine = self._measure(first, local)
         stats = unit_stats(self._table, self._ledger, step, measured)
-        made, saved, lacking, interval = self._chosen(step, stats, forced)
+        made, saved, lacking, interval = self._chosen(step, stats, reason)
         rest = [unit for unit in units if unit not in measured and unit not in saved]
         measured_too, mine_too = self._measure(rest, local)
         drift = {unit: found.drift for unit, found in {**measured, **measured_too}.items()}
         shown = unit_stats(self._table, self._ledger, step, {**measured, **measured_too})
-        found = Decided((), {}, saved, drift, {**mine, **mine_too}, lacking, forced is not None, interval)
+        found = Decided((), {}, saved, drift, {**mine, **mine_too}, lacking, reason is not None, interval)
         if made is None:
             return found
         decision, budget = made
@@ -67,13 +68,13 @@ class Decider:
         return measured, mine
 
     def _chosen(
-        self, step: int, stats: tuple[UnitStats, ...], forced: str | None
+        self, step: int, stats: tuple[UnitStats, ...], reason: str | None
     ) -> tuple[tuple[Decision, Budget] | None, dict[Unit, Choice], tuple[Unit, ...], int | None]:
         made: list[tuple[Decision, Budget]] = []
 
         def choose() -> tuple[list[tuple[int, str, str]], list[int], int | None]:
             interval, budget = self._pace.choose(), self._spending.offer(stats)
-            decision = self._select(stats, budget, forced, History(step, self._ledger.commits, interval))
+            decision = self._select(stats, budget, reason, History(step, self._ledger.commits, interval))
             made.append((decision, budget))
             saved = [
                 (index, choice.encoding, choice.reason)
@@ -91,11 +92,6 @@ class Decider:
             interval,
         )
 
-    def _select(self, stats: tuple[UnitStats, ...], budget: Budget, forced: str | None, history: History) -> Decision:
+    def _select(self, stats: tuple[UnitStats, ...], budget: Budget, reason: str | None, history: History) -> Decision:
         decision = self._policy.select(stats, budget, history)
-        if forced is None:
-            return decision
-        sick = {one.unit.layer for one in stats if not one.finite}
-        return Decision(
-            {one.unit: decision.choices[one.unit] if one.unit.layer in sick else Choice(RAW, forced) for one in stats}
-        )
+        return decision if reason is None else forced(decision, stats, reason)

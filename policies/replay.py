@@ -15,19 +15,20 @@ from dataclasses import replace
 
 import numpy as np
 
-from policies.base import Budget, Choice, Decision, History, UnitStats
+from policies.base import Budget, Decision, History, UnitStats
 from policies.bounds import incomplete
 from policies.course import Course, Stretch
 from policies.exposure import Held
 from policies.failure import Failure, failure_of
 from policies.fallback import Fallback
+from policies.forced import forced
 from policies.moments import chosen
 from policies.movement import Movement, movement_of
 from policies.options import expected_bytes, expected_error
 from policies.recorded import Era, Moment, Run
 from policies.replayed import Made, Plan, Replayed
 from policies.standing import Pending, State, Version
-from store.names import RAW, Unit
+from store.names import Unit
 
 _OUTSIDE = frozenset({"disagree", "unsupported", "fenced", "storage"})
 """Why no save began, where that is no matter of policy."""
@@ -254,15 +255,7 @@ class _EraReplay:
         line = moment.line
         history = History(line.step, self._state.commits, line.interval if self._plan.varying else None)
         decision = self._asked(stats, budget, history)
-        if not line.forced:
-            return decision
-        sick = {one.unit.layer for one in stats if not one.finite}
-        return Decision(
-            {
-                one.unit: decision.choices[one.unit] if one.unit.layer in sick else Choice(RAW, "asked for by save()")
-                for one in stats
-            }
-        )
+        return forced(decision, stats, "asked for by save()") if line.forced else decision
 
     def _asked(self, stats: tuple[UnitStats, ...], budget: Budget, history: History) -> Decision:
         """The policy's decision; where it fails everything is saved, as live."""
