@@ -46,6 +46,10 @@ class Arena:
         """Which there are."""
         return self._slots
 
+    def holding(self, save: SaveId) -> int | None:
+        """The payload that is this version."""
+        return next((slot for slot in self._slots if version_in(self._place, self._rank, slot) == save), None)
+
     def room(self, slot: int, nbytes: int) -> mmap.mmap:
         """Memory of at least ``nbytes`` bytes, backed, to write a version into; what was one there is none any more.
 

@@ -88,8 +88,8 @@ def _reclaimable(place: Path) -> int:
 def _no_room(nbytes: int, path: Path, why: str) -> str:
     return (
         f"no room in memory for {_size(nbytes)} more at {path.parent}: {why}. Give the job more (docker run "
-        "--shm-size, in Kubernetes an emptyDir with `medium: Memory` at /dev/shm), set `memory: {versions: 1}` for half of "
-        "it, or `memory: {enabled: false}`"
+        "--shm-size, in Kubernetes an emptyDir with `medium: Memory` at /dev/shm), or set `memory: {versions: 1}`, "
+        "which takes half of it, or `memory: {enabled: false}`"
     )
 
 
