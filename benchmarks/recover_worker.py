@@ -18,10 +18,10 @@ import monitor
 from benchmarks.llama import llama_engine, train_step
 from benchmarks.ranks import hand_in
 from monitor.adapters.select import adapter_for
+from store.catalog import open_catalog
+from store.files import LocalFiles
 from store.memory.held import look
 from store.memory.tier import Tier
-from store.names import SaveId
-from store.store import read_store
 
 COMMITTED, KEPT = 2, 3
 """Steps of the commit on disk, and of the version in memory that is newer."""
@@ -77,9 +77,9 @@ class Worker:
         return {"digests": digests | {str(KEPT): self.digest()}, "bytes": self.nbytes()}
 
     def until_kept(self) -> None:
-        tier = Tier(self.options.shared, read_store(self.options.store).store_id)
-        until = time.monotonic() + 60
-        while len(look(tier).versions.get(SaveId(KEPT, 1), {})) < dist.get_world_size():
+        tier = Tier(self.options.shared, open_catalog(LocalFiles(self.options.store)).store_id)
+        until, ranks = time.monotonic() + 60, set(range(dist.get_world_size()))
+        while not any(save.step == KEPT and set(held) == ranks for save, held in look(tier).versions.items()):
             if time.monotonic() > until:
                 raise RuntimeError(f"no version of step {KEPT} of all ranks in memory after 60 s")
             time.sleep(0.05)
