@@ -1,4 +1,4 @@
-"""In what order a benchmark takes its turns, so that no way of running is always first or always follows another. Pure."""
+"""In what order a benchmark takes its turns, so that no way is always first or always behind the same other. Pure."""
 
 from __future__ import annotations
 

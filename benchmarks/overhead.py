@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from benchmarks.figures import Figure, report  # noqa: E402
-from benchmarks.intervals import paired  # noqa: E402
-from benchmarks.ranks import torchrun  # noqa: E402
+from benchmarks.figures import Figure, report
+from benchmarks.intervals import paired
+from benchmarks.ranks import torchrun
 
 GOALS = {"full": 1.02, "memory auto": 1.02}
 TOLD = {

@@ -68,7 +68,7 @@ class Bench:
             self.step()
         self.rows = self.calibrated(options.seconds)
         self.ways = {name: self.attached(name, options) for name in WAYS}
-        self.begun = {name: 0 for name in WAYS}
+        self.begun = dict.fromkeys(WAYS, 0)
         while self.engine.global_steps % self.block_steps != self.block_steps - 1:
             self.step()  # saves are due at the first step of a block
 

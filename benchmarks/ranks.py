@@ -26,7 +26,8 @@ def torchrun(worker: str, arguments: Sequence[str], out: Path) -> Any:
 
 
 class Ranks:
-    """``count`` processes of a worker, that write one JSON file each and wait to be killed. Killed at the latest here."""
+    """``count`` processes of a worker, each of which writes a JSON file and waits to be killed: at the end of the
+    context at the latest."""
 
     def __init__(self, worker: str, arguments: Sequence[str], folder: Path, count: int = 2) -> None:
         self.outs = [folder / f"rank-{rank}.json" for rank in range(count)]

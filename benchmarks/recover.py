@@ -6,8 +6,8 @@ A job of two ranks commits a step, keeps the next one in memory and is killed (S
 again and again, by turns: to resume from memory; with memory switched off, from a warm disk; and from a cold one. Each
 start is killed the same way, before it keeps or commits anything, so all of them find the same. What was resumed is
 compared to the bit with what was saved. Told are the seconds of ``ckpt.resume()`` and those from the start of the
-processes to the end of the first step, of the slowest rank, as medians; and one copy of the same bytes in memory,
-which no resume can do without.
+processes to the end of the first step, of the slowest rank, as medians. Floors: one copy of the same bytes in memory,
+and a plain read of the cold files.
 
 Exits 1 when a goal is missed. Where files cannot be had out of the page cache, the cold rows are left out, loudly.
 """
@@ -17,14 +17,15 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+import time
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from benchmarks.figures import Figure, report  # noqa: E402
-from benchmarks.page_cache import cached_share, chill, warm  # noqa: E402
-from benchmarks.ranks import Ranks  # noqa: E402
+from benchmarks.figures import Figure, report
+from benchmarks.page_cache import cached_share, chill, warm
+from benchmarks.ranks import Ranks
 
 MEMORY, WARM, COLD = "memory", "warm disk", "cold disk"
 STEP = {MEMORY: 3, WARM: 2, COLD: 2}
@@ -48,28 +49,37 @@ def main() -> int:
         bench = Bench(Path(folder), Path(shared), options.stage, options.layers)
         for _ in range(options.rounds):
             bench.round()
-    return report(f"recovering a killed job, ZeRO-{options.stage}, two ranks", figures(bench.seen, bench.how), options.json)
+    return report(
+        f"recovering a killed job, ZeRO-{options.stage}, two ranks",
+        figures(bench.seen, bench.how, bench.reads),
+        options.json,
+    )
 
 
 class Bench:
-    """how: by what means files got out of the page cache; None where they did not."""
+    """how: by what means files got out of the page cache; None where they did not. reads: seconds for all of them."""
 
     def __init__(self, folder: Path, shared: Path, stage: int, layers: int) -> None:
         self.folder, self.store = folder, folder / "store"
         self.arguments = [f"--stage={stage}", f"--layers={layers}", f"--store={self.store}", f"--shared={shared}"]
         self.seen: Seen = {}
         self.how: str | None = None
+        self.reads: list[float] = []
         self.digests = [one["digests"] for one in self.killed("begin")]
 
     def round(self) -> None:
         self.note(MEMORY, self.killed("memory"))
+        self.how = chill(self.store)
+        began = time.perf_counter()
         warm(self.store)
+        self.reads.append(time.perf_counter() - began)
         if (share := cached_share(self.store)) < 0.99:
             raise RuntimeError(f"read just now, only {100 * share:.0f} % of the store is in the page cache")
         self.note(WARM, self.killed("disk"))
-        self.how = chill(self.store)
-        if self.how is None:
-            print("NOT MEASURED: cold disk. The store's files stay in the page cache, whatever is tried", file=sys.stderr)
+        if self.how is None or chill(self.store) is None:
+            print(
+                "NOT MEASURED: cold disk. The store's files stay in the page cache, whatever is tried", file=sys.stderr
+            )
         else:
             self.note(COLD, self.killed("disk"))
 
@@ -85,14 +95,14 @@ class Bench:
         self.seen.setdefault(source, []).append(told[0])
 
 
-def figures(seen: Seen, how: str | None) -> list[Figure]:
-    """seen: by source, what rank 0 told in each round."""
+def figures(seen: Seen, how: str | None, reads: list[float]) -> list[Figure]:
+    """seen: by source, what rank 0 told in each round. reads: seconds for plain reads of the cold files."""
 
     def middle(source: str, name: str) -> float:
         return median(one[name] for one in seen[source])
 
     def ratio(name: str, against: str) -> float:
-        return median(a[name] / b[name] for a, b in zip(seen[MEMORY], seen[against], strict=True))
+        return middle(MEMORY, name) / middle(against, name)
 
     nbytes = seen[MEMORY][0]["bytes"]
     found = [Figure("state, both ranks", nbytes / 1e6, "MB")]
@@ -110,6 +120,12 @@ def figures(seen: Seen, how: str | None) -> list[Figure]:
         Figure("resume from memory", ratio("resume", WARM), "x", WARM),
     ]
     if COLD in seen:
+        found += [
+            Figure("plain read of the cold files, one thread", median(reads), "s"),
+            Figure(
+                "resume from cold disk", median(one["resume"] for one in seen[COLD]) / median(reads), "x", "that read"
+            ),
+        ]
         found += [
             Figure("resume from memory", ratio("resume", COLD), "x", COLD, 1 / 5),
             Figure("start of the processes to the first step, memory", ratio("first_step", COLD), "x", COLD),
