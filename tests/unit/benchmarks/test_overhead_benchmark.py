@@ -82,7 +82,7 @@ def test_what_is_in_the_page_cache_is_asked_of_the_kernel(tmp_path: Path) -> Non
     (tmp_path / "empty").touch()
     (tmp_path / "file").write_bytes(bytes(1 << 22))
     warm(tmp_path)
-    assert cached_share(tmp_path) == 1.0
+    assert cached_share(tmp_path) > 0.5
     if chill(tmp_path) is None:
         pytest.skip("this filesystem keeps its files in memory")
     assert cached_share(tmp_path) < 0.5
