@@ -22,6 +22,7 @@ from store.layout import (
     MANIFESTS,
     PROVEN,
     SEGMENTS,
+    SUSPECT,
     TOP_LEVEL,
     manifest_path,
     parse_rank_file,
@@ -29,6 +30,7 @@ from store.layout import (
     parse_save_file,
     proven_path,
     segment_dir,
+    suspect_path,
 )
 from store.names import SaveId
 from store.retention import Retention, kept
@@ -62,7 +64,7 @@ def plan_prune(catalog: Catalog, retention: Retention) -> PrunePlan:
         return PrunePlan(tuple(sorted(commits.readable)), (), (), (), tuple(strange), 0, blocked)
     # Damaged commits do not count as kept ones; but those newer than all whole ones may still be resumed in part.
     newest_whole = max(commits.whole)
-    keep = kept(commits.whole, catalog.proven(), retention)
+    keep = kept(commits.whole, catalog.proven(), retention, catalog.suspects().saves)
     keep |= {save for save in commits.readable if save > newest_whole}
     keep |= _apart(catalog, commits.whole)
     reachable = {group for save in keep for group in _reached(catalog.manifest(save))}
@@ -105,6 +107,8 @@ def execute(files: Files, plan: PrunePlan) -> None:
     for save in plan.manifests:
         with suppress(MissingError):
             files.unlink(proven_path(save))
+        with suppress(MissingError):
+            files.unlink(suspect_path(save))
     for path in plan.temporaries:
         with suppress(MissingError):
             files.unlink(path)
@@ -190,10 +194,11 @@ def _temporaries(files: Files, quiet: Sequence[SaveId], newest: SaveId, keep: Se
         save = parse_save_file(final_name(name) or "")
         if save is not None and save <= newest:
             yield f"{MANIFESTS}/{name}"
-    for name in _names(files, PROVEN):
-        save = parse_save_file(final_name(name) or "")
-        if save is not None and save <= newest and save not in keep:
-            yield f"{PROVEN}/{name}"
+    for marks in (PROVEN, SUSPECT):
+        for name in _names(files, marks):
+            save = parse_save_file(final_name(name) or "")
+            if save is not None and save <= newest and save not in keep:
+                yield f"{marks}/{name}"
     for folder in map(segment_dir, quiet):
         yield from (f"{folder}/{name}" for name in _names(files, folder) if is_temporary(name))
 

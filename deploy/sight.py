@@ -1,0 +1,119 @@
+"""What the supervisor sees of a store, between two attempts and never while the command runs.
+
+Reads records only. A store that is not there yet is an empty one; one that cannot be read, or does not answer in time,
+is no reason to stop: then nothing is known, and that is said. What hangs stays behind in a thread that
+nobody waits for.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from deploy.supervision import Sight
+from store.catalog import Catalog, open_catalog
+from store.epochs import newest_epoch
+from store.errors import DamagedError, NoStoreError, NothingToResumeError, StorageError, StoreError
+from store.files import LocalFiles
+from store.lock import lock_holder
+from store.names import SaveId
+from store.suspects import mark_suspect, withdraw_suspect
+from store.versions import newest_resumable
+
+_T = TypeVar("_T")
+
+
+class SeenStore:
+    """The store at ``root``, as the supervisor uses it. patience: seconds that storage may take to answer."""
+
+    def __init__(self, root: Path, patience: float = 120.0) -> None:
+        self.root = root
+        self._patience = patience
+
+    def look(self) -> Sight:
+        """What is there now. Never raises for anything that a store can be."""
+        try:
+            return self._within(lambda: _look(self.root))
+        except (StoreError, OSError) as error:
+            return Sight(trouble=str(error))
+
+    def holder(self) -> int | None:
+        """Process of this machine that owns the store, 0 where its id is not known; None where there is none."""
+        try:
+            return self._within(lambda: lock_holder(self.root))
+        except StorageError:  # what hangs is told by look()
+            return None
+
+    def mark(self, save: SaveId, why: str) -> str:
+        """Mark a commit as suspect. Returns what went wrong, '' where nothing did."""
+        return self._changed(lambda catalog: mark_suspect(catalog.files, catalog.store_id, save, why))
+
+    def withdraw(self, save: SaveId) -> str:
+        """Take the mark back. Returns what went wrong, '' where nothing did."""
+        return self._changed(lambda catalog: withdraw_suspect(catalog.files, save))
+
+    def _changed(self, change: Callable[[Catalog], None]) -> str:
+        try:
+            self._within(lambda: change(open_catalog(LocalFiles(self.root))))
+        except StoreError as error:
+            return str(error)
+        return ""
+
+    def _within(self, ask: Callable[[], _T]) -> _T:
+        answers: list[_T] = []
+        errors: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                answers.append(ask())
+            except BaseException as error:  # noqa: BLE001 - a thread's edge: raised again by who asked
+                errors.append(error)
+
+        thread = threading.Thread(target=run, name="driftpoint-look", daemon=True)
+        thread.start()
+        thread.join(self._patience)
+        if errors:
+            raise errors[0]
+        if not answers:
+            raise StorageError(f"the storage of {self.root} did not answer within {self._patience:g} s")
+        return answers[0]
+
+
+def _look(root: Path) -> Sight:
+    try:
+        catalog = open_catalog(LocalFiles(root))
+    except NoStoreError:
+        return Sight()
+    saves = catalog.saves()
+    epoch = newest_epoch(catalog.files)
+    step = max((save.step for save in saves), default=-1)
+    resumes = _resumes(catalog, frozenset())
+    newest = saves[0] if saves else None
+    return Sight(newest, step, resumes, _instead(catalog, saves, resumes), epoch)
+
+
+def _resumes(catalog: Catalog, skip: frozenset[SaveId]) -> SaveId | None:
+    try:
+        return newest_resumable(catalog, skip=skip)[0].manifest.save
+    except NothingToResumeError:
+        return None
+
+
+def _instead(catalog: Catalog, saves: list[SaveId], resumes: SaveId | None) -> SaveId | None:
+    if resumes is None or resumes in catalog.suspects().saves or _led_on(catalog, saves, resumes):
+        return None
+    found = _resumes(catalog, frozenset({resumes}))
+    return None if found is None or found in catalog.suspects().saves else found
+
+
+def _led_on(catalog: Catalog, saves: list[SaveId], resumed: SaveId) -> bool:
+    """Whether a later job resumed from the commit and came as far as another one."""
+    for save in saves:
+        try:
+            if save.epoch > resumed.epoch and catalog.manifest(save).previous == resumed.name:
+                return True
+        except (DamagedError, StorageError):
+            continue
+    return False
