@@ -19,9 +19,11 @@ from types import TracebackType
 from monitor.decided import Decided
 from monitor.deciding import Decider
 from monitor.job import Job
+from monitor.memory import memory_tier
 from monitor.observing import Observer
 from monitor.opened import OpenedStore
 from monitor.reading import Room
+from monitor.remembered import Remembered, newest_on_disk
 from monitor.report import StepReport
 from monitor.resume import Resumed, resume
 from monitor.saver import Saver
@@ -29,10 +31,11 @@ from monitor.survey import Surveyor
 from monitor.telling import show_units, tell_skipped
 from monitor.units import LocalUnit
 from store.catalog import Catalog
-from store.certificate import Certificate, certify
+from store.certificate import Certificate, certify, from_memory
 from store.commit import mark_proven
 from store.errors import ConfigError
 from store.names import Unit
+from store.versions import Resolution
 
 _log = logging.getLogger("driftpoint")
 
@@ -51,11 +54,14 @@ class Checkpointer:
         self._catalog = catalog
         self._decider = Decider(job)
         self._pace = job.pace
-        self._saver: Saver | Observer = Observer(job) if opened is None else Saver(job, opened)
+        saver = None if opened is None else Saver(job, opened)
+        self._saver: Saver | Observer = saver or Observer(job)
         self._saver.reserve(job.table.local())
+        self._memory = memory_tier(job, opened, saver)
         self._surveyor = Surveyor(job.adapter, job.table)
         self._step = job.adapter.completed_steps() or 0
         self._resumed: Resumed | None = None
+        self._in_store = True
         self._asked_to_resume = False
         self._updates = 0
         job.adapter.before_update(self._count_update)
@@ -87,33 +93,55 @@ class Checkpointer:
         if self._asked_to_resume:  # what is still being written is of a branch that this job may be about to leave
             self.flush()
             self._saver.settle(self._step, False)
-        found, room = None, Room(self._saver.lend(self._job.table.local()))
+        job, found, remembered = self._job, None, None
+        room = Room(self._saver.lend(job.table.local()))
         if self._catalog is not None:
-            job = self._job
-            found = resume(self._catalog, job.adapter, self._group, job.user, room, settings=self.config.resume)
-        self._saver.keep(self._job.table.local(), room.buffers)
+            remembered = self._memory.find(self._catalog) if self._memory is not None else None
+            catalog = self._catalog if remembered is None else remembered.catalog
+            found = resume(catalog, job.adapter, self._group, job.user, room, settings=self.config.resume)
+            if remembered is not None and found is not None and found.resolution.manifest.save != remembered.save:
+                remembered = None  # its bytes were wrong
+        self._saver.keep(job.table.local(), room.buffers)
         self._asked_to_resume = True
         self._updates = 0
         self._pace.restart()
         self._surveyor.mark()
-        if found is None:
-            return self._step
+        if found is not None:
+            self._stand_on(found, remembered)
+        if self._memory is not None:
+            self._memory.begin(job.table.local(), None if remembered is None else remembered.save)
+        return self._step
+
+    def _stand_on(self, found: Resumed, remembered: Remembered | None) -> None:
+        """The job is what was resumed: count from there, and measure from there."""
         self._resumed = found
+        self._in_store = remembered is None
         self._saver.went_back()
         self._step = found.onward.save.step
         certificate = certify(found.resolution)
         self.certificate = replace(
-            certificate, exact=certificate.exact and not found.rounded, problems=certificate.problems + found.rounded
+            certificate if remembered is None else from_memory(certificate),
+            exact=certificate.exact and not found.rounded,
+            problems=certificate.problems + found.rounded,
         )
-        # A full save at each resume might be all that a budget pays for.
-        self._job.ledger.adopt(found.resolution, self._step, renew=not self.config.budget.limited)
+        self._adopt(found.resolution, remembered)
         for unit, part in self._job.table.local().items():
             if unit in found.resolution.versions:
                 self._job.meter.reset(unit, part.tensors)
         self._job.tracer.resumed(self._step, found.resolution.manifest.step)
         if self._group.rank == 0:
             self._tell_resumed(found, self.certificate)
-        return self._step
+
+    def _adopt(self, resolution: Resolution, remembered: Remembered | None) -> None:
+        below: Resolution | None = resolution
+        if remembered is not None and self._catalog is not None:
+            # What is in memory is no version that a commit could point to: the next save stores it.
+            below = newest_on_disk(self._catalog, self._group)
+            found = resolution.versions.items()
+            self._job.table.lost |= {unit for unit, version in found if version.save == remembered.save}
+        if below is not None:
+            # A full save at each resume might be all that a budget pays for.
+            self._job.ledger.adopt(below, self._step, renew=not self.config.budget.limited)
 
     def step(self) -> StepReport | None:
         """Call after every optimizer step. When it is time for that (``every``) it decides, and perhaps begins a save.
@@ -126,7 +154,9 @@ class Checkpointer:
         self._require_asked()
         self._mark_proven()
         self._pace.timing.stepped(began)
-        return self._decide(began, None) if self._pace.due(self._step) else None
+        report = self._decide(began, None) if self._pace.due(self._step) else None
+        self._remember(looked=report is not None)
+        return report
 
     def save(self, *, wait: bool = False) -> StepReport:
         """Save everything now, whatever the policy says, after the save under way.
@@ -172,6 +202,8 @@ class Checkpointer:
         if not self._closed:
             self._closed = True
             self._forget_exit()
+            if self._memory is not None:
+                self._memory.close(remove=clean)
             self._saver.close(timeout, clean)
             self._job.tracer.close(timeout)
             self.metrics.close()
@@ -207,11 +239,13 @@ class Checkpointer:
                 f"the store {self.config.store} holds commits and resume() was not called: going on would bury them. "
                 "Begin the loop with `range(ckpt.resume(), total_steps)`, or name another `store:`"
             )
+        if not self._asked_to_resume and self._memory is not None:
+            self._memory.begin(self._job.table.local(), None)
         self._asked_to_resume = True
 
     def _mark_proven(self) -> None:
         opened, resumed = self._opened, self._resumed
-        if self._proven or resumed is None or opened is None:
+        if self._proven or resumed is None or opened is None or not self._in_store:
             return
         self._proven = True
         save = resumed.resolution.manifest.save
@@ -240,12 +274,29 @@ class Checkpointer:
         if decided.lacking:
             return self._skipped("withheld", began, decided)
         if not decided.saved:
+            if self._memory is not None:
+                self._memory.decided(self._step, ())
             return self._skipped("nothing", began, decided)
         unnamed = self._saver.claim_name(self._step)
         if unnamed is not None:
             return self._skipped(unnamed, began, decided)
         staged = self._saver.begin(self._step, decided, local)
+        if self._memory is not None:
+            self._memory.decided(self._step, decided.saved)
         return self._report("observe" if self._opened is None else None, began, decided, staged)
+
+    def _remember(self, looked: bool) -> None:
+        """Keep a version of this step in memory, where it is time for that. looked: a decision surveyed the job."""
+        memory, began = self._memory, time.perf_counter()
+        if memory is None or not memory.due(self._step):
+            return
+        survey = self._surveyor.survey(stepped=not looked)
+        local, trouble = survey.local, survey.trouble is not None
+        agreed = memory.settle(self._step, not trouble and self._job.table.changed(local), trouble)
+        if agreed.skip in (None, "unready") and agreed.changed:
+            self._agree(local)
+        if agreed.skip is None:
+            memory.keep(self._step, local, began)
 
     def _tell_unused(self) -> None:
         """Once: encodings for slots that there are not, which would otherwise store everything raw without a word."""
@@ -290,11 +341,14 @@ class Checkpointer:
 
     def _tell_resumed(self, found: Resumed, certificate: Certificate) -> None:
         fallbacks = found.resolution.fallbacks
+        self.metrics.from_memory.set(not self._in_store)
         self.metrics.resumed_step.set(self._step)
         self.metrics.effective_step.set(certificate.effective_step)
         self.metrics.fallbacks.set(len(fallbacks))
         kind = "exact" if certificate.exact else f"a composite, up to {certificate.max_staleness} steps stale"
-        _log.info("resumed step %d from %s (%s)", certificate.step, self.config.store, kind)
+        _log.info(
+            "resumed step %d from %s (%s)", certificate.step, self.config.store if self._in_store else "memory", kind
+        )
         if self._step != certificate.step:
             _log.warning(
                 "resume: its weights stand at step %.4g on average, so counters and schedules go on from the save of "

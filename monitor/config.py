@@ -20,6 +20,7 @@ from monitor.settings import (
     BudgetSettings,
     DriftSettings,
     LayerSettings,
+    MemorySettings,
     MetricsSettings,
     ResumeSettings,
     RetentionSettings,
@@ -87,6 +88,7 @@ class Config(Settings):
     budget: BudgetSettings = BudgetSettings()
     drift: DriftSettings = DriftSettings()
     layers: LayerSettings = LayerSettings()
+    memory: MemorySettings = MemorySettings()
     retention: RetentionSettings = RetentionSettings()
     resume: ResumeSettings = ResumeSettings()
     trace: TraceSettings = TraceSettings()

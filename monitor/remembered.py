@@ -1,0 +1,177 @@
+"""At a resume: is there a version in memory that is newer than every commit, and can every rank read what it needs?
+
+Ranks of different nodes see different memory. So each tells what lies on its node, all of them pick the same version,
+put it together from what the nodes tell, and use it only if every rank finds the bytes that it will need on its own
+node. Else the store is resumed from, as if there were no memory tier. Collective; changes nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from monitor.adapters.base import Adapter
+from monitor.agree import everywhere, on_first
+from monitor.group import Group
+from monitor.reading import stored_slot
+from store.catalog import Catalog
+from store.coverage import FragmentIndex
+from store.errors import DamagedError, StoreError, UsageError
+from store.memory.held import Node, look
+from store.memory.overlay import Overlay
+from store.memory.tier import Tier
+from store.memory.version import MemoryVersion, Share, assembled, share_of
+from store.names import Fragment, SaveId
+from store.versions import Resolution, newest_resumable, resolve
+
+_log = logging.getLogger("driftpoint")
+
+
+@dataclass(frozen=True)
+class Remembered:
+    """A version in memory, and the store with it on top."""
+
+    save: SaveId
+    catalog: Catalog
+
+
+@dataclass(frozen=True)
+class _Sight:
+    """What one rank tells of its node: versions newer than any commit, and the ranks whose share is there."""
+
+    node: str
+    versions: Mapping[str, tuple[int, ...]]
+
+
+def newest_remembered(tier: Tier, catalog: Catalog, adapter: Adapter, group: Group) -> Remembered | None:
+    """The newest version that every rank can read; None where the store's newest commit is as good. Collective."""
+    node = _look(tier)
+    newest = group.from_first(_newest_commit(catalog))
+    sights = group.gather(_sight(tier, node, None if newest is None else SaveId.parse(newest)))
+    for name in _candidates(sights):
+        save = SaveId.parse(name)
+        found = _put_together(save, node, group, tells=_tells(sights, group.rank))
+        if found is None:
+            continue
+        remembered = Remembered(save, Catalog(Overlay(catalog.files, found), catalog.record))
+        reads = everywhere(group, partial(_reads, remembered, found, adapter))
+        if all(group.gather(reads)):
+            return remembered
+        _log.warning(
+            "memory holds step %d, but not every rank finds what it needs on its own node (ranks moved, or the world "
+            "changed): going on from the store",
+            save.step,
+        )
+    return None
+
+
+def newest_on_disk(catalog: Catalog, group: Group) -> Resolution | None:
+    """The newest commit that is whole, below what memory has: what the job's next saves build on. Collective.
+
+    None, on all ranks, where there is none: then the next save is a first one."""
+
+    def name() -> str | None:
+        catalog.forget()
+        try:
+            return newest_resumable(catalog)[0].manifest.save.name
+        except StoreError:
+            return None
+
+    found = on_first(group, name)
+    if found is None:
+        return None
+    try:
+        return everywhere(group, lambda: resolve(catalog, SaveId.parse(found)))
+    except StoreError as error:
+        _log.warning("the newest commit cannot be read, so that the next save is a full one: %s", error)
+        return None
+
+
+def _look(tier: Tier) -> Node:
+    try:
+        node = look(tier)
+    except (StoreError, OSError) as error:
+        _log.warning("the memory tier cannot be read: %s", error)
+        return Node({})
+    for problem in node.problems:
+        _log.warning("memory: %s", problem)
+    return node
+
+
+def _newest_commit(catalog: Catalog) -> str | None:
+    catalog.forget()
+    try:
+        return next((save.name for save in catalog.saves()), None)
+    except StoreError:
+        return None  # a resume from the store will say it
+
+
+def _sight(tier: Tier, node: Node, newest: SaveId | None) -> _Sight:
+    newer = {save: held for save, held in node.versions.items() if newest is None or save > newest}
+    where = f"{socket.gethostname()} {_boot()} {tier.folder}"
+    return _Sight(where, {save.name: tuple(sorted(held)) for save, held in newer.items()})
+
+
+def _boot() -> str:
+    """Tells containers of one host name apart from one machine."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def _candidates(sights: list[_Sight]) -> list[str]:
+    """Versions, newest first, of which some rank 0 is somewhere. The same list on all ranks."""
+    ranks: dict[str, set[int]] = {}
+    for sight in sights:
+        for name, there in sight.versions.items():
+            ranks.setdefault(name, set()).update(there)
+    whole = [name for name, there in ranks.items() if there == set(range(len(there)))]
+    return sorted(whole, key=SaveId.parse, reverse=True)
+
+
+def _tells(sights: list[_Sight], rank: int) -> bool:
+    """Whether this rank is the one that tells for its node."""
+    return next(index for index, sight in enumerate(sights) if sight.node == sights[rank].node) == rank
+
+
+def _put_together(save: SaveId, node: Node, group: Group, *, tells: bool) -> MemoryVersion | None:
+    mine = share_of(node.versions.get(save, {})) if tells else Share({}, None)
+    shares = [Share(*told) for told in group.gather((dict(mine.parts), mine.head))]
+    try:
+        return assembled(save, shares, node)
+    except StoreError as error:  # alike on all ranks: it is made of what all of them were told
+        _log.warning("memory: %s", error)
+        return None
+
+
+def _reads(remembered: Remembered, version: MemoryVersion, adapter: Adapter) -> bool:
+    """Whether this rank's node holds all that this rank will need."""
+    if len(version.payloads) == len(version.parts):
+        return True
+    try:
+        resolution = resolve(remembered.catalog, remembered.save)
+    except (DamagedError, StoreError):
+        return False
+    index = FragmentIndex(resolution.sources())
+    slots: dict[str, dict[str, str]] = {}
+    for source in resolution.sources():
+        slots.setdefault(source.entry.fqn, {})[source.entry.slot] = source.entry.dtype
+    try:
+        places = adapter.expected(slots)
+    except UsageError:
+        return True  # the resume will say it
+    for place in places:
+        slot = stored_slot(index, place.fragment)
+        if slot is None:
+            continue
+        wanted = Fragment(place.fragment.fqn, slot, place.fragment.start, place.fragment.numel)
+        for copy in index.cover(wanted):
+            part = copy.source.part
+            if part.save == remembered.save and part.rank not in version.payloads:
+                return False
+    return True
