@@ -8,7 +8,7 @@ nobody waits for.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from pathlib import Path
 from typing import TypeVar
 
@@ -18,6 +18,8 @@ from store.epochs import newest_epoch
 from store.errors import DamagedError, NoStoreError, NothingToResumeError, StorageError, StoreError
 from store.files import LocalFiles
 from store.lock import lock_holder
+from store.memory.held import look as look_at_memory
+from store.memory.tier import Tier
 from store.names import SaveId
 from store.suspects import mark_suspect, withdraw_suspect
 from store.versions import newest_resumable
@@ -26,16 +28,18 @@ _T = TypeVar("_T")
 
 
 class SeenStore:
-    """The store at ``root``, as the supervisor uses it. patience: seconds that storage may take to answer."""
+    """The store at ``root``, as the supervisor uses it. memory: where its job keeps versions in shared memory, None
+    where it does not. patience: seconds that storage may take to answer."""
 
-    def __init__(self, root: Path, patience: float = 120.0) -> None:
+    def __init__(self, root: Path, memory: Path | None = None, patience: float = 120.0) -> None:
         self.root = root
+        self._memory = memory
         self._patience = patience
 
     def look(self) -> Sight:
         """What is there now. Never raises for anything that a store can be."""
         try:
-            return self._within(lambda: _look(self.root))
+            return self._within(lambda: _look(self.root, self._memory))
         except (StoreError, OSError) as error:
             return Sight(trouble=str(error))
 
@@ -81,17 +85,35 @@ class SeenStore:
         return answers[0]
 
 
-def _look(root: Path) -> Sight:
+def _look(root: Path, memory: Path | None) -> Sight:
     try:
         catalog = open_catalog(LocalFiles(root))
     except NoStoreError:
         return Sight()
-    saves = catalog.saves()
-    epoch = newest_epoch(catalog.files)
-    step = max((save.step for save in saves), default=-1)
-    resumes = _resumes(catalog, frozenset())
-    newest = saves[0] if saves else None
-    return Sight(newest, step, resumes, _instead(catalog, saves, resumes), epoch)
+    commits, suspects = catalog.saves(), catalog.suspects().saves
+    remembered = _remembered(catalog, memory, commits)
+    saves = [*remembered, *commits]
+    order = [save for save in remembered if save not in suspects]
+    order += [save for save in (_resumes(catalog, frozenset()),) if save is not None]
+    return Sight(
+        newest=saves[0] if saves else None,
+        step=max((save.step for save in saves), default=-1),
+        resumes=order[0] if order else None,
+        instead=_instead(catalog, order, suspects),
+        epoch=newest_epoch(catalog.files),
+    )
+
+
+def _remembered(catalog: Catalog, memory: Path | None, commits: list[SaveId]) -> list[SaveId]:
+    """Versions in memory that are newer than any commit, newest first. What cannot be read there is not resumed from
+    either."""
+    if memory is None:
+        return []
+    try:
+        versions = look_at_memory(Tier(memory, catalog.store_id)).versions
+    except (StoreError, OSError):
+        return []
+    return sorted((save for save in versions if not commits or save > commits[0]), reverse=True)
 
 
 def _resumes(catalog: Catalog, skip: frozenset[SaveId]) -> SaveId | None:
@@ -101,16 +123,17 @@ def _resumes(catalog: Catalog, skip: frozenset[SaveId]) -> SaveId | None:
         return None
 
 
-def _instead(catalog: Catalog, saves: list[SaveId], resumes: SaveId | None) -> SaveId | None:
-    if resumes is None or resumes in catalog.suspects().saves or _led_on(catalog, saves, resumes):
+def _instead(catalog: Catalog, order: list[SaveId], suspects: Set[SaveId]) -> SaveId | None:
+    """What would be resumed from, were the first not there; see :class:`deploy.supervision.Sight`."""
+    if not order or order[0] in suspects or _led_on(catalog, order[0]):
         return None
-    found = _resumes(catalog, frozenset({resumes}))
-    return None if found is None or found in catalog.suspects().saves else found
+    found = order[1] if len(order) > 1 else _resumes(catalog, frozenset({order[0]}))
+    return None if found in suspects else found
 
 
-def _led_on(catalog: Catalog, saves: list[SaveId], resumed: SaveId) -> bool:
+def _led_on(catalog: Catalog, resumed: SaveId) -> bool:
     """Whether a later job resumed from the commit and came as far as another one."""
-    for save in saves:
+    for save in catalog.saves():
         try:
             if save.epoch > resumed.epoch and catalog.manifest(save).previous == resumed.name:
                 return True

@@ -9,6 +9,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 import psutil
@@ -101,12 +102,8 @@ class Stopping:
         send(below(), signal.SIGKILL)
 
     def _send(self, number: signal.Signals) -> None:
-        # A stopped process takes no other signal than SIGKILL until it goes on.
-        try:
-            child = psutil.Process(self._pid)
-        except psutil.NoSuchProcess:
-            return
-        send([child], number)
+        with suppress(psutil.NoSuchProcess):
+            send([psutil.Process(self._pid)], number)
 
     def _later(self, seconds: float, act: Callable[[], None]) -> None:
         self._due.append(_Due(time.monotonic() + seconds, act))

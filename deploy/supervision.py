@@ -39,9 +39,10 @@ class Sight:
     """What the store holds at one moment. trouble: why it could not be read, '' where it could; nothing else holds
     then.
 
-    step: the furthest ever committed. resumes: the commit that a resume takes. instead: the one that it would take if
-    ``resumes`` were suspect; None where there is no other, or where a job already went on from ``resumes`` as far as
-    another commit, so that it is not to blame. epoch: the newest; every job that attaches claims one."""
+    newest: commit, or version in the memory of this node. step: the furthest of them. resumes: what a resume takes.
+    instead: what it would take if ``resumes`` were suspect; None where there is nothing else, or where a job already
+    went on from ``resumes`` as far as another commit, so that it is not to blame. epoch: the newest; every job that
+    attaches claims one."""
 
     newest: SaveId | None = None
     step: int = -1

@@ -51,9 +51,13 @@ def newest_remembered(tier: Tier, catalog: Catalog, adapter: Adapter, group: Gro
     """The newest version that every rank can read; None where the store's newest commit is as good. Collective."""
     node = _look(tier)
     newest = group.from_first(_newest_commit(catalog))
+    suspects = group.from_first([save.name for save in catalog.suspects().saves])
     sights = group.gather(_sight(tier, node, None if newest is None else SaveId.parse(newest)))
     for name in _candidates(sights):
         save = SaveId.parse(name)
+        if name in suspects:
+            _log.warning("memory holds step %d, but jobs that resumed from it died: older state goes first", save.step)
+            continue
         found = _put_together(save, node, group, tells=_tells(sights, group.rank))
         if found is None:
             continue

@@ -72,7 +72,7 @@ def plan_prune(catalog: Catalog, retention: Retention) -> PrunePlan:
     dead = tuple(sorted(group for group in groups if group not in reachable and group < newest))
     dropped = tuple(sorted(set(commits.readable) - keep))
     quiet = sorted(group for group in groups if group < newest and group not in dead)
-    temporaries = tuple(_temporaries(catalog.files, quiet, newest, keep))
+    temporaries = tuple(_temporaries(catalog.files, quiet, newest, keep, set(commits.readable)))
     strange += [path for group in dead for path in _strange_in(catalog.files, group)]
     freed = sum(_group_bytes(catalog.files, group) for group in dead)
     return PrunePlan(tuple(sorted(keep)), dropped, dead, temporaries, tuple(strange), freed)
@@ -188,7 +188,9 @@ def _groups(files: Files) -> tuple[set[SaveId], list[str]]:
     return groups, strange
 
 
-def _temporaries(files: Files, quiet: Sequence[SaveId], newest: SaveId, keep: Set[SaveId]) -> Iterator[str]:
+def _temporaries(
+    files: Files, quiet: Sequence[SaveId], newest: SaveId, keep: Set[SaveId], readable: Set[SaveId]
+) -> Iterator[str]:
     # Never one that may be in use: of the commit after the newest, or a mark that is being set on a kept commit.
     for name in _names(files, MANIFESTS):
         save = parse_save_file(final_name(name) or "")
@@ -199,6 +201,10 @@ def _temporaries(files: Files, quiet: Sequence[SaveId], newest: SaveId, keep: Se
             save = parse_save_file(final_name(name) or "")
             if save is not None and save <= newest and save not in keep:
                 yield f"{marks}/{name}"
+    for name in _names(files, SUSPECT):  # of what is gone: a commit whose prune was cut off, or a version in memory
+        save = parse_save_file(name)
+        if save is not None and save < newest and save not in readable:
+            yield f"{SUSPECT}/{name}"
     for folder in map(segment_dir, quiet):
         yield from (f"{folder}/{name}" for name in _names(files, folder) if is_temporary(name))
 

@@ -1,8 +1,9 @@
 """Commits that jobs died of: the marks, and the order in which commits are resumed from where there are any.
 
-A mark says that jobs which resumed from a commit died before they committed anything; ``driftpoint run`` sets it, and
-withdraws it where falling back did not help. It never takes a commit away, it only puts others before it, so that a
-wrong mark costs a little training and a missing one nothing. One that cannot be read counts for nothing.
+A mark says that jobs which resumed from a commit (or from a version in memory, which is named alike) died before they
+committed anything. ``driftpoint run`` sets it, and withdraws it where falling back did not help. It takes no commit
+away, it only puts others before it, so that a wrong mark costs a little training and a missing one nothing. One that
+cannot be read counts for nothing.
 """
 
 from __future__ import annotations

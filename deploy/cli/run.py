@@ -9,11 +9,16 @@ import typer
 
 from deploy.cli.options import DebugOption
 from deploy.cli.output import note
+from deploy.sight import SeenStore
+from deploy.supervision import Limits
+from deploy.supervisor import Orders, Supervisor
+from deploy.telling import Teller
 from store.errors import ConfigError, UsageError
 
 CONFIG = Path("driftpoint.yaml")
 DEFAULT_STORE = "./driftpoint-checkpoints"
-"""Of :class:`monitor.config.Config`, whose import would bring torch into a process that lives as long as the job."""
+DEFAULT_MEMORY = Path("/dev/shm")
+"""As in :class:`monitor.config.Config`, whose import would bring torch into a process that lives as long as the job."""
 
 CommandArgument = Annotated[
     list[str], typer.Argument(metavar="-- COMMAND...", help="The command and its arguments.", show_default=False)
@@ -61,31 +66,30 @@ def run(
     debug: DebugOption = False,
 ) -> None:
     """Start a training command, and start it again when it dies, as long as it gets further."""
-    from deploy.sight import SeenStore
-    from deploy.supervision import Limits
-    from deploy.supervisor import Orders, Supervisor
-    from deploy.telling import Teller
-
     del debug
-    root = store_of(config, store)
+    seen = places(config, store)
     limits = Limits(max_restarts, max_failures, backoff, max(backoff, backoff_max))
     orders = Orders(command, limits, grace, wait)
-    raise typer.Exit(Supervisor(orders, SeenStore(root), Teller(note, events, root)).run())
+    raise typer.Exit(Supervisor(orders, seen, Teller(note, events, seen.root)).run())
 
 
-def store_of(config: Path | None, store: Path | None) -> Path:
+def places(config: Path | None, store: Path | None) -> SeenStore:
     """The store of the job, as the trainer finds it: relative to the working directory. ConfigError, UsageError.
 
-    Of the YAML only ``store:`` is looked at; the rest is the trainer's to check."""
-    if store is not None:
-        return store.expanduser()
-    if config is None and not CONFIG.exists():
+    Of the YAML only ``store:`` and ``memory:`` are looked at; the rest is the trainer's to check."""
+    if config is None and store is None and not CONFIG.exists():
         raise UsageError(f"which store? There is no {CONFIG} here: give `-c FILE`, the job's YAML, or `--store STORE`")
+    if config is None and store is not None:
+        return SeenStore(store.expanduser(), DEFAULT_MEMORY)  # of a job that keeps nothing there, nothing is there
     path = config or CONFIG
-    found = _mapping(path).get("store", DEFAULT_STORE)
-    if not isinstance(found, str) or not found:
-        raise ConfigError(f"{path}: store: must be a path, and is {found!r}")
-    return Path(found).expanduser()
+    content = _mapping(path)
+    root, memory = content.get("store", DEFAULT_STORE), content.get("memory", {})
+    if not isinstance(root, str) or not root:
+        raise ConfigError(f"{path}: store: must be a path, and is {root!r}")
+    if not isinstance(memory, dict) or not isinstance(memory.get("path", ""), str):
+        raise ConfigError(f"{path}: memory: must be a section such as `memory: {{enabled: true}}`, and is {memory!r}")
+    tier = Path(memory.get("path", DEFAULT_MEMORY)) if memory.get("enabled") else None
+    return SeenStore((store or Path(root)).expanduser(), tier)
 
 
 def _mapping(path: Path) -> dict[str, Any]:
