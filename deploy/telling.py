@@ -43,7 +43,7 @@ class Teller:
     def ended(self, number: int, attempt: Attempt) -> None:
         """An attempt is over."""
         newest = attempt.after.newest
-        new = f"; committed up to step {newest.step}" if attempt.committed and newest is not None else ""
+        new = f"; kept up to step {newest.step}" if attempt.committed and newest is not None else ""
         unknown = f"; the store cannot be read: {attempt.after.trouble}" if attempt.after.trouble else ""
         self.say(f"attempt {number} ended: {attempt.end}{new}{unknown}")
         self._ends.append(f"attempt {number}: {attempt.end}, {_from(attempt.before)}")

@@ -26,7 +26,7 @@ def test_a_rank_dies_the_job_is_preempted_and_goes_on(tmp_path: Path) -> None:
     with supervised(tmp_path, TORCHRUN + training(tmp_path, **spec), "--grace", 120) as run:
         run.until(lambda: [one["how"] for one in run.of("dies")] == ["kill", "hang"], timeout=180)
         assert run.starts == [0, 0, 4, 4], run.said
-        assert "attempt 1 ended: exit code 1; committed up to step 4" in run.said, "torchrun's own code"
+        assert "attempt 1 ended: exit code 1; kept up to step 4" in run.said, "torchrun's own code"
         run.send(signal.SIGTERM)
         assert run.ends() == 75, run.said
         assert "SIGUSR1 to 2 processes" in run.said

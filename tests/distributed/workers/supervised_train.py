@@ -3,6 +3,8 @@
 total, every    steps; ``flush`` waits for each save, so that what is committed when it dies is known
 dies            [attempt (from 1; null: each), step, how], ... : how is "kill", an exit code, or "hang"
 poison          steps that no attempt survives which resumes at them: it dies two steps later
+    poison_now      the same, before the first step
+    settled         each version in memory is waited for
 settings        more of the configuration
 """
 
@@ -62,8 +64,12 @@ if spec.get("broken"):
 job = Job(Path(spec["store"]), every=spec["every"], **spec.get("settings", {}))
 start = job.ckpt.resume()
 record("resumed", start=start)
+if start in spec.get("poison_now", []):
+    die(42)
 for step in range(start, spec["total"]):
     job.step()
+    if spec.get("settled"):
+        assert job.ckpt._memory is not None and job.ckpt._memory._writer.join(30)
     record("step", step=step + 1)
     for which, at, how in spec.get("dies", []):
         if which in (None, attempt) and at == step + 1 and rank == spec.get("dying_rank", rank):

@@ -45,7 +45,7 @@ def test_what_it_tells(tmp_path: Path) -> None:
         told = [line for line in run.said.splitlines() if line.startswith("driftpoint run: ")]
         assert told[:2] == [
             "driftpoint run: attempt 1: from the beginning",
-            "driftpoint run: attempt 1 ended: SIGKILL; committed up to step 2",
+            "driftpoint run: attempt 1 ended: SIGKILL; kept up to step 2",
         ]
         assert told[2].startswith("driftpoint run: attempt 2 (after 0.0") and told[2].endswith("resuming from step 2")
         assert [(event["event"], event.get("code")) for event in run.events] == [
@@ -66,7 +66,7 @@ def test_without_getting_further_it_ends_with_93(tmp_path: Path) -> None:
 
 
 def test_a_poisoned_commit_is_passed_over_and_training_goes_on(tmp_path: Path) -> None:
-    """Loads, takes a step (so that it is even proven) and dies: the job falls back to the one before, and gets further."""
+    """Loads, takes a step, so that it is even proven, and dies: the job falls back, and gets further."""
     spec = {"dies": [[1, 7, "kill"]], "poison": [6]}
     with supervised(tmp_path, PYTHON + training(tmp_path, every=3, **spec)) as run:
         assert run.ends() == 0, run.said
