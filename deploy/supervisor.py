@@ -24,6 +24,9 @@ from store.errors import StoreInUseError, UsageError
 
 _ORPHANS_TERM = 5.0
 _ORPHANS_KILL = 10.0
+_OTHER_NODES = 1800.0
+"""Seconds to wait for the store before a restart: some file servers show the lock of rank 0 on another node, which may
+hang in a collective until that times out."""
 _LOOK_UP = 60.0
 """Seconds after which the wait for a signal is interrupted to look, whatever was missed."""
 
@@ -62,7 +65,8 @@ class Supervisor:
     def _attempts(self) -> Stop:
         course, again, number = Course(), Again(0.0, counted=False), 0
         while True:
-            stop = self._wait(again.seconds) or self._wait_for_store()
+            patience = self._orders.wait if number == 0 else max(self._orders.wait, _OTHER_NODES)
+            stop = self._wait(again.seconds) or self._wait_for_store(patience)
             if stop is not None:
                 return stop
             number += 1
@@ -127,8 +131,8 @@ class Supervisor:
             if number not in (None, signal.SIGCHLD):
                 return _ended_by(number)
 
-    def _wait_for_store(self) -> Stop | None:
-        deadline, told = time.monotonic() + self._orders.wait, False
+    def _wait_for_store(self, seconds: float) -> Stop | None:
+        deadline, told = time.monotonic() + seconds, False
         while (holder := self._store.holder()) is not None:
             who = f"process {holder}" if holder else "another process"
             if time.monotonic() >= deadline:
@@ -137,7 +141,7 @@ class Supervisor:
                     "was killed goes on by itself. Wait for it (`--wait SECONDS`), or end it first"
                 )
             if not told:
-                self._teller.say(f"the store is in use by {who}: waiting for {self._orders.wait:g} s at most")
+                self._teller.say(f"the store is in use by {who}: waiting for {seconds:g} s at most")
             told = True
             if stop := self._wait(min(1.0, max(0.0, deadline - time.monotonic()))):
                 return stop

@@ -153,6 +153,20 @@ def test_it_waits_until_the_store_is_free(tmp_path: Path) -> None:
         second.__exit__(None, None, None)
 
 
+def test_before_a_restart_the_store_is_waited_for(tmp_path: Path) -> None:
+    """As where a file server shows the lock of a rank 0 that hangs on another node."""
+    StoreBuilder(tmp_path / "store").save(10)
+    script = "until test -e go; do sleep 0.05; done; test -e once || { touch once; exit 1; }"
+    with supervised(tmp_path, ["sh", "-c", script]) as run:
+        run.until(lambda: "attempt 1:" in run.said)
+        with holding_lock(tmp_path / "store"):
+            (tmp_path / "go").touch()
+            run.until(lambda: "waiting for 1800 s at most" in run.said)
+            assert "attempt 2" not in run.said
+        assert run.ends() == 0, run.said
+        assert "attempt 2" in run.said
+
+
 def test_suspects_from_before_are_respected(tmp_path: Path) -> None:
     with supervised(tmp_path, PYTHON + training(tmp_path, total=4)) as run:
         assert run.ends() == 0
