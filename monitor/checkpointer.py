@@ -182,8 +182,11 @@ class Checkpointer:
         self._saver.flush(self.config.timeouts.close)
 
     def close(self) -> None:
-        """Wait, at most ``timeouts.close`` seconds, for the save under way; let go of the store and the port."""
-        self._close(self.config.timeouts.close, clean=True)
+        """Wait, at most ``timeouts.close`` seconds, for the save under way; let go of the store and the port.
+
+        Called while an error is on its way out (from ``finally:``, say), it leaves what a restart goes on from."""
+        clean = sys.exc_info()[0] is None
+        self._close(self.config.timeouts.close, clean=clean, ended=clean)
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -191,20 +194,22 @@ class Checkpointer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._close(self.config.timeouts.close if kind is None else self._patience, clean=kind is None)
+        clean = kind is None
+        self._close(self.config.timeouts.close if clean else self._patience, clean=clean, ended=clean)
 
     @property
     def _patience(self) -> float:
         # After an error other ranks may be gone, and what they owe to a commit with them.
         return min(30.0, self.config.timeouts.close)
 
-    def _close(self, timeout: float, clean: bool) -> None:
+    def _close(self, timeout: float, clean: bool, ended: bool) -> None:
+        """clean: as far as can be told, the job ends as it was meant to. ended: that is certain."""
         if not self._closed:
             self._closed = True
             self._forget_exit()
-            if self._memory is not None:
-                self._memory.close(remove=clean)
             self._saver.close(timeout, clean)
+            if self._memory is not None:
+                self._memory.close(remove=ended)
             self._job.tracer.close(timeout)
             self.metrics.close()
 
@@ -369,7 +374,8 @@ def _close_at_exit(checkpointer: Checkpointer) -> Callable[[], None]:
     def close() -> None:
         living = reference()
         if living is not None:
-            living._close(living._patience, clean=not hasattr(sys, "last_value"))  # set by an error that nobody caught
+            # last_value: set by an error that nobody caught, but not by sys.exit(1).
+            living._close(living._patience, clean=not hasattr(sys, "last_value"), ended=False)
 
     atexit.register(close)
     return lambda: atexit.unregister(close)

@@ -26,9 +26,10 @@ from monitor.staging import Copying
 from monitor.units import LocalUnit
 from monitor.writer import Done, Writer
 from store.catalog import Catalog
-from store.errors import StorageError, UsageError
+from store.errors import DriftpointError, StorageError, StoreError
 from store.memory.arena import Arena
 from store.memory.cleaning import clear_old
+from store.memory.held import look
 from store.memory.tier import Tier
 from store.names import BUFFER, FROZEN, SaveId, Unit
 
@@ -161,9 +162,10 @@ class MemoryTier:
         self._outcome = None
         try:
             version = self._staged(save, kept, slot)
-        except (StorageError, UsageError) as error:
-            self._failures += 1
-            self._refused = str(error)
+        except Exception as error:  # noqa: BLE001 - the edge to the user's own objects: kept as the version's failure
+            if isinstance(error, StorageError):
+                self._failures += 1
+                self._refused = str(error)
             self._pending = _Pending(self._writer.submit(_raising(error)), save, slot, Copying())
         else:
             self._pending = _Pending(self._writer.submit(lambda: remember(version)), save, slot, version.copying)
@@ -171,14 +173,14 @@ class MemoryTier:
         self._pace.stalled(time.perf_counter() - began)
 
     def close(self, *, remove: bool) -> None:
-        """Let go of the memory. remove: nobody will resume from it."""
+        """Let go of the memory. remove: nobody will resume from it, even where it is newer than every commit."""
         if not self._writer.join(min(30.0, self._job.config.timeouts.close)):
             _log.warning("the version in memory of this rank is not finished and is given up")
             remove = False
         self._writer.stop()
         if self._arena is not None:
             self._pending = None
-            self._arena.close(remove=remove)
+            self._arena.close(remove=remove or self._outranked())
             self._arena = None
 
     def _opened_arena(self, local: Mapping[Unit, LocalUnit], kept: SaveId | None) -> str | None:
@@ -194,6 +196,14 @@ class MemoryTier:
         except (StorageError, OSError) as error:
             return str(error)
         return None
+
+    def _outranked(self) -> bool:
+        """Whether a commit is as new as what is in memory. What cannot be told is not."""
+        try:
+            newest = max(self._opened.catalog.saves(), default=None)
+            return newest is not None and all(save <= newest for save in look(self._tier).versions)
+        except (StoreError, OSError):
+            return False
 
     def _slots(self) -> tuple[int, ...]:
         return () if self._arena is None else self._arena.slots
@@ -242,7 +252,6 @@ class MemoryTier:
             copying.finish()
             waited = time.perf_counter() - began
             self._job.metrics.copy_wait.observe(waited)
-            self._job.spending.stalled(waited)
             self._pace.stalled(waited)
 
     def _collect(self) -> None:
@@ -275,7 +284,7 @@ class MemoryTier:
         self._pending = self._outcome = self._copying = None
 
     def _tell_failed(self, save: SaveId, error: BaseException) -> None:
-        expected = isinstance(error, StorageError | UsageError) or type(error).__name__ == "SaveError"
+        expected = isinstance(error, DriftpointError)
         self._job.metrics.failures.labels("memory").inc()
         _log.warning(
             "rank %d: no version of step %d in memory: %s",

@@ -50,7 +50,7 @@ class _Sight:
 def newest_remembered(tier: Tier, catalog: Catalog, adapter: Adapter, group: Group) -> Remembered | None:
     """The newest version that every rank can read; None where the store's newest commit is as good. Collective."""
     node = _look(tier)
-    newest = group.from_first(_newest_commit(catalog))
+    newest = group.from_first(_newest_commit(catalog) if group.rank == 0 else None)
     sights = group.gather(_sight(tier, node, None if newest is None else SaveId.parse(newest)))
     for name in _candidates(sights):
         save = SaveId.parse(name)
@@ -103,9 +103,10 @@ def _look(tier: Tier) -> Node:
 
 
 def _newest_commit(catalog: Catalog) -> str | None:
+    """The newest one that can be resumed: what is damaged on disk may be whole in memory."""
     catalog.forget()
     try:
-        return next((save.name for save in catalog.saves()), None)
+        return newest_resumable(catalog)[0].manifest.save.name
     except StoreError:
         return None  # a resume from the store will say it
 
