@@ -9,6 +9,7 @@ so. The background thread owns a version's payload from :meth:`MemoryTier.keep` 
 from __future__ import annotations
 
 import logging
+import mmap
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from monitor.heading import Head
 from monitor.job import Job
 from monitor.opened import OpenedStore
 from monitor.pacing_memory import MemoryPace
+from monitor.pinning import Pins
 from monitor.remembered import Remembered, newest_remembered
 from monitor.remembering import RunState, Version, fragments_bytes, lay_out, remember
 from monitor.run_state import captured, to_tree
@@ -79,6 +81,8 @@ class MemoryTier:
         self._pace = MemoryPace(settings.every, settings.stall_share)
         self._head = Head(job)
         self._arena: Arena | None = None
+        self._pins = Pins()
+        self._on_device = any(one.is_cuda for one in job.adapter.module.parameters())
         self._writer: Writer[float] = Writer(f"driftpoint-memory-{job.group.rank}")
         self._pending: _Pending | None = None
         self._outcome: Done[float] | None = None
@@ -180,6 +184,7 @@ class MemoryTier:
         self._writer.stop()
         if self._arena is not None:
             self._pending = None
+            self._pins.release()
             self._arena.close(remove=remove or self._outranked())
             self._arena = None
 
@@ -192,7 +197,7 @@ class MemoryTier:
             nbytes = self._needed({unit: part for unit, part in local.items() if unit.slot != FROZEN})
             # With an older version to keep, the second payload is that one's, once it is not needed any more.
             for slot in self._arena.slots[: 1 if kept is not None else None]:
-                self._arena.room(slot, nbytes)
+                self._room(self._arena, slot, nbytes)
         except (StorageError, OSError) as error:
             return str(error)
         return None
@@ -208,6 +213,12 @@ class MemoryTier:
     def _slots(self) -> tuple[int, ...]:
         return () if self._arena is None else self._arena.slots
 
+    def _room(self, arena: Arena, slot: int, nbytes: int) -> mmap.mmap:
+        memory = arena.room(slot, nbytes)
+        if self._on_device:
+            self._pins.pin(memory)
+        return memory
+
     def _needed(self, local: Mapping[Unit, LocalUnit]) -> int:
         return fragments_bytes(local) + _MARGIN
 
@@ -217,7 +228,7 @@ class MemoryTier:
             raise StorageError("the memory tier was not begun")
         tree, leaves = to_tree(captured(self._job.adapter, self._job.user, self._group.rank))
         run = RunState(tree, leaves)
-        laid, end = lay_out(local, lambda nbytes: arena.room(slot, nbytes), max(run.nbytes, _MARGIN))
+        laid, end = lay_out(local, lambda nbytes: self._room(arena, slot, nbytes), max(run.nbytes, _MARGIN))
         copying = Copying()
         tensors = {piece.fragment: piece.tensor for part in local.values() for piece in part.pieces}
         for buffers in (True, False):  # a forward may change buffers: theirs are copied at once
@@ -300,6 +311,7 @@ class MemoryTier:
             self._job.metrics.failures.labels("memory").inc()
             _log.error("the memory tier is off, saves go to the store alone: %s", why)
         if self._arena is not None:
+            self._pins.release()
             self._arena.close(remove=True)
             self._arena = None
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+import monitor
 from store.catalog import open_catalog
 from store.files import LocalFiles
 from store.memory.held import look
@@ -149,3 +150,25 @@ def test_a_version_that_is_not_finite_replaces_none(store: Path) -> None:
     assert two.ckpt.resume() == 4
     assert all(bool(torch.isfinite(value).all()) for value in two.weights().values())
     two.ckpt.close()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: pinned shared memory, a side stream")
+@pytest.mark.parametrize("staging", ["eager", "lazy"])
+def test_on_cuda_versions_are_copied_into_pinned_shared_memory(store: Path, staging: str) -> None:
+    model = torch.nn.Linear(64, 64, device="cuda")
+    optimizer = torch.optim.AdamW(model.parameters())
+    values = {"store": str(store), "every": 100, "staging": staging, "memory": memory(store)}
+    ckpt = monitor.attach((model, optimizer), {**values, "metrics": {"enabled": False}})
+    ckpt.resume()
+    for _ in range(5):
+        model(torch.randn(8, 64, device="cuda")).square().mean().backward()
+        optimizer.step()
+        ckpt.step()
+        assert ckpt._memory is not None and ckpt._memory._writer.join(30)
+    assert ckpt._memory._pins._pinned
+    held = look(tier_of(store)).versions
+    newest = held[max(held)][0]
+    entry = next(one for one in newest.record.part.entries if one.slot == "fp32" and one.fqn == "weight")
+    data = newest.payload.read_bytes()[entry.offset : entry.offset + entry.nbytes]
+    assert data == model.weight.detach().cpu().numpy().tobytes()
+    ckpt.close()
