@@ -28,7 +28,7 @@ class Pins:
         address = view.data_ptr()
         if address in self._pinned or self._refused:
             return
-        code = int(torch.cuda.cudart().cudaHostRegister(address, view.numel(), 0))
+        code = int(torch.cuda.cudart().cudaHostRegister(address, view.numel(), 0))  # type: ignore[no-untyped-call]
         if code:
             self._refused = True
             _log.warning("shared memory cannot be pinned (CUDA error %d): copies into it are slower", code)
@@ -38,5 +38,5 @@ class Pins:
     def release(self) -> None:
         """Unpin everything; before the memory goes. A second call changes nothing."""
         for address in self._pinned:
-            torch.cuda.cudart().cudaHostUnregister(address)
+            torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
         self._pinned.clear()
