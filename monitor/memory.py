@@ -11,8 +11,9 @@ from __future__ import annotations
 import logging
 import mmap
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from monitor.heading import Head
@@ -21,7 +22,7 @@ from monitor.opened import OpenedStore
 from monitor.pacing_memory import MemoryPace
 from monitor.pinning import Pins
 from monitor.remembered import Remembered, newest_remembered
-from monitor.remembering import RunState, Version, fragments_bytes, lay_out, remember
+from monitor.remembering import Laid, RunState, Version, fragments_bytes, lay_out, remember
 from monitor.run_state import captured, to_tree
 from monitor.saver import Saver
 from monitor.staging import Copying
@@ -79,6 +80,7 @@ class MemoryTier:
         self._tier = Tier(Path(settings.path), opened.catalog.store_id)
         self._versions = settings.versions
         self._pace = MemoryPace(settings.every, settings.stall_share)
+        self._encodings = job.config.memory_encodings()
         self._head = Head(job)
         self._arena: Arena | None = None
         self._pins = Pins()
@@ -220,7 +222,7 @@ class MemoryTier:
         return memory
 
     def _needed(self, local: Mapping[Unit, LocalUnit]) -> int:
-        return fragments_bytes(local) + _MARGIN
+        return fragments_bytes(local, self._encodings) + _MARGIN
 
     def _staged(self, save: SaveId, local: Mapping[Unit, LocalUnit], slot: int) -> Version:
         arena = self._arena
@@ -228,16 +230,9 @@ class MemoryTier:
             raise StorageError("the memory tier was not begun")
         tree, leaves = to_tree(captured(self._job.adapter, self._job.user, self._group.rank))
         run = RunState(tree, leaves)
-        laid, end = lay_out(local, lambda nbytes: self._room(arena, slot, nbytes), max(run.nbytes, _MARGIN))
-        copying = Copying()
-        tensors = {piece.fragment: piece.tensor for part in local.values() for piece in part.pieces}
-        for buffers in (True, False):  # a forward may change buffers: theirs are copied at once
-            chosen = [one for one in laid if (one.unit.slot == BUFFER) == buffers]
-            now = Copying() if buffers else copying
-            now.add([tensors[one.fragment] for one in chosen], [one.copy for one in chosen])
-            now.start()
-            if buffers or not self._saver.lazy:
-                now.finish()
+        room = partial(self._room, arena, slot)
+        laid, end = lay_out(local, self._encodings, room, max(run.nbytes, _MARGIN))
+        copying = self._begun(laid)
         first = self._group.rank == 0
         return Version(
             arena=arena,
@@ -254,6 +249,21 @@ class MemoryTier:
             head=self._head.manifest(save, self._opened.catalog.store_id) if first else None,
             copying=copying,
         )
+
+    def _begun(self, laid: Sequence[Laid]) -> Copying:
+        """The copies: buffers' at once, since a forward may change them, the others' at once or beside training."""
+        copying, now = Copying(), Copying()
+        for one in laid:
+            if one.encoded is not None:
+                copying.add_encoded([one.encoded])
+            else:
+                (now if one.unit.slot == BUFFER else copying).add([one.source], [one.copy])
+        now.start()
+        now.finish()
+        copying.start()
+        if not self._saver.lazy:
+            copying.finish()
+        return copying
 
     def _before_update(self) -> None:
         """An optimizer step is about to change the state: what is not copied yet must be waited for."""

@@ -10,6 +10,7 @@ import torch
 
 import monitor
 from store.catalog import open_catalog
+from store.errors import ConfigError
 from store.files import LocalFiles
 from store.memory.held import look
 from store.memory.tier import Tier
@@ -172,3 +173,30 @@ def test_on_cuda_versions_are_copied_into_pinned_shared_memory(store: Path, stag
     data = newest.payload.read_bytes()[entry.offset : entry.offset + entry.nbytes]
     assert data == model.weight.detach().cpu().numpy().tobytes()
     ckpt.close()
+
+
+def test_encoded_versions_take_a_third_and_are_not_called_exact(store: Path) -> None:
+    one = Job(store, every=100, width=64, memory=memory(store, encoding="compact"))
+    one.ckpt.resume()
+    for _ in range(5):
+        one.step()
+        settled(one)
+    kept = one.weights()
+    (held,) = look(tier_of(store)).versions[SaveId(5, 1)].values()
+    raw = sum(value.numel() * 4 for value in kept.values())
+    assert sum(entry.nbytes for entry in held.record.part.entries) < 0.36 * raw
+    abandoned(one)
+    two = Job(store, every=100, width=64, memory=memory(store, encoding="compact"))
+    assert two.ckpt.resume() == 5
+    certificate = two.ckpt.certificate
+    assert certificate is not None and not certificate.exact
+    assert {unit.encoding for unit in certificate.units if unit.moving} == {"bf16", "int8-block", "int8-sqrt-block"}
+    assert 0 < (certificate.max_error or 0) < 0.05
+    for name, value in two.weights().items():
+        assert (value - kept[name]).norm() <= 0.02 * kept[name].norm(), name
+    two.ckpt.close()
+
+
+def test_an_encoding_that_loses_bits_is_refused_where_the_bounds_want_exact_ones(store: Path) -> None:
+    with pytest.raises(ConfigError, match=r"bounds.precision: exact forbids memory.encoding"):
+        Job(store, bounds={"precision": "exact"}, memory=memory(store, encoding="compact"))
