@@ -24,7 +24,8 @@ class Job:
     """The parts of one rank. ``ledger`` is kept on rank 0 (and after a resume stands alike everywhere), and so is
     ``spending``; ``pace`` says on every rank when to decide.
 
-    observing: nothing is written, everything is measured. writing: seconds to the commit by bytes, on rank 0."""
+    observing: nothing is written, everything is measured. writing: seconds to the commit by bytes of
+    units, on rank 0."""
 
     config: Config
     policy: Policy

@@ -280,7 +280,8 @@ class Saver:
             if outcome.result is not None and outcome.result.drawn is not None:
                 self._job.spending.committed(outcome.result.written_bytes, outcome.result.seconds)
                 self._job.pace.timing.committed(outcome.result.seconds)
-                self._job.writing.learn(outcome.result.written_bytes, outcome.result.seconds)
+                units = committed_sizes(outcome.result.drawn).values()
+                self._job.writing.learn(sum(nbytes for nbytes, *_ in units), outcome.result.seconds)
             drawn = tell_save(self._metrics, self._job.ledger, pending.save.step, outcome)
             self._trace(pending.save.step, outcome)
             return drawn

@@ -30,7 +30,7 @@ _WHOLE = Choice(RAW, "preempted: there is time for everything")
 
 
 def affordable(writing: Fitted, seconds: float) -> float:
-    """Bytes that are expected to become durable in so many seconds. writing: learned from saves, seconds by bytes."""
+    """Bytes of units that can probably become durable in so many seconds. writing: what saves took for such bytes."""
     if not writing.known:
         return UNKNOWN * SAFETY * seconds
     return max(0.0, writing.affordable(SAFETY * seconds))
