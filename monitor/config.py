@@ -22,6 +22,7 @@ from monitor.settings import (
     LayerSettings,
     MemorySettings,
     MetricsSettings,
+    PreemptionSettings,
     ResumeSettings,
     RetentionSettings,
     Settings,
@@ -50,6 +51,9 @@ ENCODINGS: Mapping[str, Mapping[str, str]] = {
     "careful": {WEIGHTS: BF16_INT8, "exp_avg": INT8_BLOCK, "exp_avg_sq": INT8_SQRT_BLOCK},
 }
 """Names that stand for an encoding of each slot; slots that are not named are raw."""
+
+SIGNALS = ("SIGUSR1", "SIGUSR2", "SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGXCPU")
+"""Signals by which a job may be told of its end."""
 
 
 def _interval(value: Any, validated: ValidatorFunctionWrapHandler) -> Any:
@@ -91,6 +95,7 @@ class Config(Settings):
     memory: MemorySettings = MemorySettings()
     retention: RetentionSettings = RetentionSettings()
     resume: ResumeSettings = ResumeSettings()
+    preemption: PreemptionSettings = PreemptionSettings()
     trace: TraceSettings = TraceSettings()
     metrics: MetricsSettings = MetricsSettings()
     timeouts: TimeoutSettings = TimeoutSettings()
@@ -174,6 +179,7 @@ def load_config(source: str | os.PathLike[str] | Mapping[str, Any] | Config | No
     config.retention_rule()
     config.trace_path()
     config.memory_encodings()
+    _require_known("preemption.signals", config.preemption.signals, SIGNALS)
     if config.every != "auto" and config.auto != AutoSettings():
         raise ConfigError(
             f"auto: the section holds under `every: auto` only, and every is {config.every}: set `every: auto`, or "

@@ -130,6 +130,17 @@ class MemorySettings(Settings):
     encoding: str | dict[str, str] = "raw"
 
 
+class PreemptionSettings(Settings):
+    """What is done where a signal announces the end of the job; see docs/preemption.md.
+
+    signals: their names; none: nothing is. grace_seconds: from the signal until the process is killed. exit: whether
+    ``ckpt.step()`` raises SystemExit when all that time allows is saved."""
+
+    signals: list[str] = ["SIGUSR1"]
+    grace_seconds: float = Field(default=30.0, gt=0, le=_LONGEST)
+    exit: bool = True
+
+
 class MetricsSettings(Settings):
     """The Prometheus endpoint of rank 0."""
 
