@@ -110,9 +110,13 @@ class MemoryTier:
 
         kept: the version that the job stands on, which stays until there is a newer one. Without room on any rank
         there is no memory tier on any."""
-        if self._arena is not None and kept is not None:
-            slot = self._arena.holding(kept)
-            self._whole = None if slot is None else (slot, kept)
+        if self._arena is not None:
+            # What else there is, is of steps that the job has just gone back behind.
+            slot = None if kept is None else self._arena.holding(kept)
+            self._whole = None if slot is None or kept is None else (slot, kept)
+            for other in self._arena.slots:
+                if other != slot:
+                    self._arena.drop(other)
         elif self._arena is None and not self._off:
             self._whole = None
             problem = self._opened_arena(local, kept)

@@ -12,15 +12,16 @@ from store.certificate import Certificate, certify, from_memory
 
 
 def told_of(found: Resumed, remembered: Remembered) -> Resumed:
-    """The same, told whether it is what memory held: where bytes were wrong there, it may be a commit after all."""
-    return replace(found, memory=remembered.save) if found.resolution.manifest.save == remembered.save else found
+    """The same, told whether anything of it is what memory held: where bytes were wrong there, nothing may be."""
+    used = any(version.save == remembered.save for version in found.resolution.versions.values())
+    return replace(found, memory=remembered.save) if used else found
 
 
 def certified(found: Resumed) -> Certificate:
     """What the job goes on from, rounding by the live dtypes included."""
     certificate = certify(found.resolution)
     if found.memory is not None:
-        certificate = from_memory(certificate)
+        certificate = from_memory(certificate, found.memory)
     exact = certificate.exact and not found.rounded
     return replace(certificate, exact=exact, problems=certificate.problems + found.rounded)
 

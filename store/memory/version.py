@@ -75,6 +75,31 @@ def assembled(save: SaveId, shares: Iterable[Share], node: Node) -> MemoryVersio
     return MemoryVersion(manifest, parts, records, local)
 
 
+def mixed(commit: ManifestRecord, memory: ManifestRecord) -> ManifestRecord | None:
+    """A commit in which the layers that memory has a newer version of are taken from there; None where it has none.
+
+    Only within one epoch, in which steps follow each other: a later one may have gone back and another way."""
+    if commit.epoch != memory.epoch:
+        return None
+    theirs = {unit.unit: unit for unit in memory.units if unit.save == memory.save.name}
+    units = tuple(_newer(unit, theirs.get(unit.unit), commit.step) for unit in commit.units)
+    if units == commit.units:
+        return None
+    reached = {name for unit in units for name in (unit.save, *unit.bases)} | {commit.save.name}
+    groups = {**commit.groups, memory.save.name: memory.groups[memory.save.name]}
+    return commit.model_copy(
+        update={"units": units, "groups": {name: group for name, group in groups.items() if name in reached}}
+    )
+
+
+def _newer(unit: UnitRecord, other: UnitRecord | None, step: int) -> UnitRecord:
+    if other is None or not unit.moving or other.members != unit.members or other.version <= unit.version:
+        return unit
+    if other.version.step > step:
+        return unit
+    return other.model_copy(update={"staleness": step - other.version.step, "drift": None})
+
+
 def _as_held(unit: UnitRecord, parts: Collection[PartRecord]) -> UnitRecord:
     """A unit as the parts have it, rather than as rank 0 expected it."""
     entries = [entry for part in parts for entry in part.entries if entry.unit == unit.unit]

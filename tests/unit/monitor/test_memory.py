@@ -200,3 +200,46 @@ def test_encoded_versions_take_a_third_and_are_not_called_exact(store: Path) -> 
 def test_an_encoding_that_loses_bits_is_refused_where_the_bounds_want_exact_ones(store: Path) -> None:
     with pytest.raises(ConfigError, match=r"bounds.precision: exact forbids memory.encoding"):
         Job(store, bounds={"precision": "exact"}, memory=memory(store, encoding="compact"))
+
+
+def test_layers_that_are_older_in_the_newest_commit_come_from_memory(store: Path) -> None:
+    settings = {"every": 4, "policy": {"name": "parity", "k": 2}, "resume": {"at": "newest"}}
+    one = Job(store, **settings, memory=memory(store, every=4))
+    one.ckpt.resume()
+    at: dict[int, dict[str, torch.Tensor]] = {}
+    for step in range(1, 13):
+        one.step()
+        settled(one)
+        at[step] = one.weights()
+    abandoned(one)
+    commit = open_catalog(LocalFiles(store)).saves()[0]
+    node = look(tier_of(store))
+    assert (commit.step, max(node.versions).step) == (12, 9)
+    two = Job(store, **settings, memory=memory(store, every=4))
+    assert two.ckpt.resume() == 12
+    certificate = two.ckpt.certificate
+    assert certificate is not None and not certificate.exact and certificate.max_staleness == 3
+    sources = {unit.source: unit.step for unit in certificate.units if unit.moving}
+    assert sources == {"": 12, "memory": 9}
+    from_memory = {unit.layer for unit in certificate.units if unit.source}
+    for name, value in two.weights().items():
+        layer = next(layer for layer in two.ckpt.layers if name.startswith(layer))
+        assert torch.equal(value, at[9 if layer in from_memory else 12][name]), name
+    two.step()
+    for _ in range(7):
+        two.step()
+    assert verify(open_catalog(LocalFiles(store))).resumable
+    two.ckpt.close()
+
+
+def test_a_step_that_the_job_went_back_behind_is_not_in_memory_any_more(store: Path) -> None:
+    one = Job(store, every=4, memory=memory(store))
+    one.ckpt.resume()
+    for _ in range(7):
+        one.step()
+        settled(one)
+    assert one.ckpt.resume() == 7
+    back = one.ckpt._memory
+    assert back is not None and back.newest == SaveId(7, 1)
+    assert set(look(tier_of(store)).versions) == {SaveId(7, 1)}
+    one.ckpt.close()
