@@ -8,14 +8,14 @@ nobody waits for.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Set
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
 from deploy.supervision import Sight
 from store.catalog import Catalog, open_catalog
 from store.epochs import newest_epoch
-from store.errors import DamagedError, NoStoreError, NothingToResumeError, StorageError, StoreError
+from store.errors import DamagedError, DriftpointError, NoStoreError, NothingToResumeError, StorageError, StoreError
 from store.files import LocalFiles
 from store.lock import lock_holder
 from store.memory.held import look as look_at_memory
@@ -40,14 +40,14 @@ class SeenStore:
         """What is there now. Never raises for anything that a store can be."""
         try:
             return self._within(lambda: _look(self.root, self._memory))
-        except (StoreError, OSError) as error:
+        except (DriftpointError, OSError) as error:
             return Sight(trouble=str(error))
 
     def holder(self) -> int | None:
         """Process of this machine that owns the store, 0 where its id is not known; None where there is none."""
         try:
             return self._within(lambda: lock_holder(self.root))
-        except StorageError:  # what hangs is told by look()
+        except (DriftpointError, OSError):  # what hangs is told by look()
             return None
 
     def mark(self, save: SaveId, why: str) -> str:
@@ -61,7 +61,7 @@ class SeenStore:
     def _changed(self, change: Callable[[Catalog], None]) -> str:
         try:
             self._within(lambda: change(open_catalog(LocalFiles(self.root))))
-        except StoreError as error:
+        except (DriftpointError, OSError) as error:
             return str(error)
         return ""
 
@@ -91,29 +91,27 @@ def _look(root: Path, memory: Path | None) -> Sight:
     except NoStoreError:
         return Sight()
     commits, suspects = catalog.saves(), catalog.suspects().saves
-    remembered = _remembered(catalog, memory, commits)
-    saves = [*remembered, *commits]
-    order = [save for save in remembered if save not in suspects]
-    order += [save for save in (_resumes(catalog, frozenset()),) if save is not None]
+    committed, versions = _resumes(catalog, frozenset()), _remembered(catalog, memory)
+    least = max([*suspects, *([] if committed is None else [committed])], default=None)
+    order = sorted((save for save in versions if least is None or save > least), reverse=True)
+    order += [] if committed is None else [committed]
     return Sight(
-        newest=saves[0] if saves else None,
-        step=max((save.step for save in saves), default=-1),
+        newest=max([*commits, *versions], default=None),
+        step=max((save.step for save in (*commits, *versions)), default=-1),
         resumes=order[0] if order else None,
-        instead=_instead(catalog, order, suspects),
+        instead=_instead(catalog, order, committed),
         epoch=newest_epoch(catalog.files),
     )
 
 
-def _remembered(catalog: Catalog, memory: Path | None, commits: list[SaveId]) -> list[SaveId]:
-    """Versions in memory that are newer than any commit, newest first. What cannot be read there is not resumed from
-    either."""
+def _remembered(catalog: Catalog, memory: Path | None) -> list[SaveId]:
+    """Versions in memory. What cannot be read there is not resumed from either."""
     if memory is None:
         return []
     try:
-        versions = look_at_memory(Tier(memory, catalog.store_id)).versions
+        return list(look_at_memory(Tier(memory, catalog.store_id)).versions)
     except (StoreError, OSError):
         return []
-    return sorted((save for save in versions if not commits or save > commits[0]), reverse=True)
 
 
 def _resumes(catalog: Catalog, skip: frozenset[SaveId]) -> SaveId | None:
@@ -123,11 +121,13 @@ def _resumes(catalog: Catalog, skip: frozenset[SaveId]) -> SaveId | None:
         return None
 
 
-def _instead(catalog: Catalog, order: list[SaveId], suspects: Set[SaveId]) -> SaveId | None:
-    """What would be resumed from, were the first not there; see :class:`deploy.supervision.Sight`."""
+def _instead(catalog: Catalog, order: list[SaveId], committed: SaveId | None) -> SaveId | None:
+    """What would be resumed from, were the first of the order suspect; see :class:`deploy.supervision.Sight`. Not what
+    else is in memory: that goes with it."""
+    suspects = catalog.suspects().saves
     if not order or order[0] in suspects or _led_on(catalog, order[0]):
         return None
-    found = order[1] if len(order) > 1 else _resumes(catalog, frozenset({order[0]}))
+    found = committed if order[0] != committed else _resumes(catalog, frozenset({order[0]}))
     return None if found in suspects else found
 
 

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import psutil
 
 from deploy.processes import below, catching, send
-from deploy.supervision import INTERRUPTED, PREEMPTED
+from deploy.supervision import INTERRUPTED
+from store.errors import PREEMPTED
 
 NOTICES = (signal.SIGUSR1, signal.SIGUSR2)
 ENDS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)

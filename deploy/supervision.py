@@ -11,12 +11,11 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from store.errors import PREEMPTED
 from store.names import SaveId
 
 OK = 0
 FAILED = 1
-PREEMPTED = 75
-"""EX_TEMPFAIL: the job was told to go and saved what it could; start it again elsewhere or later."""
 NO_PROGRESS = 93
 INTERRUPTED = 130
 

@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from deploy.processes import adopt_orphans, end_below, reap
 from deploy.sight import SeenStore
 from deploy.stopping import ENDS, NOTICES, Stopping
-from deploy.supervision import INTERRUPTED, PREEMPTED, Again, Attempt, Course, Limits, Stop, judge
+from deploy.supervision import INTERRUPTED, Again, Attempt, Course, Limits, Stop, judge
 from deploy.telling import Teller
-from store.errors import StoreInUseError, UsageError
+from store.errors import PREEMPTED, StoreInUseError, UsageError
 
 _ORPHANS_TERM = 5.0
 _ORPHANS_KILL = 10.0

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from deploy import supervision
 from store.errors import (
+    PREEMPTED,
     DamagedError,
     DriftpointError,
     NoStoreError,
@@ -27,7 +28,7 @@ MEANINGS = {
     StoreInUseError.exit_code: "the store is in use",
     DamagedError.exit_code: "damaged, but a resume works",
     NothingToResumeError.exit_code: "nothing to resume",
-    supervision.PREEMPTED: "preempted",
+    PREEMPTED: "preempted",
     supervision.NO_PROGRESS: "no progress",
     INTERRUPTED: "interrupted",
 }
