@@ -18,8 +18,7 @@ from policies.forced import hurried
 from policies.health import sick_slots
 from policies.made_up import any_case, edge_cases, unversioned, usual_units
 from policies.options import expected_bytes, options
-from policies.pricing import Fitted
-from policies.urgent import SAFETY, UNKNOWN, Nothing, Urgent, affordable
+from policies.urgent import SAFETY, UNKNOWN, Nothing, Urgent, Writing
 from store.encoding import BF16, BF16_INT8, INT8_BLOCK, INT8_SQRT_BLOCK
 from store.names import RAW, WEIGHTS, Unit
 
@@ -57,6 +56,12 @@ def test_most_damage_a_byte_first_and_what_does_not_fit_is_stepped_over() -> Non
     ]
     assert set(saved(stats, 8000)) == {"far/fp32", "mid/fp32"}
     assert set(saved(stats, 24000)) == {"huge/fp32", "far/fp32"}
+
+
+def test_the_smallest_is_tried_where_none_fits_as_long_as_there_is_time() -> None:
+    stats = [unit("far", drift=0.5), unit("small", values=10), unit("still", drift=0.0, values=1)]
+    assert set(saved(stats, 1.0)) == {"small/fp32"}
+    assert saved(stats, 0.0) == {}
 
 
 def test_weights_before_moments_of_the_same_drift() -> None:
@@ -132,6 +137,10 @@ def test_no_more_than_fits_no_less_and_in_order(seed: int, share: float, compact
         assert all(decision.choices[one.unit].encoding == RAW for one in wanted)
         return
     assert asked.fits(stats, purse, NOW) is False
+    if len(decision.saved) == 1 and purse > 0 and "smallest" in decision.choices[decision.saved[0]].reason:
+        (tried,) = (one for one in wanted if one.unit in decision.saved)
+        assert purse < cost(tried, decision) and not needed & {one.unit for one in wanted}
+        return
     left = purse - sum(cost(one, decision) for one in wanted)
     free = sum(cost(one, decision) for one in wanted if one.unit in needed)
     assert left >= min(0.0, purse - free) - 1e-6
@@ -165,15 +174,18 @@ def test_at_the_rim_of_what_there_is() -> None:
 
 
 def test_seconds_become_bytes_by_what_saves_took() -> None:
-    writing = Fitted()
-    assert affordable(writing, 10.0) == UNKNOWN * SAFETY * 10.0
+    writing = Writing()
+    assert writing.affordable(10.0) == UNKNOWN * SAFETY * 10.0
     writing.learn(1000, 2.0)
-    assert affordable(writing, 10.0) == pytest.approx(SAFETY * 10.0 * 500)
+    assert writing.affordable(10.0) == pytest.approx(SAFETY * 10.0 * 500)
     for _ in range(40):
         writing.learn(1000, 2.0)
         writing.learn(2000, 3.0)  # a second each, whatever is saved
-    assert affordable(writing, 10.0) == pytest.approx((SAFETY * 10.0 - 1.0) * 1000, rel=1e-3)
-    assert affordable(writing, 1.0) == 0.0
+    assert writing.affordable(10.0) == pytest.approx((SAFETY * 10.0 - 1.0) * 1000, rel=1e-3)
+    assert writing.affordable(1.0) == pytest.approx(SAFETY * 2000 / 3), (
+        "too little for a save as they were: as the last"
+    )
+    assert writing.affordable(0.0) == 0.0
 
 
 def test_a_replay_saves_what_was_recorded_and_what_it_needs_itself() -> None:
