@@ -22,6 +22,7 @@ from monitor.decided import Decided, Demand
 from monitor.deciding import Decider
 from monitor.job import Job
 from monitor.last_save import LastSaves
+from monitor.memory import memory_tier
 from monitor.observing import Observer
 from monitor.opened import OpenedStore
 from monitor.preemption import Preemption
@@ -29,11 +30,12 @@ from monitor.reading import Room
 from monitor.report import Preempted, StepReport
 from monitor.resume import Resumed, resume
 from monitor.saver import Saver
+from monitor.standing import adopt, certified, told_of
 from monitor.survey import Surveyor
 from monitor.telling import show_units, tell_resumed, tell_skipped, tell_unused
 from monitor.units import LocalUnit
 from store.catalog import Catalog
-from store.certificate import Certificate, certify
+from store.certificate import Certificate
 from store.commit import mark_proven
 from store.errors import ConfigError
 from store.names import Unit
@@ -57,8 +59,10 @@ class Checkpointer:
         self._catalog = catalog
         self._decider = Decider(job)
         self._pace = job.pace
-        self._saver: Saver | Observer = Observer(job) if opened is None else Saver(job, opened)
+        saver = None if opened is None else Saver(job, opened)
+        self._saver: Saver | Observer = saver or Observer(job)
         self._saver.reserve(job.table.local())
+        self._memory = memory_tier(job, opened, saver)
         self._surveyor = Surveyor(job.adapter, job.table)
         self._step = job.adapter.completed_steps() or 0
         self._resumed: Resumed | None = None
@@ -94,33 +98,38 @@ class Checkpointer:
         if self._asked_to_resume:  # what is still being written is of a branch that this job may be about to leave
             self.flush()
             self._saver.settle(self._step, False)
-        found, room = None, Room(self._saver.lend(self._job.table.local()))
+        job, found = self._job, None
+        room = Room(self._saver.lend(job.table.local()))
         if self._catalog is not None:
-            job = self._job
-            found = resume(self._catalog, job.adapter, self._group, job.user, room, settings=self.config.resume)
-        self._saver.keep(self._job.table.local(), room.buffers)
+            remembered = None if self._memory is None else self._memory.find(self._catalog)
+            catalog = self._catalog if remembered is None else remembered.catalog
+            found = resume(catalog, job.adapter, self._group, job.user, room, settings=self.config.resume)
+            if found is not None and remembered is not None:
+                found = told_of(found, remembered)
+        self._saver.keep(job.table.local(), room.buffers)
         self._asked_to_resume = True
         self._updates = 0
         self._pace.restart()
         self._surveyor.mark()
-        if found is None:
-            return self._step
+        if found is not None and self._catalog is not None:
+            self._stand_on(found, self._catalog)
+        if self._memory is not None:
+            self._memory.begin(job.table.local(), None if found is None else found.memory)
+        return self._step
+
+    def _stand_on(self, found: Resumed, catalog: Catalog) -> None:
+        """The job is what was resumed: count from there, and measure from there."""
         self._resumed = found
         self._saver.went_back()
         self._step = found.onward.save.step
-        certificate = certify(found.resolution)
-        self.certificate = replace(
-            certificate, exact=certificate.exact and not found.rounded, problems=certificate.problems + found.rounded
-        )
-        # A full save at each resume might be all that a budget pays for.
-        self._job.ledger.adopt(found.resolution, self._step, renew=not self.config.budget.limited)
+        self.certificate = certified(found)
+        adopt(self._job, catalog, found, self._step)
         for unit, part in self._job.table.local().items():
             if unit in found.resolution.versions:
                 self._job.meter.reset(unit, part.tensors)
         self._job.tracer.resumed(self._step, found.resolution.manifest.step)
         if self._group.rank == 0:
             tell_resumed(self.metrics, self.config, self._step, found, self.certificate)
-        return self._step
 
     def step(self) -> StepReport | None:
         """Call after every optimizer step. When it is time for that (``every``) it decides, and perhaps begins a save.
@@ -138,7 +147,9 @@ class Checkpointer:
         self._pace.timing.stepped(began)
         if self._preemption.agreed():
             return self._leave()
-        return self._decide(began, None) if self._pace.due(self._step) else None
+        report = self._decide(began, None) if self._pace.due(self._step) else None
+        self._remember(looked=report is not None)
+        return report
 
     def save(self, *, wait: bool = False) -> StepReport:
         """Save everything now, whatever the policy says, after the save under way.
@@ -170,8 +181,11 @@ class Checkpointer:
         self._saver.flush(self.config.timeouts.close)
 
     def close(self) -> None:
-        """Wait, at most ``timeouts.close`` seconds, for the save under way; let go of the store and the port."""
-        self._close(self.config.timeouts.close, clean=True)
+        """Wait, at most ``timeouts.close`` seconds, for the save under way; let go of the store and the port.
+
+        Called while an error is on its way out (from ``finally:``, say), it leaves what a restart goes on from."""
+        clean = sys.exc_info()[0] is None
+        self._close(self.config.timeouts.close, clean=clean, ended=clean)
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -179,18 +193,22 @@ class Checkpointer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._close(self.config.timeouts.close if kind is None else self._patience, clean=kind is None)
+        clean = kind is None
+        self._close(self.config.timeouts.close if clean else self._patience, clean=clean, ended=clean)
 
     @property
     def _patience(self) -> float:
         # After an error other ranks may be gone, and what they owe to a commit with them.
         return min(30.0, self.config.timeouts.close)
 
-    def _close(self, timeout: float, clean: bool) -> None:
+    def _close(self, timeout: float, clean: bool, ended: bool) -> None:
+        """clean: as far as can be told, the job ends as it was meant to. ended: that is certain."""
         if not self._closed:
             self._closed = True
             self._forget_exit()
             self._saver.close(timeout, clean and not self.preempted)
+            if self._memory is not None:
+                self._memory.close(remove=ended and not self.preempted)
             self._job.tracer.close(timeout)
             self.metrics.close()
             self._preemption.close(leaving=self.preempted and self.config.preemption.exit)
@@ -205,7 +223,7 @@ class Checkpointer:
             self.preempted = True
             if not self.config.preemption.exit:
                 return report
-            self._close(deadline.to_leave, clean=False)
+            self._close(deadline.to_leave, clean=False, ended=False)
         raise Preempted(report)
 
     def _require_told(self) -> None:
@@ -239,11 +257,13 @@ class Checkpointer:
                 f"the store {self.config.store} holds commits and resume() was not called: going on would bury them. "
                 "Begin the loop with `range(ckpt.resume(), total_steps)`, or name another `store:`"
             )
+        if not self._asked_to_resume and self._memory is not None:
+            self._memory.begin(self._job.table.local(), None)
         self._asked_to_resume = True
 
     def _mark_proven(self) -> None:
         opened, resumed = self._opened, self._resumed
-        if self._proven or resumed is None or opened is None:
+        if self._proven or resumed is None or opened is None or resumed.memory is not None:
             return
         self._proven = True
         save = resumed.resolution.manifest.save
@@ -274,12 +294,29 @@ class Checkpointer:
         if decided.lacking:
             return self._skipped("withheld", began, decided)
         if not decided.saved:
+            if self._memory is not None:
+                self._memory.decided(self._step, ())
             return self._skipped("nothing", began, decided)
         unnamed = self._saver.claim_name(self._step)
         if unnamed is not None:
             return self._skipped(unnamed, began, decided)
         staged = self._saver.begin(self._step, decided, local)
+        if self._memory is not None:
+            self._memory.decided(self._step, decided.saved)
         return self._report("observe" if self._opened is None else None, began, decided, staged)
+
+    def _remember(self, looked: bool) -> None:
+        """Keep a version of this step in memory, where it is time for that. looked: a decision surveyed the job."""
+        memory, began = self._memory, time.perf_counter()
+        if memory is None or not memory.due(self._step):
+            return
+        survey = self._surveyor.survey(stepped=not looked)
+        local, trouble = survey.local, survey.trouble is not None
+        agreed = memory.settle(self._step, not trouble and self._job.table.changed(local), trouble)
+        if agreed.skip in (None, "unready") and agreed.changed:
+            self._agree(local)
+        if agreed.skip is None:
+            memory.keep(self._step, local, began)
 
     def _agree(self, local: Mapping[Unit, LocalUnit]) -> None:
         for unit in self._job.table.agree(local):
@@ -314,7 +351,8 @@ def _close_at_exit(checkpointer: Checkpointer) -> Callable[[], None]:
     def close() -> None:
         living = reference()
         if living is not None:
-            living._close(living._patience, clean=not hasattr(sys, "last_value"))  # set by an error that nobody caught
+            # last_value: set by an error that nobody caught, but not by sys.exit(1).
+            living._close(living._patience, clean=not hasattr(sys, "last_value"), ended=False)
 
     atexit.register(close)
     return lambda: atexit.unregister(close)

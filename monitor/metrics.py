@@ -126,6 +126,24 @@ class Metrics:
             "Layer slots resumed from an older version than committed last",
             registry=registry,
         )
+        self.memory_step = Gauge(
+            "driftpoint_memory_step", "Step of the newest version in memory that all ranks have", registry=registry
+        )
+        self.memory_time = Gauge(
+            "driftpoint_memory_timestamp_seconds", "When that version was seen whole", registry=registry
+        )
+        self.memory_versions = Counter("driftpoint_memory_versions", "Versions kept in memory", registry=registry)
+        self.memory_duration = Histogram(
+            "driftpoint_memory_duration_seconds",
+            "Time from a version's staging to its record in memory, on rank 0",
+            buckets=_DURATION_BUCKETS,
+            registry=registry,
+        )
+        self.from_memory = Gauge(
+            "driftpoint_resumed_from_memory",
+            "1 where this job went on from memory, not from the store",
+            registry=registry,
+        )
         self._server: Any = None
         self.port: int | None = None
 
@@ -153,6 +171,13 @@ class Metrics:
         self.duration.observe(seconds)
         self.last_step.set(step)
         self.last_time.set(time.time())
+
+    def remembered(self, step: int, seconds: float) -> None:
+        """All ranks have a version in memory."""
+        self.memory_versions.inc()
+        self.memory_step.set(step)
+        self.memory_time.set(time.time())
+        self.memory_duration.observe(seconds)
 
     def observed(self, written: int, avoided: int) -> None:
         """A save would have been begun."""

@@ -66,7 +66,7 @@ def read(catalog: Catalog, resolution: Resolution, places: Sequence[Place], room
     rounded: set[str] = set()
     for place in places:
         fragment = place.fragment
-        slot = _stored_slot(index, fragment)
+        slot = stored_slot(index, fragment)
         if slot is None and fragment.slot in (WEIGHTS, FROZEN, BUFFER):
             raise ModelMismatchError(f"the store holds no values of {fragment.fqn}, though it names it")
         if slot is None:
@@ -82,8 +82,10 @@ def read(catalog: Catalog, resolution: Resolution, places: Sequence[Place], room
     return Read(values, frozenset(bad), tuple(notes), tuple(sorted(rounded)))
 
 
-def _stored_slot(index: FragmentIndex[Source], fragment: Fragment) -> str | None:
-    # A parameter may have been frozen or unfrozen since; its values are its values.
+def stored_slot(index: FragmentIndex[Source], fragment: Fragment) -> str | None:
+    """The slot that a live fragment's values are stored under; None where there are none.
+
+    A parameter may have been frozen or unfrozen since; its values are its values."""
     options = {WEIGHTS: (WEIGHTS, FROZEN), FROZEN: (FROZEN, WEIGHTS)}.get(fragment.slot, (fragment.slot,))
     stored = [slot for slot in options if index.dtype(fragment.fqn, slot) is not None]
     return max(stored, key=lambda slot: index.names()[fragment.fqn, slot][0].part.save, default=None)

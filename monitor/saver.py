@@ -84,7 +84,12 @@ class Saver:
         self._upkeep: dict[int, str] = {}
         self._fenced = self._failed = False
         job.adapter.before_update(self._before_update)
-        self._highest_step = -1
+        self._highest_step = self._highest_kept = -1
+
+    @property
+    def lazy(self) -> bool:
+        """Whether copies are made beside the next forward and backward."""
+        return self._lazy
 
     def reserve(self, local: Mapping[Unit, LocalUnit]) -> None:
         """See :meth:`monitor.stager.Stager.reserve`."""
@@ -153,13 +158,17 @@ class Saver:
             self.upkeep(lambda: tidy(job), f"tidying up after the commit of step {step}")
         return sum(copy.numel() * copy.element_size() for unit in staged for copy in unit.copies)
 
-    def claim_name(self, step: int) -> str | None:
-        """Make sure that a save of ``step`` gets a name that was never used. Why it cannot, else None. Collective."""
-        if step > self._highest_step:
+    def claim_name(self, step: int, *, kept: bool = False) -> str | None:
+        """Make sure that a save of ``step`` gets a name that was never used. Why it cannot, else None. Collective.
+
+        kept: of a version in memory. A save may bear the name of one, since it is of the same state; but once the job
+        went back behind one, it is of another."""
+        used = step <= self._highest_kept if kept else step < self._highest_kept
+        if step > self._highest_step and not used:
             return None
         try:
             self._renew_epoch()  # the job went back, or saves a step anew: newer has to mean a later epoch then
-            self._highest_step = -1
+            self._highest_step = self._highest_kept = -1
             self._metrics.epoch.set(self._opened.epoch)
         except FencedError:
             self._fenced = True
@@ -168,6 +177,10 @@ class Saver:
             _log.warning("%s", error)
             return "storage"
         return None
+
+    def kept(self, step: int) -> None:
+        """A version of ``step`` goes into memory."""
+        self._highest_kept = max(step, self._highest_kept)
 
     def upkeep(self, job: Callable[[], None], what: str) -> None:
         """Do something small in the background; failing, it is reported and costs nothing else."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -113,6 +113,21 @@ class TraceSettings(Settings):
     enabled: bool = True
     path: str | None = Field(default=None, min_length=1)
     anchors: int = Field(default=6, ge=0, le=16)
+
+
+class MemorySettings(Settings):
+    """The memory tier: every rank's newest state in shared memory, exact, outliving the process; see docs/memory.md.
+
+    every: steps between versions, or ``auto``: as often as training waits no more than ``stall_share`` of its time for
+    them. path: where shared memory is. versions: kept side by side; with 1 there is none while it is being replaced.
+    encoding: as for the store; what is not raw takes less memory, more time, and is not exact."""
+
+    enabled: bool = False
+    every: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
+    stall_share: float = Field(default=0.02, gt=0, le=1)
+    path: str = Field(default="/dev/shm", min_length=1)
+    versions: Literal[1, 2] = 2
+    encoding: str | dict[str, str] = "raw"
 
 
 class PreemptionSettings(Settings):

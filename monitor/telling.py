@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from monitor.ledger import Drawn, Ledger
 from monitor.metrics import Metrics
 from monitor.units import UnitTable, is_moving
+from store.certificate import MEMORY
 from store.errors import DriftpointError
 
 if TYPE_CHECKING:
@@ -83,14 +84,26 @@ def tell_preempted(job: Job, step: int, seconds: float, skipped: str | None) -> 
         _log.error("preempted: nothing new is saved at step %d: %s; %s", step, why, stands)
 
 
+def _kind(certificate: Certificate) -> str:
+    if certificate.exact:
+        return "exact"
+    if certificate.max_staleness == 0:
+        return "all of one step, not to the last bit"
+    return f"a composite, up to {certificate.max_staleness} steps stale"
+
+
 def tell_resumed(metrics: Metrics, config: Config, step: int, found: Resumed, certificate: Certificate) -> None:
     """Rank 0: the job goes on at ``step``, by what was found."""
     fallbacks = found.resolution.fallbacks
     metrics.resumed_step.set(step)
     metrics.effective_step.set(certificate.effective_step)
     metrics.fallbacks.set(len(fallbacks))
-    kind = "exact" if certificate.exact else f"a composite, up to {certificate.max_staleness} steps stale"
-    _log.info("resumed step %d from %s (%s)", certificate.step, config.store, kind)
+    metrics.from_memory.set(found.memory is not None)
+    where = config.store
+    if found.memory is not None:
+        sources = {unit.source for unit in certificate.units if unit.moving}
+        where = "memory" if sources == {MEMORY} else f"memory and {config.store}"
+    _log.info("resumed step %d from %s (%s)", certificate.step, where, _kind(certificate))
     if step != certificate.step:
         _log.warning(
             "resume: its weights stand at step %.4g on average, so counters and schedules go on from the save of "

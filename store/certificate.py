@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from store.effective import Aged, Rule, by_pace, effective_step
 from store.encoding import ENCODINGS, encoding_named
-from store.names import WEIGHTS
+from store.names import WEIGHTS, SaveId
 from store.versions import Resolution, Version
+
+MEMORY = "memory"
+"""Source of what a resume read from shared memory."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +108,12 @@ def is_lossy(encoding: str) -> bool:
     """Whether an encoding may lose bits. True for a name that this release does not know."""
     known = ENCODINGS.get(encoding)
     return known is None or not known.lossless
+
+
+def from_memory(certificate: Certificate, save: SaveId) -> Certificate:
+    """The same, with what was read from the version ``save`` in memory marked as such."""
+    units = (replace(unit, source=MEMORY) if unit.save == save.name else unit for unit in certificate.units)
+    return replace(certificate, units=tuple(units))
 
 
 def certify(resolution: Resolution) -> Certificate:

@@ -1,0 +1,205 @@
+"""At a resume: is there a version in memory that is newer than every commit, and can every rank read what it needs?
+
+Ranks of different nodes see different memory. So each tells what lies on its node, all of them pick the same version,
+put it together from what the nodes tell, and use it only if every rank finds the bytes that it will need on its own
+node. Else the store is resumed from, as if there were no memory tier. Collective; changes nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from monitor.adapters.base import Adapter
+from monitor.agree import everywhere, on_first
+from monitor.group import Group
+from monitor.reading import stored_slot
+from store.catalog import Catalog
+from store.coverage import FragmentIndex
+from store.errors import DamagedError, StoreError, UsageError
+from store.memory.held import Node, look
+from store.memory.overlay import Overlay
+from store.memory.tier import Tier
+from store.memory.version import MemoryVersion, Share, assembled, mixed, share_of
+from store.names import Fragment, SaveId
+from store.versions import Resolution, newest_resumable, resolve
+
+_log = logging.getLogger("driftpoint")
+
+
+@dataclass(frozen=True)
+class Remembered:
+    """A version in memory, and the store with it on top.
+
+    commit: what to resume from that: the version itself, or a commit some of whose layers are older than in memory."""
+
+    save: SaveId
+    commit: SaveId
+    catalog: Catalog
+
+
+@dataclass(frozen=True)
+class _OnDisk:
+    """The newest commit that can be resumed, and the oldest version of what moves in it, by name; rank 0's."""
+
+    newest: str
+    oldest: str
+
+
+@dataclass(frozen=True)
+class _Sight:
+    """What one rank tells of its node: versions newer than what is on disk, and the ranks whose share is there."""
+
+    node: str
+    versions: Mapping[str, tuple[int, ...]]
+
+
+def newest_remembered(tier: Tier, catalog: Catalog, adapter: Adapter, group: Group) -> Remembered | None:
+    """The newest version that every rank can read, if all or some of it is newer than what the newest commit has.
+
+    None where the store is as good. Collective."""
+    node = _look(tier)
+    disk = group.from_first(_on_disk(catalog) if group.rank == 0 else None)
+    sights = group.gather(_sight(tier, node, disk))
+    for name in _candidates(sights):
+        found = _put_together(SaveId.parse(name), node, group, tells=_tells(sights, group.rank))
+        remembered = everywhere(group, partial(_over, catalog, found, disk))
+        if found is None or remembered is None:
+            continue
+        reads = everywhere(group, partial(_reads, remembered, found, adapter))
+        if all(group.gather(reads)):
+            return remembered
+        _log.warning(
+            "memory holds step %d, but not every rank finds what it needs on its own node (ranks moved, or the world "
+            "changed): going on from the store",
+            found.save.step,
+        )
+    return None
+
+
+def newest_on_disk(catalog: Catalog, group: Group) -> Resolution | None:
+    """The newest commit that is whole, below what memory has: what the job's next saves build on. Collective.
+
+    None, on all ranks, where there is none: then the next save is a first one."""
+
+    def name() -> str | None:
+        catalog.forget()
+        try:
+            return newest_resumable(catalog)[0].manifest.save.name
+        except StoreError:
+            return None
+
+    found = on_first(group, name)
+    if found is None:
+        return None
+    try:
+        return everywhere(group, lambda: resolve(catalog, SaveId.parse(found)))
+    except StoreError as error:
+        _log.warning("the newest commit cannot be read, so that the next save is a full one: %s", error)
+        return None
+
+
+def _look(tier: Tier) -> Node:
+    try:
+        node = look(tier)
+    except (StoreError, OSError) as error:
+        _log.warning("the memory tier cannot be read: %s", error)
+        return Node({})
+    for problem in node.problems:
+        _log.warning("memory: %s", problem)
+    return node
+
+
+def _on_disk(catalog: Catalog) -> _OnDisk | None:
+    """None where nothing there can be resumed: what is damaged on disk may be whole in memory."""
+    catalog.forget()
+    try:
+        manifest = newest_resumable(catalog)[0].manifest
+    except StoreError:
+        return None  # a resume from the store will say it
+    oldest = min((unit.version for unit in manifest.units if unit.moving), default=manifest.save)
+    return _OnDisk(manifest.save.name, oldest.name)
+
+
+def _over(catalog: Catalog, found: MemoryVersion | None, disk: _OnDisk | None) -> Remembered | None:
+    """The store with the version on top; None where nothing in it is newer."""
+    if found is None:
+        return None
+    if disk is None or found.save > SaveId.parse(disk.newest):
+        return Remembered(found.save, found.save, Catalog(Overlay(catalog.files, found), catalog.record))
+    commit = SaveId.parse(disk.newest)
+    manifest = mixed(catalog.manifest(commit), found.manifest)
+    if manifest is None:
+        return None
+    return Remembered(found.save, commit, Catalog(Overlay(catalog.files, found, manifest), catalog.record))
+
+
+def _sight(tier: Tier, node: Node, disk: _OnDisk | None) -> _Sight:
+    newer = {save: held for save, held in node.versions.items() if disk is None or save > SaveId.parse(disk.oldest)}
+    where = f"{socket.gethostname()} {_boot()} {tier.folder}"
+    return _Sight(where, {save.name: tuple(sorted(held)) for save, held in newer.items()})
+
+
+def _boot() -> str:
+    """Tells containers of one host name apart from one machine."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def _candidates(sights: list[_Sight]) -> list[str]:
+    """Versions, newest first, of which some rank 0 is somewhere. The same list on all ranks."""
+    ranks: dict[str, set[int]] = {}
+    for sight in sights:
+        for name, there in sight.versions.items():
+            ranks.setdefault(name, set()).update(there)
+    whole = [name for name, there in ranks.items() if there == set(range(len(there)))]
+    return sorted(whole, key=SaveId.parse, reverse=True)
+
+
+def _tells(sights: list[_Sight], rank: int) -> bool:
+    """Whether this rank is the one that tells for its node."""
+    return next(index for index, sight in enumerate(sights) if sight.node == sights[rank].node) == rank
+
+
+def _put_together(save: SaveId, node: Node, group: Group, *, tells: bool) -> MemoryVersion | None:
+    mine = share_of(node.versions.get(save, {})) if tells else Share({}, None)
+    shares = [Share(*told) for told in group.gather((dict(mine.parts), mine.head))]
+    try:
+        return assembled(save, shares, node)
+    except StoreError as error:  # alike on all ranks: it is made of what all of them were told
+        _log.warning("memory: %s", error)
+        return None
+
+
+def _reads(remembered: Remembered, version: MemoryVersion, adapter: Adapter) -> bool:
+    """Whether this rank's node holds all that this rank will need."""
+    if len(version.payloads) == len(version.parts):
+        return True
+    try:
+        resolution = resolve(remembered.catalog, remembered.commit)
+    except (DamagedError, StoreError):
+        return False
+    index = FragmentIndex(resolution.sources())
+    slots: dict[str, dict[str, str]] = {}
+    for source in resolution.sources():
+        slots.setdefault(source.entry.fqn, {})[source.entry.slot] = source.entry.dtype
+    try:
+        places = adapter.expected(slots)
+    except UsageError:
+        return True  # the resume will say it
+    for place in places:
+        slot = stored_slot(index, place.fragment)
+        if slot is None:
+            continue
+        wanted = Fragment(place.fragment.fqn, slot, place.fragment.start, place.fragment.numel)
+        for copy in index.cover(wanted):
+            part = copy.source.part
+            if part.save == remembered.save and part.rank not in version.payloads:
+                return False
+    return True

@@ -1,0 +1,240 @@
+"""One version in memory on one rank: where each fragment goes, and what the background thread does once it is copied.
+
+The training thread lays a version out and starts its copies; the background thread waits for them, looks for values
+that are not finite, hashes what is there and writes the record. Nothing here knows whether other ranks have theirs.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from monitor.dtypes import dtype_name
+from monitor.encoded_copy import EncodedCopy, Lost
+from monitor.staging import Copying, as_bytes
+from monitor.units import LocalUnit
+from store.encoding import encoding_named
+from store.errors import SaveError
+from store.memory.arena import Arena
+from store.memory.record import READER, VersionRecord
+from store.names import BUFFER, RAW, Fragment, SaveId, Unit
+from store.record import digest
+from store.schema import Entry, ManifestRecord, MeasureRecord, PartRecord, StateTensor
+from store.tree import Leaf
+
+_ALIGN = 64
+_NEITHER = torch.empty(0)
+
+
+@dataclass(frozen=True)
+class Laid:
+    """A fragment's place in the payload.
+
+    source: live, 1-d. copy: 1-d view of the payload, of the live dtype, or uint8 where it is encoded on the way."""
+
+    unit: Unit
+    fragment: Fragment
+    offset: int
+    source: torch.Tensor
+    copy: torch.Tensor
+    encoding: str = RAW
+
+    @cached_property
+    def encoded(self) -> EncodedCopy | None:
+        """How it is copied, where it is encoded."""
+        return None if self.encoding == RAW else EncodedCopy(self.source, self.encoding, self.copy, _NEITHER)
+
+
+@dataclass(frozen=True)
+class RunState:
+    """As :func:`monitor.run_state.to_tree` gives it."""
+
+    tree: Any
+    leaves: Sequence[Leaf]
+
+    @property
+    def nbytes(self) -> int:
+        """Of the leaves."""
+        return sum(len(leaf.data) for leaf in self.leaves)
+
+
+@dataclass(frozen=True)
+class Version:
+    """All of one version on one rank, staged: only the copies may still be under way.
+
+    fragments_end: bytes of the payload that fragments take; the run state's tensors follow."""
+
+    arena: Arena
+    slot: int
+    save: SaveId
+    store_id: str
+    rank: int
+    world_size: int
+    plan: str
+    laid: Sequence[Laid]
+    fragments_end: int
+    run: RunState
+    facts: Mapping[str, Any]
+    head: ManifestRecord | None
+    copying: Copying
+
+
+def fragments_bytes(local: Mapping[Unit, LocalUnit], encodings: Mapping[str, str]) -> int:
+    """Bytes of a payload that the fragments take. encodings: by slot, of those that are not raw."""
+    return _end(list(_placed(local, encodings)))
+
+
+def lay_out(
+    local: Mapping[Unit, LocalUnit], encodings: Mapping[str, str], room: Callable[[int], Any], more: int
+) -> tuple[list[Laid], int]:
+    """Places for every fragment in ``room(bytes)``, a buffer with ``more`` bytes behind them; and where they end."""
+    placed = list(_placed(local, encodings))
+    end = _end(placed)
+    memory = room(end + more)
+    laid = []
+    for one in placed:
+        dtype = one.tensor.dtype if one.encoding == RAW else torch.uint8
+        view = torch.frombuffer(memory, dtype=torch.uint8, count=one.nbytes, offset=one.offset).view(dtype)
+        laid.append(Laid(one.unit, one.fragment, one.offset, one.tensor, view, one.encoding))
+    return laid, end
+
+
+def remember(version: Version) -> float:
+    """Make the version whole: wait for the copies, check, hash, write its record. Seconds that it took.
+
+    Whatever it raises means that there is no version here. SaveError where values are not finite, or were changed
+    while they were copied; StorageError where memory refuses."""
+    began = time.monotonic()
+    version.copying.finish()
+    version.copying.require_whole()
+    for one in version.laid:
+        _require_finite(one)
+    entries = tuple(_entry(one) for one in version.laid)
+    tensors, end = _write_leaves(version)
+    part = PartRecord(
+        store_id=version.store_id,
+        step=version.save.step,
+        epoch=version.save.epoch,
+        rank=version.rank,
+        world_size=version.world_size,
+        plan=version.plan,
+        payload_bytes=end,
+        header_bytes=0,
+        header_xxh3_128=digest(b""),
+        entries=entries,
+        measures=_lost(version.laid),
+        run_state=version.run.tree,
+        run_tensors=tensors,
+        facts=dict(version.facts),
+    )
+    version.arena.seal(version.slot, VersionRecord(reader=READER, part=part, head=version.head))
+    return time.monotonic() - began
+
+
+@dataclass(frozen=True)
+class _Placed:
+    unit: Unit
+    fragment: Fragment
+    tensor: torch.Tensor
+    encoding: str
+    offset: int
+    nbytes: int
+
+
+def _placed(local: Mapping[Unit, LocalUnit], encodings: Mapping[str, str]) -> list[_Placed]:
+    found, end = [], 0
+    for unit, part in local.items():
+        for piece in part.pieces:
+            dtype = dtype_name(piece.tensor.dtype)
+            encoding = encodings.get(unit.slot, RAW)
+            if not encoding_named(encoding).applies(dtype):
+                encoding = RAW
+            nbytes = encoding_named(encoding).stored_bytes(piece.tensor.numel(), dtype)
+            found.append(_Placed(unit, piece.fragment, piece.tensor, encoding, end, nbytes))
+            end = _aligned(end + nbytes)
+    return found
+
+
+def _end(placed: Sequence[_Placed]) -> int:
+    return _aligned(placed[-1].offset + placed[-1].nbytes) if placed else 0
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGN) * _ALIGN
+
+
+def _require_finite(one: Laid) -> None:
+    """What a health gate keeps out of commits is kept out of memory: a version with it would replace a good one."""
+    if one.encoded is not None:
+        if not one.encoded.held:
+            raise SaveError(
+                f"{one.fragment.fqn} ({one.unit.slot}) holds NaN, Inf or what {one.encoding} cannot: memory keeps the "
+                "version before"
+            )
+        return
+    if not one.copy.numel() or not (one.copy.is_floating_point() or one.copy.is_complex()):
+        return
+    values = torch.view_as_real(one.copy).reshape(-1) if one.copy.is_complex() else one.copy
+    if values.element_size() == 1:
+        values = values.float()
+    low, high = (float(found) for found in torch.aminmax(values))
+    sick = math.isnan(low) if one.unit.slot == BUFFER else not (math.isfinite(low) and math.isfinite(high))
+    if sick:
+        raise SaveError(f"NaN or Inf in {one.fragment.fqn} ({one.unit.slot}): memory keeps the version before")
+
+
+def _entry(one: Laid) -> Entry:
+    data = as_bytes(one.copy)
+    return Entry(
+        layer=one.unit.layer,
+        slot=one.unit.slot,
+        fqn=one.fragment.fqn,
+        start=one.fragment.start,
+        numel=one.fragment.numel,
+        dtype=dtype_name(one.source.dtype),
+        encoding=one.encoding,
+        offset=one.offset,
+        nbytes=len(data),
+        xxh3_128=digest(data),
+    )
+
+
+def _lost(laid: Sequence[Laid]) -> tuple[MeasureRecord, ...]:
+    """What encodings lost, by unit."""
+    found: dict[Unit, Lost] = {}
+    for one in laid:
+        if one.encoded is not None:
+            total = found.setdefault(one.unit, Lost())
+            total.error_sq += one.encoded.lost.error_sq
+            total.decoded_sq += one.encoded.lost.decoded_sq
+    return tuple(
+        MeasureRecord(
+            layer=unit.layer,
+            slot=unit.slot,
+            moved_sq=0.0,
+            reference_sq=0.0,
+            finite=True,
+            error_sq=lost.error_sq,
+            decoded_sq=lost.decoded_sq,
+        )
+        for unit, lost in found.items()
+    )
+
+
+def _write_leaves(version: Version) -> tuple[tuple[StateTensor, ...], int]:
+    found, end = [], version.fragments_end
+    for leaf in version.run.leaves:
+        version.arena.write_at(version.slot, end, leaf.data)
+        found.append(
+            StateTensor(
+                dtype=leaf.dtype, shape=leaf.shape, offset=end, nbytes=len(leaf.data), xxh3_128=digest(leaf.data)
+            )
+        )
+        end += len(leaf.data)
+    return tuple(found), end

@@ -1,0 +1,164 @@
+"""One rank's memory, as its process writes it: two payloads by turns, and the record that makes one a version.
+
+A payload is overwritten only after its record is gone, and its record written only when all of it is there. So
+whatever kills the process leaves the other version whole, if it was; and the hashes in a record tell whether the
+payload beside it is what it was. Which of two versions all ranks have, and may therefore not be touched, is the
+caller's to know.
+
+Memory of an earlier incarnation is taken over file by file, so that two incarnations never need room for four
+payloads. What a living process owns is never taken. One thread at a time.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from store.errors import StorageError
+from store.memory.held import version_in
+from store.memory.owner import Owner, is_owned
+from store.memory.record import VersionRecord
+from store.memory.room import reserve
+from store.memory.tier import SLOTS, Generation, Tier
+from store.names import SaveId
+from store.schema import to_bytes
+
+_PAGE = mmap.PAGESIZE
+
+
+class Arena:
+    """The memory of ``rank``. versions: 2, or 1: then nothing is there while a version is being replaced."""
+
+    def __init__(self, tier: Tier, epoch: int, rank: int, versions: int = 2) -> None:
+        self._tier = tier
+        self._place = tier.generation(epoch)
+        self._rank = rank
+        self._slots = SLOTS[:versions]
+        self._maps: dict[int, mmap.mmap] = {}
+        self._place.make()
+        self._owner = Owner(self._place.owner(rank))
+
+    @property
+    def slots(self) -> tuple[int, ...]:
+        """Which there are."""
+        return self._slots
+
+    def holding(self, save: SaveId) -> int | None:
+        """The payload that is this version."""
+        return next((slot for slot in self._slots if version_in(self._place, self._rank, slot) == save), None)
+
+    def room(self, slot: int, nbytes: int) -> mmap.mmap:
+        """Memory of at least ``nbytes`` bytes, backed, to write a version into; what was one there is none any more.
+
+        StorageError, saying what to do, where there is no room."""
+        self.drop(slot)
+        found = self._maps.get(slot)
+        if found is None or len(found) < nbytes:
+            found = self._maps[slot] = self._mapped(slot, max(nbytes, 1))
+        return found
+
+    def write_at(self, slot: int, offset: int, data: bytes | bytearray | memoryview) -> None:
+        """Put bytes into a payload that has :meth:`room` for them."""
+        view = memoryview(data).cast("B") if memoryview(data).nbytes else memoryview(b"")
+        self._maps[slot][offset : offset + len(view)] = view
+
+    def seal(self, slot: int, record: VersionRecord) -> None:
+        """The payload holds all that the record says: from now on it is a version. StorageError where it cannot be."""
+        path = self._place.record(self._rank, slot)
+        temporary = path.with_suffix(".new")
+        try:
+            with open(temporary, "wb", opener=_private) as file:
+                file.write(to_bytes(record))
+            temporary.rename(path)
+        except OSError as error:
+            with suppress(OSError):
+                temporary.unlink()
+            raise StorageError(f"cannot write {path}: {error.strerror}") from error
+
+    def drop(self, slot: int) -> None:
+        """The payload is no version any more."""
+        try:
+            self._place.record(self._rank, slot).unlink(missing_ok=True)
+        except OSError as error:
+            raise StorageError(f"cannot remove a version from memory: {error}") from error
+
+    def take_over(self, keep: SaveId | None) -> None:
+        """Have the memory of this rank's earlier incarnations, but for the version ``keep``."""
+        for old in self._older():
+            for slot in SLOTS:
+                if keep is None or version_in(old, self._rank, slot) != keep:
+                    self._take(old, slot)
+
+    def take_rest(self, world_size: int) -> None:
+        """There is a version of this incarnation on every rank: nobody goes back to an older one's.
+
+        What they left is taken over or removed: each rank's by its successor, or by rank modulo ``world_size``."""
+        for old in self._older():
+            for rank in old.ranks():
+                if rank % world_size == self._rank and not is_owned(old.owner(rank)):
+                    self._clear(old, rank)
+            with suppress(OSError):  # others' files may be in it still
+                old.folder.rmdir()
+
+    def close(self, *, remove: bool) -> None:
+        """Let go of the memory; ``remove``: and give it back. A second call changes nothing."""
+        for found in self._maps.values():
+            with suppress(BufferError):  # somebody still looks at it; it ends with the process
+                found.close()
+        self._maps.clear()
+        if remove:
+            for path in (self._place.record(self._rank, slot) for slot in SLOTS):
+                path.unlink(missing_ok=True)
+            for path in (self._place.payload(self._rank, slot) for slot in SLOTS):
+                path.unlink(missing_ok=True)
+        self._owner.release()
+        if remove:
+            self._place.owner(self._rank).unlink(missing_ok=True)
+            for folder in (self._place.folder, self._tier.folder):
+                with suppress(OSError):
+                    folder.rmdir()
+
+    def _older(self) -> Sequence[Generation]:
+        found = [one for one in self._tier.generations() if one.epoch != self._place.epoch]
+        return [one for one in found if not is_owned(one.owner(self._rank))]
+
+    def _take(self, old: Generation, slot: int) -> None:
+        """One payload becomes ours, or is removed where we need none."""
+        with suppress(FileNotFoundError):
+            old.record(self._rank, slot).unlink()
+        payload = old.payload(self._rank, slot)
+        free = [mine for mine in self._slots if not self._place.payload(self._rank, mine).exists()]
+        with suppress(FileNotFoundError):
+            if free:
+                payload.rename(self._place.payload(self._rank, free[0]))
+            else:
+                payload.unlink()
+
+    def _clear(self, old: Generation, rank: int) -> None:
+        for slot in SLOTS:
+            if rank == self._rank:
+                self._take(old, slot)
+            else:
+                old.record(rank, slot).unlink(missing_ok=True)
+                old.payload(rank, slot).unlink(missing_ok=True)
+        old.owner(rank).unlink(missing_ok=True)
+
+    def _mapped(self, slot: int, nbytes: int) -> mmap.mmap:
+        path = self._place.payload(self._rank, slot)
+        size = -(-nbytes // _PAGE) * _PAGE
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except OSError as error:
+            raise StorageError(f"cannot open {path}: {error.strerror}") from error
+        try:
+            reserve(descriptor, size, path)
+            return mmap.mmap(descriptor, size)
+        finally:
+            os.close(descriptor)
+
+
+def _private(path: str | Path, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)

@@ -1,0 +1,119 @@
+"""A store with a version from memory on top: whatever reads stores reads it like any other commit.
+
+Read only. What is not the version's comes from the store below, so that a layer whose bytes in memory are wrong falls
+back to its version on disk. Payloads of ranks on other nodes are known by size but cannot be read from here.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from store.errors import MissingError, StorageError
+from store.files import Files, NewFile
+from store.layout import MANIFESTS, manifest_path, part_path, payload_path, segment_dir
+from store.memory.version import MemoryVersion
+from store.schema import ManifestRecord, to_bytes
+
+
+class Overlay:
+    """See :class:`store.files.Files`; writing anything raises StorageError. manifest: shown instead of its own."""
+
+    def __init__(self, below: Files, version: MemoryVersion, manifest: ManifestRecord | None = None) -> None:
+        shown = manifest or version.manifest
+        self._below = below
+        self._version = version
+        self._folder = segment_dir(version.save)
+        self._records: dict[str, bytes] = {manifest_path(shown.save): to_bytes(shown)}
+        self._manifest = manifest_path(shown.save).rpartition("/")
+        self._records |= {part_path(version.save, rank): data for rank, data in version.parts.items()}
+        self._ranks = {payload_path(version.save, rank): rank for rank in version.parts}
+
+    @property
+    def root(self) -> Path | None:
+        """The store's below, for people."""
+        found = getattr(self._below, "root", None)
+        return found if isinstance(found, Path) else None
+
+    def list_dir(self, path: str) -> list[str]:
+        """Names in a directory, those of the version among them."""
+        if path == self._folder:
+            return sorted(name.rpartition("/")[2] for name in (*self._records, *self._ranks) if name.startswith(path))
+        try:
+            names = self._below.list_dir(path)
+        except MissingError:
+            if path != MANIFESTS:
+                raise
+            names = []
+        return sorted({*names, self._manifest[2]}) if path == self._manifest[0] else names
+
+    def size(self, path: str) -> int:
+        """Bytes of a file."""
+        if path in self._records:
+            return len(self._records[path])
+        if path in self._ranks:
+            return self._version.records[self._ranks[path]].payload_bytes
+        return self._below.size(path)
+
+    def read(self, path: str, limit: int) -> bytes:
+        """All bytes of a small file."""
+        return self._records[path] if path in self._records else self._below.read(path, limit)
+
+    def read_into(self, path: str, offset: int, target: memoryview) -> None:
+        """Fill ``target`` from ``offset``. StorageError for a payload that lies on another node."""
+        if path not in self._ranks:
+            self._below.read_into(path, offset, target)
+            return
+        rank = self._ranks[path]
+        payload = self._version.payloads.get(rank)
+        if payload is None:
+            raise StorageError(f"rank {rank}'s memory is on another node")
+        _fill(payload, offset, target)
+
+    def create(self, path: str) -> NewFile:
+        """Refused."""
+        raise _refused("create", path)
+
+    def link(self, source: str, target: str) -> None:  # noqa: ARG002
+        """Refused."""
+        raise _refused("link", target)
+
+    def rename(self, source: str, target: str) -> None:  # noqa: ARG002
+        """Refused."""
+        raise _refused("rename", source)
+
+    def unlink(self, path: str) -> None:
+        """Refused."""
+        raise _refused("unlink", path)
+
+    def make_dir(self, path: str) -> bool:
+        """Refused."""
+        raise _refused("make", path)
+
+    def remove_dir(self, path: str) -> None:
+        """Refused."""
+        raise _refused("remove", path)
+
+    def sync_dir(self, path: str) -> None:
+        """Refused."""
+        raise _refused("sync", path)
+
+
+def _fill(payload: Path, offset: int, target: memoryview) -> None:
+    try:
+        descriptor = os.open(payload, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            rest = target.cast("B") if target.nbytes else memoryview(b"")
+            while len(rest):
+                got = os.preadv(descriptor, [rest[: 1 << 26]], offset)
+                if got == 0:
+                    raise StorageError(f"{payload} ends at byte {offset}")
+                rest, offset = rest[got:], offset + got
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise StorageError(f"cannot read {payload}: {error.strerror}") from error
+
+
+def _refused(verb: str, path: str) -> StorageError:
+    return StorageError(f"cannot {verb} {path}: a version in memory is only read")

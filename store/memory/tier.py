@@ -1,0 +1,155 @@
+"""Where a store's state lies in shared memory, and what the files there are called.
+
+    /dev/shm/driftpoint-1000/              of one user, mode 0700
+      <store id>/                          of one store
+        000004/                            of the job that claimed epoch 4 when it began
+          rank-00003.owner                 locked as long as that rank's process lives
+          rank-00003.0.payload             fragments as they are, then tensors of the run state
+          rank-00003.0.json                the record that makes the payload a version
+          rank-00003.1.*                   the other one
+
+It knows names and permissions only. Nothing in shared memory is ever synced: it ends with the node anyway.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from store.errors import MissingError, StorageError
+
+SLOTS = (0, 1)
+"""Payloads of a rank: the version that counts, and the one that is being written."""
+
+_GENERATION = re.compile(r"\d{6,9}\Z")
+_STORE = re.compile(r"[0-9a-f]{32}\Z")
+_FILE = re.compile(r"rank-(\d{5,8})\.(?:(owner)|([01])\.(payload|json))\Z")
+
+
+@dataclass(frozen=True)
+class Tier:
+    """The memory tier of one store on this node. base: of all users, ``/dev/shm`` but for tests."""
+
+    base: Path
+    store_id: str
+
+    @property
+    def home(self) -> Path:
+        """Of this user."""
+        return home(self.base)
+
+    @property
+    def folder(self) -> Path:
+        """Of this store."""
+        return self.home / self.store_id
+
+    def generations(self) -> list[Generation]:
+        """Newest first. StorageError where the folder is not this user's own."""
+        if not require_own(self.home) or not self.folder.is_dir():
+            return []
+        found = [place.name for place in self.folder.iterdir() if _GENERATION.match(place.name)]
+        return [Generation(self, int(name)) for name in sorted(found, key=int, reverse=True)]
+
+    def generation(self, epoch: int) -> Generation:
+        """The folder of a job; it need not exist."""
+        return Generation(self, epoch)
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What the ranks of one incarnation of a job keep on this node. epoch: that it claimed first."""
+
+    tier: Tier
+    epoch: int
+
+    @property
+    def folder(self) -> Path:
+        """Where."""
+        return self.tier.folder / f"{self.epoch:06d}"
+
+    def make(self) -> None:
+        """Make the folder, readable by this user only. StorageError where it cannot be."""
+        try:
+            self.tier.home.mkdir(mode=0o700, exist_ok=True)
+            require_own(self.tier.home)
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise StorageError(f"cannot make {self.folder} for the memory tier: {error.strerror}") from error
+
+    def owner(self, rank: int) -> Path:
+        """Locked by a rank's process."""
+        return self.folder / f"rank-{rank:05d}.owner"
+
+    def payload(self, rank: int, slot: int) -> Path:
+        """A rank's memory."""
+        return self.folder / f"rank-{rank:05d}.{slot}.payload"
+
+    def record(self, rank: int, slot: int) -> Path:
+        """What says that the payload beside it is a version."""
+        return self.folder / f"rank-{rank:05d}.{slot}.json"
+
+    def ranks(self) -> list[int]:
+        """Ranks that have any file here, sorted."""
+        return sorted({rank for _, rank, _ in self.files()})
+
+    def files(self) -> Iterator[tuple[Path, int, int | None]]:
+        """(path, rank, slot) of each file; slot None for an owner's. Other names are left alone."""
+        try:
+            names = sorted(place.name for place in self.folder.iterdir())
+        except FileNotFoundError:
+            return
+        for name in names:
+            match = _FILE.match(name)
+            if match:
+                yield self.folder / name, int(match[1]), None if match[3] is None else int(match[3])
+
+
+def home(base: Path) -> Path:
+    """The folder of this user below ``base``."""
+    return base / f"driftpoint-{os.getuid()}"
+
+
+def tiers(base: Path) -> list[Tier]:
+    """Of every store that this user has state of in memory."""
+    place = home(base)
+    if not require_own(place):
+        return []
+    return [Tier(base, found.name) for found in sorted(place.iterdir()) if _STORE.match(found.name)]
+
+
+def require_own(place: Path) -> bool:
+    """Whether the folder exists. StorageError where others may have put something into it.
+
+    Shared memory is open to every user: what lies there under our name is believed only if nobody else could write."""
+    try:
+        status = os.lstat(place)
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        raise StorageError(f"cannot look at {place}: {error.strerror}") from error
+    own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077
+    if not own:
+        raise StorageError(
+            f"{place} is not a folder that only user {os.getuid()} may read and write, so nothing in it is believed: "
+            f"look who made it, remove it, or set another `memory: {{path: ...}}`"
+        )
+    return True
+
+
+def read_whole(path: Path, limit: int) -> bytes:
+    """A record's bytes. MissingError or StorageError."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError as error:
+        raise MissingError(f"{path} is not there") from error
+    except OSError as error:
+        raise StorageError(f"cannot open {path}: {error.strerror}") from error
+    with os.fdopen(descriptor, "rb") as file:
+        data = file.read(limit + 1)
+    if len(data) > limit:
+        raise StorageError(f"{path} is larger than {limit} bytes")
+    return data
