@@ -16,6 +16,7 @@ from monitor.spending import Spending
 from monitor.tracing import Tracer
 from monitor.units import UnitTable
 from policies.base import Policy
+from policies.urgent import Writing
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,8 @@ class Job:
     """The parts of one rank. ``ledger`` is kept on rank 0 (and after a resume stands alike everywhere), and so is
     ``spending``; ``pace`` says on every rank when to decide.
 
-    observing: nothing is written, everything is measured."""
+    observing: nothing is written, everything is measured. writing: how long units took to
+    become durable, on rank 0."""
 
     config: Config
     policy: Policy
@@ -38,3 +40,4 @@ class Job:
     pace: Pace
     observing: bool = False
     ledger: Ledger = field(default_factory=Ledger)
+    writing: Writing = field(default_factory=Writing)

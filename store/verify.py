@@ -56,7 +56,9 @@ def verify(catalog: Catalog, progress: Progress = lambda _: None) -> VerifyRepor
     checker.check(saves)
     bad = frozenset(checker.bad)
     commits = tuple(_state(catalog, save, checker, bad) for save in saves)
-    return VerifyReport(commits, tuple(checker.problems), _resumable(catalog, bad), checker.bytes_read)
+    return VerifyReport(
+        commits, (*checker.problems, *catalog.suspects().problems), _resumable(catalog, bad), checker.bytes_read
+    )
 
 
 def total_bytes(catalog: Catalog) -> int:

@@ -223,11 +223,11 @@ def test_version() -> None:
 def test_exit_codes_are_those_of_the_errors() -> None:
     kinds = [kind for kind in vars(store.errors).values() if isinstance(kind, type) and issubclass(kind, Exception)]
     assert {kind.exit_code for kind in kinds if hasattr(kind, "exit_code")} <= MEANINGS.keys()
-    assert list(MEANINGS) == [0, 1, 2, 10, 11, 12, 13, 130]
+    assert list(MEANINGS) == [0, 1, 2, 10, 11, 12, 13, 75, 93, 130]
 
 
 @pytest.mark.parametrize(
-    "command", [(), *((command,) for command in COMMANDS), ("policy",), ("policy", "check"), ("simulate",)]
+    "command", [(), *((command,) for command in (*COMMANDS, "run")), ("policy",), ("policy", "check"), ("simulate",)]
 )
 def test_help_ends_with_the_exit_codes(command: tuple[str, ...]) -> None:
     result = CliRunner().invoke(app, [*command, "--help"])
@@ -250,7 +250,7 @@ def test_every_command_and_option_is_documented() -> None:
         found[1]: found[2] for found in re.finditer(r"^## `([a-z ]+[a-z]).*?`\n(.*?)(?=^## |\Z)", text, re.M | re.S)
     }
     commands = _commands(typer.main.get_command(app))
-    assert sections.keys() == commands.keys() and {*COMMANDS, "policy check", "simulate"} == commands.keys()
+    assert sections.keys() == commands.keys() and {*COMMANDS, "policy check", "run", "simulate"} == commands.keys()
     for name, command in commands.items():
         for parameter in command.params:
             for option in [*parameter.opts, *parameter.secondary_opts]:
