@@ -1,6 +1,6 @@
 """What saving costs a whole training: the time of a step with saving on against off, in blocks of one process.
 
-    python benchmarks/overhead.py [--stage 2] [--cycles 6] [--seconds 1.05] [--json FILE]
+    python benchmarks/overhead.py [--stage 2] [--cycles 5] [--seconds 1.0] [--json FILE]
 
 Two ranks with one thread each, gloo, a Llama whose batch is chosen so that a step takes ``--seconds`` at least. Blocks
 of 10 steps follow each other: saving off, full saves every 10 steps, the same with versions in memory, and in turn what
@@ -40,10 +40,10 @@ def main() -> int:
     parser.add_argument("--stage", type=int, default=2)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--hidden", type=int, default=384, help="8 layers of it make 26 million parameters")
-    parser.add_argument("--cycles", type=int, default=6, help="pairs of the rows that have a goal")
+    parser.add_argument("--cycles", type=int, default=5, help="pairs of the rows that have a goal")
     parser.add_argument("--extras", type=int, default=2, help="of the four other rows in each cycle")
     parser.add_argument("--block", type=int, default=10, help="steps; one decision in each")
-    parser.add_argument("--seconds", type=float, default=1.05, help="that a step takes at least")
+    parser.add_argument("--seconds", type=float, default=1.0, help="that a step takes at least")
     parser.add_argument("--dir", type=Path, default=None, help="where to write; needs about 5 GB")
     parser.add_argument("--json", type=Path, default=None)
     options = parser.parse_args()
