@@ -160,11 +160,18 @@ def _row(one: Results, rows: list[RowResult], row: RowResult, worth: float) -> s
         f"{row.lost:.1f}",
         _of(row.shock, digits=4),
         _of(row.gap, worth),
-        f"{row.states - row.stray} of {row.states}" + (f": {row.healed:.0f}" if row.healed > 0 else ""),
+        _healed(one, [row]) + (f": {row.healed:.0f}" if row.healed > 0 else ""),
         f"{row.drift:.2g}, {row.largest:.2g}",
         f"**{_of(row.cost, worth)}**",
         *(_less_often(one, rows, family, row.rate) for family in OTHERS),
     )
+
+
+def _healed(one: Results, rows: list[RowResult]) -> str:
+    """How many states; unknown where the noise is."""
+    if isnan(one.nudged(None)):
+        return "–"
+    return f"{sum(row.states - row.stray for row in rows)} of {sum(row.states for row in rows)}"
 
 
 def _less_often(one: Results, rows: list[RowResult], family: str, rate: float) -> str:
@@ -267,21 +274,18 @@ def _seeds(one: Results) -> str:
     at_once = [gap for _, gap in drift_points(one, "lag", 0)]
     below = f"{sum(gap < 0 for gap in at_once)} of {len(at_once)}"
     rows = row_results(one, window(setting_named(one.setting).span))
-    healed = [
-        (sum(row.states - row.stray for row in alike), sum(row.states for row in alike))
-        for whole in (False, True)
-        for alike in [[row for row in rows if row.family.startswith("full") == whole]]
-    ]
-    told = (f"{back} of {count}" for back, count in healed)
+    told = (_healed(one, [row for row in rows if row.family.startswith("full") == whole]) for whole in (False, True))
     return _line(one.setting, ", ".join(map(str, seeds)), squared, stale, below, *told)
 
 
 def _rules(one: Results) -> Iterator[str]:
     worth = one.worth.value
     yield f"\n**{one.setting}**\n"
-    yield from _table("composite", "resumed at", "steps back", "gap at the end of the course, nats", "at equal compute")
+    yield from _table(
+        "composite", "resumed at", "steps back", "gap at the end of the course, steps", "at equal compute, steps"
+    )
     for (name, rule), (gap, paid, back) in ruled(one).items():
-        yield _line(name, rule, f"{back:.1f}", _of(gap, digits=4), _of(paid, worth) + " steps")
+        yield _line(name, rule, f"{back:.1f}", _of(gap, worth), _of(paid, worth))
 
 
 if __name__ == "__main__":
