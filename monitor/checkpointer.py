@@ -205,6 +205,7 @@ class Checkpointer:
             if self._memory is not None:
                 self._memory.close(remove=clean)
             self._saver.close(timeout, clean)
+            self._job.daemon.close(clean)
             self._job.tracer.close(timeout)
             self.metrics.close()
 

@@ -283,6 +283,8 @@ class Saver:
                 self._job.pace.timing.committed(outcome.result.seconds)
             drawn = tell_save(self._metrics, self._job.ledger, pending.save.step, outcome)
             self._trace(pending.save.step, outcome)
+            if drawn is not None:
+                self._job.daemon.committed(pending.save)
             return drawn
         if outcome.error is not None:
             tell_segment(self._group.rank, pending.save.step, outcome.error)
