@@ -55,7 +55,8 @@ def attach(
     opened = open_store(settings.store, group, settings.timeouts.lock, counting=settings.every == "auto")
     if opened.incarnation is not None:
         job.pace.count(opened.incarnation.interruptions, opened.incarnation.rank_seconds)
-    job.daemon.begin(opened.files.root, opened.catalog.store_id, opened.epoch, group.rank, group.world_size)
+    store = os.path.abspath(os.path.expanduser(settings.store))  # noqa: PTH100, PTH111 - as it was opened
+    job.daemon.begin(store, opened.catalog.store_id, opened.epoch, group.rank, group.world_size)
     return Checkpointer(job, opened, opened.catalog)
 
 

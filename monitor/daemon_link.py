@@ -52,7 +52,11 @@ _LAST = 1.0
 
 
 class _LostError(Exception):
-    """The daemon is gone. refused: it will not have us."""
+    """The daemon is gone."""
+
+
+class _EndedError(Exception):
+    """It said why it will have nothing more to do with us."""
 
 
 @dataclass(frozen=True)
@@ -72,15 +76,15 @@ class DaemonLink:
         self._pid = os.getpid()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
-        self._note, self._goodbye, self._fresh = Note(), None, False
-        self._goodbye: Bye | None
+        self._note, self._fresh = Note(), False
+        self._goodbye: Bye | None = None
         self._wake = -1
         self._hello: Hello | None = None
         self._starter = _Starter(self._base, settings)
         self._may_start = settings.start
         self._told = ""
 
-    def begin(self, store: Path, store_id: str, epoch: int, rank: int, world_size: int) -> None:
+    def begin(self, store: str, store_id: str, epoch: int, rank: int, world_size: int) -> None:
         """The job has its store: connect, or have a daemon started, beside training."""
         if not self._settings.enabled or self._thread is not None:
             return
@@ -88,7 +92,7 @@ class DaemonLink:
             pid=self._pid,
             rank=rank,
             world_size=world_size,
-            store=str(store),
+            store=store,
             store_id=store_id,
             epoch=epoch,
             base=str(self._base),
@@ -142,7 +146,10 @@ class DaemonLink:
             with self._connected() as link:
                 self._attend(link)
             return
-        except (DaemonError, StorageError, _LostError) as error:
+        except _LostError as error:
+            self._complain(str(error))
+            return
+        except (DriftpointError, _EndedError) as error:
             self._complain(str(error))
         self._wait(_AGAIN)  # not at once, whatever the news
         self._wait(None)
@@ -170,10 +177,10 @@ class DaemonLink:
                 if news.goodbye is not None:
                     self._send(link, news.goodbye)
                     return
-            ready, _, _ = select.select([link, self._wake], [], [])
+            ready, _, _ = select.select([link.fileno(), self._wake], [], [])
             if self._wake in ready:
                 self._hush()
-            if link in ready:
+            if link.fileno() in ready:
                 self._hear(link, lines)
 
     def _hear(self, link: socket.socket, lines: _Lines) -> None:
@@ -189,12 +196,10 @@ class DaemonLink:
             said = heard_from_daemon(line)
             if isinstance(said, Refused):
                 self._may_start = False
-                raise _LostError(f"the daemon of this node refused this job: {said.why}")
+                raise _EndedError(f"the daemon of this node refused this job: {said.why}")
             if isinstance(said, Leaving):
                 self._may_start = False  # somebody asked it to, or nobody needs it
-                raise _LostError(
-                    f"the daemon of this node (process {said.pid}) was asked to end, and no other is started"
-                )
+                raise _EndedError(f"the daemon of this node (process {said.pid}) was asked to end: no other is started")
 
     def _send(self, link: socket.socket, message: Message) -> None:
         try:
@@ -215,14 +220,11 @@ class DaemonLink:
     def _wait(self, seconds: float | None) -> None:
         """For news, or the end of the job; with ``seconds`` for the end alone."""
         deadline = None if seconds is None else time.monotonic() + seconds
-        while self._news().goodbye is None:
+        while self._news().goodbye is None and not (deadline is None and self._fresh):
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            ready, _, _ = select.select([self._wake], [], [], left)
-            if not ready:
+            if not select.select([self._wake], [], [], left)[0]:
                 return
             self._hush()
-            if deadline is None:
-                return
 
     def _hush(self) -> None:
         with suppress(BlockingIOError):
