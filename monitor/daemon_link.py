@@ -25,7 +25,7 @@ from monitor.metrics import Metrics
 from monitor.settings import DaemonSettings
 from store.daemon.messages import LINE_LIMIT, Bye, Hello, Leaving, Message, Note, Refused, heard_from_daemon, to_line
 from store.daemon.place import connected, log_path, make_home
-from store.errors import DaemonError, StorageError
+from store.errors import DaemonError, DriftpointError, StorageError
 from store.memory.owner import Owner
 from store.memory.tier import home
 from store.names import SaveId
@@ -165,17 +165,17 @@ class DaemonLink:
     def _attend(self, link: socket.socket) -> None:
         assert self._hello is not None
         link.settimeout(_ANSWERING)
-        self._send(link, self._hello)
         lines = _Lines()
+        self._send(link, self._hello, lines)
         self._hear(link, lines)
         self._told = ""
         self._fresh = True
         while True:
             news = self._taken()
             if news is not None:
-                self._send(link, news.note)
+                self._send(link, news.note, lines)
                 if news.goodbye is not None:
-                    self._send(link, news.goodbye)
+                    self._send(link, news.goodbye, lines)
                     return
             ready, _, _ = select.select([link.fileno(), self._wake], [], [])
             if self._wake in ready:
@@ -201,10 +201,11 @@ class DaemonLink:
                 self._may_start = False  # somebody asked it to, or nobody needs it
                 raise _EndedError(f"the daemon of this node (process {said.pid}) was asked to end: no other is started")
 
-    def _send(self, link: socket.socket, message: Message) -> None:
+    def _send(self, link: socket.socket, message: Message, lines: _Lines) -> None:
         try:
             link.sendall(to_line(message))
         except OSError as error:
+            self._hear(link, lines)  # it may have said why
             raise _LostError(f"the daemon of this node is gone: {error}") from error
 
     def _news(self) -> _News:
