@@ -17,6 +17,7 @@ from monitor.spending import Spending
 from monitor.tracing import Tracer
 from monitor.units import UnitTable
 from policies.base import Policy
+from policies.pricing import Fitted
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,8 @@ class Job:
     """The parts of one rank. ``ledger`` is kept on rank 0 (and after a resume stands alike everywhere), and so is
     ``spending``; ``pace`` says on every rank when to decide.
 
-    observing: nothing is written, everything is measured."""
+    observing: nothing is written, everything is measured. writing: seconds to the commit by bytes of
+    units, on rank 0."""
 
     config: Config
     policy: Policy
@@ -40,3 +42,4 @@ class Job:
     daemon: DaemonLink
     observing: bool = False
     ledger: Ledger = field(default_factory=Ledger)
+    writing: Fitted = field(default_factory=Fitted)

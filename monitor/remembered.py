@@ -24,7 +24,7 @@ from store.errors import DamagedError, StoreError, UsageError
 from store.memory.held import Node, look
 from store.memory.overlay import Overlay
 from store.memory.tier import Tier
-from store.memory.version import MemoryVersion, Share, assembled, share_of
+from store.memory.version import MemoryVersion, Share, assembled, mixed, share_of
 from store.names import Fragment, SaveId
 from store.versions import Resolution, newest_resumable, resolve
 
@@ -33,38 +33,50 @@ _log = logging.getLogger("driftpoint")
 
 @dataclass(frozen=True)
 class Remembered:
-    """A version in memory, and the store with it on top."""
+    """A version in memory, and the store with it on top.
+
+    commit: what to resume from that: the version itself, or a commit some of whose layers are older than in memory."""
 
     save: SaveId
+    commit: SaveId
     catalog: Catalog
 
 
 @dataclass(frozen=True)
+class _OnDisk:
+    """The newest commit that can be resumed, and the oldest version of what moves in it, by name; rank 0's."""
+
+    newest: str
+    oldest: str
+
+
+@dataclass(frozen=True)
 class _Sight:
-    """What one rank tells of its node: versions newer than any commit, and the ranks whose share is there."""
+    """What one rank tells of its node: versions newer than what is on disk, and the ranks whose share is there."""
 
     node: str
     versions: Mapping[str, tuple[int, ...]]
 
 
 def newest_remembered(tier: Tier, catalog: Catalog, adapter: Adapter, group: Group) -> Remembered | None:
-    """The newest version that every rank can read; None where the store's newest commit is as good. Collective."""
+    """The newest version that every rank can read, if all or some of it is newer than what the newest commit has.
+
+    None where the store is as good. Collective."""
     node = _look(tier)
-    newest = group.from_first(_newest_commit(catalog))
-    sights = group.gather(_sight(tier, node, None if newest is None else SaveId.parse(newest)))
+    disk = group.from_first(_on_disk(catalog) if group.rank == 0 else None)
+    sights = group.gather(_sight(tier, node, disk))
     for name in _candidates(sights):
-        save = SaveId.parse(name)
-        found = _put_together(save, node, group, tells=_tells(sights, group.rank))
-        if found is None:
+        found = _put_together(SaveId.parse(name), node, group, tells=_tells(sights, group.rank))
+        remembered = everywhere(group, partial(_over, catalog, found, disk))
+        if found is None or remembered is None:
             continue
-        remembered = Remembered(save, Catalog(Overlay(catalog.files, found), catalog.record))
         reads = everywhere(group, partial(_reads, remembered, found, adapter))
         if all(group.gather(reads)):
             return remembered
         _log.warning(
             "memory holds step %d, but not every rank finds what it needs on its own node (ranks moved, or the world "
             "changed): going on from the store",
-            save.step,
+            found.save.step,
         )
     return None
 
@@ -102,16 +114,32 @@ def _look(tier: Tier) -> Node:
     return node
 
 
-def _newest_commit(catalog: Catalog) -> str | None:
+def _on_disk(catalog: Catalog) -> _OnDisk | None:
+    """None where nothing there can be resumed: what is damaged on disk may be whole in memory."""
     catalog.forget()
     try:
-        return next((save.name for save in catalog.saves()), None)
+        manifest = newest_resumable(catalog)[0].manifest
     except StoreError:
         return None  # a resume from the store will say it
+    oldest = min((unit.version for unit in manifest.units if unit.moving), default=manifest.save)
+    return _OnDisk(manifest.save.name, oldest.name)
 
 
-def _sight(tier: Tier, node: Node, newest: SaveId | None) -> _Sight:
-    newer = {save: held for save, held in node.versions.items() if newest is None or save > newest}
+def _over(catalog: Catalog, found: MemoryVersion | None, disk: _OnDisk | None) -> Remembered | None:
+    """The store with the version on top; None where nothing in it is newer."""
+    if found is None:
+        return None
+    if disk is None or found.save > SaveId.parse(disk.newest):
+        return Remembered(found.save, found.save, Catalog(Overlay(catalog.files, found), catalog.record))
+    commit = SaveId.parse(disk.newest)
+    manifest = mixed(catalog.manifest(commit), found.manifest)
+    if manifest is None:
+        return None
+    return Remembered(found.save, commit, Catalog(Overlay(catalog.files, found, manifest), catalog.record))
+
+
+def _sight(tier: Tier, node: Node, disk: _OnDisk | None) -> _Sight:
+    newer = {save: held for save, held in node.versions.items() if disk is None or save > SaveId.parse(disk.oldest)}
     where = f"{socket.gethostname()} {_boot()} {tier.folder}"
     return _Sight(where, {save.name: tuple(sorted(held)) for save, held in newer.items()})
 
@@ -154,7 +182,7 @@ def _reads(remembered: Remembered, version: MemoryVersion, adapter: Adapter) -> 
     if len(version.payloads) == len(version.parts):
         return True
     try:
-        resolution = resolve(remembered.catalog, remembered.save)
+        resolution = resolve(remembered.catalog, remembered.commit)
     except (DamagedError, StoreError):
         return False
     index = FragmentIndex(resolution.sources())

@@ -25,7 +25,11 @@ command line, so that the table of codes lives in one place.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Final
+
+PREEMPTED: Final = 75
+"""Exit code of a training process that ended because it was told to, with what time allowed saved: not an error, and
+worth starting again (EX_TEMPFAIL)."""
 
 
 class DriftpointError(Exception):

@@ -13,17 +13,19 @@ from store.errors import MissingError, StorageError
 from store.files import Files, NewFile
 from store.layout import MANIFESTS, manifest_path, part_path, payload_path, segment_dir
 from store.memory.version import MemoryVersion
-from store.schema import to_bytes
+from store.schema import ManifestRecord, to_bytes
 
 
 class Overlay:
-    """See :class:`store.files.Files`. Writing anything raises StorageError."""
+    """See :class:`store.files.Files`; writing anything raises StorageError. manifest: shown instead of its own."""
 
-    def __init__(self, below: Files, version: MemoryVersion) -> None:
+    def __init__(self, below: Files, version: MemoryVersion, manifest: ManifestRecord | None = None) -> None:
+        shown = manifest or version.manifest
         self._below = below
         self._version = version
         self._folder = segment_dir(version.save)
-        self._records: dict[str, bytes] = {manifest_path(version.save): to_bytes(version.manifest)}
+        self._records: dict[str, bytes] = {manifest_path(shown.save): to_bytes(shown)}
+        self._manifest = manifest_path(shown.save).rpartition("/")
         self._records |= {part_path(version.save, rank): data for rank, data in version.parts.items()}
         self._ranks = {payload_path(version.save, rank): rank for rank in version.parts}
 
@@ -43,8 +45,7 @@ class Overlay:
             if path != MANIFESTS:
                 raise
             names = []
-        own = manifest_path(self._version.save).rpartition("/")
-        return sorted({*names, own[2]}) if path == own[0] else names
+        return sorted({*names, self._manifest[2]}) if path == self._manifest[0] else names
 
     def size(self, path: str) -> int:
         """Bytes of a file."""

@@ -118,7 +118,7 @@ def write_share(files: Files, version: MemoryVersion, rank: int, checked: Callab
         run_leaves=[_Tensor(one.dtype, one.shape, _Bytes(source, one)) for one in part.run_tensors],
         facts=part.facts,
     )
-    write_segment(files, draft)
+    write_segment(files, draft, lambda: part.measures)
 
 
 def remove_share(files: Files, save: SaveId, rank: int) -> None:
