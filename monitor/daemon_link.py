@@ -47,6 +47,9 @@ _STARTS, _PER = 3, 3600.0
 _AGAIN = 10.0
 """Seconds between two attempts to connect, where no daemon is; besides, only news bring one about."""
 
+_PAUSE = 0.1
+"""Seconds between two looks whether a daemon is there yet, or not any more."""
+
 _LAST = 1.0
 """Seconds that the end of a job waits for the goodbye to be sent."""
 
@@ -144,7 +147,13 @@ class DaemonLink:
         """Connect, and stay so as long as it goes well; or wait until it may be worth another attempt."""
         try:
             with self._connected() as link:
-                self._attend(link)
+                lines = _Lines()
+                try:
+                    self._introduce(link, lines)
+                except _LostError:  # one that was about to end
+                    time.sleep(_PAUSE)
+                    return
+                self._attend(link, lines)
             return
         except _LostError as error:
             self._complain(str(error))
@@ -162,14 +171,17 @@ class DaemonLink:
                 raise
         return self._starter.start(lambda: self._news().goodbye is not None)
 
-    def _attend(self, link: socket.socket) -> None:
+    def _introduce(self, link: socket.socket, lines: _Lines) -> None:
         assert self._hello is not None
         link.settimeout(_ANSWERING)
-        lines = _Lines()
         self._send(link, self._hello, lines)
         self._hear(link, lines)
         self._told = ""
-        self._fresh = True
+        with self._lock:
+            self._fresh = True
+
+    def _attend(self, link: socket.socket, lines: _Lines) -> None:
+        """As long as it goes well, or until goodbye is said."""
         while True:
             news = self._taken()
             if news is not None:
@@ -275,7 +287,7 @@ class _Starter:
             if mine is not None:
                 self._times.append(time.monotonic())
                 self._spawn()
-            return self._awaited(ended)
+            return self._awaited(self._process if mine is not None else None, ended)
         finally:
             if mine is not None:
                 mine.release()
@@ -301,17 +313,17 @@ class _Starter:
         except OSError as error:
             raise DaemonError(f"no daemon could be started: {error}") from error
 
-    def _awaited(self, ended: Callable[[], bool]) -> socket.socket:
+    def _awaited(self, process: subprocess.Popen[bytes] | None, ended: Callable[[], bool]) -> socket.socket:
         deadline = time.monotonic() + _STARTING
         while True:
             try:
                 return connected(self._base, _CONNECTING)
             except DaemonError as error:
-                code = None if self._process is None else self._process.poll()
+                code = None if process is None else process.poll()
                 if code is not None or time.monotonic() >= deadline or ended():
                     why = f"it ended with {code}" if code is not None else f"it is not there after {_STARTING:g} s"
                     raise DaemonError(
                         f"no daemon could be started ({why}); see {log_path(self._base)}, or run "
                         f"`driftpoint daemon run --memory {self._base}` yourself"
                     ) from error
-            time.sleep(0.1)
+            time.sleep(_PAUSE)
