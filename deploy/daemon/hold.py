@@ -14,9 +14,6 @@ from store.daemon.place import lock_path, make_home, socket_path
 from store.errors import DaemonError, StorageError
 from store.memory.owner import Owner
 
-_WAITING = 64
-"""Connections that the kernel keeps for us."""
-
 
 class Hold:
     """Held from construction until :meth:`release`. DaemonError where a daemon runs already; StorageError."""
@@ -53,7 +50,7 @@ def _listening(path: Path) -> socket.socket:
             made.bind(str(path))
         finally:
             os.umask(before)
-        made.listen(_WAITING)
+        made.listen()
         made.setblocking(False)
     except OSError:
         made.close()

@@ -42,6 +42,9 @@ _log = logging.getLogger("driftpoint")
 CONNECTIONS = 128
 """At a time; a node has one for each rank."""
 
+_WAITING = 256
+"""Connections that the kernel keeps for us."""
+
 _FIRST_WORD = 10.0
 """Seconds that a connection may say nothing at all."""
 
@@ -83,7 +86,7 @@ class Daemon:
         self._metrics.serve(self._options.port)
         self._node = Node(self._options, self._metrics)
         self._node.take_up()
-        server = await asyncio.start_unix_server(self._serve, sock=hold.socket, limit=LINE_LIMIT)
+        server = await asyncio.start_unix_server(self._serve, sock=hold.socket, limit=LINE_LIMIT, backlog=_WAITING)
         ticking = asyncio.create_task(self._tick())
         _log.info("daemon %d serves %s, metrics on port %s", os.getpid(), self._options.base, self._metrics.port)
         await self._ending.wait()

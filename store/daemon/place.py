@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from pathlib import Path
 
 from store.daemon.messages import (
@@ -65,13 +66,25 @@ def connected(base: Path, timeout: float) -> socket.socket:
     found = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         found.settimeout(timeout)
-        found.connect(str(path))
+        _connect(found, path, time.monotonic() + timeout)
     except OSError as error:
         found.close()
         raise DaemonError(
             f"no daemon answers at {path} ({error.strerror or error}): start one with `driftpoint daemon run`"
         ) from error
     return found
+
+
+def _connect(link: socket.socket, path: Path, deadline: float) -> None:
+    while True:
+        try:
+            link.connect(str(path))
+        except BlockingIOError:  # too many wait to be accepted; the system does not let us wait with them
+            if time.monotonic() >= deadline:
+                raise
+            time.sleep(0.02)
+        else:
+            return
 
 
 def asked(base: Path, question: Message, timeout: float) -> Welcome | Refused | Leaving | Report:
