@@ -30,7 +30,10 @@ from store.names import SaveId
 _log = logging.getLogger("driftpoint")
 
 _RETRIES = (5.0, 30.0, 120.0)
-"""Seconds until a rescue is tried again that storage refused, or that found a process alive that nobody told of."""
+"""Seconds until a rescue is tried again whose outcome may be another one then."""
+
+_PASSING = ("failed", "in use", "no store")
+"""Outcomes that may be others later."""
 
 _LAST_WORDS = 2.0
 """Seconds from the end of a process until its connection counts as ended, which a forked child may keep open."""
@@ -163,7 +166,7 @@ class Node:
         wish = done.wish
         self._needed = time.monotonic()
         job = None if wish.epoch is None else self._jobs.get((wish.store_id, wish.epoch))
-        again = done.outcome in ("failed", "in use") and job is not None and not wish.dropped.is_set()
+        again = done.outcome in _PASSING and job is not None and not wish.dropped.is_set()
         if job is not None and again and wish.tried < len(_RETRIES):
             job.state = WAITING
             self._loop.call_later(_RETRIES[wish.tried], self._ask_again, replace(wish, tried=wish.tried + 1))

@@ -17,10 +17,13 @@ from typing import Any
 
 import torch
 
+from store.catalog import Catalog, open_catalog
 from store.daemon.messages import AskStatus, Report
 from store.daemon.place import asked
 from store.errors import DriftpointError
+from store.files import LocalFiles
 from tests.support.cli import environment
+from tests.support.jobs import Job
 from tests.support.launch import ENVIRONMENT, WORKERS
 
 PATIENCE = 90.0
@@ -148,11 +151,12 @@ class Trainer:
 
 
 @contextmanager
-def trainer(store: Path, base: Path, steps: int, **settings: Any) -> Iterator[Trainer]:
+def trainer(store: Path, base: Path, steps: int, width: int = 8, **settings: Any) -> Iterator[Trainer]:
     """Ready: ``steps`` steps are done, the last one is whole in memory, and its state written down."""
     folder = store.parent / f"trainer-{len(list(store.parent.glob('trainer-*')))}"
     folder.mkdir()
-    spec = {"store": str(store), "folder": str(folder), "steps": steps, "settings": settings_of(base, settings)}
+    spec = {"store": str(store), "folder": str(folder), "steps": steps, "width": width}
+    spec["settings"] = settings_of(base, settings)
     (folder / "spec.json").write_text(json.dumps(spec))
     with (folder / "trainer.err").open("w") as errors:
         process = subprocess.Popen(
@@ -182,3 +186,36 @@ def settings_of(base: Path, more: Mapping[str, Any]) -> dict[str, Any]:
     values: dict[str, Any] = {"every": 4, "daemon": {"enabled": True, "start": False, "port": 0}, **more}
     values["memory"] = {"enabled": True, "every": 1, "path": str(base), **more.get("memory", {})}
     return values
+
+
+def catalog_of(store: Path) -> Catalog:
+    return open_catalog(LocalFiles(store))
+
+
+def steps(store: Path) -> list[int]:
+    return [save.step for save in catalog_of(store).saves()]
+
+
+def known(base: Path, ranks: int = 1) -> None:
+    """Until the daemon knows so many living processes."""
+    until(lambda: (found := report(base)) and sum(len(job.alive) for job in found.jobs) == ranks, f"{ranks} trainers")
+
+
+def alone(base: Path) -> None:
+    """Until the daemon knows of no job."""
+    until(lambda: (found := report(base)) and not found.jobs, "no job")
+
+
+def resumed(store: Path, tmp_path: Path, **settings: Any) -> dict[str, torch.Tensor]:
+    """What a job on another node goes on from."""
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir(exist_ok=True)
+    one = Job(store, every=4, memory={"enabled": True, "path": str(elsewhere)}, **settings)
+    step = one.ckpt.resume()
+    found = {**one.weights(), "random": torch.get_rng_state(), "step": torch.tensor(step)}
+    one.ckpt.close()
+    return found
+
+
+def same(one: Any, other: Any) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)

@@ -7,70 +7,36 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from store.catalog import Catalog, open_catalog
-from store.files import LocalFiles
 from store.memory.tier import home
 from store.verify import verify
-from tests.support.daemons import Trainer, daemon, report, rescues, settings_of, trainer, until
-from tests.support.jobs import Job
+from tests.support.daemons import (
+    Trainer,
+    alone,
+    catalog_of,
+    daemon,
+    known,
+    report,
+    rescues,
+    resumed,
+    same,
+    settings_of,
+    steps,
+    trainer,
+    until,
+)
 from tests.support.launch import ENVIRONMENT, WORKERS
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def base() -> Iterator[Path]:
-    """Short, since a socket's path has to be."""
-    memory = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(prefix="dp-", dir=memory if os.access(memory, os.W_OK) else None) as folder:
-        (Path(folder) / "m").mkdir()
-        yield Path(folder) / "m"
-
-
-@pytest.fixture
 def store(tmp_path: Path) -> Path:
     return tmp_path / "store"
-
-
-def catalog_of(store: Path) -> Catalog:
-    return open_catalog(LocalFiles(store))
-
-
-def steps(store: Path) -> list[int]:
-    return [save.step for save in catalog_of(store).saves()]
-
-
-def known(base: Path, ranks: int = 1) -> None:
-    """Until the daemon knows so many living processes."""
-    until(lambda: (found := report(base)) and sum(len(job.alive) for job in found.jobs) == ranks, f"{ranks} trainers")
-
-
-def alone(base: Path) -> None:
-    """Until the daemon knows of no job."""
-    until(lambda: (found := report(base)) and not found.jobs, "no job")
-
-
-def resumed(store: Path, tmp_path: Path, **settings: Any) -> dict[str, torch.Tensor]:
-    """What a job on another node goes on from."""
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir(exist_ok=True)
-    one = Job(store, every=4, memory={"enabled": True, "path": str(elsewhere)}, **settings)
-    step = one.ckpt.resume()
-    found = {**one.weights(), "random": torch.get_rng_state(), "step": torch.tensor(step)}
-    one.ckpt.close()
-    return found
-
-
-def same(one: Any, other: Any) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
 
 
 def is_child(trainer: Trainer) -> int:

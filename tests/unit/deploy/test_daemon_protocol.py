@@ -29,14 +29,6 @@ STORE_ID = "0" * 31 + "1"
 
 
 @pytest.fixture
-def base() -> Iterator[Path]:
-    memory = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(prefix="dp-", dir=memory if os.access(memory, os.W_OK) else None) as folder:
-        (Path(folder) / "m").mkdir()
-        yield Path(folder) / "m"
-
-
-@pytest.fixture
 def beside(base: Path) -> Iterator[Running]:
     with daemon(base) as running:
         yield running
