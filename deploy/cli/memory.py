@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -78,7 +79,7 @@ def clear_(
     found = _chosen(base, store, everything=all_)
     if not yes and found:
         listed = ", ".join(tier.store_id[:8] for tier in found[:8])
-        typer.confirm(f"Remove what dead jobs left of {plural(len(found), 'store')} ({listed})?", abort=True, err=True)
+        _confirm(f"Remove what dead jobs left of {plural(len(found), 'store')} ({listed})?")
     freed = sum(clear(tier) for tier in found)
     body = {"freed_bytes": freed, "stores": [tier.store_id for tier in found]}
     output.answer(body, lambda console: console.print(f"Freed {size_text(freed)}."), as_json=json)
@@ -134,6 +135,13 @@ def _lying(tier: Tier, path: Path | None) -> Lying:
     alive = any(is_owned(place.owner(rank)) for place in tier.generations() for rank in place.ranks())
     step = None if newest is None else newest.step
     return Lying(tier.store_id, path, step, len(held), world_size, used_bytes(tier), alive, node.problems)
+
+
+def _confirm(question: str) -> None:
+    """Ends the command unless somebody says yes. Not on stdout, which is for the answer."""
+    output.note(f"{question} [y/N]")
+    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+        raise typer.Abort
 
 
 def _chosen(base: Path, store: str | None, *, everything: bool) -> list[Tier]:

@@ -181,7 +181,10 @@ def heard_by_daemon(line: bytes) -> Hello | Note | Bye | AskStatus | AskStop:
 
 def heard_from_daemon(line: bytes) -> Welcome | Refused | Leaving | Report:
     """What a line from the daemon says. DaemonError for anything else."""
-    body = _body(line, ANSWER_LIMIT)
+    try:
+        body = _body(line, ANSWER_LIMIT)
+    except DaemonError as error:
+        raise DaemonError(f"the daemon answered what cannot be understood: {error}") from error
     if body.get("kind") != "refused":
         _require_version(body, "the daemon")
     try:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from store.catalog import open_catalog
+from store.certificate import certify
 from store.epochs import claim_epoch
 from store.errors import DamagedError, FencedError, StoreInUseError
 from store.files import LocalFiles
@@ -19,6 +20,7 @@ from store.names import SaveId
 from store.prune import execute, plan_prune
 from store.retention import Retention
 from store.verify import verify
+from store.versions import resolve
 from tests.support.hooked import HookedFiles
 from tests.support.jobs import Job, same
 from tests.support.kept import abandoned, catalog_of, kept_step, memory, tier_of
@@ -98,6 +100,17 @@ def test_what_never_moves_stays_where_it_is(store: Path) -> None:
     frozen = [unit for unit in catalog.manifest(SaveId(10, 1)).units if unit.slot == "frozen"]
     assert frozen and {unit.version.step for unit in frozen} < {4, 8}
     assert verify(catalog).ok
+
+
+def test_an_encoded_version_stays_encoded_and_is_not_called_exact(store: Path, tmp_path: Path) -> None:
+    died(store, memory=memory(store, encoding="compact"))
+    assert rescue_newest(tier_of(store), catalog_of(store)).outcome == WRITTEN
+    catalog = catalog_of(store)
+    lossy = [unit for unit in catalog.manifest(SaveId(7, 1)).units if unit.slot in ("fp32", "exp_avg")]
+    assert lossy and all(unit.encoding != "raw" and unit.error > 0 for unit in lossy)
+    assert verify(catalog).ok
+    assert not certify(resolve(catalog, SaveId(7, 1))).exact
+    assert resumed(store, tmp_path)[0] == 7
 
 
 def test_a_living_job_is_left_alone(store: Path) -> None:
