@@ -91,11 +91,15 @@ class _Handler:
         signal.signal(number, self)
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        owner = self._owner()
-        if owner is None or not owner.heard(number):
+        if not self._heard(number):
             self._pass_on(number, frame)
-        elif isinstance(self._previous, _Handler):  # another checkpointer's, in the same process
-            self._previous(number, frame)
+
+    def _heard(self, number: int) -> bool:
+        """Whether anybody noted it: there may be more checkpointers in this process, whose handlers lie below."""
+        owner = self._owner()
+        mine = owner is not None and owner.heard(number)
+        below = isinstance(self._previous, _Handler) and self._previous._heard(number)
+        return mine or below
 
     def remove(self) -> None:
         """Put back what was there before, unless another handler came on top: then this one only passes on."""

@@ -17,7 +17,7 @@ from monitor.spending import Spending
 from monitor.tracing import Tracer
 from monitor.units import UnitTable
 from policies.base import Policy
-from policies.pricing import Fitted
+from policies.urgent import Writing
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ class Job:
     """The parts of one rank. ``ledger`` is kept on rank 0 (and after a resume stands alike everywhere), and so is
     ``spending``; ``pace`` says on every rank when to decide.
 
-    observing: nothing is written, everything is measured. writing: seconds to the commit by bytes of
-    units, on rank 0."""
+    observing: nothing is written, everything is measured. writing: how long units took to
+    become durable, on rank 0."""
 
     config: Config
     policy: Policy
@@ -42,4 +42,4 @@ class Job:
     daemon: DaemonLink
     observing: bool = False
     ledger: Ledger = field(default_factory=Ledger)
-    writing: Fitted = field(default_factory=Fitted)
+    writing: Writing = field(default_factory=Writing)

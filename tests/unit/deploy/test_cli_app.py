@@ -227,14 +227,14 @@ def test_version() -> None:
 def test_exit_codes_are_those_of_the_errors() -> None:
     kinds = [kind for kind in vars(store.errors).values() if isinstance(kind, type) and issubclass(kind, Exception)]
     assert {kind.exit_code for kind in kinds if hasattr(kind, "exit_code")} <= MEANINGS.keys()
-    assert list(MEANINGS) == [0, 1, 2, 10, 11, 12, 13, 130]
+    assert list(MEANINGS) == [0, 1, 2, 10, 11, 12, 13, 75, 93, 130]
 
 
 @pytest.mark.parametrize(
     "command",
     [
         (),
-        *((command,) for command in COMMANDS),
+        *((command,) for command in (*COMMANDS, "run")),
         *(tuple(words.split()) for words in BESIDE),
         ("policy",),
         ("policy", "check"),
@@ -265,7 +265,7 @@ def test_every_command_and_option_is_documented() -> None:
         found[1]: found[2] for found in re.finditer(r"^## `([a-z ]+[a-z]).*?`\n(.*?)(?=^## |\Z)", text, re.M | re.S)
     }
     commands = _commands(typer.main.get_command(app))
-    assert sections.keys() == commands.keys() == {*COMMANDS, "policy check", "simulate", *BESIDE}
+    assert sections.keys() == commands.keys() == {*COMMANDS, "policy check", "run", "simulate", *BESIDE}
     for name, command in commands.items():
         for parameter in command.params:
             for option in [*parameter.opts, *parameter.secondary_opts]:
