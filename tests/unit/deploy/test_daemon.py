@@ -12,13 +12,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from store.daemon.place import socket_path
 from store.memory.tier import home
 from store.verify import verify
+from tests.support.cli import driftpoint, environment
 from tests.support.daemons import (
     Trainer,
     alone,
     catalog_of,
     daemon,
+    daemon_command,
     known,
     report,
     rescues,
@@ -117,7 +120,8 @@ def test_a_daemon_that_is_killed_is_missed_once_and_another_one_found(store: Pat
         known(base)
         first.kill()
         until(lambda: "daemon of this node is gone" in job.said(), "a warning")
-        job.told("step")
+        for _ in range(2):
+            job.told("step")
         with daemon(base) as second:
             known(base)
             assert job.said().count("daemon of this node is gone") == 1, job.said()
@@ -205,3 +209,27 @@ def test_survivors_are_named_and_nothing_is_written_while_they_live(store: Path,
             launched.terminate()
             launched.wait(60)
     assert steps(store)[0] == 7
+
+
+_SUPERVISED = """
+import subprocess, sys, time
+from pathlib import Path
+from deploy.processes import adopt_orphans, end_below
+adopt_orphans()
+subprocess.run([sys.executable, "-c", "import subprocess, sys; subprocess.Popen(sys.argv[1:])", *sys.argv[2:]])
+while not Path(sys.argv[1]).exists():
+    time.sleep(0.05)
+print(end_below(5.0, 5.0))
+"""
+
+
+def test_a_supervisor_that_ends_what_a_job_left_leaves_the_daemon_alone(base: Path) -> None:
+    """It may be in the middle of writing what that job left in memory."""
+    words = [sys.executable, "-c", _SUPERVISED, str(socket_path(base)), *daemon_command(base)]
+    done = subprocess.run(words, stdout=subprocess.PIPE, text=True, env=environment(), timeout=90, check=True)
+    try:
+        assert done.stdout == "(0, 0)\n"
+        assert report(base) is not None
+    finally:
+        assert driftpoint("daemon", "stop", "--memory", base).code == 0
+    until(lambda: not socket_path(base).exists(), "its end")
