@@ -216,7 +216,8 @@ import subprocess, sys, time
 from pathlib import Path
 from deploy.processes import adopt_orphans, end_below
 adopt_orphans()
-subprocess.run([sys.executable, "-c", "import subprocess, sys; subprocess.Popen(sys.argv[1:])", *sys.argv[2:]])
+subprocess.run([sys.executable, "-c", "import subprocess, sys; subprocess.Popen(sys.argv[1:], "
+    "stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)", *sys.argv[2:]])
 while not Path(sys.argv[1]).exists():
     time.sleep(0.05)
 print(end_below(5.0, 5.0))
