@@ -29,14 +29,23 @@ class Hold:
             ) from error
         try:
             self.socket = _listening(self._path)
+            self._inode = self._path.stat().st_ino
         except OSError as error:
             self._lock.release()
             raise StorageError(f"cannot listen at {self._path}: {error.strerror or error}") from error
 
+    def stands(self) -> bool:
+        """Whether anybody can still reach it: the socket's name is there, and its own."""
+        try:
+            return self._path.stat().st_ino == self._inode
+        except OSError:
+            return False
+
     def release(self) -> None:
         """Let another daemon take the place."""
-        with suppress(OSError):
-            self._path.unlink()
+        if self.stands():
+            with suppress(OSError):
+                self._path.unlink()
         self.socket.close()
         self._lock.release()
 

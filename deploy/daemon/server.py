@@ -83,6 +83,7 @@ class Daemon:
         self._ending = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._ending.set)
+        self._hold = hold
         self._metrics.serve(self._options.port)
         self._node = Node(self._options, self._metrics)
         self._node.take_up()
@@ -97,7 +98,8 @@ class Daemon:
     async def _leave(self) -> None:
         """Say so to everybody, and finish the rescue under way."""
         for one in list(self._connections):
-            await self._send(one, Leaving(pid=os.getpid()))
+            if self._hold.stands():  # else trainers should look for another one
+                await self._send(one, Leaving(pid=os.getpid()))
             one.writer.close()
         if not await asyncio.to_thread(self._node.end, self._options.grace):
             _log.warning("the rescue under way is not finished after %.0f s: the next one goes on", self._options.grace)
@@ -176,6 +178,9 @@ class Daemon:
         while True:
             await asyncio.sleep(0.5)
             self._metrics.show(self._node.report().jobs)
+            if not self._hold.stands():
+                _log.error("the socket of this daemon was removed, so that nobody can reach it")
+                self._ending.set()
             if idle is not None and self._node.idle_seconds() >= idle:
                 _log.info("no job for %.0f s", idle)
                 self._ending.set()

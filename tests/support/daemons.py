@@ -89,11 +89,16 @@ def daemon(base: Path, *options: object, prefix: tuple[str, ...] = ()) -> Iterat
         process = subprocess.Popen(
             [*prefix, *daemon_command(base, *options)], stdout=output, stderr=output, env=environment(), cwd=base.parent
         )
-    running = Running(base, process, log)
+    running, pid = Running(base, process, log), process.pid
     try:
-        until(lambda: report(base) is not None or process.poll() is not None, "a daemon")
+        found = until(lambda: report(base) or process.poll() is not None, "a daemon")
+        pid = found.pid if isinstance(found, Report) else process.pid
         yield running
     finally:
+        if process.poll() is None and pid != process.pid:  # under a tracer, which would let it go
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+            process.wait(60)
         if process.poll() is None:
             process.terminate()
             try:

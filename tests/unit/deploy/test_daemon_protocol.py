@@ -163,6 +163,11 @@ def test_the_socket_of_a_dead_one_is_replaced(beside: Running) -> None:
         assert found is not None and found.pid == second.process.pid
 
 
+def test_one_that_nobody_can_reach_ends(beside: Running) -> None:
+    shutil.rmtree(home(beside.base))
+    assert beside.process.wait(30) == 0
+
+
 def test_a_port_that_is_taken_costs_the_endpoint_only(base: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, daemon(base, "--port", taken.getsockname()[1]) as running:
         found = report(base)
