@@ -234,3 +234,20 @@ def test_a_supervisor_that_ends_what_a_job_left_leaves_the_daemon_alone(base: Pa
     finally:
         assert driftpoint("daemon", "stop", "--memory", base).code == 0
     until(lambda: not socket_path(base).exists(), "its end")
+
+
+def test_run_starts_the_daemon_that_the_configuration_wants(base: Path) -> None:
+    """Before the command, and it outlives it."""
+    config = base.parent / "driftpoint.yaml"
+    section = f"{{enabled: true, port: 0}}\nmemory: {{enabled: true, path: {base}}}"
+    config.write_text(f"store: {base.parent / 'store'}\ndaemon: {section}\n")
+    words = [sys.executable, "-m", "deploy.cli", "run", "-c", str(config), "--", sys.executable, "-c", "pass"]
+    done = subprocess.run(words, stderr=subprocess.PIPE, text=True, env=environment(), timeout=90, check=True)
+    assert "started the node's daemon" in done.stderr
+    try:
+        until(lambda: report(base), "the daemon")
+        again = subprocess.run(words, stderr=subprocess.PIPE, text=True, env=environment(), timeout=90, check=True)
+        assert "daemon" not in again.stderr
+    finally:
+        assert driftpoint("daemon", "stop", "--memory", base).code == 0
+    until(lambda: not socket_path(base).exists(), "its end")
