@@ -52,12 +52,19 @@ def send(processes: Iterable[psutil.Process], number: signal.Signals) -> int:
     return sent
 
 
+def is_daemon(process: psutil.Process) -> bool:
+    """Whether it is the daemon of a node, which a trainer may have started: see :mod:`monitor.daemon_link`."""
+    with suppress(psutil.Error):
+        return process.cmdline()[1:5] == ["-m", "deploy.cli", "daemon", "run"]
+    return False
+
+
 def below() -> list[psutil.Process]:
-    """All descendants of this process that still run."""
+    """All descendants of this process that still run, but for daemons: those are there for what comes after."""
     found = []
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):
-            if process.status() != psutil.STATUS_ZOMBIE:
+            if process.status() != psutil.STATUS_ZOMBIE and not is_daemon(process):
                 found.append(process)
     return found
 
@@ -87,6 +94,8 @@ def end_below(term_seconds: float, kill_seconds: float) -> tuple[int, int]:
 
 
 def _catching(process: psutil.Process, number: signal.Signals) -> Iterator[psutil.Process]:
+    if is_daemon(process):
+        return
     if catches(process.pid, number):
         yield process
         return
