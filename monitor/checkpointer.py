@@ -142,6 +142,8 @@ class Checkpointer:
         if below is not None:
             # A full save at each resume might be all that a budget pays for.
             self._job.ledger.adopt(below, self._step, renew=not self.config.budget.limited)
+        else:
+            self._job.ledger.forget()
 
     def step(self) -> StepReport | None:
         """Call after every optimizer step. When it is time for that (``every``) it decides, and perhaps begins a save.
@@ -202,9 +204,9 @@ class Checkpointer:
         if not self._closed:
             self._closed = True
             self._forget_exit()
-            if self._memory is not None:
-                self._memory.close(remove=clean)
             self._saver.close(timeout, clean)
+            if self._memory is not None:  # last: until the save under way is committed it may be the newest state
+                self._memory.close(remove=clean)
             self._job.tracer.close(timeout)
             self.metrics.close()
 

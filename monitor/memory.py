@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from monitor.heading import Head
@@ -61,7 +61,7 @@ class _Pending:
     number: int
     save: SaveId
     slot: int
-    copying: Copying
+    abandoned: bool = False
 
 
 class MemoryTier:
@@ -113,7 +113,7 @@ class MemoryTier:
             if any(told):
                 self._give_up("; ".join(f"rank {rank}: {text}" for rank, text in enumerate(told) if text)[:600])
 
-        self._head.seen(0, ())
+        self._head.begin()
         self._pace.restart()
 
     def decided(self, step: int, saved: Collection[Unit]) -> None:
@@ -124,7 +124,7 @@ class MemoryTier:
 
     def due(self, step: int) -> bool:
         """Whether to keep a version of this step. Alike on all ranks."""
-        return self._arena is not None and self._pace.due(step)
+        return self._arena is not None and not self._off and self._pace.due(step)
 
     def settle(self, step: int, changed: bool, trouble: bool) -> Agreed:
         """Learn what became of the version before, on all ranks. Collective."""
@@ -139,9 +139,12 @@ class MemoryTier:
         newest, oldest, *flags, interval = self._group.largest(values)
         any_busy, any_failed, any_changed, any_trouble, any_unready, any_off = (bool(flag) for flag in flags)
         self._pace.agreed(step, interval)
-        if any_busy:
+        if any_busy or (any_changed and self._saver.under_way):
+            # What a save that is under way is of must stay known until it is settled.
             return Agreed("busy", any_changed)
-        if pending is not None:
+        if pending is not None and pending.abandoned:
+            self._pending = self._outcome = None
+        elif pending is not None:
             self._finish(pending, outcome, any_failed)
         if any_off:
             self._give_up(f"memory refused {_FAILURES} versions in a row: {self._refused or 'on another rank'}")
@@ -161,12 +164,12 @@ class MemoryTier:
         self._outcome = None
         try:
             version = self._staged(save, kept, slot)
-        except (StorageError, UsageError) as error:
+        except Exception as error:  # noqa: BLE001 - the edge to the user's own objects: told as this version's failure
             self._failures += 1
-            self._refused = str(error)
-            self._pending = _Pending(self._writer.submit(_raising(error)), save, slot, Copying())
+            self._refused = str(error) or repr(error)
+            self._pending = _Pending(self._writer.submit(_raising(error)), save, slot)
         else:
-            self._pending = _Pending(self._writer.submit(lambda: remember(version)), save, slot, version.copying)
+            self._pending = _Pending(self._writer.submit(lambda: remember(version)), save, slot)
             self._copying = version.copying
         self._pace.stalled(time.perf_counter() - began)
 
@@ -178,18 +181,17 @@ class MemoryTier:
         self._writer.stop()
         if self._arena is not None:
             self._pending = None
-            self._arena.close(remove=remove)
-            self._arena = None
+            arena, self._arena = self._arena, None
+            _trying(lambda: arena.close(remove=remove))
 
     def _opened_arena(self, local: Mapping[Unit, LocalUnit], kept: SaveId | None) -> str | None:
+        _trying(lambda: clear_old(self._tier.base))  # on every node
         try:
-            if self._group.rank == 0:
-                clear_old(self._tier.base)
             self._arena = Arena(self._tier, self._opened.epoch, self._group.rank, self._versions)
             self._arena.take_over(kept)
             nbytes = self._needed({unit: part for unit, part in local.items() if unit.slot != FROZEN})
-            # With an older version to keep, the second payload is that one's, once it is not needed any more.
-            for slot in self._arena.slots[: 1 if kept is not None else None]:
+            # With an older version to keep, the last payload is that one's, once it is not needed any more.
+            for slot in self._arena.slots[: -1 if kept is not None else None]:
                 self._arena.room(slot, nbytes)
         except (StorageError, OSError) as error:
             return str(error)
@@ -205,6 +207,8 @@ class MemoryTier:
         arena = self._arena
         if arena is None:
             raise StorageError("the memory tier was not begun")
+        if self._versions == 1 and self._whole is None:
+            arena.take_rest(self._group.world_size)  # the one that there is gets replaced, also an earlier job's
         tree, leaves = to_tree(captured(self._job.adapter, self._job.user, self._group.rank))
         run = RunState(tree, leaves)
         laid, end = lay_out(local, lambda nbytes: arena.room(slot, nbytes), max(run.nbytes, _MARGIN))
@@ -258,21 +262,29 @@ class MemoryTier:
             self._failures = 0
             self._pace.took(outcome.result)
         if arena is not None and any_failed:
-            arena.drop(pending.slot)
+            _trying(lambda: arena.drop(pending.slot))
         elif arena is not None:
             first = self._whole is None
             self._whole = (pending.slot, pending.save)
             if self._group.rank == 0:
                 self._job.metrics.remembered(pending.save.step, (outcome.result if outcome else None) or 0.0)
             if first:
-                arena.take_rest(self._group.world_size)
+                _trying(lambda: arena.take_rest(self._group.world_size))
         self._pending = self._outcome = None
 
     def _drain(self) -> None:
-        """Nothing is being written to memory any more, on any rank, when versions are looked for."""
-        self._writer.join(self._job.config.timeouts.close)
+        """Nothing is being written to memory any more, on any rank, when versions are looked for.
+
+        What is not finished in time is nobody's version, but its payload is not written to before it is."""
+        if self._copying is not None:
+            self._copying.finish()
+        joined = self._writer.join(self._job.config.timeouts.close)
         self._collect()
-        self._pending = self._outcome = self._copying = None
+        self._copying = None
+        if joined:
+            self._pending = self._outcome = None
+        elif self._pending is not None:
+            self._pending = replace(self._pending, abandoned=True)
 
     def _tell_failed(self, save: SaveId, error: BaseException) -> None:
         expected = isinstance(error, StorageError | UsageError) or type(error).__name__ == "SaveError"
@@ -290,9 +302,21 @@ class MemoryTier:
         if self._group.rank == 0:
             self._job.metrics.failures.labels("memory").inc()
             _log.error("the memory tier is off, saves go to the store alone: %s", why)
-        if self._arena is not None:
-            self._arena.close(remove=True)
+        arena, whole = self._arena, self._whole
+        if arena is not None and whole is None:
             self._arena = None
+            _trying(lambda: arena.close(remove=True))
+        elif arena is not None and whole is not None:  # still the newest state, maybe; close() gives it back
+            for slot in (one for one in arena.slots if one != whole[0]):
+                _trying(lambda slot=slot: arena.give_back(slot))  # type: ignore[misc]
+
+
+def _trying(action: Callable[[], object]) -> None:
+    """Do what need not succeed, and say if it did not."""
+    try:
+        action()
+    except (StorageError, OSError) as error:
+        _log.warning("memory: %s", error)
 
 
 def _raising(error: Exception) -> Callable[[], float]:

@@ -41,7 +41,7 @@ class Remembered:
 
 @dataclass(frozen=True)
 class _Sight:
-    """What one rank tells of its node: versions newer than any commit, and the ranks whose share is there."""
+    """What one rank tells of its node: versions, and the ranks whose share is there."""
 
     node: str
     versions: Mapping[str, tuple[int, ...]]
@@ -50,9 +50,8 @@ class _Sight:
 def newest_remembered(tier: Tier, catalog: Catalog, adapter: Adapter, group: Group) -> Remembered | None:
     """The newest version that every rank can read; None where the store's newest commit is as good. Collective."""
     node = _look(tier)
-    newest = group.from_first(_newest_commit(catalog))
-    sights = group.gather(_sight(tier, node, None if newest is None else SaveId.parse(newest)))
-    for name in _candidates(sights):
+    sights = group.gather(_sight(tier, node))
+    for name in _newer(sights, catalog, group):
         save = SaveId.parse(name)
         found = _put_together(save, node, group, tells=_tells(sights, group.rank))
         if found is None:
@@ -74,14 +73,7 @@ def newest_on_disk(catalog: Catalog, group: Group) -> Resolution | None:
 
     None, on all ranks, where there is none: then the next save is a first one."""
 
-    def name() -> str | None:
-        catalog.forget()
-        try:
-            return newest_resumable(catalog)[0].manifest.save.name
-        except StoreError:
-            return None
-
-    found = on_first(group, name)
+    found = on_first(group, lambda: _newest_whole(catalog))
     if found is None:
         return None
     try:
@@ -102,6 +94,19 @@ def _look(tier: Tier) -> Node:
     return node
 
 
+def _newer(sights: list[_Sight], catalog: Catalog, group: Group) -> list[str]:
+    """Versions that are newer than what the store can give, newest first. The same list on all ranks."""
+    found = _candidates(sights)
+    newer = _after(found, on_first(group, lambda: _newest_commit(catalog)))
+    if found and not newer:  # unless that commit is damaged
+        newer = _after(found, on_first(group, lambda: _newest_whole(catalog)))
+    return newer
+
+
+def _after(names: list[str], newest: str | None) -> list[str]:
+    return [name for name in names if newest is None or SaveId.parse(name) > SaveId.parse(newest)]
+
+
 def _newest_commit(catalog: Catalog) -> str | None:
     catalog.forget()
     try:
@@ -110,14 +115,30 @@ def _newest_commit(catalog: Catalog) -> str | None:
         return None  # a resume from the store will say it
 
 
-def _sight(tier: Tier, node: Node, newest: SaveId | None) -> _Sight:
-    newer = {save: held for save, held in node.versions.items() if newest is None or save > newest}
-    where = f"{socket.gethostname()} {_boot()} {tier.folder}"
-    return _Sight(where, {save.name: tuple(sorted(held)) for save, held in newer.items()})
+def _newest_whole(catalog: Catalog) -> str | None:
+    catalog.forget()
+    try:
+        return newest_resumable(catalog)[0].manifest.save.name
+    except StoreError:
+        return None
+
+
+def _sight(tier: Tier, node: Node) -> _Sight:
+    where = f"{socket.gethostname()} {_boot()} {tier.folder} {_mount(tier)}"
+    return _Sight(where, {save.name: tuple(sorted(held)) for save, held in node.versions.items()})
+
+
+def _mount(tier: Tier) -> str:
+    """Tells containers apart that share a machine and a host name, but not their memory."""
+    try:
+        status = tier.folder.stat()
+    except OSError:
+        return ""
+    return f"{status.st_dev} {status.st_ino}"
 
 
 def _boot() -> str:
-    """Tells containers of one host name apart from one machine."""
+    """Tells machines of one host name apart."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -125,7 +146,7 @@ def _boot() -> str:
 
 
 def _candidates(sights: list[_Sight]) -> list[str]:
-    """Versions, newest first, of which some rank 0 is somewhere. The same list on all ranks."""
+    """Versions of which ranks from 0 on are somewhere, newest first. The same list on all ranks."""
     ranks: dict[str, set[int]] = {}
     for sight in sights:
         for name, there in sight.versions.items():
