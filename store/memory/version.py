@@ -55,7 +55,10 @@ def assembled(save: SaveId, shares: Iterable[Share], node: Node) -> MemoryVersio
             if parts.setdefault(rank, data) != data:
                 raise DamagedError(f"memory holds two versions {save} of rank {rank}")
         if share.head is not None:
-            head = from_bytes(ManifestRecord, share.head, f"the head of version {save} in memory")
+            told = from_bytes(ManifestRecord, share.head, f"the head of version {save} in memory")
+            if head is not None and told != head:
+                raise DamagedError(f"memory holds two heads of version {save}")
+            head = told
     if head is None:
         raise DamagedError(f"version {save} in memory lacks rank 0's head")
     if sorted(parts) != list(range(head.world_size)):
