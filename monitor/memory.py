@@ -182,6 +182,8 @@ class MemoryTier:
         if self._arena is not None:
             self._pending = None
             arena, self._arena = self._arena, None
+            if remove:  # what the job began with may be all that there is
+                _trying(lambda: arena.take_rest(self._group.world_size))
             _trying(lambda: arena.close(remove=remove))
 
     def _opened_arena(self, local: Mapping[Unit, LocalUnit], kept: SaveId | None) -> str | None:

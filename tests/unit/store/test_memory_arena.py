@@ -18,7 +18,6 @@ from tests.support.kept import (
     abandon,
     content,
     keep,
-    living,
     record_of,
     tier_at,
     together,
@@ -26,6 +25,7 @@ from tests.support.kept import (
     wanted,
     whole,
 )
+from tests.support.processes import living
 
 
 @pytest.fixture
@@ -238,7 +238,7 @@ def test_records_that_were_never_named_are_cleaned_up(tier: Tier) -> None:
     assert not left(tier)
 
 
-# ---- never from the living, never from the later
+# ---- never from the never from the later
 
 
 @pytest.mark.parametrize("stopped", [False, True])
