@@ -14,6 +14,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from types import TracebackType
 
 from monitor.decided import Decided
@@ -23,7 +24,7 @@ from monitor.memory import memory_tier
 from monitor.observing import Observer
 from monitor.opened import OpenedStore
 from monitor.reading import Room
-from monitor.remembered import Remembered, newest_on_disk
+from monitor.remembered import Remembered, newest_on_disk, resume_remembered
 from monitor.report import StepReport
 from monitor.resume import Resumed, resume
 from monitor.saver import Saver
@@ -97,10 +98,9 @@ class Checkpointer:
         room = Room(self._saver.lend(job.table.local()))
         if self._catalog is not None:
             remembered = self._memory.find(self._catalog) if self._memory is not None else None
-            catalog = self._catalog if remembered is None else remembered.catalog
-            found = resume(catalog, job.adapter, self._group, job.user, room, settings=self.config.resume)
-            if remembered is not None and found is not None and found.resolution.manifest.save != remembered.save:
-                remembered = None  # its bytes were wrong
+            live = partial(resume, adapter=job.adapter, group=self._group, user=job.user, room=room)
+            attempt = partial(live, settings=self.config.resume)
+            found, remembered = resume_remembered(attempt, self._catalog, remembered)
         self._saver.keep(job.table.local(), room.buffers)
         self._asked_to_resume = True
         self._updates = 0

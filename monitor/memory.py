@@ -96,7 +96,8 @@ class MemoryTier:
     def find(self, catalog: Catalog) -> Remembered | None:
         """What a resume may use. Collective."""
         self._drain()
-        return newest_remembered(self._tier, catalog, self._job.adapter, self._group)
+        effective = self._job.config.resume.at == "effective"
+        return newest_remembered(self._tier, catalog, self._job.adapter, self._group, effective=effective)
 
     def begin(self, local: Mapping[Unit, LocalUnit], kept: SaveId | None) -> None:
         """Resumed, or begun anew: take memory, that of earlier incarnations first. Collective.

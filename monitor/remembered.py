@@ -1,4 +1,4 @@
-"""At a resume: is there a version in memory that is newer than every commit, and can every rank read what it needs?
+"""At a resume: is there a version in memory that is newer than what the store gives, and can every rank read it?
 
 Ranks of different nodes see different memory. So each tells what lies on its node, all of them pick the same version,
 put it together from what the nodes tell, and use it only if every rank finds the bytes that it will need on its own
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,13 +18,15 @@ from monitor.adapters.base import Adapter
 from monitor.agree import everywhere, on_first
 from monitor.group import Group
 from monitor.reading import stored_slot
+from monitor.resume import Resumed
 from store.catalog import Catalog
+from store.certificate import certify
 from store.coverage import FragmentIndex
-from store.errors import DamagedError, StoreError, UsageError
+from store.errors import DamagedError, NothingToResumeError, StoreError, UsageError
 from store.memory.held import Node, look
 from store.memory.overlay import Overlay
 from store.memory.tier import Tier
-from store.memory.version import MemoryVersion, Share, assembled, share_of
+from store.memory.version import MemoryVersion, Share, assembled, continued, share_of
 from store.names import Fragment, SaveId
 from store.versions import Resolution, newest_resumable, resolve
 
@@ -47,15 +49,20 @@ class _Sight:
     versions: Mapping[str, tuple[int, ...]]
 
 
-def newest_remembered(tier: Tier, catalog: Catalog, adapter: Adapter, group: Group) -> Remembered | None:
-    """The newest version that every rank can read; None where the store's newest commit is as good. Collective."""
+def newest_remembered(
+    tier: Tier, catalog: Catalog, adapter: Adapter, group: Group, *, effective: bool
+) -> Remembered | None:
+    """The newest version that every rank can read; None where the store's newest commit is as good. Collective.
+
+    effective: a commit counts as of its effective step, which is where a resume goes on from it."""
     node = _look(tier)
     sights = group.gather(_sight(tier, node))
-    for name in _newer(sights, catalog, group):
+    for name in _newer(sights, catalog, group, effective):
         save = SaveId.parse(name)
         found = _put_together(save, node, group, tells=_tells(sights, group.rank))
         if found is None:
             continue
+        found = continued(found, on_first(group, lambda save=save: _before(save, catalog)))  # type: ignore[misc]
         remembered = Remembered(save, Catalog(Overlay(catalog.files, found), catalog.record))
         reads = everywhere(group, partial(_reads, remembered, found, adapter))
         if all(group.gather(reads)):
@@ -66,6 +73,25 @@ def newest_remembered(tier: Tier, catalog: Catalog, adapter: Adapter, group: Gro
             save.step,
         )
     return None
+
+
+def resume_remembered(
+    attempt: Callable[[Catalog], Resumed | None], catalog: Catalog, remembered: Remembered | None
+) -> tuple[Resumed | None, Remembered | None]:
+    """What a resume brought, and the version that it is, if it is one. attempt: resumes a store. Collective.
+
+    Where the version's bytes are so wrong that it is not used, there may be a commit that it was preferred to, or none
+    at all, which is no error: the job begins anew."""
+    if remembered is not None:
+        try:
+            found = attempt(remembered.catalog)
+        except NothingToResumeError as error:  # alike on all ranks, before anything has changed
+            _log.error("memory: %s", error)
+        else:
+            if found is not None and found.resolution.manifest.save == remembered.save:
+                return found, remembered
+            _log.error("memory: step %d cannot be read: going on from the store", remembered.save.step)
+    return attempt(catalog), None
 
 
 def newest_on_disk(catalog: Catalog, group: Group) -> Resolution | None:
@@ -94,13 +120,32 @@ def _look(tier: Tier) -> Node:
     return node
 
 
-def _newer(sights: list[_Sight], catalog: Catalog, group: Group) -> list[str]:
+def _newer(sights: list[_Sight], catalog: Catalog, group: Group, effective: bool) -> list[str]:
     """Versions that are newer than what the store can give, newest first. The same list on all ranks."""
     found = _candidates(sights)
     newer = _after(found, on_first(group, lambda: _newest_commit(catalog)))
-    if found and not newer:  # unless that commit is damaged
-        newer = _after(found, on_first(group, lambda: _newest_whole(catalog)))
-    return newer
+    if newer or not found:
+        return newer
+    # That commit may be damaged; or a composite, whose weights are older on average than a version before it.
+    newest, stands = on_first(group, lambda: _standing(catalog))
+    newer = _after(found, newest)
+    if newer or newest is None or not effective:
+        return newer
+    epoch = SaveId.parse(newest).epoch
+    return [name for name in found if SaveId.parse(name).epoch == epoch and SaveId.parse(name).step > stands]
+
+
+def _standing(catalog: Catalog) -> tuple[str | None, float]:
+    """The newest commit that is whole, and its effective step."""
+    catalog.forget()
+    try:
+        resolution, passed_over = newest_resumable(catalog)
+    except StoreError as error:
+        _log.warning("%s", error)
+        return None, 0.0
+    for problem in passed_over:
+        _log.warning("resume: %s", problem)
+    return resolution.manifest.save.name, certify(resolution).effective_step
 
 
 def _after(names: list[str], newest: str | None) -> list[str]:
@@ -158,6 +203,15 @@ def _candidates(sights: list[_Sight]) -> list[str]:
 def _tells(sights: list[_Sight], rank: int) -> bool:
     """Whether this rank is the one that tells for its node."""
     return next(index for index, sight in enumerate(sights) if sight.node == sights[rank].node) == rank
+
+
+def _before(save: SaveId, catalog: Catalog) -> str | None:
+    """The newest commit that the version continues. In one epoch a job only goes forward, so what it committed before
+    is of the same branch; when the version was kept it may not have been known to be committed."""
+    try:
+        return next((one.name for one in catalog.saves() if one.epoch == save.epoch and one.step <= save.step), None)
+    except StoreError:
+        return None
 
 
 def _put_together(save: SaveId, node: Node, group: Group, *, tells: bool) -> MemoryVersion | None:

@@ -1,7 +1,8 @@
 """A store with a version from memory on top: whatever reads stores reads it like any other commit.
 
 Read only. What is not the version's comes from the store below, so that a layer whose bytes in memory are wrong falls
-back to its version on disk. Payloads of ranks on other nodes are known by size but cannot be read from here.
+back to its version on disk. Commits that are newer than the version are not shown: whoever puts it on top prefers it.
+Payloads of ranks on other nodes are known by size but cannot be read from here.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from pathlib import Path
 
 from store.errors import MissingError, StorageError
 from store.files import Files, NewFile
-from store.layout import MANIFESTS, manifest_path, part_path, payload_path, segment_dir
+from store.layout import MANIFESTS, manifest_path, parse_save_file, part_path, payload_path, segment_dir
 from store.memory.version import MemoryVersion
 from store.schema import to_bytes
 
@@ -34,7 +35,7 @@ class Overlay:
         return found if isinstance(found, Path) else None
 
     def list_dir(self, path: str) -> list[str]:
-        """Names in a directory, those of the version among them."""
+        """Names in a directory, those of the version among them, and no newer commit's."""
         if path == self._folder:
             return sorted(name.rpartition("/")[2] for name in (*self._records, *self._ranks) if name.startswith(path))
         try:
@@ -44,7 +45,11 @@ class Overlay:
                 raise
             names = []
         own = manifest_path(self._version.save).rpartition("/")
-        return sorted({*names, own[2]}) if path == own[0] else names
+        return sorted({*filter(self._is_older, names), own[2]}) if path == own[0] else names
+
+    def _is_older(self, name: str) -> bool:
+        save = parse_save_file(name)
+        return save is None or save < self._version.save
 
     def size(self, path: str) -> int:
         """Bytes of a file."""

@@ -6,7 +6,7 @@ Made from what every rank tells of its own node, so that all ranks put together 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from store.errors import DamagedError
@@ -73,6 +73,15 @@ def assembled(save: SaveId, shares: Iterable[Share], node: Node) -> MemoryVersio
     manifest = head.model_copy(update={"groups": {**head.groups, save.name: group}})
     local = {rank: held.payload for rank, held in node.versions.get(save, {}).items() if held.part == parts.get(rank)}
     return MemoryVersion(manifest, parts, records, local)
+
+
+def continued(version: MemoryVersion, previous: str | None) -> MemoryVersion:
+    """The version as the one that follows the commit ``previous``, where there is a newer one than it knew of."""
+    return (
+        version
+        if previous is None
+        else replace(version, manifest=version.manifest.model_copy(update={"previous": previous}))
+    )
 
 
 def _require_one_decision(save: SaveId, head: ManifestRecord, parts: Mapping[int, PartRecord]) -> None:

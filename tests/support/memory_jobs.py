@@ -15,7 +15,7 @@ from store.memory.overlay import Overlay
 from store.memory.tier import Tier
 from store.memory.version import MemoryVersion, assembled, share_of
 from store.names import SaveId
-from store.segments import read_entry
+from store.segments import read_entry, read_leaves
 from tests.support.jobs import Job
 
 
@@ -75,6 +75,13 @@ def state_in(store: Path, save: SaveId | None = None) -> dict[str, torch.Tensor]
             shape = found.manifest.tensors[entry.fqn].shape
             held[f"{entry.fqn}/{entry.slot}"] = torch.frombuffer(data, dtype=torch_dtype(entry.dtype)).reshape(shape)
     return held
+
+
+def leaves_in(store: Path) -> int:
+    """Tensors of the run state in the newest version, every byte checked against its hash."""
+    found = version(store)
+    files = Overlay(LocalFiles(store), found)
+    return sum(len(read_leaves(files, part)) for part in found.records.values())
 
 
 def sources(one: Job) -> set[str]:
