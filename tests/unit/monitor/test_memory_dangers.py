@@ -1,4 +1,4 @@
-"""The memory tier in trouble, in one process: training never sees it, nothing whole is lost, nothing passes silently."""
+"""The memory tier in trouble, in one process: training never sees it, nothing whole is lost, nothing is kept quiet."""
 
 from __future__ import annotations
 
