@@ -2,7 +2,8 @@
 
 Ranks of different nodes see different memory. So each tells what lies on its node, all of them pick the same version,
 put it together from what the nodes tell, and use it only if every rank finds the bytes that it will need on its own
-node. Else the store is resumed from, as if there were no memory tier. Collective; changes nothing.
+node, but for the little that rank 0 tells the others. Else the store is resumed from, as if there were no memory tier.
+Collective; changes nothing.
 """
 
 from __future__ import annotations
@@ -10,24 +11,22 @@ from __future__ import annotations
 import logging
 import socket
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from monitor.adapters.base import Adapter
 from monitor.agree import everywhere, on_first
 from monitor.group import Group
-from monitor.reading import stored_slot
+from monitor.lending import lent
 from monitor.resume import Resumed
 from store.catalog import Catalog
 from store.certificate import certify
-from store.coverage import FragmentIndex
-from store.errors import DamagedError, NothingToResumeError, StoreError, UsageError
+from store.errors import NothingToResumeError, StoreError
 from store.memory.held import Node, look
 from store.memory.overlay import Overlay
 from store.memory.tier import Tier
 from store.memory.version import MemoryVersion, Share, assembled, continued, share_of
-from store.names import Fragment, SaveId
+from store.names import SaveId
 from store.versions import Resolution, newest_resumable, resolve
 
 _log = logging.getLogger("driftpoint")
@@ -63,10 +62,9 @@ def newest_remembered(
         if found is None:
             continue
         found = continued(found, on_first(group, lambda save=save: _before(save, catalog)))  # type: ignore[misc]
-        remembered = Remembered(save, Catalog(Overlay(catalog.files, found), catalog.record))
-        reads = everywhere(group, partial(_reads, remembered, found, adapter))
-        if all(group.gather(reads)):
-            return remembered
+        told = lent(catalog, found, adapter, group)
+        if told is not None:
+            return Remembered(save, Catalog(Overlay(catalog.files, replace(found, lent=told)), catalog.record))
         _log.warning(
             "memory holds step %d, but not every rank finds what it needs on its own node (ranks moved, or the world "
             "changed): going on from the store",
@@ -222,31 +220,3 @@ def _put_together(save: SaveId, node: Node, group: Group, *, tells: bool) -> Mem
     except StoreError as error:  # alike on all ranks: it is made of what all of them were told
         _log.warning("memory: %s", error)
         return None
-
-
-def _reads(remembered: Remembered, version: MemoryVersion, adapter: Adapter) -> bool:
-    """Whether this rank's node holds all that this rank will need."""
-    if len(version.payloads) == len(version.parts):
-        return True
-    try:
-        resolution = resolve(remembered.catalog, remembered.save)
-    except (DamagedError, StoreError):
-        return False
-    index = FragmentIndex(resolution.sources())
-    slots: dict[str, dict[str, str]] = {}
-    for source in resolution.sources():
-        slots.setdefault(source.entry.fqn, {})[source.entry.slot] = source.entry.dtype
-    try:
-        places = adapter.expected(slots)
-    except UsageError:
-        return True  # the resume will say it
-    for place in places:
-        slot = stored_slot(index, place.fragment)
-        if slot is None:
-            continue
-        wanted = Fragment(place.fragment.fqn, slot, place.fragment.start, place.fragment.numel)
-        for copy in index.cover(wanted):
-            part = copy.source.part
-            if part.save == remembered.save and part.rank not in version.payloads:
-                return False
-    return True

@@ -6,7 +6,7 @@ Made from what every rank tells of its own node, so that all ranks put together 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from store.errors import DamagedError
@@ -14,6 +14,9 @@ from store.memory.held import Held, Node
 from store.names import SaveId
 from store.schema import GroupRecord, ManifestRecord, PartRecord, from_bytes, to_bytes
 from store.segments import parse_part, parts_digest
+
+Piece = tuple[int, int, int]
+"""Bytes of a payload: its rank, where they begin, and how many they are."""
 
 
 @dataclass(frozen=True)
@@ -26,12 +29,13 @@ class Share:
 
 @dataclass(frozen=True)
 class MemoryVersion:
-    """All of a version's records. payloads: those that lie on this node."""
+    """All of a version's records. payloads: those that lie on this node. lent: bytes of others, from elsewhere."""
 
     manifest: ManifestRecord
     parts: Mapping[int, bytes]
     records: Mapping[int, PartRecord]
     payloads: Mapping[int, Path]
+    lent: Mapping[Piece, bytes] = field(default_factory=dict)
 
     @property
     def save(self) -> SaveId:

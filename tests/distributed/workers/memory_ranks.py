@@ -89,8 +89,10 @@ class Life:
             self.results.tell("state", step=step, hashes=hashes(trainee), losses=losses)
             ckpt.step()
             self.results.tell("kept", step=step, newest=self.newest(ckpt), off=self.off(ckpt))
+            ckpt.flush()
             if ckpt._memory is not None:
                 ckpt._memory._writer.join(60)
+            dist.barrier()  # what is known at a step must not hang on the speed of a disk
 
     def dies_while_keeping(self, when: str) -> None:
         real = monitor.memory.remember
