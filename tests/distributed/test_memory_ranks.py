@@ -207,6 +207,14 @@ def test_one_rank_that_raises_again_and_again_turns_it_off_on_all(place: Place) 
     place.ended_well(again)
 
 
+@pytest.mark.parametrize("mutant", [False, True])
+def test_that_ranks_agree_is_what_keeps_a_version_for_all(place: Place, mutant: bool) -> None:
+    """Two versions in a row fail on one rank. Taken out, the agreement leaves none that both ranks have."""
+    place.life("first", steps=11, moody=1, fails=[10, 11], every=4, mutant=mutant)
+    again = place.life("second", every=4)
+    assert resumed(again) == ((8, False) if mutant else (9, True))
+
+
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_killed_while_it_keeps_a_version(place: Place, rank: int, when: str) -> None:

@@ -113,8 +113,20 @@ class Life:
         return ckpt._memory is None or ckpt._memory._off or ckpt._memory._arena is None
 
 
+def without_agreement() -> None:
+    """A mutant, to test the tests: what failed on another rank is taken for whole on this one."""
+    real = monitor.memory.MemoryTier._finish
+
+    def finish(tier: Any, pending: Any, outcome: Any, _: bool) -> None:
+        real(tier, pending, outcome, False)
+
+    monitor.memory.MemoryTier._finish = finish  # type: ignore[method-assign]
+
+
 def first(life: Life) -> None:
     """Trains, and is killed by nobody but itself."""
+    if life.spec.get("mutant"):
+        without_agreement()
     trainee = build(life.spec["case"], seed=1)
     ckpt = life.attach(trainee)
     assert ckpt.resume() == 0
