@@ -39,6 +39,8 @@ demo: $(READY) ## train, kill a rank, watch the job resume; under five minutes
 
 bench: $(READY) ## the benchmarks, each against its goal
 	$(BIN)/python benchmarks/save.py
+	$(BIN)/python benchmarks/overhead.py
+	$(BIN)/python benchmarks/recover.py
 	$(BIN)/python benchmarks/drift.py
 	$(BIN)/python benchmarks/merge.py
 	$(BIN)/python benchmarks/encoding.py

@@ -11,15 +11,15 @@ from transformers import LlamaConfig, LlamaForCausalLM
 VOCABULARY = 16000
 
 
-def llama_engine(stage: int, layers: int) -> Any:
-    """A DeepSpeed engine at a ZeRO stage; 12 layers make 110 million parameters."""
+def llama_engine(stage: int, layers: int, hidden: int = 768) -> Any:
+    """A DeepSpeed engine at a ZeRO stage; 12 layers make 110 million parameters. hidden: a multiple of 192."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
-        hidden_size=768,
-        intermediate_size=2048,
+        hidden_size=hidden,
+        intermediate_size=hidden * 8 // 3,
         num_hidden_layers=layers,
-        num_attention_heads=12,
+        num_attention_heads=hidden // 64,
         max_position_embeddings=256,
     )
     engine, *_ = deepspeed.initialize(
@@ -34,9 +34,14 @@ def llama_engine(stage: int, layers: int) -> Any:
     return engine
 
 
-def train_step(engine: Any, length: int) -> None:
-    """One optimizer step on random tokens, one sequence of ``length`` a rank."""
-    tokens = torch.randint(0, VOCABULARY, (1, length), device=engine.device)
+def train_step(engine: Any, length: int, rows: int = 1) -> None:
+    """One optimizer step on random tokens, ``rows`` sequences of ``length`` a rank."""
+    forward_backward(engine, length, rows)
+    engine.step()
+
+
+def forward_backward(engine: Any, length: int, rows: int) -> None:
+    """All of a step but the optimizer's part."""
+    tokens = torch.randint(0, VOCABULARY, (rows, length), device=engine.device)
     loss = engine(input_ids=tokens, labels=tokens).loss
     engine.backward(loss)
-    engine.step()

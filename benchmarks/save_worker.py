@@ -18,7 +18,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 import monitor
-from benchmarks.llama import llama_engine, train_step
+from benchmarks.llama import forward_backward, llama_engine, train_step
 from monitor.adapters.select import adapter_for
 
 
@@ -27,11 +27,13 @@ def main() -> None:
     parser.add_argument("--stage", type=int, required=True)
     parser.add_argument("--rounds", type=int, required=True)
     parser.add_argument("--layers", type=int, required=True)
+    parser.add_argument("--rows", type=int, required=True)
     parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--shared", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     deepspeed.init_distributed(dist_backend="cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
-    bench = Bench(options.stage, options.layers, options.folder)
+    bench = Bench(options)
     bench.warm_up()
     for _ in range(options.rounds):
         bench.round()
@@ -43,9 +45,11 @@ def main() -> None:
 
 
 class Bench:
-    def __init__(self, stage: int, layers: int, folder: Path) -> None:
-        self.engine = llama_engine(stage, layers)
-        self.folder = folder
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.engine = llama_engine(options.stage, options.layers)
+        self.folder: Path = options.folder
+        self.shared: Path = options.shared
+        self.rows: int = options.rows
         self.seen: dict[str, list[float]] = {}
         self.turn = 0
 
@@ -63,11 +67,20 @@ class Bench:
         self.aware = monitor.attach(self.engine, {**settings, "store": str(self.folder / "aware"), "policy": threshold})
         lazy = {**settings, "store": str(self.folder / "lazy"), "staging": "lazy"}
         self.lazy = monitor.attach(self.engine, lazy)
-        for ckpt in (self.ckpt, self.aware, self.lazy):
+        each = {**lazy, "store": str(self.folder / "each"), "every": 1}
+        self.each = monitor.attach(self.engine, each)  # ckpt.step() is called only where a save is wanted
+        memory = {"enabled": True, "every": 1, "path": str(self.shared)}
+        self.kept = monitor.attach(self.engine, {**lazy, "store": str(self.folder / "kept"), "memory": memory})
+        for ckpt in (self.ckpt, self.aware, self.lazy, self.each, self.kept):
             ckpt.resume()
         self.note("first_stall", self.ckpt.save(wait=True).stall_seconds)
         self.aware.save(wait=True)
         self.lazy.save(wait=True)
+        self.each.save(wait=True)
+        self.kept.save(wait=True)
+        self.step()
+        self.kept.step()  # the first version is written to memory that was never touched
+        self.step()
         pieces = adapter_for(self.engine).owned()
         self.tensors = {
             f"{dist.get_rank()}/{p.fragment.fqn}/{p.fragment.slot}/{p.fragment.start}": p.tensor for p in pieces
@@ -114,6 +127,7 @@ class Bench:
             self.dcp_save(name, stager)
         self.beside()
         self.overlapped()
+        self.hidden()
 
     def ours(self) -> None:
         self.step()
@@ -142,6 +156,37 @@ class Bench:
         self.note("lazy_stall", self.worst(stall + _sum(self.lazy) - waited))
         self.lazy.flush()
         self.step()
+
+    def hidden(self) -> None:
+        """The same with a forward and backward beside the copies that take far longer than these; a save begun by
+        ckpt.step(), then a version kept in memory."""
+        self.note("long_step", self.slowest(lambda: self.long_step("")))
+        self.note("hidden_stall", self.begun(self.each, "hidden_beside"))
+        self.each.flush()
+        self.long_step("")
+        self.note("kept_stall", self.begun(self.kept, "kept_beside"))
+        self.long_step("")
+
+    def begun(self, ckpt: monitor.Checkpointer, beside: str) -> float:
+        """Seconds that the slowest rank waits: in ckpt.step(), and for copies before its next optimizer step."""
+        os.sync()
+        dist.barrier()
+        waited, began = _sum(ckpt), time.perf_counter()
+        report = ckpt.step()
+        stall = time.perf_counter() - began
+        if ckpt is self.each and (report is None or report.skipped is not None):
+            raise RuntimeError(f"no save was begun: {report}")
+        self.long_step(beside)
+        return self.worst(stall + _sum(ckpt) - waited)
+
+    def long_step(self, beside: str) -> None:
+        """beside: a name to note the time of forward and backward under."""
+        began = time.perf_counter()
+        forward_backward(self.engine, 128, self.rows)
+        spent = time.perf_counter() - began
+        self.engine.step()
+        if beside:
+            self.note(beside, self.worst(spent))
 
     def deepspeed_save(self, folder: Path) -> None:
         self.engine.save_checkpoint(str(folder))
@@ -187,12 +232,20 @@ class Bench:
         path.unlink()
 
     def finish(self) -> None:
-        self.ckpt.close()
-        self.aware.close()
-        self.lazy.close()
+        self.step()
+        self.kept.step()  # the version before is counted once all ranks are known to have it
+        self.require_kept()
+        for ckpt in (self.ckpt, self.aware, self.lazy, self.each, self.kept):
+            ckpt.close()
         for stager in self.stagers.values():
             if stager is not None:
                 stager.close()
+
+    def require_kept(self) -> None:
+        """What was not kept costs nothing to keep."""
+        versions = self.kept.metrics.registry.get_sample_value("driftpoint_memory_versions_total")
+        if dist.get_rank() == 0 and versions != self.turn + 1:
+            raise RuntimeError(f"{versions} versions were kept in memory instead of {self.turn + 1}")
 
     def note(self, name: str, value: float) -> None:
         self.seen.setdefault(name, []).append(float(value))

@@ -2,8 +2,8 @@
 
     python -m examples.demo
 
-Starts examples.train_llama under torchrun, twice: once with a rank killed part-way, once left alone, so that
-there is something to compare with. All it makes is under demo-output/, which it removes first. The numbers come
+Starts examples.train_llama under torchrun and driftpoint run, twice: once with a rank killed part-way, once left alone,
+so that there is something to compare with. All it makes is under demo-output/, which it removes first. The numbers come
 from these two runs; nothing is remembered from elsewhere. Ends with code 1 unless the job resumed and finished.
 """
 
@@ -91,11 +91,11 @@ class Conductor:
         """The journal's events as they come, and None in between."""
         args, out = self._args, self._args.out
         journal = out / f"{name}.jsonl"
-        flags = ["--config", str(config), "--journal", str(journal), *extra]
+        flags = ["--journal", str(journal), *extra]
         for flag in ("steps", "hidden", "blocks", "batch"):
             flags += [f"--{flag}", str(getattr(args, flag))]
         reader, deadline = Reader(journal), time.monotonic() + _PATIENCE
-        with Job(flags, out / f"{name}.log") as self._job:
+        with Job(config, flags, out / f"{name}.log") as self._job:
             while self._job.running:
                 yield from reader.new()
                 yield None
@@ -109,7 +109,7 @@ class Conductor:
         self._show_metrics(port)
         pid = self._job.kill_rank(_VICTIM)
         self.say(f"[bold red]killed rank {_VICTIM} (process {pid}) with SIGKILL after step {step}[/bold red]")
-        self.say("nobody touches anything now: torchrun ends the other rank and starts both again")
+        self.say("nobody touches anything now: torchrun ends, and driftpoint run starts it again")
         return True
 
     def _show(self, event: dict[str, Any], commits: list[Commit]) -> None:

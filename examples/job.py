@@ -1,4 +1,4 @@
-"""A torchrun job as a process that others may watch, lose a rank of, and wait for."""
+"""A job under `driftpoint run`, as a process that others may watch, lose a rank of, and wait for."""
 
 from __future__ import annotations
 
@@ -22,15 +22,17 @@ class JobError(Exception):
 
 
 class Job:
-    """``examples.train_llama`` on two CPU ranks under torchrun, which restarts it up to twice. Output goes to ``log``.
+    """``examples.train_llama`` on two CPU ranks under torchrun, which ``driftpoint run`` starts again when it dies.
 
-    As a context manager it ends whatever of the job is still there.
+    config: the YAML that both read. Output goes to ``log``. As a context manager it ends whatever of the job is still
+    there.
     """
 
-    def __init__(self, arguments: Sequence[str], log: Path) -> None:
+    def __init__(self, config: Path, arguments: Sequence[str], log: Path) -> None:
         self.log = log
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(_RANKS)]
-        command += ["--max-restarts", "2", "-m", _SCRIPT, *arguments]
+        command = [sys.executable, "-m", "deploy.cli", "run", "--config", str(config), "--backoff", "0.5", "--"]
+        command += [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(_RANKS)]
+        command += ["-m", _SCRIPT, "--config", str(config), *arguments]
         with log.open("wb") as output:
             self._process = subprocess.Popen(
                 command, stdout=output, stderr=subprocess.STDOUT, env=_environment(), start_new_session=True
@@ -38,7 +40,7 @@ class Job:
 
     @property
     def running(self) -> bool:
-        """Whether torchrun is still there."""
+        """Whether the supervisor is still there."""
         return self._process.poll() is None
 
     def kill_rank(self, rank: int) -> int:
@@ -67,8 +69,8 @@ class Job:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self.running:
-            self._process.terminate()  # torchrun passes it on to its ranks
-            deadline = time.monotonic() + 40
+            self._process.terminate()  # passed on to the ranks, which save and leave
+            deadline = time.monotonic() + 60
             while self.running and time.monotonic() < deadline:
                 time.sleep(0.1)
         if self.running:
@@ -76,10 +78,6 @@ class Job:
 
 
 def _environment() -> dict[str, str]:
-    """DeepSpeed on the CPU, one thread a rank, and a rendezvous that forgets the ranks that died.
-
-    torchrun keeps one key-value store for all restarts. Gloo finds the addresses of dead ranks in it, takes them for
-    the new ones (pytorch/pytorch#135712) and fails to connect. The switch gives each restart a store of its own.
-    """
-    ours = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    """DeepSpeed on the CPU, one thread a rank."""
+    ours = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     return {**os.environ, **ours, "PYTHONUNBUFFERED": "1"}

@@ -1,10 +1,10 @@
 """Trains a small Llama on the text of Python's standard library with DeepSpeed ZeRO-3, and resumes by itself.
 
-    export DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
-    torchrun --standalone --nproc-per-node 2 --max-restarts 2 -m examples.train_llama --config examples/demo.yaml
+    export DS_ACCELERATOR=cpu OMP_NUM_THREADS=1
+    driftpoint run -c examples/demo.yaml -- \\
+        torchrun --standalone --nproc-per-node 2 -m examples.train_llama --config examples/demo.yaml
 
-Kill any of its ranks whenever you like: torchrun starts them again, and training goes on from the newest commit.
-(The third variable is for torchrun on gloo: without it a restart may look for the ranks that died.)
+Kill any of its ranks whenever you like: the job is started again, and training goes on from the newest commit.
 What Driftpoint asks of a training script are the three lines marked ``<-``; the rest is any DeepSpeed script.
 """
 

@@ -12,6 +12,6 @@ for step in range(ckpt.resume(), total_steps):
 from monitor.attach import attach
 from monitor.checkpointer import Checkpointer
 from monitor.config import Config
-from monitor.report import StepReport
+from monitor.report import Preempted, StepReport
 
-__all__ = ["Checkpointer", "Config", "StepReport", "attach"]
+__all__ = ["Checkpointer", "Config", "Preempted", "StepReport", "attach"]

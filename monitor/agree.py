@@ -52,6 +52,15 @@ def on_first(group: Group, action: Callable[[], T]) -> T:
     return result  # type: ignore[no-any-return]
 
 
+def said(group: Group, mine: str | None) -> str:
+    """What any rank has to say, and which; collective. Alike on all of them, most of the time."""
+    told: dict[str, int] = {}
+    for rank, text in enumerate(group.gather(mine)):
+        if text is not None:
+            told.setdefault(text, rank)
+    return "; ".join(f"rank {rank}: {text}" if group.world_size > 1 else text for text, rank in told.items())
+
+
 def _packed(error: Exception) -> tuple[str, str]:
     named = isinstance(error, DriftpointError)  # others say little without their class: KeyError('n') says 'n'
     return type(error).__name__, str(error) if named else repr(error)

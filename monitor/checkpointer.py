@@ -13,30 +13,33 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
 
-from monitor.decided import Decided
+from monitor.agree import said
+from monitor.decided import Decided, Demand
 from monitor.deciding import Decider
 from monitor.job import Job
+from monitor.last_save import LastSaves
 from monitor.memory import memory_tier
 from monitor.observing import Observer
 from monitor.opened import OpenedStore
+from monitor.preemption import Preemption
 from monitor.reading import Room
-from monitor.remembered import Remembered, newest_on_disk, resume_remembered
-from monitor.report import StepReport
+from monitor.report import Preempted, StepReport
 from monitor.resume import Resumed, resume
 from monitor.saver import Saver
+from monitor.standing import adopt, certified, resumed
 from monitor.survey import Surveyor
-from monitor.telling import show_units, tell_skipped
+from monitor.telling import show_units, tell_resumed, tell_skipped, tell_unused
 from monitor.units import LocalUnit
 from store.catalog import Catalog
-from store.certificate import Certificate, certify, from_memory
+from store.certificate import Certificate
 from store.commit import mark_proven
 from store.errors import ConfigError
 from store.names import Unit
-from store.versions import Resolution
 
 _log = logging.getLogger("driftpoint")
 
@@ -49,6 +52,8 @@ class Checkpointer:
         self.metrics = job.metrics
         self.certificate: Certificate | None = None
         """What was resumed, on every rank; None where nothing was."""
+        self.preempted = False
+        """Whether the end of the job was announced, and all ranks have saved what time allowed: leave the loop."""
         self._job = job
         self._group = job.group
         self._opened = opened
@@ -62,7 +67,6 @@ class Checkpointer:
         self._surveyor = Surveyor(job.adapter, job.table)
         self._step = job.adapter.completed_steps() or 0
         self._resumed: Resumed | None = None
-        self._in_store = True
         self._asked_to_resume = False
         self._updates = 0
         job.adapter.before_update(self._count_update)
@@ -71,6 +75,7 @@ class Checkpointer:
         self._closed = False
         job.tracer.begin(opened.epoch if opened else 0)
         self._forget_exit = _close_at_exit(self)
+        self._preemption = Preemption(job.config.preemption, job.group, active=opened is not None)
         if job.group.rank == 0:
             self.metrics.epoch.set(opened.epoch if opened else 0)
             if job.config.metrics.enabled:
@@ -94,61 +99,44 @@ class Checkpointer:
         if self._asked_to_resume:  # what is still being written is of a branch that this job may be about to leave
             self.flush()
             self._saver.settle(self._step, False)
-        job, found, remembered = self._job, None, None
+        job, found = self._job, None
         room = Room(self._saver.lend(job.table.local()))
         if self._catalog is not None:
-            remembered = self._memory.find(self._catalog) if self._memory is not None else None
+            remembered = None if self._memory is None else self._memory.find(self._catalog)
             live = partial(resume, adapter=job.adapter, group=self._group, user=job.user, room=room)
-            attempt = partial(live, settings=self.config.resume)
-            found, remembered = resume_remembered(attempt, self._catalog, remembered)
+            found = resumed(partial(live, settings=self.config.resume), self._catalog, remembered)
         self._saver.keep(job.table.local(), room.buffers)
         self._asked_to_resume = True
         self._updates = 0
         self._pace.restart()
         self._surveyor.mark()
-        if found is not None:
-            self._stand_on(found, remembered)
+        if found is not None and self._catalog is not None:
+            self._stand_on(found, self._catalog)
         if self._memory is not None:
-            self._memory.begin(job.table.local(), None if remembered is None else remembered.save)
+            self._memory.begin(job.table.local(), None if found is None else found.memory)
         return self._step
 
-    def _stand_on(self, found: Resumed, remembered: Remembered | None) -> None:
+    def _stand_on(self, found: Resumed, catalog: Catalog) -> None:
         """The job is what was resumed: count from there, and measure from there."""
         self._resumed = found
-        self._in_store = remembered is None
         self._saver.went_back()
         self._step = found.onward.save.step
-        certificate = certify(found.resolution)
-        self.certificate = replace(
-            certificate if remembered is None else from_memory(certificate),
-            exact=certificate.exact and not found.rounded,
-            problems=certificate.problems + found.rounded,
-        )
-        self._adopt(found.resolution, remembered)
+        self.certificate = certified(found)
+        adopt(self._job, catalog, found, self._step)
         for unit, part in self._job.table.local().items():
             if unit in found.resolution.versions:
                 self._job.meter.reset(unit, part.tensors)
         self._job.tracer.resumed(self._step, found.resolution.manifest.step)
         if self._group.rank == 0:
-            self._tell_resumed(found, self.certificate)
-
-    def _adopt(self, resolution: Resolution, remembered: Remembered | None) -> None:
-        below: Resolution | None = resolution
-        if remembered is not None and self._catalog is not None:
-            # What is in memory is no version that a commit could point to: the next save stores it.
-            below = newest_on_disk(self._catalog, self._group)
-            found = resolution.versions.items()
-            self._job.table.lost |= {unit for unit, version in found if version.save == remembered.save}
-        if below is not None:
-            # A full save at each resume might be all that a budget pays for.
-            self._job.ledger.adopt(below, self._step, renew=not self.config.budget.limited)
-        else:
-            self._job.ledger.forget()
+            tell_resumed(self.metrics, self.config, self._step, found, self.certificate)
 
     def step(self) -> StepReport | None:
         """Call after every optimizer step. When it is time for that (``every``) it decides, and perhaps begins a save.
 
-        Returns what was decided, or None where it was not time for a decision. Never waits for the disk."""
+        Returns what was decided, or None where it was not time for a decision. Never waits for the disk, but where a
+        signal announced the end of the job: then it saves what time allows, alike on all ranks, and raises
+        :class:`monitor.Preempted`, which ends the process with code 75. Under ``preemption: {exit: false}`` it returns,
+        and the loop is to be left (see ``preempted``)."""
         began = time.perf_counter()
         self._require_open()
         if not self._advanced():
@@ -156,6 +144,8 @@ class Checkpointer:
         self._require_asked()
         self._mark_proven()
         self._pace.timing.stepped(began)
+        if self._preemption.agreed():
+            return self._leave()
         report = self._decide(began, None) if self._pace.due(self._step) else None
         self._remember(looked=report is not None)
         return report
@@ -169,13 +159,19 @@ class Checkpointer:
         self._require_told()
         self._step = self._job.adapter.completed_steps() or self._step
         self.flush()
-        report = self._decide(time.perf_counter(), "asked for by save()")
+        report = self._decide(time.perf_counter(), Demand("asked for by save()"))
         if wait:
             self.flush()
             self._saver.settle(self._step, False)
             if self._group.largest([self._saver.failed])[0]:
                 return replace(report, skipped="failed", saved={})
         return report
+
+    def preempt(self) -> None:
+        """The end of the job is announced, as by a signal: for handlers of your own, and for threads that ask a cloud.
+
+        Any thread, on any rank; a note and no more: the next ``step()`` sees to it. ConfigError where it is off."""
+        self._preemption.preempt()
 
     def flush(self) -> None:
         """Wait, at most ``timeouts.close`` seconds, until this rank's part of the save under way is done.
@@ -184,8 +180,11 @@ class Checkpointer:
         self._saver.flush(self.config.timeouts.close)
 
     def close(self) -> None:
-        """Wait, at most ``timeouts.close`` seconds, for the save under way; let go of the store and the port."""
-        self._close(self.config.timeouts.close, clean=True)
+        """Wait, at most ``timeouts.close`` seconds, for the save under way; let go of the store and the port.
+
+        Called while an error is on its way out (from ``finally:``, say), it leaves what a restart goes on from."""
+        clean = sys.exc_info()[0] is None
+        self._close(self.config.timeouts.close, clean=clean, ended=clean)
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -193,22 +192,39 @@ class Checkpointer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._close(self.config.timeouts.close if kind is None else self._patience, clean=kind is None)
+        clean = kind is None
+        self._close(self.config.timeouts.close if clean else self._patience, clean=clean, ended=clean)
 
     @property
     def _patience(self) -> float:
         # After an error other ranks may be gone, and what they owe to a commit with them.
         return min(30.0, self.config.timeouts.close)
 
-    def _close(self, timeout: float, clean: bool) -> None:
+    def _close(self, timeout: float, clean: bool, ended: bool) -> None:
+        """clean: as far as can be told, the job ends as it was meant to. ended: that is certain."""
         if not self._closed:
             self._closed = True
             self._forget_exit()
-            self._saver.close(timeout, clean)
-            if self._memory is not None:  # last: until the save under way is committed it may be the newest state
-                self._memory.close(remove=clean)
+            self._saver.close(timeout, clean and not self.preempted)
+            if self._memory is not None:
+                self._memory.close(remove=ended and not self.preempted)
+            self._job.daemon.close(ended and not self.preempted)
             self._job.tracer.close(timeout)
             self.metrics.close()
+            self._preemption.close(leaving=self.preempted and self.config.preemption.exit)
+
+    def _leave(self) -> StepReport:
+        """The last step: save what time allows. Where the process is to end, it ends in time whatever happens."""
+        assert isinstance(self._saver, Saver)  # nothing is heeded where nothing is saved
+        last = LastSaves(self._job, self._saver, self._step, lambda demand: self._decide(time.perf_counter(), demand))
+        deadline = self._preemption.deadline()
+        with deadline.enforced() if self.config.preemption.exit else nullcontext():
+            report = last.make(deadline)
+            self.preempted = True
+            if not self.config.preemption.exit:
+                return report
+            self._close(deadline.to_leave, clean=False, ended=False)
+        raise Preempted(report)
 
     def _require_told(self) -> None:
         if self._job.adapter.completed_steps() is None and self._updates:
@@ -247,7 +263,7 @@ class Checkpointer:
 
     def _mark_proven(self) -> None:
         opened, resumed = self._opened, self._resumed
-        if self._proven or resumed is None or opened is None or not self._in_store:
+        if self._proven or resumed is None or opened is None or resumed.memory is not None:
             return
         self._proven = True
         save = resumed.resolution.manifest.save
@@ -257,22 +273,24 @@ class Checkpointer:
                 "marking the commit proven",
             )
 
-    def _decide(self, began: float, forced: str | None) -> StepReport:
-        survey = self._surveyor.survey(stepped=forced is None)
+    def _decide(self, began: float, demand: Demand | None) -> StepReport:
+        survey = self._surveyor.survey(stepped=demand is None)
         local, trouble = survey.local, survey.trouble is not None
         settled = self._saver.settle(self._step, not trouble and self._job.table.changed(local), trouble)
         if settled.skip is not None:
-            if forced is None:
+            if demand is None:
                 self._pace.put_off(self._step, busy=settled.skip == "busy")
-            problem = self._problem(survey.trouble) if settled.skip == "unsupported" else None
+            problem = said(self._group, survey.trouble) if settled.skip == "unsupported" else None
             return self._skipped(settled.skip, began, None, problem)
         if settled.changed:
             self._agree(local)
-        decided = self._decider.decide(self._step, local, forced)
+        decided = self._decider.decide(self._step, local, demand)
         self._pace.agreed(self._step, decided.interval)
         if self._group.rank == 0:
             show_units(self.metrics, self._job.ledger, decided)
-        self._tell_unused()
+            if not self._told_unused:
+                tell_unused(self.config, self._job.table)
+        self._told_unused = True
         if decided.lacking:
             return self._skipped("withheld", began, decided)
         if not decided.saved:
@@ -300,27 +318,11 @@ class Checkpointer:
         if agreed.skip is None:
             memory.keep(self._step, local, began)
 
-    def _tell_unused(self) -> None:
-        """Once: encodings for slots that there are not, which would otherwise store everything raw without a word."""
-        told, self._told_unused = self._told_unused, True
-        slots = {unit.slot for unit in self._job.table.sizes}
-        unused = sorted(self.config.encodings().keys() - slots) if isinstance(self.config.encoding, dict) else []
-        if unused and not told and self._group.rank == 0:
-            _log.warning("encoding: there is no slot %s; this job has %s", ", ".join(unused), ", ".join(sorted(slots)))
-
     def _agree(self, local: Mapping[Unit, LocalUnit]) -> None:
         for unit in self._job.table.agree(local):
             if unit in local:  # the old reference fits no more; the unit counts as lost until it is saved
                 self._job.meter.reset(unit, local[unit].tensors)
         self._job.tracer.agreed(local)
-
-    def _problem(self, mine: str | None) -> str:
-        """What the ranks that cannot save say; collective. Alike on all of them, most of the time."""
-        told: dict[str, int] = {}
-        for rank, text in enumerate(self._group.gather(mine)):
-            if text is not None:
-                told.setdefault(text, rank)
-        return "; ".join(f"rank {rank}: {text}" if self._group.world_size > 1 else text for text, rank in told.items())
 
     def _skipped(self, reason: str, began: float, decided: Decided | None, problem: str | None = None) -> StepReport:
         if self._group.rank == 0:
@@ -341,28 +343,6 @@ class Checkpointer:
             self._step, skipped, decided.stats, saved, decided.choices, staged, stall, interval=decided.interval
         )
 
-    def _tell_resumed(self, found: Resumed, certificate: Certificate) -> None:
-        fallbacks = found.resolution.fallbacks
-        self.metrics.from_memory.set(not self._in_store)
-        self.metrics.resumed_step.set(self._step)
-        self.metrics.effective_step.set(certificate.effective_step)
-        self.metrics.fallbacks.set(len(fallbacks))
-        kind = "exact" if certificate.exact else f"a composite, up to {certificate.max_staleness} steps stale"
-        _log.info(
-            "resumed step %d from %s (%s)", certificate.step, self.config.store if self._in_store else "memory", kind
-        )
-        if self._step != certificate.step:
-            _log.warning(
-                "resume: its weights stand at step %.4g on average, so counters and schedules go on from the save of "
-                "step %d: the steps since are done again; see `resume:` in the configuration",
-                certificate.effective_step,
-                self._step,
-            )
-        for note in found.notes:
-            _log.warning("resume: %s", note)
-        if fallbacks:
-            _log.error("resume: %d layer slots fell back to an older version; see driftpoint show", len(fallbacks))
-
 
 def _close_at_exit(checkpointer: Checkpointer) -> Callable[[], None]:
     """A script that ends without ``close()``, or by an error, still gets the save that is under way."""
@@ -371,7 +351,8 @@ def _close_at_exit(checkpointer: Checkpointer) -> Callable[[], None]:
     def close() -> None:
         living = reference()
         if living is not None:
-            living._close(living._patience, clean=not hasattr(sys, "last_value"))  # set by an error that nobody caught
+            # last_value: set by an error that nobody caught, but not by sys.exit(1).
+            living._close(living._patience, clean=not hasattr(sys, "last_value"), ended=False)
 
     atexit.register(close)
     return lambda: atexit.unregister(close)

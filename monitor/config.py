@@ -18,10 +18,12 @@ from monitor.settings import (
     AutoSettings,
     BoundSettings,
     BudgetSettings,
+    DaemonSettings,
     DriftSettings,
     LayerSettings,
     MemorySettings,
     MetricsSettings,
+    PreemptionSettings,
     ResumeSettings,
     RetentionSettings,
     Settings,
@@ -50,6 +52,9 @@ ENCODINGS: Mapping[str, Mapping[str, str]] = {
     "careful": {WEIGHTS: BF16_INT8, "exp_avg": INT8_BLOCK, "exp_avg_sq": INT8_SQRT_BLOCK},
 }
 """Names that stand for an encoding of each slot; slots that are not named are raw."""
+
+SIGNALS = ("SIGUSR1", "SIGUSR2", "SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGXCPU")
+"""Signals by which a job may be told of its end."""
 
 
 def _interval(value: Any, validated: ValidatorFunctionWrapHandler) -> Any:
@@ -89,8 +94,10 @@ class Config(Settings):
     drift: DriftSettings = DriftSettings()
     layers: LayerSettings = LayerSettings()
     memory: MemorySettings = MemorySettings()
+    daemon: DaemonSettings = DaemonSettings()
     retention: RetentionSettings = RetentionSettings()
     resume: ResumeSettings = ResumeSettings()
+    preemption: PreemptionSettings = PreemptionSettings()
     trace: TraceSettings = TraceSettings()
     metrics: MetricsSettings = MetricsSettings()
     timeouts: TimeoutSettings = TimeoutSettings()
@@ -131,11 +138,19 @@ class Config(Settings):
 
     def encodings(self) -> Mapping[str, str]:
         """The encoding of each slot that is not raw. ConfigError for names that there are not."""
-        if isinstance(self.encoding, dict):
-            _require_known("encoding", self.encoding.values(), BY_NAME)
-            return self.encoding
-        _require_known("encoding", [self.encoding], ENCODINGS)
-        return ENCODINGS[self.encoding]
+        return _encodings("encoding", self.encoding)
+
+    def memory_encodings(self) -> Mapping[str, str]:
+        """The same of versions in memory. ConfigError where they lose bits and the bounds forbid that."""
+        found = _encodings("memory.encoding", self.memory.encoding)
+        _require_divisors(found)
+        if self.limits().precision == "exact" and self.bounds.precision == "exact":
+            lossy = [name for name in found.values() if not encoding_named(name).lossless]
+            if lossy:
+                raise ConfigError(
+                    f"bounds.precision: exact forbids memory.encoding {lossy[0]}, which loses bits: remove one"
+                )
+        return found
 
     def trace_path(self) -> Path | None:
         """Where the drift trace is written, absolute; None where it is not. ConfigError for a path in the store."""
@@ -165,6 +180,8 @@ def load_config(source: str | os.PathLike[str] | Mapping[str, Any] | Config | No
     config.bounded_policy()
     config.retention_rule()
     config.trace_path()
+    config.memory_encodings()
+    _require_known("preemption.signals", config.preemption.signals, SIGNALS)
     if config.every != "auto" and config.auto != AutoSettings():
         raise ConfigError(
             f"auto: the section holds under `every: auto` only, and every is {config.every}: set `every: auto`, or "
@@ -186,6 +203,14 @@ def _require_divisors(encodings: Mapping[str, str]) -> None:
         told = explosive(slot, encoding)
         if told is not None:
             raise ConfigError(f"encoding: {told}")
+
+
+def _encodings(key: str, value: str | dict[str, str]) -> Mapping[str, str]:
+    if isinstance(value, dict):
+        _require_known(key, value.values(), BY_NAME)
+        return value
+    _require_known(key, [value], ENCODINGS)
+    return ENCODINGS[value]
 
 
 def _require_known(key: str, names: Iterable[str], known: Iterable[str]) -> None:

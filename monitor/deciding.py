@@ -6,11 +6,11 @@ the background thread. So the training thread passes over each byte once: it eit
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from monitor.agree import on_first
-from monitor.decided import Decided
+from monitor.decided import Decided, Demand
 from monitor.drift.base import Measure
 from monitor.guard import Guard
 from monitor.job import Job
@@ -19,6 +19,7 @@ from monitor.units import LocalUnit, is_moving
 from policies.base import Budget, Choice, Decision, History, UnitStats
 from policies.bounds import incomplete
 from policies.forced import forced
+from policies.urgent import Nothing, Urgent
 from store.names import Unit
 
 
@@ -34,19 +35,25 @@ class Decider:
         self._ledger = job.ledger
         self._spending = job.spending
         self._pace = job.pace
+        self._urgent = Urgent(job.config.in_bounds(Nothing()), job.config.encodings())
 
-    def decide(self, step: int, local: Mapping[Unit, LocalUnit], reason: str | None) -> Decided:
-        """Decide on every unit; ``reason`` saves everything that is finite, for that reason."""
+    def decide(self, step: int, local: Mapping[Unit, LocalUnit], demand: Demand | None) -> Decided:
+        """Decide on every unit; with ``demand`` not as the policy says, but as that does."""
         units = list(self._table.sizes)
         first = [unit for unit in units if self._sees_all or not is_moving(unit)]
         measured, mine = self._measure(first, local)
         stats = unit_stats(self._table, self._ledger, step, measured)
-        made, saved, lacking, interval = self._chosen(step, stats, reason)
+        if demand is not None and demand.purse is not None and not self._fits(step, stats, demand.purse):
+            more, mine_too = self._measure([unit for unit in units if unit not in measured], local)
+            measured, mine = {**measured, **more}, {**mine, **mine_too}
+            stats = unit_stats(self._table, self._ledger, step, measured)
+        made, saved, lacking, interval = self._chosen(step, stats, demand)
         rest = [unit for unit in units if unit not in measured and unit not in saved]
         measured_too, mine_too = self._measure(rest, local)
         drift = {unit: found.drift for unit, found in {**measured, **measured_too}.items()}
         shown = unit_stats(self._table, self._ledger, step, {**measured, **measured_too})
-        found = Decided((), {}, saved, drift, {**mine, **mine_too}, lacking, reason is not None, interval)
+        found = Decided((), {}, saved, drift, {**mine, **mine_too}, lacking, demand is not None, interval)
+        found = replace(found, preempted=demand is not None and demand.purse is not None)
         if made is None:
             return found
         decision, budget = made
@@ -59,6 +66,11 @@ class Decider:
             commits=self._ledger.commits,
         )
 
+    def _fits(self, step: int, stats: tuple[UnitStats, ...], purse: Callable[[], float]) -> bool:
+        """Whether everything is saved in any case, so that nothing more need be measured first. Collective."""
+        history = History(step, self._ledger.commits)
+        return on_first(self._group, lambda: self._urgent.fits(stats, purse(), history))
+
     def _measure(
         self, units: list[Unit], local: Mapping[Unit, LocalUnit]
     ) -> tuple[dict[Unit, Measured], dict[Unit, Measure]]:
@@ -68,13 +80,13 @@ class Decider:
         return measured, mine
 
     def _chosen(
-        self, step: int, stats: tuple[UnitStats, ...], reason: str | None
+        self, step: int, stats: tuple[UnitStats, ...], demand: Demand | None
     ) -> tuple[tuple[Decision, Budget] | None, dict[Unit, Choice], tuple[Unit, ...], int | None]:
         made: list[tuple[Decision, Budget]] = []
 
         def choose() -> tuple[list[tuple[int, str, str]], list[int], int | None]:
             interval, budget = self._pace.choose(), self._spending.offer(stats)
-            decision = self._select(stats, budget, reason, History(step, self._ledger.commits, interval))
+            decision = self._select(stats, budget, demand, History(step, self._ledger.commits, interval))
             made.append((decision, budget))
             saved = [
                 (index, choice.encoding, choice.reason)
@@ -92,6 +104,10 @@ class Decider:
             interval,
         )
 
-    def _select(self, stats: tuple[UnitStats, ...], budget: Budget, reason: str | None, history: History) -> Decision:
+    def _select(
+        self, stats: tuple[UnitStats, ...], budget: Budget, demand: Demand | None, history: History
+    ) -> Decision:
+        if demand is not None and demand.purse is not None:
+            return self._urgent.select(stats, demand.purse(), history)
         decision = self._policy.select(stats, budget, history)
-        return decision if reason is None else forced(decision, stats, reason)
+        return decision if demand is None else forced(decision, stats, demand.reason)

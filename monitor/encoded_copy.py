@@ -40,7 +40,8 @@ class EncodedCopy:
     """A fragment on its way to host memory.
 
     source: 1-d float32, on any device. encoded: 1-d uint8 host memory of the encoded size, pinned where the source is
-    on CUDA. copy: 1-d float32 host memory: the values, where they cannot be held; else for what decoding gives.
+    on CUDA. copy: 1-d float32 host memory: the values, where they cannot be held; else for what decoding gives. Empty:
+    neither is wanted.
     held, lost: once :meth:`finish` has returned."""
 
     source: torch.Tensor
@@ -83,7 +84,7 @@ class EncodedCopy:
         self.held = held == 1.0
         if self.held:
             self.lost = Lost(error_sq, decoded_sq)
-        else:
+        elif self.copy.numel():
             self.copy.copy_(self.source)
 
     def chunks(self) -> Iterator[Bytes]:

@@ -35,6 +35,20 @@ class Group(Protocol):
         """Every rank's value, on every rank, in rank order. Plain data only."""
         ...
 
+    def relay(self) -> Relay:
+        """A new one; collective."""
+        ...
+
+
+class Relay(Protocol):
+    """Passes a flag on from one call to the next, over all ranks."""
+
+    def swap(self, flag: bool) -> bool:
+        """Whether any rank gave True in the call before; then ``flag`` is not sent. Every rank calls it equally often.
+
+        Waits for ranks that have not made the call before, and for none that has. RuntimeError where one is gone."""
+        ...
+
 
 class Alone:
     """A job of one process."""
@@ -57,6 +71,18 @@ class Alone:
     def gather(self, value: Any) -> list[Any]:
         """See :class:`Group`."""
         return [value]
+
+    def relay(self) -> Relay:
+        """See :class:`Group`."""
+        return _Direct()
+
+
+class _Direct:
+    """There is nobody to wait for."""
+
+    def swap(self, flag: bool) -> bool:
+        """See :class:`Relay`."""
+        return flag
 
 
 class Gloo:
@@ -90,6 +116,30 @@ class Gloo:
         boxes: list[Any] = [None] * self.world_size
         dist.all_gather_object(boxes, value, group=self._group)
         return boxes
+
+    def relay(self) -> Relay:
+        """See :class:`Group`. It has a process group of its own: its reductions outlast calls."""
+        return _GlooRelay()
+
+
+class _GlooRelay:
+    """One reduction under way between two calls."""
+
+    def __init__(self) -> None:
+        self._group = dist.new_group(backend="gloo")
+        self._flag = torch.zeros(1, dtype=torch.int64)
+        self._work: dist.Work | None = None
+
+    def swap(self, flag: bool) -> bool:
+        """See :class:`Relay`."""
+        if self._work is not None:
+            self._work.wait()
+            if int(self._flag.item()):
+                self._work = None
+                return True
+        self._flag[0] = int(flag)
+        self._work = dist.all_reduce(self._flag, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+        return False
 
 
 def current_group() -> Group:

@@ -46,7 +46,7 @@ class Head:
         return digest(seal([save.name, "memory", units]))
 
     def manifest(self, save: SaveId, store_id: str) -> ManifestRecord:
-        """But for the group of its own segments, which nobody has seen whole yet."""
+        """But for the group of its own segments, and what encodings lost in them: nobody has seen all parts yet."""
         job, ledger = self._job, self._job.ledger
         kept = ledger.kept(save.step, {}, job.table.sizes)
         units = [kept[unit] if unit.slot == FROZEN else self._fresh(unit, save) for unit in job.table.sizes]

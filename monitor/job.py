@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from monitor.adapters.base import Adapter
 from monitor.config import Config
+from monitor.daemon_link import DaemonLink
 from monitor.drift.base import DriftMeter
 from monitor.group import Group
 from monitor.ledger import Ledger
@@ -16,6 +17,7 @@ from monitor.spending import Spending
 from monitor.tracing import Tracer
 from monitor.units import UnitTable
 from policies.base import Policy
+from policies.urgent import Writing
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,8 @@ class Job:
     """The parts of one rank. ``ledger`` is kept on rank 0 (and after a resume stands alike everywhere), and so is
     ``spending``; ``pace`` says on every rank when to decide.
 
-    observing: nothing is written, everything is measured."""
+    observing: nothing is written, everything is measured. writing: how long units took to
+    become durable, on rank 0."""
 
     config: Config
     policy: Policy
@@ -36,5 +39,7 @@ class Job:
     spending: Spending
     tracer: Tracer
     pace: Pace
+    daemon: DaemonLink
     observing: bool = False
     ledger: Ledger = field(default_factory=Ledger)
+    writing: Writing = field(default_factory=Writing)

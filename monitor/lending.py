@@ -19,16 +19,20 @@ from store.coverage import FragmentIndex
 from store.errors import StoreError, UsageError
 from store.memory.overlay import Overlay
 from store.memory.version import MemoryVersion, Piece
-from store.names import Fragment
-from store.versions import resolve
+from store.names import Fragment, SaveId
+from store.versions import Resolution, resolve
 
 LIMIT = 64 << 20
 """Bytes that rank 0 tells the others at most."""
 
 
-def lent(catalog: Catalog, version: MemoryVersion, adapter: Adapter, group: Group) -> Mapping[Piece, bytes] | None:
-    """What the ranks lack of the version, on all of them; None where it is not to be had."""
-    lacks = group.gather(everywhere(group, partial(_lacking, catalog, version, adapter, group.rank)))
+def lent(
+    catalog: Catalog, commit: SaveId, version: MemoryVersion, adapter: Adapter, group: Group
+) -> Mapping[Piece, bytes] | None:
+    """What the ranks lack of the version, on all of them; None where it is not to be had.
+
+    catalog: the store with the version on top; commit: what is to be resumed of it."""
+    lacks = group.gather(everywhere(group, partial(_lacking, catalog, commit, version, adapter, group.rank)))
     if any(one is None for one in lacks):
         return None
     wanted = sorted(set().union(*lacks))
@@ -54,7 +58,9 @@ def _read(catalog: Catalog, version: MemoryVersion, wanted: list[Piece]) -> dict
     return found
 
 
-def _lacking(catalog: Catalog, version: MemoryVersion, adapter: Adapter, rank: int) -> set[Piece] | None:
+def _lacking(
+    catalog: Catalog, commit: SaveId, version: MemoryVersion, adapter: Adapter, rank: int
+) -> set[Piece] | None:
     """Bytes of the version that this rank will read, and whose payload is on another node."""
     if len(version.payloads) == len(version.parts):
         return set()
@@ -65,14 +71,13 @@ def _lacking(catalog: Catalog, version: MemoryVersion, adapter: Adapter, rank: i
         for tensor in part.run_tensors
     }
     try:
-        entries = _entries(Catalog(Overlay(catalog.files, version), catalog.record), version, adapter)
+        entries = _entries(resolve(catalog, commit), version.save, adapter)
     except StoreError:
         return None
     return {piece for piece in run_state | entries if piece[0] not in version.payloads and piece[2]}
 
 
-def _entries(catalog: Catalog, version: MemoryVersion, adapter: Adapter) -> set[Piece]:
-    resolution = resolve(catalog, version.save)
+def _entries(resolution: Resolution, save: SaveId, adapter: Adapter) -> set[Piece]:
     index = FragmentIndex(resolution.sources())
     slots: dict[str, dict[str, str]] = {}
     for source in resolution.sources():
@@ -89,6 +94,6 @@ def _entries(catalog: Catalog, version: MemoryVersion, adapter: Adapter) -> set[
         wanted = Fragment(place.fragment.fqn, slot, place.fragment.start, place.fragment.numel)
         for copy in index.cover(wanted):
             part, entry = copy.source.part, copy.source.entry
-            if part.save == version.save:
+            if part.save == save:
                 found.add((part.rank, entry.offset, entry.nbytes))
     return found

@@ -9,26 +9,30 @@ so. The background thread owns a version's payload from :meth:`MemoryTier.keep` 
 from __future__ import annotations
 
 import logging
+import mmap
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from monitor.heading import Head
 from monitor.job import Job
 from monitor.opened import OpenedStore
 from monitor.pacing_memory import MemoryPace
+from monitor.pinning import Pins
 from monitor.remembered import Remembered, newest_remembered
-from monitor.remembering import RunState, Version, fragments_bytes, lay_out, remember
+from monitor.remembering import Laid, RunState, Version, fragments_bytes, lay_out, remember
 from monitor.run_state import captured, to_tree
 from monitor.saver import Saver
 from monitor.staging import Copying
 from monitor.units import LocalUnit
 from monitor.writer import Done, Writer
 from store.catalog import Catalog
-from store.errors import StorageError, UsageError
+from store.errors import DriftpointError, StorageError, StoreError
 from store.memory.arena import Arena
 from store.memory.cleaning import clear_old
+from store.memory.held import look
 from store.memory.tier import Tier
 from store.names import BUFFER, FROZEN, SaveId, Unit
 
@@ -76,8 +80,11 @@ class MemoryTier:
         self._tier = Tier(Path(settings.path), opened.catalog.store_id)
         self._versions = settings.versions
         self._pace = MemoryPace(settings.every, settings.stall_share)
+        self._encodings = job.config.memory_encodings()
         self._head = Head(job)
         self._arena: Arena | None = None
+        self._pins = Pins()
+        self._on_device = any(one.is_cuda for one in job.adapter.module.parameters())
         self._writer: Writer[float] = Writer(f"driftpoint-memory-{job.group.rank}")
         self._pending: _Pending | None = None
         self._outcome: Done[float] | None = None
@@ -96,17 +103,20 @@ class MemoryTier:
     def find(self, catalog: Catalog) -> Remembered | None:
         """What a resume may use. Collective."""
         self._drain()
-        effective = self._job.config.resume.at == "effective"
-        return newest_remembered(self._tier, catalog, self._job.adapter, self._group, effective=effective)
+        return newest_remembered(self._tier, catalog, self._job.adapter, self._group)
 
     def begin(self, local: Mapping[Unit, LocalUnit], kept: SaveId | None) -> None:
         """Resumed, or begun anew: take memory, that of earlier incarnations first. Collective.
 
         kept: the version that the job stands on, which stays until there is a newer one. Without room on any rank
         there is no memory tier on any."""
-        if self._arena is not None and kept is not None:
-            slot = self._arena.holding(kept)
-            self._whole = None if slot is None else (slot, kept)
+        if self._arena is not None:
+            # What else there is, is of steps that the job has just gone back behind.
+            slot = None if kept is None else self._arena.holding(kept)
+            self._whole = None if slot is None or kept is None else (slot, kept)
+            arena = self._arena
+            for other in (one for one in arena.slots if one != slot):
+                _trying(lambda other=other: arena.drop(other))  # type: ignore[misc]
         elif self._arena is None and not self._off:
             self._whole = None
             problem = self._opened_arena(local, kept)
@@ -165,9 +175,10 @@ class MemoryTier:
         self._outcome = None
         try:
             version = self._staged(save, kept, slot)
-        except Exception as error:  # noqa: BLE001 - the edge to the user's own objects: told as this version's failure
-            self._failures += 1
-            self._refused = str(error) or repr(error)
+        except Exception as error:  # noqa: BLE001 - the edge to the user's own objects: kept as the version's failure
+            if isinstance(error, StorageError):
+                self._failures += 1
+                self._refused = str(error)
             self._pending = _Pending(self._writer.submit(_raising(error)), save, slot)
         else:
             self._pending = _Pending(self._writer.submit(lambda: remember(version)), save, slot)
@@ -175,14 +186,16 @@ class MemoryTier:
         self._pace.stalled(time.perf_counter() - began)
 
     def close(self, *, remove: bool) -> None:
-        """Let go of the memory. remove: nobody will resume from it."""
+        """Let go of the memory. remove: nobody will resume from it, even where it is newer than every commit."""
         if not self._writer.join(min(30.0, self._job.config.timeouts.close)):
             _log.warning("the version in memory of this rank is not finished and is given up")
             remove = False
         self._writer.stop()
         if self._arena is not None:
             self._pending = None
+            self._pins.release()
             arena, self._arena = self._arena, None
+            remove = remove or self._outranked()
             if remove:  # what the job began with may be all that there is
                 _trying(lambda: arena.take_rest(self._group.world_size))
             _trying(lambda: arena.close(remove=remove))
@@ -195,16 +208,30 @@ class MemoryTier:
             nbytes = self._needed({unit: part for unit, part in local.items() if unit.slot != FROZEN})
             # With an older version to keep, the last payload is that one's, once it is not needed any more.
             for slot in self._arena.slots[: -1 if kept is not None else None]:
-                self._arena.room(slot, nbytes)
+                self._room(self._arena, slot, nbytes)
         except (StorageError, OSError) as error:
             return str(error)
         return None
 
+    def _outranked(self) -> bool:
+        """Whether a commit is as new as what is in memory. What cannot be told is not."""
+        try:
+            newest = max(self._opened.catalog.saves(), default=None)
+            return newest is not None and all(save <= newest for save in look(self._tier).versions)
+        except (StoreError, OSError):
+            return False
+
     def _slots(self) -> tuple[int, ...]:
         return () if self._arena is None else self._arena.slots
 
+    def _room(self, arena: Arena, slot: int, nbytes: int) -> mmap.mmap:
+        memory = arena.room(slot, nbytes)
+        if self._on_device:
+            self._pins.pin(memory)
+        return memory
+
     def _needed(self, local: Mapping[Unit, LocalUnit]) -> int:
-        return fragments_bytes(local) + _MARGIN
+        return fragments_bytes(local, self._encodings) + _MARGIN
 
     def _staged(self, save: SaveId, local: Mapping[Unit, LocalUnit], slot: int) -> Version:
         arena = self._arena
@@ -214,16 +241,9 @@ class MemoryTier:
             arena.take_rest(self._group.world_size)  # the one that there is gets replaced, also an earlier job's
         tree, leaves = to_tree(captured(self._job.adapter, self._job.user, self._group.rank))
         run = RunState(tree, leaves)
-        laid, end = lay_out(local, lambda nbytes: arena.room(slot, nbytes), max(run.nbytes, _MARGIN))
-        copying = Copying()
-        tensors = {piece.fragment: piece.tensor for part in local.values() for piece in part.pieces}
-        for buffers in (True, False):  # a forward may change buffers: theirs are copied at once
-            chosen = [one for one in laid if (one.unit.slot == BUFFER) == buffers]
-            now = Copying() if buffers else copying
-            now.add([tensors[one.fragment] for one in chosen], [one.copy for one in chosen])
-            now.start()
-            if buffers or not self._saver.lazy:
-                now.finish()
+        room = partial(self._room, arena, slot)
+        laid, end = lay_out(local, self._encodings, room, max(run.nbytes, _MARGIN))
+        copying = self._begun(laid)
         first = self._group.rank == 0
         return Version(
             arena=arena,
@@ -241,6 +261,21 @@ class MemoryTier:
             copying=copying,
         )
 
+    def _begun(self, laid: Sequence[Laid]) -> Copying:
+        """The copies: buffers' at once, since a forward may change them, the others' at once or beside training."""
+        copying, now = Copying(), Copying()
+        for one in laid:
+            if one.encoded is not None:
+                copying.add_encoded([one.encoded])
+            else:
+                (now if one.unit.slot == BUFFER else copying).add([one.source], [one.copy])
+        now.start()
+        now.finish()
+        copying.start()
+        if not self._saver.lazy:
+            copying.finish()
+        return copying
+
     def _before_update(self) -> None:
         """An optimizer step is about to change the state: what is not copied yet must be waited for."""
         copying, self._copying = self._copying, None
@@ -249,7 +284,6 @@ class MemoryTier:
             copying.finish()
             waited = time.perf_counter() - began
             self._job.metrics.copy_wait.observe(waited)
-            self._job.spending.stalled(waited)
             self._pace.stalled(waited)
 
     def _collect(self) -> None:
@@ -269,6 +303,7 @@ class MemoryTier:
         elif arena is not None:
             first = self._whole is None
             self._whole = (pending.slot, pending.save)
+            self._job.daemon.remembered(pending.save)
             if self._group.rank == 0:
                 self._job.metrics.remembered(pending.save.step, (outcome.result if outcome else None) or 0.0)
             if first:
@@ -290,7 +325,7 @@ class MemoryTier:
             self._pending = replace(self._pending, abandoned=True)
 
     def _tell_failed(self, save: SaveId, error: BaseException) -> None:
-        expected = isinstance(error, StorageError | UsageError) or type(error).__name__ == "SaveError"
+        expected = isinstance(error, DriftpointError)
         self._job.metrics.failures.labels("memory").inc()
         _log.warning(
             "rank %d: no version of step %d in memory: %s",
@@ -306,6 +341,7 @@ class MemoryTier:
             self._job.metrics.failures.labels("memory").inc()
             _log.error("the memory tier is off, saves go to the store alone: %s", why)
         arena, whole = self._arena, self._whole
+        self._pins.release()
         if arena is not None and whole is None:
             self._arena = None
             _trying(lambda: arena.close(remove=True))

@@ -60,6 +60,12 @@ class Metrics:
         self.observed_avoided = Counter(
             "driftpoint_observed_avoided_bytes", "Bytes that full saves would have written besides", registry=registry
         )
+        self.preemptions = Counter(
+            "driftpoint_preemptions",
+            "Ends of the job that a signal announced, by what of the last step was saved",
+            ("outcome",),
+            registry=registry,
+        )
         self.budget = Gauge(
             "driftpoint_budget_bytes",
             "Bytes that policy budget may spend now; below 0, what earlier saves overdrew",

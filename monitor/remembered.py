@@ -1,32 +1,31 @@
-"""At a resume: is there a version in memory that is newer than what the store gives, and can every rank read it?
+"""At a resume: is there a version in memory that is newer than every commit, and can every rank read what it needs?
 
 Ranks of different nodes see different memory. So each tells what lies on its node, all of them pick the same version,
 put it together from what the nodes tell, and use it only if every rank finds the bytes that it will need on its own
-node, but for the little that rank 0 tells the others. Else the store is resumed from, as if there were no memory tier.
-Collective; changes nothing.
+node. Else the store is resumed from, as if there were no memory tier. Collective; changes nothing.
 """
 
 from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from monitor.adapters.base import Adapter
 from monitor.agree import everywhere, on_first
 from monitor.group import Group
 from monitor.lending import lent
-from monitor.resume import Resumed
 from store.catalog import Catalog
-from store.certificate import certify
-from store.errors import NothingToResumeError, StoreError
+from store.errors import StoreError
 from store.memory.held import Node, look
 from store.memory.overlay import Overlay
 from store.memory.tier import Tier
-from store.memory.version import MemoryVersion, Share, assembled, continued, share_of
+from store.memory.version import MemoryVersion, Share, assembled, mixed, share_of
 from store.names import SaveId
+from store.schema import ManifestRecord
 from store.versions import Resolution, newest_resumable, resolve
 
 _log = logging.getLogger("driftpoint")
@@ -34,62 +33,53 @@ _log = logging.getLogger("driftpoint")
 
 @dataclass(frozen=True)
 class Remembered:
-    """A version in memory, and the store with it on top."""
+    """A version in memory, and the store with it on top.
+
+    commit: what to resume from that: the version itself, or a commit some of whose layers are older than in memory."""
 
     save: SaveId
+    commit: SaveId
     catalog: Catalog
 
 
 @dataclass(frozen=True)
+class _OnDisk:
+    """The newest commit that can be resumed, and the oldest version of what moves in it, by name; rank 0's."""
+
+    newest: str
+    oldest: str
+
+
+@dataclass(frozen=True)
 class _Sight:
-    """What one rank tells of its node: versions, and the ranks whose share is there."""
+    """What one rank tells of its node: versions newer than what is on disk, and the ranks whose share is there."""
 
     node: str
     versions: Mapping[str, tuple[int, ...]]
 
 
-def newest_remembered(
-    tier: Tier, catalog: Catalog, adapter: Adapter, group: Group, *, effective: bool
-) -> Remembered | None:
-    """The newest version that every rank can read; None where the store's newest commit is as good. Collective.
+def newest_remembered(tier: Tier, catalog: Catalog, adapter: Adapter, group: Group) -> Remembered | None:
+    """The newest version that every rank can read, if all or some of it is newer than what the newest commit has.
 
-    effective: a commit counts as of its effective step, which is where a resume goes on from it."""
-    node = _look(tier)
-    sights = group.gather(_sight(tier, node))
-    for name in _newer(sights, catalog, group, effective):
-        save = SaveId.parse(name)
-        found = _put_together(save, node, group, tells=_tells(sights, group.rank))
-        if found is None:
+    None where the store is as good. Collective."""
+    suspect = group.from_first(_newest_suspect(catalog) if group.rank == 0 else None)
+    node = _look(tier, None if suspect is None else SaveId.parse(suspect))
+    disk = group.from_first(_on_disk(catalog) if group.rank == 0 else None)
+    sights = group.gather(_sight(tier, node, disk))
+    for name in _candidates(sights):
+        found = _put_together(SaveId.parse(name), node, group, tells=_tells(sights, group.rank))
+        remembered = everywhere(group, partial(_over, catalog, found, disk))
+        if found is None or remembered is None:
             continue
-        found = continued(found, on_first(group, lambda save=save: _before(save, catalog)))  # type: ignore[misc]
-        told = lent(catalog, found, adapter, group)
+        told = lent(remembered.catalog, remembered.commit, found, adapter, group)
         if told is not None:
-            return Remembered(save, Catalog(Overlay(catalog.files, replace(found, lent=told)), catalog.record))
+            return _over(catalog, replace(found, lent=told), disk)
         _log.warning(
             "memory holds step %d, but not every rank finds what it needs on its own node (ranks moved, or the world "
             "changed): going on from the store",
-            save.step,
+            found.save.step,
         )
     return None
-
-
-def resume_remembered(
-    attempt: Callable[[Catalog], Resumed | None], catalog: Catalog, remembered: Remembered | None
-) -> tuple[Resumed | None, Remembered | None]:
-    """What a resume brought, and the version that it is, if it is one. attempt: resumes a store. Collective.
-
-    Where the version's bytes are so wrong that it is not used, there may be a commit that it was preferred to, or none
-    at all, which is no error: the job begins anew."""
-    if remembered is not None:
-        try:
-            found = attempt(remembered.catalog)
-        except NothingToResumeError as error:  # alike on all ranks, before anything has changed
-            _log.error("memory: %s", error)
-        else:
-            if found is not None and found.resolution.manifest.save == remembered.save:
-                return found, remembered
-            _log.error("memory: step %d cannot be read: going on from the store", remembered.save.step)
-    return attempt(catalog), None
 
 
 def newest_on_disk(catalog: Catalog, group: Group) -> Resolution | None:
@@ -97,7 +87,14 @@ def newest_on_disk(catalog: Catalog, group: Group) -> Resolution | None:
 
     None, on all ranks, where there is none: then the next save is a first one."""
 
-    found = on_first(group, lambda: _newest_whole(catalog))
+    def name() -> str | None:
+        catalog.forget()
+        try:
+            return newest_resumable(catalog)[0].manifest.save.name
+        except StoreError:
+            return None
+
+    found = on_first(group, name)
     if found is None:
         return None
     try:
@@ -107,7 +104,13 @@ def newest_on_disk(catalog: Catalog, group: Group) -> Resolution | None:
         return None
 
 
-def _look(tier: Tier) -> Node:
+def _newest_suspect(catalog: Catalog) -> str | None:
+    found = max(catalog.suspects().saves, default=None)
+    return None if found is None else found.name
+
+
+def _look(tier: Tier, suspect: SaveId | None) -> Node:
+    """What this node has, but for what is no newer than a state that jobs died of: it is that one, or as bad."""
     try:
         node = look(tier)
     except (StoreError, OSError) as error:
@@ -115,60 +118,52 @@ def _look(tier: Tier) -> Node:
         return Node({})
     for problem in node.problems:
         _log.warning("memory: %s", problem)
-    return node
+    sound = {save: held for save, held in node.versions.items() if suspect is None or save > suspect}
+    if len(sound) < len(node.versions):
+        _log.warning("what memory holds is not used: jobs died that resumed from %s (`driftpoint status`)", suspect)
+    return Node(sound, node.problems)
 
 
-def _newer(sights: list[_Sight], catalog: Catalog, group: Group, effective: bool) -> list[str]:
-    """Versions that are newer than what the store can give, newest first. The same list on all ranks."""
-    found = _candidates(sights)
-    newer = _after(found, on_first(group, lambda: _newest_commit(catalog)))
-    if newer or not found:
-        return newer
-    # That commit may be damaged; or a composite, whose weights are older on average than a version before it.
-    newest, stands = on_first(group, lambda: _standing(catalog))
-    newer = _after(found, newest)
-    if newer or newest is None or not effective:
-        return newer
-    epoch = SaveId.parse(newest).epoch
-    return [name for name in found if SaveId.parse(name).epoch == epoch and SaveId.parse(name).step > stands]
-
-
-def _standing(catalog: Catalog) -> tuple[str | None, float]:
-    """The newest commit that is whole, and its effective step."""
+def _on_disk(catalog: Catalog) -> _OnDisk | None:
+    """None where nothing there can be resumed: what is damaged on disk may be whole in memory."""
     catalog.forget()
     try:
-        resolution, passed_over = newest_resumable(catalog)
-    except StoreError as error:
-        _log.warning("%s", error)
-        return None, 0.0
-    for problem in passed_over:
-        _log.warning("resume: %s", problem)
-    return resolution.manifest.save.name, certify(resolution).effective_step
-
-
-def _after(names: list[str], newest: str | None) -> list[str]:
-    return [name for name in names if newest is None or SaveId.parse(name) > SaveId.parse(newest)]
-
-
-def _newest_commit(catalog: Catalog) -> str | None:
-    catalog.forget()
-    try:
-        return next((save.name for save in catalog.saves()), None)
+        manifest = newest_resumable(catalog)[0].manifest
     except StoreError:
         return None  # a resume from the store will say it
+    oldest = min((unit.version for unit in manifest.units if unit.moving), default=manifest.save)
+    return _OnDisk(manifest.save.name, oldest.name)
 
 
-def _newest_whole(catalog: Catalog) -> str | None:
-    catalog.forget()
-    try:
-        return newest_resumable(catalog)[0].manifest.save.name
-    except StoreError:
+def _over(catalog: Catalog, found: MemoryVersion | None, disk: _OnDisk | None) -> Remembered | None:
+    """The store with the version on top; None where nothing in it is newer."""
+    if found is None:
         return None
+    if disk is None or found.save > SaveId.parse(disk.newest):
+        return Remembered(
+            found.save, found.save, Catalog(Overlay(catalog.files, found, _continued(found, disk)), catalog.record)
+        )
+    commit = SaveId.parse(disk.newest)
+    manifest = mixed(catalog.manifest(commit), found.manifest)
+    if manifest is None:
+        return None
+    return Remembered(found.save, commit, Catalog(Overlay(catalog.files, found, manifest), catalog.record))
 
 
-def _sight(tier: Tier, node: Node) -> _Sight:
+def _continued(found: MemoryVersion, disk: _OnDisk | None) -> ManifestRecord:
+    """The version's manifest, as what follows the newest commit of its own epoch, in which a job only goes forward.
+
+    When it was kept that was not known to be committed; and what is wrong of the version falls back to it."""
+    newest = None if disk is None else SaveId.parse(disk.newest)
+    if newest is None or newest.epoch != found.save.epoch:
+        return found.manifest
+    return found.manifest.model_copy(update={"previous": newest.name})
+
+
+def _sight(tier: Tier, node: Node, disk: _OnDisk | None) -> _Sight:
+    newer = {save: held for save, held in node.versions.items() if disk is None or save > SaveId.parse(disk.oldest)}
     where = f"{socket.gethostname()} {_boot()} {tier.folder} {_mount(tier)}"
-    return _Sight(where, {save.name: tuple(sorted(held)) for save, held in node.versions.items()})
+    return _Sight(where, {save.name: tuple(sorted(held)) for save, held in newer.items()})
 
 
 def _mount(tier: Tier) -> str:
@@ -189,7 +184,7 @@ def _boot() -> str:
 
 
 def _candidates(sights: list[_Sight]) -> list[str]:
-    """Versions of which ranks from 0 on are somewhere, newest first. The same list on all ranks."""
+    """Versions, newest first, of which some rank 0 is somewhere. The same list on all ranks."""
     ranks: dict[str, set[int]] = {}
     for sight in sights:
         for name, there in sight.versions.items():
@@ -201,15 +196,6 @@ def _candidates(sights: list[_Sight]) -> list[str]:
 def _tells(sights: list[_Sight], rank: int) -> bool:
     """Whether this rank is the one that tells for its node."""
     return next(index for index, sight in enumerate(sights) if sight.node == sights[rank].node) == rank
-
-
-def _before(save: SaveId, catalog: Catalog) -> str | None:
-    """The newest commit that the version continues. In one epoch a job only goes forward, so what it committed before
-    is of the same branch; when the version was kept it may not have been known to be committed."""
-    try:
-        return next((one.name for one in catalog.saves() if one.epoch == save.epoch and one.step <= save.step), None)
-    except StoreError:
-        return None
 
 
 def _put_together(save: SaveId, node: Node, group: Group, *, tells: bool) -> MemoryVersion | None:

@@ -10,32 +10,45 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from monitor.dtypes import dtype_name
+from monitor.encoded_copy import EncodedCopy, Lost
 from monitor.staging import Copying, as_bytes
 from monitor.units import LocalUnit
+from store.encoding import encoding_named
 from store.errors import SaveError
 from store.memory.arena import Arena
 from store.memory.record import READER, VersionRecord
 from store.names import BUFFER, RAW, Fragment, SaveId, Unit
 from store.record import digest
-from store.schema import Entry, ManifestRecord, PartRecord, StateTensor
+from store.schema import Entry, ManifestRecord, MeasureRecord, PartRecord, StateTensor
 from store.tree import Leaf
 
 _ALIGN = 64
+_NEITHER = torch.empty(0)
 
 
 @dataclass(frozen=True)
 class Laid:
-    """A fragment's place in the payload. copy: 1-d view of the payload, of the live dtype."""
+    """A fragment's place in the payload.
+
+    source: live, 1-d. copy: 1-d view of the payload, of the live dtype, or uint8 where it is encoded on the way."""
 
     unit: Unit
     fragment: Fragment
     offset: int
+    source: torch.Tensor
     copy: torch.Tensor
+    encoding: str = RAW
+
+    @cached_property
+    def encoded(self) -> EncodedCopy | None:
+        """How it is copied, where it is encoded."""
+        return None if self.encoding == RAW else EncodedCopy(self.source, self.encoding, self.copy, _NEITHER)
 
 
 @dataclass(frozen=True)
@@ -72,20 +85,23 @@ class Version:
     copying: Copying
 
 
-def fragments_bytes(local: Mapping[Unit, LocalUnit]) -> int:
-    """Bytes of a payload that the fragments take."""
-    return _end(list(_placed(local)))
+def fragments_bytes(local: Mapping[Unit, LocalUnit], encodings: Mapping[str, str]) -> int:
+    """Bytes of a payload that the fragments take. encodings: by slot, of those that are not raw."""
+    return _end(list(_placed(local, encodings)))
 
 
-def lay_out(local: Mapping[Unit, LocalUnit], room: Callable[[int], Any], more: int) -> tuple[list[Laid], int]:
+def lay_out(
+    local: Mapping[Unit, LocalUnit], encodings: Mapping[str, str], room: Callable[[int], Any], more: int
+) -> tuple[list[Laid], int]:
     """Places for every fragment in ``room(bytes)``, a buffer with ``more`` bytes behind them; and where they end."""
-    placed = list(_placed(local))
+    placed = list(_placed(local, encodings))
     end = _end(placed)
     memory = room(end + more)
     laid = []
-    for unit, fragment, tensor, offset in placed:
-        view = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=offset)
-        laid.append(Laid(unit, fragment, offset, view))
+    for one in placed:
+        dtype = one.tensor.dtype if one.encoding == RAW else torch.uint8
+        view = torch.frombuffer(memory, dtype=torch.uint8, count=one.nbytes, offset=one.offset).view(dtype)
+        laid.append(Laid(one.unit, one.fragment, one.offset, one.tensor, view, one.encoding))
     return laid, end
 
 
@@ -112,6 +128,7 @@ def remember(version: Version) -> float:
         header_bytes=0,
         header_xxh3_128=digest(b""),
         entries=entries,
+        measures=_lost(version.laid),
         run_state=version.run.tree,
         run_tensors=tensors,
         facts=dict(version.facts),
@@ -120,21 +137,32 @@ def remember(version: Version) -> float:
     return time.monotonic() - began
 
 
-def _placed(local: Mapping[Unit, LocalUnit]) -> list[tuple[Unit, Fragment, torch.Tensor, int]]:
+@dataclass(frozen=True)
+class _Placed:
+    unit: Unit
+    fragment: Fragment
+    tensor: torch.Tensor
+    encoding: str
+    offset: int
+    nbytes: int
+
+
+def _placed(local: Mapping[Unit, LocalUnit], encodings: Mapping[str, str]) -> list[_Placed]:
     found, end = [], 0
     for unit, part in local.items():
         for piece in part.pieces:
-            found.append((unit, piece.fragment, piece.tensor, end))
-            nbytes = piece.tensor.numel() * piece.tensor.element_size()
+            dtype = dtype_name(piece.tensor.dtype)
+            encoding = encodings.get(unit.slot, RAW)
+            if not encoding_named(encoding).applies(dtype):
+                encoding = RAW
+            nbytes = encoding_named(encoding).stored_bytes(piece.tensor.numel(), dtype)
+            found.append(_Placed(unit, piece.fragment, piece.tensor, encoding, end, nbytes))
             end = _aligned(end + nbytes)
     return found
 
 
-def _end(placed: Sequence[tuple[Unit, Fragment, torch.Tensor, int]]) -> int:
-    if not placed:
-        return 0
-    _, _, tensor, offset = placed[-1]
-    return _aligned(offset + tensor.numel() * tensor.element_size())
+def _end(placed: Sequence[_Placed]) -> int:
+    return _aligned(placed[-1].offset + placed[-1].nbytes) if placed else 0
 
 
 def _aligned(nbytes: int) -> int:
@@ -143,6 +171,13 @@ def _aligned(nbytes: int) -> int:
 
 def _require_finite(one: Laid) -> None:
     """What a health gate keeps out of commits is kept out of memory: a version with it would replace a good one."""
+    if one.encoded is not None:
+        if not one.encoded.held:
+            raise SaveError(
+                f"{one.fragment.fqn} ({one.unit.slot}) holds NaN, Inf or what {one.encoding} cannot: memory keeps the "
+                "version before"
+            )
+        return
     if not one.copy.numel() or not (one.copy.is_floating_point() or one.copy.is_complex()):
         return
     values = torch.view_as_real(one.copy).reshape(-1) if one.copy.is_complex() else one.copy
@@ -162,11 +197,33 @@ def _entry(one: Laid) -> Entry:
         fqn=one.fragment.fqn,
         start=one.fragment.start,
         numel=one.fragment.numel,
-        dtype=dtype_name(one.copy.dtype),
-        encoding=RAW,
+        dtype=dtype_name(one.source.dtype),
+        encoding=one.encoding,
         offset=one.offset,
         nbytes=len(data),
         xxh3_128=digest(data),
+    )
+
+
+def _lost(laid: Sequence[Laid]) -> tuple[MeasureRecord, ...]:
+    """What encodings lost, by unit."""
+    found: dict[Unit, Lost] = {}
+    for one in laid:
+        if one.encoded is not None:
+            total = found.setdefault(one.unit, Lost())
+            total.error_sq += one.encoded.lost.error_sq
+            total.decoded_sq += one.encoded.lost.decoded_sq
+    return tuple(
+        MeasureRecord(
+            layer=unit.layer,
+            slot=unit.slot,
+            moved_sq=0.0,
+            reference_sq=0.0,
+            finite=True,
+            error_sq=lost.error_sq,
+            decoded_sq=lost.decoded_sq,
+        )
+        for unit, lost in found.items()
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from policies.base import Choice, UnitStats
+from store.errors import PREEMPTED
 from store.names import Unit
 
 
@@ -19,6 +20,7 @@ class StepReport:
     and where nothing was measured. saved: units that this save holds, with the reason for each.
     choices: the whole decision with its reasons; rank 0 only. staged_bytes: copied on this rank.
     stall_seconds: time the training thread was kept. interval: steps to the next decision, under ``every: auto``.
+    preempted: the end of the job was announced, and this is its last step; ``skipped`` may be ``failed`` then.
     """
 
     step: int
@@ -30,3 +32,12 @@ class StepReport:
     stall_seconds: float = 0.0
     problem: str | None = None
     interval: int | None = None
+    preempted: bool = False
+
+
+class Preempted(SystemExit):
+    """The end of the job was announced, and what time allowed is saved. Uncaught, the process exits with code 75."""
+
+    def __init__(self, report: StepReport) -> None:
+        super().__init__(PREEMPTED)
+        self.report = report

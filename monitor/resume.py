@@ -35,12 +35,14 @@ class Resumed:
     """What the job stands on now.
 
     onward: the save whose run state it has, and so the step that it goes on from. notes: what was damaged, skipped or
-    converted, for people. rounded: what the live dtypes could not hold, over all ranks; the state is not exact then."""
+    converted, for people. rounded: what the live dtypes could not hold, over all ranks; the state is not exact then.
+    memory: the version in memory that this is, if it is one."""
 
     resolution: Resolution
     onward: Onward
     notes: tuple[str, ...]
     rounded: tuple[str, ...]
+    memory: SaveId | None = None
 
 
 @dataclass(frozen=True)

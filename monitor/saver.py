@@ -151,7 +151,7 @@ class Saver:
             committing = self._committing(save, decided)
             self._job.spending.begin(step, decided.stats, decided.saved, first=self._job.ledger.newest is None)
         segment, unstorable = self._segment(save, decided)
-        packing = self._packing(save, staged, lasting=not decided.forced)
+        packing = self._packing(save, staged, decided)
         job = SaveJob(self._opened.files, segment, staged, copying, self._meter, packing, committing, unstorable)
         for unit in staged:
             if unit.measure is not None and encoding_named(unit.encoding).lossless:
@@ -200,9 +200,20 @@ class Saver:
         """Whether the save that this rank settled or finished last failed."""
         return self._failed
 
+    def wait(self, timeout: float) -> bool:
+        """Wait for the save under way on this rank, not for what is tidied up after it; not collective.
+
+        Whether it is over, whatever became of it."""
+        over = self._pending is None or self._writer.wait(self._pending.number, timeout)
+        self._collect()
+        return over
+
     def flush(self, timeout: float) -> None:
-        """Wait for the save under way on this rank; not collective. Rank 0 waits for the commit."""
-        if not self._writer.join(timeout):
+        """Wait for the save under way on this rank, and for upkeep; not collective. Rank 0 waits for the commit."""
+        if not self._writer.join(timeout) and self.wait(0.0):
+            _log.warning("upkeep of the store is not finished after %.0f s, and is left to the next job", timeout)
+            self._metrics.failures.labels("close_timeout").inc()
+        elif not self.wait(0.0):
             _log.error(
                 "the save of step %s is not finished after %.0f s and is given up; the commit before it is intact",
                 self._pending.save.step if self._pending else "?",
@@ -275,19 +286,24 @@ class Saver:
             self.upkeep(lambda: discard(files, save, rank), f"removing what the failed save of step {save.step} left")
         self._pending = self._outcome = None
 
-    def _packing(self, save: SaveId, staged: Sequence[StagedUnit], lasting: bool) -> SavePacking:
+    def _packing(self, save: SaveId, staged: Sequence[StagedUnit], decided: Decided) -> SavePacking:
         now, before = time.monotonic(), self._began
         self._began = now
         nbytes = sum(encoded_bytes(unit) for unit in staged)
-        return self._packer.begin(save, nbytes, now - before if before else None, lasting)
+        interval = 0.0 if decided.preempted else now - before if before else None  # no time to lose: the quickest
+        return self._packer.begin(save, nbytes, interval, lasting=not decided.forced)
 
     def _told(self, pending: _Pending, outcome: Done[Saved | None]) -> Drawn | None:
         if self._group.rank == 0:
             if outcome.result is not None and outcome.result.drawn is not None:
                 self._job.spending.committed(outcome.result.written_bytes, outcome.result.seconds)
                 self._job.pace.timing.committed(outcome.result.seconds)
+                units = committed_sizes(outcome.result.drawn).values()
+                self._job.writing.learn(sum(nbytes for nbytes, *_ in units), outcome.result.seconds)
             drawn = tell_save(self._metrics, self._job.ledger, pending.save.step, outcome)
             self._trace(pending.save.step, outcome)
+            if drawn is not None:
+                self._job.daemon.committed(pending.save)
             return drawn
         if outcome.error is not None:
             tell_segment(self._group.rank, pending.save.step, outcome.error)

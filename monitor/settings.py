@@ -119,13 +119,37 @@ class MemorySettings(Settings):
     """The memory tier: every rank's newest state in shared memory, exact, outliving the process; see docs/memory.md.
 
     every: steps between versions, or ``auto``: as often as training waits no more than ``stall_share`` of its time for
-    them. path: where shared memory is. versions: kept side by side; with 1 there is none while it is being replaced."""
+    them. path: where shared memory is. versions: kept side by side; with 1 there is none while it is being replaced.
+    encoding: as for the store; what is not raw takes less memory, more time, and is not exact."""
 
     enabled: bool = False
     every: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
     stall_share: float = Field(default=0.02, gt=0, le=1)
     path: str = Field(default="/dev/shm", min_length=1)
     versions: Literal[1, 2] = 2
+    encoding: str | dict[str, str] = "raw"
+
+
+class PreemptionSettings(Settings):
+    """What is done where a signal announces the end of the job; see docs/preemption.md.
+
+    signals: their names; none: nothing is. grace_seconds: from the signal until the process is killed. exit: whether
+    ``ckpt.step()`` raises SystemExit when all that time allows is saved."""
+
+    signals: list[str] = ["SIGUSR1"]
+    grace_seconds: float = Field(default=30.0, gt=0, le=_LONGEST)
+    exit: bool = True
+
+
+class DaemonSettings(Settings):
+    """The daemon of each node, which writes out of memory what a job leaves there when it dies; see docs/daemon.md.
+
+    start: one where there is none. port: of its metrics. exit_idle_seconds: without a job until it ends by itself."""
+
+    enabled: bool = False
+    start: bool = True
+    port: int = Field(default=9465, ge=0, le=65535)
+    exit_idle_seconds: float = Field(default=3600.0, gt=0, le=1e9)
 
 
 class MetricsSettings(Settings):

@@ -10,12 +10,18 @@ from typing import TYPE_CHECKING
 
 from monitor.ledger import Drawn, Ledger
 from monitor.metrics import Metrics
+from monitor.units import UnitTable, is_moving
+from store.certificate import MEMORY
 from store.errors import DriftpointError
 
 if TYPE_CHECKING:
+    from monitor.config import Config
     from monitor.decided import Decided
+    from monitor.job import Job
+    from monitor.resume import Resumed
     from monitor.save import Saved
     from monitor.writer import Done
+    from store.certificate import Certificate
 
 _log = logging.getLogger("driftpoint")
 
@@ -56,6 +62,69 @@ def show_units(metrics: Metrics, ledger: Ledger, decided: Decided) -> None:
     )
 
 
+def tell_preempted(job: Job, step: int, seconds: float, skipped: str | None) -> None:
+    """Rank 0: what of this step is committed, so long after the end of the job was announced. skipped: why no more."""
+    moving = [unit for unit in job.table.sizes if is_moving(unit)]
+    ages = [job.ledger.staleness(unit, step) for unit in moving]
+    fresh, oldest = ages.count(0), max((age for age in ages if age is not None), default=0)
+    outcome = "full" if fresh == len(moving) else "part" if fresh else "nothing"
+    job.metrics.preemptions.labels(outcome).inc()
+    if outcome == "full":
+        _log.warning("preempted: full save of step %d committed %.1f s after the signal", step, seconds)
+    elif outcome == "part":
+        _log.warning(
+            "preempted: part of step %d committed %.1f s after the signal: %d of %d layer slots, the rest up to %d "
+            "steps stale",
+            *(step, seconds, fresh, len(moving), oldest),
+        )
+    else:
+        newest = job.ledger.newest
+        stands = "there is no commit yet" if newest is None else f"the commit of step {newest.step} is intact"
+        why = _WHY_NOTHING.get(skipped or "", skipped)
+        _log.error("preempted: nothing new is saved at step %d: %s; %s", step, why, stands)
+
+
+def _kind(certificate: Certificate) -> str:
+    if certificate.exact:
+        return "exact"
+    if certificate.max_staleness == 0:
+        return "all of one step, not to the last bit"
+    return f"a composite, up to {certificate.max_staleness} steps stale"
+
+
+def tell_resumed(metrics: Metrics, config: Config, step: int, found: Resumed, certificate: Certificate) -> None:
+    """Rank 0: the job goes on at ``step``, by what was found."""
+    fallbacks = found.resolution.fallbacks
+    metrics.resumed_step.set(step)
+    metrics.effective_step.set(certificate.effective_step)
+    metrics.fallbacks.set(len(fallbacks))
+    metrics.from_memory.set(found.memory is not None)
+    where = config.store
+    if found.memory is not None:
+        sources = {unit.source for unit in certificate.units if unit.moving}
+        where = "memory" if sources == {MEMORY} else f"memory and {config.store}"
+    _log.info("resumed step %d from %s (%s)", certificate.step, where, _kind(certificate))
+    if step != certificate.step:
+        _log.warning(
+            "resume: its weights stand at step %.4g on average, so counters and schedules go on from the save of "
+            "step %d: the steps since are done again; see `resume:` in the configuration",
+            certificate.effective_step,
+            step,
+        )
+    for note in found.notes:
+        _log.warning("resume: %s", note)
+    if fallbacks:
+        _log.error("resume: %d layer slots fell back to an older version; see driftpoint show", len(fallbacks))
+
+
+def tell_unused(config: Config, table: UnitTable) -> None:
+    """Rank 0: encodings for slots that there are not, which would otherwise store everything raw without a word."""
+    slots = {unit.slot for unit in table.sizes}
+    unused = sorted(config.encodings().keys() - slots) if isinstance(config.encoding, dict) else []
+    if unused:
+        _log.warning("encoding: there is no slot %s; this job has %s", ", ".join(unused), ", ".join(sorted(slots)))
+
+
 def tell_segment(rank: int, step: int, error: BaseException) -> None:
     """Another rank: why there will be no commit."""
     _log.warning("rank %d could not write its segment of step %d: %s", rank, step, error, exc_info=_unexpected(error))
@@ -83,6 +152,17 @@ def _unexpected(error: BaseException | None) -> BaseException | None:
     """What nobody raises on purpose is worth its traceback."""
     return None if isinstance(error, DriftpointError) else error
 
+
+_WHY_NOTHING = {
+    None: "nothing moved",
+    "busy": "not enough time",
+    "nothing": "not enough time",
+    "failed": "the save failed",
+    "withheld": "layers without any version have NaN or Inf",
+    "fenced": "another job has taken the store over",
+    "disagree": "ranks are at different steps",
+    "unsupported": "the job is not what was attached",
+}
 
 _WHY_SKIPPED = {
     "busy": (logging.WARNING, "no save at step %d: the one before is still being written"),

@@ -54,6 +54,7 @@ def decision_line(line: DecisionLine, decided: Decided, begun: bool) -> Decision
             "changed": tuple(index[one.unit] for one in decided.seen if one.changed_shape),
             "saved": {index[unit]: choice.encoding for unit, choice in decided.saved.items()} if begun else {},
             "forced": decided.forced,
+            "preempted": decided.preempted,
         }
     )
 

@@ -64,6 +64,11 @@ class Writer(Generic[T]):
             except queue.Empty:
                 return done
 
+    def wait(self, number: int, timeout: float) -> bool:
+        """Wait until this job is finished; False after ``timeout`` seconds."""
+        with self._lock:
+            return self._lock.wait_for(lambda: number not in self._open, max(0.0, timeout))
+
     def join(self, timeout: float) -> bool:
         """Wait until nothing is left to do; False after ``timeout`` seconds."""
         deadline = time.monotonic() + timeout

@@ -21,7 +21,7 @@ from policies.course import Course, Stretch
 from policies.exposure import Held
 from policies.failure import Failure, failure_of
 from policies.fallback import Fallback
-from policies.forced import forced
+from policies.forced import forced, hurried
 from policies.moments import chosen
 from policies.movement import Movement, movement_of
 from policies.options import expected_bytes, expected_error
@@ -255,6 +255,9 @@ class _EraReplay:
         line = moment.line
         history = History(line.step, self._state.commits, line.interval if self._plan.varying else None)
         decision = self._asked(stats, budget, history)
+        if line.preempted:
+            saved = {self._era.units[index].unit: encoding for index, encoding in line.saved.items()}
+            return hurried(decision, stats, saved)
         return forced(decision, stats, "asked for by save()") if line.forced else decision
 
     def _asked(self, stats: tuple[UnitStats, ...], budget: Budget, history: History) -> Decision:

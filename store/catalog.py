@@ -18,6 +18,7 @@ from store.names import SaveId, Unit
 from store.record import unseal
 from store.schema import FORMAT, Entry, GroupRecord, ManifestRecord, PartRecord, StoreRecord, from_bytes
 from store.segments import PART_LIMIT, check_payload_size, parse_part, parts_digest, present_parts
+from store.suspects import Suspects, read_suspects
 
 _MANIFEST_LIMIT = 1 << 26
 _STORE_LIMIT = 1 << 16
@@ -80,6 +81,10 @@ class Catalog:
             return set(_saves_in(self.files, PROVEN))
         except MissingError:
             return set()
+
+    def suspects(self) -> Suspects:
+        """Commits that jobs died of. A mark that cannot be read counts for nothing and is told."""
+        return read_suspects(self.files, self.store_id)
 
     def manifest(self, save: SaveId) -> ManifestRecord:
         """One manifest. DamagedError where it is not whole or not of this store and name."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from store.effective import Aged, Rule, by_pace, effective_step
 from store.encoding import ENCODINGS, encoding_named
-from store.names import WEIGHTS
+from store.names import WEIGHTS, SaveId
 from store.versions import Resolution, Version
 
 MEMORY = "memory"
@@ -110,12 +110,9 @@ def is_lossy(encoding: str) -> bool:
     return known is None or not known.lossless
 
 
-def from_memory(certificate: Certificate) -> Certificate:
-    """The certificate of a version in memory: what is of its own step was read from there."""
-    units = (
-        replace(unit, source=MEMORY) if unit.save == certificate.save and not unit.fallback else unit
-        for unit in certificate.units
-    )
+def from_memory(certificate: Certificate, save: SaveId) -> Certificate:
+    """The same, with what was read from the version ``save`` in memory marked as such."""
+    units = (replace(unit, source=MEMORY) if unit.save == save.name else unit for unit in certificate.units)
     return replace(certificate, units=tuple(units))
 
 

@@ -7,6 +7,7 @@ epochs/000003.closed.json                 its owner came to its end as it was me
 segments/00000120-000003/rank-00007.*     payload (.safetensors) and part (.json) of one rank
 manifests/00000120-000003.json            the commit
 proven/00000120-000003.json               resumed from, and a step succeeded
+suspect/00000120-000003.json              jobs that resumed from it died, again and again
 LATEST                                    a hint, never trusted
 """
 
@@ -23,7 +24,8 @@ EPOCHS = "epochs"
 SEGMENTS = "segments"
 MANIFESTS = "manifests"
 PROVEN = "proven"
-TOP_LEVEL = frozenset({STORE, LOCK, LATEST, EPOCHS, SEGMENTS, MANIFESTS, PROVEN})
+SUSPECT = "suspect"
+TOP_LEVEL = frozenset({STORE, LOCK, LATEST, EPOCHS, SEGMENTS, MANIFESTS, PROVEN, SUSPECT})
 FOREIGN = frozenset({"lost+found"})
 """What a filesystem puts into its own root, where a store may well be."""
 
@@ -80,8 +82,13 @@ def proven_path(save: SaveId) -> str:
     return f"{PROVEN}/{save.name}.json"
 
 
+def suspect_path(save: SaveId) -> str:
+    """Path of the mark that jobs died of a manifest."""
+    return f"{SUSPECT}/{save.name}.json"
+
+
 def parse_save_file(name: str) -> SaveId | None:
-    """The save of a file name in ``manifests/`` or ``proven/``, None for other names."""
+    """The save of a file name in ``manifests/``, ``proven/`` or ``suspect/``, None for other names."""
     stem, dot, suffix = name.rpartition(".")
     return _save_or_none(stem) if dot and suffix == "json" else None
 

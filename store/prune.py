@@ -22,6 +22,7 @@ from store.layout import (
     MANIFESTS,
     PROVEN,
     SEGMENTS,
+    SUSPECT,
     TOP_LEVEL,
     manifest_path,
     parse_rank_file,
@@ -29,6 +30,7 @@ from store.layout import (
     parse_save_file,
     proven_path,
     segment_dir,
+    suspect_path,
 )
 from store.names import SaveId
 from store.retention import Retention, kept
@@ -62,7 +64,7 @@ def plan_prune(catalog: Catalog, retention: Retention) -> PrunePlan:
         return PrunePlan(tuple(sorted(commits.readable)), (), (), (), tuple(strange), 0, blocked)
     # Damaged commits do not count as kept ones; but those newer than all whole ones may still be resumed in part.
     newest_whole = max(commits.whole)
-    keep = kept(commits.whole, catalog.proven(), retention)
+    keep = kept(commits.whole, catalog.proven(), retention, catalog.suspects().saves)
     keep |= {save for save in commits.readable if save > newest_whole}
     keep |= _apart(catalog, commits.whole)
     reachable = {group for save in keep for group in _reached(catalog.manifest(save))}
@@ -70,7 +72,7 @@ def plan_prune(catalog: Catalog, retention: Retention) -> PrunePlan:
     dead = tuple(sorted(group for group in groups if group not in reachable and group < newest))
     dropped = tuple(sorted(set(commits.readable) - keep))
     quiet = sorted(group for group in groups if group < newest and group not in dead)
-    temporaries = tuple(_temporaries(catalog.files, quiet, newest, keep))
+    temporaries = tuple(_temporaries(catalog.files, quiet, newest, keep, set(commits.readable)))
     strange += [path for group in dead for path in _strange_in(catalog.files, group)]
     freed = sum(_group_bytes(catalog.files, group) for group in dead)
     return PrunePlan(tuple(sorted(keep)), dropped, dead, temporaries, tuple(strange), freed)
@@ -105,6 +107,8 @@ def execute(files: Files, plan: PrunePlan) -> None:
     for save in plan.manifests:
         with suppress(MissingError):
             files.unlink(proven_path(save))
+        with suppress(MissingError):
+            files.unlink(suspect_path(save))
     for path in plan.temporaries:
         with suppress(MissingError):
             files.unlink(path)
@@ -184,16 +188,23 @@ def _groups(files: Files) -> tuple[set[SaveId], list[str]]:
     return groups, strange
 
 
-def _temporaries(files: Files, quiet: Sequence[SaveId], newest: SaveId, keep: Set[SaveId]) -> Iterator[str]:
+def _temporaries(
+    files: Files, quiet: Sequence[SaveId], newest: SaveId, keep: Set[SaveId], readable: Set[SaveId]
+) -> Iterator[str]:
     # Never one that may be in use: of the commit after the newest, or a mark that is being set on a kept commit.
     for name in _names(files, MANIFESTS):
         save = parse_save_file(final_name(name) or "")
         if save is not None and save <= newest:
             yield f"{MANIFESTS}/{name}"
-    for name in _names(files, PROVEN):
-        save = parse_save_file(final_name(name) or "")
-        if save is not None and save <= newest and save not in keep:
-            yield f"{PROVEN}/{name}"
+    for marks in (PROVEN, SUSPECT):
+        for name in _names(files, marks):
+            save = parse_save_file(final_name(name) or "")
+            if save is not None and save <= newest and save not in keep:
+                yield f"{marks}/{name}"
+    for name in _names(files, SUSPECT):  # of what is gone: a commit whose prune was cut off, or a version in memory
+        save = parse_save_file(name)
+        if save is not None and save < newest and save not in readable:
+            yield f"{SUSPECT}/{name}"
     for folder in map(segment_dir, quiet):
         yield from (f"{folder}/{name}" for name in _names(files, folder) if is_temporary(name))
 

@@ -1,6 +1,7 @@
 """Which commits to keep: the last few, every N steps, and ever sparser ones further back. Pure.
 
-Silent corruption is found late, so ages are covered in powers of two. The newest proven commit always stays.
+Silent corruption is found late, so ages are covered in powers of two. The newest proven commit always stays. Suspects
+count as little as if they were not there, but for the newest commit of all.
 """
 
 from __future__ import annotations
@@ -30,10 +31,15 @@ class Retention:
             raise ConfigError(f"retention.keep_every is {self.keep_every}: give a number of steps, or leave it out")
 
 
-def kept(saves: Iterable[SaveId], proven: Set[SaveId], retention: Retention) -> set[SaveId]:
-    """The commits to keep of those given. All must be whole: a damaged one must not push out a good one."""
-    newest_first = sorted(saves, reverse=True)
-    keep = set(newest_first[: retention.keep_last])
+def kept(
+    saves: Iterable[SaveId], proven: Set[SaveId], retention: Retention, suspects: Set[SaveId] = frozenset()
+) -> set[SaveId]:
+    """The commits to keep of those given. All must be whole: a damaged one must not push out a good one.
+
+    Nor may a suspect: whatever is kept is chosen among the others, and the newest commit stays besides."""
+    everything = sorted(saves, reverse=True)
+    newest_first = [save for save in everything if save not in suspects] or everything
+    keep = {*everything[:1], *newest_first[: retention.keep_last]}
     keep.update(sorted(proven & set(newest_first), reverse=True)[:1])
     if retention.keep_every is not None:
         keep |= _oldest_in_each(newest_first, [save.step // retention.keep_every for save in newest_first])

@@ -270,6 +270,14 @@ class ProvenRecord(Record):
     by_epoch: Natural
 
 
+class SuspectRecord(Record):
+    """Jobs that resumed from the manifest died before they committed anything. why: of what, for people."""
+
+    store_id: Digest
+    save: SaveName
+    why: Name
+
+
 _R = TypeVar("_R", bound=Record)
 
 

@@ -75,7 +75,8 @@ class DecisionLine(_Line):
 
     drift is all that was measured of it: a policy that does not look at drift decides before moving units are measured.
     offered: bytes that the budget had, null where they were not limited. interval: steps to the next decision. saved:
-    unit -> encoding. skipped: why no save was begun. forced: somebody asked for it. stall: seconds that training
+    unit -> encoding. skipped: why no save was begun. forced: somebody asked for it. preempted: the end of the job
+    did, and time limited it. stall: seconds that training
     waited for the decision. copy_wait: those that an optimizer step waited, since the decision before, for copies."""
 
     kind: Literal["decision"] = "decision"
@@ -94,6 +95,7 @@ class DecisionLine(_Line):
     saved: Mapping[int, str] = {}
     skipped: str | None = None
     forced: bool = False
+    preempted: bool = False
     stall: float = 0.0
     copy_wait: float = 0.0
 

@@ -18,6 +18,7 @@ from store.errors import DamagedError, MissingError, NothingToResumeError, Stora
 from store.layout import segment_dir
 from store.names import Fragment, SaveId, Unit
 from store.schema import GroupRecord, ManifestRecord, PartRecord, UnitRecord
+from store.suspects import resume_order
 
 
 @dataclass(frozen=True)
@@ -90,13 +91,17 @@ def resolve(catalog: Catalog, save: SaveId, bad: Set[Bad] = frozenset()) -> Reso
 def newest_resumable(
     catalog: Catalog, bad: Set[Bad] = frozenset(), skip: Set[SaveId] = frozenset()
 ) -> tuple[Resolution, tuple[str, ...]]:
-    """The newest manifest that resolves, and what was wrong with the newer ones. NothingToResumeError if none does."""
-    passed_over: list[str] = []
-    for save in catalog.saves():
+    """The newest manifest that resolves, and what was wrong with those before it. NothingToResumeError if none does.
+
+    Those that jobs died of come last, see :func:`store.suspects.resume_order`."""
+    suspects = catalog.suspects()
+    passed_over: list[str] = list(suspects.problems)
+    saves = catalog.saves()
+    for save in resume_order(saves, suspects.saves, catalog.proven()):
         if save in skip:
             continue
         try:
-            return resolve(catalog, save, bad), tuple(passed_over)
+            return resolve(catalog, save, bad), (*passed_over, *suspects.told(save, saves))
         except (DamagedError, StorageError) as error:
             passed_over.append(f"{save}: {error}")
     if passed_over:

@@ -1,11 +1,13 @@
 """The exit codes of the command line, and their text for ``--help``.
 
-The numbers live with the errors that cause them; this adds what has no error class.
+The numbers live with what causes them, the errors and the rules of supervision; this adds what has no error class.
 """
 
 from __future__ import annotations
 
+from deploy import supervision
 from store.errors import (
+    PREEMPTED,
     DamagedError,
     DriftpointError,
     NoStoreError,
@@ -14,8 +16,8 @@ from store.errors import (
     UsageError,
 )
 
-OK = 0
-INTERRUPTED = 130
+OK = supervision.OK
+INTERRUPTED = supervision.INTERRUPTED
 BROKEN_PIPE = 141
 
 MEANINGS = {
@@ -26,6 +28,8 @@ MEANINGS = {
     StoreInUseError.exit_code: "the store is in use",
     DamagedError.exit_code: "damaged, but a resume works",
     NothingToResumeError.exit_code: "nothing to resume",
+    PREEMPTED: "preempted",
+    supervision.NO_PROGRESS: "no progress",
     INTERRUPTED: "interrupted",
 }
 

@@ -40,7 +40,8 @@ class Shown:
 
     resumable: whether it gives a checkpoint; where not, the certificate tells what it would be if it were whole.
     others_resumable: whether some commit does. goes_on_at: the step that a job which resumes it goes on from, unless it
-    is set to another; None where it gives no checkpoint.
+    is set to another; None where it gives no checkpoint. suspect: what jobs died of that resumed from it, '' where none
+    did.
     """
 
     manifest: ManifestRecord
@@ -49,6 +50,7 @@ class Shown:
     others_resumable: bool
     problems: tuple[str, ...]
     goes_on_at: int | None = None
+    suspect: str = ""
 
     @property
     def parameters(self) -> int:
@@ -109,6 +111,7 @@ def as_json(shown: Shown) -> dict[str, Any]:
         "policy": shown.manifest.policy,
         "world_size": shown.manifest.world_size,
         "resumable": shown.resumable,
+        "suspect": shown.suspect or None,
         "goes_on_at": shown.goes_on_at,
         "parameters": shown.parameters,
         "nbytes": _nbytes(certificate),
@@ -130,6 +133,8 @@ def draw(console: Console, shown: Shown, *, long: bool) -> None:
     """The text of the command."""
     certificate = shown.certificate
     rows = {"Commit": _title(shown), "Kind": _kind(shown), "Bytes": _bytes(shown)}
+    if shown.suspect:
+        rows["Suspect"] = f"jobs that resumed from it died: {shown.suspect}; older commits are resumed from first"
     if shown.goes_on_at is not None:
         going_on = going_on_text(certificate.step, shown.goes_on_at, certificate.effective_step)
         rows |= {"Resume": going_on} if going_on else {}
@@ -151,13 +156,19 @@ def _look_at(catalog: Catalog, save: SaveId) -> Shown:
         resolution = resolve(catalog, save)
     except (DamagedError, StorageError) as error:
         found = _as_committed(manifest)
-        return Shown(manifest, found, False, _any_resumable(catalog, save), (f"cannot be resumed: {error}",))
+        others = _any_resumable(catalog, save)
+        return Shown(manifest, found, False, others, (f"cannot be resumed: {error}",), suspect=_suspect(catalog, save))
     return _whole(catalog, resolution, resolution.problems)
 
 
 def _whole(catalog: Catalog, resolution: Resolution, problems: tuple[str, ...]) -> Shown:
     onward = goes_on_at(catalog, resolution)
-    return Shown(resolution.manifest, certify(resolution), True, True, problems, onward)
+    manifest = resolution.manifest
+    return Shown(manifest, certify(resolution), True, True, problems, onward, _suspect(catalog, manifest.save))
+
+
+def _suspect(catalog: Catalog, save: SaveId) -> str:
+    return catalog.suspects().why.get(save, "")
 
 
 def _any_resumable(catalog: Catalog, but: SaveId) -> bool:

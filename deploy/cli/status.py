@@ -54,6 +54,7 @@ class StoreStatus:
     root: Path
     store_id: str
     saves: tuple[SaveId, ...]
+    suspects: tuple[SaveId, ...]
     newest: ManifestRecord | None
     epoch: int
     owner: EpochRecord | None
@@ -87,6 +88,7 @@ def look(root: Path) -> StoreStatus:
         root=root.absolute(),
         store_id=catalog.store_id,
         saves=tuple(catalog.saves()),
+        suspects=tuple(save for save in catalog.saves() if save in catalog.suspects().saves),
         newest=newest,
         epoch=epoch,
         owner=_owner(catalog, epoch, problems),
@@ -104,6 +106,7 @@ def as_json(found: StoreStatus) -> dict[str, Any]:
         "store": str(found.root),
         "store_id": found.store_id,
         "commits": [save.name for save in found.saves],
+        "suspects": [save.name for save in found.suspects],
         "newest": None if found.newest is None else _newest_json(found.newest),
         "epoch": found.epoch,
         "owner": None if owner is None else {"host": owner.host, "pid": owner.pid, "started": owner.started},
@@ -215,7 +218,8 @@ def _commits(found: StoreStatus) -> str:
     steps = [save.step for save in found.saves]
     span = f"step {steps[0]}" if len(steps) == 1 else f"steps {min(steps)} to {max(steps)}"
     ever = f"; {found.newest.commits} made so far" if found.newest and found.newest.commits > len(steps) else ""
-    return f"{len(steps)}, {span}{ever}"
+    suspect = f"; suspect: {', '.join(save.name for save in found.suspects)}" if found.suspects else ""
+    return f"{len(steps)}, {span}{ever}{suspect}"
 
 
 def _newest(manifest: ManifestRecord) -> str:

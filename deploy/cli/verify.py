@@ -33,6 +33,7 @@ class Verified:
     store_id: str
     report: VerifyReport
     proven: Set[SaveId]
+    suspects: Set[SaveId]
     in_use: bool
 
     @property
@@ -55,7 +56,8 @@ def check(root: Path) -> Verified:
     total = total_bytes(catalog) if watched() else 0
     with byte_progress("Verifying", total) as progress:
         report = verify_store(catalog, progress)
-    return Verified(root.absolute(), catalog.store_id, report, catalog.proven(), holder(root) is not None)
+    proven, suspects = catalog.proven(), catalog.suspects().saves
+    return Verified(root.absolute(), catalog.store_id, report, proven, suspects, holder(root) is not None)
 
 
 def as_json(found: Verified) -> dict[str, Any]:
@@ -72,6 +74,7 @@ def as_json(found: Verified) -> dict[str, Any]:
                 "save": commit.save.name,
                 "state": commit.state,
                 "proven": commit.save in found.proven,
+                "suspect": commit.save in found.suspects,
                 "problems": list(commit.problems),
             }
             for commit in report.commits
@@ -105,7 +108,7 @@ def _table(found: Verified) -> Any:
         table.add_row(
             save.name,
             str(save.step),
-            "yes" if save in found.proven else "",
+            "suspect" if save in found.suspects else "yes" if save in found.proven else "",
             Text(commit.state, style=_STYLES[commit.state]),
             _resume(commit, found.report),
         )

@@ -1,8 +1,7 @@
 """A store with a version from memory on top: whatever reads stores reads it like any other commit.
 
 Read only. What is not the version's comes from the store below, so that a layer whose bytes in memory are wrong falls
-back to its version on disk. Commits that are newer than the version are not shown: whoever puts it on top prefers it.
-Payloads of ranks on other nodes are known by size but cannot be read from here.
+back to its version on disk. Payloads of ranks on other nodes are known by size but cannot be read from here.
 """
 
 from __future__ import annotations
@@ -12,19 +11,21 @@ from pathlib import Path
 
 from store.errors import MissingError, StorageError
 from store.files import Files, NewFile
-from store.layout import MANIFESTS, manifest_path, parse_save_file, part_path, payload_path, segment_dir
+from store.layout import MANIFESTS, manifest_path, part_path, payload_path, segment_dir
 from store.memory.version import MemoryVersion
-from store.schema import to_bytes
+from store.schema import ManifestRecord, to_bytes
 
 
 class Overlay:
-    """See :class:`store.files.Files`. Writing anything raises StorageError."""
+    """See :class:`store.files.Files`; writing anything raises StorageError. manifest: shown instead of its own."""
 
-    def __init__(self, below: Files, version: MemoryVersion) -> None:
+    def __init__(self, below: Files, version: MemoryVersion, manifest: ManifestRecord | None = None) -> None:
+        shown = manifest or version.manifest
         self._below = below
         self._version = version
         self._folder = segment_dir(version.save)
-        self._records: dict[str, bytes] = {manifest_path(version.save): to_bytes(version.manifest)}
+        self._records: dict[str, bytes] = {manifest_path(shown.save): to_bytes(shown)}
+        self._manifest = manifest_path(shown.save).rpartition("/")
         self._records |= {part_path(version.save, rank): data for rank, data in version.parts.items()}
         self._ranks = {payload_path(version.save, rank): rank for rank in version.parts}
 
@@ -35,7 +36,7 @@ class Overlay:
         return found if isinstance(found, Path) else None
 
     def list_dir(self, path: str) -> list[str]:
-        """Names in a directory, those of the version among them, and no newer commit's."""
+        """Names in a directory, those of the version among them."""
         if path == self._folder:
             return sorted(name.rpartition("/")[2] for name in (*self._records, *self._ranks) if name.startswith(path))
         try:
@@ -44,12 +45,7 @@ class Overlay:
             if path != MANIFESTS:
                 raise
             names = []
-        own = manifest_path(self._version.save).rpartition("/")
-        return sorted({*filter(self._is_older, names), own[2]}) if path == own[0] else names
-
-    def _is_older(self, name: str) -> bool:
-        save = parse_save_file(name)
-        return save is None or save < self._version.save
+        return sorted({*names, self._manifest[2]}) if path == self._manifest[0] else names
 
     def size(self, path: str) -> int:
         """Bytes of a file."""

@@ -5,14 +5,16 @@ Made from what every rank tells of its own node, so that all ranks put together 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+import math
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from store.encoding import encoding_named
 from store.errors import DamagedError
 from store.memory.held import Held, Node
-from store.names import SaveId
-from store.schema import GroupRecord, ManifestRecord, PartRecord, from_bytes, to_bytes
+from store.names import RAW, SaveId
+from store.schema import GroupRecord, ManifestRecord, PartRecord, UnitRecord, from_bytes, to_bytes
 from store.segments import parse_part, parts_digest
 
 Piece = tuple[int, int, int]
@@ -74,18 +76,46 @@ def assembled(save: SaveId, shares: Iterable[Share], node: Node) -> MemoryVersio
         payload_bytes=sum(part.payload_bytes for part in records.values()),
         parts=parts_digest(parts[rank] for rank in sorted(parts)),
     )
-    manifest = head.model_copy(update={"groups": {**head.groups, save.name: group}})
+    units = tuple(_as_held(unit, records.values()) if unit.save == save.name else unit for unit in head.units)
+    manifest = head.model_copy(update={"groups": {**head.groups, save.name: group}, "units": units})
     local = {rank: held.payload for rank, held in node.versions.get(save, {}).items() if held.part == parts.get(rank)}
     return MemoryVersion(manifest, parts, records, local)
 
 
-def continued(version: MemoryVersion, previous: str | None) -> MemoryVersion:
-    """The version as the one that follows the commit ``previous``, where there is a newer one than it knew of."""
-    return (
-        version
-        if previous is None
-        else replace(version, manifest=version.manifest.model_copy(update={"previous": previous}))
+def mixed(commit: ManifestRecord, memory: ManifestRecord) -> ManifestRecord | None:
+    """A commit in which the layers that memory has a newer version of are taken from there; None where it has none.
+
+    Only within one epoch, in which steps follow each other: a later one may have gone back and another way."""
+    if commit.epoch != memory.epoch:
+        return None
+    theirs = {unit.unit: unit for unit in memory.units if unit.save == memory.save.name}
+    units = tuple(_newer(unit, theirs.get(unit.unit), commit.step) for unit in commit.units)
+    if units == commit.units:
+        return None
+    reached = {name for unit in units for name in (unit.save, *unit.bases)} | {commit.save.name}
+    groups = {**commit.groups, memory.save.name: memory.groups[memory.save.name]}
+    return commit.model_copy(
+        update={"units": units, "groups": {name: group for name, group in groups.items() if name in reached}}
     )
+
+
+def _newer(unit: UnitRecord, other: UnitRecord | None, step: int) -> UnitRecord:
+    if other is None or not unit.moving or other.members != unit.members or other.version <= unit.version:
+        return unit
+    if other.version.step > step:
+        return unit
+    return other.model_copy(update={"staleness": step - other.version.step, "drift": None})
+
+
+def _as_held(unit: UnitRecord, parts: Collection[PartRecord]) -> UnitRecord:
+    """A unit as the parts have it, rather than as rank 0 expected it."""
+    entries = [entry for part in parts for entry in part.entries if entry.unit == unit.unit]
+    losses = [found for part in parts for found in part.measures if found.unit == unit.unit]
+    lost, decoded = sum(one.error_sq for one in losses), sum(one.decoded_sq for one in losses)
+    error = math.sqrt(lost / decoded) if decoded else float(lost > 0)
+    names = sorted({entry.encoding for entry in entries if not encoding_named(entry.encoding).lossless})
+    update = {"nbytes": sum(entry.nbytes for entry in entries), "error": error, "drift": error}
+    return unit.model_copy(update={**update, "encoding": names[0] if names else RAW})
 
 
 def _require_one_decision(save: SaveId, head: ManifestRecord, parts: Mapping[int, PartRecord]) -> None:

@@ -16,7 +16,7 @@ from store.files import LocalFiles
 from store.memory.arena import Arena
 from store.memory.tier import Tier
 from store.names import SaveId
-from tests.support.kept import NBYTES, STORE, content, record_of, tier_at, whole
+from tests.support.made_versions import NBYTES, STORE, content, record_of, tier_at, whole
 
 RANKS = 2
 ROOM = 3 * 4096

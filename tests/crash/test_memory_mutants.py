@@ -24,8 +24,9 @@ from store.memory.arena import Arena
 from store.memory.held import look
 from store.names import SaveId
 from tests.support.jobs import Job, same
-from tests.support.kept import NBYTES, content, keep, tier_at, whole
-from tests.support.memory_jobs import abandoned, memory, settled, state_in, tier_of
+from tests.support.kept import memory, tier_of
+from tests.support.made_versions import NBYTES, content, keep, tier_at, whole
+from tests.support.memory_jobs import abandoned, settled, state_in
 
 
 def arena(tmp_path: Path) -> None:

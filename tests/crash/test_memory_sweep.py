@@ -23,7 +23,7 @@ from store.files import LocalFiles
 from store.memory.held import look
 from store.memory.tier import Tier
 from store.names import SaveId
-from tests.support.kept import STORE, wanted, whole
+from tests.support.made_versions import STORE, wanted, whole
 
 pytestmark = pytest.mark.slow
 

@@ -3,31 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from monitor.dtypes import torch_dtype
-from store.catalog import open_catalog
 from store.files import LocalFiles
 from store.memory.held import look
 from store.memory.overlay import Overlay
-from store.memory.tier import Tier
 from store.memory.version import MemoryVersion, assembled, share_of
 from store.names import SaveId
 from store.segments import read_entry, read_leaves
 from tests.support.jobs import Job
-
-
-def memory(store: Path, **more: Any) -> dict[str, Any]:
-    """Settings: a version at every step, beside the store."""
-    base = store.parent / "shm"
-    base.mkdir(exist_ok=True)
-    return {"enabled": True, "every": 1, "path": str(base), **more}
-
-
-def tier_of(store: Path) -> Tier:
-    return Tier(store.parent / "shm", open_catalog(LocalFiles(store)).store_id)
+from tests.support.kept import tier_of
 
 
 def settled(one: Job) -> None:

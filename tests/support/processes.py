@@ -48,7 +48,7 @@ from pathlib import Path
 from store.memory.arena import Arena
 from store.memory.tier import Tier
 from store.names import SaveId
-from tests.support.kept import keep
+from tests.support.made_versions import keep
 base, store_id, epoch, rank, world, step = sys.argv[1:]
 arena = Arena(Tier(Path(base), store_id), int(epoch), int(rank))
 keep(arena, 0, SaveId(int(step), int(epoch)), int(rank), int(world))

@@ -23,6 +23,7 @@ from resume_train import hashes
 import monitor
 import monitor.memory
 from monitor.adapters.select import adapter_for
+from store.errors import StorageError
 from store.memory.tier import Tier
 
 
@@ -34,7 +35,7 @@ class Moody:
 
     def state_dict(self) -> dict[str, Any]:
         if self.fails:
-            raise RuntimeError("moody")
+            raise StorageError("moody")
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -110,6 +110,28 @@ def test_so_it_does_over_a_restart_and_a_save_by_hand(tmp_path: Path, name: str)
     assert len(require_same(run, trace).made) == 17
 
 
+@pytest.mark.parametrize("name", ["full", "parity", "budget"])
+def test_so_it_does_where_the_end_of_the_job_allowed_only_a_part(tmp_path: Path, name: str) -> None:
+    """How much was saved then is no matter of policy: under another one it is the same."""
+    with job(tmp_path / "store", width=64, preemption={"exit": False}, **POLICIES[name]) as one:
+        for _ in range(6):
+            one.step()
+        one.ckpt.flush()
+        for _ in range(20):  # as if the storage had become slow: a part first, and then more
+            one.ckpt._job.writing.learn(1e5, 100.0)
+        one.ckpt.preempt()
+        one.step()
+        assert one.metric("driftpoint_preemptions_total", outcome="full") == 1
+    trace = read_trace(tmp_path / "store.trace.jsonl")
+    last = [line for line in trace.lines if isinstance(line, DecisionLine) and line.preempted]
+    assert len(last) > 1 and 0 < len(last[0].saved) < 15 and {line.step for line in last} == {7}
+    run = run_of(trace)
+    require_same(run, trace)
+    other = replay(run, plan_of(Asked("other", load_config({"policy": {"name": "parity", "k": 5}, "every": 1})), run))
+    units = [unit.unit for unit in run.eras[-1].units]
+    assert {units[index] for index in last[0].saved} <= set(other.made[-len(last)].saved)
+
+
 @pytest.mark.parametrize("name", ["parity", "threshold"])
 def test_what_another_policy_would_have_done_is_what_it_does(tmp_path: Path, name: str) -> None:
     """The same training twice, recorded under ``full`` and under another policy: the replay of the first against the

@@ -7,13 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 
+import monitor
 from store.catalog import open_catalog
+from store.errors import ConfigError
 from store.files import LocalFiles
 from store.memory.held import look
 from store.names import SaveId
 from store.verify import verify
 from tests.support.jobs import Job, same
-from tests.support.memory_jobs import abandoned, memory, settled, tier_of
+from tests.support.kept import memory, tier_of
+from tests.support.memory_jobs import abandoned, settled
 
 
 @pytest.fixture
@@ -117,3 +120,95 @@ def test_a_version_that_is_not_finite_replaces_none(store: Path) -> None:
     assert two.ckpt.resume() == 4
     assert all(bool(torch.isfinite(value).all()) for value in two.weights().values())
     two.ckpt.close()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: pinned shared memory, a side stream")
+@pytest.mark.parametrize("staging", ["eager", "lazy"])
+def test_on_cuda_versions_are_copied_into_pinned_shared_memory(store: Path, staging: str) -> None:
+    model = torch.nn.Linear(64, 64, device="cuda")
+    optimizer = torch.optim.AdamW(model.parameters())
+    values = {"store": str(store), "every": 100, "staging": staging, "memory": memory(store)}
+    ckpt = monitor.attach((model, optimizer), {**values, "metrics": {"enabled": False}})
+    ckpt.resume()
+    for _ in range(5):
+        model(torch.randn(8, 64, device="cuda")).square().mean().backward()
+        optimizer.step()
+        ckpt.step()
+        assert ckpt._memory is not None and ckpt._memory._writer.join(30)
+    assert ckpt._memory._pins._pinned
+    held = look(tier_of(store)).versions
+    newest = held[max(held)][0]
+    entry = next(one for one in newest.record.part.entries if one.slot == "fp32" and one.fqn == "weight")
+    data = newest.payload.read_bytes()[entry.offset : entry.offset + entry.nbytes]
+    assert data == model.weight.detach().cpu().numpy().tobytes()
+    ckpt.close()
+
+
+def test_encoded_versions_take_a_third_and_are_not_called_exact(store: Path) -> None:
+    one = Job(store, every=100, width=64, memory=memory(store, encoding="compact"))
+    one.ckpt.resume()
+    for _ in range(5):
+        one.step()
+        settled(one)
+    kept = one.weights()
+    (held,) = look(tier_of(store)).versions[SaveId(5, 1)].values()
+    raw = sum(value.numel() * 4 for value in kept.values())
+    assert sum(entry.nbytes for entry in held.record.part.entries) < 0.36 * raw
+    abandoned(one)
+    two = Job(store, every=100, width=64, memory=memory(store, encoding="compact"))
+    assert two.ckpt.resume() == 5
+    certificate = two.ckpt.certificate
+    assert certificate is not None and not certificate.exact
+    assert {unit.encoding for unit in certificate.units if unit.moving} == {"bf16", "int8-block", "int8-sqrt-block"}
+    assert 0 < (certificate.max_error or 0) < 0.05
+    for name, value in two.weights().items():
+        assert (value - kept[name]).norm() <= 0.02 * kept[name].norm(), name
+    two.ckpt.close()
+
+
+def test_an_encoding_that_loses_bits_is_refused_where_the_bounds_want_exact_ones(store: Path) -> None:
+    with pytest.raises(ConfigError, match=r"bounds.precision: exact forbids memory.encoding"):
+        Job(store, bounds={"precision": "exact"}, memory=memory(store, encoding="compact"))
+
+
+def test_layers_that_are_older_in_the_newest_commit_come_from_memory(store: Path) -> None:
+    settings = {"every": 4, "policy": {"name": "parity", "k": 2}, "resume": {"at": "newest"}}
+    one = Job(store, **settings, memory=memory(store, every=4))
+    one.ckpt.resume()
+    at: dict[int, dict[str, torch.Tensor]] = {}
+    for step in range(1, 13):
+        one.step()
+        settled(one)
+        at[step] = one.weights()
+    abandoned(one)
+    commit = open_catalog(LocalFiles(store)).saves()[0]
+    node = look(tier_of(store))
+    assert (commit.step, max(node.versions).step) == (12, 9)
+    two = Job(store, **settings, memory=memory(store, every=4))
+    assert two.ckpt.resume() == 12
+    certificate = two.ckpt.certificate
+    assert certificate is not None and not certificate.exact and certificate.max_staleness == 3
+    sources = {unit.source: unit.step for unit in certificate.units if unit.moving}
+    assert sources == {"": 12, "memory": 9}
+    from_memory = {unit.layer for unit in certificate.units if unit.source}
+    for name, value in two.weights().items():
+        layer = next(layer for layer in two.ckpt.layers if name.startswith(layer))
+        assert torch.equal(value, at[9 if layer in from_memory else 12][name]), name
+    two.step()
+    for _ in range(7):
+        two.step()
+    assert verify(open_catalog(LocalFiles(store))).resumable
+    two.ckpt.close()
+
+
+def test_a_step_that_the_job_went_back_behind_is_not_in_memory_any_more(store: Path) -> None:
+    one = Job(store, every=4, memory=memory(store))
+    one.ckpt.resume()
+    for _ in range(7):
+        one.step()
+        settled(one)
+    assert one.ckpt.resume() == 7
+    back = one.ckpt._memory
+    assert back is not None and back.newest == SaveId(7, 1)
+    assert set(look(tier_of(store)).versions) == {SaveId(7, 1)}
+    one.ckpt.close()

@@ -16,7 +16,8 @@ from store.names import FROZEN, SaveId
 from store.verify import verify
 from tests.support import jobs
 from tests.support.jobs import Job, same
-from tests.support.memory_jobs import abandoned, kept_steps, memory, settled, sources, state_in, tier_of, version
+from tests.support.kept import memory, tier_of
+from tests.support.memory_jobs import abandoned, kept_steps, settled, sources, state_in, version
 
 
 @pytest.fixture

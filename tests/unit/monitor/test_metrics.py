@@ -38,6 +38,7 @@ def test_names_follow_the_rules_of_prometheus(served: Metrics) -> None:
     served.units({Unit("a", "fp32"): 0.1}, {Unit("a", "fp32"): 3})
     served.skipped.labels("busy").inc()
     served.failures.labels("StorageError").inc()
+    served.preemptions.labels("full").inc()
     families = list(text_string_to_metric_families(scrape(served)))
     assert len(families) >= 20
     for family in families:

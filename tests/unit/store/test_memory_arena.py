@@ -13,7 +13,7 @@ from store.memory.arena import Arena
 from store.memory.held import look
 from store.memory.tier import SLOTS, Tier
 from store.names import SaveId
-from tests.support.kept import (
+from tests.support.made_versions import (
     NBYTES,
     abandon,
     content,

@@ -15,7 +15,7 @@ from store.memory.cleaning import KEEP_SECONDS, clear, clear_old, used_bytes
 from store.memory.held import look
 from store.memory.tier import Tier, home, tiers
 from store.names import SaveId
-from tests.support.kept import abandon, keep, tier_at, values, wanted, whole
+from tests.support.made_versions import abandon, keep, tier_at, values, wanted, whole
 from tests.support.processes import living
 
 

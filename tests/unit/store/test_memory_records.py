@@ -20,7 +20,7 @@ from store.memory.version import Share, assembled, share_of
 from store.names import SaveId
 from store.record import seal
 from store.schema import StoreRecord, to_bytes
-from tests.support.kept import (
+from tests.support.made_versions import (
     NBYTES,
     STORE,
     abandon,

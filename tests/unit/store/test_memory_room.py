@@ -16,7 +16,7 @@ from store.memory.arena import Arena
 from store.memory.room import free_bytes, group_room, reserve
 from store.names import SaveId
 from tests.support.cli import environment
-from tests.support.kept import keep, tier_at, values, wanted
+from tests.support.made_versions import keep, tier_at, values, wanted
 
 MIB = 1 << 20
 
@@ -58,7 +58,7 @@ from pathlib import Path
 from store.errors import StorageError
 from store.memory.arena import Arena
 from store.names import SaveId
-from tests.support.kept import keep, tier_at, values, wanted
+from tests.support.made_versions import keep, tier_at, values, wanted
 MIB = 1 << 20
 place = Path(sys.argv[1])
 tier = tier_at(place)

@@ -14,7 +14,7 @@ from store.memory.held import look
 from store.memory.owner import Owner, is_owned
 from store.memory.tier import Tier, home
 from store.names import SaveId
-from tests.support.kept import abandon, keep, tier_at, values, wanted
+from tests.support.made_versions import abandon, keep, tier_at, values, wanted
 from tests.support.processes import living
 
 

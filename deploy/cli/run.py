@@ -1,0 +1,139 @@
+"""``driftpoint run``: start a training command, and start it again when it dies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from deploy.cli.options import DebugOption
+from deploy.cli.output import note
+from deploy.daemon.starting import ensure_daemon
+from deploy.sight import SeenStore
+from deploy.supervision import Limits
+from deploy.supervisor import Orders, Supervisor
+from deploy.telling import Teller
+from store.errors import ConfigError, UsageError
+
+CONFIG = Path("driftpoint.yaml")
+DEFAULT_STORE = "./driftpoint-checkpoints"
+DEFAULT_MEMORY = Path("/dev/shm")
+DEFAULT_DAEMON_PORT = 9465
+DEFAULT_EXIT_IDLE = 3600.0
+"""As in :class:`monitor.config.Config`, whose import would bring torch into a process that lives as long as the job."""
+
+CommandArgument = Annotated[
+    list[str], typer.Argument(metavar="-- COMMAND...", help="The command and its arguments.", show_default=False)
+]
+ConfigOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--config", "-c", metavar="FILE", help=f"The job's YAML; {CONFIG} unless --store is given.", show_default=False
+    ),
+]
+StoreOption = Annotated[
+    Path | None, typer.Option("--store", metavar="STORE", help="The job's store, instead of the YAML's `store:`.")
+]
+RestartsOption = Annotated[
+    int, typer.Option("--max-restarts", metavar="N", min=0, help="Restarts in a row without getting further.")
+]
+FailuresOption = Annotated[
+    int | None, typer.Option("--max-failures", metavar="N", min=1, help="Failures in all; without it no limit.")
+]
+BackoffOption = Annotated[
+    float, typer.Option("--backoff", metavar="S", min=0, help="Seconds before the first restart; then ever doubled.")
+]
+MostOption = Annotated[float, typer.Option("--backoff-max", metavar="S", min=0, help="Most seconds before a restart.")]
+GraceOption = Annotated[
+    float, typer.Option("--grace", metavar="S", min=0, help="Seconds for the last save, before SIGTERM to the command.")
+]
+WaitOption = Annotated[float, typer.Option("--wait", metavar="S", min=0, help="Seconds to wait for a store in use.")]
+EventsOption = Annotated[
+    Path | None, typer.Option("--events", metavar="FILE", help="Append a JSON line for each event to this file.")
+]
+
+
+def run(
+    command: CommandArgument,
+    *,
+    config: ConfigOption = None,
+    store: StoreOption = None,
+    max_restarts: RestartsOption = 3,
+    max_failures: FailuresOption = None,
+    backoff: BackoffOption = 2.0,
+    backoff_max: MostOption = 300.0,
+    grace: GraceOption = 30.0,
+    wait: WaitOption = 0.0,
+    events: EventsOption = None,
+    debug: DebugOption = False,
+) -> None:
+    """Start a training command, and start it again when it dies, as long as it gets further."""
+    del debug
+    seen, wanted = places(config, store)
+    limits = Limits(max_restarts, max_failures, backoff, max(backoff, backoff_max))
+    orders, teller = Orders(command, limits, grace, wait), Teller(note, events, seen.root)
+    told = None if wanted is None else ensure_daemon(wanted.base, wanted.port, wanted.exit_idle)
+    if told is not None:
+        teller.say(told)
+    raise typer.Exit(Supervisor(orders, seen, teller).run())
+
+
+@dataclass(frozen=True)
+class WantedDaemon:
+    """What the YAML says of the node's daemon."""
+
+    base: Path
+    port: int
+    exit_idle: float
+
+
+def places(config: Path | None, store: Path | None) -> tuple[SeenStore, WantedDaemon | None]:
+    """The store of the job, as the trainer finds it: relative to the working directory; and the daemon that it wants.
+
+    ConfigError, UsageError. Of the YAML only ``store:``, ``memory:`` and ``daemon:`` are looked at; the rest is the
+    trainer's to check."""
+    if config is None and store is None and not CONFIG.exists():
+        raise UsageError(f"which store? There is no {CONFIG} here: give `-c FILE`, the job's YAML, or `--store STORE`")
+    if config is None and store is not None:
+        return SeenStore(
+            store.expanduser(), DEFAULT_MEMORY
+        ), None  # of a job that keeps nothing there, nothing is there
+    path = config or CONFIG
+    content = _mapping(path)
+    root, memory = content.get("store", DEFAULT_STORE), content.get("memory", {})
+    if not isinstance(root, str) or not root:
+        raise ConfigError(f"{path}: store: must be a path, and is {root!r}")
+    if not isinstance(memory, dict) or not isinstance(memory.get("path", ""), str):
+        raise ConfigError(f"{path}: memory: must be a section such as `memory: {{enabled: true}}`, and is {memory!r}")
+    base = Path(memory.get("path", DEFAULT_MEMORY))
+    seen = SeenStore((store or Path(root)).expanduser(), base if memory.get("enabled") else None)
+    return seen, _wanted(path, content.get("daemon", {}), base)
+
+
+def _wanted(path: Path, section: object, base: Path) -> WantedDaemon | None:
+    if not isinstance(section, dict):
+        raise ConfigError(f"{path}: daemon: must be a section such as `daemon: {{enabled: true}}`, and is {section!r}")
+    if not (section.get("enabled") and section.get("start", True)):
+        return None
+    port, idle = section.get("port", DEFAULT_DAEMON_PORT), section.get("exit_idle_seconds", DEFAULT_EXIT_IDLE)
+    if not isinstance(port, int) or not isinstance(idle, int | float):
+        raise ConfigError(f"{path}: daemon: port must be a number and exit_idle_seconds one of seconds")
+    return WantedDaemon(base, port, float(idle))
+
+
+def _mapping(path: Path) -> dict[str, Any]:
+    import yaml
+
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
+    except (yaml.YAMLError, ValueError) as error:
+        raise ConfigError(f"{path} is not YAML: {error}") from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} must be a YAML mapping such as `store: ./checkpoints`")
+    return content

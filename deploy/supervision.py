@@ -1,0 +1,190 @@
+"""When a job that died is started again, after how long, and when it is not. Pure: no process, no clock, no file.
+
+What an attempt achieved is judged by the store alone. It made **progress** where it committed a step that is further
+than any before it: a new commit of an old step, as after falling back or resuming at an effective step, is none, or a
+job that dies at the same place for ever would go on for ever.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from store.errors import PREEMPTED
+from store.names import SaveId
+
+OK = 0
+FAILED = 1
+NO_PROGRESS = 93
+INTERRUPTED = 130
+
+BLAMED_AFTER = 2
+"""Deaths in a row, without a commit, before the commit that was resumed from is suspect."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """restarts: in a row without progress. failures: in all, None for no limit. least, most: back-off in seconds."""
+
+    restarts: int = 3
+    failures: int | None = None
+    least: float = 2.0
+    most: float = 300.0
+
+
+@dataclass(frozen=True)
+class Sight:
+    """What the store holds at one moment. trouble: why it could not be read, '' where it could; nothing else holds
+    then.
+
+    newest: commit, or version in the memory of this node. step: the furthest of them. resumes: what a resume takes.
+    instead: what it would take if ``resumes`` were suspect; None where there is nothing else, or where a job already
+    went on from ``resumes`` as far as another commit, so that it is not to blame. epoch: the newest; every job that
+    attaches claims one."""
+
+    newest: SaveId | None = None
+    step: int = -1
+    resumes: SaveId | None = None
+    instead: SaveId | None = None
+    epoch: int = 0
+    trouble: str = ""
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One run of the command, over. code: as of a process, negative for a signal. told_to: the code that the
+    supervisor is to end with because it was signalled meanwhile; None where it was not."""
+
+    code: int
+    before: Sight
+    after: Sight
+    told_to: int | None = None
+
+    @property
+    def committed(self) -> bool:
+        """Whether it made any commit, as far as can be known."""
+        known = not (self.before.trouble or self.after.trouble) and self.after.newest is not None
+        return known and (self.before.newest is None or self.after.newest > self.before.newest)  # type: ignore[operator]
+
+    @property
+    def attached(self) -> bool:
+        """Whether it came as far as attaching to the store; what fails before that is no commit's fault."""
+        return not (self.before.trouble or self.after.trouble) and self.after.epoch > self.before.epoch
+
+    @property
+    def end(self) -> str:
+        """What it died of, in words."""
+        return ending(self.code)
+
+
+@dataclass(frozen=True)
+class Course:
+    """What has happened so far. in_a_row: attempts without progress. step: the furthest committed. dying: the commit
+    that the last attempts resumed from and died, so many times. marked: suspects that no progress has borne out yet."""
+
+    in_a_row: int = 0
+    failures: int = 0
+    step: int = -1
+    dying: SaveId | None = None
+    deaths: int = 0
+    marked: tuple[SaveId, ...] = ()
+
+
+@dataclass(frozen=True)
+class Again:
+    """Start it again. seconds: to wait before. suspect: the commit to mark first."""
+
+    seconds: float
+    counted: bool
+    suspect: SaveId | None = None
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Leave with ``code``. withdrawn: suspects to clear: falling back did not help, so they were not the cause."""
+
+    code: int
+    why: str
+    withdrawn: tuple[SaveId, ...] = ()
+
+
+def judge(course: Course, attempt: Attempt, limits: Limits, draw: Callable[[], float]) -> tuple[Course, Again | Stop]:
+    """What comes after an attempt, and the course up to then. draw: a random number in [0, 1)."""
+    if attempt.told_to is not None:
+        return course, _told(attempt, attempt.told_to)
+    if attempt.code == OK:
+        return course, Stop(OK, "the command ended")
+    if attempt.code == PREEMPTED:
+        # Whoever only ever says that it was preempted must not be started as fast as the machine can.
+        return _preempted(course, attempt), Again(0.0 if attempt.committed else limits.least, counted=False)
+    went = _failed(course, attempt)
+    stop = _limit(went, limits)
+    return (went, stop) if stop is not None else _again(went, attempt, limits, draw)
+
+
+def _limit(course: Course, limits: Limits) -> Stop | None:
+    if limits.failures is not None and course.failures >= limits.failures:
+        return Stop(FAILED, f"it failed {_times(course.failures)} in all, which is the limit", course.marked)
+    if course.in_a_row > limits.restarts:
+        row = " in a row" if course.in_a_row > 1 else ""
+        return Stop(NO_PROGRESS, f"it died {_times(course.in_a_row)}{row} without getting further", course.marked)
+    return None
+
+
+def _again(course: Course, attempt: Attempt, limits: Limits, draw: Callable[[], float]) -> tuple[Course, Again | Stop]:
+    seconds = backoff(course.in_a_row, limits, draw)
+    blamed = course.dying
+    if course.deaths < BLAMED_AFTER or attempt.after.instead is None or blamed is None:
+        return course, Again(seconds, counted=course.in_a_row > 0)
+    marked = replace(course, dying=None, deaths=0, marked=(*course.marked, blamed))
+    return marked, Again(seconds, counted=True, suspect=blamed)
+
+
+def backoff(in_a_row: int, limits: Limits, draw: Callable[[], float]) -> float:
+    """Seconds to wait after so many attempts without progress: doubled each time, and up to a half less at random, so
+    that many nodes do not come back at once."""
+    doubled = limits.least * 2.0 ** min(max(in_a_row - 1, 0), 64)
+    return min(doubled, limits.most) * (1 - draw() / 2)
+
+
+def ending(code: int) -> str:
+    """``exit code 3`` or ``SIGKILL``."""
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return signal.Signals(-code).name
+    except ValueError:
+        return f"signal {-code}"
+
+
+def _told(attempt: Attempt, told_to: int) -> Stop:
+    if told_to == PREEMPTED and attempt.code == OK:
+        return Stop(OK, "the command ended")
+    return Stop(told_to, "interrupted" if told_to == INTERRUPTED else "preempted: start it again to go on")
+
+
+def _progressed(course: Course, attempt: Attempt) -> bool:
+    return attempt.committed and attempt.after.step > max(course.step, attempt.before.step)
+
+
+def _preempted(course: Course, attempt: Attempt) -> Course:
+    if _progressed(course, attempt):
+        return Course(failures=course.failures, step=attempt.after.step)
+    return replace(course, step=max(course.step, attempt.before.step))
+
+
+def _failed(course: Course, attempt: Attempt) -> Course:
+    failures = course.failures + 1
+    if _progressed(course, attempt):
+        return Course(failures=failures, step=attempt.after.step)
+    dying, deaths = course.dying, course.deaths
+    if attempt.attached:  # otherwise it says nothing of the commit
+        dying = None if attempt.committed else attempt.before.resumes
+        deaths = 0 if dying is None else deaths + 1 if dying == course.dying else 1
+    step = max(course.step, attempt.before.step)
+    return replace(course, in_a_row=course.in_a_row + 1, failures=failures, step=step, dying=dying, deaths=deaths)
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"

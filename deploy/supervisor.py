@@ -1,0 +1,169 @@
+"""Runs a command until it is done: starts it, passes signals on, cleans up after it, starts it again as the rules say.
+
+One thread, which takes signals by waiting for them, never in a handler, so that none is lost between two looks. The
+rules are in :mod:`deploy.supervision`; this knows processes and the store's marks, and writes nothing else into it.
+If this process is killed the command goes on by itself.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from deploy.processes import adopt_orphans, end_below, reap
+from deploy.sight import SeenStore
+from deploy.stopping import ENDS, NOTICES, Stopping
+from deploy.supervision import INTERRUPTED, Again, Attempt, Course, Limits, Stop, judge
+from deploy.telling import Teller
+from store.errors import PREEMPTED, StoreInUseError, UsageError
+
+_ORPHANS_TERM = 5.0
+_ORPHANS_KILL = 10.0
+_OTHER_NODES = 1800.0
+"""Seconds to wait for the store before a restart: some file servers show the lock of rank 0 on another node, which may
+hang in a collective until that times out."""
+_LOOK_UP = 60.0
+"""Seconds after which the wait for a signal is interrupted to look, whatever was missed."""
+
+
+@dataclass(frozen=True)
+class Orders:
+    """What to run. grace: seconds that the trainer has to save after a signal. wait: for a store that is in use."""
+
+    command: Sequence[str]
+    limits: Limits = field(default_factory=Limits)
+    grace: float = 30.0
+    wait: float = 0.0
+
+
+class Supervisor:
+    """One supervised job on one store."""
+
+    def __init__(self, orders: Orders, store: SeenStore, teller: Teller) -> None:
+        self._orders = orders
+        self._store = store
+        self._teller = teller
+        self._signals = {number for number in (*ENDS, *NOTICES) if signal.getsignal(number) != signal.SIG_IGN}
+        self._mask: set[signal.Signals] = set()
+
+    def run(self) -> int:
+        """The exit code, when all is over. StoreInUseError where another job has the store, UsageError where the
+        command cannot be started."""
+        if not adopt_orphans():
+            self._teller.say("the system does not say which processes a dead command leaves: they are not ended")
+        with self._signals_held():
+            stop = self._attempts()
+        self._teller.stopped(stop)
+        return stop.code
+
+    def _attempts(self) -> Stop:
+        course, again, number = Course(), Again(0.0, counted=False), 0
+        while True:
+            patience = self._orders.wait if number == 0 else max(self._orders.wait, _OTHER_NODES)
+            stop = self._wait(again.seconds) or self._wait_for_store(patience)
+            if stop is not None:
+                return stop
+            number += 1
+            attempt = self._attempt(number, again.seconds)
+            course, verdict = judge(course, attempt, self._orders.limits, random.random)
+            if isinstance(verdict, Stop):
+                for save in verdict.withdrawn:
+                    self._teller.withdrew(save, self._store.withdraw(save))
+                return verdict
+            if verdict.suspect is not None:
+                trouble = self._store.mark(verdict.suspect, f"two attempts died, the last of {attempt.end}")
+                self._teller.marked(verdict.suspect, attempt.after.instead, trouble)
+            again = verdict
+
+    def _attempt(self, number: int, waited: float) -> Attempt:
+        before = self._store.look()
+        self._teller.began(number, waited, before)
+        child = self._start()
+        stopping = Stopping(child.pid, self._orders.grace, self._teller.say)
+        code = self._watch(child, stopping)
+        left, stuck = end_below(_ORPHANS_TERM, _ORPHANS_KILL)
+        if left:
+            self._teller.say(f"ended {left} processes that the command left behind")
+        if stuck:
+            self._teller.say(f"{stuck} of them do not end, not even of SIGKILL: a device or a disk holds them")
+        attempt = Attempt(code, before, self._store.look(), stopping.told_to)
+        self._teller.ended(number, attempt)
+        return attempt
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        command = list(self._orders.command)
+        try:
+            # Nothing but this system call runs before the command does.
+            return subprocess.Popen(
+                command,
+                start_new_session=True,
+                preexec_fn=self._unhold,  # noqa: PLW1509
+            )
+        except (OSError, ValueError) as error:
+            raise UsageError(f"cannot start {command[0]!r}: {error}; give the command after `--`") from error
+
+    def _unhold(self) -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
+
+    def _watch(self, child: subprocess.Popen[bytes], stopping: Stopping) -> int:
+        while (code := child.poll()) is None:
+            reap(but=child.pid)
+            stopping.act()
+            due = stopping.seconds
+            number = self._next_signal(_LOOK_UP if due is None else min(due, _LOOK_UP))
+            if number is not None and number != signal.SIGCHLD:
+                stopping.take(number)
+        return code
+
+    def _wait(self, seconds: float) -> Stop | None:
+        """Between two attempts. Whatever signal comes then is the end: there is nothing to pass it on to."""
+        deadline = time.monotonic() + seconds
+        while True:
+            number = self._next_signal(max(0.0, deadline - time.monotonic()))
+            if number is None and time.monotonic() >= deadline:
+                return None
+            if number not in (None, signal.SIGCHLD):
+                return _ended_by(number)
+
+    def _wait_for_store(self, seconds: float) -> Stop | None:
+        deadline, told = time.monotonic() + seconds, False
+        while (holder := self._store.holder()) is not None:
+            who = f"process {holder}" if holder else "another process"
+            if time.monotonic() >= deadline:
+                raise StoreInUseError(
+                    f"the store {self._store.root} is in use by {who} on this machine: the job of a supervisor that "
+                    "was killed goes on by itself. Wait for it (`--wait SECONDS`), or end it first"
+                )
+            if not told:
+                self._teller.say(f"the store is in use by {who}: waiting for {seconds:g} s at most")
+            told = True
+            if stop := self._wait(min(1.0, max(0.0, deadline - time.monotonic()))):
+                return stop
+        return None
+
+    def _next_signal(self, seconds: float) -> signal.Signals | None:
+        taken = signal.sigtimedwait({*self._signals, signal.SIGCHLD}, seconds)
+        return None if taken is None else signal.Signals(taken.si_signo)
+
+    @contextmanager
+    def _signals_held(self) -> Iterator[None]:
+        """Signals wait to be taken, and the end of a child is one."""
+        child = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {*self._signals, signal.SIGCHLD})
+        self._mask = {signal.Signals(number) for number in before}
+        try:
+            yield
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            signal.signal(signal.SIGCHLD, child)
+
+
+def _ended_by(number: signal.Signals | None) -> Stop:
+    if number == signal.SIGINT:
+        return Stop(INTERRUPTED, "interrupted")
+    return Stop(PREEMPTED, f"{number.name if number else 'a signal'} came while no attempt was running")

@@ -1,0 +1,105 @@
+"""What the supervisor tells: a line for people and, where a file is given, a JSON line for machines, an event each.
+
+Owned by the supervisor's thread. Nobody who stopped reading, and no full disk, may end the supervision of a job: a line
+that cannot be written is lost, and of the file that is said once.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from deploy.supervision import NO_PROGRESS, Attempt, Sight, Stop
+from store.names import SaveId
+
+_LISTED = 8
+
+
+class Teller:
+    """line: writes a line for people. events: file that JSON lines are appended to."""
+
+    def __init__(self, line: Callable[[str], None], events: Path | None = None, root: Path | None = None) -> None:
+        self._line = line
+        self._events = events
+        self._root = root
+        self._ends: list[str] = []
+
+    def say(self, text: str) -> None:
+        """A line for people."""
+        with suppress(OSError, ValueError):  # nobody reads, or the terminal is gone
+            self._line(f"driftpoint run: {text}")
+
+    def began(self, number: int, seconds: float, sight: Sight) -> None:
+        """An attempt is about to begin."""
+        after = f" (after {seconds:.3g} s)" if number > 1 else ""
+        self.say(f"attempt {number}{after}: {_from(sight)}")
+        self._event("begin", attempt=number, commit=_name(sight.resumes), trouble=sight.trouble or None)
+
+    def ended(self, number: int, attempt: Attempt) -> None:
+        """An attempt is over."""
+        newest = attempt.after.newest
+        new = f"; kept up to step {newest.step}" if attempt.committed and newest is not None else ""
+        unknown = f"; the store cannot be read: {attempt.after.trouble}" if attempt.after.trouble else ""
+        self.say(f"attempt {number} ended: {attempt.end}{new}{unknown}")
+        self._ends.append(f"attempt {number}: {attempt.end}, {_from(attempt.before)}")
+        self._ends = self._ends[-_LISTED:]
+        self._event("end", attempt=number, code=attempt.code, commit=_name(newest), committed=attempt.committed)
+
+    def marked(self, save: SaveId, instead: SaveId | None, trouble: str) -> None:
+        """A commit was marked as suspect, or could not be."""
+        if trouble:
+            self.say(f"commit {save} could not be marked as suspect: {trouble}")
+            return
+        to = "" if instead is None else f": falling back to step {instead.step}"
+        self.say(f"commit {save} is suspect, resumed from it died twice without a commit{to}")
+        self._event("suspect", commit=save.name, instead=_name(instead))
+
+    def withdrew(self, save: SaveId, trouble: str) -> None:
+        """The mark was taken back, or could not be."""
+        if trouble:
+            self.say(f"commit {save} is not to blame, but its mark could not be removed: {trouble}")
+            return
+        self.say(f"commit {save} is suspect no more: falling back from it did not help")
+        self._event("withdrawn", commit=save.name)
+
+    def stopped(self, stop: Stop) -> None:
+        """That was the last attempt."""
+        self._event("stop", code=stop.code, why=stop.why)
+        if stop.code == 0:
+            return
+        self.say(f"stopped (exit code {stop.code}): {stop.why}")
+        if stop.code == NO_PROGRESS:
+            for end in self._ends:
+                self.say(f"  {end}")
+            self.say(
+                "what it died of is in the command's own output above. To see what it starts from: "
+                f"`driftpoint show {self._root}`, `driftpoint verify {self._root}`. Then give the same command again"
+            )
+
+    def _event(self, kind: str, **facts: Any) -> None:
+        if self._events is None:
+            return
+        now = datetime.fromtimestamp(time.time(), UTC).isoformat(timespec="milliseconds")
+        try:
+            with self._events.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"event": kind, "time": now, **facts}) + "\n")
+        except OSError as error:
+            self._events = None
+            self.say(f"events are written no more: {error}")
+
+
+def _from(sight: Sight) -> str:
+    if sight.trouble:
+        return f"the store cannot be read: {sight.trouble}"
+    if sight.resumes is None:
+        return "from the beginning" if sight.newest is None else "no commit can be resumed"
+    return f"resuming from step {sight.resumes.step}"
+
+
+def _name(save: SaveId | None) -> str | None:
+    return None if save is None else save.name

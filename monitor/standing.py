@@ -1,0 +1,66 @@
+"""What a job stands on after a resume, and what its next saves therefore build on. Training thread; collective."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+
+from monitor.job import Job
+from monitor.remembered import Remembered, newest_on_disk
+from monitor.resume import Resumed
+from store.catalog import Catalog
+from store.certificate import Certificate, certify, from_memory
+from store.errors import NothingToResumeError
+
+_log = logging.getLogger("driftpoint")
+
+
+def told_of(found: Resumed, remembered: Remembered) -> Resumed:
+    """The same, told whether anything of it is what memory held: where bytes were wrong there, nothing may be."""
+    used = any(version.save == remembered.save for version in found.resolution.versions.values())
+    return replace(found, memory=remembered.save) if used else found
+
+
+def resumed(
+    attempt: Callable[[Catalog], Resumed | None], catalog: Catalog, remembered: Remembered | None
+) -> Resumed | None:
+    """What a resume brought. attempt: resumes a store. catalog: the store's alone. Collective.
+
+    Where the bytes in memory are so wrong that nothing is left to resume, the store may still have something, or
+    nothing at all, which is no error: the job begins anew."""
+    if remembered is None:
+        return attempt(catalog)
+    try:
+        found = attempt(remembered.catalog)
+    except NothingToResumeError as error:  # alike on all ranks, before anything has changed
+        _log.error("memory: %s", error)
+        return attempt(catalog)
+    return None if found is None else told_of(found, remembered)
+
+
+def certified(found: Resumed) -> Certificate:
+    """What the job goes on from, rounding by the live dtypes included."""
+    certificate = certify(found.resolution)
+    if found.memory is not None:
+        certificate = from_memory(certificate, found.memory)
+    exact = certificate.exact and not found.rounded
+    return replace(certificate, exact=exact, problems=certificate.problems + found.rounded)
+
+
+def adopt(job: Job, catalog: Catalog, found: Resumed, step: int) -> None:
+    """Have the ledger be what the job stands on at ``step``. catalog: the store's alone.
+
+    What came from memory is no version that a commit could point to. So the ledger keeps to the newest commit, and
+    how far the state is from that nobody knows: the next save stores all of it."""
+    below = found.resolution
+    if found.memory is not None:
+        versions = found.resolution.versions.items()
+        job.table.lost |= {unit for unit, version in versions if version.save == found.memory}
+        newest = newest_on_disk(catalog, job.group)
+        if newest is None:
+            job.ledger.forget()
+            return
+        below = newest
+    # A full save at each resume might be all that a budget pays for.
+    job.ledger.adopt(below, step, renew=not job.config.budget.limited)
