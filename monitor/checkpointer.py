@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from types import TracebackType
 
 from monitor.agree import said
@@ -30,7 +31,7 @@ from monitor.reading import Room
 from monitor.report import Preempted, StepReport
 from monitor.resume import Resumed, resume
 from monitor.saver import Saver
-from monitor.standing import adopt, certified, told_of
+from monitor.standing import adopt, certified, resumed
 from monitor.survey import Surveyor
 from monitor.telling import show_units, tell_resumed, tell_skipped, tell_unused
 from monitor.units import LocalUnit
@@ -102,10 +103,8 @@ class Checkpointer:
         room = Room(self._saver.lend(job.table.local()))
         if self._catalog is not None:
             remembered = None if self._memory is None else self._memory.find(self._catalog)
-            catalog = self._catalog if remembered is None else remembered.catalog
-            found = resume(catalog, job.adapter, self._group, job.user, room, settings=self.config.resume)
-            if found is not None and remembered is not None:
-                found = told_of(found, remembered)
+            live = partial(resume, adapter=job.adapter, group=self._group, user=job.user, room=room)
+            found = resumed(partial(live, settings=self.config.resume), self._catalog, remembered)
         self._saver.keep(job.table.local(), room.buffers)
         self._asked_to_resume = True
         self._updates = 0

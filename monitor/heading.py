@@ -24,6 +24,10 @@ class Head:
         self._frozen: int | None = None
         self._since: dict[Unit, int] = {}
 
+    def begin(self) -> None:
+        """The job stands on what was resumed, or begins: what is frozen is as committed, where it is."""
+        self._frozen, self._since = self._trail(), {}
+
     def seen(self, step: int, saved: Collection[Unit]) -> None:
         """A decision looked at what is frozen; where it had changed it is among ``saved``, which may yet fail."""
         self._frozen = self._trail()

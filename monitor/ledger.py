@@ -90,6 +90,10 @@ class Ledger:
         self.commits = resolution.manifest.commits
         self.newest = resolution.manifest.save
 
+    def forget(self) -> None:
+        """No commit can be built on: the next save is a first one."""
+        self.versions, self.groups, self.newest = {}, {}, None
+
     def advance(self, manifest: ManifestRecord) -> None:
         """A manifest was committed."""
         self.versions = {record.unit: record for record in manifest.units}

@@ -12,7 +12,7 @@ import logging
 import mmap
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -65,7 +65,7 @@ class _Pending:
     number: int
     save: SaveId
     slot: int
-    copying: Copying
+    abandoned: bool = False
 
 
 class MemoryTier:
@@ -114,9 +114,9 @@ class MemoryTier:
             # What else there is, is of steps that the job has just gone back behind.
             slot = None if kept is None else self._arena.holding(kept)
             self._whole = None if slot is None or kept is None else (slot, kept)
-            for other in self._arena.slots:
-                if other != slot:
-                    self._arena.drop(other)
+            arena = self._arena
+            for other in (one for one in arena.slots if one != slot):
+                _trying(lambda other=other: arena.drop(other))  # type: ignore[misc]
         elif self._arena is None and not self._off:
             self._whole = None
             problem = self._opened_arena(local, kept)
@@ -124,7 +124,7 @@ class MemoryTier:
             if any(told):
                 self._give_up("; ".join(f"rank {rank}: {text}" for rank, text in enumerate(told) if text)[:600])
 
-        self._head.seen(0, ())
+        self._head.begin()
         self._pace.restart()
 
     def decided(self, step: int, saved: Collection[Unit]) -> None:
@@ -135,7 +135,7 @@ class MemoryTier:
 
     def due(self, step: int) -> bool:
         """Whether to keep a version of this step. Alike on all ranks."""
-        return self._arena is not None and self._pace.due(step)
+        return self._arena is not None and not self._off and self._pace.due(step)
 
     def settle(self, step: int, changed: bool, trouble: bool) -> Agreed:
         """Learn what became of the version before, on all ranks. Collective."""
@@ -150,9 +150,12 @@ class MemoryTier:
         newest, oldest, *flags, interval = self._group.largest(values)
         any_busy, any_failed, any_changed, any_trouble, any_unready, any_off = (bool(flag) for flag in flags)
         self._pace.agreed(step, interval)
-        if any_busy:
+        if any_busy or (any_changed and self._saver.under_way):
+            # What a save that is under way is of must stay known until it is settled.
             return Agreed("busy", any_changed)
-        if pending is not None:
+        if pending is not None and pending.abandoned:
+            self._pending = self._outcome = None
+        elif pending is not None:
             self._finish(pending, outcome, any_failed)
         if any_off:
             self._give_up(f"memory refused {_FAILURES} versions in a row: {self._refused or 'on another rank'}")
@@ -176,9 +179,9 @@ class MemoryTier:
             if isinstance(error, StorageError):
                 self._failures += 1
                 self._refused = str(error)
-            self._pending = _Pending(self._writer.submit(_raising(error)), save, slot, Copying())
+            self._pending = _Pending(self._writer.submit(_raising(error)), save, slot)
         else:
-            self._pending = _Pending(self._writer.submit(lambda: remember(version)), save, slot, version.copying)
+            self._pending = _Pending(self._writer.submit(lambda: remember(version)), save, slot)
             self._copying = version.copying
         self._pace.stalled(time.perf_counter() - began)
 
@@ -191,18 +194,20 @@ class MemoryTier:
         if self._arena is not None:
             self._pending = None
             self._pins.release()
-            self._arena.close(remove=remove or self._outranked())
-            self._arena = None
+            arena, self._arena = self._arena, None
+            remove = remove or self._outranked()
+            if remove:  # what the job began with may be all that there is
+                _trying(lambda: arena.take_rest(self._group.world_size))
+            _trying(lambda: arena.close(remove=remove))
 
     def _opened_arena(self, local: Mapping[Unit, LocalUnit], kept: SaveId | None) -> str | None:
+        _trying(lambda: clear_old(self._tier.base))  # on every node
         try:
-            if self._group.rank == 0:
-                clear_old(self._tier.base)
             self._arena = Arena(self._tier, self._opened.epoch, self._group.rank, self._versions)
             self._arena.take_over(kept)
             nbytes = self._needed({unit: part for unit, part in local.items() if unit.slot != FROZEN})
-            # With an older version to keep, the second payload is that one's, once it is not needed any more.
-            for slot in self._arena.slots[: 1 if kept is not None else None]:
+            # With an older version to keep, the last payload is that one's, once it is not needed any more.
+            for slot in self._arena.slots[: -1 if kept is not None else None]:
                 self._room(self._arena, slot, nbytes)
         except (StorageError, OSError) as error:
             return str(error)
@@ -232,6 +237,8 @@ class MemoryTier:
         arena = self._arena
         if arena is None:
             raise StorageError("the memory tier was not begun")
+        if self._versions == 1 and self._whole is None:
+            arena.take_rest(self._group.world_size)  # the one that there is gets replaced, also an earlier job's
         tree, leaves = to_tree(captured(self._job.adapter, self._job.user, self._group.rank))
         run = RunState(tree, leaves)
         room = partial(self._room, arena, slot)
@@ -292,7 +299,7 @@ class MemoryTier:
             self._failures = 0
             self._pace.took(outcome.result)
         if arena is not None and any_failed:
-            arena.drop(pending.slot)
+            _trying(lambda: arena.drop(pending.slot))
         elif arena is not None:
             first = self._whole is None
             self._whole = (pending.slot, pending.save)
@@ -300,14 +307,22 @@ class MemoryTier:
             if self._group.rank == 0:
                 self._job.metrics.remembered(pending.save.step, (outcome.result if outcome else None) or 0.0)
             if first:
-                arena.take_rest(self._group.world_size)
+                _trying(lambda: arena.take_rest(self._group.world_size))
         self._pending = self._outcome = None
 
     def _drain(self) -> None:
-        """Nothing is being written to memory any more, on any rank, when versions are looked for."""
-        self._writer.join(self._job.config.timeouts.close)
+        """Nothing is being written to memory any more, on any rank, when versions are looked for.
+
+        What is not finished in time is nobody's version, but its payload is not written to before it is."""
+        if self._copying is not None:
+            self._copying.finish()
+        joined = self._writer.join(self._job.config.timeouts.close)
         self._collect()
-        self._pending = self._outcome = self._copying = None
+        self._copying = None
+        if joined:
+            self._pending = self._outcome = None
+        elif self._pending is not None:
+            self._pending = replace(self._pending, abandoned=True)
 
     def _tell_failed(self, save: SaveId, error: BaseException) -> None:
         expected = isinstance(error, DriftpointError)
@@ -325,10 +340,22 @@ class MemoryTier:
         if self._group.rank == 0:
             self._job.metrics.failures.labels("memory").inc()
             _log.error("the memory tier is off, saves go to the store alone: %s", why)
-        if self._arena is not None:
-            self._pins.release()
-            self._arena.close(remove=True)
+        arena, whole = self._arena, self._whole
+        self._pins.release()
+        if arena is not None and whole is None:
             self._arena = None
+            _trying(lambda: arena.close(remove=True))
+        elif arena is not None and whole is not None:  # still the newest state, maybe; close() gives it back
+            for slot in (one for one in arena.slots if one != whole[0]):
+                _trying(lambda slot=slot: arena.give_back(slot))  # type: ignore[misc]
+
+
+def _trying(action: Callable[[], object]) -> None:
+    """Do what need not succeed, and say if it did not."""
+    try:
+        action()
+    except (StorageError, OSError) as error:
+        _log.warning("memory: %s", error)
 
 
 def _raising(error: Exception) -> Callable[[], float]:

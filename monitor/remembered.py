@@ -10,22 +10,22 @@ from __future__ import annotations
 import logging
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from monitor.adapters.base import Adapter
 from monitor.agree import everywhere, on_first
 from monitor.group import Group
-from monitor.reading import stored_slot
+from monitor.lending import lent
 from store.catalog import Catalog
-from store.coverage import FragmentIndex
-from store.errors import DamagedError, StoreError, UsageError
+from store.errors import StoreError
 from store.memory.held import Node, look
 from store.memory.overlay import Overlay
 from store.memory.tier import Tier
 from store.memory.version import MemoryVersion, Share, assembled, mixed, share_of
-from store.names import Fragment, SaveId
+from store.names import SaveId
+from store.schema import ManifestRecord
 from store.versions import Resolution, newest_resumable, resolve
 
 _log = logging.getLogger("driftpoint")
@@ -71,9 +71,9 @@ def newest_remembered(tier: Tier, catalog: Catalog, adapter: Adapter, group: Gro
         remembered = everywhere(group, partial(_over, catalog, found, disk))
         if found is None or remembered is None:
             continue
-        reads = everywhere(group, partial(_reads, remembered, found, adapter))
-        if all(group.gather(reads)):
-            return remembered
+        told = lent(remembered.catalog, remembered.commit, found, adapter, group)
+        if told is not None:
+            return _over(catalog, replace(found, lent=told), disk)
         _log.warning(
             "memory holds step %d, but not every rank finds what it needs on its own node (ranks moved, or the world "
             "changed): going on from the store",
@@ -140,7 +140,9 @@ def _over(catalog: Catalog, found: MemoryVersion | None, disk: _OnDisk | None) -
     if found is None:
         return None
     if disk is None or found.save > SaveId.parse(disk.newest):
-        return Remembered(found.save, found.save, Catalog(Overlay(catalog.files, found), catalog.record))
+        return Remembered(
+            found.save, found.save, Catalog(Overlay(catalog.files, found, _continued(found, disk)), catalog.record)
+        )
     commit = SaveId.parse(disk.newest)
     manifest = mixed(catalog.manifest(commit), found.manifest)
     if manifest is None:
@@ -148,14 +150,33 @@ def _over(catalog: Catalog, found: MemoryVersion | None, disk: _OnDisk | None) -
     return Remembered(found.save, commit, Catalog(Overlay(catalog.files, found, manifest), catalog.record))
 
 
+def _continued(found: MemoryVersion, disk: _OnDisk | None) -> ManifestRecord:
+    """The version's manifest, as what follows the newest commit of its own epoch, in which a job only goes forward.
+
+    When it was kept that was not known to be committed; and what is wrong of the version falls back to it."""
+    newest = None if disk is None else SaveId.parse(disk.newest)
+    if newest is None or newest.epoch != found.save.epoch:
+        return found.manifest
+    return found.manifest.model_copy(update={"previous": newest.name})
+
+
 def _sight(tier: Tier, node: Node, disk: _OnDisk | None) -> _Sight:
     newer = {save: held for save, held in node.versions.items() if disk is None or save > SaveId.parse(disk.oldest)}
-    where = f"{socket.gethostname()} {_boot()} {tier.folder}"
+    where = f"{socket.gethostname()} {_boot()} {tier.folder} {_mount(tier)}"
     return _Sight(where, {save.name: tuple(sorted(held)) for save, held in newer.items()})
 
 
+def _mount(tier: Tier) -> str:
+    """Tells containers apart that share a machine and a host name, but not their memory."""
+    try:
+        status = tier.folder.stat()
+    except OSError:
+        return ""
+    return f"{status.st_dev} {status.st_ino}"
+
+
 def _boot() -> str:
-    """Tells containers of one host name apart from one machine."""
+    """Tells machines of one host name apart."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -185,31 +206,3 @@ def _put_together(save: SaveId, node: Node, group: Group, *, tells: bool) -> Mem
     except StoreError as error:  # alike on all ranks: it is made of what all of them were told
         _log.warning("memory: %s", error)
         return None
-
-
-def _reads(remembered: Remembered, version: MemoryVersion, adapter: Adapter) -> bool:
-    """Whether this rank's node holds all that this rank will need."""
-    if len(version.payloads) == len(version.parts):
-        return True
-    try:
-        resolution = resolve(remembered.catalog, remembered.commit)
-    except (DamagedError, StoreError):
-        return False
-    index = FragmentIndex(resolution.sources())
-    slots: dict[str, dict[str, str]] = {}
-    for source in resolution.sources():
-        slots.setdefault(source.entry.fqn, {})[source.entry.slot] = source.entry.dtype
-    try:
-        places = adapter.expected(slots)
-    except UsageError:
-        return True  # the resume will say it
-    for place in places:
-        slot = stored_slot(index, place.fragment)
-        if slot is None:
-            continue
-        wanted = Fragment(place.fragment.fqn, slot, place.fragment.start, place.fragment.numel)
-        for copy in index.cover(wanted):
-            part = copy.source.part
-            if part.save == remembered.save and part.rank not in version.payloads:
-                return False
-    return True

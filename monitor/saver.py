@@ -91,6 +91,11 @@ class Saver:
         """Whether copies are made beside the next forward and backward."""
         return self._lazy
 
+    @property
+    def under_way(self) -> bool:
+        """Whether a save began and is not settled. Alike on all ranks."""
+        return self._pending is not None
+
     def reserve(self, local: Mapping[Unit, LocalUnit]) -> None:
         """See :meth:`monitor.stager.Stager.reserve`."""
         self._stager.reserve(local)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from dataclasses import replace
 
 from monitor.job import Job
@@ -9,12 +11,32 @@ from monitor.remembered import Remembered, newest_on_disk
 from monitor.resume import Resumed
 from store.catalog import Catalog
 from store.certificate import Certificate, certify, from_memory
+from store.errors import NothingToResumeError
+
+_log = logging.getLogger("driftpoint")
 
 
 def told_of(found: Resumed, remembered: Remembered) -> Resumed:
     """The same, told whether anything of it is what memory held: where bytes were wrong there, nothing may be."""
     used = any(version.save == remembered.save for version in found.resolution.versions.values())
     return replace(found, memory=remembered.save) if used else found
+
+
+def resumed(
+    attempt: Callable[[Catalog], Resumed | None], catalog: Catalog, remembered: Remembered | None
+) -> Resumed | None:
+    """What a resume brought. attempt: resumes a store. catalog: the store's alone. Collective.
+
+    Where the bytes in memory are so wrong that nothing is left to resume, the store may still have something, or
+    nothing at all, which is no error: the job begins anew."""
+    if remembered is None:
+        return attempt(catalog)
+    try:
+        found = attempt(remembered.catalog)
+    except NothingToResumeError as error:  # alike on all ranks, before anything has changed
+        _log.error("memory: %s", error)
+        return attempt(catalog)
+    return None if found is None else told_of(found, remembered)
 
 
 def certified(found: Resumed) -> Certificate:
@@ -37,6 +59,7 @@ def adopt(job: Job, catalog: Catalog, found: Resumed, step: int) -> None:
         job.table.lost |= {unit for unit, version in versions if version.save == found.memory}
         newest = newest_on_disk(catalog, job.group)
         if newest is None:
+            job.ledger.forget()
             return
         below = newest
     # A full save at each resume might be all that a budget pays for.

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from store.errors import StorageError
+from store.errors import MissingError, StorageError
 from store.memory.held import version_in
 from store.memory.owner import Owner, is_owned
 from store.memory.record import VersionRecord
@@ -27,6 +27,8 @@ from store.names import SaveId
 from store.schema import to_bytes
 
 _PAGE = mmap.PAGESIZE
+
+_TRIES = 100
 
 
 class Arena:
@@ -38,8 +40,7 @@ class Arena:
         self._rank = rank
         self._slots = SLOTS[:versions]
         self._maps: dict[int, mmap.mmap] = {}
-        self._place.make()
-        self._owner = Owner(self._place.owner(rank))
+        self._owner = _owned(self._place, rank)
 
     @property
     def slots(self) -> tuple[int, ...]:
@@ -67,8 +68,7 @@ class Arena:
 
     def seal(self, slot: int, record: VersionRecord) -> None:
         """The payload holds all that the record says: from now on it is a version. StorageError where it cannot be."""
-        path = self._place.record(self._rank, slot)
-        temporary = path.with_suffix(".new")
+        path, temporary = self._place.record(self._rank, slot), self._place.unsealed(self._rank, slot)
         try:
             with open(temporary, "wb", opener=_private) as file:
                 file.write(to_bytes(record))
@@ -79,72 +79,80 @@ class Arena:
             raise StorageError(f"cannot write {path}: {error.strerror}") from error
 
     def drop(self, slot: int) -> None:
-        """The payload is no version any more."""
-        try:
-            self._place.record(self._rank, slot).unlink(missing_ok=True)
-        except OSError as error:
-            raise StorageError(f"cannot remove a version from memory: {error}") from error
+        """The payload is no version any more. StorageError."""
+        _remove([self._place.record(self._rank, slot)])
 
     def take_over(self, keep: SaveId | None) -> None:
-        """Have the memory of this rank's earlier incarnations, but for the version ``keep``."""
+        """Have the memory of this rank's earlier incarnations, but for the version ``keep``. StorageError."""
         for old in self._older():
             for slot in SLOTS:
                 if keep is None or version_in(old, self._rank, slot) != keep:
                     self._take(old, slot)
 
     def take_rest(self, world_size: int) -> None:
-        """There is a version of this incarnation on every rank: nobody goes back to an older one's.
+        """There is a version of this incarnation on every rank: nobody goes back to an older one's. StorageError.
 
-        What they left is taken over or removed: each rank's by its successor, or by rank modulo ``world_size``."""
+        What they left on this node is taken over or removed: each rank's by its successor, by whoever comes first
+        where that is on another node now, or is none in this world."""
         for old in self._older():
             for rank in old.ranks():
-                if rank % world_size == self._rank and not is_owned(old.owner(rank)):
+                if rank == self._rank or rank >= world_size or not is_owned(self._place.owner(rank)):
                     self._clear(old, rank)
             with suppress(OSError):  # others' files may be in it still
                 old.folder.rmdir()
 
     def close(self, *, remove: bool) -> None:
-        """Let go of the memory; ``remove``: and give it back. A second call changes nothing."""
+        """Let go of the memory; ``remove``: and give it back. A second call changes nothing.
+
+        StorageError where it cannot be given back."""
         for found in self._maps.values():
             with suppress(BufferError):  # somebody still looks at it; it ends with the process
                 found.close()
         self._maps.clear()
+        owner = self._place.owner(self._rank)
+        try:
+            if remove:
+                _remove(path for path in self._place.of(self._rank) if path != owner)
+        finally:
+            self._owner.release()
         if remove:
-            for path in (self._place.record(self._rank, slot) for slot in SLOTS):
-                path.unlink(missing_ok=True)
-            for path in (self._place.payload(self._rank, slot) for slot in SLOTS):
-                path.unlink(missing_ok=True)
-        self._owner.release()
-        if remove:
-            self._place.owner(self._rank).unlink(missing_ok=True)
+            _remove([owner])
             for folder in (self._place.folder, self._tier.folder):
                 with suppress(OSError):
                     folder.rmdir()
 
+    def give_back(self, slot: int) -> None:
+        """This payload is not needed any more, nor is its memory. StorageError."""
+        self.drop(slot)
+        self._maps.pop(slot, None)
+        _remove([self._place.payload(self._rank, slot)])
+
     def _older(self) -> Sequence[Generation]:
-        found = [one for one in self._tier.generations() if one.epoch != self._place.epoch]
+        # What a later incarnation has is never ours to take, also where this process slept and that one is dead.
+        found = [one for one in self._tier.generations() if one.epoch < self._place.epoch]
         return [one for one in found if not is_owned(one.owner(self._rank))]
 
     def _take(self, old: Generation, slot: int) -> None:
         """One payload becomes ours, or is removed where we need none."""
-        with suppress(FileNotFoundError):
-            old.record(self._rank, slot).unlink()
+        _remove([old.record(self._rank, slot), old.unsealed(self._rank, slot)])
         payload = old.payload(self._rank, slot)
         free = [mine for mine in self._slots if not self._place.payload(self._rank, mine).exists()]
-        with suppress(FileNotFoundError):
+        try:
             if free:
                 payload.rename(self._place.payload(self._rank, free[0]))
             else:
                 payload.unlink()
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise StorageError(f"cannot take over {payload}: {error.strerror}") from error
 
     def _clear(self, old: Generation, rank: int) -> None:
-        for slot in SLOTS:
-            if rank == self._rank:
-                self._take(old, slot)
-            else:
-                old.record(rank, slot).unlink(missing_ok=True)
-                old.payload(rank, slot).unlink(missing_ok=True)
-        old.owner(rank).unlink(missing_ok=True)
+        if is_owned(old.owner(rank)):
+            return
+        for slot in SLOTS if rank == self._rank else ():
+            self._take(old, slot)
+        _remove(old.of(rank))
 
     def _mapped(self, slot: int, nbytes: int) -> mmap.mmap:
         path = self._place.payload(self._rank, slot)
@@ -156,8 +164,27 @@ class Arena:
         try:
             reserve(descriptor, size, path)
             return mmap.mmap(descriptor, size)
+        except OSError as error:
+            raise StorageError(f"cannot map {path}: {error.strerror}") from error
         finally:
             os.close(descriptor)
+
+
+def _owned(place: Generation, rank: int) -> Owner:
+    """The rank's place, made and locked. Whoever cleans up may remove a folder while there is nothing in it."""
+    for _ in range(_TRIES):
+        place.make()
+        with suppress(MissingError):
+            return Owner(place.owner(rank))
+    raise StorageError(f"{place.folder} is removed again and again by another process")
+
+
+def _remove(paths: Iterable[Path]) -> None:
+    for path in paths:
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            raise StorageError(f"cannot remove {path}: {error.strerror}") from error
 
 
 def _private(path: str | Path, flags: int) -> int:

@@ -8,7 +8,7 @@ when it is old, or when it is asked for.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -60,7 +60,7 @@ def _removed(tier: Tier, wanted: Callable[[Generation, int], bool]) -> int:
 
 def _remove(place: Generation, rank: int) -> int:
     total = 0
-    for path in _of(place, rank):  # records first: a payload without one is no version
+    for path in place.of(rank):
         nbytes = _bytes(path)
         with suppress(FileNotFoundError):
             path.unlink()
@@ -68,15 +68,9 @@ def _remove(place: Generation, rank: int) -> int:
     return total
 
 
-def _of(place: Generation, rank: int) -> Iterator[Path]:
-    yield from (place.record(rank, slot) for slot in SLOTS)
-    yield from (place.payload(rank, slot) for slot in SLOTS)
-    yield place.owner(rank)
-
-
 def _written(place: Generation, rank: int) -> float:
     found = [0.0]
-    for path in _of(place, rank):
+    for path in place.of(rank):
         with suppress(FileNotFoundError):
             found.append(path.stat().st_mtime)
     return max(found)

@@ -64,11 +64,19 @@ class Overlay:
         if path not in self._ranks:
             self._below.read_into(path, offset, target)
             return
-        rank = self._ranks[path]
+        self.read_payload(self._ranks[path], offset, target)
+
+    def read_payload(self, rank: int, offset: int, target: memoryview) -> None:
+        """Fill ``target`` from ``offset`` of a rank's payload."""
         payload = self._version.payloads.get(rank)
-        if payload is None:
-            raise StorageError(f"rank {rank}'s memory is on another node")
-        _fill(payload, offset, target)
+        if payload is not None:
+            _fill(payload, offset, target)
+            return
+        for (of, start, nbytes), data in self._version.lent.items():
+            if of == rank and start <= offset and offset + target.nbytes <= start + nbytes:
+                target[:] = data[offset - start : offset - start + target.nbytes]
+                return
+        raise StorageError(f"rank {rank}'s memory is on another node")
 
     def create(self, path: str) -> NewFile:
         """Refused."""

@@ -9,16 +9,21 @@ from __future__ import annotations
 
 import fcntl
 import os
+import struct
 from pathlib import Path
 
-from store.errors import StorageError
+from store.errors import MissingError, StorageError
+
+_FLOCK = "hhqqi4x"
+"""C's struct flock on 64-bit Linux: type, whence, start, length, process."""
 
 _held: dict[Path, int] = {}
 """Process that holds each lock: a forked child has a copy of this, but not of the lock."""
 
 
 class Owner:
-    """Held from construction until :meth:`release`. StorageError where another process holds it."""
+    """Held from construction until :meth:`release`. StorageError where another process holds it; MissingError where
+    its folder is not there."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -26,6 +31,8 @@ class Owner:
             raise StorageError(f"{path} is held by this process already: close the first checkpointer")
         try:
             self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except FileNotFoundError as error:
+            raise MissingError(f"{path.parent} is not there") from error
         except OSError as error:
             raise StorageError(f"cannot open {path}: {error.strerror}") from error
         try:
@@ -44,7 +51,7 @@ class Owner:
 
 
 def is_owned(path: Path) -> bool:
-    """Whether a living process holds it."""
+    """Whether a living process holds it. Asks only: who tried to take the lock might be in the owner's way."""
     if _held.get(path) == os.getpid():
         return True
     try:
@@ -54,9 +61,9 @@ def is_owned(path: Path) -> bool:
     except OSError:
         return True  # what cannot be told is left alone
     try:
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        answer = fcntl.fcntl(descriptor, fcntl.F_GETLK, struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
     except OSError:
         return True
     finally:
         os.close(descriptor)
-    return False
+    return bool(struct.unpack(_FLOCK, answer)[0] != fcntl.F_UNLCK)

@@ -7,6 +7,7 @@ the control group cannot pay for brings the out-of-memory killer. So room is loo
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,6 +17,11 @@ from store.errors import StorageError
 
 _SPARE = 0.05
 """Of the memory that there is: left to everybody else."""
+
+
+_VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_VERSION_2 = ("memory.max", "memory.current", "inactive_file")
+"""Of control groups: the files with what is allowed and used, and the cached pages in ``memory.stat``."""
 
 
 def reserve(descriptor: int, nbytes: int, path: Path) -> None:
@@ -52,35 +58,46 @@ def _limits(folder: Path) -> list[tuple[int, str]]:
         found.append((status.f_bavail * status.f_frsize, "the filesystem has"))
     memory = psutil.virtual_memory()
     found.append((int(memory.available - _SPARE * memory.total), "the machine has, beside what is kept for others,"))
-    group = _group_room(Path("/sys/fs/cgroup"))
+    group = group_room()
     if group is not None:
         found.append((group, "the control group may take"))
     return found
 
 
-def _group_room(root: Path) -> int | None:
-    """Bytes left to this process's control group (version 2), None where there is no limit."""
-    with suppress(OSError, ValueError, IndexError, StopIteration):
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-        own = next(line.split(":", 2)[2] for line in lines if line.startswith("0::"))
-        folder = root / own.strip().lstrip("/")
-        found = []
-        for place in (folder, *folder.parents):
-            if place == root.parent:
-                break
-            with suppress(OSError, ValueError):
-                limit = int((place / "memory.max").read_text())
-                found.append(limit - int((place / "memory.current").read_text()) + _reclaimable(place))
-        return min(found, default=None)
+def group_room(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int | None:
+    """Bytes left to this process's control group and to those above it; None where there is no limit."""
+    with suppress(OSError):
+        lines = [line.split(":", 2) for line in own.read_text().splitlines()]
+        left = [
+            found
+            for _, controllers, path in (line for line in lines if len(line) == 3)
+            for found in _left(root, controllers, path.lstrip("/"))
+        ]
+        return min(left, default=None)
     return None
 
 
-def _reclaimable(place: Path) -> int:
+def _left(root: Path, controllers: str, path: str) -> Iterator[int]:
+    """Of one hierarchy: version 2, which has no controllers in its name, or the memory controller of version 1."""
+    if controllers and "memory" not in controllers.split(","):
+        return
+    top = root / controllers
+    limit, used, cached = _VERSION_1 if controllers else _VERSION_2
+    folder = top / path
+    for place in (folder, *folder.parents):
+        with suppress(OSError, ValueError):
+            allowed = int((place / limit).read_text())
+            yield allowed - int((place / used).read_text()) + _reclaimable(place, cached)
+        if place == top:
+            break
+
+
+def _reclaimable(place: Path, cached: str) -> int:
     """Cached pages of files on disk: the kernel gives them up first."""
-    with suppress(OSError, ValueError, IndexError, StopIteration):
+    with suppress(OSError, ValueError):
         for line in (place / "memory.stat").read_text().splitlines():
-            name, value = line.split()
-            if name == "inactive_file":
+            name, _, value = line.partition(" ")
+            if name == cached:
                 return int(value)
     return 0
 

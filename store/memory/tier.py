@@ -6,6 +6,7 @@
           rank-00003.owner                 locked as long as that rank's process lives
           rank-00003.0.payload             fragments as they are, then tensors of the run state
           rank-00003.0.json                the record that makes the payload a version
+          rank-00003.0.new                 the record before it has its name
           rank-00003.1.*                   the other one
 
 It knows names and permissions only. Nothing in shared memory is ever synced: it ends with the node anyway.
@@ -27,7 +28,7 @@ SLOTS = (0, 1)
 
 _GENERATION = re.compile(r"\d{6,9}\Z")
 _STORE = re.compile(r"[0-9a-f]{32}\Z")
-_FILE = re.compile(r"rank-(\d{5,8})\.(?:(owner)|([01])\.(payload|json))\Z")
+_FILE = re.compile(r"rank-(\d{5,8})\.(?:(owner)|([01])\.(payload|json|new))\Z")
 
 
 @dataclass(frozen=True)
@@ -49,9 +50,9 @@ class Tier:
 
     def generations(self) -> list[Generation]:
         """Newest first. StorageError where the folder is not this user's own."""
-        if not require_own(self.home) or not self.folder.is_dir():
+        if not require_own(self.home):
             return []
-        found = [place.name for place in self.folder.iterdir() if _GENERATION.match(place.name)]
+        found = [name for name in _names(self.folder) if _GENERATION.match(name)]
         return [Generation(self, int(name)) for name in sorted(found, key=int, reverse=True)]
 
     def generation(self, epoch: int) -> Generation:
@@ -92,20 +93,35 @@ class Generation:
         """What says that the payload beside it is a version."""
         return self.folder / f"rank-{rank:05d}.{slot}.json"
 
+    def unsealed(self, rank: int, slot: int) -> Path:
+        """A record that is being written: no version yet."""
+        return self.record(rank, slot).with_suffix(".new")
+
+    def of(self, rank: int) -> tuple[Path, ...]:
+        """Every file that a rank may have, its records first: a payload without one is no version."""
+        made = [make(rank, slot) for make in (self.record, self.unsealed, self.payload) for slot in SLOTS]
+        return (*made, self.owner(rank))
+
     def ranks(self) -> list[int]:
         """Ranks that have any file here, sorted."""
         return sorted({rank for _, rank, _ in self.files()})
 
     def files(self) -> Iterator[tuple[Path, int, int | None]]:
         """(path, rank, slot) of each file; slot None for an owner's. Other names are left alone."""
-        try:
-            names = sorted(place.name for place in self.folder.iterdir())
-        except FileNotFoundError:
-            return
-        for name in names:
+        for name in _names(self.folder):
             match = _FILE.match(name)
             if match:
                 yield self.folder / name, int(match[1]), None if match[3] is None else int(match[3])
+
+
+def _names(folder: Path) -> list[str]:
+    """Sorted; none where the folder is not there, or any more."""
+    try:
+        return sorted(place.name for place in folder.iterdir())
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise StorageError(f"cannot look into {folder}: {error.strerror}") from error
 
 
 def home(base: Path) -> Path:
@@ -118,7 +134,7 @@ def tiers(base: Path) -> list[Tier]:
     place = home(base)
     if not require_own(place):
         return []
-    return [Tier(base, found.name) for found in sorted(place.iterdir()) if _STORE.match(found.name)]
+    return [Tier(base, name) for name in _names(place) if _STORE.match(name)]
 
 
 def require_own(place: Path) -> bool:
@@ -148,8 +164,11 @@ def read_whole(path: Path, limit: int) -> bytes:
         raise MissingError(f"{path} is not there") from error
     except OSError as error:
         raise StorageError(f"cannot open {path}: {error.strerror}") from error
-    with os.fdopen(descriptor, "rb") as file:
-        data = file.read(limit + 1)
+    try:
+        with os.fdopen(descriptor, "rb") as file:
+            data = file.read(limit + 1)
+    except OSError as error:
+        raise StorageError(f"cannot read {path}: {error.strerror}") from error
     if len(data) > limit:
         raise StorageError(f"{path} is larger than {limit} bytes")
     return data

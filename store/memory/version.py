@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from store.encoding import encoding_named
@@ -16,6 +16,9 @@ from store.memory.held import Held, Node
 from store.names import RAW, SaveId
 from store.schema import GroupRecord, ManifestRecord, PartRecord, UnitRecord, from_bytes, to_bytes
 from store.segments import parse_part, parts_digest
+
+Piece = tuple[int, int, int]
+"""Bytes of a payload: its rank, where they begin, and how many they are."""
 
 
 @dataclass(frozen=True)
@@ -28,12 +31,13 @@ class Share:
 
 @dataclass(frozen=True)
 class MemoryVersion:
-    """All of a version's records. payloads: those that lie on this node."""
+    """All of a version's records. payloads: those that lie on this node. lent: bytes of others, from elsewhere."""
 
     manifest: ManifestRecord
     parts: Mapping[int, bytes]
     records: Mapping[int, PartRecord]
     payloads: Mapping[int, Path]
+    lent: Mapping[Piece, bytes] = field(default_factory=dict)
 
     @property
     def save(self) -> SaveId:
@@ -57,7 +61,10 @@ def assembled(save: SaveId, shares: Iterable[Share], node: Node) -> MemoryVersio
             if parts.setdefault(rank, data) != data:
                 raise DamagedError(f"memory holds two versions {save} of rank {rank}")
         if share.head is not None:
-            head = from_bytes(ManifestRecord, share.head, f"the head of version {save} in memory")
+            told = from_bytes(ManifestRecord, share.head, f"the head of version {save} in memory")
+            if head is not None and told != head:
+                raise DamagedError(f"memory holds two heads of version {save}")
+            head = told
     if head is None:
         raise DamagedError(f"version {save} in memory lacks rank 0's head")
     if sorted(parts) != list(range(head.world_size)):

@@ -15,6 +15,7 @@ import sys
 import time
 from pathlib import Path
 
+from memory_workload import MEMORY
 from models import RANKS, VARIED
 from workload import Job, Paper
 
@@ -60,7 +61,7 @@ def varied(files: LocalFiles, journal: Paper) -> None:
     job.prune()
 
 
-SCENARIOS = {"save": save, "several": several, "commit": commit, "varied": varied}
+SCENARIOS = {"save": save, "several": several, "commit": commit, "varied": varied, **MEMORY}
 
 
 class Doomed(LocalFiles):

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from store.memory.tier import Tier
+from store.names import SaveId
 from tests.support.cli import environment
 
 _HOLD = """
@@ -37,4 +39,41 @@ def holding_lock(root: Path) -> Iterator[int]:
     finally:
         process.stdin.close()
         process.wait(timeout=30)
+        process.stdout.close()
+
+
+_KEEP = """
+import sys
+from pathlib import Path
+from store.memory.arena import Arena
+from store.memory.tier import Tier
+from store.names import SaveId
+from tests.support.made_versions import keep
+base, store_id, epoch, rank, world, step = sys.argv[1:]
+arena = Arena(Tier(Path(base), store_id), int(epoch), int(rank))
+keep(arena, 0, SaveId(int(step), int(epoch)), int(rank), int(world))
+print("kept", flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def living(tier: Tier, save: SaveId, rank: int = 0, world: int = 1) -> Iterator[subprocess.Popen[str]]:
+    """Another process that holds a version of its own for the time of the block, unless it is killed before."""
+    words = [tier.base, tier.store_id, save.epoch, rank, world, save.step]
+    process = subprocess.Popen(
+        [sys.executable, "-c", _KEEP, *map(str, words)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment(),
+    )
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        assert process.stdout.readline() == "kept\n"
+        yield process
+    finally:
+        process.kill()
+        process.wait(timeout=30)
+        process.stdin.close()
         process.stdout.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,46 +12,16 @@ from store.catalog import open_catalog
 from store.errors import ConfigError
 from store.files import LocalFiles
 from store.memory.held import look
-from store.memory.tier import Tier
 from store.names import SaveId
 from store.verify import verify
 from tests.support.jobs import Job, same
+from tests.support.kept import memory, tier_of
+from tests.support.memory_jobs import abandoned, settled
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> Path:
     return tmp_path / "store"
-
-
-def memory(store: Path, **more: Any) -> dict[str, Any]:
-    base = store.parent / "shm"
-    base.mkdir(exist_ok=True)
-    return {"enabled": True, "every": 1, "path": str(base), **more}
-
-
-def tier_of(store: Path) -> Tier:
-    return Tier(store.parent / "shm", open_catalog(LocalFiles(store)).store_id)
-
-
-def settled(one: Job) -> None:
-    """Until the version under way is whole."""
-    tier = one.ckpt._memory
-    assert tier is not None and tier._writer.join(30)
-
-
-def abandoned(one: Job) -> None:
-    """As a process leaves it that is killed: nothing is told to anybody."""
-    settled(one)
-    one.ckpt._closed = True
-    one.ckpt._forget_exit()
-    one.ckpt.flush()
-    assert one.ckpt._memory is not None
-    one.ckpt._memory._writer.stop()
-    arena = one.ckpt._memory._arena
-    assert arena is not None
-    arena.close(remove=False)
-    one.ckpt._saver._opened.release()  # type: ignore[union-attr]
-    one.ckpt._job.tracer.close(1.0)
 
 
 def test_a_killed_job_goes_on_from_memory_where_that_is_newer(store: Path) -> None:

@@ -1,0 +1,210 @@
+"""Kills a training job at random moments, restarts it, and checks after every round what came back.
+
+    python -m tests.chaos.kills --rounds 100 --seed 7 --ranks 2
+
+After each kill: the resume is not older than the last acknowledged commit, nor than the newest version in memory that
+all ranks were known to have; it comes from memory where that is newer; and the state is, to the bit, that of an
+uninterrupted run at the step that is resumed. At the end the job ends by itself, and nothing is left in shared memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.chaos.victims import VICTIMS, Target, gone
+from tests.support.launch import ENVIRONMENT, ROOT
+
+TRAINER = Path(__file__).with_name("trainer.py")
+EVERY = 7
+"""Steps between commits."""
+
+
+@dataclass
+class Chaos:
+    """One run of so many rounds. Raises AssertionError, with the seed, at the first round that goes wrong."""
+
+    folder: Path
+    shared: Path
+    rounds: int
+    seed: int
+    ranks: int = 1
+    names: Sequence[str] = tuple(VICTIMS)
+    outcomes: Counter[str] = field(default_factory=Counter)
+    promised: tuple[int, int] = (0, 0)
+    """Newest step that was committed, and that all ranks were known to have in memory, so far."""
+
+    def run(self) -> Counter[str]:
+        """All rounds, the last one without a kill."""
+        chance = random.Random(self.seed)
+        steps = 40 * self.rounds + 200
+        reference = self._reference(steps)
+        for number in range(self.rounds):
+            self._round(number, steps, reference, chance)
+        self._last(steps, reference)
+        return self.outcomes
+
+    def _round(self, number: int, steps: int, reference: dict[tuple[int, int], str], chance: random.Random) -> None:
+        process, diary = self._started(number, steps, reference=False)
+        try:
+            resumed = self._resumed(process, diary)
+            self._check(number, resumed, reference)
+            self._until(process, diary, resumed[0]["step"] + chance.randrange(1, 14))
+            time.sleep(chance.uniform(0, 0.05))
+            name = chance.choice(list(self.names))
+            target = Target(process.pid, {one["rank"]: one["pid"] for one in resumed})
+            VICTIMS[name](target, chance)
+            self.outcomes[name] += 1
+        finally:
+            self._end(process, [one["pid"] for one in _read(diary)])
+        self._note(diary)
+
+    def _last(self, steps: int, reference: dict[tuple[int, int], str]) -> None:
+        """To its end, a few steps on: closed as it is meant to be."""
+        newest = max(self.promised)
+        process, diary = self._started(self.rounds, min(steps, newest + 20), reference=False)
+        try:
+            resumed = self._resumed(process, diary)
+            self._check(self.rounds, resumed, reference)
+            code = process.wait(120)
+        finally:
+            self._end(process, [one["pid"] for one in _read(diary)])
+        assert code == 0, self._said(self.rounds, "the last one did not end by itself")
+        assert len([one for one in _read(diary) if one["kind"] == "end"]) == self.ranks
+        left = [str(path) for path in self.shared.rglob("rank-*")]
+        assert not left, self._said(self.rounds, f"left in shared memory: {left}")
+
+    def _check(self, number: int, resumed: list[dict[str, Any]], reference: dict[tuple[int, int], str]) -> None:
+        committed, newest = self.promised
+        step = resumed[0]["step"]
+        from_memory = "memory" in resumed[0]["sources"]
+        assert {one["step"] for one in resumed} == {step}, self._said(number, f"ranks disagree: {resumed}")
+        assert step >= committed, self._said(number, f"step {step} is older than the commit {committed}")
+        assert step >= newest, self._said(number, f"step {step} is older than the version {newest} that all ranks had")
+        assert from_memory or step % EVERY == 0, self._said(number, f"step {step} was never committed")
+        for one in resumed:
+            assert one["exact"], self._said(number, f"not exact: {one}")
+            if step:
+                wanted = reference[one["rank"], step]
+                assert one["digest"] == wanted, self._said(number, f"another state than at step {step}: {one}")
+        self.outcomes["from memory" if from_memory else "from the store" if step else "anew"] += 1
+
+    def _note(self, diary: Path) -> None:
+        told = [one for one in _read(diary) if one["kind"] == "step"]
+        self.promised = (
+            max([self.promised[0], *(one["committed"] for one in told)]),
+            max([self.promised[1], *(one["newest"] for one in told)]),
+        )
+
+    def _reference(self, steps: int) -> dict[tuple[int, int], str]:
+        process, diary = self._started(-1, steps, reference=True)
+        try:
+            assert process.wait(600) == 0, self._said(-1, "the reference run failed")
+        finally:
+            self._end(process, [])
+        return {(one["rank"], one["step"]): one["digest"] for one in _read(diary)}
+
+    def _started(self, number: int, steps: int, *, reference: bool) -> tuple[subprocess.Popen[bytes], Path]:
+        name = "reference" if reference else f"round-{number}"
+        diary, described = self.folder / f"{name}.jsonl", self.folder / f"{name}.json"
+        store = self.folder / ("reference-store" if reference else "store")
+        memory = {"enabled": not reference, "every": 1, "path": str(self.shared)}
+        settings = {
+            "every": EVERY,
+            "memory": memory,
+            "staging": "lazy" if number % 2 else "eager",
+            "trace": {"enabled": False},
+        }
+        spec = {
+            "diary": str(diary), "store": str(store), "steps": steps, "width": 24, "pause": 0.003,
+            "settings": settings, "reference": reference,
+        }  # fmt: skip
+        described.write_text(json.dumps(spec))
+        command = [sys.executable]
+        if self.ranks > 1:
+            command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={self.ranks}"]
+        with (self.folder / f"{name}.txt").open("w") as output:
+            process = subprocess.Popen(
+                [*command, str(TRAINER), str(described)],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT)},
+                cwd=self.folder,
+                start_new_session=True,
+            )
+        return process, diary
+
+    def _resumed(self, process: subprocess.Popen[bytes], diary: Path) -> list[dict[str, Any]]:
+        """What every rank resumed, once it has."""
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline:
+            found = [one for one in _read(diary) if one["kind"] == "resumed"]
+            if len(found) == self.ranks:
+                return sorted(found, key=lambda one: int(one["rank"]))
+            assert process.poll() is None, self._said(
+                -1, f"it ended by itself: {diary.with_suffix('.txt').read_text()}"
+            )
+            time.sleep(0.005)
+        raise AssertionError(self._said(-1, "nothing was resumed in 120 s"))
+
+    def _until(self, process: subprocess.Popen[bytes], diary: Path, step: int) -> None:
+        deadline = time.monotonic() + 120
+        while not any(one["step"] >= step for one in _read(diary) if one["kind"] == "step"):
+            assert process.poll() is None, self._said(-1, "it ended by itself")
+            assert time.monotonic() < deadline, self._said(-1, f"step {step} was not reached in 120 s")
+            time.sleep(0.002)
+
+    def _end(self, process: subprocess.Popen[bytes], pids: list[int]) -> None:
+        """The launcher gets a moment to end what it started."""
+        try:
+            process.wait(45)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        gone(sorted(set(pids) - {process.pid}))
+
+    def _said(self, number: int, text: str) -> str:
+        return f"seed {self.seed}, ranks {self.ranks}, round {number}: {text} (in {self.folder})"
+
+
+def _read(diary: Path) -> list[dict[str, Any]]:
+    lines = diary.read_bytes().split(b"\n")[:-1] if diary.exists() else []
+    return [json.loads(line) for line in lines]
+
+
+def main() -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 31))
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--victim", action="append", choices=sorted(VICTIMS), help="only these; may be repeated")
+    parser.add_argument("--shared", type=Path, default=Path("/dev/shm"), help="shared memory")
+    asked = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(prefix="driftpoint-kills-"))
+    shared = Path(tempfile.mkdtemp(prefix="driftpoint-kills-", dir=asked.shared))
+    print(f"seed {asked.seed}, {asked.rounds} rounds, {asked.ranks} ranks, in {folder}", flush=True)
+    try:
+        chaos = Chaos(folder, shared, asked.rounds, asked.seed, asked.ranks, asked.victim or tuple(VICTIMS))
+        for name, count in sorted(chaos.run().items()):
+            print(f"{name}: {count}")
+        shutil.rmtree(folder)
+    finally:
+        shutil.rmtree(shared)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,25 @@
+"""A few rounds of random kills; the long run is ``python -m tests.chaos.kills``."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.kills import Chaos
+
+SEED = int(os.environ.get("DRIFTPOINT_SEED", "3"))
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize(("ranks", "rounds"), [(1, 8), (2, 5)])
+def test_a_few_rounds_of_random_kills(tmp_path: Path, ranks: int, rounds: int) -> None:
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else None) as shared:
+        print(f"DRIFTPOINT_SEED={SEED}")
+        outcomes = Chaos(tmp_path, Path(shared), rounds, SEED, ranks).run()
+        assert outcomes["from memory"] > 0
+        assert sum(outcomes[name] for name in ("one rank", "all ranks", "everything", "stopped")) == rounds

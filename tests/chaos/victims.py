@@ -1,0 +1,79 @@
+"""What a round of random kills does to a job: each way is a function of the processes there are, by name."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+
+import psutil
+
+
+@dataclass(frozen=True)
+class Target:
+    """A job that runs. launcher: the process that was started, torchrun or the trainer itself."""
+
+    launcher: int
+    ranks: Mapping[int, int]
+    """rank -> process id."""
+
+
+def kill(pid: int) -> None:
+    """SIGKILL, where it still lives."""
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def one_rank(target: Target, chance: random.Random) -> None:
+    """Its launcher ends the others."""
+    kill(target.ranks[chance.choice(sorted(target.ranks))])
+
+
+def all_ranks(target: Target, chance: random.Random) -> None:
+    """One after the other, with or without a moment between."""
+    for rank in chance.sample(sorted(target.ranks), len(target.ranks)):
+        kill(target.ranks[rank])
+        time.sleep(chance.choice([0, 0, 0.005]))
+
+
+def everything(target: Target, chance: random.Random) -> None:
+    """The launcher first, so that nobody ends the ranks in good order."""
+    kill(target.launcher)
+    all_ranks(target, chance)
+
+
+def stopped(target: Target, chance: random.Random) -> None:
+    """One rank sleeps, the others wait for it; it wakes up, and dies a moment later."""
+    pid = target.ranks[chance.choice(sorted(target.ranks))]
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(chance.uniform(0.01, 0.3))
+        os.kill(pid, signal.SIGCONT)
+        time.sleep(chance.uniform(0, 0.05))
+    kill(pid)
+
+
+VICTIMS: dict[str, Callable[[Target, random.Random], None]] = {
+    "one rank": one_rank,
+    "all ranks": all_ranks,
+    "everything": everything,
+    "stopped": stopped,
+}
+"""By name; more of them may be added, of a daemon or a supervisor, and named on the command line."""
+
+
+def gone(pids: list[int], seconds: float = 30) -> None:
+    """Wait until none of the processes is there; kill what is left."""
+    found = []
+    for pid in pids:
+        with suppress(psutil.NoSuchProcess):
+            found.append(psutil.Process(pid))
+    _, left = psutil.wait_procs(found, timeout=seconds)
+    for process in left:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(left, timeout=10)

@@ -1,0 +1,171 @@
+"""Testing the tests of the memory tier: each safeguard taken out in turn must be caught, by the check that is named.
+
+ARENA is the switch between two payloads, EXACT what comes back of copies that are made beside training, FLIPS wrong
+bytes. That ranks agree is taken out in tests/distributed/test_memory_ranks.py. Each check passes without the mutant.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import monitor.memory
+import monitor.remembering
+import store.payload
+from monitor.staging import Copying
+from store.errors import DamagedError, StoreError
+from store.memory.arena import Arena
+from store.memory.held import look
+from store.names import SaveId
+from tests.support.jobs import Job, same
+from tests.support.kept import memory, tier_of
+from tests.support.made_versions import NBYTES, content, keep, tier_at, whole
+from tests.support.memory_jobs import abandoned, settled, state_in
+
+
+def arena(tmp_path: Path) -> None:
+    """ARENA: at every moment whatever has a record is a whole version, and there is always one."""
+    tier = tier_at(tmp_path / "shm")
+    one = Arena(tier, 1, 0)
+    try:
+        keep(one, 0, SaveId(1, 1))
+        for step in range(2, 6):
+            one.room((step + 1) % 2, NBYTES)
+            data = content(SaveId(step, 1), 0)
+            for end in range(0, NBYTES, NBYTES // 4):
+                one.write_at((step + 1) % 2, 0, data[:end])
+                assert set(look(tier).versions) == set(whole(tier)), "a record of what is being written over"
+                assert max(whole(tier), default=None) == SaveId(step - 1, 1)
+            keep(one, (step + 1) % 2, SaveId(step, 1))
+    finally:
+        one.close(remove=True)
+
+
+def exact(tmp_path: Path) -> None:
+    """EXACT: a version that is read back is the state of its step, though training went on at once."""
+    torch.manual_seed(0)
+    one = Job(tmp_path / "store", every=100, staging="lazy", memory=memory(tmp_path / "store"), width=64)
+    try:
+        one.ckpt.resume()
+        kept = {}
+        for step in range(1, 6):
+            one.update()
+            one.ckpt.step()
+            kept[step] = one.weights()
+            for _ in range(50):  # the background thread has its chance before the optimizer comes
+                time.sleep(0.001)
+            one.optimizer.step()
+            with torch.no_grad():
+                for parameter in one.model.parameters():
+                    parameter.add_(0.5)
+            settled(one)
+            if step > 1:  # before the first optimizer step it is not known what there is to keep
+                save = max(look(tier_of(tmp_path / "store")).versions, default=None)
+                assert save == SaveId(step, 1)
+                assert same(state_in(tmp_path / "store", save), kept[step])
+    finally:
+        abandoned(one)
+
+
+def flips(tmp_path: Path) -> None:
+    """FLIPS: a resume of wrong bytes is never called exact."""
+    torch.manual_seed(0)
+    path = tmp_path / "store"
+    one = Job(path, every=4, memory=memory(path))
+    one.ckpt.resume()
+    for _ in range(7):
+        one.step()
+        settled(one)
+    kept = one.weights()
+    abandoned(one)
+    held = look(tier_of(path)).versions[SaveId(7, 1)][0]
+    data = bytearray(held.payload.read_bytes())
+    data[held.record.part.entries[0].offset] ^= 1
+    held.payload.write_bytes(data)
+    two = Job(path, every=4, memory=memory(path), resume={"at": "newest"})
+    two.ckpt.resume()
+    certificate, found = two.ckpt.certificate, two.weights()
+    two.ckpt.close()
+    assert certificate is not None
+    assert not certificate.exact or same(found, kept)
+
+
+CHECKS: dict[str, Callable[[Path], None]] = {"ARENA": arena, "EXACT": exact, "FLIPS": flips}
+
+
+def keep_the_record(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Arena, "drop", lambda *_: None)
+
+
+def overwrite_the_one_that_counts(patch: pytest.MonkeyPatch) -> None:
+    real = Arena.room
+    patch.setattr(Arena, "room", lambda one, _, nbytes: real(one, 0, nbytes))
+    patch.setattr(Arena, "write_at", _into_first(Arena.write_at))
+
+
+def _into_first(real: Any) -> Any:
+    return lambda one, _, offset, data: real(one, 0, offset, data)
+
+
+def do_not_wait_for_the_copies(patch: pytest.MonkeyPatch) -> None:
+    """The record before the copy is complete: hashes of what is there by then."""
+    real = monitor.remembering.remember
+
+    def remember(version: Any) -> float:
+        return real(replace(version, copying=Copying()))
+
+    patch.setattr(monitor.memory, "remember", remember)
+
+
+def do_not_wait_before_the_update(patch: pytest.MonkeyPatch) -> None:
+    """The optimizer does not wait for the copies, and nobody asks whether they are torn."""
+    patch.setattr(monitor.memory.MemoryTier, "_before_update", lambda _: None)
+    patch.setattr(Copying, "require_whole", lambda _: None)
+    real = monitor.remembering.remember
+
+    def remember(version: Any) -> float:
+        time.sleep(0.3)  # the mutant that copies late
+        return real(version)
+
+    patch.setattr(monitor.memory, "remember", remember)
+
+
+def do_not_check_hashes(patch: pytest.MonkeyPatch) -> None:
+    real = store.payload.read_piece
+
+    def read_piece(*words: Any) -> None:
+        try:
+            real(*words)
+        except DamagedError:
+            return
+
+    for module in (store.payload, store.segments):
+        patch.setattr(module, "read_piece", read_piece)
+
+
+MUTANTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
+    "the record is not removed before its payload is written over": (keep_the_record, "ARENA"),
+    "the payload that counts is written over": (overwrite_the_one_that_counts, "ARENA"),
+    "the record is written before the copy is complete": (do_not_wait_for_the_copies, "EXACT"),
+    "the optimizer does not wait for the copy": (do_not_wait_before_the_update, "EXACT"),
+    "the hash is not checked": (do_not_check_hashes, "FLIPS"),
+}
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_each_check_passes_without_a_mutant(name: str, tmp_path: Path) -> None:
+    CHECKS[name](tmp_path)
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_each_mutant_is_caught(mutant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, check = MUTANTS[mutant]
+    make(monkeypatch)
+    with pytest.raises((AssertionError, StoreError)):
+        CHECKS[check](tmp_path)

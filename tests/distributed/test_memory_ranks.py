@@ -1,0 +1,244 @@
+"""The memory tier on two ranks: other worlds, two nodes, a rank that lacks a version, has no room, raises or dies.
+
+Whatever happens to one rank, both resume the same state, it is a whole one, and training never waits for good.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from monitor.dtypes import torch_dtype
+from store.catalog import open_catalog
+from store.files import LocalFiles
+from store.memory.held import look
+from store.memory.overlay import Overlay
+from store.memory.tier import Tier
+from store.memory.version import assembled, share_of
+from store.names import SaveId
+from store.segments import read_entry
+from store.verify import verify
+from tests.support.launch import Launched, torchrun
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+ZERO2 = {"kind": "zero", "stage": 2, "precision": "bf16"}
+ZERO3 = {"kind": "zero", "stage": 3, "precision": "bf16"}
+DDP = {"kind": "ddp"}
+FROZEN_IS_COMMITTED = {"every": 3}
+"""The model has a frozen block, and memory begins once that is known to be committed: with the second decision."""
+
+
+@dataclass
+class Place:
+    """A store and shared memory for one scenario, and its two lives."""
+
+    directory: Path
+    shared: Path
+    spec: dict[str, Any] = field(default_factory=dict)
+
+    def life(self, which: str, ranks: int = 2, **spec: Any) -> Launched:
+        whole = {"case": ZERO2, "shared": str(self.shared), **FROZEN_IS_COMMITTED, **spec, "life": which}
+        done = torchrun("memory_ranks.py", ranks, whole, self.directory, timeout=120)
+        assert (done.code == 0) == (which == "second"), done.output[-5000:]
+        assert "Timeout" not in done.output or which == "first"
+        return done
+
+    def tier(self, below: str = "") -> Tier:
+        return Tier(self.shared / below, open_catalog(LocalFiles(self.directory / "store")).store_id)
+
+    def ended_well(self, done: Launched) -> None:
+        assert done.of("end")
+        assert verify(open_catalog(LocalFiles(self.directory / "store"))).ok
+        assert not list(self.shared.rglob("rank-*.payload"))
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Place]:
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else None) as shared:
+        yield Place(tmp_path, Path(shared))
+
+
+def hashes(done: Launched, step: int) -> list[Mapping[str, str]]:
+    return [done.one("state", step=step, rank=rank)["hashes"] for rank in (0, 1)]
+
+
+def resumed(done: Launched, ranks: int = 2) -> tuple[int, bool]:
+    """The step and whether it came from memory: alike on all ranks."""
+    found = {(one["step"], "memory" in one["sources"]) for one in done.of("resumed")}
+    assert len(found) == 1 and len(done.of("resumed")) == ranks
+    return found.pop()
+
+
+def said(done: Launched, text: str) -> bool:
+    return any(text in one["text"] for one in done.of("said"))
+
+
+def in_memory(tier: Tier, save: SaveId) -> dict[tuple[str, str], torch.Tensor]:
+    """Whole parameters as the version has them, flattened; every byte checked."""
+    node = look(tier)
+    version = assembled(save, [share_of(node.versions[save])], node)
+    files, found = Overlay(LocalFiles(tier.base), version), {}
+    for part in version.records.values():
+        for entry in part.entries:
+            data = bytearray(entry.nbytes)
+            read_entry(files, part, entry, memoryview(data))
+            total = 1
+            for length in version.manifest.tensors[entry.fqn].shape:
+                total *= length
+            dtype = torch_dtype(entry.dtype)
+            whole = found.setdefault((entry.fqn, entry.slot), torch.zeros(total, dtype=dtype))
+            whole[entry.start : entry.stop] = torch.frombuffer(data, dtype=dtype)
+    return found
+
+
+@pytest.mark.parametrize(("before", "after", "case"), [(2, 1, ZERO2), (1, 2, ZERO2), (2, 1, ZERO3), (1, 2, DDP)])
+def test_another_world_on_one_machine_reads_it(place: Place, before: int, after: int, case: dict[str, Any]) -> None:
+    first = place.life("first", before, steps=8, case=case)
+    wanted = in_memory(place.tier(), SaveId(8, 1))
+    again = place.life("second", after, case=case, dump=str(place.directory))
+    assert resumed(again, after) == (8, True)
+    compared = 0
+    for rank in range(after):
+        for fqn, slot, start, tensor in torch.load(place.directory / f"rank{rank}.pt", weights_only=True):
+            if (fqn, slot) in wanted:
+                assert torch.equal(wanted[fqn, slot][start : start + tensor.numel()], tensor), (fqn, slot)
+                compared += tensor.numel()
+    assert compared == sum(value.numel() for value in wanted.values())
+    assert first.of("kept")
+    place.ended_well(again)
+
+
+def test_ranks_on_two_nodes_read_their_own_memory(place: Place) -> None:
+    """What one rank keeps no other can read; ZeRO-2 ranks need only their own, and rank 0's counters."""
+    first = place.life("first", steps=8, nodes="own")
+    assert [len(look(place.tier(f"node{rank}")).versions[SaveId(8, 1)]) for rank in (0, 1)] == [1, 1]
+    again = place.life("second", nodes="own")
+    assert resumed(again) == (8, True)
+    assert [again.one("resumed", rank=rank)["hashes"] for rank in (0, 1)] == hashes(first, 8)
+    place.ended_well(again)
+
+
+def test_where_ranks_need_each_others_memory_and_have_it_not_the_store_serves(place: Place) -> None:
+    place.life("first", steps=8, nodes="own", case=DDP)
+    again = place.life("second", nodes="own", case=DDP)
+    assert resumed(again) == (6, False)
+    assert said(again, "not every rank finds what it needs on its own node")
+    place.ended_well(again)
+
+
+def test_ranks_that_changed_nodes_are_served_by_the_store(place: Place) -> None:
+    place.life("first", steps=8, nodes="own")
+    (place.shared / "node0").rename(place.shared / "x")
+    (place.shared / "node1").rename(place.shared / "node0")
+    (place.shared / "x").rename(place.shared / "node1")
+    again = place.life("second", nodes="own")
+    assert resumed(again) == (6, False)
+    assert said(again, "not every rank finds what it needs on its own node")
+    assert again.of("end")
+
+
+@pytest.mark.parametrize("versions", [1, 2])
+def test_a_rank_that_lacks_versions_takes_all_ranks_back_to_what_all_have(place: Place, versions: int) -> None:
+    first = place.life("first", steps=8)
+    for step in (8, 7)[:versions]:
+        held = look(place.tier()).versions[SaveId(step, 1)][1]
+        held.payload.with_suffix(".json").unlink()
+    again = place.life("second")
+    assert resumed(again) == ((7, True) if versions == 1 else (6, False))
+    assert [again.one("resumed", rank=rank)["hashes"] for rank in (0, 1)] == hashes(first, 7 if versions == 1 else 6)
+    place.ended_well(again)
+
+
+def test_a_node_that_was_lost_takes_all_ranks_to_the_store(place: Place) -> None:
+    place.life("first", steps=8, nodes="own")
+    (place.shared / "node1").rename(place.shared / "gone")
+    again = place.life("second", nodes="own")
+    assert resumed(again) == (6, False)
+    assert again.of("end")
+
+
+@pytest.mark.needs_root
+def test_one_rank_without_room_turns_it_off_on_all(place: Place) -> None:
+    small = place.directory / "small"
+    small.mkdir()
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", small], capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        pytest.skip(f"cannot mount a tmpfs here, so a rank without room is NOT tested: {done.stderr.strip()}")
+    try:
+        first = place.life("first", steps=8, paths={"1": str(small)})
+        again = place.life("second", paths={"1": str(small)})
+    finally:
+        subprocess.run(["umount", "-l", small], check=True)
+    assert all(one["off"] for one in first.of("kept"))
+    assert said(first, "the memory tier is off") and said(first, "rank 1: no room in memory")
+    assert resumed(again) == (6, False)
+    place.ended_well(again)
+
+
+def test_one_rank_that_raises_takes_the_version_from_all(place: Place) -> None:
+    first = place.life("first", steps=11, moody=1, fails=[8, 10])
+    assert {one["newest"] for one in first.of("kept", step=11)} == {7} | {7}
+    again = place.life("second")
+    assert resumed(again) == (11, True)
+    assert [again.one("resumed", rank=rank)["hashes"] for rank in (0, 1)] == hashes(first, 11)
+    place.ended_well(again)
+
+
+def test_one_rank_that_raises_again_and_again_turns_it_off_on_all(place: Place) -> None:
+    first = place.life("first", steps=14, moody=1, fails=list(range(8, 15)), every=3)
+    assert {one["off"] for one in first.of("kept", step=14)} == {True}
+    assert said(first, "the memory tier is off")
+    again = place.life("second")
+    step, from_memory = resumed(again)
+    assert step == 7 and from_memory, "saves fail as well: the last version that all ranks had is the newest state"
+    assert [again.one("resumed", rank=rank)["hashes"] for rank in (0, 1)] == hashes(first, 7)
+    place.ended_well(again)
+
+
+@pytest.mark.parametrize("mutant", [False, True])
+def test_that_ranks_agree_is_what_keeps_a_version_for_all(place: Place, mutant: bool) -> None:
+    """Two versions in a row fail on one rank. Taken out, the agreement leaves none that both ranks have."""
+    place.life("first", steps=11, moody=1, fails=[10, 11], every=4, mutant=mutant)
+    again = place.life("second", every=4)
+    assert resumed(again) == ((8, False) if mutant else (9, True))
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_killed_while_it_keeps_a_version(place: Place, rank: int, when: str) -> None:
+    first = place.life("first", steps=12, dies=rank, dies_at=8, dies_when=when)
+    again = place.life("second")
+    step, from_memory = resumed(again)
+    assert from_memory and step in (7, 8)
+    if when == "before":
+        assert step == 7, "no version that one rank lacks"
+    assert [again.one("resumed", rank=rank)["hashes"] for rank in (0, 1)] == hashes(first, step)
+    place.ended_well(again)
+
+
+@pytest.mark.parametrize("setting", [{"enabled": False}, {"enabled": True, "every": 3}])
+def test_ranks_that_are_configured_otherwise_are_refused_instead_of_waiting(
+    place: Place, setting: dict[str, Any]
+) -> None:
+    settings = {"1": {"memory": {"path": str(place.shared), **setting}}}
+    done = torchrun(
+        "memory_ranks.py",
+        2,
+        {"case": DDP, "shared": str(place.shared), "life": "second", "settings": settings},
+        place.directory,
+        timeout=60,
+    )
+    assert done.code not in (0, -1)
+    assert "give every rank the same configuration" in done.output

@@ -1,0 +1,77 @@
+"""Jobs of one process with a memory tier: settled, left as a killed process leaves them, and what memory says then."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from monitor.dtypes import torch_dtype
+from store.files import LocalFiles
+from store.memory.held import look
+from store.memory.overlay import Overlay
+from store.memory.version import MemoryVersion, assembled, share_of
+from store.names import SaveId
+from store.segments import read_entry, read_leaves
+from tests.support.jobs import Job
+from tests.support.kept import tier_of
+
+
+def settled(one: Job) -> None:
+    """Until the version under way is whole."""
+    tier = one.ckpt._memory
+    assert tier is not None and tier._writer.join(30)
+
+
+def abandoned(one: Job) -> None:
+    """As a process leaves it that is killed: nothing is told to anybody."""
+    settled(one)
+    one.ckpt._closed = True
+    one.ckpt._forget_exit()
+    one.ckpt.flush()
+    one.ckpt._saver._writer.stop()  # type: ignore[union-attr]
+    assert one.ckpt._memory is not None
+    one.ckpt._memory._writer.stop()
+    arena = one.ckpt._memory._arena
+    if arena is not None:
+        arena.close(remove=False)
+    one.ckpt._saver._opened.release()  # type: ignore[union-attr]
+    one.ckpt._job.tracer.close(1.0)
+
+
+def kept_steps(store: Path) -> list[int]:
+    """Of the versions in memory."""
+    return sorted(save.step for save in look(tier_of(store)).versions)
+
+
+def version(store: Path, save: SaveId | None = None) -> MemoryVersion:
+    """One that lies in memory; without ``save`` the newest."""
+    node = look(tier_of(store))
+    found = save or max(node.versions)
+    return assembled(found, [share_of(node.versions[found])], node)
+
+
+def state_in(store: Path, save: SaveId | None = None) -> dict[str, torch.Tensor]:
+    """What memory holds, by name and slot, every byte checked against its hash."""
+    found = version(store, save)
+    files, held = Overlay(LocalFiles(store), found), {}
+    for part in found.records.values():
+        for entry in part.entries:
+            data = bytearray(entry.nbytes)
+            read_entry(files, part, entry, memoryview(data))
+            shape = found.manifest.tensors[entry.fqn].shape
+            held[f"{entry.fqn}/{entry.slot}"] = torch.frombuffer(data, dtype=torch_dtype(entry.dtype)).reshape(shape)
+    return held
+
+
+def leaves_in(store: Path) -> int:
+    """Tensors of the run state in the newest version, every byte checked against its hash."""
+    found = version(store)
+    files = Overlay(LocalFiles(store), found)
+    return sum(len(read_leaves(files, part)) for part in found.records.values())
+
+
+def sources(one: Job) -> set[str]:
+    """Where a resume took its units from."""
+    assert one.ckpt.certificate is not None
+    return {unit.source for unit in one.ckpt.certificate.units}

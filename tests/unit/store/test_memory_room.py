@@ -1,0 +1,287 @@
+"""Shared memory that is too small, filled by others, read-only or limited: said before it is used, never SIGBUS."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from store.errors import StorageError
+from store.memory.arena import Arena
+from store.memory.room import free_bytes, group_room, reserve
+from store.names import SaveId
+from tests.support.cli import environment
+from tests.support.made_versions import keep, tier_at, values, wanted
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[Path]:
+    """A tmpfs of 64 MiB, as a container has it."""
+    place = tmp_path / "small"
+    place.mkdir()
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", place], capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        pytest.skip(f"cannot mount a tmpfs here, so small shared memory is NOT tested: {done.stderr.strip()}")
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", "-l", place], check=True)
+
+
+def in_process(script: str, place: Path) -> str:
+    """What the script printed, in a process of its own: SIGBUS would end this one."""
+    done = subprocess.run(
+        [sys.executable, "-c", _BEFORE + script, str(place)],
+        capture_output=True,
+        text=True,
+        env=environment(),
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode != -signal.SIGBUS, "SIGBUS"
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+_BEFORE = """
+import sys
+from pathlib import Path
+from store.errors import StorageError
+from store.memory.arena import Arena
+from store.names import SaveId
+from tests.support.made_versions import keep, tier_at, values, wanted
+MIB = 1 << 20
+place = Path(sys.argv[1])
+tier = tier_at(place)
+def fill(memory, byte):
+    for start in range(0, len(memory), MIB):
+        memory[start:start + MIB] = bytes([byte]) * len(memory[start:start + MIB])
+def hog():
+    with open(place / "hog", "wb", buffering=0) as file:
+        try:
+            while file.write(b"h" * MIB):
+                pass
+        except OSError:
+            pass
+"""
+
+
+@pytest.mark.needs_root
+def test_too_small_is_said_before_anything_is_written(small: Path) -> None:
+    said = in_process(
+        """
+arena = Arena(tier, 1, 0)
+fill(arena.room(0, 40 * MIB), 1)
+try:
+    arena.room(1, 40 * MIB)
+except StorageError as error:
+    print(error)
+assert not tier.generation(1).payload(0, 1).stat().st_blocks
+arena.close(remove=True)
+assert not list(tier.home.rglob("*"))
+""",
+        small,
+    )
+    assert "no room in memory for 41.9 MB more" in said
+    assert "the filesystem has 25." in said
+    assert "--shm-size" in said and "versions: 1" in said and "enabled: false" in said
+
+
+@pytest.mark.needs_root
+def test_others_may_fill_it_between_two_versions(small: Path) -> None:
+    in_process(
+        """
+arena = Arena(tier, 1, 0)
+one, two = arena.room(0, 20 * MIB), arena.room(1, 20 * MIB)
+keep(arena, 0, SaveId(1, 1))
+hog()
+fill(arena.room(1, 20 * MIB), 2)          # reserved: nobody can take it
+try:
+    arena.room(1, 24 * MIB)
+    raise SystemExit("there was room?")
+except StorageError as error:
+    print(error)
+assert values(tier, SaveId(1, 1)) == wanted(SaveId(1, 1))
+fill(arena.room(1, 20 * MIB), 3)
+assert values(tier, SaveId(1, 1)) == wanted(SaveId(1, 1))
+""",
+        small,
+    )
+
+
+@pytest.mark.needs_root
+def test_no_room_for_the_record_leaves_the_other_version(small: Path) -> None:
+    in_process(
+        """
+arena = Arena(tier, 1, 0)
+arena.room(1, 4096)
+keep(arena, 0, SaveId(1, 1))
+hog()
+try:
+    keep(arena, 1, SaveId(2, 1))
+    raise SystemExit("there was room?")
+except StorageError as error:
+    print(error)
+assert values(tier, SaveId(1, 1)) == wanted(SaveId(1, 1))
+assert not list(tier.home.rglob("*.new"))
+""",
+        small,
+    )
+
+
+@pytest.mark.needs_root
+def test_what_a_killed_process_made_long_but_not_real_is_backed_before_use(small: Path) -> None:
+    """Killed between making a file long and having it backed: as long as needed, and not a page of it there."""
+    in_process(
+        """
+place_1 = tier.generation(1)
+place_1.make()
+with open(place_1.payload(0, 0), "wb") as file:
+    file.truncate(40 * MIB)
+arena = Arena(tier, 2, 0)
+arena.take_over(None)
+hog()
+try:
+    fill(arena.room(0, 40 * MIB), 1)
+    raise SystemExit("there was room?")
+except StorageError:
+    pass
+(place / "hog").unlink()
+fill(arena.room(0, 40 * MIB), 1)
+""",
+        small,
+    )
+
+
+@pytest.mark.needs_root
+def test_no_more_inodes_is_a_typed_error(small: Path) -> None:
+    subprocess.run(["mount", "-o", "remount,nr_inodes=5", small], check=True)
+    said = in_process(
+        """
+try:
+    keep(Arena(tier, 1, 0), 0, SaveId(1, 1))
+except StorageError as error:
+    print(error)
+""",
+        small,
+    )
+    assert "No space left" in said
+
+
+@pytest.mark.needs_root
+def test_read_only_is_a_typed_error_and_is_still_read(small: Path) -> None:
+    said = in_process(
+        """
+arena = Arena(tier, 1, 0)
+keep(arena, 0, SaveId(1, 1))
+arena.close(remove=False)
+""",
+        small,
+    )
+    subprocess.run(["mount", "-o", "remount,ro", small], check=True)
+    said = in_process(
+        """
+from store.memory.cleaning import clear_old
+assert values(tier, SaveId(1, 1)) == wanted(SaveId(1, 1))
+for attempt in (lambda: Arena(tier, 2, 0), lambda: Arena(tier, 1, 0)):
+    try:
+        attempt()
+    except StorageError as error:
+        print(error)
+""",
+        small,
+    )
+    assert said.count("Read-only file system") == 2
+
+
+def test_a_file_may_not_be_longer_than_allowed(tmp_path: Path) -> None:
+    """RLIMIT_FSIZE: a signal that would end the process where it is not ignored, and python ignores it."""
+    in_process(
+        """
+import resource
+resource.setrlimit(resource.RLIMIT_FSIZE, (MIB, MIB))
+arena = Arena(tier, 1, 0)
+try:
+    arena.room(0, 2 * MIB)
+    raise SystemExit("there was room?")
+except StorageError as error:
+    assert "no room" in str(error) or "refused" in str(error), error
+keep(arena, 0, SaveId(1, 1))
+""",
+        tmp_path,
+    )
+
+
+def test_more_than_the_machine_has_is_refused_by_the_machine(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT)
+    with pytest.raises(StorageError, match="no room in memory for"):
+        reserve(descriptor, 1 << 60, path)
+    assert os.fstat(descriptor).st_size == 0
+    os.close(descriptor)
+    assert 0 < free_bytes(tmp_path) < 1 << 60
+
+
+def test_memory_that_is_there_is_not_asked_for_again(tmp_path: Path) -> None:
+    tier = tier_at(tmp_path / "shm")
+    arena = Arena(tier, 1, 0)
+    memory = arena.room(0, MIB)
+    keep(arena, 0, SaveId(1, 1))
+    assert arena.room(0, MIB) is memory
+    keep(arena, 0, SaveId(2, 1))
+    assert values(tier, SaveId(2, 1)) == wanted(SaveId(2, 1))
+    arena.close(remove=True)
+
+
+# ---- control groups, read from files as the kernel has them
+
+
+def put(place: Path, **files: object) -> None:
+    place.mkdir(parents=True, exist_ok=True)
+    for name, value in files.items():
+        (place / f"memory.{name}").write_text(f"{value}\n")
+
+
+def own(tmp_path: Path, *lines: str) -> Path:
+    path = tmp_path / "cgroup"
+    path.write_text("".join(f"{line}\n" for line in lines))
+    return path
+
+
+def test_the_least_that_any_group_above_leaves_counts(tmp_path: Path) -> None:
+    root = tmp_path / "sys"
+    put(root / "a", max=1000, current=100, stat="anon 5\ninactive_file 30\nactive_file 7")
+    put(root / "a" / "b", max="max", current=90, stat="")
+    put(root / "a" / "b" / "c", max=5000, current=10, stat="inactive_file 0")
+    assert group_room(root, own(tmp_path, "0::/a/b/c")) == 1000 - 100 + 30
+
+
+def test_version_1_of_control_groups_counts_too(tmp_path: Path) -> None:
+    root = tmp_path / "sys"
+    group = root / "memory" / "job"
+    put(group, limit_in_bytes=700, usage_in_bytes=100, stat="inactive_file 1\ntotal_inactive_file 50")
+    put(root / "memory", limit_in_bytes=9223372036854771712, usage_in_bytes=5, stat="")
+    lines = ("9:name=systemd:/", "5:devices:/", "4:memory:/job", "0::/")
+    assert group_room(root, own(tmp_path, *lines)) == 650
+
+
+def test_without_limits_or_groups_nothing_is_known(tmp_path: Path) -> None:
+    assert group_room(tmp_path, tmp_path / "nothing") is None
+    assert group_room(tmp_path, own(tmp_path, "0::/")) is None
+    put(tmp_path / "sys" / "a", max="max", current=1, stat="")
+    assert group_room(tmp_path / "sys", own(tmp_path, "0::/a", "rubbish")) is None
+
+
+def test_a_group_of_a_container_is_read_from_its_root(tmp_path: Path) -> None:
+    """The path in /proc is the host's, and in the container only the root of it is there."""
+    put(tmp_path / "sys", max=400, current=100, stat="")
+    assert group_room(tmp_path / "sys", own(tmp_path, "0::/kubepods/pod1/abc")) == 300
