@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from deploy.processes import adopt_orphans, children, end_below, reap
 from deploy.sight import SeenStore
 from deploy.stopping import ENDS, NOTICES, Stopping
-from deploy.supervision import INTERRUPTED, Again, Attempt, Course, Limits, Stop, judge
+from deploy.supervision import INTERRUPTED, Again, Attempt, Course, Limits, Sight, Stop, judge
 from deploy.telling import Teller
 from store.errors import PREEMPTED, StoreInUseError, UsageError
 
@@ -52,6 +52,8 @@ class Supervisor:
         self._teller = teller
         self._signals = {number for number in (*ENDS, *NOTICES) if signal.getsignal(number) != signal.SIG_IGN}
         self._mask: set[signal.Signals] = set()
+        self._known = Sight()
+        self._gone: Sight | None = None
         self._others = children()  # of a script that became this process by `exec`
 
     def run(self) -> int:
@@ -85,17 +87,31 @@ class Supervisor:
             again = verdict
 
     def _attempt(self, number: int, waited: float) -> Attempt:
-        before = self._store.look()
+        before = self._looked()
         self._teller.began(number, waited, before)
-        code, told_to = self._ran(number)
+        code, told_to = (_CANNOT_START, None) if before is self._gone else self._ran(number)
         left, stuck = end_below(_ORPHANS_TERM, _ORPHANS_KILL, self._others)
         if left:
             self._teller.say(f"ended {left} processes that the command left behind")
         if stuck:
             self._teller.say(f"{stuck} of them do not end, not even of SIGKILL: a device or a disk holds them")
-        attempt = Attempt(code, before, self._store.look(), told_to)
+        attempt = Attempt(code, before, self._looked(), told_to)
         self._teller.ended(number, attempt)
         return attempt
+
+    def _looked(self) -> Sight:
+        """What the store holds. Where it is gone (its disk is not mounted, say) that is trouble, and no attempt begins:
+        a job that finds nothing would begin anew, and train into whatever lies at the same path."""
+        sight = self._store.look()
+        if not sight.trouble and self._known.newest is not None and sight.epoch < self._known.epoch:
+            self._gone = Sight(
+                trouble=f"{self._store.root} held step {self._known.step}, and is empty or another store now: is its "
+                "disk mounted? The command is not started. To begin anew on purpose, end this and give it again"
+            )
+            return self._gone
+        if not sight.trouble:
+            self._known = sight
+        return sight
 
     def _ran(self, number: int) -> tuple[int, int | None]:
         """The command's code, and the one that a signal meanwhile told the supervisor to end with."""
