@@ -52,18 +52,27 @@ def send(processes: Iterable[psutil.Process], number: signal.Signals) -> int:
     return sent
 
 
+def is_daemon(process: psutil.Process) -> bool:
+    """Whether it is the daemon of a node, which a trainer may have started: see :mod:`monitor.daemon_link`."""
+    with suppress(psutil.Error):
+        return process.cmdline()[1:5] == ["-m", "deploy.cli", "daemon", "run"]
+    return False
+
+
 def children() -> frozenset[psutil.Process]:
     """The children of this process. One that was started by ``exec`` keeps those of the shell before it."""
     return frozenset(psutil.Process().children())
 
 
 def below(but: Collection[psutil.Process] = ()) -> list[psutil.Process]:
-    """All descendants of this process that still run, except those children and what is below them."""
+    """All descendants of this process that still run, except those children and what is below them.
+
+    Daemons are not among them: those are there for what comes after."""
     found, spared = psutil.Process().children(recursive=True), set(but)
     for one in but:
         with suppress(psutil.NoSuchProcess):
             spared.update(one.children(recursive=True))
-    return [process for process in found if process not in spared and _runs(process)]
+    return [process for process in found if process not in spared and _runs(process) and not is_daemon(process)]
 
 
 def reap(but: int) -> None:
@@ -98,6 +107,8 @@ def _runs(process: psutil.Process) -> bool:
 
 
 def _catching(process: psutil.Process, number: signal.Signals) -> Iterator[psutil.Process]:
+    if is_daemon(process):
+        return
     if catches(process.pid, number):
         yield process
         return

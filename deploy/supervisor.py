@@ -62,7 +62,6 @@ class Supervisor:
         if not adopt_orphans():
             self._teller.say("the system does not say which processes a dead command leaves: they are not ended")
         with self._signals_held():
-            # A node's daemon would be started here, before the first attempt, and left out of what is ended after each.
             stop = self._attempts()
         self._teller.stopped(stop)
         return stop.code

@@ -11,6 +11,7 @@ from monitor.agree import everywhere
 from monitor.alike import require_alike
 from monitor.checkpointer import Checkpointer
 from monitor.config import Config, load_config
+from monitor.daemon_link import DaemonLink
 from monitor.drift.buffers import BySlotMeter
 from monitor.drift.select import meter_for
 from monitor.group import Group, current_group
@@ -54,6 +55,8 @@ def attach(
     opened = open_store(settings.store, group, settings.timeouts.lock, counting=settings.every == "auto")
     if opened.incarnation is not None:
         job.pace.count(opened.incarnation.interruptions, opened.incarnation.rank_seconds)
+    store = os.path.abspath(os.path.expanduser(settings.store))  # noqa: PTH100, PTH111 - as it was opened
+    job.daemon.begin(store, opened.catalog.store_id, opened.epoch, group.rank, group.world_size)
     return Checkpointer(job, opened, opened.catalog)
 
 
@@ -77,6 +80,5 @@ def _job(
     spending = Spending(settings.budget.account(), metrics)
     tracer = Tracer(settings, TracedJob(adapter.framework, inner.name, observing), group, table, metrics)
     pace = pace_for(settings.every, settings.auto, settings.bounds.max_staleness, group.world_size, metrics)
-    return Job(
-        settings, inner, group, adapter, table, meter, user, metrics, spending, tracer, pace, observing=observing
-    )
+    daemon = DaemonLink(settings.daemon, settings.memory.path, metrics)
+    return Job(settings, inner, group, adapter, table, meter, user, metrics, spending, tracer, pace, daemon, observing)

@@ -209,6 +209,7 @@ class Checkpointer:
             self._saver.close(timeout, clean and not self.preempted)
             if self._memory is not None:
                 self._memory.close(remove=ended and not self.preempted)
+            self._job.daemon.close(ended and not self.preempted)
             self._job.tracer.close(timeout)
             self.metrics.close()
             self._preemption.close(leaving=self.preempted and self.config.preemption.exit)

@@ -18,6 +18,7 @@ from monitor.settings import (
     AutoSettings,
     BoundSettings,
     BudgetSettings,
+    DaemonSettings,
     DriftSettings,
     LayerSettings,
     MemorySettings,
@@ -93,6 +94,7 @@ class Config(Settings):
     drift: DriftSettings = DriftSettings()
     layers: LayerSettings = LayerSettings()
     memory: MemorySettings = MemorySettings()
+    daemon: DaemonSettings = DaemonSettings()
     retention: RetentionSettings = RetentionSettings()
     resume: ResumeSettings = ResumeSettings()
     preemption: PreemptionSettings = PreemptionSettings()

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from monitor.adapters.base import Adapter
 from monitor.config import Config
+from monitor.daemon_link import DaemonLink
 from monitor.drift.base import DriftMeter
 from monitor.group import Group
 from monitor.ledger import Ledger
@@ -38,6 +39,7 @@ class Job:
     spending: Spending
     tracer: Tracer
     pace: Pace
+    daemon: DaemonLink
     observing: bool = False
     ledger: Ledger = field(default_factory=Ledger)
     writing: Writing = field(default_factory=Writing)

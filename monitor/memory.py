@@ -296,6 +296,7 @@ class MemoryTier:
         elif arena is not None:
             first = self._whole is None
             self._whole = (pending.slot, pending.save)
+            self._job.daemon.remembered(pending.save)
             if self._group.rank == 0:
                 self._job.metrics.remembered(pending.save.step, (outcome.result if outcome else None) or 0.0)
             if first:

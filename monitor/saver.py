@@ -297,6 +297,8 @@ class Saver:
                 self._job.writing.learn(sum(nbytes for nbytes, *_ in units), outcome.result.seconds)
             drawn = tell_save(self._metrics, self._job.ledger, pending.save.step, outcome)
             self._trace(pending.save.step, outcome)
+            if drawn is not None:
+                self._job.daemon.committed(pending.save)
             return drawn
         if outcome.error is not None:
             tell_segment(self._group.rank, pending.save.step, outcome.error)

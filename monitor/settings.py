@@ -141,6 +141,17 @@ class PreemptionSettings(Settings):
     exit: bool = True
 
 
+class DaemonSettings(Settings):
+    """The daemon of each node, which writes out of memory what a job leaves there when it dies; see docs/daemon.md.
+
+    start: one where there is none. port: of its metrics. exit_idle_seconds: without a job until it ends by itself."""
+
+    enabled: bool = False
+    start: bool = True
+    port: int = Field(default=9465, ge=0, le=65535)
+    exit_idle_seconds: float = Field(default=3600.0, gt=0, le=1e9)
+
+
 class MetricsSettings(Settings):
     """The Prometheus endpoint of rank 0."""
 

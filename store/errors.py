@@ -15,6 +15,7 @@
     │   │   ├── MissingError      the file or directory is not there
     │   │   └── ExistsError       the name is taken, and nothing here is ever replaced
     │   └── DamagedError          bytes are not what was committed
+    ├── DaemonError               the daemon of this node is not there, or says what cannot be understood
     ├── SaveError                 a save did not come about; the older commit is intact
     └── MergeError                a checkpoint could not be rebuilt
 
@@ -103,6 +104,10 @@ class DamagedError(StoreError):
     """Bytes in the store are not what was committed."""
 
     exit_code = 12
+
+
+class DaemonError(DriftpointError):
+    """The daemon of this node is not there, or one of the two says what the other cannot understand."""
 
 
 class SaveError(DriftpointError):

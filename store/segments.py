@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import xxhash
 
@@ -44,6 +44,25 @@ class StagedFragment:
     data: Data
 
 
+class RunTensor(Protocol):
+    """A tensor of the run state to be written: a :class:`store.tree.Leaf`, or one whose bytes come as it is written."""
+
+    @property
+    def dtype(self) -> str:
+        """As in safetensors."""
+        ...
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its dimensions."""
+        ...
+
+    @property
+    def data(self) -> Data:
+        """In C order, little-endian."""
+        ...
+
+
 @dataclass(frozen=True)
 class SegmentDraft:
     """All that one rank writes in one save."""
@@ -55,7 +74,7 @@ class SegmentDraft:
     plan: str
     fragments: Sequence[StagedFragment]
     run_state: Any
-    run_leaves: Sequence[Leaf]
+    run_leaves: Sequence[RunTensor]
     facts: Mapping[str, Any]
 
 
@@ -207,7 +226,7 @@ def _entry(fragment: StagedFragment, placed: Placed) -> Entry:
     )
 
 
-def _state_tensor(leaf: Leaf, placed: Placed) -> StateTensor:
+def _state_tensor(leaf: RunTensor, placed: Placed) -> StateTensor:
     return StateTensor(
         dtype=leaf.dtype,
         shape=leaf.shape,

@@ -5,7 +5,7 @@ Memory does not grow with fragments, and every byte is read once: differences ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from store.bases import Key, base_key, stored_whole, whole_key
@@ -22,6 +22,10 @@ from store.versions import Bad, newest_resumable, resolve
 
 Progress = Callable[[int], None]
 """Told the number of payload bytes just checked."""
+
+
+GroupKey = tuple[SaveId, str]
+"""A segment group and the digest of its parts."""
 
 
 @dataclass(frozen=True)
@@ -48,17 +52,30 @@ class VerifyReport:
         return not self.problems and all(commit.state == "ok" for commit in self.commits)
 
 
-def verify(catalog: Catalog, progress: Progress = lambda _: None) -> VerifyReport:
-    """Check every commit down to the last byte that it reaches. NewerFormatError where a newer release is needed."""
+def verify(
+    catalog: Catalog,
+    progress: Progress = lambda _: None,
+    *,
+    only: Collection[SaveId] | None = None,
+    checked: Collection[GroupKey] = (),
+) -> VerifyReport:
+    """Check every commit down to the last byte that it reaches. NewerFormatError where a newer release is needed.
+
+    only: these commits instead of all. checked: groups that were read and need not be read again."""
     catalog.forget()
-    checker = _Checker(catalog, progress)
-    saves = catalog.saves()
+    checker = _Checker(catalog, progress, checked)
+    saves = [save for save in catalog.saves() if only is None or save in only]
     checker.check(saves)
     bad = frozenset(checker.bad)
     commits = tuple(_state(catalog, save, checker, bad) for save in saves)
     return VerifyReport(
         commits, (*checker.problems, *catalog.suspects().problems), _resumable(catalog, bad), checker.bytes_read
     )
+
+
+def groups_of(catalog: Catalog, save: SaveId) -> set[GroupKey]:
+    """All groups that a commit reaches. DamagedError or StorageError where its manifest cannot be read."""
+    return {(SaveId.parse(name), record.parts) for name, record in catalog.manifest(save).groups.items()}
 
 
 def total_bytes(catalog: Catalog) -> int:
@@ -73,13 +90,14 @@ def total_bytes(catalog: Catalog) -> int:
 
 
 class _Checker:
-    def __init__(self, catalog: Catalog, progress: Progress) -> None:
+    def __init__(self, catalog: Catalog, progress: Progress, checked: Collection[GroupKey]) -> None:
         self.problems: list[str] = []
         self.bad: set[Bad] = set()
         self.harmless: set[SaveId] = set()
         self.bytes_read = 0
         self._catalog = catalog
         self._progress = progress
+        self._checked = checked
         self._whole: dict[Key, Source] = {}
         self._differences: dict[Key, list[Source]] = {}
 
@@ -99,8 +117,8 @@ class _Checker:
                 self._check_part(part)
 
     def _reached(self, saves: Sequence[SaveId]) -> list[LoadedGroup]:
-        """Of all commits, each once."""
-        found: dict[tuple[SaveId, str], LoadedGroup] = {}
+        """Of all commits, each once; but what was checked before."""
+        found: dict[GroupKey, LoadedGroup] = {}
         for save in saves:
             try:
                 manifest = self._catalog.manifest(save)
@@ -109,7 +127,7 @@ class _Checker:
                 continue
             for name, record in manifest.groups.items():
                 key = (SaveId.parse(name), record.parts)
-                if key not in found:
+                if key not in found and key not in self._checked:
                     found[key] = self._catalog.group(key[0], record)
         return list(found.values())
 

@@ -13,7 +13,7 @@ from typing import Annotated, Protocol, runtime_checkable
 
 import typer
 
-from deploy.cli import import_, merge, policy, prune, show, simulate, status, verify
+from deploy.cli import daemon, import_, memory, merge, policy, prune, rescue, show, simulate, status, verify
 from deploy.cli import run as run_
 from deploy.cli.exit_codes import BROKEN_PIPE, EPILOG, INTERRUPTED, OK
 from deploy.cli.output import ReaderLeftError, answer_error, note
@@ -26,12 +26,14 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _command in (status.status, show.show, verify.verify, merge.merge, prune.prune, simulate.simulate):
+for _command in (status.status, show.show, verify.verify, merge.merge, prune.prune, rescue.rescue, simulate.simulate):
     app.command(epilog=EPILOG)(_command)
 app.command("import", epilog=EPILOG)(import_.import_)
 # What follows the first word that is no option belongs to the command that is run.
 app.command(epilog=EPILOG, context_settings={"allow_interspersed_args": False})(run_.run)
 app.add_typer(policy.app, name="policy")
+app.add_typer(daemon.app, name="daemon")
+app.add_typer(memory.app, name="memory")
 
 
 def _version(asked: bool) -> None:

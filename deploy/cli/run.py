@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,6 +10,7 @@ import typer
 
 from deploy.cli.options import DebugOption
 from deploy.cli.output import note
+from deploy.daemon.starting import ensure_daemon
 from deploy.sight import SeenStore
 from deploy.supervision import Limits
 from deploy.supervisor import Orders, Supervisor
@@ -18,6 +20,8 @@ from store.errors import ConfigError, UsageError
 CONFIG = Path("driftpoint.yaml")
 DEFAULT_STORE = "./driftpoint-checkpoints"
 DEFAULT_MEMORY = Path("/dev/shm")
+DEFAULT_DAEMON_PORT = 9465
+DEFAULT_EXIT_IDLE = 3600.0
 """As in :class:`monitor.config.Config`, whose import would bring torch into a process that lives as long as the job."""
 
 CommandArgument = Annotated[
@@ -67,20 +71,35 @@ def run(
 ) -> None:
     """Start a training command, and start it again when it dies, as long as it gets further."""
     del debug
-    seen = places(config, store)
+    seen, wanted = places(config, store)
     limits = Limits(max_restarts, max_failures, backoff, max(backoff, backoff_max))
-    orders = Orders(command, limits, grace, wait)
-    raise typer.Exit(Supervisor(orders, seen, Teller(note, events, seen.root)).run())
+    orders, teller = Orders(command, limits, grace, wait), Teller(note, events, seen.root)
+    told = None if wanted is None else ensure_daemon(wanted.base, wanted.port, wanted.exit_idle)
+    if told is not None:
+        teller.say(told)
+    raise typer.Exit(Supervisor(orders, seen, teller).run())
 
 
-def places(config: Path | None, store: Path | None) -> SeenStore:
-    """The store of the job, as the trainer finds it: relative to the working directory. ConfigError, UsageError.
+@dataclass(frozen=True)
+class WantedDaemon:
+    """What the YAML says of the node's daemon."""
 
-    Of the YAML only ``store:`` and ``memory:`` are looked at; the rest is the trainer's to check."""
+    base: Path
+    port: int
+    exit_idle: float
+
+
+def places(config: Path | None, store: Path | None) -> tuple[SeenStore, WantedDaemon | None]:
+    """The store of the job, as the trainer finds it: relative to the working directory; and the daemon that it wants.
+
+    ConfigError, UsageError. Of the YAML only ``store:``, ``memory:`` and ``daemon:`` are looked at; the rest is the
+    trainer's to check."""
     if config is None and store is None and not CONFIG.exists():
         raise UsageError(f"which store? There is no {CONFIG} here: give `-c FILE`, the job's YAML, or `--store STORE`")
     if config is None and store is not None:
-        return SeenStore(store.expanduser(), DEFAULT_MEMORY)  # of a job that keeps nothing there, nothing is there
+        return SeenStore(
+            store.expanduser(), DEFAULT_MEMORY
+        ), None  # of a job that keeps nothing there, nothing is there
     path = config or CONFIG
     content = _mapping(path)
     root, memory = content.get("store", DEFAULT_STORE), content.get("memory", {})
@@ -88,8 +107,20 @@ def places(config: Path | None, store: Path | None) -> SeenStore:
         raise ConfigError(f"{path}: store: must be a path, and is {root!r}")
     if not isinstance(memory, dict) or not isinstance(memory.get("path", ""), str):
         raise ConfigError(f"{path}: memory: must be a section such as `memory: {{enabled: true}}`, and is {memory!r}")
-    tier = Path(memory.get("path", DEFAULT_MEMORY)) if memory.get("enabled") else None
-    return SeenStore((store or Path(root)).expanduser(), tier)
+    base = Path(memory.get("path", DEFAULT_MEMORY))
+    seen = SeenStore((store or Path(root)).expanduser(), base if memory.get("enabled") else None)
+    return seen, _wanted(path, content.get("daemon", {}), base)
+
+
+def _wanted(path: Path, section: object, base: Path) -> WantedDaemon | None:
+    if not isinstance(section, dict):
+        raise ConfigError(f"{path}: daemon: must be a section such as `daemon: {{enabled: true}}`, and is {section!r}")
+    if not (section.get("enabled") and section.get("start", True)):
+        return None
+    port, idle = section.get("port", DEFAULT_DAEMON_PORT), section.get("exit_idle_seconds", DEFAULT_EXIT_IDLE)
+    if not isinstance(port, int) or not isinstance(idle, int | float):
+        raise ConfigError(f"{path}: daemon: port must be a number and exit_idle_seconds one of seconds")
+    return WantedDaemon(base, port, float(idle))
 
 
 def _mapping(path: Path) -> dict[str, Any]:

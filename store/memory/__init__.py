@@ -5,6 +5,9 @@
     held       reading: which versions lie on this node, each checked against itself
     version    all ranks' records of one step, put together: a commit that is nowhere on disk
     overlay    a store with such a version on top, so that everything that reads stores reads it too
+    rescue     writing a version into the store, when the job that kept it is dead
+    stored     one rank's share of that
+    seen       where the stores are whose state lies here
     cleaning   removing what nobody will resume from
     room       how much memory may be taken, asked before it is
 

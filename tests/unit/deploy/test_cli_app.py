@@ -28,10 +28,14 @@ from deploy.cli.exit_codes import EPILOG, MEANINGS
 from tests.support.cli import ROOT, Here, driftpoint, environment
 from tests.support.stores import StoreBuilder
 
+BESIDE = ("daemon run", "daemon status", "daemon stop", "memory", "memory clear")
+"""What is about a node instead of a store."""
+
 COMMANDS = {
     "status": (),
     "show": (),
     "verify": (),
+    "rescue": (),
     "merge": ("--out", "/nowhere/out"),
     "import": ("--store", "/nowhere/store"),
     "prune": ("--dry-run",),
@@ -227,7 +231,16 @@ def test_exit_codes_are_those_of_the_errors() -> None:
 
 
 @pytest.mark.parametrize(
-    "command", [(), *((command,) for command in (*COMMANDS, "run")), ("policy",), ("policy", "check"), ("simulate",)]
+    "command",
+    [
+        (),
+        *((command,) for command in (*COMMANDS, "run")),
+        *(tuple(words.split()) for words in BESIDE),
+        ("policy",),
+        ("policy", "check"),
+        ("simulate",),
+        ("daemon",),
+    ],
 )
 def test_help_ends_with_the_exit_codes(command: tuple[str, ...]) -> None:
     result = CliRunner().invoke(app, [*command, "--help"])
@@ -240,7 +253,9 @@ def _commands(group: Any, words: str = "") -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, command in group.commands.items():
         below = hasattr(command, "commands")
-        found |= _commands(command, f"{words}{name} ") if below else {f"{words}{name}": command}
+        found |= _commands(command, f"{words}{name} ") if below else {}
+        if not below or command.invoke_without_command:
+            found[f"{words}{name}"] = command
     return found
 
 
@@ -250,7 +265,7 @@ def test_every_command_and_option_is_documented() -> None:
         found[1]: found[2] for found in re.finditer(r"^## `([a-z ]+[a-z]).*?`\n(.*?)(?=^## |\Z)", text, re.M | re.S)
     }
     commands = _commands(typer.main.get_command(app))
-    assert sections.keys() == commands.keys() and {*COMMANDS, "policy check", "run", "simulate"} == commands.keys()
+    assert sections.keys() == commands.keys() == {*COMMANDS, "policy check", "run", "simulate", *BESIDE}
     for name, command in commands.items():
         for parameter in command.params:
             for option in [*parameter.opts, *parameter.secondary_opts]:

@@ -88,14 +88,14 @@ def test_the_defaults_are_those_of_the_configuration() -> None:
 
 def test_where_the_store_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert places(None, Path("given")).root == Path("given")
+    assert places(None, Path("given"))[0].root == Path("given")
     with pytest.raises(UsageError, match="which store"):
         places(None, None)
     Path("driftpoint.yaml").write_text("store: ./here\nevery: 5\n")
-    assert places(None, None).root == Path("here")
+    assert places(None, None)[0].root == Path("here")
     Path("other.yaml").write_text("every: 5\n")
-    assert places(Path("other.yaml"), None).root == Path(DEFAULT_STORE)
-    assert places(Path("other.yaml"), Path("given")).root == Path("given")
+    assert places(Path("other.yaml"), None)[0].root == Path(DEFAULT_STORE)
+    assert places(Path("other.yaml"), Path("given"))[0].root == Path("given")
 
 
 @pytest.mark.parametrize(

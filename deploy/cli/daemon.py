@@ -1,0 +1,158 @@
+"""``driftpoint daemon``: run the daemon of a node, ask it how things stand, and end it."""
+
+from __future__ import annotations
+
+import logging
+import os
+from datetime import datetime
+from logging.handlers import RotatingFileHandler
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from deploy.cli import output
+from deploy.cli.exit_codes import EPILOG
+from deploy.cli.options import DebugOption, JsonOption, MemoryOption
+from deploy.cli.text import plural, size_text
+from deploy.daemon.options import Options
+from store.daemon.messages import AskStatus, AskStop, JobReport, Leaving, Message, Refused, Report, Welcome
+from store.daemon.place import asked, make_home
+from store.errors import DaemonError, StorageError
+
+app = typer.Typer(epilog=EPILOG, no_args_is_help=False, help="Run the daemon of a node, look at it, end it.")
+
+_PATIENCE = 10.0
+"""Seconds for a daemon to answer."""
+
+_LOG_BYTES = 1 << 20
+
+_DEFAULT = Options(Path())
+
+PortOption = Annotated[
+    int, typer.Option(min=0, max=65535, metavar="N", help="Of its metrics, on 127.0.0.1; 0 takes a free one.")
+]
+RateOption = Annotated[
+    int, typer.Option(min=0, metavar="BYTES/S", help="Rate at which commits are read again; 0: not at all.")
+]
+IdleOption = Annotated[
+    float | None,
+    typer.Option(min=0.0, metavar="SECONDS", help="End after so long without a job.", show_default=False),
+]
+GraceOption = Annotated[
+    float, typer.Option(min=0.0, metavar="SECONDS", help="For a rescue under way when it is to end.")
+]
+LogOption = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Write the log here instead of stderr.", show_default=False)
+]
+
+
+@app.command(epilog=EPILOG)
+def run(
+    *,
+    memory: MemoryOption = Path("/dev/shm"),
+    port: PortOption = _DEFAULT.port,
+    verify_rate: RateOption = _DEFAULT.verify_rate,
+    exit_idle: IdleOption = None,
+    grace: GraceOption = _DEFAULT.grace,
+    log: LogOption = None,
+    debug: DebugOption = False,
+) -> None:
+    """Watch the jobs of this node, and write out of memory what they leave there when they die."""
+    del debug
+    from deploy.daemon.server import Daemon
+
+    base = base_of(memory)
+    make_home(base)
+    options = Options(base, port, verify_rate, exit_idle, grace)
+    _log_to(log)
+    os.chdir("/")
+    Daemon(options).run()
+
+
+@app.command(epilog=EPILOG)
+def status(*, memory: MemoryOption = Path("/dev/shm"), json: JsonOption = False, debug: DebugOption = False) -> None:
+    """What the daemon of this node sees, and what it did."""
+    del debug
+    found = _answer(base_of(memory), AskStatus())
+    if not isinstance(found, Report):
+        raise DaemonError(f"the daemon answered {found.kind!r} instead of how things stand")
+    output.answer(found.model_dump(mode="json"), lambda console: draw(console, found), as_json=json)
+
+
+@app.command(epilog=EPILOG)
+def stop(*, memory: MemoryOption = Path("/dev/shm"), json: JsonOption = False, debug: DebugOption = False) -> None:
+    """End the daemon once the rescue under way is finished. Jobs go on, and do not start another one."""
+    del debug
+    found = _answer(base_of(memory), AskStop())
+    if not isinstance(found, Leaving):
+        raise DaemonError(f"the daemon answered {found.kind!r} instead of that it ends")
+    output.answer({"pid": found.pid}, lambda console: console.print(f"Process {found.pid} ends."), as_json=json)
+
+
+def draw(console: Console, report: Report) -> None:
+    """The text of ``status``."""
+    port = "none: the port is taken" if report.port is None else f"http://127.0.0.1:{report.port}/metrics"
+    facts: dict[str, Text | str] = {
+        "Daemon": f"process {report.pid}, since {report.started}",
+        "Memory": report.base,
+        "Metrics": port,
+        "Jobs": str(len(report.jobs)),
+        "Verified": f"{plural(sum(one.verified for one in report.stores), 'commit')}, "
+        f"{size_text(report.verified_bytes)} read",
+    }
+    if report.refused:
+        facts["Refused"] = plural(report.refused, "connection")
+    console.print(output.facts(facts))
+    if report.jobs:
+        console.print()
+        console.print(_jobs(report.jobs))
+    if report.rescues:
+        console.print()
+        console.print(_rescues(report))
+    output.problems(console, tuple(text for one in report.stores for text in one.damage))
+
+
+def _jobs(jobs: tuple[JobReport, ...]) -> object:
+    table = output.table()
+    for name in ("store", "state", "alive", "committed", "in memory"):
+        table.add_column(name, overflow="fold")
+    for one in jobs:
+        alive = f"{len(one.alive)} of {one.world_size}"
+        table.add_row(*map(output.cell, (one.store, one.state, alive, one.committed or "-", one.memory or "-")))
+    return table
+
+
+def _rescues(report: Report) -> object:
+    table = output.table()
+    for name in ("rescue of", "at", "outcome", "why"):
+        table.add_column(name, overflow="fold")
+    for one in reversed(report.rescues):
+        at = datetime.fromtimestamp(one.at).astimezone().isoformat(timespec="seconds")
+        table.add_row(*map(output.cell, (one.store, at, one.outcome, one.why)))
+    return table
+
+
+def _answer(base: Path, question: Message) -> Welcome | Leaving | Report:
+    found = asked(base, question, _PATIENCE)
+    if isinstance(found, Refused):
+        raise DaemonError(f"the daemon refused: {found.why}")
+    return found
+
+
+def base_of(memory: Path) -> Path:
+    """Of shared memory, absolute."""
+    return Path(os.path.abspath(memory.expanduser()))  # noqa: PTH100 - links stay as they are named
+
+
+def _log_to(path: Path | None) -> None:
+    try:
+        handler = logging.StreamHandler() if path is None else RotatingFileHandler(path, "a", _LOG_BYTES, 1)
+    except OSError as error:
+        raise StorageError(f"cannot write the log {path}: {error.strerror}") from error
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    logger = logging.getLogger("driftpoint")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)

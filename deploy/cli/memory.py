@@ -1,0 +1,162 @@
+"""``driftpoint memory``: what lies in the shared memory of this node, and giving it back."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from deploy.cli import output
+from deploy.cli.daemon import base_of
+from deploy.cli.exit_codes import EPILOG
+from deploy.cli.options import DebugOption, JsonOption, MemoryOption
+from deploy.cli.text import plural, size_text
+from store.catalog import open_catalog
+from store.errors import StoreError, UsageError
+from store.files import LocalFiles
+from store.memory.cleaning import clear, used_bytes
+from store.memory.held import look
+from store.memory.owner import is_owned
+from store.memory.seen import seen_stores
+from store.memory.tier import Tier, tiers
+
+app = typer.Typer(epilog=EPILOG, help="What lies in the shared memory of this node.", invoke_without_command=True)
+
+StoreOption = Annotated[
+    str | None, typer.Argument(metavar="[STORE]", help="Directory of the store, or its id.", show_default=False)
+]
+AllOption = Annotated[bool, typer.Option("--all", help="Of all stores.")]
+YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
+
+
+@dataclass(frozen=True)
+class Lying:
+    """One store's memory. path: where the store was last seen. ranks: of the newest version that is there."""
+
+    store_id: str
+    path: Path | None
+    step: int | None
+    ranks: int
+    world_size: int
+    nbytes: int
+    alive: bool
+    problems: tuple[str, ...] = ()
+
+
+@app.callback(invoke_without_command=True)
+def memory(
+    context: typer.Context,
+    *,
+    memory: MemoryOption = Path("/dev/shm"),
+    json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """List what lies in the shared memory of this node."""
+    del debug
+    if context.invoked_subcommand is None:
+        found = lying(base_of(memory))
+        output.answer(as_json(base_of(memory), found), lambda console: draw(console, found), as_json=json)
+
+
+@app.command("clear", epilog=EPILOG)
+def clear_(
+    store: StoreOption = None,
+    *,
+    all_: AllOption = False,
+    yes: YesOption = False,
+    memory: MemoryOption = Path("/dev/shm"),
+    json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Give the memory of dead jobs back. Never what a living process owns."""
+    del debug
+    base = base_of(memory)
+    found = _chosen(base, store, everything=all_)
+    if not yes and found:
+        listed = ", ".join(tier.store_id[:8] for tier in found[:8])
+        _confirm(f"Remove what dead jobs left of {plural(len(found), 'store')} ({listed})?")
+    freed = sum(clear(tier) for tier in found)
+    body = {"freed_bytes": freed, "stores": [tier.store_id for tier in found]}
+    output.answer(body, lambda console: console.print(f"Freed {size_text(freed)}."), as_json=json)
+
+
+def lying(base: Path) -> list[Lying]:
+    """What there is below ``base``."""
+    paths = seen_stores(base)
+    return [_lying(tier, paths.get(tier.store_id)) for tier in tiers(base)]
+
+
+def as_json(base: Path, found: list[Lying]) -> dict[str, Any]:
+    """The JSON object of the command."""
+    rows = [
+        {
+            "store_id": one.store_id,
+            "store": None if one.path is None else str(one.path),
+            "step": one.step,
+            "ranks": one.ranks,
+            "world_size": one.world_size,
+            "nbytes": one.nbytes,
+            "alive": one.alive,
+            "problems": list(one.problems),
+        }
+        for one in found
+    ]
+    return {"memory": str(base), "nbytes": sum(one.nbytes for one in found), "stores": rows}
+
+
+def draw(console: Console, found: list[Lying]) -> None:
+    """The text of the command."""
+    if not found:
+        console.print("Nothing lies in memory.")
+        return
+    table = output.table()
+    for name in ("store", "step", "ranks", "size", "job"):
+        table.add_column(name, overflow="fold")
+    for one in found:
+        step = "-" if one.step is None else str(one.step)
+        where = one.store_id if one.path is None else str(one.path)
+        state = "alive" if one.alive else "dead"
+        row = (where, step, f"{one.ranks} of {one.world_size}", size_text(one.nbytes), state)
+        table.add_row(*map(output.cell, row))
+    console.print(table)
+    output.problems(console, tuple(text for one in found for text in one.problems))
+
+
+def _lying(tier: Tier, path: Path | None) -> Lying:
+    node = look(tier)
+    newest = node.newest
+    held = {} if newest is None else node.versions[newest]
+    world_size = max((one.record.part.world_size for one in held.values()), default=0)
+    alive = any(is_owned(place.owner(rank)) for place in tier.generations() for rank in place.ranks())
+    step = None if newest is None else newest.step
+    return Lying(tier.store_id, path, step, len(held), world_size, used_bytes(tier), alive, node.problems)
+
+
+def _confirm(question: str) -> None:
+    """Ends the command unless somebody says yes. Not on stdout, which is for the answer."""
+    output.note(f"{question} [y/N]")
+    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+        raise typer.Abort
+
+
+def _chosen(base: Path, store: str | None, *, everything: bool) -> list[Tier]:
+    if (store is None) != everything:
+        raise UsageError("name one store (its directory or its id), or give --all")
+    there = tiers(base)
+    if store is None:
+        return there
+    store_id = store
+    if Path(store).is_dir():
+        try:
+            store_id = open_catalog(LocalFiles(os.fspath(store))).store_id
+        except StoreError as error:
+            raise UsageError(f"{error}; `driftpoint memory` lists the ids of what there is") from error
+    found = [tier for tier in there if tier.store_id == store_id]
+    if not found:
+        raise UsageError(f"nothing of {store} lies in the memory at {base}; see `driftpoint memory --memory {base}`")
+    return found

@@ -1,0 +1,235 @@
+"""What happens on this node, and what is done about it: jobs that come and die, rescues, commits that are read again.
+
+All of it belongs to the event loop's thread; the rescuer and the verifier hand their news over to it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+from deploy.daemon.jobs import RESCUING, WAITING, Jobs, Member, NodeJob
+from deploy.daemon.metrics import DaemonMetrics
+from deploy.daemon.options import Options
+from deploy.daemon.rescuer import Done, Rescuer, Wish
+from deploy.daemon.verifier import Verifier
+from store.daemon.messages import Hello, Report, RescueReport, StoreReport
+from store.errors import DaemonError, StorageError
+from store.memory.seen import Seen
+from store.memory.tier import tiers
+from store.names import SaveId
+
+_log = logging.getLogger("driftpoint")
+
+_RETRIES = (5.0, 30.0, 120.0)
+"""Seconds until a rescue is tried again whose outcome may be another one then."""
+
+_PASSING = ("failed", "in use", "no store")
+"""Outcomes that may be others later."""
+
+_LAST_WORDS = 2.0
+"""Seconds from the end of a process until its connection counts as ended, which a forked child may keep open."""
+
+_HISTORY = 20
+
+
+class Node:
+    """Made inside the running loop."""
+
+    def __init__(self, options: Options, metrics: DaemonMetrics) -> None:
+        self.options, self.metrics = options, metrics
+        self.refused = 0
+        self._loop = asyncio.get_running_loop()
+        self._jobs, self._known = Jobs(), Seen(options.base)
+        self._rescues = deque[RescueReport](maxlen=_HISTORY)
+        self._told: dict[Path, str] = {}
+        self._verified_bytes = 0
+        self._started = datetime.now(UTC).isoformat(timespec="seconds")
+        self._needed = time.monotonic()
+        self._rescuer = Rescuer(options.base, self._handed(self._rescued), self._handed(self._begun))
+        self._verifier = Verifier(options.verify_rate, self._handed(self._verified), self._handed(self._read))
+
+    def take_up(self) -> None:
+        """Jobs may have died together with the daemon before this one."""
+        try:
+            for tier in tiers(self.options.base):
+                path = self._known.path(tier.store_id)
+                if path is not None:
+                    self._rescuer.ask(Wish(path, tier.store_id, None))
+        except StorageError as error:
+            _log.warning("what lies in memory cannot be looked at: %s", error)
+        for store_id, path in self._known.paths().items():
+            self._verifier.watch(store_id, path)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a rescue is under way or waits."""
+        return self._rescuer.busy
+
+    def idle_seconds(self) -> float:
+        """How long nobody has needed this daemon."""
+        if self.busy or any(True for _ in self._jobs):
+            self._needed = time.monotonic()
+        return time.monotonic() - self._needed
+
+    def end(self, grace: float) -> bool:
+        """Let the rescue under way come to its end, for so many seconds. False where it did not. Blocks."""
+        self._verifier.end(0.0)
+        return self._rescuer.end(grace)
+
+    # Jobs.
+
+    def join(self, hello: Hello, pid: int, end: int | None) -> tuple[NodeJob, Member]:
+        """A trainer registers. end: see :func:`deploy.daemon.peers.end_of`; taken over. DaemonError: it cannot."""
+        try:
+            if Path(hello.base) != self.options.base:
+                raise DaemonError(f"this daemon serves {self.options.base}, and that job's memory is in {hello.base}")
+            job, member, older = self._jobs.join(hello, pid)
+        except DaemonError:
+            _close(end)
+            raise
+        dropped = self._rescuer.drop(hello.store_id)
+        _log.info("rank %d of %d of %s is process %d", hello.rank, hello.world_size, hello.store, pid)
+        if older or dropped:
+            _log.info("epoch %d of %s takes over what older ones left in memory", hello.epoch, hello.store)
+        if member.watched:
+            _close(end)
+        elif end is None:
+            self._gone(job, member)
+        else:
+            member.watched = True
+            self._loop.add_reader(end, self._process_ended, job, member, end)
+        self._remember(hello)
+        return job, member
+
+    def disconnected(self, job: NodeJob, member: Member) -> None:
+        """A connection of a trainer ended: that alone means nothing."""
+        member.connections -= 1
+        if member.ending:
+            self._gone(job, member)
+
+    def _process_ended(self, job: NodeJob, member: Member, end: int) -> None:
+        self._loop.remove_reader(end)
+        os.close(end)
+        member.ending = True
+        if member.connections > 0:  # its goodbye may still lie there unread
+            self._loop.call_later(_LAST_WORDS, self._gone, job, member)
+        else:
+            self._gone(job, member)
+
+    def _gone(self, job: NodeJob, member: Member) -> None:
+        if not member.alive:
+            return
+        self._needed = time.monotonic()
+        if self._jobs.ended(job, member):
+            _log.warning("the job on %s died", job.hello.store)
+            self._rescuer.ask(Wish(Path(job.hello.store), *job.key))
+        elif not member.clean and job.living:
+            _log.warning("rank %d of %s died (process %d)", member.rank, job.hello.store, member.pid)
+            self._loop.call_later(self.options.survivors, self._name_survivors, job)
+
+    def _name_survivors(self, job: NodeJob) -> None:
+        if job.living and job.died and self._jobs.get(job.key) is job:
+            living = ", ".join(f"rank {one.rank} (process {one.pid})" for one in job.living)
+            _log.warning("%s: a rank died, and %s live: nothing is rescued before they end", job.hello.store, living)
+
+    def _remember(self, hello: Hello) -> None:
+        try:
+            self._known.seen(hello.store_id, Path(hello.store))
+        except StorageError as error:
+            _log.warning("a daemon after this one would not know where %s is: %s", hello.store, error)
+        self._verifier.watch(hello.store_id, Path(hello.store))
+
+    # News of the other threads.
+
+    def _handed(self, told: Callable[..., None]) -> Callable[..., None]:
+        def hand(*news: object) -> None:
+            with suppress(RuntimeError):  # the loop has ended, and with it everybody who would care
+                self._loop.call_soon_threadsafe(told, *news)
+
+        return hand
+
+    def _begun(self, wish: Wish) -> None:
+        job = None if wish.epoch is None else self._jobs.get((wish.store_id, wish.epoch))
+        if job is not None:
+            job.state = RESCUING
+
+    def _rescued(self, done: Done) -> None:
+        wish = done.wish
+        self._needed = time.monotonic()
+        job = None if wish.epoch is None else self._jobs.get((wish.store_id, wish.epoch))
+        again = done.outcome in _PASSING and job is not None and not wish.dropped.is_set()
+        if job is not None and again and wish.tried < len(_RETRIES):
+            job.state = WAITING
+            self._loop.call_later(_RETRIES[wish.tried], self._ask_again, replace(wish, tried=wish.tried + 1))
+        elif job is not None and not job.living:
+            self._jobs.forget(job)
+        if wish.epoch is None and done.outcome in ("nothing", "in use", "no store", "incomplete"):
+            return  # looked at because it was there when this daemon began: no death was seen
+        level = logging.INFO if done.outcome in ("written", "nothing", "fenced", "given up") else logging.ERROR
+        _log.log(level, "rescue of %s: %s: %s (%.1f s)", wish.store, done.outcome, done.why, done.seconds)
+        self.metrics.rescued(done.outcome)
+        self._rescues.append(
+            RescueReport(
+                store=str(wish.store), outcome=done.outcome, why=done.why, seconds=done.seconds, at=time.time()
+            )
+        )
+
+    def _ask_again(self, wish: Wish) -> None:
+        if not wish.dropped.is_set():
+            self._rescuer.ask(wish)
+
+    def _verified(self, store: Path, save: SaveId | None, problems: list[str]) -> None:
+        if save is not None:
+            self.metrics.verified.inc()
+        text = "; ".join(problems[:4])
+        if save is None:
+            self.metrics.verify_failures.inc()
+            if self._told.get(store) != text:
+                _log.warning("%s cannot be verified: %s", store, text)
+            self._told[store] = text
+        elif problems:
+            _log.error("%s: commit %s is damaged: %s; run `driftpoint verify %s`", store, save, text, store)
+        for found in self._verifier.found().values():
+            self.metrics.damaged.labels(str(found.path)).set(len(found.damaged))
+
+    def _read(self, nbytes: int) -> None:
+        self._verified_bytes += nbytes
+        self.metrics.verified_bytes.inc(nbytes)
+
+    def report(self) -> Report:
+        """All that is known."""
+        return Report(
+            pid=os.getpid(),
+            base=str(self.options.base),
+            started=self._started,
+            port=self.metrics.port,
+            jobs=tuple(job.report() for job in self._jobs),
+            rescues=tuple(self._rescues),
+            stores=tuple(
+                StoreReport(
+                    store=str(found.path),
+                    store_id=store_id,
+                    verified=len(found.saves),
+                    damaged=tuple(save.name for save in found.damaged),
+                    damage=tuple(found.damage),
+                )
+                for store_id, found in self._verifier.found().items()
+            ),
+            verified_bytes=self._verified_bytes,
+            verifying=self._verifier.current,
+            refused=self.refused,
+        )
+
+
+def _close(descriptor: int | None) -> None:
+    if descriptor is not None:
+        os.close(descriptor)

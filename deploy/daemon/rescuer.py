@@ -1,0 +1,137 @@
+"""One thread that writes out of memory what dead jobs left, one job after the other.
+
+It owns the store while it writes, as far as anybody does (see :mod:`store.memory.rescue`). What becomes of each rescue
+is told to ``tell``, in this thread. Nothing here keeps the process from ending: a rescue that is cut off is completed
+by the next one.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from store.catalog import open_catalog
+from store.errors import (
+    DamagedError,
+    DriftpointError,
+    FencedError,
+    NoStoreError,
+    SaveError,
+    StoreInUseError,
+)
+from store.files import LocalFiles
+from store.memory.rescue import rescue_newest
+from store.memory.tier import Tier
+
+_log = logging.getLogger("driftpoint")
+
+_CALLED = {
+    FencedError: "fenced",
+    StoreInUseError: "in use",
+    DamagedError: "damaged",
+    NoStoreError: "no store",
+    SaveError: "given up",
+}
+
+OUTCOMES = ("written", "nothing", "incomplete", "fenced", "in use", "damaged", "no store", "given up", "failed")
+"""``failed``: storage refused; it is tried again a few times."""
+
+
+@dataclass(frozen=True)
+class Wish:
+    """A store to be looked at. epoch: of the job that died, None where that is not known. tried: times before."""
+
+    store: Path
+    store_id: str
+    epoch: int | None
+    tried: int = 0
+    dropped: threading.Event = field(default_factory=threading.Event, compare=False)
+
+
+@dataclass(frozen=True)
+class Done:
+    """What became of a wish."""
+
+    wish: Wish
+    outcome: str
+    why: str
+    seconds: float
+
+
+class Rescuer:
+    """Runs from construction; :meth:`ask` and :meth:`drop` from any thread."""
+
+    def __init__(self, base: Path, tell: Callable[[Done], None], begun: Callable[[Wish], None]) -> None:
+        self._base, self._tell, self._begun = base, tell, begun
+        self._wishes: deque[Wish] = deque()
+        self._changed = threading.Condition()
+        self._current: Wish | None = None
+        self._ending = False
+        self._thread = threading.Thread(target=self._work, name="driftpoint-rescuer", daemon=True)
+        self._thread.start()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a rescue is under way or waits."""
+        with self._changed:
+            return self._current is not None or bool(self._wishes)
+
+    def ask(self, wish: Wish) -> None:
+        """Do this after what was asked before."""
+        with self._changed:
+            self._wishes.append(wish)
+            self._changed.notify_all()
+
+    def drop(self, store_id: str) -> bool:
+        """A new job has the store: what is asked for it is not needed any more. Whether there was anything."""
+        with self._changed:
+            found = [wish for wish in (*self._wishes, self._current) if wish is not None and wish.store_id == store_id]
+            self._wishes = deque(wish for wish in self._wishes if wish.store_id != store_id)
+        for wish in found:
+            wish.dropped.set()
+        return bool(found)
+
+    def end(self, grace: float) -> bool:
+        """Begin nothing more, and wait for what is under way. False where it is not finished after so many seconds."""
+        with self._changed:
+            self._ending = True
+            self._changed.notify_all()
+        self._thread.join(grace)
+        return not self._thread.is_alive()
+
+    def _work(self) -> None:
+        while (wish := self._next()) is not None:
+            self._begun(wish)
+            began = time.monotonic()
+            outcome, why = self._done(wish)
+            done = Done(wish, outcome, why, time.monotonic() - began)
+            with self._changed:
+                self._current = None
+            self._tell(done)
+
+    def _next(self) -> Wish | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._ending or self._wishes)
+            self._current = None if self._ending else self._wishes.popleft()
+            return self._current
+
+    def _done(self, wish: Wish) -> tuple[str, str]:
+        try:
+            return self._rescued(wish)
+        except DriftpointError as error:
+            return next((name for kind, name in _CALLED.items() if isinstance(error, kind)), "failed"), str(error)
+        except Exception as error:  # noqa: BLE001 - the thread's edge: it must serve the next job
+            _log.exception("a rescue failed")
+            return "failed", f"internal {type(error).__name__}: {error}"
+
+    def _rescued(self, wish: Wish) -> tuple[str, str]:
+        catalog = open_catalog(LocalFiles(wish.store))
+        if catalog.store_id != wish.store_id:
+            raise NoStoreError(f"{wish.store} is another store now")
+        done = rescue_newest(Tier(self._base, wish.store_id), catalog, aborted=wish.dropped.is_set)
+        return done.outcome, done.why

@@ -1,0 +1,229 @@
+"""One thread that reads commits again, slowly: bytes that rot on a disk are found before a resume needs them.
+
+Newest first, each commit once, and each segment group once, at a bounded rate and the lowest priority that the system
+has for processor and disk. It changes nothing. What a job prunes while it is read is no damage. What the page cache
+still holds is read from there.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import psutil
+
+from store.catalog import Catalog, open_catalog
+from store.errors import DriftpointError, StorageError
+from store.files import Files, LocalFiles, NewFile
+from store.names import SaveId
+from store.verify import GroupKey, VerifyReport, groups_of, verify
+
+_log = logging.getLogger("driftpoint")
+
+_LOOK = 10.0
+"""Seconds between two looks for new commits."""
+
+_MOST = 100
+"""Texts of damage that are kept for each store."""
+
+
+class _EndedError(Exception):
+    """The daemon ends. No error of the project's, so that no reader takes it for a file's."""
+
+
+class Told(Protocol):
+    """Who is told, in this thread."""
+
+    def __call__(self, store: Path, save: SaveId | None, problems: list[str]) -> None:
+        """A commit was read (problems: none where it is whole), or, without one, a store could not be looked at."""
+        ...
+
+
+@dataclass
+class Checked:
+    """What is known of one store."""
+
+    path: Path
+    saves: set[SaveId] = field(default_factory=set)
+    groups: set[GroupKey] = field(default_factory=set)
+    damaged: list[SaveId] = field(default_factory=list)
+    damage: list[str] = field(default_factory=list)
+
+
+class Verifier:
+    """Runs from construction where ``rate`` (bytes a second) is not 0."""
+
+    def __init__(self, rate: int, told: Told, read: Callable[[int], None]) -> None:
+        self._told, self._pace = told, _Pace(rate, read)
+        self._lock = threading.Lock()
+        self._stores: dict[str, Checked] = {}
+        self.current: str | None = None
+        self._thread = threading.Thread(target=self._work, name="driftpoint-verifier", daemon=True)
+        if rate:
+            self._thread.start()
+
+    def watch(self, store_id: str, path: Path) -> None:
+        """Read this store's commits, too. One that moved is read at its new place."""
+        with self._lock:
+            found = self._stores.setdefault(store_id, Checked(path))
+            found.path = path
+        self._pace.wake.set()
+
+    def found(self) -> dict[str, Checked]:
+        """By store id. To be looked at only."""
+        with self._lock:
+            return dict(self._stores)
+
+    def end(self, grace: float) -> None:
+        """Read nothing more."""
+        self._pace.ended.set()
+        self._pace.wake.set()
+        if self._thread.is_alive():
+            self._thread.join(grace)
+
+    def _work(self) -> None:
+        _step_back()
+        while not self._pace.ended.is_set():
+            self._pace.wake.clear()
+            try:
+                busy = [self._one(store_id, found) for store_id, found in self.found().items()]
+            except _EndedError:
+                return
+            if not any(busy):
+                self._pace.wake.wait(_LOOK)
+
+    def _one(self, store_id: str, found: Checked) -> bool:
+        """Read the newest commit of a store that was not read yet. Whether there was one."""
+        try:
+            return self._read(store_id, found)
+        except DriftpointError as error:
+            self._told(found.path, None, [str(error)])
+        except _EndedError:
+            raise
+        except Exception as error:  # noqa: BLE001 - the thread's edge: it must go on with the next store
+            _log.exception("verifying %s failed", found.path)
+            self._told(found.path, None, [f"internal {type(error).__name__}: {error}"])
+        return False
+
+    def _read(self, store_id: str, found: Checked) -> bool:
+        if not found.path.is_dir():
+            return False
+        catalog = open_catalog(_Slow(LocalFiles(found.path), self._pace))
+        if catalog.store_id != store_id:
+            return False
+        saves = catalog.saves()
+        found.saves &= set(saves)
+        save = next((one for one in saves if one not in found.saves), None)
+        if save is None:
+            return False
+        self.current = f"{found.path} {save}"
+        try:
+            report = verify(catalog, only=[save], checked=found.groups)
+        finally:
+            self.current = None
+        found.saves.add(save)
+        self._learn(catalog, found, save, report)
+        return True
+
+    def _learn(self, catalog: Catalog, found: Checked, save: SaveId, report: VerifyReport) -> None:
+        if report.ok:
+            with suppress(StorageError):
+                found.groups |= groups_of(catalog, save)
+            self._told(found.path, save, [])
+            return
+        if save not in catalog.saves():
+            return  # pruned while it was read
+        problems = [*report.problems, *(text for commit in report.commits for text in commit.problems)]
+        found.damaged.append(save)
+        found.damage = [*found.damage, *(f"{save}: {text}" for text in dict.fromkeys(problems))][-_MOST:]
+        self._told(found.path, save, problems or ["it cannot be resumed as it was committed"])
+
+
+class _Pace:
+    """Lets so many bytes pass each second. read: told each number."""
+
+    def __init__(self, rate: int, read: Callable[[int], None]) -> None:
+        self._rate, self._read = rate, read
+        self._due = time.monotonic()
+        self.ended, self.wake = threading.Event(), threading.Event()
+
+    def passed(self, nbytes: int) -> None:
+        """These were read: wait as long as they take at this rate. _EndedError where the daemon ends."""
+        self._read(nbytes)
+        self._due = max(self._due, time.monotonic()) + nbytes / self._rate
+        if self.ended.wait(max(0.0, self._due - time.monotonic())):
+            raise _EndedError
+
+
+class _Slow:
+    """:class:`store.files.Files` that are only read, at a pace."""
+
+    def __init__(self, inner: Files, pace: _Pace) -> None:
+        self._inner, self._pace = inner, pace
+
+    def list_dir(self, path: str) -> list[str]:
+        """See :class:`store.files.Files`."""
+        return self._inner.list_dir(path)
+
+    def size(self, path: str) -> int:
+        """See :class:`store.files.Files`."""
+        return self._inner.size(path)
+
+    def read(self, path: str, limit: int) -> bytes:
+        """See :class:`store.files.Files`."""
+        data = self._inner.read(path, limit)
+        self._pace.passed(len(data))
+        return data
+
+    def read_into(self, path: str, offset: int, target: memoryview) -> None:
+        """See :class:`store.files.Files`."""
+        self._inner.read_into(path, offset, target)
+        self._pace.passed(target.nbytes)
+
+    def create(self, path: str) -> NewFile:
+        """Refused, as all that follow."""
+        raise _refused(path)
+
+    def link(self, source: str, target: str) -> None:  # noqa: ARG002
+        """Refused."""
+        raise _refused(target)
+
+    def rename(self, source: str, target: str) -> None:  # noqa: ARG002
+        """Refused."""
+        raise _refused(source)
+
+    def unlink(self, path: str) -> None:
+        """Refused."""
+        raise _refused(path)
+
+    def make_dir(self, path: str) -> bool:
+        """Refused."""
+        raise _refused(path)
+
+    def remove_dir(self, path: str) -> None:
+        """Refused."""
+        raise _refused(path)
+
+    def sync_dir(self, path: str) -> None:
+        """Refused."""
+        raise _refused(path)
+
+
+def _refused(path: str) -> StorageError:
+    return StorageError(f"cannot change {path}: a store that is verified is only read")
+
+
+def _step_back() -> None:
+    """This thread goes last, for the processor and for disks."""
+    thread = threading.get_native_id()
+    with suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, thread, 19)
+    with suppress(OSError, psutil.Error, AttributeError):
+        psutil.Process(thread).ionice(psutil.IOPRIO_CLASS_IDLE)

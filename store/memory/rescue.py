@@ -1,0 +1,232 @@
+"""Writing out of memory what a dead job left there: its newest version becomes a commit like any other.
+
+It is committed under the epoch of the job that kept it. So as soon as another job has claimed the store the rescue is
+fenced, gives up and removes what it wrote; that job finds the version in memory by itself. The store's LOCK is not
+taken: nobody waits for a rescue. Killed half-way, it is completed by the next one.
+
+It does not know how anybody learned that the job is dead: it looks at the locks of its processes, and writes nothing as
+long as one of them is held. One rescue at a time on a node, whoever begins it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from store.catalog import Catalog
+from store.commit import Expected, commit, hint_latest, wait_for_group
+from store.epochs import require_newest
+from store.errors import (
+    DamagedError,
+    ExistsError,
+    FencedError,
+    MissingError,
+    SaveError,
+    StorageError,
+    StoreError,
+    StoreInUseError,
+)
+from store.files import Files
+from store.layout import MANIFESTS, manifest_path
+from store.memory.held import Held, look
+from store.memory.overlay import Overlay
+from store.memory.owner import Owner, is_owned
+from store.memory.stored import remove_rest, remove_share, write_share
+from store.memory.tier import Tier, require_own
+from store.memory.version import MemoryVersion, assembled, share_of
+from store.names import SaveId
+from store.schema import ManifestRecord, UnitRecord
+from store.segments import present_parts
+from store.versions import resolve
+
+REASON = "written out of memory after the job died"
+
+_CHECKED = 0.5
+"""Seconds between two looks at whether the store was claimed."""
+
+RESCUE_LOCK = "rescue.lock"
+"""Beside the stores' memory: held by whoever rescues on this node."""
+
+WRITTEN = "written"
+NOTHING = "nothing"
+INCOMPLETE = "incomplete"
+
+
+@dataclass(frozen=True)
+class Rescued:
+    """What became of it. outcome: ``written``; ``nothing``: memory holds nothing newer than the store; ``incomplete``:
+    what it holds is not there of all ranks. why: in words. manifest: of what was written."""
+
+    outcome: str
+    why: str
+    manifest: ManifestRecord | None = None
+
+
+def rescue_newest(tier: Tier, catalog: Catalog, *, aborted: Callable[[], bool] = lambda: False) -> Rescued:
+    """Write the newest version that all ranks have and whose bytes are right, if no commit is as new.
+
+    StoreInUseError where a process that owns it lives, or another rescue is under way. FencedError where another job
+    claimed the store. DamagedError where no version is whole. SaveError where it was ``aborted``. StorageError."""
+    lock = _locked(tier)
+    try:
+        catalog.forget()
+        return _rescue_newest(tier, catalog, aborted)
+    finally:
+        lock.release()
+
+
+def rescue(
+    files: Files, catalog: Catalog, version: MemoryVersion, *, aborted: Callable[[], bool] = lambda: False
+) -> ManifestRecord:
+    """Commit one version, all of whose ranks lie on this node and are dead; for the holder of the rescue lock.
+
+    Whatever it raises: nothing of it is left, unless it stands in the store as a commit after all. Errors as above."""
+    watch = _Watch(files, version.save.epoch, aborted)
+    try:
+        watch.require_newest()
+        _require_readable(files, catalog, version)
+        for rank in sorted(version.records):
+            write_share(files, version, rank, watch)
+        remove_rest(files, version.save)
+        manifest = _manifest(files, catalog, version)
+        with suppress(ExistsError):  # one that was killed before it could tell had come this far
+            commit(files, manifest)
+    except (StoreError, SaveError) as error:
+        with suppress(StorageError):  # pruning knows what is left then
+            _give_up(files, catalog, version)
+        if not isinstance(error, FencedError):
+            watch.require_newest()  # the job that claimed the store took the memory, too
+        raise
+    with suppress(StorageError):
+        hint_latest(files, version.save)
+    return manifest
+
+
+def owner_of(tier: Tier, rank: int, held: Held) -> Path:
+    """What the process that keeps a version holds locked as long as it lives."""
+    return tier.generation(int(held.payload.parent.name)).owner(rank)
+
+
+class _Watch:
+    """Asked between pieces whether to go on."""
+
+    def __init__(self, files: Files, epoch: int, aborted: Callable[[], bool]) -> None:
+        self._files, self._epoch, self._aborted = files, epoch, aborted
+        self._next = time.monotonic() + _CHECKED
+
+    def __call__(self) -> None:
+        if self._aborted():
+            raise SaveError("the rescue was given up: it was asked to end")
+        if time.monotonic() >= self._next:
+            self.require_newest()
+            self._next = time.monotonic() + _CHECKED
+
+    def require_newest(self) -> None:
+        """FencedError where another job claimed the store."""
+        require_newest(self._files, self._epoch)
+
+
+def _rescue_newest(tier: Tier, catalog: Catalog, aborted: Callable[[], bool]) -> Rescued:
+    node, newest = look(tier), next(iter(catalog.saves()), None)
+    newer = sorted((save for save in node.versions if newest is None or save > newest), reverse=True)
+    incomplete, damaged = [], list(node.problems)
+    for save in newer:
+        held = node.versions[save]
+        _require_dead(tier, held)
+        missing = _missing(held)
+        if missing is not None:
+            incomplete.append(f"version {save}: {missing}")
+            continue
+        try:
+            version = assembled(save, [share_of(held)], node)
+            manifest = rescue(catalog.files, catalog, version, aborted=aborted)
+        except DamagedError as error:
+            damaged.append(str(error))
+            continue
+        nbytes = sum(part.payload_bytes for part in version.records.values())
+        return Rescued(WRITTEN, f"wrote version {save} of {len(held)} ranks, {nbytes} bytes", manifest)
+    if damaged:
+        raise DamagedError("no version in memory is whole: " + "; ".join(damaged[:4]))
+    if incomplete:
+        return Rescued(INCOMPLETE, "; ".join(incomplete[:4]))
+    there = "nothing" if not node.versions else f"version {node.newest}"
+    return Rescued(NOTHING, f"memory holds {there}, and the newest commit of the store is {newest or 'none'}")
+
+
+def _missing(held: Mapping[int, Held]) -> str | None:
+    """Which of its ranks are not on this node."""
+    world_size = next(iter(held.values())).record.part.world_size
+    lacking = sorted(set(range(world_size)) - set(held))
+    return f"ranks {lacking[:8]} of {world_size} are not in the memory of this node" if lacking else None
+
+
+def _locked(tier: Tier) -> Owner:
+    try:
+        tier.home.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise StorageError(f"cannot make {tier.home}: {error.strerror}") from error
+    require_own(tier.home)
+    try:
+        return Owner(tier.home / RESCUE_LOCK)
+    except StorageError as error:
+        raise StoreInUseError(f"another rescue is under way on this node, wait for its end: {error}") from error
+
+
+def _require_dead(tier: Tier, held: Mapping[int, Held]) -> None:
+    for rank, one in held.items():
+        if is_owned(owner_of(tier, rank, one)):
+            raise StoreInUseError(f"rank {rank} of the job that keeps version {one.record.save} lives: it saves itself")
+
+
+def _require_readable(files: Files, catalog: Catalog, version: MemoryVersion) -> None:
+    """DamagedError where the commit could not be resumed: what it takes from older commits may be gone."""
+    resolve(Catalog(Overlay(files, version), catalog.record), version.save)
+
+
+def _manifest(files: Files, catalog: Catalog, version: MemoryVersion) -> ManifestRecord:
+    """Rank 0's, with what was not known when it was kept: its own segments, and the commit before it."""
+    head, save = version.manifest, version.save
+    plan = next(iter(version.records.values())).plan
+    group = wait_for_group(files, Expected(catalog.store_id, save, head.world_size, plan), timeout=0.0)
+    previous, commits = _before(catalog, head)
+    return head.model_copy(
+        update={
+            "previous": previous,
+            "commits": commits + 1,
+            "groups": {**head.groups, save.name: group.record},
+            "units": tuple(_told(unit, save) for unit in head.units),
+        }
+    )
+
+
+def _before(catalog: Catalog, head: ManifestRecord) -> tuple[str | None, int]:
+    """The commit that a version continues, and how many there were. In one epoch a job never goes back, so the newest
+    of its own is that; before it has one, it is what the job knew when it kept the version."""
+    for save in catalog.saves():
+        if save.epoch == head.epoch and save < head.save:
+            with suppress(DamagedError):
+                return save.name, catalog.manifest(save).commits
+    return head.previous, head.commits
+
+
+def _told(unit: UnitRecord, save: SaveId) -> UnitRecord:
+    return unit.model_copy(update={"reason": REASON}) if unit.version == save else unit
+
+
+def _give_up(files: Files, catalog: Catalog, version: MemoryVersion) -> None:
+    """Remove what was written, unless it is a commit. One that came about too late, so that another job's pruning took
+    its segments for garbage, is removed as well: nobody was ever told of it."""
+    save = version.save
+    if save in catalog.saves():
+        catalog.forget()
+        if present_parts(files, save):
+            return
+        with suppress(MissingError):
+            files.unlink(manifest_path(save))
+        files.sync_dir(MANIFESTS)
+    for rank in version.records:
+        remove_share(files, save, rank)
+    remove_rest(files, save)

@@ -1,0 +1,64 @@
+"""A small job that keeps every step in memory, then does as it is told on stdin: step, close, fork, fail."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from tests.support.jobs import Job
+from tests.support.kept import kept_step
+
+spec = json.loads(Path(sys.argv[1]).read_text())
+folder = Path(spec["folder"])
+rank = int(os.environ.get("RANK", "0"))
+logging.basicConfig(level=logging.INFO)
+if "RANK" in os.environ:
+    dist.init_process_group("gloo")
+torch.manual_seed(5 + rank)
+
+
+def write_down() -> None:
+    state = {**one.weights(), "random": torch.get_rng_state(), "step": torch.tensor(one.ckpt._step)}
+    torch.save(state, folder / f"{rank}.new")
+    (folder / f"{rank}.new").rename(folder / ("state.pt" if rank == 0 else f"state-{rank}.pt"))
+
+
+def say(word: str) -> None:
+    sys.stdout.write(f"{word}\n")
+    sys.stdout.flush()
+
+
+one = Job(Path(spec["store"]), width=spec.get("width", 8), **spec["settings"])
+for _ in range(one.ckpt.resume(), spec["steps"]):
+    kept_step(one)
+write_down()
+if dist.is_initialized():
+    dist.barrier()
+    (folder / f"ready-{rank}").write_text(str(os.getpid()))
+    while True:
+        time.sleep(1.0)
+say("ready")
+for line in sys.stdin:
+    word = line.strip()
+    if word == "step":
+        kept_step(one)
+        write_down()
+    elif word == "close":
+        one.ckpt.close()
+    elif word == "fork":
+        child = os.fork()
+        if child == 0:
+            time.sleep(600)
+            os._exit(0)
+        (folder / "child").write_text(str(child))
+    elif word == "fail":
+        say("done")
+        raise RuntimeError("as it was told")
+    say("done")
