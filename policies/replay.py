@@ -194,7 +194,7 @@ class _EraReplay:
             drift = None
             if version is not None and seen and index not in sick:
                 drift = self._recorded_drift(moment, index, version)
-                if drift is None and np.isfinite(moved[index]):
+                if drift is None and np.isfinite(moved[index]) and not self._untold(moment, index, version):
                     drift = float(np.hypot(moved[index], version.error))
             size = (traced.nbytes, traced.numel)
             changed = version is not None and (
@@ -231,15 +231,21 @@ class _EraReplay:
         return None if found is None or found.step > step else found
 
     def _recorded_drift(self, moment: Moment, index: int, version: Version) -> float | None:
+        return moment.line.drift[index] if self._is_recorded(moment, index, version) else None
+
+    def _untold(self, moment: Moment, index: int, version: Version) -> bool:
+        """Nobody knew how far the unit was: the job went on from memory, and this version is of before that."""
+        before = self._era.resumed and version.step <= self._era.start
+        return before and self._is_recorded(moment, index, version) and moment.line.drift[index] is None
+
+    def _is_recorded(self, moment: Moment, index: int, version: Version) -> bool:
+        """Whether this is the version that the recorded run had then."""
         line = moment.line
         if index >= len(line.drift) or index >= len(line.staleness):
-            return None
+            return False
         staleness = line.staleness[index]
-        same = staleness is not None and (line.step - staleness, line.encoding[index]) == (
-            version.step,
-            version.encoding,
-        )
-        return line.drift[index] if same else None
+        found = None if staleness is None else (line.step - staleness, line.encoding[index])
+        return found == (version.step, version.encoding)
 
     def _offer(self, moment: Moment, stats: tuple[UnitStats, ...]) -> Budget:
         account = self._owner._account

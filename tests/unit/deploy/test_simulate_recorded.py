@@ -22,7 +22,8 @@ from policies.recorded import Costs, Run, run_of
 from policies.replay import replay
 from policies.replayed import Replayed
 from store.trace import CommitLine, DecisionLine, Trace
-from tests.support.jobs import job
+from tests.support.jobs import Job, job
+from tests.support.kept import abandoned, kept_step, memory
 
 POLICIES: dict[str, dict[str, Any]] = {
     "full": {"policy": "full"},
@@ -179,3 +180,21 @@ def drift_off(plain: Run, truth: Run) -> list[float]:
                 moved = movement.distance(line.step, since)[index]
                 found.append(math.hypot(moved, line.error[index]) / drift - 1)
     return found
+
+
+@pytest.mark.parametrize("name", [name for name in POLICIES if name != "observe"])
+def test_a_run_that_went_on_from_memory_is_replayed_too(tmp_path: Path, name: str) -> None:
+    store = tmp_path / "store"
+    settings = {"width": 64, "every": 4, "memory": memory(store), **POLICIES[name]}
+    one = Job(store, **settings)
+    one.ckpt.resume()
+    for _ in range(10):
+        kept_step(one)
+    one.ckpt._close(30, clean=False, ended=False)
+    two = Job(store, **settings)
+    assert two.ckpt.resume() == 10
+    for _ in range(14):
+        kept_step(two)
+    two.ckpt.close()
+    trace = read_trace(store.with_name(store.name + ".trace.jsonl"))
+    require_same(run_of(trace), trace)
