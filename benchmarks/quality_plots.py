@@ -98,14 +98,15 @@ def _curve(results: Results, axis: Any) -> None:
             )
     axis.set_xscale("log")
     axis.set_yscale("symlog", linthresh=5)
-    axis.set_ylim(bottom=-2)
+    axis.set_ylim(-8, 200)
+    axis.set_yticks([-5, 0, 5, 10, 50, 100], labels=["−5", "0", "5", "10", "50", "100"])
     axis.set_xlabel("bytes a parameter and step")
     axis.set_title(results.setting)
     axis.grid(alpha=0.3)
 
 
 def _slots(results: Results, path: Path) -> None:
-    figure, axis = plt.subplots(figsize=(5.2, 3.6))
+    figure, axis = plt.subplots(figsize=(5.2, 4.0))
     step = weights_a_step(results)
     for letter, half, name in (
         ("w", False, "weights"),
@@ -124,7 +125,7 @@ def _slots(results: Results, path: Path) -> None:
     axis.set_xlabel("steps old")
     axis.set_ylabel("cost, steps of stale weights")
     axis.axhline(0, color="black", lw=0.5)
-    axis.legend(fontsize=8, frameon=False)
+    axis.legend(fontsize=8, frameon=False, ncol=2, loc="lower center", bbox_to_anchor=(0.5, 1.0))
     axis.grid(alpha=0.3)
     figure.tight_layout()
     figure.savefig(path, dpi=80)

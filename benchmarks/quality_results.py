@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import sqrt
 from pathlib import Path
@@ -24,7 +24,7 @@ STUDENT = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365
 
 @dataclass(frozen=True)
 class Mean:
-    """Of ``count`` values; around: half of its interval at 95 %."""
+    """Of ``count`` values; around: half of its interval at 95 %, not a number where one value has none."""
 
     value: float
     around: float
@@ -34,22 +34,21 @@ class Mean:
         return Mean(self.value * factor, self.around * abs(factor), self.count)
 
 
-def mean(values: Sequence[float], deviation: float | None = None) -> Mean:
-    """Values that are taken to be independent. deviation: their standard deviation where it is known from elsewhere."""
-    if deviation is not None and values:
-        return Mean(fmean(values), 2 * deviation / sqrt(len(values)), len(values))
+def mean(values: Sequence[float]) -> Mean:
+    """Values that are taken to be independent."""
     if len(values) < 2:
         return Mean(fmean(values) if values else float("nan"), float("nan"), len(values))
     around = STUDENT.get(len(values) - 1, 2.2) * stdev(values) / sqrt(len(values))
     return Mean(fmean(values), around, len(values))
 
 
-def pooled(groups: Iterable[Sequence[float]]) -> float | None:
-    """Standard deviation within groups that have means of their own; None where none has two values."""
-    found = [group for group in groups if len(group) > 1]
-    free = sum(len(group) - 1 for group in found)
-    squared = sum((value - fmean(group)) ** 2 for group in found for value in group)
-    return sqrt(squared / free) if free else None
+def over_seeds(values: Iterable[tuple[int, float]]) -> Mean:
+    """Of (seed, value): the mean of the seeds' means. What belongs to one seed shares a run and is not independent, so
+    seeds are what is counted; no interval where there is one."""
+    seeds: dict[int, list[float]] = {}
+    for seed, value in values:
+        seeds.setdefault(seed, []).append(value)
+    return mean([fmean(own) for own in seeds.values()])
 
 
 def load(path: Path) -> list[Record]:
@@ -62,7 +61,7 @@ class Results:
 
     def __init__(self, setting: str, records: Iterable[Record]) -> None:
         self.setting = setting
-        own = [one for one in records if one["setting"] == setting]
+        self.records = own = [one for one in records if one["setting"] == setting]
         self.trunks: dict[int, Record] = {}
         for one in own:
             if one["part"] == "trunk":
@@ -88,12 +87,11 @@ class Results:
     @cached_property
     def worth(self) -> Mean:
         """Nats that a step more brings, at the end: by how much runs end above that are some steps shorter, a step."""
-        values = [
-            (end - self.last(trunk)) / int(steps)
-            for trunk in self.trunks.values()
+        return over_seeds(
+            (seed, (end - self.last(trunk)) / int(steps))
+            for seed, trunk in self.trunks.items()
             for steps, end in trunk.get("shorter", {}).items()
-        ]
-        return mean(values)
+        )
 
     @staticmethod
     def last(trunk: Record) -> float:
@@ -120,9 +118,10 @@ class Results:
 class RowResult:
     """One row in one setting. rate: bytes a parameter and step. gap: at the end, nats. shock: right after the resume.
 
-    lost: mean steps that are made twice. cost: at equal compute, nats. healed: mean steps after which
-    the gap is within twice the noise and stays there, over states where it comes to that; stray: the others, of all.
-    drift: mean over layers, of weights, and the largest."""
+    Means are over seeds, of what each seed's states come to; none where only bytes were counted. lost: mean steps that
+    are made twice. cost: at equal compute, nats. states: resumed ones, of all seeds. healed: mean steps after which the
+    gap is within twice the noise and stays there, over states where it comes to that; stray: the others, of all. drift:
+    mean over layers, of weights, and the largest."""
 
     family: str
     row: str
@@ -133,6 +132,7 @@ class RowResult:
     shock: Mean
     lost: float
     cost: Mean
+    states: int
     healed: float
     stray: int
     drift: float
@@ -140,39 +140,27 @@ class RowResult:
 
 
 def row_results(results: Results, window: tuple[int, int, int]) -> list[RowResult]:
-    """window: first save, first and last failure.
-
-    A row has few states, so intervals are from the deviation within rows, pooled over those that may be composites, and
-    over those that are whole."""
+    """window: first save, first and last failure. Whole rows first."""
     rows: dict[str, list[Record]] = {}
     for one in results.curves:
         rows.setdefault(one["row"], []).append(one)
-    found = []
-    for whole in (True, False):
-        alike = [own for own in rows.values() if own[0]["family"].startswith("full") == whole]
-        gaps = pooled(_gaps(results, own, None) for own in alike)
-        shocks = pooled(_gaps(results, own, 0) for own in alike)
-        found += [_row_result(results, own, window, gaps, shocks) for own in alike]
-    return found
+    ordered = sorted(rows.values(), key=lambda own: not own[0]["family"].startswith("full"))
+    return [_row_result(results, own, window) for own in ordered]
 
 
-def _gaps(results: Results, own: Sequence[Record], steps: int | None) -> list[float]:
-    return [results.gap(one, state["losses"], steps) for one in own for state in one["states"]]
+def _gap(results: Results, own: Sequence[Record], steps: int | None) -> Mean:
+    found = over_seeds(
+        (one["seed"], results.gap(one, state["losses"], steps)) for one in own for state in one["states"]
+    )
+    return replace(found, around=0.0) if own[0]["family"] == "full" and found.count == 1 else found
 
 
-def _row_result(
-    results: Results,
-    own: Sequence[Record],
-    window: tuple[int, int, int],
-    deviation: float | None,
-    at_once: float | None,
-) -> RowResult:
+def _row_result(results: Results, own: Sequence[Record], window: tuple[int, int, int]) -> RowResult:
     start, first, last = window
     states = [(one, state) for one in own for state in one["states"]]
-    lossless = own[0]["family"] == "full"
     rate = fmean(sum(one["saved"].values()) for one in own) / (last - start) / results.numel
     lost = fmean(step - newest(one["saved"], start, step) for one in own for step in range(first, last + 1))
-    gap = mean(_gaps(results, own, None), 0.0 if lossless else deviation)
+    gap = _gap(results, own, None)
     healed = [_healed(results, one, state) for one, state in states]
     whole = [steps for steps in healed if steps is not None]
     return RowResult(
@@ -182,9 +170,10 @@ def _row_result(
         own[0]["every"],
         rate,
         gap,
-        mean(_gaps(results, own, 0), 0.0 if lossless else at_once),
+        _gap(results, own, 0),
         lost,
         Mean(gap.value + lost * results.worth.value, gap.around, gap.count),
+        len(states),
         fmean(whole) if whole else float("nan"),
         len(healed) - len(whole),
         fmean(state["certificate"]["mean"] for _, state in states) if states else float("nan"),

@@ -28,6 +28,7 @@ from benchmarks.quality_results import (  # noqa: E402
 )
 from benchmarks.quality_settings import MAKERS, setting_named  # noqa: E402
 from benchmarks.quality_summary import (  # noqa: E402
+    BASELINES,
     baseline,
     by_case,
     drift_points,
@@ -45,6 +46,9 @@ OTHERS = {
 }
 """Everything less often, at the bytes of a row."""
 
+DEEPSPEED = 1.4
+"""Bytes a parameter and step of DeepSpeed's whole state, 14 bytes a parameter, every ten steps."""
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
@@ -58,6 +62,8 @@ def main() -> int:
         ("Settings", lambda: _settings([one for _, one in found if one.trunks])),
         ("Slots", lambda: (line for _, one in found if one.cases for line in _slots(one))),
         ("Rows", lambda: (line for _, one in found if one.curves for line in _rows(one))),
+        ("Equal bytes", lambda: _equal([one for _, one in found if one.curves])),
+        ("Against DeepSpeed", lambda: _asked([one for _, one in found if len(one.trunks) > 1])),
         ("Certificate", lambda: _certificate([one for _, one in found if one.curves])),
         ("Rules", lambda: (line for _, one in found if ruled(one) for line in _rules(one))),
     ):
@@ -154,11 +160,90 @@ def _row(one: Results, rows: list[RowResult], row: RowResult, worth: float) -> s
         f"{row.lost:.1f}",
         _of(row.shock, digits=4),
         _of(row.gap, worth),
-        f"{row.gap.count - row.stray} of {row.gap.count}" + (f": {row.healed:.0f}" if row.healed > 0 else ""),
+        _healed(one, [row]) + (f": {row.healed:.0f}" if row.healed > 0 else ""),
         f"{row.drift:.2g}, {row.largest:.2g}",
         f"**{_of(row.cost, worth)}**",
-        *(f"{baseline(one, rows, family, row.rate) / worth:.1f}" for family in OTHERS),
+        *(_less_often(one, rows, family, row.rate) for family in OTHERS),
     )
+
+
+def _healed(one: Results, rows: list[RowResult]) -> str:
+    """How many states; unknown where the noise is."""
+    if isnan(one.nudged(None)):
+        return "–"
+    return f"{sum(row.states - row.stray for row in rows)} of {sum(row.states for row in rows)}"
+
+
+def _less_often(one: Results, rows: list[RowResult], family: str, rate: float) -> str:
+    """In steps; what was not measured in a setting has no cost there."""
+    if family != "full" and not any(row.family == family for row in rows):
+        return "–"
+    return f"{baseline(one, rows, family, rate) / one.worth.value:.1f}".replace("-", "−")
+
+
+def _equal(found: list[Results]) -> Iterator[str]:
+    best = "full, compact, packed"
+    yield "Cost of `budget` less that of everything less often, steps; ahead and behind: by the whole interval.\n"
+    yield from _table("setting", "row", "bytes", "the same encoding", "", "compact, packed", "")
+    for one in found:
+        rows = row_results(one, window(setting_named(one.setting).span))
+        for row in sorted(rows, key=lambda row: (row.family, -row.rate)):
+            if row.family in BASELINES and not row.mark:
+                told = [
+                    cell
+                    for family in (BASELINES[row.family], best)
+                    for cell in _apart(row.cost, baseline(one, rows, family, row.rate), one.worth.value)
+                ]
+                own = any(other.family == best for other in rows)
+                yield _line(one.setting, row.row, f"{row.rate:.3g}", *(told if own else [*told[:2], "–", "–"]))
+
+
+def _apart(cost: Mean, other: float, worth: float) -> tuple[str, str]:
+    apart = Mean(cost.value - other, cost.around, cost.count)
+    return _of(apart, worth), _judged(apart, "ahead", "level", "behind")
+
+
+def _judged(apart: Mean, below: str, within: str, above: str) -> str:
+    """Where an interval lies to 0; nothing where there is none."""
+    if apart.count < 2:
+        return "–"
+    return below if apart.value + apart.around <= 0 else above if apart.value - apart.around > 0 else within
+
+
+def _asked(found: list[Results]) -> Iterator[str]:
+    yield (
+        "Rows of at most a twelfth of 1.4 bytes a parameter and step, which DeepSpeed's 14 bytes every ten steps are.\n"
+        "Noise: the deviation of the last loss between uninterrupted runs of different seeds. Exact: what exact saves\n"
+        "every ten steps cost. *yes* and *no* by the whole interval; *mean*, *not the mean*: by that only.\n"
+    )
+    yield from _table(
+        "setting", "row", "share", "cost, steps", "cost, nats", "noise, nats", "inside", "twice exact, steps", "within"
+    )
+    for one in found:
+        rows = row_results(one, window(setting_named(one.setting).span))
+        twice = 2 * next(row.cost.value for row in rows if row.family == "full")
+        compact = next(row.gap for row in rows if row.family == "full, compact")
+        for share in (12, 25):
+            other = baseline(one, rows, "full, compact, packed", DEEPSPEED / share)
+            cost = Mean(other, compact.around, compact.count)
+            yield _held(one, "*everything compact, packed, less often*", share, cost, twice)
+        for row in sorted(rows, key=lambda row: (row.family, -row.rate)):
+            if row.gap.count and row.rate <= DEEPSPEED / 12:
+                yield _held(one, row.row, DEEPSPEED / row.rate, row.cost, twice)
+
+
+def _held(one: Results, row: str, share: float, cost: Mean, twice: float) -> str:
+    worth = one.worth.value
+    judged = [
+        _held_to(Mean(cost.value - limit, cost.around, cost.count), cost.value <= limit)
+        for limit in (one.spread, twice)
+    ]
+    told = (f"1/{share:.0f}", _of(cost, worth), _of(cost, digits=4), f"{one.spread:.4f}", judged[0])
+    return _line(one.setting, row, *told, f"{twice / worth:.1f}", judged[1])
+
+
+def _held_to(apart: Mean, mean: bool) -> str:
+    return _judged(apart, "yes", "mean" if mean else "not the mean", "no")
 
 
 KEYS = {"w": "squared drift", "damage": "as `budget` weighs it", "lag": "mean staleness"}
@@ -166,20 +251,41 @@ KEYS = {"w": "squared drift", "damage": "as `budget` weighs it", "lag": "mean st
 
 def _certificate(found: list[Results]) -> Iterator[str]:
     when = {0: "at once", None: "at the end"}
+    yield "R²; slope through 0, over all resumed states but lossless ones.\n"
     yield from _table("setting", "states", *(f"{what}, {then}" for what in KEYS.values() for then in when.values()))
     for one in found:
         points = [drift_points(one, key, steps) for key in KEYS for steps in when]
         if len(points[0]) > 3:
-            told = (f"{correlation(own):.2f}; {slope_through_zero(own)[0]:.2g}" for own in points)
+            told = (f"{correlation(own):.2f}; {slope_through_zero(own)[0]:.2g}".replace("-", "−") for own in points)
             yield _line(one.setting, str(len(points[0])), *told)
+    yield "\nSeed by seed, R² of the gap at the end; over all, how many begin below the uninterrupted run and heal.\n"
+    yield from _table(
+        "setting", "seeds", "squared drift", "mean staleness", "begin below", "composites healed", "whole"
+    )
+    yield from map(_seeds, found)
+
+
+def _seeds(one: Results) -> str:
+    seeds = sorted(one.trunks)
+    own = [Results(one.setting, [line for line in one.records if line["seed"] == seed]) for seed in seeds]
+    squared, stale = (
+        ", ".join(f"{correlation(drift_points(each, key, None)):.2f}" for each in own) for key in ("w", "lag")
+    )
+    at_once = [gap for _, gap in drift_points(one, "lag", 0)]
+    below = f"{sum(gap < 0 for gap in at_once)} of {len(at_once)}"
+    rows = row_results(one, window(setting_named(one.setting).span))
+    told = (_healed(one, [row for row in rows if row.family.startswith("full") == whole]) for whole in (False, True))
+    return _line(one.setting, ", ".join(map(str, seeds)), squared, stale, below, *told)
 
 
 def _rules(one: Results) -> Iterator[str]:
     worth = one.worth.value
     yield f"\n**{one.setting}**\n"
-    yield from _table("composite", "resumed at", "steps back", "gap at the end of the course, nats", "at equal compute")
+    yield from _table(
+        "composite", "resumed at", "steps back", "gap at the end of the course, steps", "at equal compute, steps"
+    )
     for (name, rule), (gap, paid, back) in ruled(one).items():
-        yield _line(name, rule, f"{back:.1f}", _of(gap, digits=4), _of(paid, worth) + " steps")
+        yield _line(name, rule, f"{back:.1f}", _of(gap, worth), _of(paid, worth))
 
 
 if __name__ == "__main__":

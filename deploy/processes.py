@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -59,14 +59,20 @@ def is_daemon(process: psutil.Process) -> bool:
     return False
 
 
-def below() -> list[psutil.Process]:
-    """All descendants of this process that still run, but for daemons: those are there for what comes after."""
-    found = []
-    for process in psutil.Process().children(recursive=True):
+def children() -> frozenset[psutil.Process]:
+    """The children of this process. One that was started by ``exec`` keeps those of the shell before it."""
+    return frozenset(psutil.Process().children())
+
+
+def below(but: Collection[psutil.Process] = ()) -> list[psutil.Process]:
+    """All descendants of this process that still run, except those children and what is below them.
+
+    Daemons are not among them: those are there for what comes after."""
+    found, spared = psutil.Process().children(recursive=True), set(but)
+    for one in but:
         with suppress(psutil.NoSuchProcess):
-            if process.status() != psutil.STATUS_ZOMBIE and not is_daemon(process):
-                found.append(process)
-    return found
+            spared.update(one.children(recursive=True))
+    return [process for process in found if process not in spared and _runs(process) and not is_daemon(process)]
 
 
 def reap(but: int) -> None:
@@ -78,19 +84,26 @@ def reap(but: int) -> None:
             os.waitpid(ended.si_pid, os.WNOHANG)
 
 
-def end_below(term_seconds: float, kill_seconds: float) -> tuple[int, int]:
-    """End all descendants: SIGTERM, then SIGKILL. Returns how many there were and how many will not go."""
-    left = below()
+def end_below(term_seconds: float, kill_seconds: float, but: Collection[psutil.Process] = ()) -> tuple[int, int]:
+    """End what :func:`below` finds: SIGTERM, then SIGKILL. Returns how many there were and how many will not go."""
+    left = below(but)
     if not left:
         reap(but=0)
         return 0, 0
     send(left, signal.SIGTERM)
     psutil.wait_procs(left, timeout=term_seconds)
-    survivors = below()  # those that were forked meanwhile too
+    survivors = below(but)  # those that were forked meanwhile too
     send(survivors, signal.SIGKILL)
     psutil.wait_procs(survivors, timeout=kill_seconds)
     reap(but=0)
-    return len(left), len(below())
+    return len(left), len(below(but))
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _catching(process: psutil.Process, number: signal.Signals) -> Iterator[psutil.Process]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -31,13 +31,18 @@ class _Due:
 
 
 class Stopping:
-    """The signals of one attempt. told_to: the code that the supervisor is to end with; None until a signal says so."""
+    """The signals of one attempt. told_to: the code that the supervisor is to end with; None until a signal says so.
 
-    def __init__(self, pid: int, grace: float, say: Callable[[str], None]) -> None:
+    others: children of this process that are not the command's."""
+
+    def __init__(
+        self, pid: int, grace: float, say: Callable[[str], None], others: Collection[psutil.Process] = ()
+    ) -> None:
         self.told_to: int | None = None
         self._pid = pid
         self._grace = grace
         self._say = say
+        self._others = others
         self._asked = 0
         self._due: list[_Due] = []
 
@@ -100,7 +105,7 @@ class Stopping:
     def _kill(self, why: str) -> None:
         self._say(f"{why}: SIGKILL to all processes of the command")
         self._due = []
-        send(below(), signal.SIGKILL)
+        send(below(self._others), signal.SIGKILL)
 
     def _send(self, number: signal.Signals) -> None:
         with suppress(psutil.NoSuchProcess):

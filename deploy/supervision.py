@@ -115,10 +115,10 @@ def judge(course: Course, attempt: Attempt, limits: Limits, draw: Callable[[], f
         return course, _told(attempt, attempt.told_to)
     if attempt.code == OK:
         return course, Stop(OK, "the command ended")
-    if attempt.code == PREEMPTED:
-        # Whoever only ever says that it was preempted must not be started as fast as the machine can.
-        return _preempted(course, attempt), Again(0.0 if attempt.committed else limits.least, counted=False)
-    went = _failed(course, attempt)
+    if attempt.code == PREEMPTED and attempt.committed:
+        return _preempted(course, attempt), Again(0.0, counted=False)
+    # Whoever only ever says that it was preempted, and saved nothing, must not be started again for ever.
+    went = _unsaved(course, attempt) if attempt.code == PREEMPTED else _failed(course, attempt)
     stop = _limit(went, limits)
     return (went, stop) if stop is not None else _again(went, attempt, limits, draw)
 
@@ -172,6 +172,11 @@ def _preempted(course: Course, attempt: Attempt) -> Course:
     if _progressed(course, attempt):
         return Course(failures=course.failures, step=attempt.after.step)
     return replace(course, step=max(course.step, attempt.before.step))
+
+
+def _unsaved(course: Course, attempt: Attempt) -> Course:
+    """Preempted, and nothing was saved: no failure, and no commit's fault, but no progress either."""
+    return replace(_preempted(course, attempt), in_a_row=course.in_a_row + 1)
 
 
 def _failed(course: Course, attempt: Attempt) -> Course:

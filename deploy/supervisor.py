@@ -15,10 +15,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from deploy.processes import adopt_orphans, end_below, reap
+from deploy.processes import adopt_orphans, children, end_below, reap
 from deploy.sight import SeenStore
 from deploy.stopping import ENDS, NOTICES, Stopping
-from deploy.supervision import INTERRUPTED, Again, Attempt, Course, Limits, Stop, judge
+from deploy.supervision import INTERRUPTED, Again, Attempt, Course, Limits, Sight, Stop, judge
 from deploy.telling import Teller
 from store.errors import PREEMPTED, StoreInUseError, UsageError
 
@@ -27,6 +27,8 @@ _ORPHANS_KILL = 10.0
 _OTHER_NODES = 1800.0
 """Seconds to wait for the store before a restart: some file servers show the lock of rank 0 on another node, which may
 hang in a collective until that times out."""
+_CANNOT_START = 127
+"""Code of an attempt whose command could not be started, as shells have it."""
 _LOOK_UP = 60.0
 """Seconds after which the wait for a signal is interrupted to look, whatever was missed."""
 
@@ -50,6 +52,9 @@ class Supervisor:
         self._teller = teller
         self._signals = {number for number in (*ENDS, *NOTICES) if signal.getsignal(number) != signal.SIG_IGN}
         self._mask: set[signal.Signals] = set()
+        self._known = Sight()
+        self._gone: Sight | None = None
+        self._others = children()  # of a script that became this process by `exec`
 
     def run(self) -> int:
         """The exit code, when all is over. StoreInUseError where another job has the store, UsageError where the
@@ -81,19 +86,43 @@ class Supervisor:
             again = verdict
 
     def _attempt(self, number: int, waited: float) -> Attempt:
-        before = self._store.look()
+        before = self._looked()
         self._teller.began(number, waited, before)
-        child = self._start()
-        stopping = Stopping(child.pid, self._orders.grace, self._teller.say)
-        code = self._watch(child, stopping)
-        left, stuck = end_below(_ORPHANS_TERM, _ORPHANS_KILL)
+        code, told_to = (_CANNOT_START, None) if before is self._gone else self._ran(number)
+        left, stuck = end_below(_ORPHANS_TERM, _ORPHANS_KILL, self._others)
         if left:
             self._teller.say(f"ended {left} processes that the command left behind")
         if stuck:
             self._teller.say(f"{stuck} of them do not end, not even of SIGKILL: a device or a disk holds them")
-        attempt = Attempt(code, before, self._store.look(), stopping.told_to)
+        attempt = Attempt(code, before, self._looked(), told_to)
         self._teller.ended(number, attempt)
         return attempt
+
+    def _looked(self) -> Sight:
+        """What the store holds. Where it is gone (its disk is not mounted, say) that is trouble, and no attempt begins:
+        a job that finds nothing would begin anew, and train into whatever lies at the same path."""
+        sight = self._store.look()
+        if not sight.trouble and self._known.newest is not None and sight.epoch < self._known.epoch:
+            self._gone = Sight(
+                trouble=f"{self._store.root} held step {self._known.step}, and is empty or another store now: is its "
+                "disk mounted? The command is not started. To begin anew on purpose, end this and give it again"
+            )
+            return self._gone
+        if not sight.trouble:
+            self._known = sight
+        return sight
+
+    def _ran(self, number: int) -> tuple[int, int | None]:
+        """The command's code, and the one that a signal meanwhile told the supervisor to end with."""
+        try:
+            child = self._start()
+        except UsageError as error:
+            if number == 1:
+                raise
+            self._teller.say(str(error))  # it could be started before: a disk or a machine that is short of something
+            return _CANNOT_START, None
+        stopping = Stopping(child.pid, self._orders.grace, self._teller.say, self._others)
+        return self._watch(child, stopping), stopping.told_to
 
     def _start(self) -> subprocess.Popen[bytes]:
         command = list(self._orders.command)
@@ -115,7 +144,7 @@ class Supervisor:
             reap(but=child.pid)
             stopping.act()
             due = stopping.seconds
-            number = self._next_signal(_LOOK_UP if due is None else min(due, _LOOK_UP))
+            number = self._next_signal(_LOOK_UP if due is None else due)
             if number is not None and number != signal.SIGCHLD:
                 stopping.take(number)
         return code
@@ -147,7 +176,8 @@ class Supervisor:
         return None
 
     def _next_signal(self, seconds: float) -> signal.Signals | None:
-        taken = signal.sigtimedwait({*self._signals, signal.SIGCHLD}, seconds)
+        """The next one; None where none came for so many seconds, or for a minute: longer waits are for the caller."""
+        taken = signal.sigtimedwait({*self._signals, signal.SIGCHLD}, min(seconds, _LOOK_UP))
         return None if taken is None else signal.Signals(taken.si_signo)
 
     @contextmanager

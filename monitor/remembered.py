@@ -62,9 +62,9 @@ def newest_remembered(tier: Tier, catalog: Catalog, adapter: Adapter, group: Gro
     """The newest version that every rank can read, if all or some of it is newer than what the newest commit has.
 
     None where the store is as good. Collective."""
-    suspect = group.from_first(_newest_suspect(catalog) if group.rank == 0 else None)
+    suspect = on_first(group, lambda: _newest_suspect(catalog))
     node = _look(tier, None if suspect is None else SaveId.parse(suspect))
-    disk = group.from_first(_on_disk(catalog) if group.rank == 0 else None)
+    disk = on_first(group, lambda: _on_disk(catalog))
     sights = group.gather(_sight(tier, node, disk))
     for name in _candidates(sights):
         found = _put_together(SaveId.parse(name), node, group, tells=_tells(sights, group.rank))

@@ -6,12 +6,13 @@ Storage trouble ends up here: it never reaches the training loop as an exception
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from monitor.ledger import Drawn, Ledger
 from monitor.metrics import Metrics
 from monitor.units import UnitTable, is_moving
-from store.certificate import MEMORY
+from store.certificate import MEMORY, is_lossy
 from store.errors import DriftpointError
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from monitor.save import Saved
     from monitor.writer import Done
     from store.certificate import Certificate
+    from store.names import Unit
 
 _log = logging.getLogger("driftpoint")
 
@@ -69,8 +71,12 @@ def tell_preempted(job: Job, step: int, seconds: float, skipped: str | None) -> 
     fresh, oldest = ages.count(0), max((age for age in ages if age is not None), default=0)
     outcome = "full" if fresh == len(moving) else "part" if fresh else "nothing"
     job.metrics.preemptions.labels(outcome).inc()
-    if outcome == "full":
+    if outcome == "full" and _in_one(job.ledger, moving):
         _log.warning("preempted: full save of step %d committed %.1f s after the signal", step, seconds)
+    elif outcome == "full":
+        _log.warning(
+            "preempted: all of step %d committed %.1f s after the signal, in parts or rounded: not exact", step, seconds
+        )
     elif outcome == "part":
         _log.warning(
             "preempted: part of step %d committed %.1f s after the signal: %d of %d layer slots, the rest up to %d "
@@ -82,6 +88,12 @@ def tell_preempted(job: Job, step: int, seconds: float, skipped: str | None) -> 
         stands = "there is no commit yet" if newest is None else f"the commit of step {newest.step} is intact"
         why = _WHY_NOTHING.get(skipped or "", skipped)
         _log.error("preempted: nothing new is saved at step %d: %s; %s", step, why, stands)
+
+
+def _in_one(ledger: Ledger, moving: Sequence[Unit]) -> bool:
+    """Whether the newest commit saved all that moves itself, and no bit of it was rounded."""
+    records = [ledger.versions[unit] for unit in moving]
+    return all(record.version == ledger.newest and not is_lossy(record.encoding) for record in records)
 
 
 def _kind(certificate: Certificate) -> str:

@@ -64,6 +64,7 @@ def _driftpoint(
 
 def main() -> None:
     """Entry point of the command: run it on the process's arguments and leave with its code."""
+    _fill_streams()
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")  # a terminal of another encoding must not stop a command
@@ -72,6 +73,18 @@ def main() -> None:
         # The interpreter flushes once more on its way out, and would complain.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(code)
+
+
+def _fill_streams() -> None:
+    """Where standard streams are closed, they lead nowhere: else files would get their numbers, and what a command
+    prints would go into them."""
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(number, True)
+    os.close(number)
+    if sys.stdout is None:
+        sys.stdout = open(1, "w", encoding="utf-8")  # noqa: SIM115 - as long as the process
+    if sys.stderr is None:
+        sys.stderr = open(2, "w", encoding="utf-8")  # noqa: SIM115
 
 
 def run(args: Sequence[str]) -> int:

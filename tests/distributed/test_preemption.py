@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 from store.catalog import Catalog, open_catalog
+from store.certificate import certify
 from store.files import LocalFiles
 from store.verify import verify
+from store.versions import resolve
 from tests.support.launch import Launched, alone, torchrun
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
@@ -75,6 +77,19 @@ def test_a_part_is_saved_where_time_is_too_short(tmp_path: Path) -> None:
     assert ended.one("left")["saved"] == ages.count(0)
     resumed = run(tmp_path, steps=5, settings=settings, width=64)
     assert resumed.code == 0 and resumed.one("resumed")["exact"] is False
+
+
+def test_what_was_saved_in_parts_is_not_called_a_full_save(tmp_path: Path) -> None:
+    """Time for everything, but not for certain: a part, and then the rest. On a machine that is busy only the part."""
+    settings = {"every": 2, "preemption": {"grace_seconds": 2.0}}
+    ended = run(tmp_path, settings=settings, situation="slow", signals={"0": 5}, width=32)
+    assert ended.code == 75, ended.output
+    found = catalog(tmp_path)
+    certificate = certify(resolve(found, found.saves()[0]))
+    assert (certificate.step, certificate.exact) == (5, False)
+    assert "preempted: full save" not in ended.output
+    whole = "all of step 5 committed" in ended.output and "in parts or rounded: not exact" in ended.output
+    assert whole or "part of step 5 committed" in ended.output
 
 
 def test_nothing_is_lost_where_the_storage_does_not_answer(tmp_path: Path) -> None:

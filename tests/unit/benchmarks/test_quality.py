@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from math import isnan
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,15 @@ import pytest
 from benchmarks.learner import Course, reference
 from benchmarks.quality_calibration import calibration, moments
 from benchmarks.quality_curves import curves, marks
-from benchmarks.quality_results import Results, correlation, less_often, newest, row_results, slope_through_zero
+from benchmarks.quality_results import (
+    Results,
+    correlation,
+    less_often,
+    newest,
+    over_seeds,
+    row_results,
+    slope_through_zero,
+)
 from benchmarks.quality_rows import Row, rows
 from benchmarks.quality_settings import MAKERS, Setting, Tiny
 from benchmarks.quality_summary import by_case, lags, ruled
@@ -131,6 +140,30 @@ def test_what_saving_less_often_costs() -> None:
     assert less_often(12.0, 24.0, 0.01, gap=0.5) == 0.5
     assert newest({"10": 5, "20": 5}, 0, 19) == 10
     assert newest({}, 7, 19) == 7
+
+
+def test_intervals_are_over_seeds_however_many_states_each_has() -> None:
+    found = over_seeds([(0, 1.0), (0, 3.0), (1, 4.0), (2, 5.0), (2, 7.0), (2, 6.0)])
+    assert (found.value, found.count) == (4.0, 3)
+    assert found.around == pytest.approx(4.303 * 2.0 / 3**0.5)  # means 2, 4, 6
+    one = over_seeds([(0, 1.0), (0, 3.0)])
+    assert (one.value, one.count) == (2.0, 1) and isnan(one.around)
+
+
+def test_states_of_one_seed_are_not_taken_for_independent_ones() -> None:
+    window, records = (0, 10, 20), []
+    for seed, gap in ((0, 0.1), (1, 0.3)):
+        common = {"setting": "made up", "seed": seed}
+        trunk = {"losses": {"30": 1.0 + seed}, "shorter": {"5": 1.5 + seed, "10": 2.0 + seed}, "numel": 1}
+        states = [{"losses": {"30": 1.0 + seed + gap}, "certificate": {"mean": 0.0, "max": 0.0}}] * 2
+        row = {"row": "a", "family": "a", "mark": "", "every": 10, "saved": {"10": 1}, "states": states}
+        records += [{**common, "part": "trunk", **trunk}, {**common, "part": "curve", **row}]
+    results = Results("made up", records)
+    (row,) = row_results(results, window)
+    assert (row.states, row.gap.count) == (4, 2)
+    assert row.gap.value == pytest.approx(0.2)
+    assert row.gap.around == pytest.approx(12.706 * 0.1)  # of two means 0.2 apart, not of four states
+    assert (results.worth.value, results.worth.around, results.worth.count) == pytest.approx((0.1, 0.0, 2))
 
 
 def test_lines_through_points() -> None:

@@ -111,6 +111,41 @@ def test_preempted_by_someone_else_it_starts_again_uncounted(tmp_path: Path) -> 
         assert run.starts == [0, 2, 4]
 
 
+def test_where_the_store_is_gone_the_job_does_not_begin_anew(tmp_path: Path) -> None:
+    """As where its disk is not mounted for a while. When it is back the job goes on."""
+    spec = {"dies": [[1, 3, 9]], "total": 6}
+    with supervised(tmp_path, PYTHON + training(tmp_path, **spec), "--backoff", 1, "--max-restarts", 9) as run:
+        run.until(lambda: "attempt 1 ended" in run.said)
+        (tmp_path / "store").rename(tmp_path / "away")
+        run.until(lambda: "attempt 2 ended" in run.said)
+        assert "held step 2, and is empty or another store now: is its disk mounted?" in run.said
+        assert not (tmp_path / "store").exists()
+        (tmp_path / "away").rename(tmp_path / "store")
+        assert run.ends() == 0, run.said
+        assert run.starts == [0, 2]
+
+
+def test_preempted_for_ever_with_nothing_saved_it_ends(tmp_path: Path) -> None:
+    with supervised(tmp_path, ["sh", "-c", "exit 75"], "--max-restarts", 2) as run:
+        assert run.ends() == 93, run.said
+        assert run.said.count("ended: exit code 75") == 3
+
+
+def test_a_command_that_cannot_be_started_for_a_while_is_tried_again(tmp_path: Path) -> None:
+    """A network disk that does not show it for a moment, say. At the first start it is wrong usage."""
+    command = tmp_path / "command.sh"
+    command.write_text(f"#!/bin/sh\nmv {command} {command}.away; exit 1\n")
+    command.chmod(0o755)
+    with supervised(tmp_path, [command], "--backoff", 0.5) as run:
+        run.until(lambda: "attempt 2 ended: exit code 127" in run.said)
+        command.write_text("#!/bin/sh\nexit 0\n")
+        command.chmod(0o755)
+        assert run.ends() == 0, run.said
+        assert f"cannot start '{command}': [Errno 2]" in run.said
+    with supervised(tmp_path, [f"{command}.gone"]) as run:
+        assert run.ends() == 2, run.said
+
+
 def test_an_unreadable_store_is_told_and_does_not_stop_the_supervisor(tmp_path: Path) -> None:
     (tmp_path / "store").mkdir()
     (tmp_path / "store" / "STORE.json").write_text("garbage")

@@ -156,6 +156,13 @@ def test_ctrl_c_is_passed_on_once_and_is_the_end(tmp_path: Path) -> None:
         assert [one["number"] for one in run.of("signal")] == [2]
 
 
+def test_a_back_off_longer_than_the_system_counts(tmp_path: Path) -> None:
+    with supervised(tmp_path, ["false"], "--backoff", 1e12) as run:
+        run.until(lambda: "attempt 1 ended" in run.said)
+        run.send(signal.SIGTERM)
+        assert run.ends() == 75, run.said
+
+
 def test_a_signal_between_two_attempts_is_the_end(tmp_path: Path) -> None:
     for number, code in ((signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)):
         with supervised(tmp_path, ["sh", "-c", "exit 1"], "--backoff", 3600) as run:
@@ -187,6 +194,23 @@ sys.exit(40 + len(alive))
         assert gone([one["pid"] for one in run.of("left")])
         sleepers = [p for p in psutil.process_iter(["cmdline", "cwd"]) if p.info["cwd"] == str(tmp_path)]
         assert sleepers == []
+
+
+def test_what_the_script_around_it_started_stays(tmp_path: Path) -> None:
+    """A container's script starts a helper and becomes the supervisor by `exec`: the helper is its child then."""
+    run = f"{sys.executable} -m deploy.cli run --store store --backoff 0 --max-restarts 1 --grace 0"
+    parts = ["sleep 3600 & echo $! > helper", f"exec {run} -- sh -c 'sleep 3600 & echo $! >> left; exit 1'"]
+    with (tmp_path / "said").open("wb") as said:
+        script = ["bash", "-c", "; ".join(parts)]
+        done = subprocess.run(script, cwd=tmp_path, env=environment(), timeout=60, check=False, stderr=said)
+    helper = psutil.Process(int((tmp_path / "helper").read_text()))
+    try:
+        text = (tmp_path / "said").read_text()
+        assert done.returncode == 93 and text.count("ended 1 processes") == 2, text
+        assert helper.is_running() and helper.status() != psutil.STATUS_ZOMBIE
+        assert gone([int(pid) for pid in (tmp_path / "left").read_text().split()])
+    finally:
+        helper.kill()
 
 
 def test_no_zombies_pile_up_while_the_command_runs(tmp_path: Path) -> None:
@@ -262,3 +286,15 @@ def test_nobody_reading_what_it_says_is_no_reason_to_stop(tmp_path: Path) -> Non
     os.close(writer)
     assert done.returncode == 0
     assert counted.read_text() == "x\n" * 3
+
+
+@pytest.mark.parametrize("closed", ["<&-", "2>&-", "<&- >&- 2>&-"])
+def test_closed_streams_are_no_reason_not_to_run(tmp_path: Path, closed: str) -> None:
+    """Neither the command nor the store gets 0, 1 or 2 for a file of its own: what others print would go into it."""
+    code = "import os; print(os.open('of_its_own', os.O_CREAT), file=open('number', 'w'))"
+    run = f"{sys.executable} -m deploy.cli run --store store -- {sys.executable} -c"
+    done = subprocess.run(
+        ["bash", "-c", f'{run} "$1" {closed}', "bash", code], cwd=tmp_path, env=environment(), timeout=60, check=False
+    )
+    assert done.returncode == 0
+    assert int((tmp_path / "number").read_text()) > 2

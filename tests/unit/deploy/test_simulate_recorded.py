@@ -23,7 +23,7 @@ from policies.replay import replay
 from policies.replayed import Replayed
 from store.trace import CommitLine, DecisionLine, Trace
 from tests.support.jobs import Job, job
-from tests.support.kept import abandoned, kept_step, memory
+from tests.support.kept import kept_step, memory
 
 POLICIES: dict[str, dict[str, Any]] = {
     "full": {"policy": "full"},

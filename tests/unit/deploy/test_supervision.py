@@ -59,9 +59,14 @@ def test_preempted_by_others_starts_again_without_being_counted() -> None:
     went, verdict = one(died(seen(A), seen(B, epoch=2), code=75), course)
     assert verdict == Again(0.0, counted=False)
     assert (went.in_a_row, went.failures, went.step) == (0, 2, 20)
-    went, verdict = one(died(seen(A), code=75), course)
-    assert verdict == Again(1.0, counted=False), "one that saves nothing does not spin"
-    assert went == course
+
+
+def test_preempted_again_and_again_with_nothing_saved_it_ends_and_blames_no_commit() -> None:
+    found = verdicts([died(replace(seen(A), instead=B), code=75)] * 4)
+    assert found[:3] == [Again(1.0, counted=True), Again(2.0, counted=True), Again(4.0, counted=True)]
+    assert isinstance(found[3], Stop) and found[3].code == 93
+    went, _ = one(died(seen(A), code=75), Course(in_a_row=1, failures=1, dying=A, deaths=1))
+    assert (went.in_a_row, went.failures, went.dying, went.deaths) == (2, 1, A, 1)
 
 
 def test_without_progress_it_ends_after_so_many_restarts() -> None:
