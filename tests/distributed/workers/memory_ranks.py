@@ -68,6 +68,7 @@ class Life:
             "store": str(Path(self.spec["directory"]) / "store"),
             "every": self.spec.get("every", 100),
             "metrics": {"enabled": False},
+            "timeouts": {"commit": 3.0},  # a rank that has no part to give is waited for so long
             "memory": {"enabled": True, "every": 1, "path": self.spec["shared"]},
             **self.spec.get("settings", {}).get(str(rank()), {}),
         }
