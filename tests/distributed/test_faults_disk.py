@@ -17,6 +17,7 @@ from store.files import LocalFiles
 from store.verify import verify
 from tests.support.jobs import Job, job, same
 from tests.support.launch import alone
+from tests.support.mounts import tmpfs
 
 ROOT_ONLY = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount a small filesystem")
 WIDTH = 128
@@ -26,17 +27,8 @@ WIDTH = 128
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
     """A filesystem of 3 MiB."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", place], capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        pytest.skip(f"cannot mount a tmpfs here: {done.stderr.strip()}")
-    try:
+    with tmpfs(tmp_path / "disk", "3m") as place:
         yield place
-    finally:
-        subprocess.run(["umount", "-l", place], check=True)
 
 
 def commits(store: Path) -> list[int]:

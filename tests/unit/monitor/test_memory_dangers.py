@@ -6,7 +6,6 @@ import logging
 import mmap
 import os
 import shutil
-import subprocess
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -32,6 +31,7 @@ from store.verify import verify
 from tests.support.jobs import Job, same
 from tests.support.kept import catalog_of, memory, tier_of
 from tests.support.memory_jobs import abandoned, kept_steps, leaves_in, settled, sources, state_in, version
+from tests.support.mounts import tmpfs
 
 
 @pytest.fixture
@@ -409,17 +409,8 @@ def test_a_folder_of_others_turns_it_off_and_says_so(store: Path, caplog: pytest
 
 @pytest.fixture
 def small(tmp_path: Path) -> Iterator[Path]:
-    place = tmp_path / "small"
-    place.mkdir()
-    done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", place], capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        pytest.skip(f"cannot mount a tmpfs here, so small shared memory is NOT tested: {done.stderr.strip()}")
-    try:
+    with tmpfs(tmp_path / "small", "6m") as place:
         yield place
-    finally:
-        subprocess.run(["umount", "-l", place], check=True)
 
 
 WIDE = 320

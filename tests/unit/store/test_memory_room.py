@@ -17,6 +17,7 @@ from store.memory.room import free_bytes, group_room, reserve
 from store.names import SaveId
 from tests.support.cli import environment
 from tests.support.made_versions import keep, tier_at, values, wanted
+from tests.support.mounts import tmpfs
 
 MIB = 1 << 20
 
@@ -24,17 +25,8 @@ MIB = 1 << 20
 @pytest.fixture
 def small(tmp_path: Path) -> Iterator[Path]:
     """A tmpfs of 64 MiB, as a container has it."""
-    place = tmp_path / "small"
-    place.mkdir()
-    done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", place], capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        pytest.skip(f"cannot mount a tmpfs here, so small shared memory is NOT tested: {done.stderr.strip()}")
-    try:
+    with tmpfs(tmp_path / "small", "64m") as place:
         yield place
-    finally:
-        subprocess.run(["umount", "-l", place], check=True)
 
 
 def in_process(script: str, place: Path) -> str:
