@@ -250,6 +250,7 @@ class MemoryTier:
             slot=slot,
             save=save,
             store_id=self._opened.catalog.store_id,
+            claim=self._opened.token,
             rank=self._group.rank,
             world_size=self._group.world_size,
             plan=self._head.plan(save),

@@ -29,11 +29,14 @@ _log = logging.getLogger("driftpoint")
 class OpenedStore:
     """A store that this job owns. ``lock`` and ``incarnation`` are rank 0's. ``has_commits``: when it was opened.
 
+    token: of the claim of ``epoch``; jobs on a copy of the store that claim the same number have others.
+
     incarnation: what goes into the epochs that are claimed, where interruptions are counted."""
 
     files: Files
     catalog: Catalog
     epoch: int
+    token: str
     has_commits: bool
     lock: StoreLock | None
     incarnation: IncarnationRecord | None = None
@@ -74,7 +77,8 @@ def open_store(path: str, group: Group, lock_seconds: float, counting: bool = Fa
         for lock in held:
             lock.release()
         raise
-    return OpenedStore(files, catalog, epoch, has_commits, held[0] if held else None, begun[0] if begun else None)
+    incarnation = begun[0] if begun else None
+    return OpenedStore(files, catalog, epoch, token, has_commits, held[0] if held else None, incarnation)
 
 
 def _begun(catalog: Catalog, world_size: int) -> IncarnationRecord:

@@ -20,6 +20,7 @@ from monitor.group import Group
 from monitor.lending import lent
 from store.catalog import Catalog
 from store.errors import StoreError
+from store.memory.claimed import of_store
 from store.memory.held import Node, look
 from store.memory.overlay import Overlay
 from store.memory.tier import Tier
@@ -63,7 +64,7 @@ def newest_remembered(tier: Tier, catalog: Catalog, adapter: Adapter, group: Gro
 
     None where the store is as good. Collective."""
     suspect = on_first(group, lambda: _newest_suspect(catalog))
-    node = _look(tier, None if suspect is None else SaveId.parse(suspect))
+    node = _look(tier, catalog, None if suspect is None else SaveId.parse(suspect))
     disk = on_first(group, lambda: _on_disk(catalog))
     sights = group.gather(_sight(tier, node, disk))
     for name in _candidates(sights):
@@ -109,15 +110,21 @@ def _newest_suspect(catalog: Catalog) -> str | None:
     return None if found is None else found.name
 
 
-def _look(tier: Tier, suspect: SaveId | None) -> Node:
+def _look(tier: Tier, catalog: Catalog, suspect: SaveId | None) -> Node:
     """What this node has, but for what is no newer than a state that jobs died of: it is that one, or as bad."""
     try:
-        node = look(tier)
+        there = look(tier)
+        node = of_store(there, catalog.files)
     except (StoreError, OSError) as error:
         _log.warning("the memory tier cannot be read: %s", error)
         return Node({})
     for problem in node.problems:
         _log.warning("memory: %s", problem)
+    if node.versions.keys() != there.versions.keys():
+        _log.warning(
+            "memory holds %s, of jobs on a copy of this store, or on what it was before it was restored: not used",
+            ", ".join(str(save) for save in sorted(there.versions.keys() - node.versions.keys())),
+        )
     sound = {save: held for save, held in node.versions.items() if suspect is None or save > suspect}
     if len(sound) < len(node.versions):
         _log.warning("what memory holds is not used: jobs died that resumed from %s (`driftpoint status`)", suspect)

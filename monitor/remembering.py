@@ -68,12 +68,14 @@ class RunState:
 class Version:
     """All of one version on one rank, staged: only the copies may still be under way.
 
-    fragments_end: bytes of the payload that fragments take; the run state's tensors follow."""
+    fragments_end: bytes of the payload that fragments take; the run state's tensors follow.
+    claim: token of the claim of the save's epoch."""
 
     arena: Arena
     slot: int
     save: SaveId
     store_id: str
+    claim: str
     rank: int
     world_size: int
     plan: str
@@ -133,7 +135,7 @@ def remember(version: Version) -> float:
         run_tensors=tensors,
         facts=dict(version.facts),
     )
-    version.arena.seal(version.slot, VersionRecord(reader=READER, part=part, head=version.head))
+    version.arena.seal(version.slot, VersionRecord(reader=READER, claim=version.claim, part=part, head=version.head))
     return time.monotonic() - began
 
 

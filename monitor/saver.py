@@ -237,11 +237,12 @@ class Saver:
     def _renew_epoch(self) -> None:
         store_id, files = self._opened.catalog.store_id, self._opened.files
 
-        def claim() -> int:
+        def claim() -> tuple[int, str]:
             require_newest(files, self._opened.epoch)
-            return claim_epoch(files, store_id, self._opened.incarnation).epoch
+            record = claim_epoch(files, store_id, self._opened.incarnation)
+            return record.epoch, record.token
 
-        self._opened.epoch = on_first(self._group, claim)
+        self._opened.epoch, self._opened.token = on_first(self._group, claim)
 
     def _before_update(self) -> None:
         """An optimizer step is about to change the state: what is not copied yet must be waited for."""

@@ -3,6 +3,7 @@
     tier       one folder in shared memory for each store: who may be in it, what its files are called
     arena      writing: one rank's payloads, and the records that switch between them
     held       reading: which versions lie on this node, each checked against itself
+    claimed    which of them are of the history that the store tells
     version    all ranks' records of one step, put together: a commit that is nowhere on disk
     overlay    a store with such a version on top, so that everything that reads stores reads it too
     rescue     writing a version into the store, when the job that kept it is dead

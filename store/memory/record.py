@@ -5,7 +5,7 @@ from __future__ import annotations
 from store.errors import DamagedError, NewerFormatError
 from store.names import SaveId
 from store.record import unseal
-from store.schema import ManifestRecord, Natural, PartRecord, Record, from_bytes
+from store.schema import Digest, ManifestRecord, Natural, PartRecord, Record, from_bytes
 
 RECORD_LIMIT = 1 << 28
 """Bytes; as large as a part may be."""
@@ -17,10 +17,12 @@ READER = 1
 class VersionRecord(Record):
     """One rank's share of a version.
 
-    part: as in a store; offsets count from the payload's beginning. head: rank 0's: the manifest that a commit of this
+    claim: token of the claim of its epoch: a copy of the store whose job took that number, too, has another. part: as
+    in a store; offsets count from the payload's beginning. head: rank 0's: the manifest that a commit of this
     version would have, but for the group of its own segments, which only all ranks' parts tell."""
 
     reader: Natural
+    claim: Digest
     part: PartRecord
     head: ManifestRecord | None = None
 

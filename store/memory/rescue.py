@@ -31,6 +31,7 @@ from store.errors import (
 )
 from store.files import Files
 from store.layout import MANIFESTS, manifest_path
+from store.memory.claimed import of_store
 from store.memory.held import Held, look
 from store.memory.overlay import Overlay
 from store.memory.owner import Owner, is_owned
@@ -130,7 +131,7 @@ class _Watch:
 
 
 def _rescue_newest(tier: Tier, catalog: Catalog, aborted: Callable[[], bool]) -> Rescued:
-    node, newest = look(tier), next(iter(catalog.saves()), None)
+    node, newest = of_store(look(tier), catalog.files), next(iter(catalog.saves()), None)
     newer = sorted((save for save in node.versions if newest is None or save > newest), reverse=True)
     incomplete, damaged = [], list(node.problems)
     for save in newer:

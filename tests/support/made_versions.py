@@ -20,6 +20,7 @@ from store.schema import Entry, LayerRecord, ManifestRecord, PartRecord, TensorR
 from store.segments import read_entry
 
 STORE = "ab" * 16
+CLAIM = "ef" * 16
 NUMEL = 64
 """Elements of the one parameter ``w`` on each rank."""
 
@@ -68,7 +69,7 @@ def head_of(
 
 def record_of(save: SaveId, rank: int, world: int) -> VersionRecord:
     return VersionRecord(
-        reader=READER, part=part_of(save, rank, world), head=head_of(save, world) if rank == 0 else None
+        reader=READER, claim=CLAIM, part=part_of(save, rank, world), head=head_of(save, world) if rank == 0 else None
     )
 
 

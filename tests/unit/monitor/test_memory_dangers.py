@@ -551,3 +551,45 @@ def test_the_arena_is_let_go_of_even_where_it_cannot_be_given_back(
     monkeypatch.setattr(Arena, "close", close)
     one.ckpt.close()
     assert "cannot remove anything" in caplog.text
+
+
+# ---- one identity, two stores
+
+
+def test_a_copy_of_the_store_and_its_jobs_are_another_history(store: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What a job on a copy kept is newer than everything here, and has the store's identity."""
+    kept = killed_at(store, 6)
+    copy = store.parent / "copy"
+    shutil.copytree(store, copy)
+    two = Job(copy, every=4, memory=memory(store), resume={"at": "newest"})
+    assert two.ckpt.resume() == 6 and same(two.weights(), kept)
+    run(two, 9)
+    abandoned(two)
+    assert kept_steps(store)[-1] == 15
+
+    one = Job(store, every=4, memory=memory(store), resume={"at": "newest"})
+    assert one.ckpt.resume() == 4 and sources(one) == {""}
+    assert "on a copy of this store" in caplog.text
+    run(one, 1)
+    one.ckpt.close()
+
+
+def test_a_store_that_was_restored_knows_nothing_of_the_epochs_since(store: Path) -> None:
+    """The next job there claims their numbers anew, and finds their versions under its own."""
+    first = Job(store, every=4)
+    for _ in range(4):
+        first.step()
+    first.ckpt.close()
+    shutil.copytree(store, store.parent / "backup")
+    killed_at(store, 6)
+    assert kept_steps(store)[-1] == 10
+    shutil.rmtree(store)
+    shutil.copytree(store.parent / "backup", store)
+
+    again = Job(store, every=4, memory=memory(store), resume={"at": "newest"})
+    assert again.ckpt.resume() == 4 and sources(again) == {""}
+    run(again, 3)
+    abandoned(again)
+    last = Job(store, every=4, memory=memory(store), resume={"at": "newest"})
+    assert last.ckpt.resume() == 7 and sources(last) == {"memory"}
+    last.ckpt.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -231,3 +232,20 @@ def flip(store: Path, save: SaveId) -> None:
     data = bytearray(payload.read_bytes())
     data[4] ^= 1
     payload.write_bytes(data)
+
+
+def test_what_jobs_on_a_copy_of_the_store_kept_is_not_written_into_it(store: Path) -> None:
+    """Both claimed the same epoch: the number alone would let it pass."""
+    died(store)
+    copy = store.parent / "copy"
+    shutil.copytree(store, copy)
+    two = Job(copy, every=100, memory=memory(store))
+    two.ckpt.resume()
+    for _ in range(5):
+        kept_step(two)
+    abandoned(two)
+    assert claim_epoch(LocalFiles(store), catalog_of(store).store_id).epoch == 2
+    before = catalog_of(store).saves()
+    assert rescue_newest(tier_of(store), catalog_of(store)).outcome == NOTHING
+    assert catalog_of(store).saves() == before
+    assert rescue_newest(tier_of(store), catalog_of(copy)).outcome == WRITTEN

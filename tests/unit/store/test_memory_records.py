@@ -21,6 +21,7 @@ from store.names import SaveId
 from store.record import seal
 from store.schema import StoreRecord, to_bytes
 from tests.support.made_versions import (
+    CLAIM,
     NBYTES,
     STORE,
     abandon,
@@ -138,18 +139,23 @@ def test_a_folder_where_a_record_should_be_is_told(tier: Tier) -> None:
 
 OTHERS: dict[str, Callable[[], VersionRecord]] = {
     "another store": lambda: VersionRecord(
-        reader=READER, part=part_of(SAVE, 0, 1, store_id="cd" * 16), head=head_of(SAVE, 1, store_id="cd" * 16)
+        reader=READER,
+        claim=CLAIM,
+        part=part_of(SAVE, 0, 1, store_id="cd" * 16),
+        head=head_of(SAVE, 1, store_id="cd" * 16),
     ),
-    "another rank": lambda: VersionRecord(reader=READER, part=part_of(SAVE, 1, 2)),
+    "another rank": lambda: VersionRecord(reader=READER, claim=CLAIM, part=part_of(SAVE, 1, 2)),
     "a head of another save": lambda: VersionRecord(
-        reader=READER, part=part_of(SAVE, 0, 1), head=head_of(SaveId(6, 1), 1)
+        reader=READER, claim=CLAIM, part=part_of(SAVE, 0, 1), head=head_of(SaveId(6, 1), 1)
     ),
-    "a head of another world": lambda: VersionRecord(reader=READER, part=part_of(SAVE, 0, 1), head=head_of(SAVE, 2)),
+    "a head of another world": lambda: VersionRecord(
+        reader=READER, claim=CLAIM, part=part_of(SAVE, 0, 1), head=head_of(SAVE, 2)
+    ),
     "a payload with a header": lambda: VersionRecord(
-        reader=READER, part=part_of(SAVE, 0, 1, header_bytes=8, payload_bytes=NBYTES + 8)
+        reader=READER, claim=CLAIM, part=part_of(SAVE, 0, 1, header_bytes=8, payload_bytes=NBYTES + 8)
     ),
     "bytes beyond its payload": lambda: VersionRecord(
-        reader=READER, part=part_of(SAVE, 0, 1, payload_bytes=NBYTES - 1), head=head_of(SAVE, 1)
+        reader=READER, claim=CLAIM, part=part_of(SAVE, 0, 1, payload_bytes=NBYTES - 1), head=head_of(SAVE, 1)
     ),
 }
 
@@ -167,21 +173,21 @@ def test_a_sound_record_in_the_wrong_place_is_told(tier: Tier, what: str) -> Non
 
 def test_ranks_of_other_decisions_do_not_make_a_version(tier: Tier) -> None:
     kept(tier, 2)
-    replaced(tier, VersionRecord(reader=READER, part=part_of(SAVE, 1, 2, plan="0" * 32)), rank=1)
+    replaced(tier, VersionRecord(reader=READER, claim=CLAIM, part=part_of(SAVE, 1, 2, plan="0" * 32)), rank=1)
     with pytest.raises(DamagedError, match="do not belong together"):
         together(tier, SAVE)
 
 
 def test_ranks_of_other_worlds_do_not_make_a_version(tier: Tier) -> None:
     kept(tier, 2)
-    replaced(tier, VersionRecord(reader=READER, part=part_of(SAVE, 1, 3)), rank=1)
+    replaced(tier, VersionRecord(reader=READER, claim=CLAIM, part=part_of(SAVE, 1, 3)), rank=1)
     with pytest.raises(DamagedError, match="do not belong together"):
         together(tier, SAVE)
 
 
 def test_without_rank_0s_head_there_is_no_version(tier: Tier) -> None:
     kept(tier, 2)
-    replaced(tier, VersionRecord(reader=READER, part=part_of(SAVE, 0, 2)))
+    replaced(tier, VersionRecord(reader=READER, claim=CLAIM, part=part_of(SAVE, 0, 2)))
     with pytest.raises(DamagedError, match="lacks rank 0's head"):
         together(tier, SAVE)
 
@@ -226,7 +232,9 @@ def test_a_payload_of_another_attempt_is_not_read(tier: Tier) -> None:
     """This node's own record is another than the one that was told of its rank."""
     kept(tier)
     node = look(tier)
-    replaced(tier, VersionRecord(reader=READER, part=part_of(SAVE, 0, 1, facts={"a": 1}), head=head_of(SAVE, 1)))
+    replaced(
+        tier, VersionRecord(reader=READER, claim=CLAIM, part=part_of(SAVE, 0, 1, facts={"a": 1}), head=head_of(SAVE, 1))
+    )
     version = assembled(SAVE, [share_of(node.versions[SAVE])], look(tier))
     assert not version.payloads
 
