@@ -31,7 +31,7 @@ from monitor.writer import Done, Writer
 from store.catalog import Catalog
 from store.errors import DriftpointError, StorageError, StoreError
 from store.memory.arena import Arena
-from store.memory.cleaning import clear_old
+from store.memory.cleaning import clear_old, renew
 from store.memory.held import look
 from store.memory.tier import Tier
 from store.names import BUFFER, FROZEN, SaveId, Unit
@@ -103,7 +103,10 @@ class MemoryTier:
     def find(self, catalog: Catalog) -> Remembered | None:
         """What a resume may use. Collective."""
         self._drain()
-        return newest_remembered(self._tier, catalog, self._job.adapter, self._group)
+        found = newest_remembered(self._tier, catalog, self._job.adapter, self._group)
+        if found is not None:  # however old: the job stands on it until it has a version of its own
+            _trying(lambda: renew(self._tier, found.save))
+        return found
 
     def begin(self, local: Mapping[Unit, LocalUnit], kept: SaveId | None) -> None:
         """Resumed, or begun anew: take memory, that of earlier incarnations first. Collective.

@@ -7,6 +7,7 @@ when it is old, or when it is asked for.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -38,6 +39,16 @@ def clear_old(base: Path, keep_seconds: float = KEEP_SECONDS, clock: Callable[[]
         return clock() - _written(place, rank) > keep_seconds
 
     return sum(_removed(tier, old) for tier in tiers(base))
+
+
+def renew(tier: Tier, save: SaveId) -> None:
+    """A job came back for this version: what there is of it counts as written now. OSError, StorageError."""
+    for place in tier.generations():
+        for rank in place.ranks():
+            for slot in SLOTS:
+                if version_in(place, rank, slot) == save:
+                    with suppress(FileNotFoundError):
+                        os.utime(place.record(rank, slot))
 
 
 def used_bytes(tier: Tier) -> int:

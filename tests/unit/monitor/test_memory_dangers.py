@@ -7,6 +7,7 @@ import mmap
 import os
 import shutil
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,7 @@ from store.errors import DamagedError, StorageError
 from store.files import LocalFiles
 from store.layout import payload_path
 from store.memory.arena import Arena
+from store.memory.cleaning import clear_old
 from store.memory.held import look
 from store.memory.overlay import Overlay
 from store.memory.tier import Generation
@@ -551,6 +553,21 @@ def test_the_arena_is_let_go_of_even_where_it_cannot_be_given_back(
     monkeypatch.setattr(Arena, "close", close)
     one.ckpt.close()
     assert "cannot remove anything" in caplog.text
+
+
+def test_what_a_job_came_back_for_is_not_old_any_more(store: Path) -> None:
+    """After a weekend: only the first restart would find it, and cleaning would take it from under that one."""
+    kept = killed_at(store, 6)
+    weekend_ago = time.time() - 2.5 * 24 * 3600
+    for path in place_of(store).folder.iterdir():
+        os.utime(path, (weekend_ago, weekend_ago))
+    two = Job(store, every=4, memory=memory(store))
+    assert two.ckpt.resume() == 6
+    clear_old(store.parent / "shm")  # as the daemon of the node does
+    abandoned(two)
+    three = Job(store, every=4, memory=memory(store))
+    assert three.ckpt.resume() == 6 and same(three.weights(), kept)
+    three.ckpt.close()
 
 
 # ---- one identity, two stores
