@@ -93,7 +93,8 @@ class Chaos:
         assert code == 0, self._said(self.rounds, "the last one did not end by itself")
         assert len([one for one in _read(diary) if one["kind"] == "end"]) == self.ranks
         if self.daemon:
-            asked(self.shared, AskStop(), 10.0)
+            with suppress(DriftpointError):  # it was killed, and nobody needed another one
+                asked(self.shared, AskStop(), 10.0)
         left = [str(path) for path in self.shared.rglob("rank-*")]
         assert not left, self._said(self.rounds, f"left in shared memory: {left}")
 
@@ -137,7 +138,7 @@ class Chaos:
             "memory": memory,
             "staging": "lazy" if number % 2 else "eager",
             "trace": {"enabled": False},
-            "daemon": {"enabled": self.daemon and not reference, "port": 0},
+            "daemon": {"enabled": self.daemon and not reference, "port": 0, "exit_idle_seconds": 20},
         }
         spec = {
             "diary": str(diary), "store": str(store), "steps": steps, "width": 24, "pause": 0.003,
