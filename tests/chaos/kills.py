@@ -5,6 +5,9 @@
 After each kill: the resume is not older than the last acknowledged commit, nor than the newest version in memory that
 all ranks were known to have; it comes from memory where that is newer; and the state is, to the bit, that of an
 uninterrupted run at the step that is resumed. At the end the job ends by itself, and nothing is left in shared memory.
+
+``--daemon``: with the node's daemon, which is killed as well, and which writes what dead jobs leave into the store.
+``--supervised``: under ``driftpoint run``, which is killed first.
 """
 
 from __future__ import annotations
@@ -20,11 +23,15 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.chaos.victims import VICTIMS, Target, gone
+from store.daemon.messages import AskStatus, AskStop, Report
+from store.daemon.place import asked
+from store.errors import DriftpointError
+from tests.chaos.victims import DAEMON_VICTIMS, VICTIMS, Target, gone
 from tests.support.launch import ENVIRONMENT, ROOT
 
 TRAINER = Path(__file__).with_name("trainer.py")
@@ -42,6 +49,8 @@ class Chaos:
     seed: int
     ranks: int = 1
     names: Sequence[str] = tuple(VICTIMS)
+    daemon: bool = False
+    supervised: bool = False
     outcomes: Counter[str] = field(default_factory=Counter)
     promised: tuple[int, int] = (0, 0)
     """Newest step that was committed, and that all ranks were known to have in memory, so far."""
@@ -64,8 +73,8 @@ class Chaos:
             self._until(process, diary, resumed[0]["step"] + chance.randrange(1, 14))
             time.sleep(chance.uniform(0, 0.05))
             name = chance.choice(list(self.names))
-            target = Target(process.pid, {one["rank"]: one["pid"] for one in resumed})
-            VICTIMS[name](target, chance)
+            target = Target(process.pid, {one["rank"]: one["pid"] for one in resumed}, self._daemon_pid())
+            (VICTIMS | DAEMON_VICTIMS)[name](target, chance)
             self.outcomes[name] += 1
         finally:
             self._end(process, [one["pid"] for one in _read(diary)])
@@ -83,6 +92,9 @@ class Chaos:
             self._end(process, [one["pid"] for one in _read(diary)])
         assert code == 0, self._said(self.rounds, "the last one did not end by itself")
         assert len([one for one in _read(diary) if one["kind"] == "end"]) == self.ranks
+        if self.daemon:
+            with suppress(DriftpointError):  # it was killed, and nobody needed another one
+                asked(self.shared, AskStop(), 10.0)
         left = [str(path) for path in self.shared.rglob("rank-*")]
         assert not left, self._said(self.rounds, f"left in shared memory: {left}")
 
@@ -93,7 +105,7 @@ class Chaos:
         assert {one["step"] for one in resumed} == {step}, self._said(number, f"ranks disagree: {resumed}")
         assert step >= committed, self._said(number, f"step {step} is older than the commit {committed}")
         assert step >= newest, self._said(number, f"step {step} is older than the version {newest} that all ranks had")
-        assert from_memory or step % EVERY == 0, self._said(number, f"step {step} was never committed")
+        assert from_memory or self.daemon or step % EVERY == 0, self._said(number, f"step {step} was never committed")
         for one in resumed:
             assert one["exact"], self._said(number, f"not exact: {one}")
             if step:
@@ -126,6 +138,7 @@ class Chaos:
             "memory": memory,
             "staging": "lazy" if number % 2 else "eager",
             "trace": {"enabled": False},
+            "daemon": {"enabled": self.daemon and not reference, "port": 0, "exit_idle_seconds": 20},
         }
         spec = {
             "diary": str(diary), "store": str(store), "steps": steps, "width": 24, "pause": 0.003,
@@ -135,6 +148,20 @@ class Chaos:
         command = [sys.executable]
         if self.ranks > 1:
             command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={self.ranks}"]
+        if self.supervised and not reference:
+            run = [
+                sys.executable,
+                "-m",
+                "deploy.cli",
+                "run",
+                "--store",
+                str(store),
+                "--max-restarts",
+                "0",
+                "--wait",
+                "30",
+            ]
+            command = [*run, "--", *command]
         with (self.folder / f"{name}.txt").open("w") as output:
             process = subprocess.Popen(
                 [*command, str(TRAINER), str(described)],
@@ -158,6 +185,18 @@ class Chaos:
             )
             time.sleep(0.005)
         raise AssertionError(self._said(-1, "nothing was resumed in 120 s"))
+
+    def _daemon_pid(self) -> int | None:
+        if not self.daemon:
+            return None
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            with suppress(DriftpointError):
+                found = asked(self.shared, AskStatus(), 5.0)
+                if isinstance(found, Report):
+                    return found.pid
+            time.sleep(0.02)
+        raise AssertionError(self._said(-1, "there is no daemon after 60 s"))
 
     def _until(self, process: subprocess.Popen[bytes], diary: Path, step: int) -> None:
         deadline = time.monotonic() + 120
@@ -190,14 +229,19 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 31))
     parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--victim", action="append", choices=sorted(VICTIMS), help="only these; may be repeated")
+    names = sorted(VICTIMS | DAEMON_VICTIMS)
+    parser.add_argument("--victim", action="append", choices=names, help="only these; may be repeated")
+    parser.add_argument("--daemon", action="store_true", help="with the node's daemon")
+    parser.add_argument("--supervised", action="store_true", help="under driftpoint run")
     parser.add_argument("--shared", type=Path, default=Path("/dev/shm"), help="shared memory")
-    asked = parser.parse_args()
+    given = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="driftpoint-kills-"))
-    shared = Path(tempfile.mkdtemp(prefix="driftpoint-kills-", dir=asked.shared))
-    print(f"seed {asked.seed}, {asked.rounds} rounds, {asked.ranks} ranks, in {folder}", flush=True)
+    shared = Path(tempfile.mkdtemp(prefix="driftpoint-kills-", dir=given.shared))
+    print(f"seed {given.seed}, {given.rounds} rounds, {given.ranks} ranks, in {folder}", flush=True)
     try:
-        chaos = Chaos(folder, shared, asked.rounds, asked.seed, asked.ranks, asked.victim or tuple(VICTIMS))
+        usual = ["everything"] if given.supervised else [*VICTIMS]  # others would make it start the job again
+        victims = given.victim or usual + ([*DAEMON_VICTIMS] if given.daemon else [])
+        chaos = Chaos(folder, shared, given.rounds, given.seed, given.ranks, victims, given.daemon, given.supervised)
         for name, count in sorted(chaos.run().items()):
             print(f"{name}: {count}")
         shutil.rmtree(folder)

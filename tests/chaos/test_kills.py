@@ -23,3 +23,20 @@ def test_a_few_rounds_of_random_kills(tmp_path: Path, ranks: int, rounds: int) -
         outcomes = Chaos(tmp_path, Path(shared), rounds, SEED, ranks).run()
         assert outcomes["from memory"] > 0
         assert sum(outcomes[name] for name in ("one rank", "all ranks", "everything", "stopped")) == rounds
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_a_few_rounds_with_the_daemon_killed_too(tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as shared:
+        victims = ("daemon first", "daemon last", "daemon lives")
+        outcomes = Chaos(tmp_path, Path(shared), 4, SEED, names=victims, daemon=True).run()
+        assert sum(outcomes[name] for name in victims) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_a_few_rounds_with_the_supervisor_killed_too(tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as shared:
+        outcomes = Chaos(tmp_path, Path(shared), 3, SEED, names=("everything",), supervised=True).run()
+        assert outcomes["everything"] == 3

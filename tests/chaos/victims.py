@@ -15,11 +15,13 @@ import psutil
 
 @dataclass(frozen=True)
 class Target:
-    """A job that runs. launcher: the process that was started, torchrun or the trainer itself."""
+    """A job that runs. launcher: the process that was started, a supervisor, torchrun or the trainer itself. daemon:
+    the node's, where there is one."""
 
     launcher: int
     ranks: Mapping[int, int]
     """rank -> process id."""
+    daemon: int | None = None
 
 
 def kill(pid: int) -> None:
@@ -57,13 +59,42 @@ def stopped(target: Target, chance: random.Random) -> None:
     kill(pid)
 
 
+def daemon_first(target: Target, chance: random.Random) -> None:
+    """Nobody is there to write what the ranks leave, unless they had the time to start another one."""
+    assert target.daemon is not None
+    kill(target.daemon)
+    time.sleep(chance.choice([0, 0.05, 1.0]))
+    everything(target, chance)
+
+
+def daemon_last(target: Target, chance: random.Random) -> None:
+    """It may be in the middle of writing what the ranks left."""
+    assert target.daemon is not None
+    everything(target, chance)
+    time.sleep(chance.uniform(0, 0.4))
+    kill(target.daemon)
+
+
+def daemon_lives(target: Target, chance: random.Random) -> None:
+    """It has a moment, long enough or not, until the job comes back."""
+    everything(target, chance)
+    time.sleep(chance.uniform(0, 1.0))
+
+
+DAEMON_VICTIMS: dict[str, Callable[[Target, random.Random], None]] = {
+    "daemon first": daemon_first,
+    "daemon last": daemon_last,
+    "daemon lives": daemon_lives,
+}
+"""Where there is one."""
+
 VICTIMS: dict[str, Callable[[Target, random.Random], None]] = {
     "one rank": one_rank,
     "all ranks": all_ranks,
     "everything": everything,
     "stopped": stopped,
 }
-"""By name; more of them may be added, of a daemon or a supervisor, and named on the command line."""
+"""By name; more of them may be added, and named on the command line."""
 
 
 def gone(pids: list[int], seconds: float = 30) -> None:
