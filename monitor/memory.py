@@ -92,7 +92,7 @@ class MemoryTier:
         self._refused: str | None = None
         self._failures = 0
         self._copying: Copying | None = None
-        self._asked = self._off = False
+        self._off = False
         job.adapter.before_update(self._before_update)
 
     @property
@@ -120,7 +120,7 @@ class MemoryTier:
             arena = self._arena
             for other in (one for one in arena.slots if one != slot):
                 _trying(lambda other=other: arena.drop(other))  # type: ignore[misc]
-        elif self._arena is None and not self._off:
+        elif not self._off:
             self._whole = None
             problem = self._opened_arena(local, kept)
             told = self._group.gather(problem)
