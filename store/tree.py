@@ -111,9 +111,10 @@ class _Encoder:
             return {_TAG: self.leaves[known[1]].kind, "v": known[1]}
         leaf = _numpy_leaf(value) if isinstance(value, np.ndarray | np.generic) else self.to_leaf(value)
         if leaf is None:
+            kind = f"{type(value).__module__}.{type(value).__qualname__}"
             raise UnsupportedError(
-                f"{_told(where)} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be stored "
-                "without pickling; keep it out of state_dict() or turn it into numbers, strings, lists, dicts or tensors"
+                f"{_told(where)} is a {kind}, which cannot be stored without "
+                "pickling; keep it out of state_dict() or turn it into numbers, strings, lists, dicts or tensors"
             )
         self.seen[id(value)] = value, len(self.leaves)
         self.leaves.append(leaf)
