@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import sys
 import time
 import weakref
@@ -73,6 +74,7 @@ class Checkpointer:
         self._proven = False
         self._told_unused = False
         self._closed = False
+        self._process = os.getpid()
         job.tracer.begin(opened.epoch if opened else 0)
         self._forget_exit = _close_at_exit(self)
         self._preemption = Preemption(job.config.preemption, job.group, active=opened is not None)
@@ -184,7 +186,8 @@ class Checkpointer:
     def close(self) -> None:
         """Wait, at most ``timeouts.close`` seconds, for the save under way; let go of the store and the port.
 
-        Called while an error is on its way out (from ``finally:``, say), it leaves what a restart goes on from."""
+        Called while an error is on its way out (from ``finally:``, say), it leaves what a restart goes on from. In a
+        forked child it does nothing: all of this is its parent's."""
         clean = sys.exc_info()[0] is None
         self._close(self.config.timeouts.close, clean=clean, ended=clean)
 
@@ -204,7 +207,7 @@ class Checkpointer:
 
     def _close(self, timeout: float, clean: bool, ended: bool) -> None:
         """clean: as far as can be told, the job ends as it was meant to. ended: that is certain."""
-        if not self._closed:
+        if not self._closed and os.getpid() == self._process:
             self._closed = True
             self._forget_exit()
             self._saver.close(timeout, clean and not self.preempted)

@@ -108,7 +108,8 @@ def rescue(
 
 def owner_of(tier: Tier, rank: int, held: Held) -> Path:
     """What the process that keeps a version holds locked as long as it lives."""
-    return tier.generation(int(held.payload.parent.name)).owner(rank)
+    epoch, _, branch = held.payload.parent.name.partition(".")
+    return tier.generation(int(epoch), int(branch or 0)).owner(rank)
 
 
 class _Watch:

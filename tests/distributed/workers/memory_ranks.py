@@ -112,7 +112,7 @@ class Life:
         return None if found is None else found.step
 
     def off(self, ckpt: monitor.Checkpointer) -> bool:
-        return ckpt._memory is None or ckpt._memory._off or ckpt._memory._arena is None
+        return ckpt._memory is None or ckpt._memory._off or ckpt._memory._room.arena is None
 
 
 def without_agreement() -> None:
