@@ -47,6 +47,10 @@ class Arena:
         """Which there are."""
         return self._slots
 
+    def files(self, slot: int) -> tuple[Path, Path]:
+        """Where the record of a payload is, and the payload."""
+        return self._place.record(self._rank, slot), self._place.payload(self._rank, slot)
+
     def holding(self, save: SaveId) -> int | None:
         """The payload that is this version."""
         return next((slot for slot in self._slots if version_in(self._place, self._rank, slot) == save), None)
