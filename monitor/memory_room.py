@@ -48,7 +48,7 @@ class MemoryRoom:
             self.arena = Arena(tier, epoch, rank, self._versions)
             self.arena.take_over(kept)
             # With an older version to keep, the last payload is that one's, once it is not needed any more.
-            for slot in self.arena.slots[: -1 if kept is not None else None]:
+            for slot in self.arena.slots[: -1 if self.arena.spares(kept) else None]:
                 self.at(slot, nbytes)
         except (StorageError, OSError) as error:
             return str(error)

@@ -24,6 +24,8 @@ _log = logging.getLogger("driftpoint")
 _GUESTS = 256
 """Connections at a time; those beyond are refused."""
 
+_PAUSE = 1.0
+
 _BETWEEN = 900.0
 """Seconds that a guest may be silent between two requests: at a resume all ranks may wait for one of them."""
 
@@ -44,7 +46,7 @@ class Door:
         self._shown: Shown = MappingProxyType({})
         self._links: set[Link] = set()
         self._lock = threading.Lock()
-        self._closed = False
+        self._closing = threading.Event()
         threading.Thread(target=self._listen, name="driftpoint-door", daemon=True).start()
 
     def show(self, payloads: Shown) -> None:
@@ -59,27 +61,28 @@ class Door:
 
     def close(self) -> None:
         """Serve nobody any more."""
-        self._closed = True
+        self._closing.set()
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that listens
         self._listener.close()
         self.break_off()
 
     def _listen(self) -> None:
-        while not self._closed:
+        while not self._closing.is_set():
             try:
                 connection, _ = self._listener.accept()
             except OSError as error:
-                if not self._closed:
-                    _log.warning("no replicas come in any more: %s", error.strerror or error)
-                return
+                if not self._closing.is_set():
+                    _log.warning("a peer's connection could not be taken: %s", error.strerror or error)
+                    self._closing.wait(_PAUSE)  # too many open files, say
+                continue
             threading.Thread(target=self._serve, args=(connection,), name="driftpoint-guest", daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
         link = Link(connection, self._silence)
         try:
             with self._lock:
-                if self._closed or len(self._links) >= _GUESTS:
+                if self._closing.is_set() or len(self._links) >= _GUESTS:
                     return
                 self._links.add(link)
             welcome(link, self._token)

@@ -18,7 +18,7 @@ from monitor.peers.neighbours import keepers, wards
 from monitor.peers.pieces import Far
 from monitor.peers.replicas import Replicas
 from monitor.peers.sender import Place, Sender, silence_of
-from monitor.whereabouts import node_name
+from monitor.whereabouts import machine_name, node_name
 from store.memory.arena import Arena
 from store.memory.tier import Tier
 from store.names import SaveId
@@ -46,9 +46,11 @@ class Peers:
         self._met = not job.config.memory.peers
         self._token = b""
         self._nodes: Sequence[str] = ()
+        self._machines: Sequence[str] = ()
         self._places: Sequence[Place] = ()
         self._door: Door | None = None
         self._sender: Sender | None = None
+        self._doors: Sequence[Far] = ()
         self._replicated: SaveId | None = None
         """The version that all ranks have in their own memory and at their peers."""
 
@@ -67,29 +69,31 @@ class Peers:
         if self._met:
             return
         self._met = True
-        self._nodes = self._group.gather(node_name(tier))
+        told = self._group.gather((node_name(tier), machine_name()))
+        self._nodes, self._machines = [node for node, _ in told], [machine for _, machine in told]
         if len(set(self._nodes)) < 2:
             self._tell("memory.peers: all ranks are on one node, so that there is no other one to keep replicas on")
             return
         self._token = self._group.from_first(secrets.token_bytes(32) if self._group.rank == 0 else None)
         door, problem = self._opened()
-        told = self._group.gather((None if door is None else door.place, problem))
-        if self._refused([why for _, why in told]):
+        places = self._group.gather((None if door is None else door.place, problem))
+        if self._refused([why for _, why in places]):
             if door is not None:
                 door.close()
             return
-        self._door, self._places = door, [place for place, _ in told]
+        self._door, self._places = door, [place for place, _ in places]
 
     def begin(self, tier: Tier, epoch: int, nbytes: int, kept: SaveId | None) -> None:
         """The job stands on ``kept``, or begins: have memory for what others send. nbytes: of a version of this rank.
 
         Collective. Without room on any rank there are no replicas on any."""
         self.meet(tier)
+        self._done_reading()
         self._replicated = self._replicated if self._replicated == kept else None
         if self._sender is not None:
             self._replicas.stand_on(kept)
         elif self._door is not None:
-            kept_by, rank = keepers(self._nodes), self._group.rank
+            kept_by, rank = keepers(self._nodes, self._machines), self._group.rank
             needs = self._group.gather(nbytes)
             mine = {ward: needs[ward] for ward in wards(kept_by, rank)}
             if self._refused(self._group.gather(self._replicas.take(tier, epoch, mine, kept))):
@@ -146,6 +150,7 @@ class Peers:
         for rank in holders.keys() - here:
             holder = holders[rank][self._group.rank % len(holders[rank])]
             found[rank] = doors.setdefault(holder, Far(self._places[holder], self._token, self._timeout))
+        self._doors = [*doors.values()]
         return found
 
     def take_rest(self) -> bool:
@@ -174,6 +179,13 @@ class Peers:
             self._door.close()
             self._door = None
         self._replicas.close(remove=remove)
+
+    def _done_reading(self) -> None:
+        """All ranks have what they resumed: nothing is read from other nodes any more."""
+        for far in self._doors:
+            far.close()
+        self._doors = ()
+        self.show({})
 
     def _opened(self) -> tuple[Door | None, str | None]:
         try:

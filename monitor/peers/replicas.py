@@ -60,7 +60,7 @@ class Replicas:
                 arena = Arena(tier, epoch, rank, self._versions)
                 self._wards[rank] = _Ward(arena)
                 arena.take_over(kept)
-                for slot in arena.slots[: -1 if kept is not None else None]:
+                for slot in arena.slots[: -1 if arena.spares(kept) else None]:
                     arena.room(slot, nbytes)
         except (StorageError, OSError) as error:
             return str(error)
@@ -91,25 +91,23 @@ class Replicas:
 
     def receive(self, put: Put, link: Link) -> None:
         """Have what follows as the replica of its owner; the owner is told whether. PeerError where it broke off."""
-        with self._held(put.rank) as arena:
-            try:
-                record = self._record(put, link)
-                slot = _free(arena, None if put.keep is None else SaveId.parse(put.keep))
-                memory = memoryview(arena.room(slot, put.payload))
-            except StoreError as error:
-                link.tell(Answer(ok=False, why=str(error)))
-                return
-            try:
-                link.tell(Answer(ok=True))
-                link.receive(memory[: put.payload])
-                _require_right(record, memory)
-                arena.seal(slot, record.model_copy(update={"replica": True}))
-            except StoreError as error:
-                link.tell(Answer(ok=False, why=str(error)))
-                return
-            finally:
-                memory.release()
-        link.tell(Answer(ok=True))
+        try:
+            record = self._record(put, link)
+            with self._held(put.rank) as arena:
+                self._fill(arena, put, record, link)
+        except StoreError as error:
+            link.tell(Answer(ok=False, why=str(error)))
+        else:
+            link.tell(Answer(ok=True))
+
+    def _fill(self, arena: Arena, put: Put, record: VersionRecord, link: Link) -> None:
+        slot = _free(arena, None if put.keep is None else SaveId.parse(put.keep))
+        with memoryview(arena.room(slot, put.payload)) as memory:
+            link.tell(Answer(ok=True))
+            with memory[: put.payload] as payload:
+                link.receive(payload)
+                _require_right(record, payload)
+        arena.seal(slot, record.model_copy(update={"replica": True}))
 
     def _record(self, put: Put, link: Link) -> VersionRecord:
         """DamagedError where it is not what its owner may send."""
@@ -128,12 +126,12 @@ class Replicas:
     def _held(self, rank: int) -> Iterator[Arena]:
         ward = self._wards.get(rank)
         if ward is None:
-            raise PeerError(f"rank {rank} keeps its replica elsewhere")
+            raise StorageError(f"no replica of rank {rank} is kept here")
         if not ward.lock.acquire(timeout=_PATIENCE):
-            raise PeerError(f"another version of rank {rank} is on its way")
+            raise StorageError(f"another version of rank {rank} is on its way")
         try:
             if self._wards.get(rank) is not ward:
-                raise PeerError("replicas are not kept any more")
+                raise StorageError("no replicas are kept here any more")
             yield ward.arena
         finally:
             ward.lock.release()

@@ -138,7 +138,8 @@ class Link:
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Let go of it."""
+        """End it and let go of it: a forked child (a data-loader worker) may have it open, too."""
+        self.abort()
         self._socket.close()
 
     def _received(self, nbytes: int, patience: float | None = None) -> bytearray:

@@ -93,6 +93,12 @@ class Arena:
                 if keep is None or version_in(old, self._rank, slot) != keep:
                     self._take(old, slot)
 
+    def spares(self, keep: SaveId | None) -> bool:
+        """Whether an earlier incarnation's memory of this rank holds the version ``keep`` on this node."""
+        if keep is None:
+            return False
+        return any(version_in(old, self._rank, slot) == keep for old in self._older() for slot in SLOTS)
+
     def take_rest(self, world_size: int) -> None:
         """There is a version of this incarnation on every rank: nobody goes back to an older one's. StorageError.
 
