@@ -69,6 +69,17 @@ class Fsdp2Adapter(PlainAdapter):
         self._refuse_state()
         return super().owned()
 
+    def run_state(self) -> dict[str, Any]:
+        """See :class:`monitor.adapters.base.Adapter`. ``on_mesh``: the scalars that are DTensors, by fqn."""
+        on_mesh: dict[str, list[str]] = {}
+        for fqn, parameter, _ in self._optimized():
+            state = self.optimizer.state.get(parameter, {})
+            slots = slots_of(state, parameter)
+            found = sorted(key for key, value in state.items() if isinstance(value, DTensor) and key not in slots)
+            if found:
+                on_mesh[fqn] = found
+        return {**super().run_state(), "on_mesh": on_mesh}
+
     def layout_facts(self) -> dict[str, Any]:
         """See :class:`monitor.adapters.base.Adapter`."""
         meshes = {
@@ -94,13 +105,13 @@ class Fsdp2Adapter(PlainAdapter):
     def _scalars_to_be(
         self, fqn: str, parameter: nn.Parameter, group: Mapping[str, Any], saved: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """State of a shape of its own is a DTensor beside one, on every rank whole."""
+        """Beside a DTensor, state of a shape of its own is one, too, on every rank whole."""
         found = super()._scalars_to_be(fqn, parameter, group, saved)
         if not isinstance(parameter, DTensor):
             return found
-        live = self.optimizer.state.get(parameter, {})
+        on_mesh = saved.get("on_mesh", {}).get(fqn, ())
         return {
-            key: _replicated(value, parameter) if _has_a_shape(value) or isinstance(live.get(key), DTensor) else value
+            key: _replicated(value, parameter) if key in on_mesh or _has_a_shape(value) else value
             for key, value in found.items()
         }
 
