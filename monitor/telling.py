@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from monitor.ledger import Drawn, Ledger
 from monitor.metrics import Metrics
+from monitor.saying import say
 from monitor.units import UnitTable, is_moving
 from store.certificate import MEMORY, is_lossy
 from store.errors import DriftpointError
@@ -115,7 +116,7 @@ def tell_resumed(metrics: Metrics, config: Config, step: int, found: Resumed, ce
     if found.memory is not None:
         sources = {unit.source for unit in certificate.units if unit.moving}
         where = "memory" if sources == {MEMORY} else f"memory and {config.store}"
-    _log.info("resumed step %d from %s (%s)", certificate.step, where, _kind(certificate))
+    say(f"resumed step {certificate.step} from {where} ({_kind(certificate)})")
     if step != certificate.step:
         _log.warning(
             "resume: its weights stand at step %.4g on average, so counters and schedules go on from the save of "
