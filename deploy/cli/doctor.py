@@ -59,6 +59,7 @@ def doctor(
     """Check this machine, the disk and the store, and say what to do. Leaves nothing behind."""
     del debug
     from deploy.doctor.finding import healthy
+    from deploy.doctor.held import known_parameters
     from deploy.doctor.nodes import launched
     from deploy.doctor.plan import Plan, parsed_count
 
@@ -66,7 +67,8 @@ def doctor(
     root = store or Path(settings.store).expanduser()
     if "://" in str(settings.store) and store is None:
         raise UsageError(f"{settings.store} is no directory: doctor looks at those only")
-    plan = Plan(settings, None if parameters is None else parsed_count(parameters), nodes)
+    count = known_parameters(root) if parameters is None else parsed_count(parameters)
+    plan = Plan(settings, count, nodes)
     findings = list(_findings(root, plan, ranks, patience))
     if ranks.first:
         body = as_json(root, findings)

@@ -53,7 +53,7 @@ def look_at_disk(root: Path, plan: Plan) -> Iterator[Finding]:
             yield from _writes(probe, place, plan)
     except (OSError, StorageError) as error:
         yield Finding("writing", "fail", f"no file can be written in {place}: {_told(error)}", _how_to_write(error))
-    yield _space(place, plan)
+    yield _space(place, plan, _held(root))
     yield _inodes(place)
 
 
@@ -255,7 +255,17 @@ def _kind(place: Path) -> Finding:
     return Finding("filesystem", "ok", f"{seen} ({what.get(mount.kind, 'shared or not, nobody can tell')})")
 
 
-def _space(place: Path, plan: Plan) -> Finding:
+def _held(root: Path) -> int:
+    """Bytes of the store that is there: what it holds is part of the plan, and goes as new commits come."""
+    found = 0
+    for folder, _, names in os.walk(root):
+        for name in names:
+            with suppress(OSError):
+                found += (Path(folder) / name).lstat().st_size
+    return found
+
+
+def _space(place: Path, plan: Plan, held: int) -> Finding:
     status = os.statvfs(place)
     free, need = status.f_bavail * status.f_frsize, plan.store_bytes
     if need is None or plan.commit_bytes is None:
@@ -267,10 +277,10 @@ def _space(place: Path, plan: Plan) -> Finding:
             f"{free / each:.2g} G parameters; --parameters 8b checks yours",
         )
     seen = f"{size_text(free)} free; up to {plan.commits} commits of {size_text(plan.commit_bytes)} side by side: "
-    if need <= free:
+    if need <= free + held:
         return Finding("space", "ok", f"{seen}{size_text(need)}")
     todo = "free space, or keep fewer (`retention: {keep_last: 2, log_spaced: false}`), or store less (`encoding:`)"
-    enough = 2 * plan.commit_bytes <= free
+    enough = 2 * plan.commit_bytes <= free + held
     return Finding("space", "warn" if enough else "fail", f"{seen}{size_text(need)}", todo)
 
 

@@ -10,11 +10,12 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
-from deploy.cli.door import holder_text, open_store
+from deploy.cli.door import holder_text, open_store, parameters
 from deploy.cli.status import StoreStatus, look
 from deploy.cli.text import kind_text, plural, size_text
 from deploy.doctor.finding import Finding
 from store.catalog import open_catalog
+from store.durable import is_temporary
 from store.errors import NoStoreError, StoreError
 from store.files import LocalFiles
 from store.layout import EPOCHS, MANIFESTS, PROVEN, SEGMENTS
@@ -27,7 +28,7 @@ _FUTURE = 60.0
 
 def look_at_store(root: Path, retention: Retention) -> Iterator[Finding]:
     """Every check of the store at ``root``, or that there is none yet."""
-    if not root.is_dir() or not any(root.iterdir()):
+    if not root.is_dir() or all(is_temporary(path.name) for path in root.iterdir()):
         yield Finding("store", "ok", f"{root} holds nothing yet: a job makes it")
         return
     try:
@@ -44,6 +45,15 @@ def look_at_store(root: Path, retention: Retention) -> Iterator[Finding]:
     yield from _age(found)
     yield _leftovers(root, retention)
     yield _allowed(root)
+
+
+def known_parameters(root: Path) -> int | None:
+    """Of the model whose state the store at ``root`` holds; None where it holds none that can be read."""
+    try:
+        newest = look(root).newest
+    except (StoreError, OSError):
+        return None
+    return None if newest is None else parameters(newest)
 
 
 def _usable(found: StoreStatus, root: Path) -> Finding:
