@@ -19,7 +19,6 @@ from deploy.doctor import disk, machine
 from deploy.doctor.disk import look_at_disk
 from deploy.doctor.finding import Finding
 from deploy.doctor.held import look_at_store
-from deploy.doctor.machine import look_at_machine
 from deploy.doctor.nodes import Ranks, launched, meet
 from deploy.doctor.plan import Plan, bytes_each, parsed_count
 from monitor.config import Config
@@ -31,6 +30,12 @@ from tests.support.cli import ROOT, Here, driftpoint, environment
 from tests.support.stores import StoreBuilder
 
 PLAN = Plan(Config())
+
+
+@pytest.fixture(autouse=True)
+def _little(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Speed is measured with little, where this process measures it."""
+    monkeypatch.setattr(disk, "_MOST_BYTES", 1 << 25)
 
 
 @pytest.fixture
@@ -192,9 +197,6 @@ class TestMachine:
         assert found.state == "warn" and "the job would go on without" in found.seen and "--nodes" in found.todo
         assert machine._shared_memory(Plan(settings, 1000)).state == "ok"
         assert machine._shared_memory(Plan(Config(), 10**15)).state == "ok"  # nobody asked for it
-
-    def test_it_runs_here(self) -> None:
-        assert {one.check for one in look_at_machine(PLAN)} >= {"python", "torch", "open files", "shared memory"}
 
 
 class TestStore:
