@@ -175,6 +175,7 @@ class MemorySettings(Settings):
         description="or compact, careful, a mapping: a third or half of the memory, more time, not exact",
         json_schema_extra=encodings_schema,
     )
+    peers: bool = Field(default=False, description="a replica of each version on another node, as much memory again")
 
 
 class PreemptionSettings(Settings):
@@ -223,3 +224,4 @@ class TimeoutSettings(Settings):
     lock: float = Field(
         default=15.0, ge=0, le=_LONGEST, description="for a store that another process on this machine holds"
     )
+    peer: float = Field(default=60.0, gt=0, le=_LONGEST, description="for a version in memory to be at its peer")

@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from deploy.cli.text import plural
 from deploy.doctor.disk import place_of
 from deploy.doctor.finding import Finding
 
@@ -111,7 +112,9 @@ def _told(place: Path, ranks: Ranks, there: Mapping[int, str], seconds: float) -
     hosts = sorted({host for host in there.values() if host})
     missing = [rank for rank in range(ranks.count) if rank not in there]
     if not missing:
-        return Finding("nodes", "ok", f"all {ranks.count} ranks, on {len(hosts)} machines, see the same {place}")
+        return Finding(
+            "nodes", "ok", f"all {ranks.count} ranks, on {plural(len(hosts), 'machine')}, see the same {place}"
+        )
     named = ", ".join(map(str, missing[:8])) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
     return Finding(
         "nodes",

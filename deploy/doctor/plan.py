@@ -60,6 +60,7 @@ class Plan:
         if self.parameters is None:
             return None
         each = bytes_each(self.config.memory_encodings()) * self.config.memory.versions
+        each *= 2 if self.config.memory.peers else 1  # the replicas of another node's ranks
         return round(self.parameters * each / self.nodes)
 
 
