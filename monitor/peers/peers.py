@@ -17,7 +17,8 @@ from monitor.peers.door import Door, Shown
 from monitor.peers.neighbours import keepers, wards
 from monitor.peers.pieces import Far
 from monitor.peers.replicas import Replicas
-from monitor.peers.sender import Place, Sender, silence_of
+from monitor.peers.sender import Sender, silence_of
+from monitor.peers.wire import Place
 from monitor.whereabouts import machine_name, node_name
 from store.memory.arena import Arena
 from store.memory.tier import Tier

@@ -10,9 +10,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
-from monitor.peers.wire import Answer, Link, Put, Request, connect, name_of
+from monitor.peers.wire import Answer, Link, Place, Put, Request, connect, name_of
 from monitor.writer import Writer
 from store.errors import DriftpointError, PeerError
 from store.memory.record import RECORD_LIMIT, parse_record
@@ -29,7 +30,14 @@ _PAUSES = (5.0, 20.0, 60.0, 300.0)
 
 _LAST = 2.0
 
-Place = tuple[int, str, int]
+
+@dataclass(frozen=True)
+class _Offer:
+    turn: int
+    save: SaveId
+    record: Path
+    payload: Path
+    keep: SaveId | None
 
 
 def silence_of(timeout: float) -> float:
@@ -45,6 +53,8 @@ class Sender:
         self._writer: Writer[float] = Writer(f"driftpoint-sender-{rank}")
         self._lock = threading.Lock()
         self._link: Link | None = None
+        self._turn = 0
+        """What was offered before it last changed is not sent any more."""
         self._stopped = False
         self._quiet_until = 0.0
         self._failures = 0
@@ -60,7 +70,8 @@ class Sender:
     def offer(self, save: SaveId, record: Path, payload: Path, keep: SaveId | None) -> None:
         """Send this, unless an attempt failed a short time ago. Any thread; returns at once."""
         if time.monotonic() >= self._quiet_until and not self._stopped:
-            self._writer.submit(lambda: self._send(save, record, payload, keep))
+            offer = _Offer(self._turn, save, record, payload, keep)
+            self._writer.submit(lambda: self._send(offer))
 
     def collect(self) -> tuple[list[float], bool]:
         """Seconds that versions took since the last call, and whether any failed. Training thread."""
@@ -73,8 +84,9 @@ class Sender:
         return took, failed
 
     def break_off(self) -> None:
-        """End what is on its way."""
+        """End what is on its way, or about to be."""
         with self._lock:
+            self._turn += 1
             if self._link is not None:
                 self._link.abort()
         self._writer.join(_LAST)
@@ -87,44 +99,48 @@ class Sender:
 
     # The thread.
 
-    def _send(self, save: SaveId, record: Path, payload: Path, keep: SaveId | None) -> float:
+    def _send(self, offer: _Offer) -> float:
         began = time.monotonic()
         try:
-            self._deliver(record, payload, keep, began + self._timeout)
+            self._deliver(offer, began + self._timeout)
         except (DriftpointError, OSError) as error:
-            self._quiet_until = time.monotonic() + _PAUSES[min(self._failures, len(_PAUSES) - 1)]
-            self._failures += 1
-            self._complain(save, str(error))
+            if offer.turn == self._turn:
+                self._quiet_until = time.monotonic() + _PAUSES[min(self._failures, len(_PAUSES) - 1)]
+                self._failures += 1
+                self._complain(offer.save, str(error))
             raise
         if self._failures:
-            _log.warning("rank %d: step %d is at its peer, rank %d, again", self._rank, save.step, self._to)
-        self._failures, self._told, self.sent = 0, "", save
+            _log.warning("rank %d: step %d is at its peer, rank %d, again", self._rank, offer.save.step, self._to)
+        self._failures, self._told, self.sent = 0, "", offer.save
         return time.monotonic() - began
 
-    def _deliver(self, record: Path, payload: Path, keep: SaveId | None, deadline: float) -> None:
-        data = read_whole(record, RECORD_LIMIT)
-        nbytes = parse_record(data, str(record)).part.payload_bytes
-        link = self._connected(deadline)
+    def _deliver(self, offer: _Offer, deadline: float) -> None:
+        data = read_whole(offer.record, RECORD_LIMIT)
+        nbytes = parse_record(data, str(offer.record)).part.payload_bytes
+        link = connect(
+            self._place,
+            self._token,
+            silence=silence_of(self._timeout),
+            deadline=deadline,
+            begun=lambda link: self._begun(link, offer.turn),
+        )
         try:
-            put = Put(rank=self._rank, keep=name_of(keep), record=len(data), payload=nbytes)
+            put = Put(rank=self._rank, keep=name_of(offer.keep), record=len(data), payload=nbytes)
             link.tell(Request(request=put))
             link.send(data)
             self._require_ok(link)
-            link.send_file(payload, 0, nbytes)
+            link.send_file(offer.payload, 0, nbytes)
             self._require_ok(link)
         finally:
             with self._lock:
                 self._link = None
             link.close()
 
-    def _connected(self, deadline: float) -> Link:
-        family, host, port = self._place
-        link = connect(family, host, port, self._token, silence=silence_of(self._timeout), deadline=deadline)
+    def _begun(self, link: Link, turn: int) -> None:
         with self._lock:
+            if turn != self._turn:
+                raise PeerError("it was broken off")
             self._link = link
-            if self._stopped:
-                link.abort()
-        return link
 
     def _require_ok(self, link: Link) -> None:
         answer = link.hear(Answer, self._timeout)  # it reserves memory, or hashes all of it
@@ -132,7 +148,8 @@ class Sender:
             raise PeerError(answer.why)
 
     def _complain(self, save: SaveId, text: str) -> None:
-        if text != self._told and not self._stopped:
+        """Once, until it is another trouble."""
+        if text != self._told:
             _log.warning(
                 "rank %d: step %d is not replicated to rank %d: %s. A node that is lost takes what is newer than its "
                 "replica with it; training is not affected",
