@@ -146,8 +146,9 @@ class Checkpointer:
         self._pace.timing.stepped(began)
         if self._preemption.agreed():
             return self._leave()
-        report = self._decide(began, None) if self._pace.due(self._step) else None
-        self._remember(looked=report is not None)
+        with self._job.adapter.still():
+            report = self._decide(began, None) if self._pace.due(self._step) else None
+            self._remember(looked=report is not None)
         return report
 
     def save(self, *, wait: bool = False) -> StepReport:
@@ -159,7 +160,8 @@ class Checkpointer:
         self._require_told()
         self._step = self._job.adapter.completed_steps() or self._step
         self.flush()
-        report = self._decide(time.perf_counter(), Demand("asked for by save()"))
+        with self._job.adapter.still():
+            report = self._decide(time.perf_counter(), Demand("asked for by save()"))
         if wait:
             self.flush()
             self._saver.settle(self._step, False)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from store.ahead import Foresight
 from store.errors import MissingError, StorageError
 from store.files import Files, NewFile
 from store.layout import MANIFESTS, manifest_path, part_path, payload_path, segment_dir
@@ -65,6 +66,11 @@ class Overlay:
             self._below.read_into(path, offset, target)
             return
         self.read_payload(self._ranks[path], offset, target)
+
+    def expect(self, path: str, offset: int, nbytes: int) -> None:
+        """See :class:`store.ahead.Foresight`; what is in memory need not be fetched."""
+        if path not in self._ranks and isinstance(self._below, Foresight):
+            self._below.expect(path, offset, nbytes)
 
     def read_payload(self, rank: int, offset: int, target: memoryview) -> None:
         """Fill ``target`` from ``offset`` of a rank's payload."""
