@@ -1,8 +1,9 @@
 """Sending this rank's newest version to the rank that keeps its replica, beside training.
 
 One version at a time, in a thread of its own; the memory tier begins no version while one is on its way, so that the
-payload stands still. Whatever goes wrong costs the replica and is told: once, until it is another trouble. After a
-failure some time passes before the next attempt, ever longer: a peer that hangs must not keep versions from being made.
+payload stands still. Whatever goes wrong costs the replica and is told when ranks meet next: once, until it is another
+trouble. What breaks off because the job ends is told to nobody. After a failure some time passes before the next
+attempt, ever longer: a peer that hangs must not keep versions from being made.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import logging
 import threading
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from monitor.peers.wire import Answer, Link, Place, Put, Request, connect, name_of
@@ -45,6 +47,10 @@ def silence_of(timeout: float) -> float:
     return min(_SILENCE, timeout)
 
 
+class _BrokenOffError(PeerError):
+    """This rank wanted it no more."""
+
+
 class Sender:
     """Of one rank. to: the rank that keeps its replica. timeout: seconds that a version may take."""
 
@@ -71,16 +77,18 @@ class Sender:
         """Send this, unless an attempt failed a short time ago. Any thread; returns at once."""
         if time.monotonic() >= self._quiet_until and not self._stopped:
             offer = _Offer(self._turn, save, record, payload, keep)
-            self._writer.submit(lambda: self._send(offer))
+            self._writer.submit(partial(self._send, offer))
 
     def collect(self) -> tuple[list[float], bool]:
-        """Seconds that versions took since the last call, and whether any failed. Training thread."""
+        """Seconds that versions took since the last call, and whether any failed, which is told. Training thread."""
         took, failed = [], False
         for done in self._writer.finished():
-            if done.error is None:
-                took.append(done.result or 0.0)
-            else:
+            if done.result is not None:
+                took.append(done.result)
+                self._told = ""
+            elif not isinstance(done.error, _BrokenOffError):
                 failed = True
+                self._complain(done.error)
         return took, failed
 
     def break_off(self) -> None:
@@ -103,15 +111,15 @@ class Sender:
         began = time.monotonic()
         try:
             self._deliver(offer, began + self._timeout)
-        except (DriftpointError, OSError) as error:
-            if offer.turn == self._turn:
-                self._quiet_until = time.monotonic() + _PAUSES[min(self._failures, len(_PAUSES) - 1)]
-                self._failures += 1
-                self._complain(offer.save, str(error))
+        except Exception as error:
+            if offer.turn != self._turn:
+                raise _BrokenOffError("it was broken off") from error
+            self._quiet_until = time.monotonic() + _PAUSES[min(self._failures, len(_PAUSES) - 1)]
+            self._failures += 1
             raise
         if self._failures:
             _log.warning("rank %d: step %d is at its peer, rank %d, again", self._rank, offer.save.step, self._to)
-        self._failures, self._told, self.sent = 0, "", offer.save
+        self._failures, self.sent = 0, offer.save
         return time.monotonic() - began
 
     def _deliver(self, offer: _Offer, deadline: float) -> None:
@@ -139,7 +147,7 @@ class Sender:
     def _begun(self, link: Link, turn: int) -> None:
         with self._lock:
             if turn != self._turn:
-                raise PeerError("it was broken off")
+                raise _BrokenOffError("it was broken off")
             self._link = link
 
     def _require_ok(self, link: Link) -> None:
@@ -147,15 +155,16 @@ class Sender:
         if not answer.ok:
             raise PeerError(answer.why)
 
-    def _complain(self, save: SaveId, text: str) -> None:
+    def _complain(self, error: BaseException | None) -> None:
         """Once, until it is another trouble."""
+        expected, text = isinstance(error, DriftpointError), str(error)
         if text != self._told:
             _log.warning(
-                "rank %d: step %d is not replicated to rank %d: %s. A node that is lost takes what is newer than its "
-                "replica with it; training is not affected",
+                "rank %d: its memory is not replicated to rank %d: %s. Until it is, the loss of a node takes the job "
+                "back to the store; training is not affected",
                 self._rank,
-                save.step,
                 self._to,
-                text,
+                text if expected else repr(error),
+                exc_info=None if expected else error,
             )
         self._told = text

@@ -202,6 +202,13 @@ def second(life: Life) -> None:
         ]
         torch.save(pieces, Path(life.spec["dump"]) / f"rank{rank()}.pt")
     life.train(trainee, ckpt, range(step + 1, step + 5))
+    if life.spec.get("back"):
+        assert ckpt._memory is not None
+        step = ckpt.resume()
+        life.results.tell("back", step=step, hashes=hashes(trainee))
+        life.train(trainee, ckpt, range(step + 1, step + 5))
+        sender = ckpt._memory._peers._sender
+        life.results.tell("sent_again", save=str(None if sender is None else sender.sent))
     ckpt.save(wait=True)
     ckpt.close()
     life.results.tell("end")
