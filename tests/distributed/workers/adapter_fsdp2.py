@@ -40,7 +40,7 @@ SLOTS: dict[str, tuple[str, ...]] = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": 
 
 
 class Factored(torch.optim.Optimizer):
-    """Keeps one number a column of a matrix, on every rank: a state of its own shape, as factored optimizers have it."""
+    """Keeps one number a column, on every rank: state of a shape of its own, as factored optimizers have it."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
