@@ -33,6 +33,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 ZERO2 = {"kind": "zero", "stage": 2, "precision": "bf16"}
 ZERO3 = {"kind": "zero", "stage": 3, "precision": "bf16"}
 DDP = {"kind": "ddp"}
+FSDP2 = {"kind": "fsdp2"}
 FROZEN_IS_COMMITTED = {"every": 3}
 """The model has a frozen block, and memory begins once that is known to be committed: with the second decision."""
 
@@ -101,7 +102,9 @@ def in_memory(tier: Tier, save: SaveId) -> dict[tuple[str, str], torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize(("before", "after", "case"), [(2, 1, ZERO2), (1, 2, ZERO2), (2, 1, ZERO3), (1, 2, DDP)])
+@pytest.mark.parametrize(
+    ("before", "after", "case"), [(2, 1, ZERO2), (1, 2, ZERO2), (2, 1, ZERO3), (1, 2, DDP), (2, 1, FSDP2)]
+)
 def test_another_world_on_one_machine_reads_it(place: Place, before: int, after: int, case: dict[str, Any]) -> None:
     first = place.life("first", before, steps=8, case=case)
     wanted = in_memory(place.tier(), SaveId(8, 1))
