@@ -16,7 +16,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 

@@ -22,9 +22,9 @@ from tests.support.launch import ENVIRONMENT, ROOT, Launched, torchrun
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 CHAIN: dict[str, tuple[int, dict[str, Any]]] = {
-    "2 ranks, ZeRO-3": (2, {"kind": "zero", "stage": 3, "precision": "bf16"}),
+    "2 ranks, ZeRO-3": (2, {"kind": "zero", "stage": 3, "precision": "fp32"}),
     "3 ranks, FSDP2": (3, {"kind": "fsdp2", "checkpointed": True}),
-    "1 rank, ZeRO-2": (1, {"kind": "zero", "stage": 2, "precision": "bf16"}),
+    "1 rank, ZeRO-2": (1, {"kind": "zero", "stage": 2, "precision": "fp32"}),
     "4 ranks, FSDP2 in two replicas": (4, {"kind": "fsdp2", "hybrid": 2, "bf16": True, "reshard": False}),
     "2 ranks, DDP": (2, {"kind": "ddp"}),
 }
