@@ -34,15 +34,13 @@ class ShardedInventory(Inventory):
         self._parts = [part for part in module.modules() if isinstance(part, FSDPModule)]
         super().__init__(module, without_wrappers)
 
-    def parameters(self) -> dict[str, nn.Parameter]:
-        """The sharded parameters by canonical fqn, in model order."""
+    def _parameters(self) -> dict[str, nn.Parameter]:
         self.reshard()
-        return super().parameters()
+        return super()._parameters()
 
-    def aliases(self) -> dict[str, tuple[str, ...]]:
-        """Further names of tied tensors."""
+    def _aliases(self) -> dict[str, tuple[str, ...]]:
         self.reshard()
-        return super().aliases()
+        return super()._aliases()
 
     def reshard(self) -> None:
         """Have the sharded parameters registered. No collective; the next forward gathers anew."""

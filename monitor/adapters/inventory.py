@@ -1,7 +1,7 @@
 """What a module holds, by name: parameters (tied ones once) and persistent buffers.
 
-It knows nothing of optimizers, shards or slots. Buffers and parameters are looked up when asked: a
-framework may have put other memory behind a name since the last call.
+It knows nothing of optimizers, shards or slots. Buffers and parameters are looked up when asked, once in a period of
+:class:`monitor.adapters.still.Still`: a framework may have put other memory behind a name since the last one.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from monitor.adapters.base import Piece, TensorInfo
+from monitor.adapters.still import Still
 from monitor.dtypes import dtype_name
 from store.errors import UnsupportedError
 from store.names import Fragment
@@ -61,15 +62,22 @@ class Inventory:
 
     def __init__(self, module: nn.Module, naming: Callable[[str], str] = as_written) -> None:
         self._module = module
+        self.still = Still()
         self._naming = naming
         self._refuse_unhandled()
 
-    def parameters(self) -> dict[str, nn.Parameter]:
+    def parameters(self) -> Mapping[str, nn.Parameter]:
         """Every parameter by canonical fqn, in model order."""
+        return self.still.once("parameters", self._parameters)
+
+    def _parameters(self) -> dict[str, nn.Parameter]:
         return {self._naming(name): parameter for name, parameter in self._module.named_parameters()}
 
-    def buffers(self) -> dict[str, torch.Tensor]:
+    def buffers(self) -> Mapping[str, torch.Tensor]:
         """Every persistent buffer by canonical fqn, in model order."""
+        return self.still.once("buffers", self._buffers)
+
+    def _buffers(self) -> dict[str, torch.Tensor]:
         found: dict[int, str] = {}
         out: dict[str, torch.Tensor] = {}
         for name, buffer in self._persistent_buffers():
@@ -80,10 +88,15 @@ class Inventory:
 
     def names(self) -> Names:
         """Canonical fqn of each parameter."""
-        return Names({id(parameter): name for name, parameter in self.parameters().items()})
+        return self.still.once(
+            "names", lambda: Names({id(parameter): name for name, parameter in self.parameters().items()})
+        )
 
-    def aliases(self) -> dict[str, tuple[str, ...]]:
+    def aliases(self) -> Mapping[str, tuple[str, ...]]:
         """Further names of tied tensors, by canonical fqn. Tensors with one name only are absent."""
+        return self.still.once("aliases", self._aliases)
+
+    def _aliases(self) -> dict[str, tuple[str, ...]]:
         every: list[tuple[str, torch.Tensor]] = [
             (self._naming(name), parameter) for name, parameter in self._module.named_parameters(remove_duplicate=False)
         ]
@@ -116,8 +129,8 @@ class Inventory:
     def _persistent_buffers(self) -> list[tuple[str, torch.Tensor]]:
         out: list[tuple[str, torch.Tensor]] = []
         for prefix, module in self._module.named_modules():
-            for name, buffer in module.named_buffers(recurse=False):
-                if name not in module._non_persistent_buffers_set:
+            for name, buffer in module._buffers.items():
+                if buffer is not None and name not in module._non_persistent_buffers_set:
                     out.append((self._naming(f"{prefix}.{name}" if prefix else name), buffer))
         return out
 

@@ -7,6 +7,7 @@ training thread only. It does not know schedulers and gradient scalers: those ar
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
@@ -60,6 +61,10 @@ class PlainAdapter:
     def completed_steps(self) -> int | None:
         """None: torch does not count them."""
         return None
+
+    def still(self) -> AbstractContextManager[None]:
+        """See :class:`monitor.adapters.base.Adapter`."""
+        return self._inventory.still.period()
 
     def check_attached(self) -> None:
         """See :class:`monitor.adapters.base.Adapter`: every parameter that is optimized is in the model."""
