@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from monitor.adapters.select import adapter_for
@@ -45,8 +45,19 @@ def attach(
     the layers of this job, UnsupportedError for what cannot be handled, StoreInUseError where another job on this
     machine owns the store, and StorageError where it cannot be written.
     """
+    return attach_counted(target, config, state, None)
+
+
+def attach_counted(
+    target: Any,
+    config: str | os.PathLike[str] | Mapping[str, Any] | Config | None,
+    state: Sequence[Any],
+    steps: Callable[[], int] | None,
+) -> Checkpointer:
+    """:func:`attach`, for loops that count themselves. steps: optimizer steps taken so far, where the framework does
+    not count them; None: every ``ckpt.step()`` is one."""
     group = current_group()
-    job = everywhere(group, lambda: _job(target, config, state, group))
+    job = everywhere(group, lambda: _job(target, config, state, group, steps))
     require_alike(job)
     rehearse_policy(job)
     settings = job.config
@@ -61,7 +72,11 @@ def attach(
 
 
 def _job(
-    target: Any, config: str | os.PathLike[str] | Mapping[str, Any] | Config | None, state: Sequence[Any], group: Group
+    target: Any,
+    config: str | os.PathLike[str] | Mapping[str, Any] | Config | None,
+    state: Sequence[Any],
+    group: Group,
+    steps: Callable[[], int] | None,
 ) -> Job:
     settings = load_config(config)
     adapter = adapter_for(target)
@@ -81,4 +96,6 @@ def _job(
     tracer = Tracer(settings, TracedJob(adapter.framework, inner.name, observing), group, table, metrics)
     pace = pace_for(settings.every, settings.auto, settings.bounds.max_staleness, group.world_size, metrics)
     daemon = DaemonLink(settings.daemon, settings.memory.path, metrics)
-    return Job(settings, inner, group, adapter, table, meter, user, metrics, spending, tracer, pace, daemon, observing)
+    return Job(
+        settings, inner, group, adapter, table, meter, user, metrics, spending, tracer, pace, daemon, observing, steps
+    )

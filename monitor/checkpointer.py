@@ -65,7 +65,7 @@ class Checkpointer:
         self._saver.reserve(job.table.local())
         self._memory = memory_tier(job, opened, saver)
         self._surveyor = Surveyor(job.adapter, job.table)
-        self._step = job.adapter.completed_steps() or 0
+        self._step = job.completed_steps() or 0
         self._resumed: Resumed | None = None
         self._asked_to_resume = False
         self._updates = 0
@@ -85,6 +85,11 @@ class Checkpointer:
     def layers(self) -> tuple[str, ...]:
         """Names of the layers found, in model order."""
         return tuple(layer.name for layer in self._job.table.layers)
+
+    @property
+    def holds_commits(self) -> bool:
+        """Whether there was anything in the store when the job attached to it."""
+        return self._opened is not None and self._opened.has_commits
 
     def resume(self) -> int:
         """Bring the newest resumable commit into the model, the optimizer and the run state.
@@ -157,7 +162,7 @@ class Checkpointer:
         self._require_open()
         self._require_asked()
         self._require_told()
-        self._step = self._job.adapter.completed_steps() or self._step
+        self._step = self._job.completed_steps() or self._step
         self.flush()
         report = self._decide(time.perf_counter(), Demand("asked for by save()"))
         if wait:
@@ -227,7 +232,7 @@ class Checkpointer:
         raise Preempted(report)
 
     def _require_told(self) -> None:
-        if self._job.adapter.completed_steps() is None and self._updates:
+        if self._job.completed_steps() is None and self._updates:
             raise ConfigError(
                 "save() was called between optimizer.step() and ckpt.step(), so the state would be filed under the "
                 "step before: call ckpt.step() first"
@@ -238,7 +243,7 @@ class Checkpointer:
 
     def _advanced(self) -> bool:
         self._updates = 0
-        counted = self._job.adapter.completed_steps()
+        counted = self._job.completed_steps()
         if counted is None:
             self._step += 1
             return True

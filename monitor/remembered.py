@@ -59,9 +59,10 @@ class _Sight:
     versions: Mapping[str, tuple[int, ...]]
 
 
-def newest_remembered(tier: Tier, catalog: Catalog, adapter: Adapter, group: Group) -> Remembered | None:
+def newest_remembered(tier: Tier, catalog: Catalog, adapter: Adapter | None, group: Group) -> Remembered | None:
     """The newest version that every rank can read, if all or some of it is newer than what the newest commit has.
 
+    adapter: None where there is no model yet: then only run states are asked for.
     None where the store is as good. Collective."""
     suspect = on_first(group, lambda: _newest_suspect(catalog))
     node = _look(tier, catalog, None if suspect is None else SaveId.parse(suspect))

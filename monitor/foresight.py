@@ -1,0 +1,79 @@
+"""What a resume will bring, told before there is a model: for training loops that fix their place in the data first.
+
+It goes through the records as a resume does, memory tier included, and reads run states, but no tensor of the model.
+So two things it cannot know: payload that turns out to be damaged, and a model that what is stored does not fit.
+Whoever builds on it compares with what the resume has brought. Changes nothing, owns nothing. Training thread;
+collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from monitor.agree import everywhere, on_first
+from monitor.chosen import choose, resolved, slots_of
+from monitor.config import Config
+from monitor.group import Group
+from monitor.onward import Onward, find_onward
+from monitor.opened import open_existing
+from monitor.remembered import newest_remembered
+from monitor.run_state import UserState
+from monitor.standing import remembered_or_stored
+from store.catalog import Catalog
+from store.memory.tier import Tier
+from store.names import SaveId
+from store.versions import Bad
+
+
+@dataclass(frozen=True)
+class Foreseen:
+    """save: whose run state will be taken; its step is the one to go on from. user: this rank's state of the objects
+    in ``state=[...]``, None where the commit has none (it was imported)."""
+
+    save: SaveId
+    user: list[Any] | None
+
+
+def foresee(config: Config, group: Group, objects: int) -> Foreseen | None:
+    """What a job with these settings will resume, None where there is nothing. objects: in its ``state=[...]``.
+
+    Raises as :meth:`monitor.Checkpointer.resume` does, on all ranks."""
+    catalog = open_existing(config.store, group)
+    if catalog is None:
+        return None
+    remembered = None
+    if config.memory.enabled:
+        tier = Tier(Path(config.memory.path), catalog.store_id)
+        remembered = newest_remembered(tier, catalog, None, group)
+    user = UserState([_Stateless()] * objects)
+    onward = remembered_or_stored(lambda found: _onward(found, config, group, user), catalog, remembered)
+    return None if onward is None else Foreseen(onward.save, onward.state["user"])
+
+
+def _onward(catalog: Catalog, config: Config, group: Group, user: UserState) -> Onward | None:
+    bad: frozenset[Bad] = frozenset()
+    while True:
+        name, _ = on_first(group, lambda bad=bad: choose(catalog, bad))  # type: ignore[misc]
+        if name is None:
+            return None
+        catalog.forget()
+        resolution = everywhere(group, lambda name=name, bad=bad: resolved(catalog, SaveId.parse(name), bad))  # type: ignore[misc]
+        slots = slots_of(resolution)
+        onward = find_onward(catalog, resolution, slots, group, user=user, settings=config.resume)
+        if not isinstance(onward, Bad):
+            return onward
+        bad |= {onward}
+
+
+class _Stateless:
+    """Stands for an object that is not there yet."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Nothing."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Nothing is loaded: only its place counts."""
