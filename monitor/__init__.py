@@ -34,7 +34,9 @@ def __getattr__(name: str) -> Any:
     if name == "CheckpointCallback":
         try:
             from monitor.hf.callback import CheckpointCallback
-        except ImportError as error:
+        except ModuleNotFoundError as error:
+            if error.name is None or error.name.partition(".")[0] not in ("transformers", "accelerate"):
+                raise
             raise ImportError(
                 "monitor.CheckpointCallback needs transformers and accelerate: `pip install 'driftpoint[hf]'`"
             ) from error

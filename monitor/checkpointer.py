@@ -87,6 +87,16 @@ class Checkpointer:
         return tuple(layer.name for layer in self._job.table.layers)
 
     @property
+    def rank(self) -> int:
+        """Of this process among those of the job."""
+        return self._group.rank
+
+    @property
+    def resumed(self) -> Resumed | None:
+        """What the job was brought back to, in full; see ``certificate`` for what to tell of it."""
+        return self._resumed
+
+    @property
     def holds_commits(self) -> bool:
         """Whether there was anything in the store when the job attached to it."""
         return self._opened is not None and self._opened.has_commits
@@ -191,14 +201,17 @@ class Checkpointer:
         clean = sys.exc_info()[0] is None
         self._close(self.config.timeouts.close, clean=clean, ended=clean)
 
+    def finish(self, *, clean: bool) -> None:
+        """:meth:`close`, by somebody who knows. clean: the job ends as it was meant to, and nobody goes on from it."""
+        self._close(self.config.timeouts.close if clean else self._patience, clean=clean, ended=clean)
+
     def __enter__(self) -> Checkpointer:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        clean = kind is None
-        self._close(self.config.timeouts.close if clean else self._patience, clean=clean, ended=clean)
+        self.finish(clean=kind is None)
 
     @property
     def _patience(self) -> float:

@@ -9,15 +9,16 @@ collective.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from monitor.agree import everywhere, on_first
 from monitor.chosen import choose, resolved, slots_of
 from monitor.config import Config
+from monitor.correction import read_correction
 from monitor.group import Group
-from monitor.onward import Onward, find_onward
+from monitor.onward import Onward, find_onward, read_run_state
 from monitor.opened import open_existing
 from monitor.remembered import newest_remembered
 from monitor.run_state import UserState
@@ -25,6 +26,7 @@ from monitor.standing import remembered_or_stored
 from store.catalog import Catalog
 from store.memory.tier import Tier
 from store.names import SaveId
+from store.schema import GroupRecord
 from store.versions import Bad
 
 
@@ -50,7 +52,24 @@ def foresee(config: Config, group: Group, objects: int) -> Foreseen | None:
         remembered = newest_remembered(tier, catalog, None, group)
     user = UserState([_Stateless()] * objects)
     onward = remembered_or_stored(lambda found: _onward(found, config, group, user), catalog, remembered)
-    return None if onward is None else Foreseen(onward.save, onward.state["user"])
+    if onward is None:
+        return None
+    return _corrected(onward.save, catalog, config, group) or Foreseen(onward.save, onward.state["user"])
+
+
+def _corrected(expected: SaveId, catalog: Catalog, config: Config, group: Group) -> Foreseen | None:
+    """What came of it the last time that this was expected, if it was something else."""
+    told = on_first(group, lambda: _told(config, catalog))
+    if told is None or told["foreseen"] != expected.name:
+        return None
+    save = SaveId.parse(told["onward"])
+    state = read_run_state(catalog, save, GroupRecord(**told["group"]), group)
+    return None if state is None else Foreseen(save, state["user"])
+
+
+def _told(config: Config, catalog: Catalog) -> dict[str, Any] | None:
+    found = read_correction(config, catalog.store_id)
+    return None if found is None else asdict(found)
 
 
 def _onward(catalog: Catalog, config: Config, group: Group, user: UserState) -> Onward | None:

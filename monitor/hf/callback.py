@@ -19,10 +19,12 @@ from transformers import TrainerCallback
 from monitor.attach import attach_counted
 from monitor.checkpointer import Checkpointer
 from monitor.config import Config, load_config
+from monitor.correction import Correction, drop_correction, write_correction
 from monitor.hf.progress import Progress
-from monitor.hf.resuming import PLAN, Planned, plan, register
+from monitor.hf.resuming import PLAN, Planned, length_of, plan, register, same_store
 from monitor.run_state import capture_rng, restore_rng
-from store.errors import ConfigError, UnsupportedError, UsageError
+from store.errors import ConfigError, StoreError, UnsupportedError, UsageError
+from store.names import SaveId
 
 
 class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
@@ -63,17 +65,33 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
         self._args, self._model = args, model
 
     def on_train_begin(
-        self, args: Any, state: Any, control: Any, *, model: Any, optimizer: Any, lr_scheduler: Any, **_: Any
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        *,
+        model: Any,
+        optimizer: Any,
+        lr_scheduler: Any,
+        train_dataloader: Any = None,
+        **_: Any,
     ) -> None:
         """Everything is made: attach, and bring in what there is."""
-        self._end(clean=False)  # of a train() that an error ended
-        self._progress = Progress(state, lr_scheduler, getattr(optimizer, "scaler", None), args.process_index)
+        for one in same_store(self.config):
+            one.close(clean=False)  # of a train() that an error ended
+        scaler = getattr(optimizer, "scaler", None)
+        length = length_of(args, state, train_dataloader)
+        self._progress = Progress(state, lr_scheduler, scaler, length, args.process_index)
         target = _engine(model, optimizer) if args.deepspeed_plugin is not None else (model, optimizer)
         progress = self._progress
         self.checkpointer = attach_counted(
             target, self.config, [progress, *self._extra], lambda: int(progress.state.global_step)
         )
-        self._resume(self.checkpointer, progress, state)
+        try:
+            self._resume(self.checkpointer, progress, state)
+        except BaseException:
+            self.close(clean=False)
+            raise
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Before the epoch's data is touched."""
@@ -96,24 +114,46 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Wait for the save under way, and let go of the store."""
-        self._end(clean=True)
+        self.close(clean=True)
         self._forget_plan()
 
+    def close(self, *, clean: bool) -> None:
+        """Close the checkpointer, if there is one. clean: the job ends as it was meant to."""
+        checkpointer, self.checkpointer = self.checkpointer, None
+        self._pending, self._generators = False, None
+        if checkpointer is not None:
+            checkpointer.finish(clean=clean)
+
     def _resume(self, checkpointer: Checkpointer, progress: Progress, state: Any) -> None:
-        planned = PLAN in (state.stateful_callbacks or {})
-        if not planned and checkpointer.holds_commits:
+        planned = (state.stateful_callbacks or {}).pop(PLAN, None)
+        if planned is None and checkpointer.holds_commits:
             raise UsageError(
                 f"the store {self.config.store} holds commits, and the Trainer does not go on from them: call "
                 "trainer.train(resume_from_checkpoint=monitor.resume_path(...)), or name another `store:`"
             )
-        began = int(state.global_step)
+        if planned is not None:  # where nothing is left to do the Trainer was told a step beyond all epochs
+            state.global_step = SaveId.parse(planned["attributes"]["save"]).step
         step = checkpointer.resume()
-        if step != began:
-            raise UsageError(
-                f"the Trainer goes on from step {began}, and what was resumed is step {step}: start the job anew"
+        if step != state.global_step:
+            self._tell_otherwise(checkpointer, planned)
+            raise StoreError(
+                f"step {state.global_step} was foreseen, from which the Trainer's place in the data follows, and what "
+                f"can be resumed is step {step} (see the log for what is damaged). Nothing was trained: start the job "
+                "anew, it will expect that"
             )
+        if checkpointer.rank == 0 and planned is not None:
+            drop_correction(self.config)
         if progress.loaded is not None:
             self._generators = capture_rng()
+
+    def _tell_otherwise(self, checkpointer: Checkpointer, planned: Mapping[str, Any] | None) -> None:
+        found = checkpointer.resumed
+        if checkpointer.rank == 0 and planned is not None and found is not None:
+            commit, onward = found.resolution.manifest, found.onward.save
+            groups = {version.save: version.group for version in found.resolution.versions.values()}
+            group = groups.get(onward) or commit.groups[onward.name]
+            correction = Correction(commit.store_id, planned["attributes"]["save"], onward.name, group.model_dump())
+            write_correction(self.config, correction)
 
     def _restore_generators(self, *, at_epoch: bool) -> None:
         """Where they were when the commit was made: what the Trainer drew to get there was drawn before."""
@@ -127,12 +167,6 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
         self._pending = False
         self._progress.state, self._progress.at_epoch = state, at_epoch
         self.checkpointer.step()
-
-    def _end(self, *, clean: bool) -> None:
-        checkpointer, self.checkpointer = self.checkpointer, None
-        self._pending, self._generators = False, None
-        if checkpointer is not None:
-            checkpointer._close(checkpointer.config.timeouts.close, clean=clean, ended=clean)
 
     def _forget_plan(self) -> None:
         planned, self._planned = self._planned, None

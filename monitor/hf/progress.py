@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from store.errors import ModelMismatchError
@@ -18,12 +18,22 @@ KIND = "transformers.Trainer"
 """Tells the state of this object from those of others."""
 
 
+@dataclass(frozen=True)
+class Length:
+    """How long a training is. epochs: as asked for. steps: in all. beyond: a step that no epoch reaches any more."""
+
+    epochs: float
+    steps: int
+    beyond: int
+
+
 class Progress:
     """Of one ``train()``. state: the Trainer's live ``TrainerState``; scheduler and scaler: live, None where there is
-    none. rank: of this process."""
+    none. length: of this training. rank: of this process."""
 
-    def __init__(self, state: Any, scheduler: Any, scaler: Any, rank: int) -> None:
+    def __init__(self, state: Any, scheduler: Any, scaler: Any, length: Length, rank: int) -> None:
         self.state = state
+        self.length = length
         self.at_epoch = False
         """Whether the step is looked at where an epoch begins, with its data not touched yet."""
         self.loaded: int | None = None
@@ -37,6 +47,7 @@ class Progress:
             "kind": KIND,
             "step": int(self.state.global_step),
             "at_epoch": self.at_epoch,
+            "length": asdict(self.length),
             "trainer": json.dumps(asdict(self.state)) if self._rank == 0 else None,
             **{name: None if item is None else item.state_dict() for name, item in self._parts.items()},
         }
