@@ -15,6 +15,7 @@ from monitor.daemon_link import DaemonLink
 from monitor.drift.buffers import BySlotMeter
 from monitor.drift.select import meter_for
 from monitor.group import Group, current_group
+from monitor.hf.accelerator import is_accelerator, prepared
 from monitor.job import Job
 from monitor.layers import find_layers
 from monitor.metrics import Metrics
@@ -34,7 +35,8 @@ def attach(
     *,
     state: Sequence[Any] = (),
 ) -> Checkpointer:
-    """Attach to a DeepSpeed engine, or to ``(model, optimizer)`` of plain PyTorch or DistributedDataParallel.
+    """Attach to a DeepSpeed engine, to ``(model, optimizer)`` of plain PyTorch or DistributedDataParallel, or to an
+    ``accelerate.Accelerator`` that has prepared one of each.
 
     config: a YAML file, a mapping, or None for the defaults. state: objects to save and resume besides the model
     and the optimizer (schedulers, samplers, loss scalers, ``torch.Generator``): each with ``state_dict`` and
@@ -45,6 +47,9 @@ def attach(
     the layers of this job, UnsupportedError for what cannot be handled, StoreInUseError where another job on this
     machine owns the store, and StorageError where it cannot be written.
     """
+    if is_accelerator(target):
+        found = prepared(target)
+        return attach_counted(found.target, config, [*found.state, *state], found.steps)
     return attach_counted(target, config, state, None)
 
 

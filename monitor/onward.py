@@ -87,8 +87,10 @@ def read_run_state(catalog: Catalog, save: SaveId, record: GroupRecord, group: G
 
 def is_schedule(item: Any) -> bool:
     """Whether an object of the user's is a learning-rate schedule, which counts steps and not data."""
-    if isinstance(item, torch.optim.lr_scheduler.LRScheduler):
+    if isinstance(item, torch.optim.lr_scheduler.LRScheduler) or getattr(item, "counts_steps", False):
         return True
+    if hasattr(item, "step_with_optimizer"):  # Accelerate's wrapper
+        return is_schedule(item.scheduler)
     return any(base.__module__ == "deepspeed.runtime.lr_schedules" for base in type(item).__mro__)
 
 
