@@ -48,6 +48,7 @@ ALONE = [
     case("boundary", every=5, kill_at=7, eval_strategy="epoch"),
     case("beside", **BESIDE),
 ]
+LORA = [{**case("lora", **EVALUATING), "lora": True}]
 DDP = [case("ddp", **BESIDE)]
 ZERO = [case("zero2", zero=2, **EVALUATING), case("zero3", zero=3, config=THEIRS, **EVALUATING)]
 
@@ -56,7 +57,7 @@ COMMITTED = {"boundary": 5}
 
 
 def launched(cases: list[dict[str, Any]], directory: Path) -> Launched:
-    if cases is ALONE:
+    if cases in (ALONE, LORA):
         done = [alone("hf_train.py", {"cases": cases, "phase": phase}, directory) for phase in (0, 1)]
     else:
         done = [torchrun("hf_train.py", 2, {"cases": cases}, directory, restarts=1)]
@@ -64,7 +65,7 @@ def launched(cases: list[dict[str, Any]], directory: Path) -> Launched:
     return Launched(0, "", [record for one in done for record in one.records])
 
 
-@pytest.fixture(scope="module", params=[ALONE, DDP, ZERO], ids=["alone", "ddp", "zero"])
+@pytest.fixture(scope="module", params=[ALONE, LORA, DDP, ZERO], ids=["alone", "lora", "ddp", "zero"])
 def ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], Launched]:
     """The names of a launch's cases, and what became of it."""
     return [case["name"] for case in request.param], launched(request.param, tmp_path_factory.mktemp("launch"))

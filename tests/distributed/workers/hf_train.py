@@ -147,7 +147,7 @@ class Run:
         )
         torch.manual_seed(seed)
         return Recording(
-            model=LlamaForCausalLM(llama()),
+            model=model(case),
             args=arguments,
             train_dataset=Sentences(case["samples"]),
             eval_dataset=Sentences(5),
@@ -167,6 +167,18 @@ class Run:
             weights=weights(trainer),
             **more,
         )
+
+
+def model(case: Mapping[str, Any]) -> Any:
+    """A Llama; under LoRA only adapters are trained, and the base is what the script makes it, whatever the seed."""
+    if not case.get("lora"):
+        return LlamaForCausalLM(llama())
+    from peft import LoraConfig, get_peft_model
+
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        base = LlamaForCausalLM(llama())
+    return get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.1))
 
 
 def weights(trainer: Trainer) -> str:
