@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from monitor.adapters.select import adapter_for
+from monitor.adapters.without_frozen import WithoutFrozen
 from monitor.agree import everywhere
 from monitor.alike import require_alike
 from monitor.checkpointer import Checkpointer
@@ -64,6 +65,8 @@ def attach_counted(
     group = current_group()
     job = everywhere(group, lambda: _job(target, config, state, group, steps))
     require_alike(job)
+    if isinstance(job.adapter, WithoutFrozen):
+        job.adapter.agree(group)
     rehearse_policy(job)
     settings = job.config
     if job.observing:
@@ -85,6 +88,8 @@ def _job(
 ) -> Job:
     settings = load_config(config)
     adapter = adapter_for(target)
+    if settings.frozen == "skip":
+        adapter = WithoutFrozen(adapter)
     user = UserState(state)
     to_tree({"framework": adapter.run_state(), "user": user.capture()})  # what cannot be stored is told now
     layers = find_layers(

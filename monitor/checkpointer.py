@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import sys
 import time
 import weakref
@@ -73,6 +74,7 @@ class Checkpointer:
         self._proven = False
         self._told_unused = False
         self._closed = False
+        self._process = os.getpid()
         job.tracer.begin(opened.epoch if opened else 0)
         self._forget_exit = _close_at_exit(self)
         self._preemption = Preemption(job.config.preemption, job.group, active=opened is not None)
@@ -101,8 +103,10 @@ class Checkpointer:
         """Whether there was anything in the store when the job attached to it."""
         return self._opened is not None and self._opened.has_commits
 
-    def resume(self) -> int:
+    def resume(self, *, memory: bool = True) -> int:
         """Bring the newest resumable commit into the model, the optimizer and the run state.
+
+        memory: whether what the memory tier holds counts.
 
         Returns the step to continue from: 0 where the store holds nothing yet; else the commit's, or, where its weights
         come from several steps, the saved step nearest to their effective step (see ``resume:`` in the settings).
@@ -117,7 +121,7 @@ class Checkpointer:
         job, found = self._job, None
         room = Room(self._saver.lend(job.table.local()))
         if self._catalog is not None:
-            remembered = None if self._memory is None else self._memory.find(self._catalog)
+            remembered = self._memory.find(self._catalog) if memory and self._memory is not None else None
             live = partial(resume, adapter=job.adapter, group=self._group, user=job.user, room=room)
             found = resumed(partial(live, settings=self.config.resume), self._catalog, remembered)
         self._saver.keep(job.table.local(), room.buffers)
@@ -161,8 +165,9 @@ class Checkpointer:
         self._pace.timing.stepped(began)
         if self._preemption.agreed():
             return self._leave()
-        report = self._decide(began, None) if self._pace.due(self._step) else None
-        self._remember(looked=report is not None)
+        with self._job.adapter.still():
+            report = self._decide(began, None) if self._pace.due(self._step) else None
+            self._remember(looked=report is not None)
         return report
 
     def save(self, *, wait: bool = False) -> StepReport:
@@ -174,7 +179,8 @@ class Checkpointer:
         self._require_told()
         self._step = self._job.completed_steps() or self._step
         self.flush()
-        report = self._decide(time.perf_counter(), Demand("asked for by save()"))
+        with self._job.adapter.still():
+            report = self._decide(time.perf_counter(), Demand("asked for by save()"))
         if wait:
             self.flush()
             self._saver.settle(self._step, False)
@@ -197,7 +203,8 @@ class Checkpointer:
     def close(self) -> None:
         """Wait, at most ``timeouts.close`` seconds, for the save under way; let go of the store and the port.
 
-        Called while an error is on its way out (from ``finally:``, say), it leaves what a restart goes on from."""
+        Called while an error is on its way out (from ``finally:``, say), it leaves what a restart goes on from. In a
+        forked child it does nothing: all of this is its parent's."""
         clean = sys.exc_info()[0] is None
         self._close(self.config.timeouts.close, clean=clean, ended=clean)
 
@@ -220,7 +227,7 @@ class Checkpointer:
 
     def _close(self, timeout: float, clean: bool, ended: bool) -> None:
         """clean: as far as can be told, the job ends as it was meant to. ended: that is certain."""
-        if not self._closed:
+        if not self._closed and os.getpid() == self._process:
             self._closed = True
             self._forget_exit()
             self._saver.close(timeout, clean and not self.preempted)

@@ -76,6 +76,7 @@ class Config(Settings):
     encoding: how slots are stored: ``raw``, ``compact``, ``careful``, or slot -> encoding; see docs/encodings.md.
     encode: ``saving``: in the background. ``staging``: while values are copied, where they lie, which leaves a third to
     copy; drift is then measured in the training thread. The bytes are the same.
+    frozen: ``skip`` leaves weights that are frozen out of the store, where the script brings them itself.
     packing: zstd's level on byte planes, ``auto`` (as hard as fits between two saves) or ``none``. differences: store
     encoded state as the difference to an earlier save where that is smaller; keeps a copy of it in host memory.
     """
@@ -88,6 +89,7 @@ class Config(Settings):
     encode: Literal["staging", "saving"] = "saving"
     packing: Literal["auto", "none"] | Annotated[int, Field(ge=1, le=19)] = "none"
     differences: bool = False
+    frozen: Literal["save", "skip"] = "save"
     auto: AutoSettings = AutoSettings()
     bounds: BoundSettings = BoundSettings()
     budget: BudgetSettings = BudgetSettings()
@@ -187,6 +189,8 @@ def load_config(source: str | os.PathLike[str] | Mapping[str, Any] | Config | No
             f"auto: the section holds under `every: auto` only, and every is {config.every}: set `every: auto`, or "
             "remove it"
         )
+    if config.memory.peers and not config.memory.enabled:
+        raise ConfigError("memory.peers replicates the memory tier, which is off: set `memory: {enabled: true}`, too")
     if config.differences and config.packing == "none":
         raise ConfigError("differences: true saves bytes only where they are packed: set `packing: auto` or a level")
     return config

@@ -33,10 +33,12 @@ from store.versions import Bad
 @dataclass(frozen=True)
 class Foreseen:
     """save: whose run state will be taken; its step is the one to go on from. user: this rank's state of the objects
-    in ``state=[...]``, None where the commit has none (it was imported)."""
+    in ``state=[...]``, None where the commit has none (it was imported). memory: what memory holds was counted in; else
+    the resume is to leave it out."""
 
     save: SaveId
     user: list[Any] | None
+    memory: bool
 
 
 def foresee(config: Config, group: Group, objects: int) -> Foreseen | None:
@@ -54,7 +56,8 @@ def foresee(config: Config, group: Group, objects: int) -> Foreseen | None:
     onward = remembered_or_stored(lambda found: _onward(found, config, group, user), catalog, remembered)
     if onward is None:
         return None
-    return _corrected(onward.save, catalog, config, group) or Foreseen(onward.save, onward.state["user"])
+    corrected = _corrected(onward.save, catalog, config, group)
+    return corrected or Foreseen(onward.save, onward.state["user"], remembered is not None)
 
 
 def _corrected(expected: SaveId, catalog: Catalog, config: Config, group: Group) -> Foreseen | None:
@@ -64,7 +67,7 @@ def _corrected(expected: SaveId, catalog: Catalog, config: Config, group: Group)
         return None
     save = SaveId.parse(told["onward"])
     state = read_run_state(catalog, save, GroupRecord(**told["group"]), group)
-    return None if state is None else Foreseen(save, state["user"])
+    return None if state is None else Foreseen(save, state["user"], False)
 
 
 def _told(config: Config, catalog: Catalog) -> dict[str, Any] | None:

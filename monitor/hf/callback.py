@@ -133,7 +133,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
             )
         if planned is not None:  # where nothing is left to do the Trainer was told a step beyond all epochs
             state.global_step = SaveId.parse(planned["attributes"]["save"]).step
-        step = checkpointer.resume()
+        step = checkpointer.resume(memory=planned is not None and bool(planned["attributes"]["memory"]))
         if step != state.global_step:
             self._tell_otherwise(checkpointer, planned)
             raise StoreError(

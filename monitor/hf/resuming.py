@@ -135,11 +135,9 @@ def _trainer_state(foreseen: Foreseen, saved: Any, args: Any, group: Group) -> d
             step, length, args
         ):  # the Trainer would take another step, if the last epoch was not to be a whole one
             state["global_step"] = max(step, length.beyond)
+    told = {"save": foreseen.save.name, "memory": foreseen.memory}
     callbacks = dict(state.get("stateful_callbacks") or {})
-    return {
-        **state,
-        "stateful_callbacks": {**callbacks, PLAN: {"args": {}, "attributes": {"save": foreseen.save.name}}},
-    }
+    return {**state, "stateful_callbacks": {**callbacks, PLAN: {"args": {}, "attributes": told}}}
 
 
 def _done(step: int, length: Length, args: Any) -> bool:
