@@ -38,8 +38,8 @@ def attach(
     *,
     state: Sequence[Any] = (),
 ) -> Checkpointer:
-    """Attach to a DeepSpeed engine, to ``(model, optimizer)`` of plain PyTorch or DistributedDataParallel, or to an
-    ``accelerate.Accelerator`` that has prepared one of each.
+    """Attach to a DeepSpeed engine, to ``(model, optimizer)`` of plain PyTorch, DistributedDataParallel or FSDP2, or
+    to an ``accelerate.Accelerator`` that has prepared one of each.
 
     config: a YAML file, a mapping, or None for the defaults. state: objects to save and resume besides the model
     and the optimizer (schedulers, samplers, loss scalers, ``torch.Generator``): each with ``state_dict`` and
