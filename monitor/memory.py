@@ -33,6 +33,7 @@ from monitor.units import LocalUnit
 from monitor.writer import Done, Writer
 from store.catalog import Catalog
 from store.errors import DriftpointError, StorageError, StoreError
+from store.memory.claimed import of_store
 from store.memory.cleaning import renew
 from store.memory.held import look
 from store.memory.tier import Tier
@@ -78,7 +79,7 @@ class MemoryTier:
         self._saver = saver
         self._tier = Tier(Path(settings.path), opened.catalog.store_id)
         self._pace = MemoryPace(settings.every, settings.stall_share)
-        self._head = Head(job)
+        self._head = Head(job, saver)
         self._keeper = Keeper(job, opened, self._head, lazy=saver.lazy)
         on_device = any(one.is_cuda for one in job.adapter.module.parameters())
         self._room = MemoryRoom(settings.versions, pinned=on_device)
@@ -120,7 +121,7 @@ class MemoryTier:
         elif not self._off:
             self._whole = None
             nbytes = self._keeper.needed(local)
-            problem = self._room.take(self._tier, self._opened.epoch, self._group.rank, nbytes, kept)
+            problem = self._room.take(self._tier, self._opened, self._group.rank, nbytes, kept)
             told = self._group.gather(problem)
             if any(told):
                 self._give_up("; ".join(f"rank {rank}: {text}" for rank, text in enumerate(told) if text)[:600])
@@ -216,7 +217,8 @@ class MemoryTier:
         """Whether a commit is as new as what is in memory. What cannot be told is not."""
         try:
             newest = max(self._opened.catalog.saves(), default=None)
-            return newest is not None and all(save <= newest for save in look(self._tier).versions)
+            kept = of_store(look(self._tier), self._opened.files).versions
+            return newest is not None and all(save <= newest for save in kept)
         except (StoreError, OSError):
             return False
 

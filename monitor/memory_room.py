@@ -9,8 +9,9 @@ import logging
 import mmap
 from collections.abc import Callable
 
+from monitor.opened import OpenedStore
 from monitor.pinning import Pins
-from store.errors import StorageError
+from store.errors import StorageError, StoreError
 from store.memory.arena import Arena
 from store.memory.cleaning import clear_old
 from store.memory.tier import Tier
@@ -39,18 +40,18 @@ class MemoryRoom:
         """Whether there is none while a version is being replaced."""
         return self._versions == 1
 
-    def take(self, tier: Tier, epoch: int, rank: int, nbytes: int, kept: SaveId | None) -> str | None:
+    def take(self, tier: Tier, opened: OpenedStore, rank: int, nbytes: int, kept: SaveId | None) -> str | None:
         """Have payloads of ``nbytes``, those of earlier incarnations first. Why it cannot be, else None.
 
         kept: the version that the job stands on, which stays."""
         trying(lambda: clear_old(tier.base))  # on every node
         try:
-            self.arena = Arena(tier, epoch, rank, self._versions)
+            self.arena = Arena(tier, opened.epoch, rank, self._versions, opened.files)
             self.arena.take_over(kept)
             # With an older version to keep, the last payload is that one's, once it is not needed any more.
             for slot in self.arena.slots[: -1 if self.arena.spares(kept) else None]:
                 self.at(slot, nbytes)
-        except (StorageError, OSError) as error:
+        except (StoreError, OSError) as error:
             return str(error)
         return None
 
