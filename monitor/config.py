@@ -91,6 +91,10 @@ class Config(Settings):
     differences: bool = Field(
         default=False, description="store what changed since an earlier save where that is smaller; needs packing"
     )
+    frozen: Literal["save", "skip"] = Field(
+        default="save",
+        description="skip: frozen weights stay out of the store, for scripts that bring them; see docs/huggingface.md",
+    )
     auto: AutoSettings = AutoSettings()
     bounds: BoundSettings = BoundSettings()
     budget: BudgetSettings = BudgetSettings()
