@@ -227,6 +227,21 @@ class TestMachine:
         )
         assert eval(done.stdout) == [["open files", "warn"], ["file size", "warn"]]
 
+    def test_extras(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        for name, number in (("deepspeed", "0.16.4"), ("transformers", "5.0"), ("accelerate", "1.1")):
+            (tmp_path / f"{name}-{number}.dist-info").mkdir()
+            (tmp_path / f"{name}-{number}.dist-info" / "METADATA").write_text(f"Name: {name}\nVersion: {number}\n")
+        monkeypatch.setattr(sys, "path", [str(tmp_path)])
+        found = machine._extras()
+        assert (found.state, found.seen) == (
+            "warn",
+            (
+                "deepspeed: deepspeed 0.16.4; hf: transformers 5.0, accelerate 1.1; s3: not installed (pip install "
+                "'driftpoint[s3]')"
+            ),
+        )
+        assert "0.19" in found.todo
+
     def test_torch_that_cannot_be_imported(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so.12: cannot open shared object file')")
         monkeypatch.setenv("PYTHONPATH", str(tmp_path))
