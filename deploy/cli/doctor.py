@@ -64,9 +64,10 @@ def doctor(
     from deploy.doctor.plan import Plan, parsed_count
 
     ranks, settings = launched(os.environ), _settings(config)
-    root = store or Path(settings.store).expanduser()
-    if "://" in str(settings.store) and store is None:
-        raise UsageError(f"{settings.store} is no directory: doctor looks at those only")
+    named = settings.store if store is None else str(store)
+    if "://" in named:
+        raise UsageError(f"{named} is no directory, and doctor looks at those only: give the path of one")
+    root = Path(named).expanduser()
     count = known_parameters(root) if parameters is None else parsed_count(parameters)
     plan = Plan(settings, count, nodes)
     findings = list(_findings(root, plan, ranks, patience))
