@@ -4,6 +4,9 @@ Ranks learn through one small reduction, at the next version, whether all of the
 version before is not touched on any of them, so that there is always one that all have. Nothing here ever reaches
 the training loop as an exception: without room, or when memory refuses, the job goes on with the store alone, and says
 so. The background thread owns a version's payload from :meth:`MemoryTier.keep` until the version is settled.
+
+Where versions are replicated to other nodes, none begins while one is on its way: so there is always one that all
+ranks have both in their own memory and at their peers, unless the last one could not be sent.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -21,6 +24,7 @@ from monitor.keeping import Keeper
 from monitor.memory_room import MemoryRoom, trying
 from monitor.opened import OpenedStore
 from monitor.pacing_memory import MemoryPace
+from monitor.peers.peers import Peers, Sending
 from monitor.remembered import Remembered, newest_remembered
 from monitor.remembering import Version, remember
 from monitor.saver import Saver
@@ -83,6 +87,8 @@ class MemoryTier:
         self._pending: _Pending | None = None
         self._outcome: Done[float] | None = None
         self._whole: tuple[int, SaveId] | None = None
+        self._peers = Peers(job)
+        self._rest = False
         self._refused: str | None = None
         self._failures = 0
         self._copying: Copying | None = None
@@ -97,7 +103,8 @@ class MemoryTier:
     def find(self, catalog: Catalog) -> Remembered | None:
         """What a resume may use. Collective."""
         self._drain()
-        found = newest_remembered(self._tier, catalog, self._job.adapter, self._group)
+        self._peers.meet(self._tier)
+        found = newest_remembered(self._tier, catalog, self._job.adapter, self._group, self._peers)
         if found is not None:  # however old: the job stands on it until it has a version of its own
             trying(lambda: renew(self._tier, found.save))
         return found
@@ -110,6 +117,7 @@ class MemoryTier:
         if self._room.arena is not None:
             slot = self._room.stand_on(kept)
             self._whole = None if slot is None or kept is None else (slot, kept)
+            self._begin_peers(local, kept)
         elif not self._off:
             self._whole = None
             nbytes = self._keeper.needed(local)
@@ -117,6 +125,8 @@ class MemoryTier:
             told = self._group.gather(problem)
             if any(told):
                 self._give_up("; ".join(f"rank {rank}: {text}" for rank, text in enumerate(told) if text)[:600])
+            else:
+                self._begin_peers(local, kept)
         self._head.begin()
         self._pace.restart()
 
@@ -138,18 +148,25 @@ class MemoryTier:
         failed = outcome is not None and outcome.error is not None
         unready = self._group.rank == 0 and not self._head.ready()
         off = self._failures >= _FAILURES
-        wanted = self._pace.wanted()
-        values = [step, -step, busy, failed, changed, trouble, unready, off, wanted]
+        latest = self.newest if pending is None else pending.save
+        sending = self._sending(latest)
+        values = [step, -step, busy, failed, changed, trouble, unready, off, *astuple(sending), self._pace.wanted()]
         newest, oldest, *flags, interval = self._group.largest(values)
-        any_busy, any_failed, any_changed, any_trouble, any_unready, any_off = (bool(flag) for flag in flags)
+        any_busy, any_failed, any_changed, any_trouble, any_unready, any_off, *sent = (bool(flag) for flag in flags)
         self._pace.agreed(step, interval)
         if any_busy or (any_changed and self._saver.under_way):
             # What a save that is under way is of must stay known until it is settled.
+            self._peers.agreed(Sending(*sent), None)
             return Agreed("busy", any_changed)
         if pending is not None and pending.abandoned:
             self._pending = self._outcome = None
         elif pending is not None:
             self._finish(pending, outcome, any_failed)
+        self._peers.agreed(Sending(*sent), latest if latest == self.newest else None)
+        if sent[0]:
+            return Agreed("busy", any_changed)
+        if self._rest:
+            self._take_rest()
         if any_off:
             self._give_up(f"memory refused {_FAILURES} versions in a row: {self._refused or 'on another rank'}")
             return Agreed("off", any_changed)
@@ -164,6 +181,7 @@ class MemoryTier:
         self._saver.kept(step)
         save = SaveId(step, self._opened.epoch)
         slot = next((one for one in self._room.slots if self._whole is None or one != self._whole[0]), 0)
+        keep = self._peers.standing_on(self.newest if self._whole and self._whole[0] != slot else None)
         self._outcome = None
         try:
             version = self._staged(save, local, slot)
@@ -173,7 +191,7 @@ class MemoryTier:
                 self._refused = str(error)
             self._pending = _Pending(self._writer.submit(_raising(error)), save, slot)
         else:
-            self._pending = _Pending(self._writer.submit(lambda: remember(version)), save, slot)
+            self._pending = _Pending(self._writer.submit(lambda: self._remembered(version, keep)), save, slot)
             self._copying = version.copying
         self._pace.stalled(time.perf_counter() - began)
 
@@ -183,12 +201,17 @@ class MemoryTier:
             _log.warning("the version in memory of this rank is not finished and is given up")
             remove = False
         self._writer.stop()
+        remove = remove or (self._room.arena is not None and self._outranked())
+        self._peers.close(remove=remove)
         if self._room.arena is not None:
             self._pending = None
-            remove = remove or self._outranked()
             if remove:  # what the job began with may be all that there is
                 self._room.take_rest(self._group.world_size)
             self._room.close(remove=remove)
+
+    def _begin_peers(self, local: Mapping[Unit, LocalUnit], kept: SaveId | None) -> None:
+        if not self._off:
+            self._peers.begin(self._tier, self._opened.epoch, self._keeper.needed(local), kept)
 
     def _outranked(self) -> bool:
         """Whether a commit is as new as what is in memory. What cannot be told is not."""
@@ -206,6 +229,23 @@ class MemoryTier:
         if self._room.single and self._whole is None:
             arena.take_rest(self._group.world_size)  # the one that there is gets replaced, also an earlier job's
         return self._keeper.staged(save, local, arena, slot, partial(self._room.at, slot))
+
+    def _remembered(self, version: Version, keep: SaveId | None) -> float:
+        """The background thread's work on a version."""
+        seconds = remember(version)
+        self._peers.offer(version.arena, version.slot, version.save, keep)
+        return seconds
+
+    def _sending(self, latest: SaveId | None) -> Sending:
+        sending, took = self._peers.sending(latest)
+        for seconds in took:
+            self._pace.sent(seconds)
+        return sending
+
+    def _take_rest(self) -> None:
+        """Nobody goes back to what earlier incarnations left, and nothing is on its way to a peer."""
+        self._room.take_rest(self._group.world_size)
+        self._rest = not self._peers.take_rest()
 
     def _before_update(self) -> None:
         """An optimizer step is about to change the state: what is not copied yet must be waited for."""
@@ -237,7 +277,9 @@ class MemoryTier:
             self._job.daemon.remembered(pending.save)
             if self._group.rank == 0:
                 self._job.metrics.remembered(pending.save.step, (outcome.result if outcome else None) or 0.0)
-            if first:
+            if first and self._peers.on:
+                self._rest = True  # once this one is at its peers, too
+            elif first:
                 self._room.take_rest(self._group.world_size)
         self._pending = self._outcome = None
 
@@ -248,6 +290,7 @@ class MemoryTier:
         if self._copying is not None:
             self._copying.finish()
         joined = self._writer.join(self._job.config.timeouts.close)
+        self._peers.break_off()
         self._collect()
         self._copying = None
         if joined:
@@ -271,7 +314,9 @@ class MemoryTier:
         if self._group.rank == 0:
             self._job.metrics.failures.labels("memory").inc()
             _log.error("the memory tier is off, saves go to the store alone: %s", why)
+        self._peers.stop()
         if self._whole is None:
+            self._peers.close(remove=True)
             self._room.close(remove=True)
         else:  # close() gives it back
             self._room.keep_only(self._whole[0])

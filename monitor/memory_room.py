@@ -49,7 +49,7 @@ class MemoryRoom:
             self.arena = Arena(tier, opened.epoch, rank, self._versions, opened.files)
             self.arena.take_over(kept)
             # With an older version to keep, the last payload is that one's, once it is not needed any more.
-            for slot in self.arena.slots[: -1 if kept is not None else None]:
+            for slot in self.arena.slots[: -1 if self.arena.spares(kept) else None]:
                 self.at(slot, nbytes)
         except (StoreError, OSError) as error:
             return str(error)

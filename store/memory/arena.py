@@ -57,6 +57,10 @@ class Arena:
         """Which there are."""
         return self._slots
 
+    def files(self, slot: int) -> tuple[Path, Path]:
+        """Where the record of a payload is, and the payload."""
+        return self._place.record(self._rank, slot), self._place.payload(self._rank, slot)
+
     def holding(self, save: SaveId) -> int | None:
         """The payload that is this version."""
         return next((slot for slot in self._slots if version_in(self._place, self._rank, slot) == save), None)
@@ -98,6 +102,12 @@ class Arena:
             for slot in SLOTS:
                 if keep is None or version_in(old, self._rank, slot) != keep:
                     self._take(old, slot)
+
+    def spares(self, keep: SaveId | None) -> bool:
+        """Whether an earlier incarnation's memory of this rank holds the version ``keep`` on this node."""
+        if keep is None:
+            return False
+        return any(version_in(old, self._rank, slot) == keep for old in self._older() for slot in SLOTS)
 
     def take_rest(self, world_size: int) -> None:
         """There is a version of this incarnation on every rank: nobody goes back to an older one's. StorageError.

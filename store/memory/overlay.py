@@ -78,6 +78,10 @@ class Overlay:
         if payload is not None:
             _fill(payload, offset, target)
             return
+        far = self._version.far.get(rank)
+        if far is not None:
+            far.read(offset, target)
+            return
         for (of, start, nbytes), data in self._version.lent.items():
             if of == rank and start <= offset and offset + target.nbytes <= start + nbytes:
                 target[:] = data[offset - start : offset - start + target.nbytes]
