@@ -211,7 +211,7 @@ class MemoryTier:
 
     def _begin_peers(self, local: Mapping[Unit, LocalUnit], kept: SaveId | None) -> None:
         if not self._off:
-            self._peers.begin(self._tier, self._opened.epoch, self._keeper.needed(local), kept)
+            self._peers.begin(self._tier, self._opened, self._keeper.needed(local), kept)
 
     def _outranked(self) -> bool:
         """Whether a commit is as new as what is in memory. What cannot be told is not."""

@@ -26,7 +26,7 @@ def of_store(node: Node, files: Files) -> Node:
     versions: dict[SaveId, dict[int, Held]] = {}
     for held in node.everything():
         if held.payload.parent not in strange:
-            versions.setdefault(held.record.save, {})[held.record.part.rank] = held
+            versions.setdefault(held.record.save, {}).setdefault(held.record.part.rank, held)
     return Node(versions, node.problems)
 
 
