@@ -72,11 +72,12 @@ class _Sight:
 
 
 def newest_remembered(
-    tier: Tier, catalog: Catalog, adapter: Adapter, group: Group, peers: Peers | None = None
+    tier: Tier, catalog: Catalog, adapter: Adapter | None, group: Group, peers: Peers | None = None
 ) -> Remembered | None:
     """The newest version that every rank can read, if all or some of it is newer than what the newest commit has.
 
-    peers: for what lies on other nodes. None where the store is as good. Collective."""
+    adapter: None where there is no model yet: then only run states are asked for. peers: for what lies on other nodes.
+    None where the store is as good. Collective."""
     suspect = on_first(group, lambda: _newest_suspect(catalog))
     node = _look(tier, catalog, None if suspect is None else SaveId.parse(suspect))
     disk = on_first(group, lambda: _on_disk(catalog))
