@@ -13,7 +13,21 @@ from typing import Annotated, Protocol, runtime_checkable
 
 import typer
 
-from deploy.cli import daemon, import_, memory, merge, policy, prune, rescue, show, simulate, status, verify
+from deploy.cli import (
+    daemon,
+    import_,
+    memory,
+    merge,
+    policy,
+    prune,
+    report,
+    rescue,
+    show,
+    simulate,
+    status,
+    top,
+    verify,
+)
 from deploy.cli import run as run_
 from deploy.cli.exit_codes import BROKEN_PIPE, EPILOG, INTERRUPTED, OK
 from deploy.cli.output import ReaderLeftError, answer_error, note
@@ -28,6 +42,8 @@ app = typer.Typer(
 )
 for _command in (status.status, show.show, verify.verify, merge.merge, prune.prune, rescue.rescue, simulate.simulate):
     app.command(epilog=EPILOG)(_command)
+app.command(epilog=EPILOG)(report.report)
+app.command(epilog=EPILOG)(top.top)
 app.command("import", epilog=EPILOG)(import_.import_)
 # What follows the first word that is no option belongs to the command that is run.
 app.command(epilog=EPILOG, context_settings={"allow_interspersed_args": False})(run_.run)

@@ -1,0 +1,10 @@
+"""Whether a run is safe now, told from files alone: the store, its drift trace, shared memory, the disk.
+
+pulse      what the newest lines of a trace say of the job
+memory     what the memory of this node holds
+disk       how much room there is
+facts      all of it, gathered at one moment
+loss       what a failure would cost
+checks     one judgement for each thing that may be wrong
+verdict    the judgements in one sentence
+"""

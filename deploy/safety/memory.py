@@ -1,0 +1,49 @@
+"""What the shared memory of this node holds of a store: the newest version that all ranks have, and newer parts.
+
+Reads records, no payload. A store whose job runs elsewhere has nothing here, which is no fault.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from store.errors import StoreError
+from store.memory.held import Held, look
+from store.memory.owner import is_owned
+from store.memory.tier import Tier
+from store.names import SaveId
+
+
+@dataclass(frozen=True)
+class InMemory:
+    """newest: the newest version that lies here whole, of all ranks; None where there is none.
+
+    part: a newer one of which only some ranks are here, and how many of how many. alive: processes keep it."""
+
+    newest: SaveId | None
+    ranks: int = 0
+    part: tuple[SaveId, int, int] | None = None
+    alive: bool = False
+    problems: tuple[str, ...] = ()
+
+
+def in_memory(base: Path, store_id: str) -> InMemory:
+    """Of the store, at ``base``. What cannot be looked at is told in ``problems``."""
+    tier = Tier(base, store_id)
+    try:
+        node = look(tier)
+        alive = any(is_owned(place.owner(rank)) for place in tier.generations() for rank in place.ranks())
+    except (StoreError, OSError) as error:
+        return InMemory(None, problems=(str(error),))
+    whole = [save for save, held in node.versions.items() if len(held) == _world(held)]
+    newest = max(whole, default=None)
+    parts = [save for save in node.versions if newest is None or save > newest]
+    part = max(parts, default=None)
+    told = None if part is None else (part, len(node.versions[part]), _world(node.versions[part]))
+    return InMemory(newest, 0 if newest is None else len(node.versions[newest]), told, alive, node.problems)
+
+
+def _world(held: Mapping[int, Held]) -> int:
+    return next(iter(held.values())).record.part.world_size
