@@ -167,10 +167,10 @@ def _saving(facts: Facts) -> Check:
         return Check(name, "look", "none: policy observe saves nothing", "it tells what would be saved", "")
     if not pulse.saves:
         return Check(name, "plain", "none yet by this incarnation")
-    mean = sum(one.written for one in pulse.saves) / len(pulse.saves)
-    text = f"{size_text(round(mean))} each"
-    if pulse.full_bytes:
-        text += f", {100 * mean / pulse.full_bytes:.0f} % of a full one"
+    written, full = sum(one.written for one in pulse.saves), sum(one.full for one in pulse.saves)
+    text = f"{size_text(round(written / len(pulse.saves)))} each"
+    if full:
+        text += f", {100 * written / full:.0f} % of a full one"
     return Check(name, "good", text, f"the last {plural(len(pulse.saves), 'save')} all committed")
 
 

@@ -97,7 +97,7 @@ def gather(
         now=now,
         root=root.absolute(),
         status=status,
-        memory=in_memory(memory, catalog.store_id),
+        memory=in_memory(memory, catalog),
         disk=disk_of(root),
         trace=trace,
         pulse=pulse,

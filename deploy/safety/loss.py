@@ -53,8 +53,7 @@ def remembered(facts: Facts) -> SaveId | None:
     if facts.memory is None or facts.memory.newest is None or facts.status is None:
         return None
     newest, status = facts.memory.newest, facts.status
-    committed = [save for save in status.saves if save not in status.suspects]
-    return newest if all(newest > save for save in committed) else None
+    return newest if all(newest > save for save in status.saves) else None
 
 
 def _at(facts: Facts) -> float | None:

@@ -9,7 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from store.catalog import Catalog
 from store.errors import StoreError
+from store.memory.claimed import of_store
 from store.memory.held import Held, look
 from store.memory.owner import is_owned
 from store.memory.tier import Tier
@@ -29,17 +31,18 @@ class InMemory:
     problems: tuple[str, ...] = ()
 
 
-def in_memory(base: Path, store_id: str) -> InMemory:
-    """Of the store, at ``base``. What cannot be looked at is told in ``problems``."""
-    tier = Tier(base, store_id)
+def in_memory(base: Path, catalog: Catalog) -> InMemory:
+    """Of the store, at ``base``. What cannot be looked at is told in ``problems``; what jobs died of is left out."""
+    tier = Tier(base, catalog.store_id)
     try:
-        node = look(tier)
+        node = of_store(look(tier), catalog.files)
         alive = any(is_owned(place.owner(rank)) for place in tier.generations() for rank in place.ranks())
     except (StoreError, OSError) as error:
         return InMemory(None, problems=(str(error),))
-    whole = [save for save, held in node.versions.items() if len(held) == _world(held)]
-    newest = max(whole, default=None)
-    parts = [save for save in node.versions if newest is None or save > newest]
+    least = max(catalog.suspects().saves, default=None)
+    saves = [save for save in node.versions if least is None or save > least]
+    newest = max((save for save in saves if len(node.versions[save]) == _world(node.versions[save])), default=None)
+    parts = [save for save in saves if newest is None or save > newest]
     part = max(parts, default=None)
     told = None if part is None else (part, len(node.versions[part]), _world(node.versions[part]))
     return InMemory(newest, 0 if newest is None else len(node.versions[newest]), told, alive, node.problems)

@@ -33,11 +33,13 @@ class Decided:
 
 @dataclass(frozen=True)
 class Saved:
-    """A commit. gap: seconds since the one before it, None where there is none in this incarnation."""
+    """A commit. full: what everything, raw, would have taken in its place. gap: seconds since the one before it, None
+    where there is none in this incarnation."""
 
     step: int
     at: float
     written: int
+    full: int
     gap: float | None
 
 
@@ -101,6 +103,7 @@ class Listener:
         self._keep = keep
         self._job: JobLine | None = None
         self._units: tuple[Unit, ...] = ()
+        self._full = 0
         self._heard = 0.0
         self._decisions: deque[Decided] = deque(maxlen=keep)
         self._gaps: deque[tuple[int, float]] = deque(maxlen=_FEW)
@@ -142,7 +145,7 @@ class Listener:
             step_seconds=median(paces) if paces else None,
             decision_gap=median(seconds for _, seconds in steps) if steps else None,
             interval=self._interval,
-            full_bytes=sum(unit.nbytes for unit in job.units if unit.moving),
+            full_bytes=self._full,
         )
 
     def _at(self, seconds: float) -> float:
@@ -158,6 +161,7 @@ class Listener:
             self._heard = line.started
         self._job = line
         self._units = tuple(one.unit for one in line.units)
+        self._full = sum(one.nbytes for one in line.units if one.moving)
         self._at(line.seconds)
 
     def _decided(self, line: DecisionLine, at: float) -> None:
@@ -169,7 +173,8 @@ class Listener:
 
     def _committed(self, line: CommitLine, at: float) -> None:
         gap = at - self._saves[-1].at if self._saves else None
-        self._saves.append(Saved(line.step, at, line.written, gap))
+        besides = max(0, line.written - sum(size[0] for size in line.sizes.values()))
+        self._saves.append(Saved(line.step, at, line.written, self._full + besides, gap))
         self._failed.clear()
         for place in range(len(self._decisions) - 1, -1, -1):
             one = self._decisions[place]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from deploy.cli.text import kind_text, plural
+from deploy.cli.text import plural
 from deploy.safety.checks import ORDER, Check, Level, checks
 from deploy.safety.facts import Facts
 from deploy.safety.loss import Loss, loss_of_node, loss_of_process
@@ -89,5 +89,6 @@ def _how(facts: Facts) -> str:
     if resume.fallbacks:
         units = plural(len(resume.fallbacks), "layer slot")
         return f"with {units} in an older version because newer bytes are damaged"
-    text = kind_text(exact=False, max_staleness=resume.max_staleness, max_drift=resume.max_drift, lossy=resume.lossy)
-    return f"as a {text}" if text.startswith("composite") else text
+    if resume.max_staleness > 0:
+        return f"as a composite whose layers are up to {plural(resume.max_staleness, 'step')} old"
+    return "rounded as the job is set to"

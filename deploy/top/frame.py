@@ -17,7 +17,7 @@ from deploy.top.rows import LayerRow, by_drift, course_range, layer_rows, moving
 
 _STYLES = {"good": "green", "plain": "", "look": "yellow", "bad": "bold red"}
 _TITLES = {"good": "bold white on green", "look": "bold black on yellow", "bad": "bold white on red"}
-_STATES = {"fresh": "", "stale": "yellow", "fallback": "bold red", "sick": "bold white on red"}
+_STATES = {"fresh": "", "stale": "", "fallback": "bold red", "sick": "bold white on red"}
 _PAIRS = (
     ("Newest commit", "Job"),
     ("A resume gives", "Saves"),
