@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from deploy.report.heat import WIDTH, Label, _apart
+from deploy.report.heat import WIDTH, Label, apart
 
 _LEFT, _TOP, _BODY, _BOTTOM = 76.0, 10.0, 110.0, 20.0
 _TICKS = 3
@@ -66,18 +66,18 @@ def bars(
         beside=_path(beside, each, _BODY / top),
         marks=[round(_LEFT + mark * each, 1) for mark in marks],
         levels=levels,
-        ticks=_apart(below),
+        ticks=apart(below),
     )
 
 
 def nice_top(value: float) -> float:
-    """A little above the largest value: 1, 1.5, 2, 3, 4, 5, 6 or 8 times a power of ten."""
+    """A little above the largest value: 1, 2, 3, 4, 6 or 8 times a power of ten."""
     if value <= 0:
         return 1.0
     power = 10.0 ** len(str(int(value))) / 10 if value >= 1 else 1.0
     while power > value:
         power /= 10
-    return next(step * power for step in (1, 1.5, 2, 3, 4, 5, 6, 8, 10, 20) if step * power >= value)
+    return next(step * power for step in (1, 2, 3, 4, 6, 8, 10, 20) if step * power >= value)
 
 
 def _path(values: Sequence[float], each: float, scale: float) -> str:

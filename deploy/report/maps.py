@@ -11,8 +11,8 @@ import numpy.typing as npt
 from deploy.cli.text import drift_text, plural, printable
 from deploy.report.heat import Grid, Map, heat_map
 from deploy.report.history import History
-from deploy.report.scale import LEVELS, Scale, scale_for, threshold_text
-from store.names import WEIGHTS, Unit
+from deploy.report.scale import LEVELS, scale_for, threshold_text
+from store.names import WEIGHTS
 
 _ACROSS = 3
 """Panels side by side."""
@@ -25,12 +25,11 @@ _Cells = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Maps:
-    """Strips of panels. scale: legend of the drift, (class, text). merged: decisions in a column. rounding: whether
-    anything was stored rounded; sick: whether anything was not finite."""
+    """Strips of panels. merged: decisions in a column. rounding: whether anything was stored rounded; sick: whether
+    anything was not finite; known: whether any drift is."""
 
     drift: Sequence[Map]
     saved: Sequence[Map]
-    scale: Sequence[tuple[str, str]]
     merged: int
     rounding: bool
     sick: bool
@@ -40,22 +39,16 @@ class Maps:
 def maps_of(history: History) -> Maps:
     """Of the units that move; what does not is saved once and drifts nowhere."""
     bins = history.bins
-    moving = [place for place, unit in enumerate(history.units) if unit in history.moving]
-    values = bins.drift[moving]
-    scale = scale_for(values[np.isfinite(values)].ravel().tolist())
-    layers = list(dict.fromkeys(history.units[place].layer for place in moving))
-    slots = sorted(dict.fromkeys(history.units[place].slot for place in moving), key=lambda slot: slot != WEIGHTS)
-    table = {unit: place for place, unit in enumerate(history.units)}
-    drift = [_drift_grid(history, table, layers, slot, scale) for slot in slots]
-    saved = [_saved_grid(history, table, layers, slot) for slot in slots]
+    moving = [unit for unit in history.units if unit in history.moving]
+    layers = list(dict.fromkeys(unit.layer for unit in moving))
+    slots = sorted(dict.fromkeys(unit.slot for unit in moving), key=lambda slot: slot != WEIGHTS)
     return Maps(
-        drift=_strips(history, drift, layers),
-        saved=_strips(history, saved, layers),
-        scale=_legend(scale),
+        drift=_strips(history, [_drift_grid(history, layers, slot) for slot in slots], layers),
+        saved=_strips(history, [_saved_grid(history, layers, slot) for slot in slots], layers),
         merged=bins.width,
         rounding=bool(bins.rounded.any()),
         sick=bool(bins.sick.any()),
-        known=bool(np.isfinite(values).any()),
+        known=bool(np.isfinite(bins.drift).any()),
     )
 
 
@@ -84,48 +77,39 @@ def _strips(history: History, grids: Sequence[Grid], layers: Sequence[str]) -> l
     ]
 
 
-def _drift_grid(history: History, table: dict[Unit, int], layers: Sequence[str], slot: str, scale: Scale) -> Grid:
-    bins = history.bins
+def _rows(history: History, layers: Sequence[str], slot: str) -> dict[int, int]:
+    """Row of a panel -> row of the bins, of the layers that have the slot."""
+    table = {unit.layer: place for place, unit in enumerate(history.units) if unit.slot == slot}
+    return {row: table[layer] for row, layer in enumerate(layers) if layer in table}
+
+
+def _drift_grid(history: History, layers: Sequence[str], slot: str) -> Grid:
+    """On a scale of its own: weights and moments differ by powers of ten."""
+    bins, rows = history.bins, _rows(history, layers, slot)
+    values = bins.drift[list(rows.values())]
+    scale = scale_for(values[np.isfinite(values)].tolist())
     classes = np.full((len(layers), len(bins.columns)), -1, np.int64)
-    hover = []
-    for row, layer in enumerate(layers):
-        place = table.get(Unit(layer, slot))
-        if place is None:
-            hover.append(f"{printable(layer)}: has no {printable(slot)}")
-            continue
-        values = bins.drift[place]
-        known = np.isfinite(values)
-        classes[row, known] = np.searchsorted(scale.thresholds, values[known], side="right")
+    hover = ["none"] * len(layers)
+    for row, place in rows.items():
+        known = np.isfinite(bins.drift[place])
+        found = bins.drift[place][known]
+        classes[row, known] = np.searchsorted(scale.thresholds, found, side="right")
         classes[row, bins.sick[place] > 0] = LEVELS
-        hover.append(_drift_hover(layer, values[known]))
-    return Grid(printable(slot), classes, DRIFT_CLASSES, hover)
+        hover[row] = (
+            f"last {drift_text(float(found[-1]))}, most {drift_text(float(found.max()))}" if found.size else "?"
+        )
+    legend = [("d0", ""), *((f"d{i + 1}", threshold_text(value)) for i, value in enumerate(scale.thresholds))]
+    return Grid(printable(slot), classes, DRIFT_CLASSES, hover, legend if values.size else ())
 
 
-def _drift_hover(layer: str, known: npt.NDArray[np.float64]) -> str:
-    if not known.size:
-        return f"{printable(layer)}: drift not known"
-    return f"{printable(layer)}: drift last {drift_text(float(known[-1]))}, highest {drift_text(float(known.max()))}"
-
-
-def _saved_grid(history: History, table: dict[Unit, int], layers: Sequence[str], slot: str) -> Grid:
-    bins = history.bins
+def _saved_grid(history: History, layers: Sequence[str], slot: str) -> Grid:
+    bins, rows = history.bins, _rows(history, layers, slot)
     per_column = np.array([one.decisions for one in bins.columns])
     classes: _Cells = np.full((len(layers), len(bins.columns)), -1, np.int64)
-    hover = []
-    for row, layer in enumerate(layers):
-        place = table.get(Unit(layer, slot))
-        if place is None:
-            hover.append(f"{printable(layer)}: has no {printable(slot)}")
-            continue
+    hover = ["none"] * len(layers)
+    for row, place in rows.items():
         count, lossy = bins.saved[place], bins.rounded[place]
         share = np.minimum(2, np.ceil(3 * count / np.maximum(1, per_column)).astype(np.int64) - 1)
-        rounded = 2 * lossy > count
-        classes[row] = np.where(count > 0, np.maximum(0, share) + 3 * rounded, -1)
-        hover.append(f"{printable(layer)}: in {plural(int(count.sum()), 'save')} of {history.totals.saves}")
+        classes[row] = np.where(count > 0, np.maximum(0, share) + 3 * (2 * lossy > count), -1)
+        hover[row] = f"in {int(count.sum())} of {plural(history.totals.saves, 'save')}"
     return Grid(printable(slot), classes, SAVED_CLASSES, hover)
-
-
-def _legend(scale: Scale) -> list[tuple[str, str]]:
-    found = [("d0", f"below {threshold_text(scale.thresholds[0])}")]
-    found += [(f"d{i + 1}", f"{threshold_text(value)}") for i, value in enumerate(scale.thresholds)]
-    return found

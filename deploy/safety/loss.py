@@ -15,8 +15,8 @@ from store.names import SaveId
 @dataclass(frozen=True)
 class Loss:
     """back_to: the step that a resume goes on at; None where nothing can be resumed. steps, seconds: of training that
-    is gone; None where nobody knows. at: the step that the job is at, as far as it is known. memory: the version in memory
-    that it is told of, which is there as long as the node is."""
+    is gone; None where nobody knows. at: the step that the job is at, as far as it is known. memory: the version in
+    memory that it is told of, which is there as long as the node is."""
 
     back_to: int | None
     at: float | None = None
