@@ -6,6 +6,7 @@ lost or would be.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -127,7 +128,7 @@ def _kind(facts: Facts) -> Check:
     assert status is not None
     resume, name = status.resume, "A resume gives"
     if resume is None:
-        todo = f"driftpoint verify {facts.root}" if status.saves else ""
+        todo = _typed("verify", facts) if status.saves else ""
         level: Level = "bad" if status.saves else "look"
         return Check(name, level, "nothing", status.problems[0] if status.problems else "", todo)
     if resume.fallbacks:
@@ -137,9 +138,7 @@ def _kind(facts: Facts) -> Check:
     if status.newest is None or resume.save != status.newest.save.name or resume.save != status.saves[0].name:
         why = "jobs died of newer ones" if status.suspects else "newer ones are damaged"
         told = status.problems[0] if status.problems else ""
-        return Check(
-            name, "look", f"step {resume.step}, not the newest commit: {why}", told, f"driftpoint status {facts.root}"
-        )
+        return Check(name, "look", f"step {resume.step}, not the newest commit: {why}", told, _typed("status", facts))
     if resume.exact:
         return Check(name, "good", f"step {resume.step}, exact", "every layer as it was, to the last bit")
     if resume.max_staleness <= 0:
@@ -221,7 +220,7 @@ def _disk(facts: Facts) -> Check:
         return Check(name, "plain", text)
     room = disk.free // need
     level: Level = "bad" if room < 1 else "look" if room < _FEW_SAVES else "good"
-    todo = f"free space, or driftpoint prune {facts.root} --dry-run" if level != "good" else ""
+    todo = f"free space, or {_typed('prune --dry-run', facts)}" if level != "good" else ""
     shown = "more than 9999" if room > 9999 else str(room)
     return Check(name, level, text, f"room for {shown} full saves of {size_text(need)}", todo)
 
@@ -244,10 +243,8 @@ def _kept(facts: Facts) -> Check:
     span = f"step {steps[0]}" if len(steps) == 1 else f"steps {min(steps)} to {max(steps)}"
     size = f", {size_text(status.size_bytes)}" if status.size_bytes else ""
     note = f"{span}{size}"
-    if status.suspects:
-        died = f"; jobs died of {_listed([save.name for save in status.suspects])}"
-        return Check("Kept", "look", plural(len(saves), "commit"), note + died, f"driftpoint status {facts.root}")
-    return Check("Kept", "good", plural(len(saves), "commit"), note + retention_text(facts))
+    died = f"; jobs died of {_listed([save.name for save in status.suspects])}" if status.suspects else ""
+    return Check("Kept", "good", plural(len(saves), "commit"), note + died + retention_text(facts))
 
 
 def retention_text(facts: Facts) -> str:
@@ -303,7 +300,14 @@ def _last_heard(facts: Facts) -> str:
 
 
 def _verify(facts: Facts) -> str:
-    return f"driftpoint verify {facts.root}"
+    """What to do about damage: find out what is damaged, or, where that is known, why."""
+    if facts.checked is None or not facts.checked.damaged:
+        return _typed("verify", facts)
+    return "look at the disk, and who deletes files there; what is damaged goes as newer saves take its place"
+
+
+def _typed(command: str, facts: Facts) -> str:
+    return f"driftpoint {command} {shlex.quote(str(facts.root))}"
 
 
 def _listed(names: Iterable[object], most: int = 4) -> str:

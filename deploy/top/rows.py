@@ -85,7 +85,7 @@ def _slot(unit: CertifiedUnit | None, drift: float | None, at: float | None, sic
         return Slot(None, drift, "sick" if sick else "stale")
     age = unit.staleness if at is None else max(0, round(at - unit.step))
     state = "sick" if sick else "fallback" if unit.fallback else "stale" if unit.staleness else "fresh"
-    return Slot(age, drift if drift is not None else unit.drift, state)
+    return Slot(age, unit.drift if unit.fallback or drift is None else drift, state)
 
 
 def spark(course: Sequence[float | None], width: int, low: float, high: float) -> str:
