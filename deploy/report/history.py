@@ -5,7 +5,7 @@ Memory does not grow with the length of a trace. Lines of movement are not looke
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -70,10 +70,17 @@ class History:
     last_drift: dict[Unit, float] = field(default_factory=dict)
 
 
-def read_history(path: Path, most: int = 120) -> History:
-    """Of a trace's file. OSError where it cannot be read."""
+def read_history(path: Path, most: int = 120, progress: Callable[[int], None] = lambda _: None) -> History:
+    """Of a trace's file. progress: told the bytes just read. OSError where it cannot be read."""
     with path.open("rb") as file:
-        return history_of(each_line(raw for raw in file if not raw.startswith(_MOVEMENT)), most)
+        return history_of(each_line(_needed(file, progress)), most)
+
+
+def _needed(file: Iterable[bytes], progress: Callable[[int], None]) -> Iterator[bytes]:
+    for raw in file:
+        progress(len(raw))
+        if not raw.startswith(_MOVEMENT):
+            yield raw
 
 
 def history_of(lines: Iterable[Line | None], most: int = 120) -> History:
@@ -277,10 +284,3 @@ class _Reader:
         if self._first_at is not None and self._heard is not None:
             self._totals.seconds += max(0.0, self._heard - self._first_at)
         self._first_at = None
-
-
-def columns_text(bins: Bins) -> Iterator[str]:
-    """The steps of each column, for people."""
-    for one in bins.columns:
-        same = one.first_step == one.last_step
-        yield f"step {one.first_step}" if same else f"steps {one.first_step} to {one.last_step}"

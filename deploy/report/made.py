@@ -95,7 +95,8 @@ def _content(facts: Facts, history: History | None, missing: str, incidents: lis
 
 def _history(path: Path, *, named: bool) -> tuple[History | None, str]:
     try:
-        history = read_history(path)
+        with byte_progress("Reading the trace", path.stat().st_size) as progress:
+            history = read_history(path, progress=progress)
     except OSError as error:
         if named:
             raise UsageError(f"cannot read the trace {path}: {error.strerror}") from error

@@ -5,6 +5,6 @@ memory     what the memory of this node holds
 disk       how much room there is
 facts      all of it, gathered at one moment
 loss       what a failure would cost
-checks     one judgement for each thing that may be wrong
+check      a judgement of one thing; store_checks, job_checks, checks: all of them
 verdict    the judgements in one sentence
 """

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from deploy.cli.text import plural
-from deploy.safety.checks import ORDER, Check, Level, checks
+from deploy.safety.check import ORDER, Check, Level
+from deploy.safety.checks import checks
 from deploy.safety.facts import Facts
 from deploy.safety.loss import Loss, loss_of_node, loss_of_process
 from deploy.safety.words import span_text, steps_text

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from deploy.cli.text import drift_text, plural, printable, tail
-from deploy.safety.checks import Check
+from deploy.safety.check import Check
 from deploy.safety.facts import Facts
 from deploy.safety.verdict import Verdict, judge
 from deploy.safety.words import clock, span_text

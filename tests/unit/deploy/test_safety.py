@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from deploy.report.history import read_history
-from deploy.safety.checks import Check
+from deploy.safety.check import Check
 from deploy.safety.facts import Checked, Facts, gather
 from deploy.safety.loss import loss_of_node
 from deploy.safety.verdict import Verdict, judge

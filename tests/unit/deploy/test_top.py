@@ -12,7 +12,7 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from fcntl import ioctl
 from pathlib import Path
@@ -20,10 +20,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from deploy.safety.facts import Facts
 from deploy.top.frame import Frame, View, frame
 from deploy.top.keys import named
 from deploy.top.tail import Tail
-from deploy.top.watch import Watch
+from deploy.top.watch import Looker, Watch
 from tests.support.cli import Here, environment
 from tests.support.processes import holding_lock
 from tests.support.seen_runs import SeenRun
@@ -236,3 +237,30 @@ def test_in_a_terminal(run: SeenRun, end: str) -> None:
             seen.process.send_signal(signal.SIGINT)
         assert seen.process.wait(60) == 0
         assert seen.attributes() == before, "the terminal is given back as it was"
+
+
+def test_a_store_that_goes_away_is_told_and_what_was_seen_stays(run: SeenRun) -> None:
+    looker = Looker(Watch(run.root, run.trace, run.root.parent), 0.05)
+    try:
+        until(lambda: looker.seen.facts is not None)
+        away = run.root.rename(run.root.with_name("away"))
+        until(lambda: bool(looker.seen.trouble))
+        assert looker.seen.facts is not None
+        told = drawn_of(looker.seen.facts, View(trouble=looker.seen.trouble, age=20.0, keys=True))
+        assert "As of 20 s ago:" in told
+        away.rename(run.root)
+        until(lambda: not looker.seen.trouble)
+    finally:
+        looker.end()
+    assert looker.error is None
+
+
+def drawn_of(facts: Facts, view: View) -> str:
+    return text(frame(Console(width=100), facts, view, 100, 30))
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
