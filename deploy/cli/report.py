@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -43,7 +42,7 @@ def report(
     del debug
     from deploy.report.made import make
 
-    made = make(store, trace, base_of(memory), verify=verify, now=time.time())
+    made = make(store, trace, base_of(memory), verify=verify)
     path = out or Path(f"{store.absolute()}.report.html")
     made.write(path)
     output.answer(as_json(made, path), lambda console: draw(console, made, path), as_json=json)

@@ -21,6 +21,7 @@ from deploy.report.incidents import (
     skipped_incident,
     withheld_incident,
 )
+from deploy.safety.believable import Sceptic
 from deploy.safety.pulse import Listener, Pulse
 from store.certificate import is_lossy
 from store.names import Unit
@@ -73,7 +74,7 @@ class History:
 def read_history(path: Path, most: int = 120, progress: Callable[[int], None] = lambda _: None) -> History:
     """Of a trace's file. progress: told the bytes just read. OSError where it cannot be read."""
     with path.open("rb") as file:
-        return history_of(each_line(_needed(file, progress)), most)
+        return history_of(Sceptic().believe(each_line(_needed(file, progress))), most)
 
 
 def _needed(file: Iterable[bytes], progress: Callable[[int], None]) -> Iterator[bytes]:

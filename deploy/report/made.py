@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -63,27 +64,23 @@ def trace_path(root: Path, given: Path | None) -> Path:
     return given or Path(f"{os.path.abspath(root)}.trace.jsonl")  # noqa: PTH100 - links stay as they are named
 
 
-def make(root: Path, trace: Path | None, memory: Path, *, verify: bool, now: float) -> Made:
+def make(root: Path, trace: Path | None, memory: Path, *, verify: bool, clock: Callable[[], float] = time.time) -> Made:
     """The report of the store at ``root``. NoStoreError where there is none; UsageError for a trace that was named and
     cannot be read."""
     path = trace_path(root, trace)
-    history, missing = _history(path, named=trace is not None)
     try:
         catalog = open_store(root)
     except NothingToResumeError as error:
-        facts = Facts(
-            now,
-            root.absolute(),
-            None,
-            str(error),
-            disk=disk_of(root),
-            trace=path,
-            pulse=None if history is None else history.pulse,
-        )
+        history, missing = _history(path, named=trace is not None)
+        pulse = None if history is None else history.pulse
+        facts = Facts(clock(), root.absolute(), None, str(error), disk=disk_of(root), trace=path, pulse=pulse)
         return Made(_content(facts, history, missing, list(_of_history(history))))
+    # What takes long comes first, so that what is told as now is of one moment.
     checked = _verified(catalog) if verify else by_daemon(memory, catalog.store_id)
+    history, missing = _history(path, named=trace is not None)
     pulse = None if history is None else history.pulse
-    facts = gather(catalog, root, memory, pulse, now, trace=path, checked=checked)
+    catalog.forget()
+    facts = gather(catalog, root, memory, pulse, clock(), trace=path, checked=checked)
     if facts.strange:
         history, missing = None, _strange(path)
     return Made(_content(facts, history, missing, [*_of_store(catalog, facts), *_of_history(history)]))

@@ -77,6 +77,10 @@ def _strips(history: History, grids: Sequence[Grid], layers: Sequence[str]) -> l
     ]
 
 
+def _title(slot: str) -> str:
+    return f"{slot} (weights)" if slot == WEIGHTS else printable(slot)
+
+
 def _rows(history: History, layers: Sequence[str], slot: str) -> dict[int, int]:
     """Row of a panel -> row of the bins, of the layers that have the slot."""
     table = {unit.layer: place for place, unit in enumerate(history.units) if unit.slot == slot}
@@ -99,7 +103,7 @@ def _drift_grid(history: History, layers: Sequence[str], slot: str) -> Grid:
             f"last {drift_text(float(found[-1]))}, most {drift_text(float(found.max()))}" if found.size else "?"
         )
     legend = [("d0", ""), *((f"d{i + 1}", threshold_text(value)) for i, value in enumerate(scale.thresholds))]
-    return Grid(printable(slot), classes, DRIFT_CLASSES, hover, legend if values.size else ())
+    return Grid(_title(slot), classes, DRIFT_CLASSES, hover, legend if values.size else ())
 
 
 def _saved_grid(history: History, layers: Sequence[str], slot: str) -> Grid:
@@ -112,4 +116,4 @@ def _saved_grid(history: History, layers: Sequence[str], slot: str) -> Grid:
         share = np.minimum(2, np.ceil(3 * count / np.maximum(1, per_column)).astype(np.int64) - 1)
         classes[row] = np.where(count > 0, np.maximum(0, share) + 3 * (2 * lossy > count), -1)
         hover[row] = f"in {int(count.sum())} of {plural(history.totals.saves, 'save')}"
-    return Grid(printable(slot), classes, SAVED_CLASSES, hover)
+    return Grid(_title(slot), classes, SAVED_CLASSES, hover)

@@ -1,5 +1,6 @@
 """Whether a run is safe now, told from files alone: the store, its drift trace, shared memory, the disk.
 
+believable lines of a trace that make sense
 pulse      what the newest lines of a trace say of the job
 memory     what the memory of this node holds
 disk       how much room there is

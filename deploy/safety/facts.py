@@ -68,14 +68,22 @@ class Facts:
         return pulse is not None and status is not None and pulse.job.epoch > status.epoch
 
     @property
+    def current(self) -> Pulse | None:
+        """The pulse, where it is of the newest incarnation that the store knows: another one tells nothing of now."""
+        pulse, status = self.pulse, self.status
+        if pulse is None or status is None:
+            return pulse
+        return pulse if pulse.job.observing or pulse.job.epoch == status.epoch else None
+
+    @property
     def running(self) -> bool:
         """Whether a job trains on this store now. One of this machine holds its lock; one that began elsewhere is taken
         to run as long as it writes its trace."""
-        status, pulse = self.status, self.pulse
+        status, pulse = self.status, self.current
         if status is not None and status.in_use_by is not None:
             return True
         here = status is not None and status.owner is not None and status.owner.host == socket.gethostname()
-        if here or pulse is None or self.strange or self.closed:
+        if here or pulse is None or self.closed:
             return False
         return self.now - pulse.heard < max(60.0, 5 * (pulse.decision_gap or 0.0))
 

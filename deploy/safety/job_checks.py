@@ -6,6 +6,7 @@ from deploy.cli.text import plural, size_text
 from deploy.safety.check import FLOOR, LATE, Check, Level, listed
 from deploy.safety.facts import Facts
 from deploy.safety.loss import loss_of_node, loss_of_process, remembered
+from deploy.safety.memory import InMemory
 from deploy.safety.words import ago_text, span_text, steps_text
 
 _LOG = "look at the job's log for the reason: a full or read-only disk, or a rank that hangs"
@@ -18,7 +19,7 @@ def check_loss(facts: Facts) -> Check:
     if loss.back_to is None:
         return Check(name, "bad" if facts.running else "plain", "everything since the beginning")
     text = _cost(loss.steps, loss.seconds)
-    if facts.pulse is None or facts.strange:
+    if facts.current is None:
         return Check(name, "plain", text, "how far the job is, only its drift trace tells")
     if process.memory is not None and process.steps is not None:
         kept = f"with this node; {_cost(process.steps, process.seconds)} where only the processes die"
@@ -28,8 +29,8 @@ def check_loss(facts: Facts) -> Check:
 
 def check_saving(facts: Facts) -> Check:
     """Whether saves come about, and how large they are."""
-    pulse, name = facts.pulse, "Saves"
-    if pulse is None or facts.strange:
+    pulse, name = facts.current, "Saves"
+    if pulse is None:
         return Check(name, "plain", "not known", "the drift trace tells whether they come about")
     if pulse.failed:
         level: Level = "bad" if len(pulse.failed) > 2 else "look"
@@ -58,13 +59,13 @@ def check_memory(facts: Facts) -> Check:
         save, there, world = memory.part
         return Check(name, "plain", f"step {save.step} of {there} of {world} ranks", "the others are on other nodes")
     newer = "newer than every commit" if remembered(facts) is not None else "no newer than the commits"
-    return Check(name, "good", f"step {memory.newest.step}, all {plural(memory.ranks, 'rank')}", f"{newer}; {alive}")
+    return Check(name, "good", _version(memory), f"{newer}; {alive}")
 
 
 def check_finite(facts: Facts) -> Check:
     """Whether all layers are."""
-    pulse = facts.pulse
-    if pulse is None or facts.strange or not pulse.decisions:
+    pulse = facts.current
+    if pulse is None or not pulse.decisions:
         return Check("Finite", "plain", "not known", "the drift trace tells")
     if pulse.sick:
         units = sorted(map(str, pulse.sick))
@@ -76,13 +77,13 @@ def check_finite(facts: Facts) -> Check:
 
 def check_job(facts: Facts) -> Check:
     """Whether a job trains, and gets on."""
-    status, pulse, name = facts.status, facts.pulse, "Job"
+    status, pulse, name = facts.status, facts.current, "Job"
     if not facts.running:
         ended = "ended as it was meant to" if facts.closed else "none on this machine"
         return Check(name, "plain", ended, _last_heard(facts))
     pid = None if status is None else status.in_use_by
     text = f"process {pid}" if pid else "training"
-    if pulse is None or facts.strange or pulse.newest is None:
+    if pulse is None or pulse.newest is None:
         return Check(name, "good", text)
     quiet, usual = facts.now - pulse.heard, pulse.decision_gap
     at = pulse.step_at(facts.now)
@@ -112,7 +113,12 @@ def _cost(steps: float | None, seconds: float | None) -> str:
 
 
 def _last_heard(facts: Facts) -> str:
-    pulse = facts.pulse
-    if pulse is None or facts.strange:
+    pulse = facts.current
+    if pulse is None:
         return ""
     return f"last heard of {ago_text(facts.now - pulse.heard)}"
+
+
+def _version(memory: InMemory) -> str:
+    assert memory.newest is not None
+    return f"step {memory.newest.step}" + (f", all {memory.ranks} ranks" if memory.ranks > 1 else "")

@@ -58,17 +58,18 @@ def remembered(facts: Facts) -> SaveId | None:
 
 def _at(facts: Facts) -> float | None:
     """The step that training is at, or was when it ended."""
-    if facts.pulse is None or facts.strange:
+    pulse = facts.current
+    if pulse is None:
         return None
-    if facts.running:
-        return facts.pulse.step_at(facts.now)
-    newest = facts.pulse.newest
-    return None if newest is None else float(newest.step)
+    at = pulse.step_at(facts.now) if facts.running else None if pulse.newest is None else float(pulse.newest.step)
+    # The store may have been looked at after the trace.
+    own = facts.newest is not None and facts.newest.epoch == pulse.job.epoch
+    return max(at, float(facts.newest.step)) if at is not None and own and facts.newest is not None else at
 
 
 def _seconds(facts: Facts, steps: float | None, made: float | None) -> float | None:
     """Of training that has to be done again: by the pace of the job, else since the commit was made."""
-    pulse = facts.pulse
+    pulse = facts.current
     if steps is not None and pulse is not None and pulse.step_seconds is not None:
         return steps * pulse.step_seconds
     if made is not None and facts.running:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from deploy.cli.text import drift_text, plural, size_text
-from deploy.safety.check import FLOOR, LATE, Check, Level, listed, typed
+from deploy.safety.check import FLOOR, LATE, VERY_LATE, Check, Level, listed, typed
 from deploy.safety.facts import Facts, moment
 from deploy.safety.words import ago_text, clock, span_text
 
@@ -127,31 +129,31 @@ def _lateness(facts: Facts, age: float | None, usual: float | None) -> Level:
 
 
 def usual_gap(facts: Facts) -> float | None:
-    """Seconds between two commits: by the trace, else by the commits that are kept, of one epoch."""
-    if facts.pulse is not None and not facts.strange and facts.pulse.save_gap is not None:
-        return facts.pulse.save_gap
-    if facts.pulse is not None and facts.pulse.decision_gap is not None:
-        return facts.pulse.decision_gap
-    return None
+    """Seconds between two commits, or, where there were not two yet, between decisions; None where nobody knows."""
+    pulse = facts.current
+    if pulse is None:
+        return None
+    return pulse.decision_gap if pulse.save_gap is None else pulse.save_gap
 
 
 def full_bytes(facts: Facts) -> int:
     """Of a save of everything: raw by the trace, else as stored now. 0: not known."""
-    if facts.pulse is not None and not facts.strange and facts.pulse.full_bytes:
-        return facts.pulse.full_bytes
+    if facts.current is not None and facts.current.full_bytes:
+        return facts.current.full_bytes
     certificate = None if facts.status is None else facts.status.certificate
     return 0 if certificate is None else sum(unit.nbytes for unit in certificate.units)
 
 
 def retention_text(facts: Facts) -> str:
     """The rule that decides which commits stay, where the trace tells it."""
-    if facts.pulse is None or facts.strange:
+    if facts.current is None:
         return ""
-    found = facts.pulse.job.settings.get("retention") or {}
-    last, every, spaced = found.get("keep_last", 3), found.get("keep_every"), found.get("log_spaced", True)
-    rule = f"; keeps the last {last}"
-    rule += f", one every {every} steps" if every else ""
-    return rule + (", and ever sparser ones further back" if spaced else "")
+    found = facts.current.job.settings.get("retention")
+    rule = found if isinstance(found, Mapping) else {}
+    last, every, spaced = rule.get("keep_last", 3), rule.get("keep_every"), rule.get("log_spaced", True)
+    text = f"; keeps the last {last}"
+    text += f", one every {every} steps" if every else ""
+    return text + (", and ever sparser ones further back" if spaced else "")
 
 
 def _verify(facts: Facts) -> str:

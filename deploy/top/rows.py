@@ -38,8 +38,8 @@ def moving_slots(facts: Facts) -> list[str]:
     certificate = None if facts.status is None else facts.status.certificate
     if certificate is not None:
         return slots_of([unit for unit in certificate.units if unit.moving])
-    if facts.pulse is not None:
-        return list(dict.fromkeys(one.slot for one in facts.pulse.job.units if one.moving))
+    if facts.current is not None:
+        return list(dict.fromkeys(one.slot for one in facts.current.job.units if one.moving))
     return []
 
 
@@ -47,7 +47,7 @@ def layer_rows(facts: Facts, slots: Sequence[str]) -> list[LayerRow]:
     """In the order of the model."""
     certificate = None if facts.status is None else facts.status.certificate
     units = {} if certificate is None else {Unit(one.layer, one.slot): one for one in certificate.units}
-    pulse = None if facts.strange else facts.pulse
+    pulse = facts.current
     layers = dict.fromkeys(unit.layer for unit in units if unit.slot not in (FROZEN, BUFFER))
     if pulse is not None and not layers:
         layers = dict.fromkeys(one.layer for one in pulse.job.units if one.moving)

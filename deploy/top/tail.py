@@ -7,9 +7,11 @@ that names its units. A file that was replaced or cut is begun anew. Owned by on
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import BinaryIO
 
+from deploy.safety.believable import Sceptic
 from deploy.safety.pulse import Listener, Pulse
 from store.trace import each_line
 
@@ -42,7 +44,7 @@ class Tail:
         return self._listener.pulse()
 
     def _begin(self) -> None:
-        self._listener = Listener()
+        self._listener, self._sceptic = Listener(), Sceptic()
         self._offset = 0
         self._torn = b""
         self._inode = -1
@@ -58,9 +60,7 @@ class Tail:
         self._offset = file.tell()
         whole, newline, self._torn = data.rpartition(b"\n")
         if newline:
-            for line in each_line(whole.split(b"\n")):
-                if line is not None:
-                    self._listener.hear(line)
+            self._hear(whole.split(b"\n"))
 
     def _skip(self, file: BinaryIO, size: int) -> None:
         """To the end of a long file, having heard of the job that it is of."""
@@ -69,11 +69,13 @@ class Tail:
             return
         file.seek(start)
         start += len(file.readline())
-        job = _job_before(file, start)
-        for line in each_line([job]):
+        self._hear([_job_before(file, start)])
+        self._offset = start
+
+    def _hear(self, raw: Iterable[bytes]) -> None:
+        for line in self._sceptic.believe(each_line(raw)):
             if line is not None:
                 self._listener.hear(line)
-        self._offset = start
 
 
 def _job_before(file: BinaryIO, end: int) -> bytes:

@@ -71,7 +71,7 @@ def page(run: SeenRun, now: float = 605) -> Page:
 
 
 def html(run: SeenRun, now: float = 605) -> str:
-    return render(make(run.root, None, run.root.parent, verify=False, now=run.at(now)).content)
+    return render(make(run.root, None, run.root.parent, verify=False, clock=lambda: run.at(now)).content)
 
 
 def test_the_figures_are_those_of_the_store(run: SeenRun) -> None:

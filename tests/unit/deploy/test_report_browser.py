@@ -71,7 +71,7 @@ def a_run(root: Path, layers: int, *, hurt: bool) -> Path:
     if hurt:
         run.store.payload(newest).unlink()
     page = root.parent / f"{root.name}.html"
-    make(root, None, root.parent, verify=hurt, now=run.at(7e4)).write(page)
+    make(root, None, root.parent, verify=hurt, clock=lambda: run.at(7e4)).write(page)
     return page
 
 

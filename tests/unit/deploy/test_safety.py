@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,7 +21,6 @@ from store.memory.arena import Arena
 from store.memory.tier import Tier
 from store.names import SaveId
 from store.suspects import mark_suspect
-from store.trace import DecisionLine
 from tests.support.made_versions import NBYTES, abandon, content, head_of, part_of
 from tests.support.processes import holding_lock
 from tests.support.seen_runs import SeenRun
@@ -206,7 +207,7 @@ def test_memory_that_is_newer_than_every_commit(run: SeenRun) -> None:
         "If the job failed now it would go on from memory at step 603 and lose 2 steps (2.0 s); were this node lost, "
         "at step 600 and lose 5 steps (5.0 s), exact to the last bit."
     )
-    assert check(found, "Memory of this node").text == "step 603, all 1 rank"
+    assert check(found, "Memory of this node").text == "step 603"
 
 
 def test_memory_that_no_commit_needs_any_more(run: SeenRun) -> None:
@@ -235,10 +236,60 @@ def test_a_trace_of_another_store_tells_nothing(run: SeenRun, tmp_path: Path) ->
     assert loss_of_node(found).steps is None
 
 
-def test_hostile_lines_do_no_harm(run: SeenRun) -> None:
+def test_a_trace_that_ends_before_the_newest_incarnation_tells_nothing_of_now(run: SeenRun) -> None:
+    for step in (580, 590):
+        run.save(step)
+    run.store.restart()
+    run.store.save(600)
+    with holding_lock(run.root):
+        found = verdict(run, 607)
+    assert found.sentence == (
+        "If the job failed now it would go back to step 600 and lose up to 7.0 s of training, exact to the last bit."
+    )
+    assert check(found, "Saves").level == check(found, "Finite").level == "plain"
+
+
+NONSENSE: list[dict[str, Any]] = [
+    {"kind": "decision", "step": 610, "seconds": 610.0, "commits": 0, "drift": [0.5], "sick": [0]},
+    {"kind": "decision", "step": 610, "seconds": 610.0, "commits": 0, "sick": [-1]},
+    {"kind": "decision", "step": 610, "seconds": 610.0, "commits": 0, "saved": {"77": "raw"}},
+    {"kind": "decision", "step": -5, "seconds": 610.0, "commits": 0},
+    {"kind": "decision", "step": 610, "seconds": float("inf"), "commits": 0},
+    {"kind": "decision", "step": 610, "seconds": float("nan"), "commits": 0, "stall": 1e300},
+    {"kind": "commit", "step": 600, "seconds": 610.0, "took": 1.0, "written": 10**400, "sizes": {}},
+    {
+        "kind": "commit",
+        "step": 600,
+        "seconds": 610.0,
+        "took": 1.0,
+        "written": 1,
+        "sizes": {"99": [1, "raw", 0.0, None]},
+    },
+    {"kind": "failed", "step": 10**30, "seconds": 1.0, "reason": "x"},
+    {"kind": "resumed", "step": 1, "newest": -1, "seconds": 1.0},
+]
+
+
+@pytest.mark.parametrize("line", NONSENSE)
+def test_lines_that_make_no_sense_do_no_harm(run: SeenRun, line: dict[str, Any]) -> None:
+    run.save(590)
     run.save(600)
-    run.tell(DecisionLine(step=610, seconds=610.0, commits=0, drift=(0.5,), sick=(-1, 99), saved={77: "raw"}))
-    assert judge(facts(run, 611)).level == "good"
+    before = facts(run, 605)
+    with run.trace.open("a") as file:
+        file.write(json.dumps(line) + "\n")
+    assert read_history(run.trace).skipped == 1
+    assert judge(facts(run, 605)) == judge(before)
+
+
+def test_a_job_line_that_makes_no_sense(run: SeenRun) -> None:
+    run.save(600)
+    bad = {"kind": "job", "started": 1e300, "epoch": 1, "framework": "x", "world_size": 1, "policy": "p"}
+    with run.trace.open("a") as file:
+        file.write(json.dumps({**bad, "settings": {"retention": [1]}, "units": []}) + "\n")
+        file.write(json.dumps({**bad, "started": 1e9, "settings": {"retention": [1]}, "units": []}) + "\n")
+    found = read_history(run.trace)
+    assert found.skipped == 1
+    assert check(verdict(run, 605), "Kept").level == "good"
 
 
 @pytest.mark.parametrize(
