@@ -16,6 +16,7 @@ from deploy.cli.progress import byte_progress, watched
 from deploy.report.history import History, read_history
 from deploy.report.incidents import Incident
 from deploy.report.page import Content, render
+from deploy.safety.check import typed
 from deploy.safety.disk import disk_of
 from deploy.safety.facts import Checked, Facts, by_daemon, by_verify, gather, moment
 from deploy.safety.verdict import judge
@@ -24,6 +25,9 @@ from store.errors import DamagedError, NothingToResumeError, StorageError, Usage
 from store.memory.rescue import REASON
 from store.verify import total_bytes
 from store.verify import verify as verify_store
+
+_LISTED = 8
+"""Texts of damage on a page."""
 
 
 @dataclass(frozen=True)
@@ -127,11 +131,12 @@ def _of_history(history: History | None) -> Iterator[Incident]:
 def _of_store(catalog: Catalog, facts: Facts) -> Iterator[Incident]:
     """What only the store knows: damage, suspects, and commits that were written out of memory."""
     assert facts.status is not None
-    for text in facts.status.problems:
+    damage = dict.fromkeys((*facts.status.problems, *(() if facts.checked is None else facts.checked.problems)))
+    for text in list(damage)[:_LISTED]:
         yield Incident("damage", "bad", text)
-    for text in () if facts.checked is None else facts.checked.problems:
-        if text not in facts.status.problems:
-            yield Incident("damage", "bad", text)
+    if len(damage) > _LISTED:
+        listing = typed("verify --json" if facts.checked is not None else "status --json", facts.root)
+        yield Incident("damage", "bad", f"and {len(damage) - _LISTED} more: {listing} lists all")
     for save, why in catalog.suspects().why.items():
         yield Incident("suspect", "look", f"jobs that resumed from it died: {why}", save.step)
     for save in facts.status.saves:

@@ -343,3 +343,15 @@ def test_labels_of_layers_never_touch(layers: int) -> None:
     places = [label.y for label in found.labels]
     assert all(later - earlier >= 11 for earlier, later in pairwise(places))
     assert len(found.labels) >= min(layers, 12)
+
+
+def test_much_damage_is_told_in_a_few_lines(tmp_path: Path) -> None:
+    run = SeenRun(tmp_path / "store", layers=40)
+    run.save(590)
+    newest = run.save(600)
+    run.store.payload(newest).unlink()
+    run.store.save(610, layers=("norm",))
+    run.trace.unlink()
+    source = html(run)
+    assert source.count('<td class="kind">damage</td>') == 9
+    assert f"driftpoint status --json {run.root} lists all" in Page(source).text
