@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from html.parser import HTMLParser
 from itertools import pairwise
@@ -15,10 +16,13 @@ from deploy.report.history import history_of, read_history
 from deploy.report.made import make
 from deploy.report.page import render
 from deploy.report.scale import LEVELS, scale_for, threshold_text
+from deploy.safety.facts import by_daemon
+from store.memory.seen import Seen
 from store.names import Unit
 from store.suspects import mark_suspect
-from store.trace import CommitLine, DecisionLine, JobLine, Line, TracedUnit
-from tests.support.cli import Here
+from store.trace import CommitLine, DecisionLine, JobLine, Line, TracedUnit, each_line
+from tests.support.cli import ROOT, Here
+from tests.support.daemons import daemon, until
 from tests.support.processes import holding_lock
 from tests.support.seen_runs import SeenRun
 from tests.support.stores import FakeLayer, StoreBuilder, flip_byte, transformer
@@ -355,3 +359,33 @@ def test_much_damage_is_told_in_a_few_lines(tmp_path: Path) -> None:
     source = html(run)
     assert source.count('<td class="kind">damage</td>') == 9
     assert f"driftpoint status --json {run.root} lists all" in Page(source).text
+
+
+def test_the_trace_of_a_real_run_adds_up() -> None:
+    path = next((ROOT / "tests" / "golden" / "trace-1").glob("*.jsonl"))
+    lines = [line for line in each_line(path.read_bytes().splitlines()) if line is not None]
+    decisions = [line for line in lines if isinstance(line, DecisionLine)]
+    commits = [line for line in lines if isinstance(line, CommitLine)]
+    history = read_history(path)
+    totals = history.totals
+    assert decisions and commits
+    assert (totals.decisions, totals.saves, history.skipped) == (len(decisions), len(commits), 1)
+    assert totals.written == sum(line.written for line in commits)
+    assert totals.stall == pytest.approx(sum(line.stall + line.copy_wait for line in decisions))
+    assert history.bins.saved.sum() == sum(len(line.sizes) for line in commits)
+    assert history.pulse is not None and history.pulse.newest is not None
+    assert history.pulse.newest.step == decisions[-1].step
+
+
+@pytest.mark.slow
+def test_what_the_daemon_of_the_node_read_is_told(here: Here, base: Path, run: SeenRun) -> None:
+    run.save(590)
+    flip_byte(run.store.payload(run.save(600, layers=("norm",))), -1)
+    base.joinpath(f"driftpoint-{os.getuid()}").mkdir(mode=0o700)
+    Seen(base).seen(run.store.store_id, run.root)
+    with daemon(base, "--verify-rate", 1 << 30):
+        until(lambda: by_daemon(base, run.store.store_id) is not None, "a daemon that read a commit")
+        until(lambda: (found := by_daemon(base, run.store.store_id)) and found.commits == 2, "both commits")
+        answer = here("report", run.root, "--memory", base, "--json")
+    found = next(one for one in answer.json["checks"] if one["name"] == "Bytes")
+    assert (answer.code, found["level"], found["text"]) == (12, "look", "1 commit damaged")
