@@ -19,6 +19,7 @@ from deploy.report.page import Content, render
 from deploy.safety.check import typed
 from deploy.safety.disk import disk_of
 from deploy.safety.facts import Checked, Facts, by_daemon, by_verify, gather, moment
+from deploy.safety.memory import in_memory
 from deploy.safety.verdict import judge
 from store.catalog import Catalog
 from store.errors import DamagedError, NothingToResumeError, StorageError, UsageError
@@ -84,7 +85,7 @@ def make(root: Path, trace: Path | None, memory: Path, *, verify: bool, clock: C
     history, missing = _history(path, named=trace is not None)
     pulse = None if history is None else history.pulse
     catalog.forget()
-    facts = gather(catalog, root, memory, pulse, clock(), trace=path, checked=checked)
+    facts = gather(catalog, root, in_memory(memory, catalog), pulse, clock(), trace=path, checked=checked)
     if facts.strange:
         history, missing = None, _strange(path)
     return Made(_content(facts, history, missing, [*_of_store(catalog, facts), *_of_history(history)]))

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from deploy.safety.disk import Disk, disk_of
-from deploy.safety.memory import InMemory, in_memory
+from deploy.safety.memory import InMemory
 from deploy.safety.pulse import Pulse
 from deploy.standing import StoreStatus, standing
 from store.catalog import Catalog
@@ -91,7 +91,7 @@ class Facts:
 def gather(
     catalog: Catalog,
     root: Path,
-    memory: Path,
+    memory: InMemory,
     pulse: Pulse | None,
     now: float,
     *,
@@ -99,13 +99,13 @@ def gather(
     checked: Checked | None = None,
     status: StoreStatus | None = None,
 ) -> Facts:
-    """Of the store at ``root``. memory: where shared memory is. status: of the store, where somebody looked already."""
+    """Of the store at ``root``. status: of the store, where somebody looked already."""
     status = standing(catalog, root) if status is None else status
     return Facts(
         now=now,
         root=root.absolute(),
         status=status,
-        memory=in_memory(memory, catalog),
+        memory=memory,
         disk=disk_of(root),
         trace=trace,
         pulse=pulse,

@@ -16,6 +16,7 @@ from pathlib import Path
 from deploy.cli.door import holder, open_store
 from deploy.safety.disk import disk_of
 from deploy.safety.facts import Facts, gather
+from deploy.safety.memory import MemorySight
 from deploy.standing import StoreStatus, standing
 from deploy.top.tail import Tail
 from store.catalog import Catalog
@@ -30,7 +31,7 @@ class Watch:
     """Of the store at ``root``. memory: where shared memory is. Owned by one thread."""
 
     def __init__(self, root: Path, trace: Path, memory: Path) -> None:
-        self._root, self._memory = root, memory
+        self._root, self._memory = root, MemorySight(memory)
         self._tail = Tail(trace)
         self._catalog: Catalog | None = None
         self._status: StoreStatus | None = None
@@ -47,7 +48,7 @@ class Watch:
             self._catalog = None
             disk = disk_of(self._root)
             return Facts(now, self._root.absolute(), None, str(error), disk=disk, trace=self._tail.path, pulse=pulse)
-        return gather(catalog, self._root, self._memory, pulse, now, trace=self._tail.path, status=status)
+        return gather(catalog, self._root, self._memory.look(catalog), pulse, now, trace=self._tail.path, status=status)
 
     def _opened(self) -> Catalog:
         if self._catalog is None or time.monotonic() - self._read_at > _ANEW:

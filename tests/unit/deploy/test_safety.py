@@ -12,13 +12,14 @@ from deploy.report.history import read_history
 from deploy.safety.check import Check
 from deploy.safety.facts import Checked, Facts, gather
 from deploy.safety.loss import loss_of_node
+from deploy.safety.memory import MemorySight, in_memory
 from deploy.safety.verdict import Verdict, judge
 from deploy.safety.words import ago_text, span_text
 from store.catalog import open_catalog
 from store.epochs import read_epoch
 from store.files import LocalFiles
 from store.memory.arena import Arena
-from store.memory.tier import Tier
+from store.memory.tier import Generation, Tier
 from store.names import SaveId
 from store.suspects import mark_suspect
 from tests.support.made_versions import NBYTES, abandon, content, head_of, part_of
@@ -37,7 +38,8 @@ def facts(run: SeenRun, step: float, *, checked: Checked | None = None) -> Facts
     pulse = read_history(run.trace).pulse if run.trace.exists() else None
     memory = run.root.parent / "memory"
     memory.mkdir(exist_ok=True)
-    return gather(open_catalog(LocalFiles(run.root)), run.root, memory, pulse, run.at(step), checked=checked)
+    catalog = open_catalog(LocalFiles(run.root))
+    return gather(catalog, run.root, in_memory(memory, catalog), pulse, run.at(step), checked=checked)
 
 
 def verdict(run: SeenRun, step: float, **more: Checked) -> Verdict:
@@ -218,6 +220,17 @@ def test_memory_that_no_commit_needs_any_more(run: SeenRun) -> None:
     assert "no newer than the commits" in check(found, "Memory of this node").note
 
 
+def test_memory_that_is_looked_at_again_and_again(run: SeenRun) -> None:
+    run.save(600)
+    catalog, sight = open_catalog(LocalFiles(run.root)), MemorySight(run.root.parent / "memory")
+    assert sight.look(catalog).newest is None
+    arena = remember(run, SaveId(603, 1))
+    first = sight.look(catalog)
+    assert (first.newest, first.alive, sight.look(catalog)) == (SaveId(603, 1), False, first)
+    Path(arena.folder, "rank-00000.0.json").unlink()
+    assert sight.look(catalog).newest is None
+
+
 def test_memory_of_another_claim_is_not_believed(run: SeenRun) -> None:
     run.save(600)
     remember(run, SaveId(603, 1), claim="ef" * 16)
@@ -314,7 +327,7 @@ def test_clocks_that_differ() -> None:
     assert (ago_text(-1.0), ago_text(-5000.0), ago_text(5.0)) == ("just now", "in the future", "5.0 s ago")
 
 
-def remember(run: SeenRun, save: SaveId, claim: str | None = None) -> None:
+def remember(run: SeenRun, save: SaveId, claim: str | None = None) -> Generation:
     """A version in memory as a dead process of the newest epoch leaves it."""
     from store.memory.record import READER, VersionRecord
 
@@ -328,3 +341,4 @@ def remember(run: SeenRun, save: SaveId, claim: str | None = None) -> None:
     part, head = part_of(save, 0, 1, store_id=store_id), head_of(save, 1, store_id=store_id)
     arena.seal(0, VersionRecord(reader=READER, claim=token, part=part, head=head))
     abandon(arena)
+    return Tier(base, store_id).generation(save.epoch)
