@@ -26,6 +26,7 @@ from monitor.spending import Spending
 from monitor.tracing import TracedJob, Tracer
 from monitor.units import UnitTable
 from policies.observe import Observe
+from store.place import store_place
 
 
 def attach(
@@ -50,12 +51,13 @@ def attach(
     require_alike(job)
     rehearse_policy(job)
     settings = job.config
+    options = settings.s3.options()
     if job.observing:
-        return Checkpointer(job, None, open_existing(settings.store, group))
-    opened = open_store(settings.store, group, settings.timeouts.lock, counting=settings.every == "auto")
+        return Checkpointer(job, None, open_existing(settings.store, group, options))
+    opened = open_store(settings.store, group, settings.timeouts.lock, settings.every == "auto", options)
     if opened.incarnation is not None:
         job.pace.count(opened.incarnation.interruptions, opened.incarnation.rank_seconds)
-    store = os.path.abspath(os.path.expanduser(settings.store))  # noqa: PTH100, PTH111 - as it was opened
+    store = str(store_place(settings.store))
     job.daemon.begin(store, opened.catalog.store_id, opened.epoch, group.rank, group.world_size)
     return Checkpointer(job, opened, opened.catalog)
 

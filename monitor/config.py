@@ -26,6 +26,7 @@ from monitor.settings import (
     PreemptionSettings,
     ResumeSettings,
     RetentionSettings,
+    S3Settings,
     Settings,
     TimeoutSettings,
     TraceSettings,
@@ -44,6 +45,7 @@ from store.encoding import BF16, BF16_INT8, INT8_BLOCK, INT8_SQRT_BLOCK, encodin
 from store.encoding import ENCODINGS as BY_NAME
 from store.errors import ConfigError
 from store.names import WEIGHTS
+from store.place import is_url, store_place
 from store.retention import Retention
 
 ENCODINGS: Mapping[str, Mapping[str, str]] = {
@@ -81,6 +83,7 @@ class Config(Settings):
     """
 
     store: str = Field(default="./driftpoint-checkpoints", min_length=1)
+    s3: S3Settings = S3Settings()
     every: Annotated[Annotated[int, Field(ge=1)] | Literal["auto"], WrapValidator(_interval)] = 100
     staging: Literal["auto", "eager", "lazy"] = "auto"
     policy: str | dict[str, Any] = "full"
@@ -156,9 +159,9 @@ class Config(Settings):
         """Where the drift trace is written, absolute; None where it is not. ConfigError for a path in the store."""
         if not self.trace.enabled:
             return None
-        store = os.path.abspath(os.path.expanduser(self.store))  # noqa: PTH100, PTH111 - of a store yet to be made
-        if self.trace.path is None:
-            return Path(f"{store}.trace.jsonl")
+        store = store_place(self.store)
+        if self.trace.path is None:  # of a bucket's: beside the job, since it grows line by line
+            return Path.cwd() / f"{store.name}.trace.jsonl" if is_url(store) else Path(f"{store}.trace.jsonl")
         path = Path(os.path.abspath(os.path.expanduser(self.trace.path)))  # noqa: PTH100, PTH111
         if path.is_relative_to(store):
             raise ConfigError(f"trace.path {path} lies in the store, which holds nothing else: set one beside it")
@@ -179,6 +182,7 @@ def load_config(source: str | os.PathLike[str] | Mapping[str, Any] | Config | No
         config = _validated(_anchored(read_mapping(Path(source)), Path(source).parent), str(source))
     config.bounded_policy()
     config.retention_rule()
+    _require_place(config)
     config.trace_path()
     config.memory_encodings()
     _require_known("preemption.signals", config.preemption.signals, SIGNALS)
@@ -190,6 +194,18 @@ def load_config(source: str | os.PathLike[str] | Mapping[str, Any] | Config | No
     if config.differences and config.packing == "none":
         raise ConfigError("differences: true saves bytes only where they are packed: set `packing: auto` or a level")
     return config
+
+
+def _require_place(config: Config) -> None:
+    """ConfigError for a URL that is no store's place, and for what holds for one kind of place only."""
+    place = store_place(config.store)
+    if is_url(place) and config.daemon.enabled:
+        raise ConfigError(
+            f"daemon: it writes what dead jobs leave in memory into directories only, and the store is {place}: remove "
+            "the section. With `memory: {enabled: true}` a job that comes back on this node resumes from memory itself"
+        )
+    if not is_url(place) and config.s3 != S3Settings():
+        raise ConfigError(f"s3: the section holds for a store in s3:// only, and the store is {place}: remove it")
 
 
 def _anchored(values: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from policies.account import BYTES, STALL, STORAGE, Account
 from policies.bucket import TokenBucket
+from store.objects.options import ObjectOptions
 
 _LONGEST = 1e6
 """Seconds; threads cannot wait for ever longer ones."""
@@ -150,6 +151,29 @@ class DaemonSettings(Settings):
     start: bool = True
     port: int = Field(default=9465, ge=0, le=65535)
     exit_idle_seconds: float = Field(default=3600.0, gt=0, le=1e9)
+
+
+class S3Settings(Settings):
+    """How a store in ``s3://`` is reached; see docs/object-stores.md. Credentials are never here. endpoint, region,
+    allow_http: None: as the environment has it.
+
+    request_seconds: for one request and its answer. retry_seconds: from the first try of an operation until it fails.
+    part_mib: size of the parts that payloads go in. connections: parts on their way at once. spool: directory for
+    packed payloads until they are uploaded; None: the system's for temporary files."""
+
+    endpoint: str | None = Field(default=None, min_length=1)
+    region: str | None = Field(default=None, min_length=1)
+    allow_http: bool | None = None
+    virtual_hosted: bool = False
+    request_seconds: float = Field(default=30.0, gt=0, le=3600)
+    retry_seconds: float = Field(default=60.0, ge=0, le=_LONGEST)
+    part_mib: int = Field(default=16, ge=5, le=5120)
+    connections: int = Field(default=8, ge=1, le=256)
+    spool: str | None = Field(default=None, min_length=1)
+
+    def options(self) -> ObjectOptions:
+        """As the store takes them."""
+        return ObjectOptions(**self.model_dump())
 
 
 class MetricsSettings(Settings):

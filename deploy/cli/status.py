@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from store.certificate import certify
 from store.epochs import newest_epoch, read_epoch
 from store.errors import DamagedError, NothingToResumeError, StorageError
 from store.names import SaveId
+from store.place import is_url
 from store.schema import EpochRecord, ManifestRecord
 from store.versions import newest_resumable
 
@@ -93,7 +95,7 @@ def look(root: Path) -> StoreStatus:
         epoch=epoch,
         owner=_owner(catalog, epoch, problems),
         in_use_by=holder(root),
-        size_bytes=_size(root),
+        size_bytes=_reached(catalog) if is_url(root) else _size(root),
         resume=resume,
         problems=tuple(dict.fromkeys(problems)),
     )
@@ -188,6 +190,15 @@ def _size(root: Path) -> int:
             except FileNotFoundError:
                 continue
     return total
+
+
+def _reached(catalog: Catalog) -> int:
+    """Payload bytes of all commits: in a bucket, looking at every object would take a request for a thousand."""
+    groups = {}
+    for save in catalog.saves():
+        with suppress(DamagedError, StorageError):
+            groups.update(catalog.manifest(save).groups)
+    return sum(record.payload_bytes for record in groups.values())
 
 
 def _newest_json(manifest: ManifestRecord) -> Mapping[str, Any]:
