@@ -19,13 +19,6 @@ from typing import IO, Any
 
 from store.errors import ExistsError, MissingError, StorageError
 from store.objects.bucket import Bucket
-from store.objects.options import MIB
-
-_PARTS = 9000
-"""Parts that an upload may have, of the 10 000 that S3 allows."""
-
-_ALONE = 8 * MIB
-"""Largest object that goes in one request."""
 
 
 class NewObject:
@@ -34,7 +27,7 @@ class NewObject:
 
     def __init__(self, bucket: Bucket, key: str, *, patched: bool, most: int) -> None:
         self._bucket, self._key = bucket, key
-        self._patched, self._most = patched, most
+        self._patched, self._part = patched, bucket.options.part_bytes(most)
         self._head = bytearray()
         self._large: _Spooled | _Streamed | None = None
         self._closed = False
@@ -48,7 +41,7 @@ class NewObject:
         self._size += len(flat)
         if self._large is None:
             self._head += flat
-            if len(self._head) > _ALONE:
+            if len(self._head) > self._part:
                 self._large = self._begun()
                 self._large.write(self._head)
                 self._head = bytearray()
@@ -96,8 +89,7 @@ class NewObject:
         try:
             self._bucket.size(self._key)
         except MissingError:
-            part = max(self._bucket.options.part_mib * MIB, -(-self._most // _PARTS))
-            return (_Spooled if self._patched else _Streamed)(self._bucket, self._key, part)
+            return (_Spooled if self._patched else _Streamed)(self._bucket, self._key, self._part)
         raise ExistsError(f"cannot put {self._bucket.where(self._key)}: another object is there already")
 
     def _require_open(self, verb: str) -> None:

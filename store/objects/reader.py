@@ -14,7 +14,7 @@ from store.errors import DamagedError
 from store.objects.bucket import Bucket
 from store.objects.options import MIB
 
-_PIECE = 4 * MIB
+_LARGEST = 4 * MIB
 """Bytes of one request."""
 
 
@@ -34,6 +34,7 @@ class Reader:
 
     def __init__(self, bucket: Bucket) -> None:
         self._bucket = bucket
+        self._piece = min(_LARGEST, bucket.options.part_bytes())
         self._own = threading.local()
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
@@ -56,16 +57,17 @@ class Reader:
     def _place(self, key: str, offset: int) -> _Place:
         place: _Place | None = getattr(self._own, "place", None)
         if place is not None and (place.key, place.position) == (key, offset):
-            place.window = min(max(2 * place.window, _PIECE), _PIECE * self._bucket.options.connections)
+            place.window = min(max(2 * place.window, self._piece), self._piece * self._bucket.options.connections)
             return place
         size = place.size if place is not None and place.key == key else self._bucket.size(key)
         self._own.place = place = _Place(key, size, offset)
         return place
 
     def _read_on(self, place: _Place, wanted: int) -> None:
-        most = _PIECE * self._bucket.options.connections
+        most = self._piece * self._bucket.options.connections
         count = min(max(min(wanted, most), place.window), place.size - place.position)
-        stops = [*range(place.position + _PIECE, place.position + count, _PIECE), place.position + count]
+        end = place.position + count
+        stops = [*range(place.position + self._piece, end, self._piece), end]
         starts = [place.position, *stops[:-1]]
         if len(starts) == 1:
             place.block = self._bucket.get_range(place.key, starts[0], stops[0])
