@@ -51,7 +51,7 @@ def write_new(
     """Write a file that did not exist; returns when it is durable under its name.
 
     ``fill`` writes the content. ExistsError where the name is taken: what is there stays as it is. patched: ``fill``
-    may call ``write_at``. most: bytes that it may come to, where that is known.
+    may call ``write_at``. most: bytes that a payload may come to; 0: a record.
     """
     if isinstance(files, WholeFiles):
         files.put_new(path, fill, patched=patched, most=most)

@@ -95,7 +95,7 @@ class WholeFiles(Protocol):
     def put_new(self, path: str, fill: Callable[[NewFile], None], *, patched: bool, most: int) -> None:
         """Write a file under a name that must be free; durable on return. ExistsError where another file has it.
 
-        patched: ``fill`` may call ``write_at``. most: bytes that it may come to, 0 where that is not known."""
+        patched: ``fill`` may call ``write_at``. most: bytes that a payload may come to; 0: a record."""
         ...
 
     def replace(self, path: str, data: bytes) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -41,25 +41,22 @@ class Bucket:
 
     def create(self, key: str, data: bytes) -> None:
         """Have an object of just these bytes under a name that was free. ExistsError where others are there."""
-        deadline, pause = time.monotonic() + self.options.retry_seconds, 0.1
-        while True:
+        deadline = self._deadline()
+        for pause in _pauses():
             try:
                 self._lib.put(self._store, key, data, mode="create", use_multipart=False)
             except self._failures as error:
-                failed: BaseException = error
-            else:
-                return
-            if not is_taken(failed) and not is_passing(failed):
-                raise told(failed, "put", self.where(key)) from failed
-            found = self._holds(key, data)
-            if found is not None:
-                if found:
-                    return
-                raise ExistsError(f"cannot put {self.where(key)}: another object is there already") from failed
-            if time.monotonic() >= deadline:
-                raise told(failed, "put", self.where(key)) from failed
-            time.sleep(pause)
-            pause = min(5.0, 2 * pause)
+                if not is_taken(error) and not is_passing(error):
+                    raise told(error, "put", self.where(key)) from error
+                found = self._holds(key, data)
+                if found is False:
+                    raise ExistsError(f"cannot put {self.where(key)}: another object is there already") from error
+                if found is None and time.monotonic() >= deadline:
+                    raise self._gave_up(error, "put", key) from error
+                if found is None:
+                    time.sleep(pause)
+                    continue
+            return
 
     def replace(self, key: str, data: bytes) -> None:
         """Put an object, whatever is there."""
@@ -144,10 +141,27 @@ class Bucket:
             return None
 
     def _asked(self, verb: str, key: str, ask: Callable[[], T]) -> T:
-        try:
-            return ask()
-        except self._failures as error:
-            raise told(error, verb, self.where(key)) from error
+        """The answer to what may be asked twice. The library asks again by itself, but not where the server may have
+        carried out a request that it takes to be a change."""
+        deadline = self._deadline()
+        for pause in _pauses():
+            try:
+                return ask()
+            except self._failures as error:
+                if not is_passing(error):
+                    raise told(error, verb, self.where(key)) from error
+                if time.monotonic() >= deadline:
+                    raise self._gave_up(error, verb, key) from error
+            time.sleep(pause)
+        raise AssertionError("there is always another pause")
+
+    def _deadline(self) -> float:
+        return time.monotonic() + self.options.retry_seconds
+
+    def _gave_up(self, error: BaseException, verb: str, key: str) -> StorageError:
+        """A refusal that might have passed and did not: never that a name is free or taken."""
+        found = told(error, verb, self.where(key))
+        return found if type(found) is StorageError else StorageError(f"{found}, and the answers contradict each other")
 
     def _opened(self) -> Any:
         given = self.options
@@ -164,3 +178,10 @@ class Bucket:
         }
         retry = {"max_retries": 1000, "retry_timeout": timedelta(seconds=given.retry_seconds)}
         return self._lib.store.S3Store(self.name, config=config, client_options=client, retry_config=retry)
+
+
+def _pauses() -> Iterator[float]:
+    """Seconds between tries, without end."""
+    yield from (0.1, 0.2, 0.5, 1.0, 2.0)
+    while True:
+        yield 5.0

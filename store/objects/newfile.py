@@ -1,7 +1,7 @@
 """An object while it is written: in memory as long as it is small, then in parts, or spooled to a local file.
 
-Small ones, and so all records, go in one request that cannot replace anything. Large ones, payloads, go in parts, which
-S3 puts together at the end: as they are written, or, where the beginning is written last, from a file without a name on
+Records and small payloads go in one request that cannot replace anything. Large payloads go in parts, which S3 puts
+together at the end: as they are written, or, where the beginning is written last, from a file without a name on
 this machine. Parts come with a condition in no library at hand; their names are one writer's own (a save's, a rank's),
 they carry a token, and what is found under the name afterwards has to carry it, too.
 
@@ -23,11 +23,11 @@ from store.objects.bucket import Bucket
 
 class NewObject:
     """A :class:`store.files.NewFile`, put by :meth:`publish`. patched: ``write_at`` will be called. most: bytes that
-    it may come to, where that is known."""
+    it may come to, of a payload; 0: a record, which is never large and never replaces anything."""
 
     def __init__(self, bucket: Bucket, key: str, *, patched: bool, most: int) -> None:
         self._bucket, self._key = bucket, key
-        self._patched, self._part = patched, bucket.options.part_bytes(most)
+        self._patched, self._most, self._part = patched, most, bucket.options.part_bytes(most)
         self._head = bytearray()
         self._large: _Spooled | _Streamed | None = None
         self._closed = False
@@ -41,7 +41,7 @@ class NewObject:
         self._size += len(flat)
         if self._large is None:
             self._head += flat
-            if len(self._head) > self._part:
+            if self._most and len(self._head) > self._part:
                 self._large = self._begun()
                 self._large.write(self._head)
                 self._head = bytearray()

@@ -50,7 +50,7 @@ def files(request: pytest.FixtureRequest, tmp_path: Path, server: Server, monkey
 
 
 def put(files: Files, path: str, data: bytes = b"data") -> None:
-    write_new(files, path, lambda file: file.write(data))
+    write_new(files, path, lambda file: file.write(data), most=len(data))
 
 
 def bytes_of(size: int, seed: int = 0) -> bytes:

@@ -1,8 +1,9 @@
 """A process that imports the store once and forks a child for each run of the small job: 20 ms instead of 400.
 
 Reads lines ``SCENARIO STORE JOURNAL K`` from standard input, answers with the child's process id. The child waits
-until a tracer is attached (``K`` is ``trace``), goes to an object store (``objects``), or shuts the filesystem down before its K-th change (a number),
-runs the scenario, and writes what happened as the journal's last event. Run as a script only.
+until a tracer is attached (``K`` is ``trace``), goes to an object store (``objects``), or shuts the filesystem down
+before its K-th change (a number), runs the scenario, and writes what happened as the journal's last event. Run as a
+script only.
 """
 
 from __future__ import annotations
@@ -161,11 +162,11 @@ def child(scenario: str, store: str, journal_path: str, k: str) -> None:
         while "TracerPid:\t0\n" in Path("/proc/self/status").read_text():
             time.sleep(0.001)
         time.sleep(0.01)  # attached is not yet stopped: let the tracer get hold of us first
-    files = objects(store) if k == "objects" else LocalFiles(store) if k == "trace" else Doomed(store, int(k))
     scenario, _, mutant = scenario.partition("-without-")
     if mutant:
         drop_fsync(of_directories=mutant == "directory-sync")
     try:
+        files = objects(store) if k == "objects" else LocalFiles(store) if k == "trace" else Doomed(store, int(k))
         SCENARIOS[scenario](files, journal)
     except DriftpointError as error:
         journal.note("error", kind=type(error).__name__, text=str(error))
