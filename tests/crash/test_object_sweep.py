@@ -9,16 +9,27 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from checker import check_reading, check_undamaged, promised
+from models import RANKS
 from runs import EXIT_TYPED_ERROR, Outcome, Zygote
+from workload import Job, Memory
 
-from store.files import LocalFiles
+from store.durable import write_new
+from store.epochs import claim_epoch
+from store.errors import FencedError, StorageError
+from store.files import Files, LocalFiles
+from store.objects.bucket import Bucket
+from store.objects.options import ObjectOptions
+from store.place import files_at
+from store.store import open_or_create
 from tests.support.faulty import Asked, Fault, Proxy, nth
 from tests.support.s3 import BUCKET, KEYS, Server, tiny_parts
 
@@ -40,7 +51,7 @@ class Place:
     def run(self, scenario: str, fault: Fault | None = None, *, fresh: bool = True) -> Outcome:
         """fresh: on the base, or on nothing where the scenario begins with nothing; else on what is there."""
         if fresh:
-            self.server.put("store", self.base if scenario == "save" else {})
+            self.server.put("store", self.base if scenario.startswith("save") else {})
         journal = self.folder / "journal"
         journal.unlink(missing_ok=True)
         self.proxy.set(fault)
@@ -165,3 +176,77 @@ def test_a_server_that_is_gone_is_a_typed_error(place: Place) -> None:
         assert outcome.code == EXIT_TYPED_ERROR, outcome
         assert outcome.events[-1]["kind"] == "StorageError", outcome.events[-1]
         place.check("save", outcome)
+
+
+def test_without_a_look_at_what_is_there_a_lost_answer_is_a_lost_race(place: Place) -> None:
+    """A mutant: what is there is never our own. The sweep of time-outs finds it."""
+    fault = SPOILED["time-out after success"]
+    outcome = place.run("save-without-own-content", replace(fault, strikes=once(lambda one: "manifests" in one.path)))
+    assert outcome.code == EXIT_TYPED_ERROR, outcome
+    assert outcome.events[-1]["kind"] == "ExistsError", outcome.events[-1]
+
+
+def test_a_server_without_conditions_is_refused(place: Place) -> None:
+    outcome = place.run("save", Fault("unconditional", lambda _: True))
+    assert outcome.code == EXIT_TYPED_ERROR, outcome
+    assert outcome.events[-1]["kind"] == "UnsupportedError", outcome.events[-1]
+    assert place.server.objects("store").keys() == {*place.base, "PROBE"}
+
+
+def test_without_a_condition_nobody_is_kept_from_committing_over_another(place: Place) -> None:
+    """A mutant: puts replace. The probe finds it, because it then looks like a server that cannot."""
+    outcome = place.run("save-without-condition")
+    assert outcome.events[-1]["kind"] == "UnsupportedError", outcome
+
+
+@pytest.fixture
+def two(place: Place, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[Files, Files]:
+    """Two views of one new store, as two jobs have them."""
+    for name, value in KEYS.items():
+        monkeypatch.setenv(name, value)
+    place.proxy.set(None)
+    options = ObjectOptions(f"http://127.0.0.1:{place.proxy.port}", retry_seconds=5.0)
+    one, other = (files_at(f"s3://{BUCKET}/{tmp_path.name}", options) for _ in range(2))
+    return one, other
+
+
+def test_of_two_jobs_the_older_is_fenced(two: tuple[Files, Files]) -> None:
+    older = Job(two[0], Memory())
+    older.save()
+    draft = older.plan()
+    for rank in range(RANKS):
+        older.write(draft, rank)
+    younger = Job(two[1], journal := Memory())
+    assert younger.epoch > older.epoch
+    with pytest.raises(FencedError):
+        older.commit(draft)
+    younger.save()
+    younger.prune()
+    check_reading(two[0], promised(journal.events))
+    check_undamaged(two[0])
+
+
+@pytest.mark.parametrize(("condition", "expected"), [(True, [1, 2]), (False, [1, 1])], ids=["", "mutant"])
+def test_of_two_that_claim_at_once_each_gets_an_epoch_of_its_own(
+    place: Place, two: tuple[Files, Files], condition: bool, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both look before either puts: the condition decides. Without it both own the same."""
+    store_id = open_or_create(two[0]).store_id
+    if not condition:
+        monkeypatch.setattr(Bucket, "create", Bucket.replace)
+    both = threading.Barrier(2, timeout=30)
+    place.proxy.set(Fault(both.wait, lambda asked: asked.changes and asked.path.endswith("epochs/000001.json")))
+    with ThreadPoolExecutor(2) as pool:
+        epochs = sorted(pool.map(lambda files: claim_epoch(files, store_id).epoch, two))
+    assert epochs == expected
+    assert place.proxy.struck == 2, "both put the first"
+
+
+@pytest.mark.parametrize(
+    ("status", "said"),
+    [(403, "check the credentials"), (501, "If-None-Match"), (301, "region"), (503, "fewer requests")],
+)
+def test_a_refusal_says_what_to_do(place: Place, two: tuple[Files, Files], status: int, said: str) -> None:
+    place.proxy.set(Fault(status, lambda _: True))
+    with pytest.raises(StorageError, match=said):
+        write_new(two[0], "a", lambda file: file.write(b"data"))

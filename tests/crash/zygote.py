@@ -22,6 +22,7 @@ from workload import Job, Paper
 
 from store.errors import DriftpointError
 from store.files import Files, LocalFiles, NewFile
+from store.objects.bucket import Bucket
 from store.objects.files import ObjectFiles
 from store.objects.options import ObjectOptions
 from store.place import files_at
@@ -146,6 +147,14 @@ def drop_fsync(of_directories: bool) -> None:
     os.fsync = fsync
 
 
+def drop_from_bucket(what: str) -> None:
+    """Mutants: objects are put over others; what is there already is never taken for our own."""
+    if what == "condition":
+        Bucket.create = Bucket.replace  # type: ignore[method-assign]
+    else:
+        Bucket._holds = lambda self, key, data: False  # type: ignore[method-assign]
+
+
 def objects(url: str) -> Files:
     """Impatient, and with parts so small that payloads have several."""
     files = files_at(url, ObjectOptions(request_seconds=1.0, retry_seconds=3.0, part_mib=256 / 2**20, connections=2))
@@ -163,7 +172,9 @@ def child(scenario: str, store: str, journal_path: str, k: str) -> None:
             time.sleep(0.001)
         time.sleep(0.01)  # attached is not yet stopped: let the tracer get hold of us first
     scenario, _, mutant = scenario.partition("-without-")
-    if mutant:
+    if mutant in ("condition", "own-content"):
+        drop_from_bucket(mutant)
+    elif mutant:
         drop_fsync(of_directories=mutant == "directory-sync")
     try:
         files = objects(store) if k == "objects" else LocalFiles(store) if k == "trace" else Doomed(store, int(k))

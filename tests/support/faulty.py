@@ -15,7 +15,15 @@ from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
 
-CODES = {409: "ConditionalRequestConflict", 412: "PreconditionFailed", 500: "InternalError", 503: "SlowDown"}
+CODES = {
+    301: "PermanentRedirect",
+    403: "AccessDenied",
+    409: "ConditionalRequestConflict",
+    412: "PreconditionFailed",
+    500: "InternalError",
+    501: "NotImplemented",
+    503: "SlowDown",
+}
 
 
 @dataclass(frozen=True)
@@ -38,10 +46,10 @@ class Asked:
 class Fault:
     """What becomes of the requests that ``strikes``. after: the server carries it out, and the answer is lost.
 
-    what: an HTTP status, ``drop`` (the connection ends), ``hang`` (no answer for ``seconds``), ``kill``, or
-    ``unconditional`` (the server does not know ``If-None-Match``)."""
+    what: an HTTP status, ``drop`` (the connection ends), ``hang`` (no answer for ``seconds``), ``slow``, ``kill``,
+    ``unconditional`` (the server does not know ``If-None-Match``), or what to call before going on."""
 
-    what: str | int
+    what: str | int | Callable[[], object]
     strikes: Callable[[Asked], bool]
     after: bool = False
     seconds: float = 0.0
@@ -160,6 +168,9 @@ class _Handler(BaseHTTPRequestHandler):
     def _spoiled(self, fault: Fault) -> bool:
         """Whether no more is to be done for the request."""
         if fault.what == "unconditional":
+            return False
+        if callable(fault.what):
+            fault.what()
             return False
         if fault.what == "slow":
             self.of.wait(fault.seconds)
