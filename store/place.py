@@ -77,8 +77,8 @@ def place_of(text: str | os.PathLike[str]) -> Path:
     scheme, rest = match[1].lower(), match[2].rstrip("/")
     if scheme != "s3":
         raise ConfigError(
-            f"{given}: stores are kept in directories and in s3://BUCKET/PREFIX, and {scheme}:// is neither; of "
-            "Google's and Azure's storage use an S3 interface where there is one (`s3: {endpoint: ...}`)"
+            f"{given}: stores are kept in directories and in s3://BUCKET/PREFIX, and {scheme}:// is neither; an object "
+            "store of another kind can be used through an S3 interface, with `s3: {endpoint: ...}`"
         )
     bucket, _, prefix = rest.partition("/")
     if not _BUCKET.match(bucket):

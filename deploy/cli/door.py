@@ -13,9 +13,14 @@ from store.errors import DamagedError, NoStoreError, NothingToResumeError, Usage
 from store.layout import LOCK, STORE
 from store.lock import lock_holder
 from store.names import SaveId
+from store.objects.options import ObjectOptions
 from store.place import files_at, is_url
 from store.schema import ManifestRecord
 from store.versions import Resolution
+
+
+_PATIENCE = ObjectOptions(retry_seconds=15.0)
+"""Of a command, at which somebody looks; a job has more."""
 
 
 def open_store(root: Path) -> Catalog:
@@ -24,7 +29,7 @@ def open_store(root: Path) -> Catalog:
         found = "is a file" if root.exists() else "does not exist"
         raise NoStoreError(f"{root.absolute()} {found}: give the directory of a store, the `store:` of its job")
     try:
-        return open_catalog(files_at(root))
+        return open_catalog(files_at(root, _PATIENCE))
     except NoStoreError as error:
         raise NoStoreError(f"{error}{'' if is_url(root) else _nearby(root)}") from error
     except DamagedError as error:

@@ -82,7 +82,7 @@ def _advice(error: BaseException, text: str) -> str:
     if isinstance(error, found.PermissionDeniedError | found.UnauthenticatedError):
         return _CHECK_KEYS
     if "169.254." in text or "/latest/api/token" in text:
-        return f"there are no credentials; {_CHECK_KEYS}"
+        return f"there are no credentials, or they could not be got; {_CHECK_KEYS}"
     if "scheme" in text.lower() and "http" in text:
         return "the endpoint is not https: set `s3: {allow_http: true}`, or AWS_ALLOW_HTTP=true, where that is meant"
     if "timed out" in text or "operation timed out" in text:
@@ -95,7 +95,7 @@ def _advice(error: BaseException, text: str) -> str:
 def _short(text: str) -> str:
     """An answer without the library's own view of it, on one line."""
     plain = text.split("\n\nDebug source", 1)[0]
-    return " ".join(re.sub(r"<[^>]*>", " ", plain).split())[:300]
+    return " ".join(re.sub(r"<[^>]*>", " ", plain).split())[:240]
 
 
 def _exceptions() -> Any:
