@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from store.errors import StorageError
+from store.errors import MissingError, StorageError
 from store.files import Files, NewFile, WholeFiles
 
 _TEMPORARY = re.compile(r"\.tmp-[0-9a-f]{12}-(.+)\Z")
@@ -78,6 +78,16 @@ def replace_hint(files: Files, path: str, data: bytes) -> None:
         _discard(files, temporary)
         raise
     files.sync_dir(folder)
+
+
+def remove_all(files: Files, paths: Sequence[str]) -> None:
+    """Remove files, those of them that are there. Not durable yet; interrupted, any of them may be left."""
+    if isinstance(files, WholeFiles):
+        files.unlink_all(paths)
+        return
+    for path in paths:
+        with suppress(MissingError):
+            files.unlink(path)
 
 
 def _temporary_for(path: str) -> tuple[str, str]:

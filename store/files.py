@@ -12,7 +12,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Protocol, runtime_checkable
@@ -100,6 +100,10 @@ class WholeFiles(Protocol):
 
     def replace(self, path: str, data: bytes) -> None:
         """Write or replace a small file; durable on return."""
+        ...
+
+    def unlink_all(self, paths: Sequence[str]) -> None:
+        """Remove files, those of them that are there, in no order."""
         ...
 
 

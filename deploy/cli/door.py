@@ -18,7 +18,6 @@ from store.place import files_at, is_url
 from store.schema import ManifestRecord
 from store.versions import Resolution
 
-
 _PATIENCE = ObjectOptions(retry_seconds=15.0)
 """Of a command, at which somebody looks; a job has more."""
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -89,18 +90,18 @@ class Bucket:
 
     def names(self, prefix: str) -> list[str]:
         """What stands directly below a prefix (ending in ``/``, or empty), however much it is, sorted."""
-        found = self._asked(
-            "list", prefix, lambda: self._lib.list_with_delimiter(self._store, prefix.rstrip("/") or None)
-        )
+        folder = prefix.rstrip("/")
+        found = self._asked("list", prefix, lambda: self._lib.list_with_delimiter(self._store, folder or None))
         below = [*found["common_prefixes"], *(one["path"] for one in found["objects"])]
-        return sorted(key.rstrip("/").rpartition("/")[2] for key in below)
+        # Consoles make a folder of an empty object that is called like it: that is not in it.
+        return sorted({key.rstrip("/").rpartition("/")[2] for key in below if key.rstrip("/") != folder})
 
-    def delete(self, key: str) -> None:
-        """Remove an object, if it is there."""
-        try:
-            self._asked("delete", key, lambda: self._lib.delete(self._store, key))
-        except MissingError:
+    def delete(self, keys: Sequence[str]) -> None:
+        """Remove objects, those of them that are there, a thousand in a request."""
+        if not keys:
             return
+        with suppress(MissingError):
+            self._asked("delete", keys[0], lambda: self._lib.delete(self._store, list(keys)))
 
     def writer(self, key: str, owner: str, part_bytes: int) -> Any:
         """An upload in parts, replacing what is there when its ``with`` ends well: takes ``write(bytes)``."""

@@ -11,7 +11,7 @@ can replace an object.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from store.errors import DamagedError, ExistsError, StorageError, UnsupportedError
@@ -71,7 +71,11 @@ class ObjectFiles:
 
     def unlink(self, path: str) -> None:
         """Remove a file. Nothing is said where there is none."""
-        self._bucket.delete(self._key(path))
+        self._bucket.delete([self._key(path)])
+
+    def unlink_all(self, paths: Sequence[str]) -> None:
+        """See :class:`store.files.WholeFiles`."""
+        self._bucket.delete([self._key(path) for path in paths])
 
     def make_dir(self, path: str) -> bool:
         """Nothing to make. False: it is there."""

@@ -10,11 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from store.durable import ensure_dir, replace_hint, write_new
+from store.durable import ensure_dir, remove_all, replace_hint, write_new
 from store.errors import DamagedError, ExistsError, MissingError, StorageError
 from store.files import Files, LocalFiles, NewFile
 from store.objects.options import ObjectOptions
 from store.place import files_at
+from store.store import open_or_create
 from tests.support.s3 import BUCKET, KEYS, Server, tiny_parts
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "crash"))
@@ -141,6 +142,16 @@ def test_directories(files: Files) -> None:
     assert files.list_dir("d") == ["f"]
 
 
+def test_many_are_removed_at_once(files: Files) -> None:
+    ensure_dir(files, "d")
+    for name in "abc":
+        put(files, f"d/{name}")
+    remove_all(files, ["d/a", "d/gone", "d/c"])
+    assert files.list_dir("d") == ["b"]
+    remove_all(files, [])
+    assert files.list_dir("d") == ["b"]
+
+
 def test_a_directory_is_listed_to_its_end(files: Files, server: Server, tmp_path: Path) -> None:
     """A server tells a thousand names at a time."""
     names = [f"{number:05d}" for number in range(2003)]
@@ -152,6 +163,16 @@ def test_a_directory_is_listed_to_its_end(files: Files, server: Server, tmp_path
     else:
         server.put(tmp_path.name, {f"d/{name}": b"" for name in names})
     assert files.list_dir("d") == names
+
+
+def test_folders_that_a_console_made_are_empty(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in server.environment.items():
+        monkeypatch.setenv(name, value)
+    server.put(tmp_path.name, {"": b"", "epochs/": b""})
+    files = files_at(f"s3://{BUCKET}/{tmp_path.name}")
+    assert files.list_dir("") == ["epochs"]
+    assert files.list_dir("epochs") == []
+    assert open_or_create(files).saves() == []
 
 
 MISSING: dict[str, Callable[[Files], object]] = {
