@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import sys
 import time
 import weakref
@@ -65,7 +66,7 @@ class Checkpointer:
         self._saver.reserve(job.table.local())
         self._memory = memory_tier(job, opened, saver)
         self._surveyor = Surveyor(job.adapter, job.table)
-        self._step = job.adapter.completed_steps() or 0
+        self._step = job.completed_steps() or 0
         self._resumed: Resumed | None = None
         self._asked_to_resume = False
         self._updates = 0
@@ -73,6 +74,7 @@ class Checkpointer:
         self._proven = False
         self._told_unused = False
         self._closed = False
+        self._process = os.getpid()
         job.tracer.begin(opened.epoch if opened else 0)
         self._forget_exit = _close_at_exit(self)
         self._preemption = Preemption(job.config.preemption, job.group, active=opened is not None)
@@ -86,8 +88,25 @@ class Checkpointer:
         """Names of the layers found, in model order."""
         return tuple(layer.name for layer in self._job.table.layers)
 
-    def resume(self) -> int:
+    @property
+    def rank(self) -> int:
+        """Of this process among those of the job."""
+        return self._group.rank
+
+    @property
+    def resumed(self) -> Resumed | None:
+        """What the job was brought back to, in full; see ``certificate`` for what to tell of it."""
+        return self._resumed
+
+    @property
+    def holds_commits(self) -> bool:
+        """Whether there was anything in the store when the job attached to it."""
+        return self._opened is not None and self._opened.has_commits
+
+    def resume(self, *, memory: bool = True) -> int:
         """Bring the newest resumable commit into the model, the optimizer and the run state.
+
+        memory: whether what the memory tier holds counts.
 
         Returns the step to continue from: 0 where the store holds nothing yet; else the commit's, or, where its weights
         come from several steps, the saved step nearest to their effective step (see ``resume:`` in the settings).
@@ -102,7 +121,7 @@ class Checkpointer:
         job, found = self._job, None
         room = Room(self._saver.lend(job.table.local()))
         if self._catalog is not None:
-            remembered = None if self._memory is None else self._memory.find(self._catalog)
+            remembered = self._memory.find(self._catalog) if memory and self._memory is not None else None
             live = partial(resume, adapter=job.adapter, group=self._group, user=job.user, room=room)
             found = resumed(partial(live, settings=self.config.resume), self._catalog, remembered)
         self._saver.keep(job.table.local(), room.buffers)
@@ -146,8 +165,9 @@ class Checkpointer:
         self._pace.timing.stepped(began)
         if self._preemption.agreed():
             return self._leave()
-        report = self._decide(began, None) if self._pace.due(self._step) else None
-        self._remember(looked=report is not None)
+        with self._job.adapter.still():
+            report = self._decide(began, None) if self._pace.due(self._step) else None
+            self._remember(looked=report is not None)
         return report
 
     def save(self, *, wait: bool = False) -> StepReport:
@@ -157,9 +177,10 @@ class Checkpointer:
         self._require_open()
         self._require_asked()
         self._require_told()
-        self._step = self._job.adapter.completed_steps() or self._step
+        self._step = self._job.completed_steps() or self._step
         self.flush()
-        report = self._decide(time.perf_counter(), Demand("asked for by save()"))
+        with self._job.adapter.still():
+            report = self._decide(time.perf_counter(), Demand("asked for by save()"))
         if wait:
             self.flush()
             self._saver.settle(self._step, False)
@@ -182,9 +203,14 @@ class Checkpointer:
     def close(self) -> None:
         """Wait, at most ``timeouts.close`` seconds, for the save under way; let go of the store and the port.
 
-        Called while an error is on its way out (from ``finally:``, say), it leaves what a restart goes on from."""
+        Called while an error is on its way out (from ``finally:``, say), it leaves what a restart goes on from. In a
+        forked child it does nothing: all of this is its parent's."""
         clean = sys.exc_info()[0] is None
         self._close(self.config.timeouts.close, clean=clean, ended=clean)
+
+    def finish(self, *, clean: bool) -> None:
+        """:meth:`close`, by somebody who knows. clean: the job ends as it was meant to, and nobody goes on from it."""
+        self._close(self.config.timeouts.close if clean else self._patience, clean=clean, ended=clean)
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -192,8 +218,7 @@ class Checkpointer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        clean = kind is None
-        self._close(self.config.timeouts.close if clean else self._patience, clean=clean, ended=clean)
+        self.finish(clean=kind is None)
 
     @property
     def _patience(self) -> float:
@@ -202,7 +227,7 @@ class Checkpointer:
 
     def _close(self, timeout: float, clean: bool, ended: bool) -> None:
         """clean: as far as can be told, the job ends as it was meant to. ended: that is certain."""
-        if not self._closed:
+        if not self._closed and os.getpid() == self._process:
             self._closed = True
             self._forget_exit()
             self._saver.close(timeout, clean and not self.preempted)
@@ -227,7 +252,7 @@ class Checkpointer:
         raise Preempted(report)
 
     def _require_told(self) -> None:
-        if self._job.adapter.completed_steps() is None and self._updates:
+        if self._job.completed_steps() is None and self._updates:
             raise ConfigError(
                 "save() was called between optimizer.step() and ckpt.step(), so the state would be filed under the "
                 "step before: call ckpt.step() first"
@@ -238,7 +263,7 @@ class Checkpointer:
 
     def _advanced(self) -> bool:
         self._updates = 0
-        counted = self._job.adapter.completed_steps()
+        counted = self._job.completed_steps()
         if counted is None:
             self._step += 1
             return True

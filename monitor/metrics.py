@@ -139,6 +139,25 @@ class Metrics:
             buckets=_DURATION_BUCKETS,
             registry=registry,
         )
+        self.peer_step = Gauge(
+            "driftpoint_peer_step",
+            "Step of the newest version in memory that all ranks have a replica of on another node",
+            registry=registry,
+        )
+        self.peer_time = Gauge(
+            "driftpoint_peer_timestamp_seconds", "When that version was seen replicated", registry=registry
+        )
+        self.peer_duration = Histogram(
+            "driftpoint_peer_duration_seconds",
+            "Time that a version of rank 0 took to its peer",
+            buckets=_DURATION_BUCKETS,
+            registry=registry,
+        )
+        self.from_peers = Gauge(
+            "driftpoint_resumed_from_peer_ranks",
+            "Ranks whose memory this job went on from as another node had kept it",
+            registry=registry,
+        )
         self.from_memory = Gauge(
             "driftpoint_resumed_from_memory",
             "1 where this job went on from memory, not from the store",
@@ -178,6 +197,11 @@ class Metrics:
         self.memory_step.set(step)
         self.memory_time.set(time.time())
         self.memory_duration.observe(seconds)
+
+    def replicated(self, step: int) -> None:
+        """All ranks have a replica of a version on another node."""
+        self.peer_step.set(step)
+        self.peer_time.set(time.time())
 
     def observed(self, written: int, avoided: int) -> None:
         """A save would have been begun."""

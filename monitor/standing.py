@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TypeVar
 
 from monitor.job import Job
 from monitor.remembered import Remembered, newest_on_disk
@@ -12,40 +13,63 @@ from monitor.resume import Resumed
 from store.catalog import Catalog
 from store.certificate import Certificate, certify, from_memory
 from store.errors import NothingToResumeError
+from store.names import Unit
 
 _log = logging.getLogger("driftpoint")
+
+T = TypeVar("T")
 
 
 def told_of(found: Resumed, remembered: Remembered) -> Resumed:
     """The same, told whether anything of it is what memory held: where bytes were wrong there, nothing may be."""
     used = any(version.save == remembered.save for version in found.resolution.versions.values())
-    return replace(found, memory=remembered.save) if used else found
+    return replace(found, memory=remembered.save, replicas=remembered.replicas) if used else found
 
 
 def resumed(
     attempt: Callable[[Catalog], Resumed | None], catalog: Catalog, remembered: Remembered | None
 ) -> Resumed | None:
-    """What a resume brought. attempt: resumes a store. catalog: the store's alone. Collective.
+    """What a resume brought. attempt: resumes a store. catalog: the store's alone. Collective."""
+
+    def told(found: Catalog) -> Resumed | None:
+        outcome = attempt(found)
+        return outcome if remembered is None or found is catalog or outcome is None else told_of(outcome, remembered)
+
+    return remembered_or_stored(told, catalog, remembered)
+
+
+def remembered_or_stored(
+    attempt: Callable[[Catalog], T | None], catalog: Catalog, remembered: Remembered | None
+) -> T | None:
+    """What an attempt brings with memory on top of the store, else with the store alone. Collective.
 
     Where the bytes in memory are so wrong that nothing is left to resume, the store may still have something, or
     nothing at all, which is no error: the job begins anew."""
     if remembered is None:
         return attempt(catalog)
     try:
-        found = attempt(remembered.catalog)
+        return attempt(remembered.catalog)
     except NothingToResumeError as error:  # alike on all ranks, before anything has changed
         _log.error("memory: %s", error)
         return attempt(catalog)
-    return None if found is None else told_of(found, remembered)
 
 
 def certified(found: Resumed) -> Certificate:
     """What the job goes on from, rounding by the live dtypes included."""
     certificate = certify(found.resolution)
     if found.memory is not None:
-        certificate = from_memory(certificate, found.memory)
+        certificate = from_memory(certificate, found.memory, _kept_by_peers(found))
     exact = certificate.exact and not found.rounded
     return replace(certificate, exact=exact, problems=certificate.problems + found.rounded)
+
+
+def _kept_by_peers(found: Resumed) -> set[Unit]:
+    """What consists, in part at least, of replicas."""
+    return {
+        unit
+        for unit, version in found.resolution.versions.items()
+        if any(source.part.save == found.memory and source.part.rank in found.replicas for source in version.sources)
+    }
 
 
 def adopt(job: Job, catalog: Catalog, found: Resumed, step: int) -> None:

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 from monitor.ledger import Drawn, Ledger
 from monitor.metrics import Metrics
+from monitor.saying import say
 from monitor.units import UnitTable, is_moving
-from store.certificate import MEMORY, is_lossy
+from store.certificate import MEMORY, PEER, is_lossy
 from store.errors import DriftpointError
 
 if TYPE_CHECKING:
@@ -111,11 +112,14 @@ def tell_resumed(metrics: Metrics, config: Config, step: int, found: Resumed, ce
     metrics.effective_step.set(certificate.effective_step)
     metrics.fallbacks.set(len(fallbacks))
     metrics.from_memory.set(found.memory is not None)
+    metrics.from_peers.set(len(found.replicas))
     where = config.store
     if found.memory is not None:
         sources = {unit.source for unit in certificate.units if unit.moving}
-        where = "memory" if sources == {MEMORY} else f"memory and {config.store}"
-    _log.info("resumed step %d from %s (%s)", certificate.step, where, _kind(certificate))
+        where = "memory" if sources <= {MEMORY, PEER} else f"memory and {config.store}"
+    if found.replicas:
+        where += f", {len(found.replicas)} of its ranks from what peers had kept"
+    say(f"resumed step {certificate.step} from {where} ({_kind(certificate)})")
     if step != certificate.step:
         _log.warning(
             "resume: its weights stand at step %.4g on average, so counters and schedules go on from the save of "

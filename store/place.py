@@ -95,6 +95,11 @@ def store_place(text: str | os.PathLike[str]) -> Path:
     return Path(os.path.abspath(found.expanduser())) if not is_url(found := place_of(text)) else found  # noqa: PTH100
 
 
+def beside(place: Path, suffix: str) -> Path:
+    """A file of this machine called like the store: beside its directory; of one in a bucket, where one stands."""
+    return Path.cwd() / f"{place.name}{suffix}" if is_url(place) else Path(f"{place}{suffix}")
+
+
 def is_url(place: Path) -> bool:
     """Whether it is in an object store."""
     return isinstance(place, ObjectUrl)

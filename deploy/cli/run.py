@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -74,9 +75,9 @@ def run(
 ) -> None:
     """Start a training command, and start it again when it dies, as long as it gets further."""
     del debug
-    seen, wanted = places(config, store)
+    seen, wanted, notice = places(config, store)
     limits = Limits(max_restarts, max_failures, backoff, max(backoff, backoff_max))
-    orders, teller = Orders(command, limits, grace, wait), Teller(note, events, seen.root)
+    orders, teller = Orders(command, limits, grace, wait, notice), Teller(note, events, seen.root)
     told = None if wanted is None else ensure_daemon(wanted.base, wanted.port, wanted.exit_idle)
     if told is not None:
         teller.say(told)
@@ -92,17 +93,17 @@ class WantedDaemon:
     exit_idle: float
 
 
-def places(config: Path | None, store: Path | None) -> tuple[SeenStore, WantedDaemon | None]:
-    """The store of the job, as the trainer finds it: relative to the working directory; and the daemon that it wants.
+def places(config: Path | None, store: Path | None) -> tuple[SeenStore, WantedDaemon | None, signal.Signals]:
+    """The store of the job, as the trainer finds it: relative to the working directory; the daemon that it wants; and
+    the signal that it heeds.
 
-    ConfigError, UsageError. Of the YAML only ``store:``, ``s3:``, ``memory:`` and ``daemon:`` are looked at; the rest
-    is the trainer's to check."""
+    ConfigError, UsageError. Of the YAML only ``store:``, ``s3:``, ``memory:``, ``daemon:`` and ``preemption:`` are
+    looked at; the rest is the trainer's to check."""
     if config is None and store is None and not CONFIG.exists():
         raise UsageError(f"which store? There is no {CONFIG} here: give `-c FILE`, the job's YAML, or `--store STORE`")
     if config is None and store is not None:
-        return SeenStore(
-            store.expanduser(), DEFAULT_MEMORY
-        ), None  # of a job that keeps nothing there, nothing is there
+        seen = SeenStore(store.expanduser(), DEFAULT_MEMORY)  # of a job that keeps nothing there, nothing is there
+        return seen, None, signal.SIGUSR1
     path = config or CONFIG
     content = _mapping(path)
     root, memory = content.get("store", DEFAULT_STORE), content.get("memory", {})
@@ -113,7 +114,17 @@ def places(config: Path | None, store: Path | None) -> tuple[SeenStore, WantedDa
     base = Path(memory.get("path", DEFAULT_MEMORY))
     kept = base if memory.get("enabled") else None
     seen = SeenStore((store or place_of(root)).expanduser(), kept, options=_options(path, content.get("s3", {})))
-    return seen, _wanted(path, content.get("daemon", {}), base)
+    return seen, _wanted(path, content.get("daemon", {}), base), _notice(path, content.get("preemption", {}))
+
+
+def _notice(path: Path, section: object) -> signal.Signals:
+    """The first signal of those that the trainer heeds; SIGUSR1 where it heeds none."""
+    names = section.get("signals", []) if isinstance(section, dict) else None
+    if not isinstance(names, list) or any(name not in signal.Signals.__members__ for name in names):
+        raise ConfigError(
+            f"{path}: preemption: must be a section such as `preemption: {{signals: [SIGUSR1]}}`, and is {section!r}"
+        )
+    return signal.Signals[names[0]] if names else signal.SIGUSR1
 
 
 def _options(path: Path, section: object) -> ObjectOptions:

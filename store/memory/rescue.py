@@ -5,7 +5,7 @@ fenced, gives up and removes what it wrote; that job finds the version in memory
 taken: nobody waits for a rescue. Killed half-way, it is completed by the next one.
 
 It does not know how anybody learned that the job is dead: it looks at the locks of its processes, and writes nothing as
-long as one of them is held. One rescue at a time on a node, whoever begins it.
+long as one of them is held. One rescue of a store at a time on a node, whoever begins it.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ REASON = "written out of memory after the job died"
 _CHECKED = 0.5
 """Seconds between two looks at whether the store was claimed."""
 
-RESCUE_LOCK = "rescue.lock"
-"""Beside the stores' memory: held by whoever rescues on this node."""
+RESCUE_LOCK = "rescue-{}.lock"
+"""Beside the stores' memory, with a store's id: held by whoever rescues on this node what lies there."""
 
 WRITTEN = "written"
 NOTHING = "nothing"
@@ -108,7 +108,8 @@ def rescue(
 
 def owner_of(tier: Tier, rank: int, held: Held) -> Path:
     """What the process that keeps a version holds locked as long as it lives."""
-    return tier.generation(int(held.payload.parent.name)).owner(rank)
+    epoch, _, branch = held.payload.parent.name.partition(".")
+    return tier.generation(int(epoch), int(branch or 0)).owner(rank)
 
 
 class _Watch:
@@ -158,9 +159,9 @@ def _rescue_newest(tier: Tier, catalog: Catalog, aborted: Callable[[], bool]) ->
 
 
 def _missing(held: Mapping[int, Held]) -> str | None:
-    """Which of its ranks are not on this node."""
+    """Which of its ranks were not on this node: replicas are of ranks that may live, which only their nodes know."""
     world_size = next(iter(held.values())).record.part.world_size
-    lacking = sorted(set(range(world_size)) - set(held))
+    lacking = sorted(set(range(world_size)) - {rank for rank, one in held.items() if not one.record.replica})
     return f"ranks {lacking[:8]} of {world_size} are not in the memory of this node" if lacking else None
 
 
@@ -171,9 +172,9 @@ def _locked(tier: Tier) -> Owner:
         raise StorageError(f"cannot make {tier.home}: {error.strerror}") from error
     require_own(tier.home)
     try:
-        return Owner(tier.home / RESCUE_LOCK)
+        return Owner(tier.home / RESCUE_LOCK.format(tier.store_id))
     except StorageError as error:
-        raise StoreInUseError(f"another rescue is under way on this node, wait for its end: {error}") from error
+        raise StoreInUseError(f"another rescue of it is under way on this node, wait for its end: {error}") from error
 
 
 def _require_dead(tier: Tier, held: Mapping[int, Held]) -> None:
