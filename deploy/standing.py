@@ -7,6 +7,7 @@ job, no memory and no trace.
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from store.certificate import Certificate, certify
 from store.epochs import newest_epoch, read_epoch
 from store.errors import DamagedError, NothingToResumeError, StorageError
 from store.names import SaveId
+from store.place import is_url
 from store.schema import EpochRecord, ManifestRecord
 from store.versions import newest_resumable
 
@@ -81,7 +83,7 @@ def standing(catalog: Catalog, root: Path, *, counted: bool = True) -> StoreStat
         epoch=epoch,
         owner=_owner(catalog, epoch, problems),
         in_use_by=holder(root),
-        size_bytes=_size(root) if counted else 0,
+        size_bytes=_counted(catalog, root) if counted else 0,
         resume=resume,
         problems=tuple(dict.fromkeys(problems)),
         resumed=resumed,
@@ -142,6 +144,19 @@ def _owner(catalog: Catalog, epoch: int, problems: list[str]) -> EpochRecord | N
     except (DamagedError, StorageError) as error:
         problems.append(str(error))
         return None
+
+
+def _counted(catalog: Catalog, root: Path) -> int:
+    return _reached(catalog) if is_url(root) else _size(root)
+
+
+def _reached(catalog: Catalog) -> int:
+    """Payload bytes of all commits: in a bucket, looking at every object would take a request for a thousand."""
+    groups = {}
+    for save in catalog.saves():
+        with suppress(DamagedError, StorageError):
+            groups.update(catalog.manifest(save).groups)
+    return sum(record.payload_bytes for record in groups.values())
 
 
 def _size(root: Path) -> int:
