@@ -42,6 +42,7 @@ from policies.select import policy_from
 from policies.setting import nearest
 from store.encoding import BF16, BF16_INT8, INT8_BLOCK, INT8_SQRT_BLOCK, encoding_named
 from store.encoding import ENCODINGS as BY_NAME
+from store.endpoint.access import LOOPBACK
 from store.errors import ConfigError
 from store.names import WEIGHTS
 from store.retention import Retention
@@ -181,6 +182,7 @@ def load_config(source: str | os.PathLike[str] | Mapping[str, Any] | Config | No
     config.retention_rule()
     config.trace_path()
     config.memory_encodings()
+    _require_guarded(config)
     _require_known("preemption.signals", config.preemption.signals, SIGNALS)
     if config.every != "auto" and config.auto != AutoSettings():
         raise ConfigError(
@@ -190,6 +192,13 @@ def load_config(source: str | os.PathLike[str] | Mapping[str, Any] | Config | No
     if config.differences and config.packing == "none":
         raise ConfigError("differences: true saves bytes only where they are packed: set `packing: auto` or a level")
     return config
+
+
+def _require_guarded(config: Config) -> None:
+    """Endpoints that other machines reach are guarded, or the user said that they need not be."""
+    guards, metrics, daemon = config.metrics.guards(), config.metrics, config.daemon
+    guards.require(metrics.host if metrics.enabled else LOOPBACK, "metrics.host")
+    guards.require(daemon.host if daemon.enabled else LOOPBACK, "daemon.host")
 
 
 def _anchored(values: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:

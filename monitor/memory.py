@@ -126,6 +126,7 @@ class MemoryTier:
             told = self._group.gather(problem)
             if any(told):
                 self._give_up("; ".join(f"rank {rank}: {text}" for rank, text in enumerate(told) if text)[:600])
+            self._show_room(on=not any(told))
 
         self._head.begin()
         self._pace.restart()
@@ -310,6 +311,7 @@ class MemoryTier:
             self._job.daemon.remembered(pending.save)
             if self._group.rank == 0:
                 self._job.metrics.remembered(pending.save.step, (outcome.result if outcome else None) or 0.0)
+                self._show_room(on=True)
             if first:
                 _trying(lambda: arena.take_rest(self._group.world_size))
         self._pending = self._outcome = None
@@ -339,8 +341,14 @@ class MemoryTier:
             exc_info=None if expected else error,
         )
 
+    def _show_room(self, *, on: bool) -> None:
+        if self._group.rank == 0:
+            self._job.metrics.memory_on.set(on)
+            _trying(lambda: self._job.metrics.memory_room.look(self._tier.base))
+
     def _give_up(self, why: str) -> None:
         self._off = True
+        self._show_room(on=False)
         if self._group.rank == 0:
             self._job.metrics.failures.labels("memory").inc()
             _log.error("the memory tier is off, saves go to the store alone: %s", why)

@@ -36,13 +36,15 @@ class Resumed:
 
     onward: the save whose run state it has, and so the step that it goes on from. notes: what was damaged, skipped or
     converted, for people. rounded: what the live dtypes could not hold, over all ranks; the state is not exact then.
-    memory: the version in memory that this is, if it is one."""
+    memory: the version in memory that this is, if it is one. passed_over: newer commits that it is not, since they are
+    damaged or suspect."""
 
     resolution: Resolution
     onward: Onward
     notes: tuple[str, ...]
     rounded: tuple[str, ...]
     memory: SaveId | None = None
+    passed_over: int = 0
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ def resume(
     bad: frozenset[Bad] = frozenset()
     notes: list[str] = []
     while True:
-        name, passed_over = on_first(group, lambda bad=bad: _choose(catalog, bad))  # type: ignore[misc]
+        name, passed_over, newer = on_first(group, lambda bad=bad: _choose(catalog, bad))  # type: ignore[misc]
         if name is None:
             return None
         catalog.forget()
@@ -86,14 +88,14 @@ def resume(
             notes += [*passed_over, *plan.resolution.problems, *onward.notes, *found.notes, *rounded]
             notes += _afresh(onward.state, user)
             _load(plan, found, onward, adapter, user=user, group=group)
-            return Resumed(plan.resolution, onward, tuple(dict.fromkeys(notes)), rounded)
+            return Resumed(plan.resolution, onward, tuple(dict.fromkeys(notes)), rounded, passed_over=newer)
         bad |= newly_bad
 
 
-def _choose(catalog: Catalog, bad: frozenset[Bad]) -> tuple[str | None, tuple[str, ...]]:
+def _choose(catalog: Catalog, bad: frozenset[Bad]) -> tuple[str | None, tuple[str, ...], int]:
     catalog.forget()
     if not catalog.saves():
-        return None, ()
+        return None, (), 0
     try:
         resolution, passed_over = newest_resumable(catalog, bad)
         if passed_over or resolution.problems:
@@ -103,7 +105,8 @@ def _choose(catalog: Catalog, bad: frozenset[Bad]) -> tuple[str | None, tuple[st
         raise NothingToResumeError(
             f"{error}. Look with `driftpoint verify STORE`; to start over on purpose, name another `store:`"
         ) from error
-    return resolution.manifest.save.name, passed_over
+    chosen = resolution.manifest.save
+    return chosen.name, passed_over, sum(save > chosen for save in catalog.saves())
 
 
 def _resolved(catalog: Catalog, save: SaveId, bad: frozenset[Bad]) -> Resolution:

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from policies.account import BYTES, STALL, STORAGE, Account
 from policies.bucket import TokenBucket
+from store.endpoint.access import LOOPBACK, BasicAuth, Guards, Tls
 
 _LONGEST = 1e6
 """Seconds; threads cannot wait for ever longer ones."""
@@ -144,20 +145,33 @@ class PreemptionSettings(Settings):
 class DaemonSettings(Settings):
     """The daemon of each node, which writes out of memory what a job leaves there when it dies; see docs/daemon.md.
 
-    start: one where there is none. port: of its metrics. exit_idle_seconds: without a job until it ends by itself."""
+    start: one where there is none. host, port: of its metrics, which are guarded as ``metrics`` says.
+    exit_idle_seconds: without a job until it ends by itself."""
 
     enabled: bool = False
     start: bool = True
+    host: str = LOOPBACK
     port: int = Field(default=9465, ge=0, le=65535)
     exit_idle_seconds: float = Field(default=3600.0, gt=0, le=1e9)
 
 
 class MetricsSettings(Settings):
-    """The Prometheus endpoint of rank 0."""
+    """The Prometheus endpoint of rank 0; see docs/metrics.md.
+
+    layer_series: layer slots with time series of their own. tls, basic_auth: what guards the endpoint, and the daemon's
+    too. insecure: let other machines read it without."""
 
     enabled: bool = True
-    host: str = "127.0.0.1"
+    host: str = LOOPBACK
     port: int = Field(default=9464, ge=0, le=65535)
+    layer_series: int = Field(default=512, ge=1, le=100_000)
+    tls: Tls = Tls()
+    basic_auth: BasicAuth = BasicAuth()
+    insecure: bool = False
+
+    def guards(self) -> Guards:
+        """Of this endpoint and the daemon's."""
+        return Guards(tls=self.tls, basic_auth=self.basic_auth, insecure=self.insecure)
 
 
 class TimeoutSettings(Settings):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from pydantic import ValidationError
 
 from deploy.cli.options import DebugOption
 from deploy.cli.output import note
@@ -15,6 +16,7 @@ from deploy.sight import SeenStore
 from deploy.supervision import Limits
 from deploy.supervisor import Orders, Supervisor
 from deploy.telling import Teller
+from store.endpoint.access import LOOPBACK, Guards
 from store.errors import ConfigError, UsageError
 
 CONFIG = Path("driftpoint.yaml")
@@ -50,6 +52,17 @@ GraceOption = Annotated[
     float, typer.Option("--grace", metavar="S", min=0, help="Seconds for the last save, before SIGTERM to the command.")
 ]
 WaitOption = Annotated[float, typer.Option("--wait", metavar="S", min=0, help="Seconds to wait for a store in use.")]
+MetricsOption = Annotated[
+    int | None,
+    typer.Option(
+        "--metrics-port",
+        metavar="N",
+        min=0,
+        max=65535,
+        help="Serve metrics of the supervisor there, as `metrics:` in the YAML says; 0 takes a free one.",
+        show_default=False,
+    ),
+]
 EventsOption = Annotated[
     Path | None, typer.Option("--events", metavar="FILE", help="Append a JSON line for each event to this file.")
 ]
@@ -67,17 +80,33 @@ def run(
     grace: GraceOption = 30.0,
     wait: WaitOption = 0.0,
     events: EventsOption = None,
+    metrics_port: MetricsOption = None,
     debug: DebugOption = False,
 ) -> None:
     """Start a training command, and start it again when it dies, as long as it gets further."""
     del debug
-    seen, wanted = places(config, store)
+    seen, wanted, listening = places(config, store)
     limits = Limits(max_restarts, max_failures, backoff, max(backoff, backoff_max))
-    orders, teller = Orders(command, limits, grace, wait), Teller(note, events, seen.root)
-    told = None if wanted is None else ensure_daemon(wanted.base, wanted.port, wanted.exit_idle)
+    metrics = None
+    if metrics_port is not None:
+        from deploy.supervisor_metrics import SupervisorMetrics
+
+        metrics = SupervisorMetrics(max_restarts)
+    orders, teller = Orders(command, limits, grace, wait), Teller(note, events, seen.root, metrics)
+    told = None if wanted is None else ensure_daemon(wanted.base, wanted.port, wanted.exit_idle, wanted.words)
     if told is not None:
         teller.say(told)
+    if metrics is not None and metrics_port is not None:
+        metrics.serve(listening.host, metrics_port, listening.guards, teller.say)
     raise typer.Exit(Supervisor(orders, seen, teller).run())
+
+
+@dataclass(frozen=True)
+class Listening:
+    """What the YAML says of metrics: who may read them, and from where."""
+
+    host: str = LOOPBACK
+    guards: Guards = field(default_factory=Guards)
 
 
 @dataclass(frozen=True)
@@ -87,19 +116,20 @@ class WantedDaemon:
     base: Path
     port: int
     exit_idle: float
+    words: tuple[str, ...] = ()
 
 
-def places(config: Path | None, store: Path | None) -> tuple[SeenStore, WantedDaemon | None]:
-    """The store of the job, as the trainer finds it: relative to the working directory; and the daemon that it wants.
+def places(config: Path | None, store: Path | None) -> tuple[SeenStore, WantedDaemon | None, Listening]:
+    """The store of the job, as the trainer finds it: relative to the working directory; the daemon that it wants; and
+    where metrics are served.
 
-    ConfigError, UsageError. Of the YAML only ``store:``, ``memory:`` and ``daemon:`` are looked at; the rest is the
-    trainer's to check."""
+    ConfigError, UsageError. Of the YAML only ``store:``, ``memory:``, ``daemon:`` and ``metrics:`` are looked at; the
+    rest is the trainer's to check."""
     if config is None and store is None and not CONFIG.exists():
         raise UsageError(f"which store? There is no {CONFIG} here: give `-c FILE`, the job's YAML, or `--store STORE`")
     if config is None and store is not None:
-        return SeenStore(
-            store.expanduser(), DEFAULT_MEMORY
-        ), None  # of a job that keeps nothing there, nothing is there
+        # Of a job that keeps nothing in memory, nothing is there.
+        return SeenStore(store.expanduser(), DEFAULT_MEMORY), None, Listening()
     path = config or CONFIG
     content = _mapping(path)
     root, memory = content.get("store", DEFAULT_STORE), content.get("memory", {})
@@ -109,10 +139,24 @@ def places(config: Path | None, store: Path | None) -> tuple[SeenStore, WantedDa
         raise ConfigError(f"{path}: memory: must be a section such as `memory: {{enabled: true}}`, and is {memory!r}")
     base = Path(memory.get("path", DEFAULT_MEMORY))
     seen = SeenStore((store or Path(root)).expanduser(), base if memory.get("enabled") else None)
-    return seen, _wanted(path, content.get("daemon", {}), base)
+    listening = _listening(path, content.get("metrics", {}))
+    return seen, _wanted(path, content.get("daemon", {}), base, listening.guards), listening
 
 
-def _wanted(path: Path, section: object, base: Path) -> WantedDaemon | None:
+def _listening(path: Path, section: object) -> Listening:
+    if not isinstance(section, dict) or not isinstance(section.get("host", ""), str):
+        raise ConfigError(f"{path}: metrics: must be a section such as `metrics: {{port: 9464}}`, and is {section!r}")
+    try:
+        guards = Guards.model_validate({key: section[key] for key in Guards.model_fields if key in section})
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ConfigError(f"{path}: metrics.{'.'.join(map(str, first['loc']))}: {first['msg'].lower()}") from error
+    host = section.get("host", LOOPBACK)
+    guards.require(host if section.get("enabled", True) else LOOPBACK, "metrics.host")
+    return Listening(host, guards)
+
+
+def _wanted(path: Path, section: object, base: Path, guards: Guards) -> WantedDaemon | None:
     if not isinstance(section, dict):
         raise ConfigError(f"{path}: daemon: must be a section such as `daemon: {{enabled: true}}`, and is {section!r}")
     if not (section.get("enabled") and section.get("start", True)):
@@ -120,7 +164,11 @@ def _wanted(path: Path, section: object, base: Path) -> WantedDaemon | None:
     port, idle = section.get("port", DEFAULT_DAEMON_PORT), section.get("exit_idle_seconds", DEFAULT_EXIT_IDLE)
     if not isinstance(port, int) or not isinstance(idle, int | float):
         raise ConfigError(f"{path}: daemon: port must be a number and exit_idle_seconds one of seconds")
-    return WantedDaemon(base, port, float(idle))
+    host = section.get("host", LOOPBACK)
+    if not isinstance(host, str):
+        raise ConfigError(f"{path}: daemon: host must be an address, and is {host!r}")
+    guards.require(host, "daemon.host")
+    return WantedDaemon(base, port, float(idle), ("--host", host, *guards.words()))
 
 
 def _mapping(path: Path) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from pathlib import Path
 import yaml
 from pydantic import BaseModel
 
+from deploy.supervisor_metrics import SupervisorMetrics
 from monitor.config import Config
 from monitor.metrics import Metrics
 
@@ -24,6 +25,6 @@ def test_every_setting_is_documented_with_its_default() -> None:
 def test_every_metric_is_documented_and_no_other() -> None:
     documented = set(re.findall(r"^\| `(driftpoint_\w+)`", (DOCS / "metrics.md").read_text(), re.M))
     served = set()
-    for family in Metrics().registry.collect():
+    for family in [*Metrics().registry.collect(), *SupervisorMetrics(3).registry.collect()]:
         served.add(f"{family.name}_total" if family.type == "counter" else family.name)
     assert documented == served
