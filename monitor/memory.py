@@ -344,7 +344,7 @@ class MemoryTier:
     def _show_room(self, *, on: bool) -> None:
         if self._group.rank == 0:
             self._job.metrics.memory_on.set(on)
-            _trying(lambda: self._job.metrics.memory_room.look(self._tier.base))
+            self._job.metrics.memory_room.look(self._tier.base)
 
     def _give_up(self, why: str) -> None:
         self._off = True

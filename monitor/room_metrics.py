@@ -9,8 +9,6 @@ import os
 
 from prometheus_client import CollectorRegistry, Gauge
 
-from store.errors import StorageError
-
 
 class RoomMetrics:
     """Of a filesystem. what: word of the names."""
@@ -22,10 +20,11 @@ class RoomMetrics:
         )
 
     def look(self, path: str | os.PathLike[str]) -> None:
-        """Ask the filesystem of ``path``. StorageError where it does not say. May block."""
+        """Ask the filesystem of ``path``, which may not say: then it is not known. May block."""
         try:
             found = os.statvfs(path)
-        except OSError as error:
-            raise StorageError(f"the filesystem of {path} does not say: {error.strerror}") from error
+        except OSError:  # it is away: saves fail then, and tell
+            self.size.set(0)
+            return
         self.free.set(found.f_bavail * found.f_frsize)
         self.size.set(found.f_blocks * found.f_frsize)

@@ -73,7 +73,6 @@ class SaveMetrics:
         self.saves.inc()
         self.written.inc(written)
         self.avoided.inc(avoided)
-        self.full.set(written + avoided)
         self.duration.observe(seconds)
         self.failed_in_a_row.set(0)
         self.stands_on(step, time.time())

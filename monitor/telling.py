@@ -68,8 +68,6 @@ def begin_metrics(job: Job, epoch: int) -> None:
     metrics, settings = job.metrics, job.config.metrics
     metrics.resumed.epoch.set(epoch)
     metrics.resumed.attached.set(time.time())
-    metrics.layers.know(job.table.sizes)
-    metrics.saves.full.set(sum(size.nbytes for size in job.table.sizes.values()))
     if settings.enabled:
         metrics.serve(settings.host, settings.port, settings.guards())
 
@@ -80,6 +78,7 @@ def show_units(job: Job, step: int, decided: Decided) -> None:
     staleness = {one.unit: one.staleness for one in decided.stats if one.staleness is not None}
     drift = {unit: one for unit, one in decided.drift.items() if one is not None and unit in job.ledger.versions}
     layers.know(job.table.sizes)
+    job.metrics.saves.full.set(sum(size.nbytes for size in job.table.sizes.values()))
     layers.show(drift, staleness)
     layers.judge(step, _readings(drift, staleness))
     layers.healthy(decided.drift.keys(), [one.unit for one in decided.stats if not one.finite])

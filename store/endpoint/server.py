@@ -44,6 +44,7 @@ class Endpoint:
     def close(self) -> None:
         """Stop listening."""
         self._server.shutdown()
+        self._thread.join()
         self._server.server_close()
 
 
