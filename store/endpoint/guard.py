@@ -11,10 +11,8 @@ import hmac
 import logging
 import os
 import ssl
-from collections.abc import Callable, Iterable
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
 from store.endpoint.access import BasicAuth, Tls
 from store.errors import ConfigError
@@ -24,8 +22,8 @@ _log = logging.getLogger("driftpoint")
 _MOST = 4096
 """Bytes of a password file."""
 
-App = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
-"""A WSGI application."""
+CHALLENGE = 'Basic realm="driftpoint", charset="UTF-8"'
+"""What a client is told that has no login."""
 
 
 class Certificates:
@@ -80,25 +78,27 @@ def _no_passphrase() -> str:
     raise ValueError("the key is encrypted: nobody is there to type its passphrase")
 
 
-def with_login(app: App, login: BasicAuth) -> App:
-    """``app`` behind a login; as it is where there is none. ConfigError where the password cannot be read."""
-    if login.user is None or login.password_file is None:
-        return app
-    expected = sha256(f"{login.user}:{_password(login.password_file)}".encode()).digest()
+class Login:
+    """Who may read; everybody, where no login is set."""
 
-    def guarded(environ: dict[str, Any], respond: Callable[..., Any]) -> Iterable[bytes]:
+    def __init__(self, wanted: BasicAuth) -> None:
+        """ConfigError where the password cannot be read."""
+        self._expected: bytes | None = None
+        if wanted.user is not None and wanted.password_file is not None:
+            self._expected = _digest(f"{wanted.user}:{_password(wanted.password_file)}".encode())
+
+    def allows(self, header: str | None) -> bool:
+        """Whether a request with this ``Authorization`` may pass."""
         # Digests, so that the time of the comparison tells nothing, not even of the length.
-        if hmac.compare_digest(sha256(_given(environ)).digest(), expected):
-            return app(environ, respond)
-        challenge = ("WWW-Authenticate", 'Basic realm="driftpoint", charset="UTF-8"')
-        respond("401 Unauthorized", [challenge, ("Content-Type", "text/plain; charset=utf-8")])
-        return [b"name and password, please\n"]
-
-    return guarded
+        return self._expected is None or hmac.compare_digest(_digest(_given(header or "")), self._expected)
 
 
-def _given(environ: dict[str, Any]) -> bytes:
-    kind, _, word = str(environ.get("HTTP_AUTHORIZATION", "")).partition(" ")
+def _digest(words: bytes) -> bytes:
+    return sha256(words).digest()
+
+
+def _given(header: str) -> bytes:
+    kind, _, word = header.partition(" ")
     if kind.lower() != "basic":
         return b""
     try:

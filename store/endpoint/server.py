@@ -7,25 +7,31 @@ prometheus_client's own server shakes hands in the accepting thread, where one s
 
 from __future__ import annotations
 
+import gzip
+import logging
 import socket
-import ssl
 import threading
 from collections.abc import Iterable
 from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from socketserver import ThreadingMixIn
 from typing import Any
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
-from prometheus_client import CollectorRegistry, make_wsgi_app
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import choose_encoder
 
 from store.endpoint.access import Guards, url
-from store.endpoint.guard import App, Certificates, with_login
+from store.endpoint.guard import CHALLENGE, Certificates, Login
 
 _PATIENCE = 10.0
 """Seconds that a client may be silent."""
 
 _CONNECTIONS = 16
 """At a time."""
+
+_PATHS = ("/", "/metrics")
+
+_log = logging.getLogger("driftpoint")
 
 
 class Endpoint:
@@ -34,8 +40,7 @@ class Endpoint:
     def __init__(self, registry: CollectorRegistry, host: str, port: int, guards: Guards) -> None:
         """``port`` 0 takes a free one. OSError where it cannot listen, ConfigError where a guard cannot be had."""
         certificates = Certificates(guards.tls) if guards.tls.cert is not None else None
-        app = with_login(make_wsgi_app(registry), guards.basic_auth)
-        self._server = _Server(host, port, app, certificates)
+        self._server = _Server(host, port, registry, Login(guards.basic_auth), certificates)
         self.port: int = self._server.server_port
         self.url = url(host, self.port, certificates is not None)
         self._thread = threading.Thread(target=self._server.serve_forever, name="driftpoint-metrics", daemon=True)
@@ -48,32 +53,54 @@ class Endpoint:
         self._server.server_close()
 
 
-class _Handler(WSGIRequestHandler):
+class _Handler(BaseHTTPRequestHandler):
     timeout = _PATIENCE
+    server_version, sys_version = "driftpoint", ""
+
+    server: _Server
 
     def handle(self) -> None:
         with suppress(OSError):  # a client that went away
             super().handle()
 
-    def address_string(self) -> str:
-        return str(self.client_address[0])  # no resolver is asked
+    def do_GET(self) -> None:
+        if not self.server.login.allows(self.headers.get("Authorization")):
+            self._answer(401, b"name and password, please\n", {"WWW-Authenticate": CHALLENGE})
+        elif self.path.partition("?")[0] not in _PATHS:
+            self._answer(404, b"the metrics are at /metrics\n", {})
+        else:
+            encoder, kind = choose_encoder(self.headers.get("Accept") or "")
+            body, more = encoder(self.server.registry), {"Content-Type": kind}
+            if "gzip" in (self.headers.get("Accept-Encoding") or ""):
+                body, more = gzip.compress(body, 1), {**more, "Content-Encoding": "gzip"}
+            self._answer(200, body, more)
+
+    def _answer(self, code: int, body: bytes, headers: dict[str, str]) -> None:
+        self.send_response(code)
+        for name, value in {"Content-Type": "text/plain; charset=utf-8", **headers}.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
         """Requests are no news."""
 
 
-class _Server(ThreadingMixIn, WSGIServer):
+class _Server(ThreadingMixIn, HTTPServer):
     daemon_threads = True
     block_on_close = False
 
-    def __init__(self, host: str, port: int, app: App, certificates: Certificates | None) -> None:
+    def __init__(
+        self, host: str, port: int, registry: CollectorRegistry, login: Login, certificates: Certificates | None
+    ) -> None:
+        self.registry, self.login = registry, login
         self._certificates = certificates
         self._open: dict[Any, None] = {}
         self._lock = threading.Lock()
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         self.address_family = found[0][0]
         super().__init__((str(found[0][4][0]), port), _Handler)
-        self.set_app(app)
 
     def server_bind(self) -> None:
         """Without asking a resolver for the machine's name, which may hang."""
@@ -82,7 +109,6 @@ class _Server(ThreadingMixIn, WSGIServer):
         socket_.bind(self.server_address)
         self.server_address = socket_.getsockname()
         self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
-        self.setup_environ()
 
     def process_request(self, request: Any, client_address: Any) -> None:
         with self._lock:
@@ -101,7 +127,7 @@ class _Server(ThreadingMixIn, WSGIServer):
             # The descriptor stays the plain socket's, so that ending that one ends this one.
             with self._certificates.context.wrap_socket(request.dup(), server_side=True) as secure:
                 super().finish_request(secure, client_address)
-        except (OSError, ssl.SSLError):
+        except OSError:
             pass  # no handshake: a plain request, a client that does not trust us, or none at all
 
     def shutdown_request(self, request: Any) -> None:
@@ -111,6 +137,8 @@ class _Server(ThreadingMixIn, WSGIServer):
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A request that failed costs that request."""
+        del request, client_address
+        _log.warning("metrics could not be served", exc_info=True)
 
 
 def _shut(sockets: Iterable[Any]) -> None:

@@ -26,8 +26,10 @@ going = torch.ones(1)
 while going.item():
     one.step()
     time.sleep(0.05)  # a step of a real model takes longer than one of this
-    kept, committed = one.metric("driftpoint_memory_step"), one.metric("driftpoint_last_commit_step")
-    if first and dist.get_rank() == 0 and kept > committed > 0 and one.metric("driftpoint_saves_total") > 5:
+    step = int(one.metric("driftpoint_step"))
+    # The commit of the step three before is whole, and a version of a step since.
+    ripe = step % config["every"] == 3 and one.metric("driftpoint_memory_step") > step - 3
+    if first and ripe and one.metric("driftpoint_saves_total") > 5:
         os.kill(os.getpid(), signal.SIGKILL)
     if stop.exists():
         going.zero_()
