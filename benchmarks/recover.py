@@ -1,6 +1,6 @@
 """How fast a killed job is back: from memory, and from disk with its files in the page cache and without.
 
-    python benchmarks/recover.py [--stage 2] [--rounds 3] [--layers 12] [--json FILE]
+    python benchmarks/recover.py [--stage 2] [--rounds 3] [--layers 12] [--slow 200] [--json FILE]
 
 A job of two ranks commits a step, keeps the next one in memory and is killed (SIGKILL, all ranks). Then it is started
 again and again, by turns: to resume from memory; with memory switched off, from a warm disk; and from a cold one,
@@ -9,6 +9,9 @@ start is killed the same way, before it keeps or commits anything, so all of the
 compared to the bit with what was saved. Told are the seconds of ``ckpt.resume()`` and those from the start of the
 processes to the end of the first step, of the slowest rank, as medians. Floors: one copy of the same bytes in memory,
 and a plain read of the cold files.
+
+Then the same cold start with reads limited to ``--slow`` MB/s for both ranks together, as where many nodes share
+storage.
 
 Exits 1 when a goal is missed. Where files cannot be had out of the page cache, the cold rows are left out, loudly.
 """
@@ -28,9 +31,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.figures import Figure, report
 from benchmarks.page_cache import cached_share, chill, warm
 from benchmarks.ranks import Ranks
+from benchmarks.throttle import throttled
 
-MEMORY, WARM, COLD = "memory", "warm disk", "cold disk"
-STEP = {MEMORY: 3, WARM: 2, COLD: 2}
+MEMORY, WARM, COLD, SLOW = "memory", "warm disk", "cold disk", "cold slow disk"
+STEP = {MEMORY: 3, WARM: 2, COLD: 2, SLOW: 2}
 """See ``recover_worker.py``."""
 
 Seen = dict[str, list[dict[str, Any]]]
@@ -41,6 +45,7 @@ def main() -> int:
     parser.add_argument("--stage", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--layers", type=int, default=12, help="12 make 110 million parameters")
+    parser.add_argument("--slow", type=float, default=200, help="MB/s of the slow disk")
     parser.add_argument("--dir", type=Path, default=None, help="where to write; needs about 4 GB")
     parser.add_argument("--json", type=Path, default=None)
     options = parser.parse_args()
@@ -48,12 +53,12 @@ def main() -> int:
         tempfile.TemporaryDirectory(prefix="driftpoint-bench-", dir=options.dir) as folder,
         tempfile.TemporaryDirectory(prefix="driftpoint-bench-", dir="/dev/shm") as shared,
     ):
-        bench = Bench(Path(folder), Path(shared), options.stage, options.layers)
+        bench = Bench(Path(folder), Path(shared), options.stage, options.layers, options.slow)
         for _ in range(options.rounds):
             bench.round()
     return report(
         f"recovering a killed job, ZeRO-{options.stage}, two ranks",
-        figures(bench.seen, bench.how, bench.reads),
+        figures(bench.seen, bench.how, bench.reads, options.slow),
         options.json,
     )
 
@@ -61,7 +66,8 @@ def main() -> int:
 class Bench:
     """how: by what means files got out of the page cache; None where they did not. reads: seconds for all of them."""
 
-    def __init__(self, folder: Path, shared: Path, stage: int, layers: int) -> None:
+    def __init__(self, folder: Path, shared: Path, stage: int, layers: int, slow: float) -> None:
+        self.rate = 1e6 * slow
         self.folder, self.store = folder, folder / "store"
         self.cold = folder / "cold"
         self.arguments = [f"--stage={stage}", f"--layers={layers}", f"--shared={shared}"]
@@ -89,6 +95,13 @@ class Bench:
             began = time.perf_counter()
             warm(self.cold)
             self.reads.append(time.perf_counter() - began)
+            self.slowly()
+
+    def slowly(self) -> None:
+        if self.never_read() is not None:
+            with throttled(self.cold, self.rate) as limited:
+                if limited:
+                    self.note(SLOW, self.killed("disk", self.cold))
 
     def never_read(self) -> str | None:
         """A copy of the store, on the disk alone: what was read once may stay in caches below the kernel. None where
@@ -110,8 +123,8 @@ class Bench:
         self.seen.setdefault(source, []).append(told[0])
 
 
-def figures(seen: Seen, how: str | None, reads: list[float]) -> list[Figure]:
-    """seen: by source, what rank 0 told in each round. reads: seconds for plain reads of the cold files."""
+def figures(seen: Seen, how: str | None, reads: list[float], slow: float) -> list[Figure]:
+    """seen: by source, what rank 0 told in each round. reads: seconds for plain reads of the cold files. slow: MB/s."""
 
     def middle(source: str, name: str) -> float:
         return median(one[name] for one in seen[source])
@@ -122,7 +135,7 @@ def figures(seen: Seen, how: str | None, reads: list[float]) -> list[Figure]:
     nbytes = seen[MEMORY][0]["bytes"]
     found = [Figure("state, both ranks", nbytes / 1e6, "MB")]
     for source in seen:
-        told = f"out of the page cache by {how}" if source == COLD else ""
+        told = {COLD: f"out of the page cache by {how}", SLOW: f"{slow:.0f} MB/s for both ranks"}.get(source, "")
         found += [
             Figure(f"resume from {source}", middle(source, "resume"), "s", told),
             Figure(f"resume from {source}", nbytes / middle(source, "resume") / 1e9, "GB/s", "both ranks"),
@@ -144,6 +157,11 @@ def figures(seen: Seen, how: str | None, reads: list[float]) -> list[Figure]:
         found += [
             Figure("resume from memory", ratio("resume", COLD), "x", COLD, 1 / 5),
             Figure("start of the processes to the first step, memory", ratio("first_step", COLD), "x", COLD),
+        ]
+    if SLOW in seen:
+        found += [
+            Figure("resume from memory", ratio("resume", SLOW), "x", f"{SLOW}, {slow:.0f} MB/s", 1 / 5),
+            Figure("start of the processes to the first step, memory", ratio("first_step", SLOW), "x", SLOW),
         ]
     return found
 

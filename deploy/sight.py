@@ -18,6 +18,7 @@ from store.epochs import newest_epoch
 from store.errors import DamagedError, DriftpointError, NoStoreError, NothingToResumeError, StorageError, StoreError
 from store.files import LocalFiles
 from store.lock import lock_holder
+from store.memory.claimed import of_store
 from store.memory.held import look as look_at_memory
 from store.memory.tier import Tier
 from store.names import SaveId
@@ -109,7 +110,7 @@ def _remembered(catalog: Catalog, memory: Path | None) -> list[SaveId]:
     if memory is None:
         return []
     try:
-        return list(look_at_memory(Tier(memory, catalog.store_id)).versions)
+        return list(of_store(look_at_memory(Tier(memory, catalog.store_id)), catalog.files).versions)
     except (StoreError, OSError):
         return []
 

@@ -14,10 +14,11 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import FrameType
 
 from deploy.processes import adopt_orphans, children, end_below, reap
 from deploy.sight import SeenStore
-from deploy.stopping import ENDS, NOTICES, Stopping
+from deploy.stopping import ENDS, NOTICES, Manner, Stopping
 from deploy.supervision import INTERRUPTED, Again, Attempt, Course, Limits, Sight, Stop, judge
 from deploy.telling import Teller
 from store.errors import PREEMPTED, StoreInUseError, UsageError
@@ -35,12 +36,14 @@ _LOOK_UP = 60.0
 
 @dataclass(frozen=True)
 class Orders:
-    """What to run. grace: seconds that the trainer has to save after a signal. wait: for a store that is in use."""
+    """What to run. grace: seconds that the trainer has to save after a signal. wait: for a store that is in use.
+    notice: the signal that the trainer heeds."""
 
     command: Sequence[str]
     limits: Limits = field(default_factory=Limits)
     grace: float = 30.0
     wait: float = 0.0
+    notice: signal.Signals = signal.SIGUSR1
 
 
 class Supervisor:
@@ -122,8 +125,10 @@ class Supervisor:
                 raise
             self._teller.say(str(error))  # it could be started before: a disk or a machine that is short of something
             return _CANNOT_START, None
-        stopping = Stopping(child.pid, self._orders.grace, self._teller.say, self._others)
-        return self._watch(child, stopping), stopping.told_to
+        manner = Manner(self._orders.grace, self._orders.notice, self._others)
+        stopping = Stopping(child.pid, manner, self._teller.say)
+        code = self._watch(child, stopping)
+        return code, stopping.told_to(code)
 
     def _start(self) -> subprocess.Popen[bytes]:
         command = list(self._orders.command)
@@ -183,15 +188,24 @@ class Supervisor:
 
     @contextmanager
     def _signals_held(self) -> Iterator[None]:
-        """Signals wait to be taken, and the end of a child is one."""
-        child = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        """Signals wait to be taken, and the end of a child is one.
+
+        They have handlers, too, which are never called: from outside it is to be seen that this process takes them, so
+        that a supervisor around this one leaves it to this one what becomes of its command."""
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {*self._signals, signal.SIGCHLD})
         self._mask = {signal.Signals(number) for number in before}
+        handlers = {number: signal.signal(number, _untaken) for number in self._signals}
+        handlers[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         try:
             yield
         finally:
+            for number, handler in handlers.items():
+                signal.signal(number, signal.SIG_DFL if handler is None else handler)
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-            signal.signal(signal.SIGCHLD, child)
+
+
+def _untaken(number: int, frame: FrameType | None) -> None:
+    """Signals are blocked while this is their handler."""
 
 
 def _ended_by(number: signal.Signals | None) -> Stop:

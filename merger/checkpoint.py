@@ -28,7 +28,7 @@ SLOT_OF_KIND = {"trainable": WEIGHTS, "frozen": FROZEN, "buffer": BUFFER}
 class Checkpoint:
     """One training state.
 
-    origin: what to call it in messages. framework: ``deepspeed`` or ``torch``: what was training.
+    origin: what to call it in messages. framework: what was training: ``deepspeed``, ``torch``, ``fsdp2``.
     tensors: every parameter and buffer, tied ones once, in model order. index: where the values of each
     (fqn, slot) lie. framework_state, facts: as the framework's adapter in ``monitor`` gives them as run state and
     as layout facts; ``framework_state`` has ``counters`` (None for plain torch), ``lr_scheduler``,

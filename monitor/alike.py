@@ -26,7 +26,7 @@ def require_alike(job: Job) -> None:
 def _settings(job: Job) -> dict[str, Any]:
     """A policy's parameters matter on rank 0 only, and may be anything; a path to it may differ between machines."""
     settings = plain(job.config.model_dump(include={*_KEYS}))
-    settings["memory"] = plain(job.config.memory.model_dump(include={"enabled", "every", "versions"}))
+    settings["memory"] = plain(job.config.memory.model_dump(include={"enabled", "every", "versions", "peers"}))
     looks = ", which looks at drift" if job.policy.needs_drift else ""
     return {**settings, "policy": f"{job.policy.name}{', observed' if job.observing else ''}{looks}"}
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import sys
 import time
 import weakref
@@ -73,6 +74,7 @@ class Checkpointer:
         self._proven = False
         self._told_unused = False
         self._closed = False
+        self._process = os.getpid()
         job.tracer.begin(opened.epoch if opened else 0)
         self._forget_exit = _close_at_exit(self)
         self._preemption = Preemption(job.config.preemption, job.group, active=opened is not None)
@@ -146,8 +148,9 @@ class Checkpointer:
             self.metrics.stepped(self._step)
         if self._preemption.agreed():
             return self._leave()
-        report = self._decide(began, None) if self._pace.due(self._step) else None
-        self._remember(looked=report is not None)
+        with self._job.adapter.still():
+            report = self._decide(began, None) if self._pace.due(self._step) else None
+            self._remember(looked=report is not None)
         return report
 
     def save(self, *, wait: bool = False) -> StepReport:
@@ -159,7 +162,8 @@ class Checkpointer:
         self._require_told()
         self._step = self._job.adapter.completed_steps() or self._step
         self.flush()
-        report = self._decide(time.perf_counter(), Demand("asked for by save()"))
+        with self._job.adapter.still():
+            report = self._decide(time.perf_counter(), Demand("asked for by save()"))
         if wait:
             self.flush()
             self._saver.settle(self._step, False)
@@ -182,7 +186,8 @@ class Checkpointer:
     def close(self) -> None:
         """Wait, at most ``timeouts.close`` seconds, for the save under way; let go of the store and the port.
 
-        Called while an error is on its way out (from ``finally:``, say), it leaves what a restart goes on from."""
+        Called while an error is on its way out (from ``finally:``, say), it leaves what a restart goes on from. In a
+        forked child it does nothing: all of this is its parent's."""
         clean = sys.exc_info()[0] is None
         self._close(self.config.timeouts.close, clean=clean, ended=clean)
 
@@ -202,7 +207,7 @@ class Checkpointer:
 
     def _close(self, timeout: float, clean: bool, ended: bool) -> None:
         """clean: as far as can be told, the job ends as it was meant to. ended: that is certain."""
-        if not self._closed:
+        if not self._closed and os.getpid() == self._process:
             self._closed = True
             self._forget_exit()
             self._saver.close(timeout, clean and not self.preempted)

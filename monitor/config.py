@@ -189,6 +189,8 @@ def load_config(source: str | os.PathLike[str] | Mapping[str, Any] | Config | No
             f"auto: the section holds under `every: auto` only, and every is {config.every}: set `every: auto`, or "
             "remove it"
         )
+    if config.memory.peers and not config.memory.enabled:
+        raise ConfigError("memory.peers replicates the memory tier, which is off: set `memory: {enabled: true}`, too")
     if config.differences and config.packing == "none":
         raise ConfigError("differences: true saves bytes only where they are packed: set `packing: auto` or a level")
     return config

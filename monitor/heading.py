@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 
 from monitor.adapters.base import versions_of
 from monitor.job import Job
+from monitor.saver import Saver
 from monitor.units import is_moving
 from store.names import FROZEN, RAW, SaveId, Unit
 from store.record import digest, seal
@@ -17,10 +18,13 @@ from store.schema import ManifestRecord, UnitRecord
 
 
 class Head:
-    """Knows the job's ledger and table; asked by the training thread. Only :meth:`plan` is for all ranks."""
+    """Knows the job's ledger and table; asked by the training thread. Only :meth:`plan` is for all ranks.
 
-    def __init__(self, job: Job) -> None:
+    saver: knows of a commit before the ledger does, which moves at decisions alone."""
+
+    def __init__(self, job: Job, saver: Saver) -> None:
         self._job = job
+        self._saver = saver
         self._frozen: int | None = None
         self._since: dict[Unit, int] = {}
 
@@ -49,6 +53,7 @@ class Head:
         """But for the group of its own segments, and what encodings lost in them: nobody has seen all parts yet."""
         job, ledger = self._job, self._job.ledger
         kept = ledger.kept(save.step, {}, job.table.sizes)
+        previous = self._saver.newest
         units = [kept[unit] if unit.slot == FROZEN else self._fresh(unit, save) for unit in job.table.sizes]
         reached = {name for record in units for name in (record.save, *record.bases)}
         return ManifestRecord(
@@ -60,7 +65,7 @@ class Head:
             framework=job.adapter.framework,
             policy=job.policy.name,
             created=datetime.now(UTC).isoformat(timespec="milliseconds"),
-            previous=ledger.newest.name if ledger.newest else None,
+            previous=previous.name if previous else None,
             bytes_avoided=0,
             layers=job.table.layer_records(),
             tensors=job.table.tensor_records(),

@@ -33,6 +33,8 @@ def measure_all(
     meter: DriftMeter, group: Group, units: Collection[Unit], local: Mapping[Unit, LocalUnit]
 ) -> tuple[dict[Unit, Measured], dict[Unit, Measure]]:
     """Measure ``units`` (the same on all ranks) on live tensors: over all ranks, and on this one. Collective."""
+    if not units:
+        return {}, {}
     mine = {unit: meter.measure(unit, local[unit].tensors) for unit in units if unit in local}
     rows = torch.tensor([_row(mine.get(unit)) for unit in units], dtype=torch.float64).reshape(-1, 4)
     summed = group.total(rows).tolist()

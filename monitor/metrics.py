@@ -129,6 +129,20 @@ class Metrics:
             buckets=_DURATION_BUCKETS,
             registry=registry,
         )
+        self.peer_step = Gauge(
+            "driftpoint_peer_step",
+            "Step of the newest version in memory that all ranks have a replica of on another node",
+            registry=registry,
+        )
+        self.peer_time = Gauge(
+            "driftpoint_peer_timestamp_seconds", "When that version was seen replicated", registry=registry
+        )
+        self.peer_duration = Histogram(
+            "driftpoint_peer_duration_seconds",
+            "Time that a version of rank 0 took to its peer",
+            buckets=_DURATION_BUCKETS,
+            registry=registry,
+        )
         self._endpoint: Endpoint | None = None
 
     @property
@@ -169,6 +183,11 @@ class Metrics:
         self.memory_step.set(step)
         self.memory_time.set(time.time())
         self.memory_duration.observe(seconds)
+
+    def replicated(self, step: int) -> None:
+        """All ranks have a replica of a version on another node."""
+        self.peer_step.set(step)
+        self.peer_time.set(time.time())
 
     def observed(self, written: int, avoided: int) -> None:
         """A save would have been begun."""

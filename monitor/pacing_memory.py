@@ -20,6 +20,9 @@ FIRST = 10
 _BUSY = 0.25
 """Share of the time that the background thread may take: it uses memory bandwidth and a core."""
 
+_SENDING = 0.5
+"""Share of the time that a version may be on its way to a peer."""
+
 _LONGEST = 100_000
 
 
@@ -38,6 +41,7 @@ class MemoryPace:
         self._steps: deque[float] = deque(maxlen=9)
         self._stalls: deque[float] = deque(maxlen=5)
         self._works: deque[float] = deque(maxlen=5)
+        self._sends: deque[float] = deque(maxlen=5)
         self._stall = 0.0
 
     def due(self, step: int) -> bool:
@@ -53,6 +57,7 @@ class MemoryPace:
         if not (self._steps and self._stalls and self._works):
             return FIRST
         needed = max(median(self._stalls) / self._share, median(self._works) / _BUSY)
+        needed = max(needed, median(self._sends) / _SENDING if self._sends else 0.0)
         return max(1, min(_LONGEST, math.ceil(needed / max(median(self._steps), 1e-6))))
 
     def agreed(self, step: int, interval: int) -> None:
@@ -82,3 +87,7 @@ class MemoryPace:
     def took(self, seconds: float) -> None:
         """The background thread worked on a version for so long."""
         self._works.append(seconds)
+
+    def sent(self, seconds: float) -> None:
+        """A version was on its way to a peer for so long."""
+        self._sends.append(seconds)

@@ -18,6 +18,7 @@ from monitor.adapters.base import Place
 from monitor.dtypes import torch_dtype
 from monitor.fit import loss
 from monitor.staging import as_bytes
+from store.ahead import Ahead
 from store.catalog import Catalog
 from store.coverage import Copy, FragmentIndex, Source
 from store.errors import DamagedError, MissingError, ModelMismatchError, StorageError
@@ -64,22 +65,30 @@ def read(catalog: Catalog, resolution: Resolution, places: Sequence[Place], room
     notes: list[str] = []
     values: dict[Fragment, torch.Tensor] = {}
     rounded: set[str] = set()
-    for place in places:
+    found = [(place, _wanted(index, place.fragment, notes)) for place in places]
+    covers = [(place, wanted, index.cover(wanted)) for place, wanted in found if wanted is not None]
+    ahead = Ahead(catalog.files, (copy.source for _, _, copies in covers for copy in copies))
+    for place, wanted, copies in covers:
         fragment = place.fragment
-        slot = stored_slot(index, fragment)
-        if slot is None and fragment.slot in (WEIGHTS, FROZEN, BUFFER):
-            raise ModelMismatchError(f"the store holds no values of {fragment.fqn}, though it names it")
-        if slot is None:
-            notes.append(f"{fragment.fqn}/{fragment.slot} is not in the store and starts afresh")
-            continue
-        wanted = Fragment(fragment.fqn, slot, fragment.start, fragment.numel)
-        host = room.at(fragment, torch_dtype(index.dtype(wanted.fqn, slot) or ""))
-        _fill(catalog, index.cover(wanted), host, bad)
+        host = room.at(fragment, torch_dtype(index.dtype(wanted.fqn, wanted.slot) or ""))
+        ahead.reading(sum(copy.source.entry.nbytes for copy in copies))
+        _fill(catalog, copies, host, bad)
         lost = loss(host, place)
         if lost is not None:
             rounded.add(lost)
         values[fragment] = host
     return Read(values, frozenset(bad), tuple(notes), tuple(sorted(rounded)))
+
+
+def _wanted(index: FragmentIndex[Source], fragment: Fragment, notes: list[str]) -> Fragment | None:
+    """What of the store a live fragment needs; None, and a note, where it starts afresh."""
+    slot = stored_slot(index, fragment)
+    if slot is None and fragment.slot in (WEIGHTS, FROZEN, BUFFER):
+        raise ModelMismatchError(f"the store holds no values of {fragment.fqn}, though it names it")
+    if slot is None:
+        notes.append(f"{fragment.fqn}/{fragment.slot} is not in the store and starts afresh")
+        return None
+    return Fragment(fragment.fqn, slot, fragment.start, fragment.numel)
 
 
 def stored_slot(index: FragmentIndex[Source], fragment: Fragment) -> str | None:

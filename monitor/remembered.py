@@ -2,22 +2,24 @@
 
 Ranks of different nodes see different memory. So each tells what lies on its node, all of them pick the same version,
 put it together from what the nodes tell, and use it only if every rank finds the bytes that it will need on its own
-node. Else the store is resumed from, as if there were no memory tier. Collective; changes nothing.
+node, or can read them from another one (:mod:`monitor.peers`). Else the store is resumed from, as if there were no
+memory tier. Collective; changes nothing.
 """
 
 from __future__ import annotations
 
 import logging
-import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 from monitor.adapters.base import Adapter
 from monitor.agree import everywhere, on_first
 from monitor.group import Group
 from monitor.lending import lent
+from monitor.peers.peers import Peers
+from monitor.peers.pieces import FarPayload
+from monitor.whereabouts import node_name
 from store.catalog import Catalog
 from store.errors import StoreError
 from store.memory.claimed import of_store
@@ -36,11 +38,13 @@ _log = logging.getLogger("driftpoint")
 class Remembered:
     """A version in memory, and the store with it on top.
 
-    commit: what to resume from that: the version itself, or a commit some of whose layers are older than in memory."""
+    commit: what to resume from that: the version itself, or a commit some of whose layers are older than in memory.
+    replicas: ranks of the version whose own memory is gone: it is what peers kept of it."""
 
     save: SaveId
     commit: SaveId
     catalog: Catalog
+    replicas: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -53,16 +57,26 @@ class _OnDisk:
 
 @dataclass(frozen=True)
 class _Sight:
-    """What one rank tells of its node: versions newer than what is on disk, and the ranks whose share is there."""
+    """What one rank tells of its node: versions newer than what is on disk, and the ranks whose share is there.
+
+    replicas: those of them that were on another node."""
 
     node: str
     versions: Mapping[str, tuple[int, ...]]
+    replicas: Mapping[str, tuple[int, ...]]
+
+    def lying(self, name: str) -> list[int]:
+        """Ranks whose share of a version is there, their own memory first."""
+        replicas = self.replicas.get(name, ())
+        return sorted(self.versions.get(name, ()), key=lambda rank: (rank in replicas, rank))
 
 
-def newest_remembered(tier: Tier, catalog: Catalog, adapter: Adapter, group: Group) -> Remembered | None:
+def newest_remembered(
+    tier: Tier, catalog: Catalog, adapter: Adapter, group: Group, peers: Peers | None = None
+) -> Remembered | None:
     """The newest version that every rank can read, if all or some of it is newer than what the newest commit has.
 
-    None where the store is as good. Collective."""
+    peers: for what lies on other nodes. None where the store is as good. Collective."""
     suspect = on_first(group, lambda: _newest_suspect(catalog))
     node = _look(tier, catalog, None if suspect is None else SaveId.parse(suspect))
     disk = on_first(group, lambda: _on_disk(catalog))
@@ -72,9 +86,11 @@ def newest_remembered(tier: Tier, catalog: Catalog, adapter: Adapter, group: Gro
         remembered = everywhere(group, partial(_over, catalog, found, disk))
         if found is None or remembered is None:
             continue
+        if peers is not None and peers.reachable:
+            return _over(catalog, _reaching(found, sights, peers), disk, _replicas_of(name, sights))
         told = lent(remembered.catalog, remembered.commit, found, adapter, group)
         if told is not None:
-            return _over(catalog, replace(found, lent=told), disk)
+            return _over(catalog, replace(found, lent=told), disk, _replicas_of(name, sights))
         _log.warning(
             "memory holds step %d, but not every rank finds what it needs on its own node (ranks moved, or the world "
             "changed): going on from the store",
@@ -142,19 +158,38 @@ def _on_disk(catalog: Catalog) -> _OnDisk | None:
     return _OnDisk(manifest.save.name, oldest.name)
 
 
-def _over(catalog: Catalog, found: MemoryVersion | None, disk: _OnDisk | None) -> Remembered | None:
+def _reaching(found: MemoryVersion, sights: list[_Sight], peers: Peers) -> MemoryVersion:
+    """The version with what lies on other nodes; and they can read what lies on this one."""
+    name = found.save.name
+    peers.show({(found.save, rank): payload for rank, payload in found.payloads.items()})
+    far = peers.far([sight.lying(name) for sight in sights])
+    return replace(found, far={rank: FarPayload(door, found.save, rank) for rank, door in far.items()})
+
+
+def _replicas_of(name: str, sights: list[_Sight]) -> frozenset[int]:
+    """Ranks of a version whose share is nowhere but as a replica."""
+    there: set[int] = set()
+    own: set[int] = set()
+    for sight in sights:
+        there |= {*sight.versions.get(name, ())}
+        own |= {*sight.versions.get(name, ())} - {*sight.replicas.get(name, ())}
+    return frozenset(there - own)
+
+
+def _over(
+    catalog: Catalog, found: MemoryVersion | None, disk: _OnDisk | None, replicas: frozenset[int] = frozenset()
+) -> Remembered | None:
     """The store with the version on top; None where nothing in it is newer."""
     if found is None:
         return None
     if disk is None or found.save > SaveId.parse(disk.newest):
-        return Remembered(
-            found.save, found.save, Catalog(Overlay(catalog.files, found, _continued(found, disk)), catalog.record)
-        )
+        whole = Catalog(Overlay(catalog.files, found, _continued(found, disk)), catalog.record)
+        return Remembered(found.save, found.save, whole, replicas)
     commit = SaveId.parse(disk.newest)
     manifest = mixed(catalog.manifest(commit), found.manifest)
     if manifest is None:
         return None
-    return Remembered(found.save, commit, Catalog(Overlay(catalog.files, found, manifest), catalog.record))
+    return Remembered(found.save, commit, Catalog(Overlay(catalog.files, found, manifest), catalog.record), replicas)
 
 
 def _continued(found: MemoryVersion, disk: _OnDisk | None) -> ManifestRecord:
@@ -169,25 +204,11 @@ def _continued(found: MemoryVersion, disk: _OnDisk | None) -> ManifestRecord:
 
 def _sight(tier: Tier, node: Node, disk: _OnDisk | None) -> _Sight:
     newer = {save: held for save, held in node.versions.items() if disk is None or save > SaveId.parse(disk.oldest)}
-    where = f"{socket.gethostname()} {_boot()} {tier.folder} {_mount(tier)}"
-    return _Sight(where, {save.name: tuple(sorted(held)) for save, held in newer.items()})
-
-
-def _mount(tier: Tier) -> str:
-    """Tells containers apart that share a machine and a host name, but not their memory."""
-    try:
-        status = tier.folder.stat()
-    except OSError:
-        return ""
-    return f"{status.st_dev} {status.st_ino}"
-
-
-def _boot() -> str:
-    """Tells machines of one host name apart."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
+    return _Sight(
+        node_name(tier),
+        {save.name: tuple(sorted(held)) for save, held in newer.items()},
+        {save.name: tuple(rank for rank in sorted(held) if held[rank].record.replica) for save, held in newer.items()},
+    )
 
 
 def _candidates(sights: list[_Sight]) -> list[str]:

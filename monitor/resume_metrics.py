@@ -42,3 +42,8 @@ class ResumeMetrics:
             "1 where this job went on from memory, not from the store",
             registry=registry,
         )
+        self.from_peers = Gauge(
+            "driftpoint_resumed_from_peer_ranks",
+            "Ranks whose memory this job went on from as another node had kept it",
+            registry=registry,
+        )

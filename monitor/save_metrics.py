@@ -20,6 +20,7 @@ FAILURES = (
     "internal",
     "upkeep",
     "memory",
+    "peer",
     "daemon",
     "close_timeout",
 )

@@ -204,6 +204,15 @@ class Saver:
         """Whether the save that this rank settled or finished last failed."""
         return self._failed
 
+    @property
+    def newest(self) -> SaveId | None:
+        """Rank 0: the newest commit of the job, settled or not."""
+        self._collect()
+        saved = None if self._outcome is None else self._outcome.result
+        if self._pending is not None and saved is not None and saved.drawn is not None:
+            return self._pending.save
+        return self._job.ledger.newest
+
     def wait(self, timeout: float) -> bool:
         """Wait for the save under way on this rank, not for what is tidied up after it; not collective.
 

@@ -121,7 +121,8 @@ class MemorySettings(Settings):
 
     every: steps between versions, or ``auto``: as often as training waits no more than ``stall_share`` of its time for
     them. path: where shared memory is. versions: kept side by side; with 1 there is none while it is being replaced.
-    encoding: as for the store; what is not raw takes less memory, more time, and is not exact."""
+    encoding: as for the store; what is not raw takes less memory, more time, and is not exact. peers: a replica of
+    every version on another node, which takes as much memory again."""
 
     enabled: bool = False
     every: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
@@ -129,6 +130,7 @@ class MemorySettings(Settings):
     path: str = Field(default="/dev/shm", min_length=1)
     versions: Literal[1, 2] = 2
     encoding: str | dict[str, str] = "raw"
+    peers: bool = False
 
 
 class PreemptionSettings(Settings):
@@ -175,8 +177,10 @@ class MetricsSettings(Settings):
 
 
 class TimeoutSettings(Settings):
-    """Seconds. commit: for all ranks' segments. close: for the save that still runs at the end. lock: for the store."""
+    """Seconds. commit: for all ranks' segments. close: for the save that still runs at the end. lock: for the store.
+    peer: for a version in memory to be at its peer."""
 
     commit: float = Field(default=600.0, gt=0, le=_LONGEST)
     close: float = Field(default=600.0, ge=0, le=_LONGEST)
     lock: float = Field(default=15.0, ge=0, le=_LONGEST)
+    peer: float = Field(default=60.0, gt=0, le=_LONGEST)

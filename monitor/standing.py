@@ -12,6 +12,7 @@ from monitor.resume import Resumed
 from store.catalog import Catalog
 from store.certificate import Certificate, certify, from_memory
 from store.errors import NothingToResumeError
+from store.names import Unit
 
 _log = logging.getLogger("driftpoint")
 
@@ -19,7 +20,7 @@ _log = logging.getLogger("driftpoint")
 def told_of(found: Resumed, remembered: Remembered) -> Resumed:
     """The same, told whether anything of it is what memory held: where bytes were wrong there, nothing may be."""
     used = any(version.save == remembered.save for version in found.resolution.versions.values())
-    return replace(found, memory=remembered.save) if used else found
+    return replace(found, memory=remembered.save, replicas=remembered.replicas) if used else found
 
 
 def resumed(
@@ -43,9 +44,18 @@ def certified(found: Resumed) -> Certificate:
     """What the job goes on from, rounding by the live dtypes included."""
     certificate = certify(found.resolution)
     if found.memory is not None:
-        certificate = from_memory(certificate, found.memory)
+        certificate = from_memory(certificate, found.memory, _kept_by_peers(found))
     exact = certificate.exact and not found.rounded
     return replace(certificate, exact=exact, problems=certificate.problems + found.rounded)
+
+
+def _kept_by_peers(found: Resumed) -> set[Unit]:
+    """What consists, in part at least, of replicas."""
+    return {
+        unit
+        for unit, version in found.resolution.versions.items()
+        if any(source.part.save == found.memory and source.part.rank in found.replicas for source in version.sources)
+    }
 
 
 def adopt(job: Job, catalog: Catalog, found: Resumed, step: int) -> None:

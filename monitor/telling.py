@@ -15,7 +15,7 @@ from monitor.ledger import Drawn, Ledger
 from monitor.metrics import Metrics
 from monitor.units import UnitTable, is_moving
 from policies.spikes import Reading
-from store.certificate import MEMORY, is_lossy
+from store.certificate import MEMORY, PEER, is_lossy
 from store.errors import DriftpointError, NotFiniteError
 
 if TYPE_CHECKING:
@@ -136,7 +136,9 @@ def tell_resumed(job: Job, step: int, found: Resumed, certificate: Certificate) 
     where = config.store
     if found.memory is not None:
         sources = {unit.source for unit in certificate.units if unit.moving}
-        where = "memory" if sources == {MEMORY} else f"memory and {config.store}"
+        where = "memory" if sources <= {MEMORY, PEER} else f"memory and {config.store}"
+    if found.replicas:
+        where += f", {len(found.replicas)} of its ranks from what peers had kept"
     _log.info("resumed step %d from %s (%s)", certificate.step, where, _kind(certificate))
     if step != certificate.step:
         _log.warning(
@@ -160,6 +162,7 @@ def _show_resumed(job: Job, step: int, found: Resumed, certificate: Certificate)
     metrics.staleness.set(certificate.max_staleness)
     metrics.exact.set(certificate.exact)
     metrics.from_memory.set(found.memory is not None)
+    metrics.from_peers.set(len(found.replicas))
     job.metrics.stepped(step)
     newest = job.ledger.newest
     if newest is not None:  # of what memory gave, nobody knows here when the commit below it was made

@@ -7,17 +7,20 @@ manifest's own step and was stored losslessly.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from store.effective import Aged, Rule, by_pace, effective_step
 from store.encoding import ENCODINGS, encoding_named
-from store.names import WEIGHTS, SaveId
+from store.names import WEIGHTS, SaveId, Unit
 from store.versions import Resolution, Version
 
 MEMORY = "memory"
 """Source of what a resume read from shared memory."""
+
+PEER = "peer"
+"""Source of what it read, at least in part, from replicas of the memory of nodes that are gone."""
 
 
 @dataclass(frozen=True)
@@ -110,10 +113,16 @@ def is_lossy(encoding: str) -> bool:
     return known is None or not known.lossless
 
 
-def from_memory(certificate: Certificate, save: SaveId) -> Certificate:
-    """The same, with what was read from the version ``save`` in memory marked as such."""
-    units = (replace(unit, source=MEMORY) if unit.save == save.name else unit for unit in certificate.units)
-    return replace(certificate, units=tuple(units))
+def from_memory(certificate: Certificate, save: SaveId, replicas: Collection[Unit] = ()) -> Certificate:
+    """The same, with what was read from the version ``save`` in memory marked as such. replicas: of these units
+    something was read from what peers had kept."""
+    marked = [
+        replace(unit, source=PEER if Unit(unit.layer, unit.slot) in replicas else MEMORY)
+        if unit.save == save.name
+        else unit
+        for unit in certificate.units
+    ]
+    return replace(certificate, units=tuple(marked))
 
 
 def certify(resolution: Resolution) -> Certificate:

@@ -16,6 +16,7 @@
     │   │   └── ExistsError       the name is taken, and nothing here is ever replaced
     │   └── DamagedError          bytes are not what was committed
     ├── DaemonError               the daemon of this node is not there, or says what cannot be understood
+    ├── PeerError                 another rank's node does not take or give what memory holds
     ├── SaveError                 a save did not come about; the older commit is intact
     │   └── NotFiniteError        nothing of it was finite: NaN or Inf replaces nothing
     └── MergeError                a checkpoint could not be rebuilt
@@ -113,6 +114,10 @@ class DamagedError(StoreError):
 
 class DaemonError(DriftpointError):
     """The daemon of this node is not there, or one of the two says what the other cannot understand."""
+
+
+class PeerError(DriftpointError):
+    """Another rank's node does not take what it is to keep of this one's memory, or does not give it back."""
 
 
 class SaveError(DriftpointError):

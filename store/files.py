@@ -163,6 +163,11 @@ class LocalFiles:
         with self._opened(path) as descriptor:
             _fill(descriptor, offset, target, self.root / path)
 
+    def expect(self, path: str, offset: int, nbytes: int) -> None:
+        """See :class:`store.ahead.Foresight`: the kernel reads it into the page cache."""
+        with suppress(StorageError, DamagedError), self._opened(path) as descriptor:
+            os.posix_fadvise(descriptor, offset, nbytes, os.POSIX_FADV_WILLNEED)
+
     def _make_root(self) -> bool:
         with self._told("mkdir", ""):
             missing = [p for p in (self.root, *self.root.parents) if not p.exists()]

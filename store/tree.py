@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,11 @@ class Leaf:
     kind: str = "tensor"
 
 
+_Where = tuple["_Where | None", Any]
+"""Where in the state a value is: where what holds it is, and its key or index there."""
+
+_AS_THEY_ARE = frozenset({type(None), bool, int, str})
+
 ToLeaf = Callable[[Any], Leaf | None]
 FromLeaf = Callable[[Leaf], Any]
 
@@ -47,7 +52,7 @@ _NUMPY_TYPES = {name: np.dtype(numpy_name) for numpy_name, name in _NUMPY_NAMES.
 def encode(value: Any, to_leaf: ToLeaf) -> tuple[Any, list[Leaf]]:
     """(JSON tree, leaves). UnsupportedError names the place of what is not plain data."""
     leaves: list[Leaf] = []
-    return _Encoder(to_leaf, leaves).encode(value, "state"), leaves
+    return _Encoder(to_leaf, leaves).encode(value, (None, "state")), leaves
 
 
 def decode(tree: Any, leaves: Sequence[Leaf], from_leaf: FromLeaf) -> Any:
@@ -62,11 +67,16 @@ def decode(tree: Any, leaves: Sequence[Leaf], from_leaf: FromLeaf) -> Any:
 class _Encoder:
     to_leaf: ToLeaf
     leaves: list[Leaf]
+    seen: dict[int, tuple[Any, int]] = field(default_factory=dict)
+    """Each value so far and its leaf, by identity: a tensor that a state names a thousand times is stored once.
+    The value is held, so that no other one takes its identity."""
 
-    def encode(self, value: Any, where: str, depth: int = 0) -> Any:
+    def encode(self, value: Any, where: _Where, depth: int = 0) -> Any:
         if depth > _DEEPEST:
-            raise UnsupportedError(f"{where[:80]}... is nested more than {_DEEPEST} levels deep, or contains itself")
-        if value is None or type(value) in (bool, int, str):
+            raise UnsupportedError(
+                f"{_told(where)[:80]}... is nested more than {_DEEPEST} levels deep, or contains itself"
+            )
+        if type(value) in _AS_THEY_ARE:
             return value
         if type(value) is float:
             return value if math.isfinite(value) else {_TAG: "float", "v": repr(value)}
@@ -78,32 +88,43 @@ class _Encoder:
             return {_TAG: "bytes", "v": base64.b64encode(value).decode()}
         return self._leaf(value, where)
 
-    def _mapping(self, value: Mapping[Any, Any], where: str, depth: int) -> Any:
+    def _mapping(self, value: Mapping[Any, Any], where: _Where, depth: int) -> Any:
         if all(type(key) is str and key != _TAG for key in value):
-            return {key: self.encode(item, f"{where}[{key!r}]", depth) for key, item in value.items()}
+            return {key: self.encode(item, (where, key), depth) for key, item in value.items()}
         pairs = [
-            [self.encode(key, f"{where} key", depth), self.encode(item, f"{where}[{key!r}]", depth)]
+            [self.encode(key, (where, "key"), depth), self.encode(item, (where, key), depth)]
             for key, item in value.items()
         ]
         return {_TAG: "dict", "v": pairs}
 
-    def _sequence(self, value: Any, where: str, depth: int) -> Any:
+    def _sequence(self, value: Any, where: _Where, depth: int) -> Any:
         # Sets have no order; by repr because their items need not be comparable.
         items = sorted(value, key=repr) if isinstance(value, set | frozenset) else value
-        encoded = [self.encode(item, f"{where}[{i}]", depth) for i, item in enumerate(items)]
+        encoded = [self.encode(item, (where, i), depth) for i, item in enumerate(items)]
         if isinstance(value, list):
             return encoded
         return {_TAG: next(tag for tag, kind in _SEQUENCES.items() if isinstance(value, kind)), "v": encoded}
 
-    def _leaf(self, value: Any, where: str) -> Any:
+    def _leaf(self, value: Any, where: _Where) -> Any:
+        known = self.seen.get(id(value))
+        if known is not None:
+            return {_TAG: self.leaves[known[1]].kind, "v": known[1]}
         leaf = _numpy_leaf(value) if isinstance(value, np.ndarray | np.generic) else self.to_leaf(value)
         if leaf is None:
+            kind = f"{type(value).__module__}.{type(value).__qualname__}"
             raise UnsupportedError(
-                f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be stored without "
+                f"{_told(where)} is a {kind}, which cannot be stored without "
                 "pickling; keep it out of state_dict() or turn it into numbers, strings, lists, dicts or tensors"
             )
+        self.seen[id(value)] = value, len(self.leaves)
         self.leaves.append(leaf)
         return {_TAG: leaf.kind, "v": len(self.leaves) - 1}
+
+
+def _told(where: _Where) -> str:
+    """For people; put together only where there is something to tell, since a state has thousands of values."""
+    outer, name = where
+    return str(name) if outer is None else f"{_told(outer)}[{name!r}]"
 
 
 def _numpy_leaf(value: np.ndarray[Any, Any] | np.generic) -> Leaf | None:

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import signal
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from pydantic import ValidationError
 
 from deploy.cli.options import DebugOption
 from deploy.cli.output import note
 from deploy.daemon.starting import ensure_daemon
+from deploy.listening import Listening, listening
 from deploy.sight import SeenStore
 from deploy.supervision import Limits
 from deploy.supervisor import Orders, Supervisor
 from deploy.telling import Teller
-from store.endpoint.access import LOOPBACK, Guards
+from store.endpoint.access import LOOPBACK
 from store.errors import ConfigError, UsageError
 
 CONFIG = Path("driftpoint.yaml")
@@ -85,28 +86,21 @@ def run(
 ) -> None:
     """Start a training command, and start it again when it dies, as long as it gets further."""
     del debug
-    seen, wanted, listening = places(config, store)
+    seen, wanted, notice = places(config, store)
     limits = Limits(max_restarts, max_failures, backoff, max(backoff, backoff_max))
     metrics = None
     if metrics_port is not None:
         from deploy.supervisor_metrics import SupervisorMetrics
 
         metrics = SupervisorMetrics(max_restarts)
-    orders, teller = Orders(command, limits, grace, wait), Teller(note, events, seen.root, metrics)
+    orders, teller = Orders(command, limits, grace, wait, notice), Teller(note, events, seen.root, metrics)
     told = None if wanted is None else ensure_daemon(wanted.base, wanted.port, wanted.exit_idle, wanted.words)
     if told is not None:
         teller.say(told)
     if metrics is not None and metrics_port is not None:
-        metrics.serve(listening.host, metrics_port, listening.guards, teller.say)
+        where = metrics_of(config, store)
+        metrics.serve(where.host, metrics_port, where.guards, teller.say)
     raise typer.Exit(Supervisor(orders, seen, teller).run())
-
-
-@dataclass(frozen=True)
-class Listening:
-    """What the YAML says of metrics: who may read them, and from where."""
-
-    host: str = LOOPBACK
-    guards: Guards = field(default_factory=Guards)
 
 
 @dataclass(frozen=True)
@@ -119,17 +113,17 @@ class WantedDaemon:
     words: tuple[str, ...] = ()
 
 
-def places(config: Path | None, store: Path | None) -> tuple[SeenStore, WantedDaemon | None, Listening]:
+def places(config: Path | None, store: Path | None) -> tuple[SeenStore, WantedDaemon | None, signal.Signals]:
     """The store of the job, as the trainer finds it: relative to the working directory; the daemon that it wants; and
-    where metrics are served.
+    the signal that it heeds.
 
-    ConfigError, UsageError. Of the YAML only ``store:``, ``memory:``, ``daemon:`` and ``metrics:`` are looked at; the
-    rest is the trainer's to check."""
+    ConfigError, UsageError. Of the YAML only ``store:``, ``memory:``, ``daemon:``, ``preemption:`` and ``metrics:`` are
+    looked at; the rest is the trainer's to check."""
     if config is None and store is None and not CONFIG.exists():
         raise UsageError(f"which store? There is no {CONFIG} here: give `-c FILE`, the job's YAML, or `--store STORE`")
     if config is None and store is not None:
-        # Of a job that keeps nothing in memory, nothing is there.
-        return SeenStore(store.expanduser(), DEFAULT_MEMORY), None, Listening()
+        seen = SeenStore(store.expanduser(), DEFAULT_MEMORY)  # of a job that keeps nothing there, nothing is there
+        return seen, None, signal.SIGUSR1
     path = config or CONFIG
     content = _mapping(path)
     root, memory = content.get("store", DEFAULT_STORE), content.get("memory", {})
@@ -139,24 +133,29 @@ def places(config: Path | None, store: Path | None) -> tuple[SeenStore, WantedDa
         raise ConfigError(f"{path}: memory: must be a section such as `memory: {{enabled: true}}`, and is {memory!r}")
     base = Path(memory.get("path", DEFAULT_MEMORY))
     seen = SeenStore((store or Path(root)).expanduser(), base if memory.get("enabled") else None)
-    listening = _listening(path, content.get("metrics", {}))
-    return seen, _wanted(path, content.get("daemon", {}), base, listening.guards), listening
+    return seen, _wanted(path, content, base), _notice(path, content.get("preemption", {}))
 
 
-def _listening(path: Path, section: object) -> Listening:
-    if not isinstance(section, dict) or not isinstance(section.get("host", ""), str):
-        raise ConfigError(f"{path}: metrics: must be a section such as `metrics: {{port: 9464}}`, and is {section!r}")
-    try:
-        guards = Guards.model_validate({key: section[key] for key in Guards.model_fields if key in section})
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise ConfigError(f"{path}: metrics.{'.'.join(map(str, first['loc']))}: {first['msg'].lower()}") from error
-    host = section.get("host", LOOPBACK)
-    guards.require(host if section.get("enabled", True) else LOOPBACK, "metrics.host")
-    return Listening(host, guards)
+def metrics_of(config: Path | None, store: Path | None) -> Listening:
+    """Where metrics are served, by the same YAML. ConfigError."""
+    if config is None and store is not None:
+        return Listening()
+    path = config or CONFIG
+    return listening(path, _mapping(path).get("metrics", {}))
 
 
-def _wanted(path: Path, section: object, base: Path, guards: Guards) -> WantedDaemon | None:
+def _notice(path: Path, section: object) -> signal.Signals:
+    """The first signal of those that the trainer heeds; SIGUSR1 where it heeds none."""
+    names = section.get("signals", []) if isinstance(section, dict) else None
+    if not isinstance(names, list) or any(name not in signal.Signals.__members__ for name in names):
+        raise ConfigError(
+            f"{path}: preemption: must be a section such as `preemption: {{signals: [SIGUSR1]}}`, and is {section!r}"
+        )
+    return signal.Signals[names[0]] if names else signal.SIGUSR1
+
+
+def _wanted(path: Path, content: dict[str, Any], base: Path) -> WantedDaemon | None:
+    section, guards = content.get("daemon", {}), listening(path, content.get("metrics", {})).guards
     if not isinstance(section, dict):
         raise ConfigError(f"{path}: daemon: must be a section such as `daemon: {{enabled: true}}`, and is {section!r}")
     if not (section.get("enabled") and section.get("start", True)):

@@ -18,6 +18,9 @@ _LAYOUTS_OF: Mapping[str, tuple[str, ...]] = {
 }
 """The layouts that a setting of a target means something to."""
 
+_NATIVE = {"deepspeed": "deepspeed", "torch": "torch", "fsdp2": "dcp"}
+"""The layout that each framework loads by itself."""
+
 _OPTIONS = {"shard_bytes": "--shard-size"}
 """How a setting is typed, where that is not its own name."""
 
@@ -66,12 +69,13 @@ def _require_used(checkpoint: Checkpoint, target: Target, name: str) -> None:
 
 
 def _native(checkpoint: Checkpoint) -> str:
-    if checkpoint.framework in ("deepspeed", "torch"):
-        return checkpoint.framework
-    raise UnsupportedError(
-        f"the store was written by framework {checkpoint.framework!r}, for which there is no layout; there is one for "
-        "'deepspeed' and one for 'torch'"
-    )
+    layout = _NATIVE.get(checkpoint.framework)
+    if layout is None:
+        raise UnsupportedError(
+            f"the store was written by framework {checkpoint.framework!r}, for which there is no layout; there is one "
+            f"for {', '.join(map(repr, _NATIVE))}"
+        )
+    return layout
 
 
 def _deepspeed_layout(*, universal: bool = False) -> Layout:

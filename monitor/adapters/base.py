@@ -7,6 +7,7 @@ It leaves the user's param groups as they are.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -88,6 +89,10 @@ class Adapter(Protocol):
 
     def completed_steps(self) -> int | None:
         """Optimizer steps taken so far, or None where the framework does not count them."""
+        ...
+
+    def still(self) -> AbstractContextManager[None]:
+        """Nothing of the job changes inside, so that what is asked for again need not be looked up again."""
         ...
 
     def check_attached(self) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
 
 from monitor.adapters.base import Adapter, Trail
 from monitor.adapters.deepspeed_engine import (
@@ -16,6 +17,7 @@ from monitor.adapters.deepspeed_engine import (
     load_engine_state,
     require_same_engine,
 )
+from monitor.adapters.inventory import Inventory
 from monitor.adapters.plain import PlainAdapter
 from store.errors import UnsupportedError
 
@@ -66,6 +68,9 @@ class Stage0Adapter(PlainAdapter):
     def __init__(self, engine: Any) -> None:
         self.engine = engine
         super().__init__(engine.module, engine.optimizer, engine.data_parallel_group)
+
+    def _take_inventory(self, module: nn.Module) -> Inventory:
+        return Inventory(module)  # by the names that DeepSpeed's own files have
 
     def completed_steps(self) -> int | None:
         """Steps at accumulation boundaries."""

@@ -8,9 +8,9 @@ thread, between optimizer steps. It knows neither tensor nor pipeline nor expert
 
 from __future__ import annotations
 
-import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,7 +88,7 @@ class ZeroAdapter(ABC):
     # ---- what a stage says
 
     @abstractmethod
-    def flats(self) -> list[Flat]:
+    def _flats(self) -> list[Flat]:
         """The flat partitions of this rank, in the order of DeepSpeed's own (sub-)groups."""
 
     @abstractmethod
@@ -112,6 +112,14 @@ class ZeroAdapter(ABC):
     def completed_steps(self) -> int | None:
         """Steps at accumulation boundaries, those skipped for an overflow included, as DeepSpeed counts."""
         return int(self.engine.global_steps)
+
+    def still(self) -> AbstractContextManager[None]:
+        """See :class:`monitor.adapters.base.Adapter`."""
+        return self._inventory.still.period()
+
+    def flats(self) -> list[Flat]:
+        """The flat partitions of this rank."""
+        return self._inventory.still.once("flats", self._flats)
 
     def check_attached(self) -> None:
         """See :class:`monitor.adapters.base.Adapter`: ZeRO itself would not update what was added behind its back."""
@@ -187,7 +195,7 @@ class ZeroAdapter(ABC):
         for flat in self.flats():
             names, values = self._state_of(flat)
             for fqn in flat.fqns:
-                slots[fqn], scalars[fqn] = list(names), copy.deepcopy(values)
+                slots[fqn], scalars[fqn] = names, values  # one copy, taken above, serves all of them
         return {
             "optimizer": type(self._base()).__name__,
             "param_groups": [describe_group(fqns, group) for fqns, group in self._groups()],

@@ -24,7 +24,7 @@ from store.names import FROZEN, WEIGHTS
 class Zero12Adapter(ZeroAdapter):
     """Adapter of an engine at ZeRO stage 1 or 2."""
 
-    def flats(self) -> list[Flat]:
+    def _flats(self) -> list[Flat]:
         """One per param group."""
         names = self._inventory.names()
         return [self._flat(index, names) for index in range(len(self._param_lists()))]

@@ -22,7 +22,7 @@ from store.names import FROZEN, WEIGHTS, Fragment
 class Zero3Adapter(ZeroAdapter):
     """Adapter of an engine at ZeRO stage 3."""
 
-    def flats(self) -> list[Flat]:
+    def _flats(self) -> list[Flat]:
         """One per sub-group (several in a param group that ``sub_group_size`` splits)."""
         names = self._inventory.names()
         return [self._flat(index, names) for index in range(len(self._zero.fp16_groups))]

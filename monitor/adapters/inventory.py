@@ -1,17 +1,18 @@
 """What a module holds, by name: parameters (tied ones once) and persistent buffers.
 
-It knows nothing of optimizers, shards or slots. Buffers and parameters are looked up when asked: a
-framework may have put other memory behind a name since the last call.
+It knows nothing of optimizers, shards or slots. Buffers and parameters are looked up when asked, once in a period of
+:class:`monitor.adapters.still.Still`: a framework may have put other memory behind a name since the last one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import nn
 
 from monitor.adapters.base import Piece, TensorInfo
+from monitor.adapters.still import Still
 from monitor.dtypes import dtype_name
 from store.errors import UnsupportedError
 from store.names import Fragment
@@ -38,22 +39,45 @@ class Names:
         return name
 
 
+_WRAPPERS = frozenset({"_checkpoint_wrapped_module", "_orig_mod"})
+"""Module names that activation checkpointing and torch.compile insert."""
+
+
+def as_written(name: str) -> str:
+    """A name as the module tree has it."""
+    return name
+
+
+def without_wrappers(name: str) -> str:
+    """A name as the model has it without the wrappers that may be inside of it, whether they are there or not."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
 class Inventory:
     """Names of a module's parameters and persistent buffers.
 
     The canonical name of a tied tensor is the first in the module's own order; the others are aliases.
+    naming: what becomes of a name in the module tree.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, naming: Callable[[str], str] = as_written) -> None:
         self._module = module
+        self.still = Still()
+        self._naming = naming
         self._refuse_unhandled()
 
-    def parameters(self) -> dict[str, nn.Parameter]:
+    def parameters(self) -> Mapping[str, nn.Parameter]:
         """Every parameter by canonical fqn, in model order."""
-        return dict(self._module.named_parameters())
+        return self.still.once("parameters", self._parameters)
 
-    def buffers(self) -> dict[str, torch.Tensor]:
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        return {self._naming(name): parameter for name, parameter in self._module.named_parameters()}
+
+    def buffers(self) -> Mapping[str, torch.Tensor]:
         """Every persistent buffer by canonical fqn, in model order."""
+        return self.still.once("buffers", self._buffers)
+
+    def _buffers(self) -> dict[str, torch.Tensor]:
         found: dict[int, str] = {}
         out: dict[str, torch.Tensor] = {}
         for name, buffer in self._persistent_buffers():
@@ -64,11 +88,18 @@ class Inventory:
 
     def names(self) -> Names:
         """Canonical fqn of each parameter."""
-        return Names({id(parameter): name for name, parameter in self.parameters().items()})
+        return self.still.once(
+            "names", lambda: Names({id(parameter): name for name, parameter in self.parameters().items()})
+        )
 
-    def aliases(self) -> dict[str, tuple[str, ...]]:
+    def aliases(self) -> Mapping[str, tuple[str, ...]]:
         """Further names of tied tensors, by canonical fqn. Tensors with one name only are absent."""
-        every: list[tuple[str, torch.Tensor]] = list(self._module.named_parameters(remove_duplicate=False))
+        return self.still.once("aliases", self._aliases)
+
+    def _aliases(self) -> dict[str, tuple[str, ...]]:
+        every: list[tuple[str, torch.Tensor]] = [
+            (self._naming(name), parameter) for name, parameter in self._module.named_parameters(remove_duplicate=False)
+        ]
         every += self._persistent_buffers()
         first: dict[int, str] = {}
         out: dict[str, tuple[str, ...]] = {}
@@ -93,18 +124,17 @@ class Inventory:
 
     def state_dict_names(self) -> list[str]:
         """Keys of ``module.state_dict()`` that name parameters and buffers, aliases included, in order."""
-        return list(_in_state_dict_order(self._module, ""))
+        return [self._naming(name) for name in _in_state_dict_order(self._module, "")]
 
     def _persistent_buffers(self) -> list[tuple[str, torch.Tensor]]:
         out: list[tuple[str, torch.Tensor]] = []
         for prefix, module in self._module.named_modules():
-            for name, buffer in module.named_buffers(recurse=False):
-                if name not in module._non_persistent_buffers_set:
-                    out.append((f"{prefix}.{name}" if prefix else name, buffer))
+            for name, buffer in module._buffers.items():
+                if buffer is not None and name not in module._non_persistent_buffers_set:
+                    out.append((self._naming(f"{prefix}.{name}" if prefix else name), buffer))
         return out
 
     def _refuse_unhandled(self) -> None:
-        from torch.distributed.tensor import DTensor
         from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
         for name, tensor in [*self._module.named_parameters(), *self._module.named_buffers()]:
@@ -113,11 +143,16 @@ class Inventory:
                     f"{name} has no shape yet: run a batch through the model (and make the optimizer) before "
                     "monitor.attach"
                 )
+        self._refuse_sharded()
+
+    def _refuse_sharded(self) -> None:
+        from torch.distributed.tensor import DTensor
+
         for name, parameter in self._module.named_parameters():
             if isinstance(parameter, DTensor) or isinstance(parameter.data, DTensor):
                 raise UnsupportedError(
-                    f"parameter {name} is a DTensor (FSDP2 or tensor parallelism), which is not handled yet; "
-                    "use DistributedDataParallel or DeepSpeed ZeRO"
+                    f"parameter {name} is a DTensor (FSDP2 or tensor parallelism) inside of DeepSpeed or "
+                    "DistributedDataParallel, which is not handled; use one of them alone"
                 )
 
 

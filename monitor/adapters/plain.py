@@ -7,6 +7,7 @@ training thread only. It does not know schedulers and gradient scalers: those ar
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
@@ -15,7 +16,7 @@ from torch import nn
 
 from monitor.adapters.base import Piece, Place, TensorInfo, Trail, versions_of
 from monitor.adapters.hyper import LiveGroups, describe_group, match_groups, restore_groups, snapshot
-from monitor.adapters.inventory import Inventory, whole
+from monitor.adapters.inventory import Inventory, whole, without_wrappers
 from monitor.adapters.optimizer_state import (
     complete_state,
     fit_slots,
@@ -24,9 +25,9 @@ from monitor.adapters.optimizer_state import (
     slots_of,
     slots_to_be,
 )
-from monitor.adapters.replicas import share
+from monitor.adapters.replicas import Replica, share_out
 from store.errors import UnsupportedError
-from store.names import BUFFER, FROZEN, WEIGHTS, Fragment
+from store.names import BUFFER, FROZEN, WEIGHTS
 
 _NO_STATE = (WEIGHTS, FROZEN, BUFFER)
 
@@ -46,7 +47,7 @@ class PlainAdapter:
     ) -> None:
         self.module = module
         self.optimizer = optimizer
-        self._inventory = Inventory(module)
+        self._inventory = self._take_inventory(module)
         together = dist.is_available() and dist.is_initialized()
         self._rank = dist.get_rank(group) if together else 0
         self._world_size = dist.get_world_size(group) if together else 1
@@ -60,6 +61,10 @@ class PlainAdapter:
     def completed_steps(self) -> int | None:
         """None: torch does not count them."""
         return None
+
+    def still(self) -> AbstractContextManager[None]:
+        """See :class:`monitor.adapters.base.Adapter`."""
+        return self._inventory.still.period()
 
     def check_attached(self) -> None:
         """See :class:`monitor.adapters.base.Adapter`: every parameter that is optimized is in the model."""
@@ -81,11 +86,11 @@ class PlainAdapter:
 
     def owned(self) -> list[Piece]:
         """This rank's share of :meth:`held`. Optimizer state appears once it exists, after the first step."""
-        return share(self._every_piece(), self._rank, self._world_size)
+        return share_out(self._replicas())
 
     def held(self) -> list[Piece]:
-        """Every tensor, whole."""
-        return [piece for piece in self._every_piece() if piece.fragment.numel]
+        """All of this rank's pieces: here every tensor, whole."""
+        return [replica.piece for replica in self._replicas() if replica.piece.fragment.numel]
 
     def expected(self, slots: Mapping[str, Mapping[str, str]]) -> list[Place]:
         """See :class:`monitor.adapters.base.Adapter`."""
@@ -96,8 +101,11 @@ class PlainAdapter:
             if piece.fragment.slot in _NO_STATE or piece.fragment.fqn not in optimized
         ]
         for fqn, parameter in optimized.items():
-            planned = slots_to_be(self.optimizer.state.get(parameter, {}), parameter, slots.get(fqn, {}))
-            places += [Place(Fragment(fqn, slot, 0, parameter.numel()), dtype) for slot, dtype in planned.items()]
+            state = self.optimizer.state.get(parameter, {})
+            live = slots_of(state, parameter)
+            for slot, dtype in slots_to_be(state, parameter, slots.get(fqn, {})).items():
+                tensor = state[slot] if slot in live else parameter
+                places.append(Place(self._replica(fqn, slot, tensor).piece.fragment, dtype))
         return [place for place in places if place.fragment.numel]
 
     def prepare_load(self, slots: Mapping[str, Mapping[str, str]]) -> None:
@@ -116,7 +124,7 @@ class PlainAdapter:
             state = self.optimizer.state.get(parameter, {})
             slots[fqn] = slots_of(state, parameter)
             scalars[fqn] = {
-                key: snapshot(value, f"optimizer state {key!r} of {fqn}")
+                key: snapshot(self._scalar(key, value, fqn), f"optimizer state {key!r} of {fqn}")
                 for key, value in state.items()
                 if key not in slots[fqn]
             }
@@ -159,15 +167,30 @@ class PlainAdapter:
             "shared_params": {alias: fqn for fqn, names in self._inventory.aliases().items() for alias in names},
         }
 
-    def _every_piece(self) -> Iterator[Piece]:
+    # ---- what a kind of sharding says
+
+    def _take_inventory(self, module: nn.Module) -> Inventory:
+        return Inventory(module, without_wrappers)
+
+    def _replica(self, fqn: str, slot: str, tensor: torch.Tensor) -> Replica:
+        """What this rank holds of a tensor, and who else does."""
+        return Replica(whole(fqn, slot, tensor), self._rank, self._world_size)
+
+    def _scalar(self, key: str, value: Any, fqn: str) -> Any:  # noqa: ARG002 - for errors of subclasses
+        """Optimizer state besides the slots, as it is saved."""
+        return value
+
+    # ---- shared parts
+
+    def _replicas(self) -> Iterator[Replica]:
         states = self.optimizer.state
         for fqn, parameter in self._inventory.parameters().items():
-            yield whole(fqn, WEIGHTS if parameter.requires_grad else FROZEN, parameter)
+            yield self._replica(fqn, WEIGHTS if parameter.requires_grad else FROZEN, parameter)
             state = states.get(parameter, {})
             for slot in slots_of(state, parameter):
-                yield whole(fqn, slot, state[slot])
+                yield self._replica(fqn, slot, state[slot])
         for fqn, buffer in self._inventory.buffers().items():
-            yield whole(fqn, BUFFER, buffer)
+            yield self._replica(fqn, BUFFER, buffer)
 
     def _groups(self) -> list[tuple[list[str], dict[str, Any]]]:
         names = self._inventory.names()

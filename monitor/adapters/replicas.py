@@ -1,4 +1,4 @@
-"""Sharing out the writing of tensors that every rank holds whole.
+"""Sharing out the writing of tensors that several ranks hold alike.
 
 Pure interval arithmetic: every rank computes the same shares from the same list, without a collective.
 """
@@ -6,6 +6,7 @@ Pure interval arithmetic: every rank computes the same shares from the same list
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from monitor.adapters.base import Piece
 from monitor.adapters.inventory import slice_of
@@ -13,6 +14,15 @@ from store.names import BUFFER
 
 SMALL = 16_384
 """Tensors of fewer elements go whole to one rank: a slice of them would cost more than it spares."""
+
+
+@dataclass(frozen=True)
+class Replica:
+    """A piece that ``count`` ranks hold alike; this rank is number ``number`` of them."""
+
+    piece: Piece
+    number: int
+    count: int
 
 
 def even_slice(numel: int, rank: int, world_size: int) -> tuple[int, int]:
@@ -26,20 +36,26 @@ def even_slice(numel: int, rank: int, world_size: int) -> tuple[int, int]:
 
 
 def share(pieces: Iterable[Piece], rank: int, world_size: int) -> list[Piece]:
-    """The parts of replicated pieces that ``rank`` saves; over all ranks they cover each piece exactly once.
+    """:func:`share_out` of pieces that all ranks hold alike."""
+    return share_out(Replica(piece, rank, world_size) for piece in pieces)
 
-    Buffers are all rank 0's: where ranks disagree (running statistics that nothing synchronises), they
-    are saved as one rank has them, not as a mixture, and as the rank whose buffers DistributedDataParallel
-    broadcasts.
+
+def share_out(replicas: Iterable[Replica]) -> list[Piece]:
+    """The parts of replicated pieces that this rank saves; over all ranks that hold one they cover it exactly once.
+
+    replicas: on all of those ranks in the same order, empty ones included. Buffers are all the first one's: where
+    ranks disagree (running statistics that nothing synchronises), they are saved as one rank has them, not as a
+    mixture, and as the rank whose buffers DistributedDataParallel broadcasts.
     """
     out: list[Piece] = []
-    for index, piece in enumerate(pieces):
-        if piece.fragment.slot == BUFFER:
-            start, numel = (0, piece.fragment.numel) if rank == 0 else (0, 0)
-        elif piece.fragment.numel < SMALL:
-            start, numel = (0, piece.fragment.numel) if rank == index % world_size else (0, 0)
+    for index, replica in enumerate(replicas):
+        fragment = replica.piece.fragment
+        if fragment.slot == BUFFER:
+            start, numel = (0, fragment.numel) if replica.number == 0 else (0, 0)
+        elif fragment.numel < SMALL:
+            start, numel = (0, fragment.numel) if replica.number == index % replica.count else (0, 0)
         else:
-            start, numel = even_slice(piece.fragment.numel, rank, world_size)
+            start, numel = even_slice(fragment.numel, replica.number, replica.count)
         if numel:
-            out.append(slice_of(piece, start, numel))
+            out.append(slice_of(replica.piece, start, numel))
     return out

@@ -13,7 +13,7 @@ from store.errors import UnsupportedError
 
 _ACCEPTED = (
     "accepted: a DeepSpeed engine (ZeRO stage 1, 2, 3, or stage 0 in fp32), or a tuple (model, optimizer) of a "
-    "torch module, possibly in DistributedDataParallel, and a torch optimizer"
+    "torch module, possibly in DistributedDataParallel or sharded by fully_shard (FSDP2), and a torch optimizer"
 )
 
 
@@ -40,15 +40,33 @@ def _is_engine(target: Any) -> bool:
     )
 
 
-def _plain(model: Any, optimizer: Any) -> PlainAdapter:
+def _plain(model: Any, optimizer: Any) -> Adapter:
     if not isinstance(model, nn.Module) or not isinstance(optimizer, torch.optim.Optimizer):
         found = f"({type(model).__name__}, {type(optimizer).__name__})"
         raise UnsupportedError(f"cannot attach to {found}; {_ACCEPTED}")
     module, group = unwrap(model)
     for part in module.modules():
         if type(part).__name__ == "FullyShardedDataParallel":
-            raise UnsupportedError(f"FullyShardedDataParallel (FSDP1) is not handled; {_ACCEPTED}")
+            raise UnsupportedError(
+                "FullyShardedDataParallel (FSDP1) is not handled: use fully_shard of torch.distributed.fsdp (with "
+                f"Accelerate and the Trainer fsdp_version: 2); {_ACCEPTED}"
+            )
+    if group is None and _is_sharded(module):
+        from monitor.adapters.fsdp2 import Fsdp2Adapter
+
+        return Fsdp2Adapter(module, optimizer)
     return PlainAdapter(module, optimizer, group)
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    """Whether ``fully_shard`` was applied to the module or a part of it, or a parameter is a DTensor.
+
+    Told by names: neither need be imported for anything else."""
+    return any(
+        base.__name__ == "FSDPModule" and base.__module__.startswith("torch.")
+        for part in module.modules()
+        for base in type(part).__mro__
+    ) or any(type(parameter.data).__name__ == "DTensor" for parameter in module.parameters())
 
 
 def _inner_optimizer(optimizer: Any) -> Any:

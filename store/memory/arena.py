@@ -6,7 +6,7 @@ payload beside it is what it was. Which of two versions all ranks have, and may 
 caller's to know.
 
 Memory of an earlier incarnation is taken over file by file, so that two incarnations never need room for four
-payloads. What a living process owns is never taken. One thread at a time.
+payloads. What a living process owns is never taken, nor what jobs on a copy of the store kept. One thread at a time.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ from contextlib import suppress
 from pathlib import Path
 
 from store.errors import MissingError, StorageError
-from store.memory.held import version_in
+from store.files import Files
+from store.memory.claimed import strangers
+from store.memory.held import look, version_in
 from store.memory.owner import Owner, is_owned
 from store.memory.record import VersionRecord
 from store.memory.room import reserve
-from store.memory.tier import SLOTS, Generation, Tier
+from store.memory.tier import BRANCHES, SLOTS, Generation, Tier
 from store.names import SaveId
 from store.schema import to_bytes
 
@@ -32,20 +34,32 @@ _TRIES = 100
 
 
 class Arena:
-    """The memory of ``rank``. versions: 2, or 1: then nothing is there while a version is being replaced."""
+    """The memory of ``rank``. versions: 2, or 1: then nothing is there while a version is being replaced.
 
-    def __init__(self, tier: Tier, epoch: int, rank: int, versions: int = 2) -> None:
+    files: of the store, to tell what is its own from what is a copy's; without it all that lies there is. StorageError
+    where the place is held by another process."""
+
+    def __init__(self, tier: Tier, epoch: int, rank: int, versions: int = 2, files: Files | None = None) -> None:
         self._tier = tier
-        self._place = tier.generation(epoch)
         self._rank = rank
         self._slots = SLOTS[:versions]
         self._maps: dict[int, mmap.mmap] = {}
-        self._owner = _owned(self._place, rank)
+        # Asked once, while the job begins: a store may hang later, and training is not to hang with it.
+        strange = set() if files is None else strangers(look(tier), files)
+        # What a later incarnation has is never ours to take, also where this process slept and that one is dead.
+        earlier = [one for one in tier.generations() if one.epoch < epoch and one.folder not in strange]
+        self._earlier = tuple(earlier)
+        branches = (tier.generation(epoch, branch) for branch in range(1 if files is None else BRANCHES))
+        self._place, self._owner = _first_free(rank, (one for one in branches if one.folder not in strange))
 
     @property
     def slots(self) -> tuple[int, ...]:
         """Which there are."""
         return self._slots
+
+    def files(self, slot: int) -> tuple[Path, Path]:
+        """Where the record of a payload is, and the payload."""
+        return self._place.record(self._rank, slot), self._place.payload(self._rank, slot)
 
     def holding(self, save: SaveId) -> int | None:
         """The payload that is this version."""
@@ -89,6 +103,12 @@ class Arena:
                 if keep is None or version_in(old, self._rank, slot) != keep:
                     self._take(old, slot)
 
+    def spares(self, keep: SaveId | None) -> bool:
+        """Whether an earlier incarnation's memory of this rank holds the version ``keep`` on this node."""
+        if keep is None:
+            return False
+        return any(version_in(old, self._rank, slot) == keep for old in self._older() for slot in SLOTS)
+
     def take_rest(self, world_size: int) -> None:
         """There is a version of this incarnation on every rank: nobody goes back to an older one's. StorageError.
 
@@ -128,9 +148,7 @@ class Arena:
         _remove([self._place.payload(self._rank, slot)])
 
     def _older(self) -> Sequence[Generation]:
-        # What a later incarnation has is never ours to take, also where this process slept and that one is dead.
-        found = [one for one in self._tier.generations() if one.epoch < self._place.epoch]
-        return [one for one in found if not is_owned(one.owner(self._rank))]
+        return [one for one in self._earlier if not is_owned(one.owner(self._rank))]
 
     def _take(self, old: Generation, slot: int) -> None:
         """One payload becomes ours, or is removed where we need none."""
@@ -168,6 +186,17 @@ class Arena:
             raise StorageError(f"cannot map {path}: {error.strerror}") from error
         finally:
             os.close(descriptor)
+
+
+def _first_free(rank: int, places: Iterable[Generation]) -> tuple[Generation, Owner]:
+    """The first place that no living process has: an epoch belongs to one job of a store, but copies have theirs."""
+    refused = StorageError("memory holds too many jobs of this epoch: `driftpoint memory clear` gives it back")
+    for place in places:
+        try:
+            return place, _owned(place, rank)
+        except StorageError as error:
+            refused = error
+    raise refused
 
 
 def _owned(place: Generation, rank: int) -> Owner:

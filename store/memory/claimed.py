@@ -2,25 +2,69 @@
 
 A copy of a store has that identity, too, and so has one that was restored from a copy. Jobs on both claim epochs of
 the same numbers, but each claim has a token of its own, that stands in the store and in every version kept under it.
-Reads only.
+And a version says which commit it continues: where that is gone, the store was put back to what it was before it.
+
+What one incarnation of a job kept is believed as a whole or not at all. Reads only.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from pathlib import Path
+
 from store.epochs import read_epoch
 from store.errors import DamagedError, MissingError
 from store.files import Files
-from store.memory.held import Node
+from store.layout import MANIFESTS, manifest_path, parse_save_file
+from store.memory.held import Held, Node
+from store.names import SaveId
 
 
 def of_store(node: Node, files: Files) -> Node:
-    """The same, without what was kept under a claim that this store does not know. StorageError."""
-    tokens = {epoch: _token(files, epoch) for epoch in {save.epoch for save in node.versions}}
-    known = {
-        save: {rank: one for rank, one in held.items() if one.record.claim == tokens[save.epoch]}
-        for save, held in node.versions.items()
+    """The same, without what is not of this store. StorageError."""
+    strange = strangers(node, files)
+    versions: dict[SaveId, dict[int, Held]] = {}
+    for held in node.everything():
+        if held.payload.parent not in strange:
+            versions.setdefault(held.record.save, {})[held.record.part.rank] = held
+    return Node(versions, node.problems)
+
+
+def strangers(node: Node, files: Files) -> set[Path]:
+    """The folders of incarnations that are not of this store: of a copy's, or of what it was before it was put back.
+
+    StorageError."""
+    there = list(node.everything())
+    tokens = {epoch: _token(files, epoch) for epoch in {held.record.save.epoch for held in there}}
+    newest = _newest(files) if there else None
+    return {
+        held.payload.parent
+        for held in there
+        if held.record.claim != tokens[held.record.save.epoch] or _continues_nothing(held, newest, files)
     }
-    return Node({save: held for save, held in known.items() if held}, node.problems)
+
+
+def _continues_nothing(held: Held, newest: SaveId | None, files: Files) -> bool:
+    """Whether it continues a commit that was there and is not any more. The newest one is never pruned."""
+    head = held.record.head
+    if head is None or head.previous is None or (newest is not None and head.save <= newest):
+        return False
+    try:
+        files.size(manifest_path(SaveId.parse(head.previous)))
+    except MissingError:
+        return True
+    return False
+
+
+def _newest(files: Files) -> SaveId | None:
+    try:
+        return max(_saves(files.list_dir(MANIFESTS)), default=None)
+    except MissingError:
+        return None
+
+
+def _saves(names: Iterable[str]) -> list[SaveId]:
+    return [save for name in names if (save := parse_save_file(name)) is not None]
 
 
 def _token(files: Files, epoch: int) -> str | None:

@@ -5,7 +5,7 @@ Reads only. Payloads are not read here, only their sizes looked at: their hashes
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -33,10 +33,19 @@ class Held:
 
 @dataclass(frozen=True)
 class Node:
-    """What this node holds of one store. problems: what is there and cannot be believed."""
+    """What this node holds of one store. problems: what is there and cannot be believed.
+
+    others: of saves and ranks that are among ``versions``, too: jobs on copies of the store name theirs alike."""
 
     versions: Mapping[SaveId, Mapping[int, Held]]
     problems: tuple[str, ...] = ()
+    others: tuple[Held, ...] = ()
+
+    def everything(self) -> Iterator[Held]:
+        """Whatever is there."""
+        for held in self.versions.values():
+            yield from held.values()
+        yield from self.others
 
     @property
     def newest(self) -> SaveId | None:
@@ -48,6 +57,7 @@ def look(tier: Tier) -> Node:
     """What there is. StorageError where the folder is not this user's own."""
     versions: dict[SaveId, dict[int, Held]] = {}
     problems: list[str] = []
+    others: list[Held] = []
     for place in tier.generations():
         for rank in place.ranks():
             for slot in SLOTS:
@@ -58,9 +68,9 @@ def look(tier: Tier) -> Node:
                 except StoreError as error:
                     problems.append(str(error))
                     continue
-                # The same save in two generations: an epoch belongs to one job, so this is the newer folder's.
-                versions.setdefault(held.record.save, {}).setdefault(rank, held)
-    return Node(versions, tuple(problems))
+                if versions.setdefault(held.record.save, {}).setdefault(rank, held) is not held:
+                    others.append(held)
+    return Node(versions, tuple(problems), tuple(others))
 
 
 def version_in(place: Generation, rank: int, slot: int) -> SaveId | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from store.ahead import Foresight
 from store.errors import MissingError, StorageError
 from store.files import Files, NewFile
 from store.layout import MANIFESTS, manifest_path, part_path, payload_path, segment_dir
@@ -66,11 +67,20 @@ class Overlay:
             return
         self.read_payload(self._ranks[path], offset, target)
 
+    def expect(self, path: str, offset: int, nbytes: int) -> None:
+        """See :class:`store.ahead.Foresight`; what is in memory need not be fetched."""
+        if path not in self._ranks and isinstance(self._below, Foresight):
+            self._below.expect(path, offset, nbytes)
+
     def read_payload(self, rank: int, offset: int, target: memoryview) -> None:
         """Fill ``target`` from ``offset`` of a rank's payload."""
         payload = self._version.payloads.get(rank)
         if payload is not None:
             _fill(payload, offset, target)
+            return
+        far = self._version.far.get(rank)
+        if far is not None:
+            far.read(offset, target)
             return
         for (of, start, nbytes), data in self._version.lent.items():
             if of == rank and start <= offset and offset + target.nbytes <= start + nbytes:

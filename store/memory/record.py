@@ -19,12 +19,14 @@ class VersionRecord(Record):
 
     claim: token of the claim of its epoch: a copy of the store whose job took that number, too, has another. part: as
     in a store; offsets count from the payload's beginning. head: rank 0's: the manifest that a commit of this
-    version would have, but for the group of its own segments, which only all ranks' parts tell."""
+    version would have, but for the group of its own segments, which only all ranks' parts tell. replica: the rank was
+    on another node, and this is what a peer kept of it."""
 
     reader: Natural
     claim: Digest
     part: PartRecord
     head: ManifestRecord | None = None
+    replica: bool = False
 
     @property
     def save(self) -> SaveId:

@@ -108,7 +108,8 @@ def rescue(
 
 def owner_of(tier: Tier, rank: int, held: Held) -> Path:
     """What the process that keeps a version holds locked as long as it lives."""
-    return tier.generation(int(held.payload.parent.name)).owner(rank)
+    epoch, _, branch = held.payload.parent.name.partition(".")
+    return tier.generation(int(epoch), int(branch or 0)).owner(rank)
 
 
 class _Watch:
@@ -158,9 +159,9 @@ def _rescue_newest(tier: Tier, catalog: Catalog, aborted: Callable[[], bool]) ->
 
 
 def _missing(held: Mapping[int, Held]) -> str | None:
-    """Which of its ranks are not on this node."""
+    """Which of its ranks were not on this node: replicas are of ranks that may live, which only their nodes know."""
     world_size = next(iter(held.values())).record.part.world_size
-    lacking = sorted(set(range(world_size)) - set(held))
+    lacking = sorted(set(range(world_size)) - {rank for rank, one in held.items() if not one.record.replica})
     return f"ranks {lacking[:8]} of {world_size} are not in the memory of this node" if lacking else None
 
 

@@ -1,8 +1,9 @@
 """Where a store's state lies in shared memory, and what the files there are called.
 
     /dev/shm/driftpoint-1000/              of one user, mode 0700
-      <store id>/                          of one store
-        000004/                            of the job that claimed epoch 4 when it began
+      <store id>/                          of one store, and of its copies
+        000004/                            of the job that claimed epoch 4 when it began; 000004.1, where that is
+                                           another's, of a job on a copy of the store
           rank-00003.owner                 locked as long as that rank's process lives
           rank-00003.0.payload             fragments as they are, then tensors of the run state
           rank-00003.0.json                the record that makes the payload a version
@@ -26,7 +27,10 @@ from store.errors import MissingError, StorageError
 SLOTS = (0, 1)
 """Payloads of a rank: the version that counts, and the one that is being written."""
 
-_GENERATION = re.compile(r"\d{6,9}\Z")
+BRANCHES = 10
+"""Jobs that claimed epochs of the same number, each on its own copy of a store, and may all have memory."""
+
+_GENERATION = re.compile(r"(\d{6,9})(?:\.(\d))?\Z")
 _STORE = re.compile(r"[0-9a-f]{32}\Z")
 _FILE = re.compile(r"rank-(\d{5,8})\.(?:(owner)|([01])\.(payload|json|new))\Z")
 
@@ -52,25 +56,29 @@ class Tier:
         """Newest first. StorageError where the folder is not this user's own."""
         if not require_own(self.home):
             return []
-        found = [name for name in _names(self.folder) if _GENERATION.match(name)]
-        return [Generation(self, int(name)) for name in sorted(found, key=int, reverse=True)]
+        found = [match for name in _names(self.folder) if (match := _GENERATION.match(name))]
+        there = sorted(((int(match[1]), int(match[2] or 0)) for match in found), reverse=True)
+        return [Generation(self, epoch, branch) for epoch, branch in there]
 
-    def generation(self, epoch: int) -> Generation:
+    def generation(self, epoch: int, branch: int = 0) -> Generation:
         """The folder of a job; it need not exist."""
-        return Generation(self, epoch)
+        return Generation(self, epoch, branch)
 
 
 @dataclass(frozen=True)
 class Generation:
-    """What the ranks of one incarnation of a job keep on this node. epoch: that it claimed first."""
+    """What the ranks of one incarnation of a job keep on this node.
+
+    epoch: that it claimed first. branch: above 0 where a job on a copy of the store claimed that number, too."""
 
     tier: Tier
     epoch: int
+    branch: int = 0
 
     @property
     def folder(self) -> Path:
         """Where."""
-        return self.tier.folder / f"{self.epoch:06d}"
+        return self.tier.folder / (f"{self.epoch:06d}" + (f".{self.branch}" if self.branch else ""))
 
     def make(self) -> None:
         """Make the folder, readable by this user only. StorageError where it cannot be."""

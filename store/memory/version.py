@@ -9,6 +9,7 @@ import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 from store.encoding import encoding_named
 from store.errors import DamagedError
@@ -16,6 +17,15 @@ from store.memory.held import Held, Node
 from store.names import RAW, SaveId
 from store.schema import GroupRecord, ManifestRecord, PartRecord, UnitRecord, from_bytes, to_bytes
 from store.segments import parse_part, parts_digest
+
+
+class Payload(Protocol):
+    """A rank's payload that lies elsewhere."""
+
+    def read(self, offset: int, target: memoryview) -> None:
+        """Fill ``target`` from ``offset``. StorageError; MissingError where asking again would be no use."""
+        ...
+
 
 Piece = tuple[int, int, int]
 """Bytes of a payload: its rank, where they begin, and how many they are."""
@@ -31,13 +41,16 @@ class Share:
 
 @dataclass(frozen=True)
 class MemoryVersion:
-    """All of a version's records. payloads: those that lie on this node. lent: bytes of others, from elsewhere."""
+    """All of a version's records. payloads: those that lie on this node. lent: bytes of others, from elsewhere.
+
+    far: payloads on other nodes that can be read from here."""
 
     manifest: ManifestRecord
     parts: Mapping[int, bytes]
     records: Mapping[int, PartRecord]
     payloads: Mapping[int, Path]
     lent: Mapping[Piece, bytes] = field(default_factory=dict)
+    far: Mapping[int, Payload] = field(default_factory=dict)
 
     @property
     def save(self) -> SaveId:

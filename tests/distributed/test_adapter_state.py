@@ -32,6 +32,32 @@ ZERO = (
     "zero3-bf16-offload",
 )
 THROUGH = ("zero2-zero3", "zero3-zero1", "zero2-zero0")
+FSDP2 = (
+    "sharded",
+    "hybrid",
+    "bf16",
+    "offload",
+    "gathered",
+    "half-gathered",
+    "checkpointed",
+    "compiled",
+    "mixed",
+    "factored",
+)
+NOT_FSDP2 = (
+    "columns",
+    "tensor parallel",
+    "both",
+    "a part of the ranks",
+    "partial",
+    "cut otherwise",
+    "on meta",
+    "optimizer first",
+    "one added",
+    "fsdp1",
+    "local state",
+    "cut state",
+)
 Results = dict[tuple[str, str], list[str]]
 
 
@@ -71,6 +97,11 @@ def reshard(zero: Results, directory: Path) -> Results:
 @pytest.fixture(scope="module")
 def ddp() -> Results:
     return launch("adapter_ddp.py", 2)
+
+
+@pytest.fixture(scope="module")
+def fsdp2() -> Results:
+    return launch("adapter_fsdp2.py", 4)
 
 
 @pytest.mark.parametrize("check", [*TRIP, "facts", "files"])
@@ -131,3 +162,17 @@ def test_ddp_to_zero(reshard: Results, check: str) -> None:
 @pytest.mark.parametrize("check", [*TRIP, "shares", "names", "to the start", "no deepspeed"])
 def test_ddp(ddp: Results, check: str) -> None:
     assert ddp["ddp", check] == []
+
+
+@pytest.mark.parametrize("case", FSDP2)
+def test_fsdp2(fsdp2: Results, case: str) -> None:
+    assert {check: fsdp2[case, check] for check in TRIP} == {check: [] for check in TRIP}
+
+
+@pytest.mark.parametrize("case", NOT_FSDP2)
+def test_what_is_no_fsdp2_is_refused_by_name(fsdp2: Results, case: str) -> None:
+    assert fsdp2[case, "refused"] == []
+
+
+def test_fsdp2_shares_and_facts(fsdp2: Results) -> None:
+    assert fsdp2["hybrid", "shares"] == fsdp2["hybrid", "facts"] == []

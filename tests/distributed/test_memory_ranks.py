@@ -8,8 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ import pytest
 import torch
 
 from monitor.dtypes import torch_dtype
-from store.catalog import open_catalog
 from store.files import LocalFiles
 from store.memory.held import look
 from store.memory.overlay import Overlay
@@ -25,40 +23,10 @@ from store.memory.tier import Tier
 from store.memory.version import assembled, share_of
 from store.names import SaveId
 from store.segments import read_entry
-from store.verify import verify
-from tests.support.launch import Launched, torchrun
+from tests.support.launch import torchrun
+from tests.support.memory_places import DDP, ZERO2, ZERO3, Place, hashes, resumed, said
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
-
-ZERO2 = {"kind": "zero", "stage": 2, "precision": "bf16"}
-ZERO3 = {"kind": "zero", "stage": 3, "precision": "bf16"}
-DDP = {"kind": "ddp"}
-FROZEN_IS_COMMITTED = {"every": 3}
-"""The model has a frozen block, and memory begins once that is known to be committed: with the second decision."""
-
-
-@dataclass
-class Place:
-    """A store and shared memory for one scenario, and its two lives."""
-
-    directory: Path
-    shared: Path
-    spec: dict[str, Any] = field(default_factory=dict)
-
-    def life(self, which: str, ranks: int = 2, **spec: Any) -> Launched:
-        whole = {"case": ZERO2, "shared": str(self.shared), **FROZEN_IS_COMMITTED, **spec, "life": which}
-        done = torchrun("memory_ranks.py", ranks, whole, self.directory, timeout=120)
-        assert (done.code == 0) == (which == "second"), done.output[-5000:]
-        assert "Timeout" not in done.output or which == "first"
-        return done
-
-    def tier(self, below: str = "") -> Tier:
-        return Tier(self.shared / below, open_catalog(LocalFiles(self.directory / "store")).store_id)
-
-    def ended_well(self, done: Launched) -> None:
-        assert done.of("end")
-        assert verify(open_catalog(LocalFiles(self.directory / "store"))).ok
-        assert not list(self.shared.rglob("rank-*.payload"))
 
 
 @pytest.fixture
@@ -66,21 +34,6 @@ def place(tmp_path: Path) -> Iterator[Place]:
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else None) as shared:
         yield Place(tmp_path, Path(shared))
-
-
-def hashes(done: Launched, step: int) -> list[Mapping[str, str]]:
-    return [done.one("state", step=step, rank=rank)["hashes"] for rank in (0, 1)]
-
-
-def resumed(done: Launched, ranks: int = 2) -> tuple[int, bool]:
-    """The step and whether it came from memory: alike on all ranks."""
-    found = {(one["step"], "memory" in one["sources"]) for one in done.of("resumed")}
-    assert len(found) == 1 and len(done.of("resumed")) == ranks
-    return found.pop()
-
-
-def said(done: Launched, text: str) -> bool:
-    return any(text in one["text"] for one in done.of("said"))
 
 
 def in_memory(tier: Tier, save: SaveId) -> dict[tuple[str, str], torch.Tensor]:

@@ -36,6 +36,11 @@ DDP = [
     {"name": "ddp-lazy", "kind": "ddp", "every": 3, "staging": "lazy"},
     {"name": "ddp-differences", "kind": "ddp", "every": 3, "settings": DIFFERENCES},
 ]
+FSDP2 = [
+    {"name": "fsdp2", "kind": "fsdp2", "every": 3},
+    {"name": "fsdp2-bf16-lazy", "kind": "fsdp2", "every": 3, "bf16": True, "staging": "lazy"},
+    {"name": "fsdp2-differences", "kind": "fsdp2", "every": 3, "settings": DIFFERENCES},
+]
 PLAIN = [
     {"name": "plain", "kind": "plain", "every": 3},
     {"name": "plain-differences", "kind": "plain", "every": 3, "settings": DIFFERENCES},
@@ -50,8 +55,9 @@ COMPOSITES: list[dict[str, Any]] = [
         "every": 1, "policy": {"name": "parity", "k": 3}, "composite": True,
     },
     {"name": "ddp-parity2", "kind": "ddp", "every": 2, "policy": {"name": "parity", "k": 2}, "composite": True},
+    {"name": "fsdp2-parity2", "kind": "fsdp2", "every": 2, "policy": {"name": "parity", "k": 2}, "composite": True},
 ]  # fmt: skip
-EXACT = [case["name"] for case in [*ZERO, *DDP, *PLAIN]]
+EXACT = [case["name"] for case in [*ZERO, *DDP, *FSDP2, *PLAIN]]
 
 
 def spec(cases: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
@@ -63,10 +69,10 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> Launched:
     """All launches together."""
     pytest.importorskip("deepspeed")
     zero = [*ZERO, *[case for case in COMPOSITES if case["kind"] == "zero"]]
-    ddp = [*DDP, *[case for case in COMPOSITES if case["kind"] == "ddp"]]
+    torch = [*DDP, *FSDP2, *[case for case in COMPOSITES if case["kind"] != "zero"]]
     done = [
         torchrun("resume_train.py", 2, spec(zero), tmp_path_factory.mktemp("zero"), restarts=1),
-        torchrun("resume_train.py", 2, spec(ddp), tmp_path_factory.mktemp("ddp"), restarts=1),
+        torchrun("resume_train.py", 2, spec(torch), tmp_path_factory.mktemp("torch"), restarts=1),
         *_alone_twice(tmp_path_factory.mktemp("plain")),
     ]
     assert [one.code for one in done] == [0, 0, -9, 0], "\n".join(one.output[-3000:] for one in done)

@@ -32,7 +32,7 @@ def abandoned(one: Job) -> None:
     one.ckpt._saver._writer.stop()  # type: ignore[union-attr]
     assert one.ckpt._memory is not None
     one.ckpt._memory._writer.stop()
-    arena = one.ckpt._memory._arena
+    arena = one.ckpt._memory._room.arena
     if arena is not None:
         arena.close(remove=False)
     one.ckpt._saver._opened.release()  # type: ignore[union-attr]

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from adapter_model import batches
+from torch.distributed.tensor import DTensor
 
 from monitor.adapters.base import Adapter, Piece
 from monitor.dtypes import dtype_name
@@ -176,8 +177,12 @@ def engine_steps(engine: Any, steps: range) -> list[float]:
 
 def working(adapter: Adapter) -> dict[str, torch.Tensor]:
     """The working weights that are in memory whole."""
-    named = adapter.module.named_parameters()
-    return {fqn: parameter.detach().clone().view(-1) for fqn, parameter in named if parameter.numel()}
+    found = {}
+    for fqn, parameter in adapter.module.named_parameters():
+        values = parameter.detach()
+        if parameter.numel():
+            found[fqn] = (values.full_tensor() if isinstance(values, DTensor) else values).clone().view(-1)
+    return found
 
 
 def stale(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> list[str]:
@@ -192,14 +197,20 @@ def same_losses(one: list[float], other: list[float]) -> list[str]:
     return [] if one == other else [f"losses {one} and {other}"]
 
 
-def round_trip(case: str, build: Callable[[int], tuple[Adapter, Callable[[range], list[float]]]]) -> Saved:
+def round_trip(
+    case: str,
+    build: Callable[[int], tuple[Adapter, Callable[[range], list[float]]]],
+    slots: tuple[str, ...] | None = ("exp_avg", "exp_avg_sq"),
+) -> Saved:
     """Save at step 3, train on; load into a fresh engine, train on: all of it must be the same to the last bit.
 
-    build: from a seed, a fresh adapter and a function that trains a range of steps.
+    build: from a seed, a fresh adapter and a function that trains a range of steps. slots: of each trained parameter,
+    None where they differ.
     """
     adapter, train = build(0)
     train(range(3))
-    report(case, "cover", *coverage(adapter, all_owned(adapter), ("exp_avg", "exp_avg_sq")), *held_is_live(adapter))
+    uncovered = [] if slots is None else coverage(adapter, all_owned(adapter), slots)
+    report(case, "cover", *uncovered, *held_is_live(adapter))
     saved, weights = take(adapter), working(adapter)
     losses, end = train(range(3, 8)), take(adapter)
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from adapter_model import Tiny, batches, param_groups
 
 DEEPSPEED = ("zero1-bf16", "zero3-bf16-sub-groups")
-CASES = ("plain", *DEEPSPEED)
+CASES = ("plain", "fsdp2", *DEEPSPEED)
 STEPS = 3
 
 

@@ -13,11 +13,11 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
-from layout_dcp_cases import DEEPSPEED, STEPS, plain, train_plain
+from layout_dcp_cases import DEEPSPEED, STEPS, plain, sharded, train_plain
 from merge_cases import build, leave, train, whole_state
 from merge_store import StoreWriter
+from torch.distributed.tensor import DTensor
 
-from monitor.adapters.plain import PlainAdapter
 from monitor.adapters.select import adapter_for
 
 
@@ -28,16 +28,24 @@ def keep(directory: Path, case: str, state: dict[str, dict[str, torch.Tensor]], 
         torch.save(state, directory / f"{case}.pt")
 
 
-def main(directory: Path) -> None:
-    deepspeed.init_distributed(dist_backend="gloo")
-    model, optimizer = plain(0)
+def without_engine(directory: Path, case: str, model: Any, optimizer: torch.optim.Optimizer) -> None:
     train_plain(model, optimizer)
-    StoreWriter(directory / "plain-store", PlainAdapter(model, optimizer)).save(STEPS)
+    StoreWriter(directory / f"{case}-store", adapter_for((model, optimizer))).save(STEPS)
     state = {}
     for name, parameter in model.named_parameters():
-        kept = optimizer.state.get(parameter, {})
-        state[name] = {"fp32": parameter.detach().clone(), **{k: v.clone() for k, v in kept.items()}}
-    keep(directory, "plain", state, model)
+        kept = {"fp32": parameter.detach(), **optimizer.state.get(parameter, {})}
+        state[name] = {slot: whole(value).clone() for slot, value in kept.items()}
+    keep(directory, case, state, model)
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def main(directory: Path) -> None:
+    deepspeed.init_distributed(dist_backend="gloo")
+    without_engine(directory, "plain", *plain(0))
+    without_engine(directory, "fsdp2", *sharded(0))
     for case in DEEPSPEED:
         engine = build(case, 0)
         train(engine, range(STEPS))

@@ -68,14 +68,21 @@ class Life:
             "store": str(Path(self.spec["directory"]) / "store"),
             "every": self.spec.get("every", 100),
             "metrics": {"enabled": False},
-            "timeouts": {"commit": 3.0},  # a rank that has no part to give is waited for so long
-            "memory": {"enabled": True, "every": 1, "path": self.spec["shared"]},
+            # A rank that has no part to give is waited for so long, and a peer that takes nothing.
+            "timeouts": {"commit": 3.0, "peer": self.spec.get("peer_seconds", 60.0)},
+            "memory": {
+                "enabled": True,
+                "every": 1,
+                "path": self.spec["shared"],
+                "peers": bool(self.spec.get("peers")),
+            },
             **self.spec.get("settings", {}).get(str(rank()), {}),
         }
         ckpt = monitor.attach(trainee.target, settings, state=[*trainee.state, self.moody])
         memory = ckpt._memory
         if memory is not None and self.spec.get("nodes"):  # as on two machines: each rank sees its own memory only
-            own = Path(self.spec["shared"]) / f"node{rank() if self.spec['nodes'] == 'own' else 0}"
+            nodes = self.spec["nodes"]
+            own = Path(self.spec["shared"]) / f"node{rank() if nodes == 'own' else nodes[rank()]}"
             own.mkdir(exist_ok=True)
             memory._tier = Tier(own, memory._tier.store_id)
         if memory is not None and str(rank()) in self.spec.get("paths", {}):
@@ -94,7 +101,14 @@ class Life:
             ckpt.flush()
             if ckpt._memory is not None:
                 ckpt._memory._writer.join(60)
+                self.replicated(ckpt._memory)
             dist.barrier()  # what is known at a step must not hang on the speed of a disk
+
+    def replicated(self, memory: monitor.memory.MemoryTier) -> None:
+        """Until what was sent has arrived, as far as somebody takes it."""
+        sender = memory._peers._sender
+        if sender is not None:
+            sender._writer.join(60)
 
     def dies_while_keeping(self, when: str) -> None:
         real = monitor.memory.remember
@@ -112,7 +126,7 @@ class Life:
         return None if found is None else found.step
 
     def off(self, ckpt: monitor.Checkpointer) -> bool:
-        return ckpt._memory is None or ckpt._memory._off or ckpt._memory._arena is None
+        return ckpt._memory is None or ckpt._memory._off or ckpt._memory._room.arena is None
 
 
 def without_agreement() -> None:

@@ -1,4 +1,4 @@
-"""The training jobs that the resume tests kill and bring back: the same awkward little model under DeepSpeed,
+"""The training jobs that the resume tests kill and bring back: the same awkward little model under DeepSpeed, FSDP2,
 DistributedDataParallel and plain PyTorch, fed by a shuffling loader that leans on every random generator.
 """
 
@@ -126,6 +126,10 @@ def _torch(case: Mapping[str, Any], seed: int) -> Trainee:
     model: Any = Tiny()
     if case["kind"] == "ddp":
         model = DistributedDataParallel(model)
+    elif case["kind"] == "fsdp2":
+        from fsdp2_jobs import shard
+
+        model = shard(model, case)
     optimizer = torch.optim.AdamW(param_groups(model), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=[1e-2, 3e-3], total_steps=40)
     loader = Shuffled(10 * seed + rank())

@@ -55,7 +55,8 @@ def main(spec: Mapping[str, Any]) -> None:
     results, left = Results(spec["results"]), Path(spec["directory"]) / "state.pt"
     trainee = build(spec["case"], seed=spec["seed"])
     settings = {"store": str(Path(spec["directory"]) / "store"), "every": STEPS, "metrics": {"enabled": False}}
-    with monitor.attach(trainee.target, settings, state=trainee.state) as ckpt:
+    loader = trainee.state[-1:]  # an engine has the scheduler itself
+    with monitor.attach(trainee.target, settings, state=loader) as ckpt:
         fresh = whole(trainee)
         first = ckpt.resume()
         if left.exists():

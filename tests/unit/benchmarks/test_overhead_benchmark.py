@@ -71,9 +71,9 @@ def test_steps_are_compared_with_the_same_cycle_without_saving() -> None:
 def test_recovery_without_a_cold_disk_has_no_goal_to_hold() -> None:
     told = {"resume": 1.0, "first_step": 5.0, "copy": 0.5, "bytes": 2e9}
     seen = {MEMORY: [told], WARM: [{**told, "resume": 2.0}]}
-    assert all(figure.goal is None for figure in recover_figures(seen, None, []))
+    assert all(figure.goal is None for figure in recover_figures(seen, None, [], 200))
     seen[COLD] = [{**told, "resume": 4.0}]
-    goals = [figure for figure in recover_figures(seen, "drop_caches", [3.0]) if figure.goal is not None]
+    goals = [figure for figure in recover_figures(seen, "drop_caches", [3.0], 200) if figure.goal is not None]
     assert [(figure.value, figure.holds) for figure in goals] == [(0.25, False)]
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from deploy.cli.run import places
+from deploy.cli.run import metrics_of, places
 from monitor.config import load_config
 from store.errors import ConfigError
 from tests.support.cli import driftpoint
@@ -116,7 +116,8 @@ def test_what_the_supervisor_hands_to_the_daemon_is_what_the_trainer_would(tmp_p
     }
     path = tmp_path / "driftpoint.yaml"
     path.write_text(yaml.safe_dump(settings))
-    _, wanted, listening = places(path, None)
+    _, wanted, _ = places(path, None)
+    listening = metrics_of(path, None)
     guards = load_config(settings).metrics.guards()
     assert wanted is not None and list(wanted.words) == ["--host", "0.0.0.0", *guards.words()]
     assert listening.host == "0.0.0.0" and listening.guards == guards

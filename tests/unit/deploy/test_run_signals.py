@@ -156,6 +156,17 @@ def test_ctrl_c_is_passed_on_once_and_is_the_end(tmp_path: Path) -> None:
         assert [one["number"] for one in run.of("signal")] == [2]
 
 
+def test_of_two_supervisors_around_a_job_the_inner_one_knows_that_it_is_told_to_go(tmp_path: Path) -> None:
+    """Else it takes the trainer that leaves with 75 for one that somebody else preempted, and starts it again."""
+    trainer = talker(tmp_path, [signal.SIGUSR1], {signal.SIGUSR1: 75})
+    inner = [*PYTHON, "-m", "deploy.cli", "run", "--store", tmp_path / "store", "--", *trainer]
+    with supervised(tmp_path, inner) as run:
+        ready(run, 1)
+        run.send(signal.SIGTERM)
+        assert run.ends() == 75, run.said
+        assert len(run.of("ready")) == 1 and "attempt 2" not in run.said
+
+
 def test_a_back_off_longer_than_the_system_counts(tmp_path: Path) -> None:
     with supervised(tmp_path, ["false"], "--backoff", 1e12) as run:
         run.until(lambda: "attempt 1 ended" in run.said)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import enum
 import math
 from collections import OrderedDict
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -196,3 +197,30 @@ def test_as_deep_as_it_writes_it_reads() -> None:
     assert through_a_record(value) == value
     with pytest.raises(UnsupportedError, match="nested"):
         encode([value], no_tensor)
+
+
+def test_a_value_that_is_named_often_is_stored_once() -> None:
+    shared, same = np.arange(3.0), np.arange(3.0)
+    tree, leaves = encode({"a": shared, "b": [shared, same]}, no_tensor)
+    assert len(leaves) == 2
+    back = decode(tree, leaves, no_tensor)
+    assert all(np.array_equal(one, shared) for one in (back["a"], *back["b"]))
+    assert back["a"] is not back["b"][0]
+
+
+class _Made(Mapping[str, Any]):
+    """Makes its values when asked: each is gone before the next is there, and may lie where that one lay."""
+
+    def __getitem__(self, key: str) -> Any:
+        return np.full(4, float(key))
+
+    def __iter__(self) -> Iterator[str]:
+        return map(str, range(100))
+
+    def __len__(self) -> int:
+        return 100
+
+
+def test_values_that_follow_each_other_in_the_same_memory_are_not_taken_for_one() -> None:
+    tree, leaves = encode(_Made(), no_tensor)
+    assert [float(one[0]) for one in decode(tree, leaves, no_tensor).values()] == [float(at) for at in range(100)]

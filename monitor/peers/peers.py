@@ -1,0 +1,205 @@
+"""Replicas, as the memory tier has them: who keeps whose is agreed once, and versions are sent beside training.
+
+No collective and no wait of the training thread depends on what goes over these connections. Whatever goes wrong with
+them costs replicas, and is told. Training thread, but for :meth:`Peers.offer`.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from monitor.job import Job
+from monitor.peers.address import own_address
+from monitor.peers.door import Door, Shown
+from monitor.peers.neighbours import keepers, wards
+from monitor.peers.pieces import Far
+from monitor.peers.replicas import Replicas
+from monitor.peers.sender import Place, Sender, silence_of
+from monitor.whereabouts import machine_name, node_name
+from store.memory.arena import Arena
+from store.memory.tier import Tier
+from store.names import SaveId
+
+_log = logging.getLogger("driftpoint")
+
+
+@dataclass(frozen=True)
+class Sending:
+    """How replication stands, of one rank or of any. busy: a version is on its way. behind: a peer has not the latest
+    one. failed: one could not be sent since this was asked last."""
+
+    busy: bool
+    behind: bool
+    failed: bool
+
+
+class Peers:
+    """Of one rank. Does nothing where the configuration wants no replicas, or there is no second node."""
+
+    def __init__(self, job: Job) -> None:
+        self._job, self._group = job, job.group
+        self._timeout = job.config.timeouts.peer
+        self._replicas = Replicas(job.config.memory.versions)
+        self._met = not job.config.memory.peers
+        self._token = b""
+        self._nodes: Sequence[str] = ()
+        self._machines: Sequence[str] = ()
+        self._places: Sequence[Place] = ()
+        self._door: Door | None = None
+        self._sender: Sender | None = None
+        self._doors: Sequence[Far] = ()
+        self._replicated: SaveId | None = None
+        """The version that all ranks have in their own memory and at their peers."""
+
+    @property
+    def reachable(self) -> bool:
+        """Whether ranks can read what lies on other nodes. Alike on all ranks."""
+        return self._door is not None
+
+    @property
+    def on(self) -> bool:
+        """Whether versions are replicated. Alike on all ranks."""
+        return self._sender is not None
+
+    def meet(self, tier: Tier) -> None:
+        """Learn which node each rank is on and how it is reached. Collective; once."""
+        if self._met:
+            return
+        self._met = True
+        told = self._group.gather((node_name(tier), machine_name()))
+        self._nodes, self._machines = [node for node, _ in told], [machine for _, machine in told]
+        if len(set(self._nodes)) < 2:
+            self._tell("memory.peers: all ranks are on one node, so that there is no other one to keep replicas on")
+            return
+        self._token = self._group.from_first(secrets.token_bytes(32) if self._group.rank == 0 else None)
+        door, problem = self._opened()
+        places = self._group.gather((None if door is None else door.place, problem))
+        if self._refused([why for _, why in places]):
+            if door is not None:
+                door.close()
+            return
+        self._door, self._places = door, [place for place, _ in places]
+
+    def begin(self, tier: Tier, epoch: int, nbytes: int, kept: SaveId | None) -> None:
+        """The job stands on ``kept``, or begins: have memory for what others send. nbytes: of a version of this rank.
+
+        Collective. Without room on any rank there are no replicas on any."""
+        self.meet(tier)
+        self._done_reading()
+        self._replicated = self._replicated if self._replicated == kept else None
+        if self._sender is not None:
+            self._replicas.stand_on(kept)
+        elif self._door is not None:
+            kept_by, rank = keepers(self._nodes, self._machines), self._group.rank
+            needs = self._group.gather(nbytes)
+            mine = {ward: needs[ward] for ward in wards(kept_by, rank)}
+            if self._refused(self._group.gather(self._replicas.take(tier, epoch, mine, kept))):
+                self._replicas.close(remove=True)
+                return
+            self._sender = Sender(rank, kept_by[rank], self._places[kept_by[rank]], self._token, self._timeout)
+
+    def offer(self, arena: Arena, slot: int, save: SaveId, keep: SaveId | None) -> None:
+        """A version of this rank is whole: send it. keep: the one that all peers have. Returns at once."""
+        if self._sender is not None:
+            self._sender.offer(save, *arena.files(slot), keep)
+
+    def sending(self, latest: SaveId | None) -> tuple[Sending, list[float]]:
+        """How it stands on this rank, and the seconds that versions took. latest: the one that peers should have."""
+        if self._sender is None:
+            return Sending(False, True, False), []
+        busy, (took, failed) = self._sender.busy, self._sender.collect()
+        if self._group.rank == 0:
+            for seconds in took:
+                self._job.metrics.peer_duration.observe(seconds)
+        return Sending(busy, self._sender.sent != latest, failed), took
+
+    def agreed(self, sending: Sending, latest: SaveId | None) -> None:
+        """How it stands over all ranks. latest: the version that all of them have in their own memory."""
+        first = self._group.rank == 0
+        if first and sending.failed:  # which rank's, and why, that rank says
+            self._job.metrics.failures.labels("peer").inc()
+        if latest is not None and latest != self._replicated and not sending.busy and not sending.behind:
+            self._replicated = latest
+            if first:
+                self._job.metrics.replicated(latest.step)
+
+    def standing_on(self, newest: SaveId | None) -> SaveId | None:
+        """What peers must keep while a version is made and sent. newest: what stays in this rank's own memory."""
+        self._replicated = self._replicated if self._replicated == newest else None
+        return self._replicated
+
+    def show(self, payloads: Shown) -> None:
+        """Have other ranks read these."""
+        if self._door is not None:
+            self._door.show(payloads)
+
+    def far(self, lying: Sequence[Sequence[int]]) -> dict[int, Far]:
+        """For each rank whose payload is not here, a node that has it.
+
+        lying: for each rank, those whose payload its node has, the surest first."""
+        mine, here = self._nodes[self._group.rank], set(lying[self._group.rank])
+        holders: dict[int, list[int]] = {}
+        for holder, there in enumerate(lying):
+            for rank in there if self._nodes[holder] != mine else ():
+                holders.setdefault(rank, []).append(holder)
+        doors: dict[int, Far] = {}
+        found = {}
+        for rank in holders.keys() - here:
+            holder = holders[rank][self._group.rank % len(holders[rank])]
+            found[rank] = doors.setdefault(holder, Far(self._places[holder], self._token, self._timeout))
+        self._doors = [*doors.values()]
+        return found
+
+    def take_rest(self) -> bool:
+        """There is a version of this incarnation on every rank: nobody goes back to an older one's.
+
+        False where it is to be asked again; it never waits."""
+        return self._replicas.take_rest(self._group.world_size)
+
+    def break_off(self) -> None:
+        """End what is on its way, in and out. What is not whole by then is nobody's replica."""
+        if self._sender is not None:
+            self._sender.break_off()
+        if self._door is not None:
+            self._door.break_off()
+
+    def stop(self) -> None:
+        """Send no more."""
+        if self._sender is not None:
+            self._sender.close()
+            self._sender = None
+
+    def close(self, *, remove: bool) -> None:
+        """Send and keep no more; ``remove``: and give the memory of replicas back."""
+        self.stop()
+        if self._door is not None:
+            self._door.close()
+            self._door = None
+        self._replicas.close(remove=remove)
+
+    def _done_reading(self) -> None:
+        """All ranks have what they resumed: nothing is read from other nodes any more."""
+        for far in self._doors:
+            far.close()
+        self._doors = ()
+        self.show({})
+
+    def _opened(self) -> tuple[Door | None, str | None]:
+        try:
+            return Door(own_address(), self._token, self._replicas.receive, silence_of(self._timeout)), None
+        except OSError as error:
+            return None, f"cannot listen for peers: {error}"
+
+    def _refused(self, told: Sequence[str | None]) -> bool:
+        problems = "; ".join(f"rank {rank}: {why}" for rank, why in enumerate(told) if why)
+        if problems:
+            self._tell(f"memory.peers: nothing is replicated to other nodes: {problems[:600]}")
+        return bool(problems)
+
+    def _tell(self, text: str) -> None:
+        if self._group.rank == 0:
+            self._job.metrics.failures.labels("peer").inc()
+            _log.warning("%s", text)

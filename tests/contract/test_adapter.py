@@ -1,0 +1,234 @@
+"""What every adapter must do, in one process: plain PyTorch, and FSDP2 over a world of one.
+
+Several ranks, and DeepSpeed, go through the same steps in ``tests/distributed/test_adapter_state.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from monitor.adapters.base import Adapter, Place
+from monitor.adapters.select import adapter_for
+from monitor.dtypes import dtype_name
+from store.names import BUFFER, FROZEN, WEIGHTS, Fragment
+
+Slots = dict[str, dict[str, str]]
+State = tuple[dict[Fragment, torch.Tensor], dict[str, Any]]
+Job = tuple[nn.Module, torch.optim.Optimizer]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm = nn.Linear(6, 5), nn.BatchNorm1d(5)
+        self.down = nn.Linear(5, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.norm(self.up(x)).tanh())
+
+
+class Net(nn.Module):
+    """Tied and frozen weights, a parameter of one element, buffers that move."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(6, 6, bias=False)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.gain = nn.Parameter(torch.ones(1))
+        self.head = nn.Linear(6, 6, bias=False)
+        self.head.weight = self.embed.weight
+        self.blocks[1].down.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return (self.head(x) * self.gain).square().mean()
+
+
+def plain(seed: int) -> Job:
+    torch.manual_seed(seed)
+    net = Net()
+    return net, torch.optim.AdamW(net.parameters(), lr=0.01)
+
+
+def fsdp2(seed: int) -> Job:
+    torch.manual_seed(seed)
+    net = Net()
+    for block in net.blocks:
+        fully_shard(block)
+    fully_shard(net)
+    return net, torch.optim.AdamW(net.parameters(), lr=0.01)
+
+
+JOBS: dict[str, Callable[[int], Job]] = {"plain": plain, "fsdp2": fsdp2}
+
+
+@pytest.fixture(autouse=True)
+def alone(tmp_path: Path) -> Iterator[None]:
+    """A process group of one, which fully_shard needs."""
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "group"), 1), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(params=JOBS)
+def make(request: pytest.FixtureRequest) -> Callable[[int], Job]:
+    return JOBS[request.param]
+
+
+def train(job: Job, steps: range) -> list[float]:
+    net, optimizer = job
+    losses = []
+    for step in steps:
+        loss = net(torch.randn(4, 6, generator=torch.Generator().manual_seed(step)))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def taken(adapter: Adapter) -> State:
+    return {piece.fragment: piece.tensor.clone() for piece in adapter.owned()}, adapter.run_state()
+
+
+def weights(adapter: Adapter) -> dict[Fragment, torch.Tensor]:
+    """Forwards move buffers; these only the optimizer does."""
+    return {fragment: tensor for fragment, tensor in taken(adapter)[0].items() if fragment.slot == WEIGHTS}
+
+
+def slots_in(state: State) -> Slots:
+    slots: Slots = {}
+    for fragment, tensor in state[0].items():
+        slots.setdefault(fragment.fqn, {})[fragment.slot] = dtype_name(tensor.dtype)
+    return slots
+
+
+def put(adapter: Adapter, state: State) -> None:
+    """Load in the order that the protocol says."""
+    slots = slots_in(state)
+    foretold = set(adapter.expected(slots))
+    adapter.check_run_state(state[1])
+    adapter.prepare_load(slots)
+    held = adapter.held()
+    assert {Place(piece.fragment, piece.tensor.dtype) for piece in held} == foretold
+    with torch.no_grad():
+        for piece in held:
+            piece.tensor.copy_(state[0][piece.fragment])
+    adapter.load_run_state(state[1])
+    adapter.finish_load()
+
+
+def same(one: Mapping[Fragment, torch.Tensor], other: Mapping[Fragment, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+
+
+def test_every_element_of_every_slot_is_owned_once(make: Callable[[int], Job]) -> None:
+    job = make(0)
+    train(job, range(2))
+    adapter, counts = adapter_for(job), dict[tuple[str, str], torch.Tensor]()
+    for fqn, info in adapter.tensors().items():
+        slots = {"trainable": (WEIGHTS, "exp_avg", "exp_avg_sq"), "frozen": (FROZEN,), "buffer": (BUFFER,)}[info.kind]
+        counts |= {(fqn, slot): torch.zeros(torch.Size(info.shape).numel()) for slot in slots}
+    for piece in adapter.owned():
+        fragment = piece.fragment
+        assert (piece.tensor.ndim, piece.tensor.numel()) == (1, fragment.numel)
+        counts[fragment.fqn, fragment.slot][fragment.start : fragment.stop] += 1
+    assert all(bool((count == 1).all()) for count in counts.values())
+
+
+def test_names_shapes_ties_and_kinds(make: Callable[[int], Job]) -> None:
+    infos, expected = adapter_for(make(0)).tensors(), Net()
+    shapes = {name: tuple(tensor.shape) for name, tensor in [*expected.named_parameters(), *expected.named_buffers()]}
+    assert {fqn: info.shape for fqn, info in infos.items()} == shapes
+    assert infos["embed.weight"].aliases == ("head.weight",)
+    assert infos["blocks.1.down.weight"].kind == "frozen"
+    assert infos["blocks.0.norm.num_batches_tracked"].kind == "buffer"
+
+
+def test_pieces_are_the_live_memory(make: Callable[[int], Job]) -> None:
+    job = make(0)
+    adapter = adapter_for(job)
+    with torch.no_grad():
+        for piece in adapter.held():
+            if piece.fragment.slot == WEIGHTS:
+                piece.tensor.fill_(0.0)
+    assert job[0](torch.ones(4, 6)).item() == 0.0
+
+
+def test_a_resume_is_bitwise(make: Callable[[int], Job]) -> None:
+    job = make(0)
+    train(job, range(3))
+    state = taken(adapter_for(job))
+    losses, end = train(job, range(3, 7)), taken(adapter_for(job))
+    fresh = make(1)
+    train(fresh, range(1))
+    assert not same(taken(adapter_for(fresh))[0], state[0])
+    put(adapter_for(fresh), state)
+    assert same(taken(adapter_for(fresh))[0], state[0])
+    assert train(fresh, range(3, 7)) == losses
+    assert same(taken(adapter_for(fresh))[0], end[0])
+
+
+def test_back_to_before_the_first_step(make: Callable[[int], Job]) -> None:
+    job = make(0)
+    untrained = taken(adapter_for(job))
+    losses = train(job, range(2))
+    put(adapter_for(job), untrained)
+    assert not job[1].state or all(not state for state in job[1].state.values())
+    assert train(job, range(2)) == losses
+
+
+def test_foretelling_a_load_changes_nothing(make: Callable[[int], Job]) -> None:
+    trained = make(0)
+    train(trained, range(1))
+    state = taken(adapter_for(trained))
+    fresh = make(1)
+    before = taken(adapter_for(fresh))
+    adapter_for(fresh).expected(slots_in(state))
+    adapter_for(fresh).check_run_state(state[1])
+    assert same(taken(adapter_for(fresh))[0], before[0])
+    assert not fresh[1].state
+
+
+@pytest.mark.parametrize("source", JOBS)
+@pytest.mark.parametrize("target", JOBS)
+def test_state_of_one_fits_any_other(source: str, target: str) -> None:
+    job = JOBS[source](0)
+    train(job, range(3))
+    state = taken(adapter_for(job))
+    losses = train(job, range(3, 6))
+    other = JOBS[target](1)
+    put(adapter_for(other), state)
+    assert same(taken(adapter_for(other))[0], state[0])
+    assert train(other, range(3, 6)) == losses
+
+
+def test_the_hook_comes_before_the_state_changes(make: Callable[[int], Job]) -> None:
+    job = make(0)
+    adapter = adapter_for(job)
+    before, seen = weights(adapter), list[bool]()
+    adapter.before_update(lambda: seen.append(same(weights(adapter), before)))
+    train(job, range(1))
+    assert seen == [True]
+    assert not same(weights(adapter), before)
+
+
+def test_a_step_leaves_a_trail_and_a_look_does_not(make: Callable[[int], Job]) -> None:
+    job = make(0)
+    train(job, range(1))
+    adapter = adapter_for(job)
+    before = adapter.trail()
+    taken(adapter)
+    assert adapter.trail() == before
+    train(job, range(1, 2))
+    assert adapter.trail() != before
