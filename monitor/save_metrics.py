@@ -11,6 +11,7 @@ SKIPS = ("busy", "nothing", "withheld", "fenced", "storage", "disagree", "unsupp
 
 FAILURES = (
     "StorageError",
+    "MissingError",
     "DamagedError",
     "SaveError",
     "NotFiniteError",

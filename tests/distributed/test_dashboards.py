@@ -233,12 +233,12 @@ def test_every_query_of_the_dashboard_has_data(seen: Prometheus, query: str) -> 
 @pytest.mark.parametrize(
     "query",
     [
-        "driftpoint_failures_total{reason='StorageError'}",
+        "driftpoint_failures_total{reason='MissingError'}",
         "driftpoint_drift_spikes_total",
         "driftpoint_layer_nonfinite{layer='head'}",
         "driftpoint_budget_overdraft_bytes_total",
         "driftpoint_resume_fallback_units",
-        "driftpoint_resumed_from_memory",
+        "driftpoint_memory_step",
         "driftpoint_daemon_rescues_total{outcome='written'}",
         "driftpoint_daemon_verified_commits_total",
         "driftpoint_supervisor_attempts_ended_total{end=~'failed|killed'}",
