@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 from monitor.shown import Shown
 from monitor.units import is_moving
 from policies.spikes import Reading, Spike, Spikes
-from store.names import WEIGHTS, Unit
+from store.names import Unit
 
 _log = logging.getLogger("driftpoint")
 
@@ -62,6 +62,7 @@ class LayerMetrics:
         self._shown = Shown(most)
         self._most = most
         self._jumps = Spikes()
+        self._units: list[Unit] = []
         self._sick: set[Unit] = set()
         self._drift: dict[Unit, float] = {}
         self._staleness: dict[Unit, float] = {}
@@ -69,6 +70,10 @@ class LayerMetrics:
 
     def know(self, units: Collection[Unit]) -> None:
         """The units of the job, in model order."""
+        order = list(units)
+        if order == self._units:
+            return
+        self._units = order
         before = self._shown.hidden
         for gone in self._shown.know(units):
             self._remove(gone)
@@ -99,8 +104,8 @@ class LayerMetrics:
         self.most_staleness.set(max(self._staleness.values(), default=0))
 
     def judge(self, step: int, readings: Mapping[Unit, Reading]) -> None:
-        """Look for spikes of what was measured at ``step``; each unit once a step."""
-        fresh = {unit: one for unit, one in readings.items() if unit.slot == WEIGHTS and self._read.get(unit) != step}
+        """Look for spikes in what was measured of weights at ``step``; each unit once a step."""
+        fresh = {unit: one for unit, one in readings.items() if self._read.get(unit) != step}
         self._read.update(dict.fromkeys(fresh, step))
         for spike in self._jumps.read(fresh):
             self._tell(step, spike)

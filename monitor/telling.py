@@ -17,6 +17,7 @@ from monitor.units import UnitTable, is_moving
 from policies.spikes import Reading
 from store.certificate import MEMORY, PEER, is_lossy
 from store.errors import DriftpointError, NotFiniteError
+from store.names import WEIGHTS
 
 if TYPE_CHECKING:
     from monitor.config import Config
@@ -86,7 +87,12 @@ def show_units(job: Job, step: int, decided: Decided) -> None:
 
 
 def _readings(drift: Mapping[Unit, float], staleness: Mapping[Unit, int | None]) -> dict[Unit, Reading]:
-    return {unit: Reading(value, age) for unit, value in drift.items() if (age := staleness.get(unit)) is not None}
+    """Of weights: what spikes are looked for in."""
+    return {
+        unit: Reading(value, age)
+        for unit, value in drift.items()
+        if unit.slot == WEIGHTS and (age := staleness.get(unit)) is not None
+    }
 
 
 def tell_preempted(job: Job, step: int, seconds: float, skipped: str | None) -> None:

@@ -18,10 +18,11 @@ Moments are not judged: one large gradient moves them like this by nature. What 
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from statistics import median
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
 
 from store.names import Unit
 
@@ -34,6 +35,9 @@ _CROWD = 3
 
 _NORMAL = 1.4826
 """Standard deviation of normal values by their median absolute deviation."""
+
+Floats = NDArray[np.float64]
+Rows = NDArray[np.intp]
 
 
 @dataclass(frozen=True)
@@ -53,57 +57,85 @@ class Spike:
     jump: float
 
 
-@dataclass
-class _Past:
-    readings: deque[Reading] = field(default_factory=lambda: deque(maxlen=WINDOW))
-    jumps: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
-    above: bool = False
+class _Window:
+    """The last values of every row, at most :data:`WINDOW`; +inf where there are fewer. float64 [rows, WINDOW]."""
+
+    def __init__(self) -> None:
+        self.values: Floats = np.empty((0, WINDOW))
+        self.counts: Rows = np.empty(0, dtype=np.intp)
+
+    def grow(self, rows: int) -> None:
+        """Have so many rows."""
+        more = rows - len(self.counts)
+        self.values = np.concatenate([self.values, np.full((more, WINDOW), np.inf)])
+        self.counts = np.concatenate([self.counts, np.zeros(more, dtype=np.intp)])
+
+    def put(self, rows: Rows, values: Floats) -> None:
+        """One more value for each of these rows, in the place of the oldest."""
+        self.values[rows, self.counts[rows] % WINDOW] = values
+        self.counts[rows] += 1
 
 
 class Spikes:
     """Remembers a few readings of every unit. jumps: of each unit's newest reading, where there was enough to say."""
 
     def __init__(self) -> None:
-        self._past: dict[Unit, _Past] = {}
+        self._rows: dict[Unit, int] = {}
+        self._drift, self._steps, self._logs = _Window(), _Window(), _Window()
+        self._above: NDArray[np.bool_] = np.empty(0, dtype=np.bool_)
         self.jumps: dict[Unit, float] = {}
 
     def read(self, readings: Mapping[Unit, Reading]) -> list[Spike]:
         """Take readings of one moment. Those that are spikes, furthest first."""
         usable = {unit: one for unit, one in readings.items() if one.staleness > 0 and math.isfinite(one.drift)}
-        raw = {unit: found for unit, one in usable.items() if (found := self._raw(unit, one)) is not None}
-        crowd = max(1.0, median(raw.values())) if len(raw) >= _CROWD else 1.0
-        spikes = [
-            spike
-            for unit, found in raw.items()
-            if (spike := self._judged(unit, usable[unit], found / crowd)) is not None
-        ]
-        for unit, one in usable.items():
-            self._past.setdefault(unit, _Past()).readings.append(one)
+        rows = self._rows_of(usable)
+        drift = np.array([one.drift for one in usable.values()], dtype=np.float64)
+        steps = np.array([one.staleness for one in usable.values()], dtype=np.float64)
+        with np.errstate(all="ignore"):
+            told, jumps = self._judged(rows, drift, steps)
+        self._drift.put(rows, drift)
+        self._steps.put(rows, steps)
+        units = list(usable)
+        self.jumps.update((units[i], float(jumps[i])) for i in np.flatnonzero(~np.isnan(jumps)))
+        spikes = [Spike(units[i], float(drift[i]), float(jumps[i])) for i in np.flatnonzero(told)]
         return sorted(spikes, key=lambda one: -one.jump)
 
-    def _raw(self, unit: Unit, now: Reading) -> float | None:
-        past = self._past.get(unit)
-        if past is None or len(past.readings) < LEAST:
-            return None
-        bound = median(one.drift * max(1.0, now.staleness / one.staleness) for one in past.readings)
-        if bound > 0.0:
-            return now.drift / bound
-        return math.inf if now.drift > 0.0 else None  # it never moved so far
+    def _rows_of(self, units: Iterable[Unit]) -> Rows:
+        found = np.array([self._rows.setdefault(unit, len(self._rows)) for unit in units], dtype=np.intp)
+        if len(self._rows) > len(self._above):
+            for window in (self._drift, self._steps, self._logs):
+                window.grow(len(self._rows))
+            self._above = np.concatenate([self._above, np.zeros(len(self._rows) - len(self._above), dtype=np.bool_)])
+        return found
 
-    def _judged(self, unit: Unit, now: Reading, jump: float) -> Spike | None:
-        past = self._past[unit]
-        was_above, past.above = past.above, jump >= max(FACTOR, _usual(past.jumps))
-        self.jumps[unit] = jump
-        if math.isfinite(jump) and jump > 0.0:
-            past.jumps.append(jump)
-        return Spike(unit, now.drift, jump) if past.above and not was_above else None
+    def _judged(self, rows: Rows, drift: Floats, steps: Floats) -> tuple[NDArray[np.bool_], Floats]:
+        """Which begin a stretch above; and the jump of each, NaN where nothing can be said."""
+        known = self._drift.counts[rows] >= LEAST
+        bounds = self._drift.values[rows] * np.maximum(1.0, steps[:, None] / self._steps.values[rows])
+        jumps = drift / _medians(bounds, self._drift.counts[rows])  # something by nothing: inf; nothing by it: NaN
+        jumps[~known] = np.nan
+        said = jumps[~np.isnan(jumps)]
+        if len(said) >= _CROWD:
+            jumps = jumps / max(1.0, float(np.median(said)))
+        above = jumps >= np.maximum(FACTOR, self._usual(rows))
+        told = above & ~self._above[rows]
+        self._above[rows[known]] = above[known]
+        sound = np.isfinite(jumps) & (jumps > 0.0)
+        self._logs.put(rows[sound], np.log(jumps[sound]))
+        return told, jumps
+
+    def _usual(self, rows: Rows) -> Floats:
+        """How far up jumps of each row go, on the logarithmic scale on which ratios are symmetric."""
+        counts = self._logs.counts[rows]
+        logs = self._logs.values[rows]
+        middle = _medians(logs, counts)
+        spread = _NORMAL * _medians(np.abs(logs - middle[:, None]), counts)
+        return np.where(counts < LEAST, 0.0, np.exp(middle + SIGMAS * spread))
 
 
-def _usual(jumps: deque[float]) -> float:
-    """How far up jumps of a unit go, on the logarithmic scale on which ratios are symmetric."""
-    if len(jumps) < LEAST:
-        return 0.0
-    logs = [math.log(one) for one in jumps]
-    middle = median(logs)
-    spread = _NORMAL * median(abs(one - middle) for one in logs)
-    return math.exp(min(middle + SIGMAS * spread, 700.0))
+def _medians(values: Floats, counts: Sequence[int] | Rows) -> Floats:
+    """Of each row's first ``counts`` values in ascending order; the others are +inf. +inf where there are none."""
+    ordered = np.sort(values, axis=1)
+    held = np.clip(counts, 1, WINDOW)
+    at = np.arange(len(ordered))
+    return np.asarray((ordered[at, (held - 1) // 2] + ordered[at, held // 2]) / 2)
