@@ -23,18 +23,22 @@ class _Section(BaseModel):
 
 
 class Tls(_Section):
-    """Files in PEM. client_ca: certificates of clients are asked for, and have to be signed by it."""
+    """Files in PEM, for the daemon's endpoint, too."""
 
-    cert: str | None = Field(default=None, min_length=1)
-    key: str | None = Field(default=None, min_length=1)
-    client_ca: str | None = Field(default=None, min_length=1)
+    cert: str | None = Field(default=None, min_length=1, description="certificate; taken anew when it is renewed")
+    key: str | None = Field(default=None, min_length=1, description="its key")
+    client_ca: str | None = Field(
+        default=None, min_length=1, description="readers need a certificate that it signed; does for a login"
+    )
 
 
 class BasicAuth(_Section):
-    """A login. password_file: holds the password alone; a line end after it does not count."""
+    """A login, for the daemon's endpoint, too."""
 
-    user: str | None = Field(default=None, min_length=1, pattern=r"^[^:\x00-\x1f]+$")
-    password_file: str | None = Field(default=None, min_length=1)
+    user: str | None = Field(default=None, min_length=1, pattern=r"^[^:\x00-\x1f]+$", description="its name")
+    password_file: str | None = Field(
+        default=None, min_length=1, description="holds the password alone; a line end after it does not count"
+    )
 
 
 class Guards(_Section):
