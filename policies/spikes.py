@@ -9,8 +9,9 @@ than an optimizer would. So each layer is compared with its own past, and that w
 ``bound`` is what drift could be at this staleness if the layer moved as before: distances add up at most in proportion
 to steps, so a longer way was allowed for, and a shorter one is not held against it. Dividing by the median of all
 layers lets a learning rate that warms up, or starts again, pass: it moves all of them. A jump is a **spike** from
-``FACTOR`` on, where it is also ``SIGMAS`` robust standard deviations above what jumps of this layer are otherwise, with
-at least ``LEAST`` readings. Only the first reading of a stretch above is told.
+``FACTOR`` on, where it is also ``SIGMAS`` standard deviations above 1 as jumps of this layer scatter upwards otherwise
+(by their 90th percentile, which a few spikes do not move), with at least ``LEAST`` readings. That a layer slows down,
+as with a learning rate that decays, is no scatter. Only the first reading of a stretch above is told.
 
 Moments are not judged: one large gradient moves them like this by nature. What corrupts them shows in the weights.
 """
@@ -33,8 +34,8 @@ WINDOW = 32
 _CROWD = 3
 """Layers read together, from which on their median says anything."""
 
-_NORMAL = 1.4826
-"""Standard deviation of normal values by their median absolute deviation."""
+_HIGH, _NORMAL = 0.9, 1.2816
+"""A high quantile, and where it lies for normal values, in standard deviations."""
 
 Floats = NDArray[np.float64]
 Rows = NDArray[np.intp]
@@ -121,16 +122,15 @@ class Spikes:
         told = above & ~self._above[rows]
         self._above[rows[known]] = above[known]
         sound = np.isfinite(jumps) & (jumps > 0.0)
-        self._logs.put(rows[sound], np.log(jumps[sound]))
+        self._logs.put(rows[sound], np.log(np.maximum(jumps[sound], 1.0)))
         return told, jumps
 
     def _usual(self, rows: Rows) -> Floats:
-        """How far up jumps of each row go, on the logarithmic scale on which ratios are symmetric."""
-        counts = self._logs.counts[rows]
-        logs = self._logs.values[rows]
-        middle = _medians(logs, counts)
-        spread = _NORMAL * _medians(np.abs(logs - middle[:, None]), counts)
-        return np.where(counts < LEAST, 0.0, np.exp(middle + SIGMAS * spread))
+        """How far up jumps of each row may go, on the logarithmic scale on which ratios are symmetric."""
+        counts = np.clip(self._logs.counts[rows], 1, WINDOW)
+        ordered = np.sort(self._logs.values[rows], axis=1)
+        high = ordered[np.arange(len(rows)), (_HIGH * (counts - 1)).astype(np.intp)]
+        return np.where(counts < LEAST, 0.0, np.exp(SIGMAS * high / _NORMAL))
 
 
 def _medians(values: Floats, counts: Sequence[int] | Rows) -> Floats:

@@ -61,6 +61,15 @@ def test_one_that_starts_again_moves_all_layers_and_is_none() -> None:
     assert not fed(spikes, [moment(0.01, 10, noise) for _ in range(5)])
 
 
+def test_a_layer_that_slowed_down_can_still_jump() -> None:
+    """That drift went down with a learning rate must not count as scatter, or nothing would ever stand out."""
+    spikes, noise = settled()
+    assert not fed(spikes, [moment(0.01 * 0.9**i, 10, noise) for i in range(40)])
+    readings = moment(0.01 * 0.9**40, 10, noise)
+    readings[UNITS[5]] = Reading(0.2, 10)
+    assert [one.unit for one in spikes.read(readings)] == [UNITS[5]]
+
+
 @pytest.mark.parametrize("growth", [0.0, 0.5, 1.0])
 def test_layers_saved_in_turn_are_read_at_any_staleness(growth: float) -> None:
     """Each unit is saved every fourth decision, so that its drift goes up and down with its staleness."""
