@@ -111,11 +111,11 @@ def _job(
     policy = settings.bounded_policy()
     observing = isinstance(policy, Observe)
     inner = policy.inner if isinstance(policy, Observe) else policy
-    metrics = Metrics()
+    metrics = Metrics(settings.metrics.layer_series)
     spending = Spending(settings.budget.account(), metrics)
     tracer = Tracer(settings, TracedJob(adapter.framework, inner.name, observing), group, table, metrics)
     pace = pace_for(settings.every, settings.auto, settings.bounds.max_staleness, group.world_size, metrics)
-    daemon = DaemonLink(settings.daemon, settings.memory.path, metrics)
+    daemon = DaemonLink(settings.daemon, settings.memory.path, metrics, settings.metrics.guards())
     return Job(
         settings, inner, group, adapter, table, meter, user, metrics, spending, tracer, pace, daemon, observing, steps
     )
