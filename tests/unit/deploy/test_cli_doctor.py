@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import socket
 import subprocess
@@ -113,6 +114,13 @@ root = Path(sys.argv[1])
 found = [*look_at_disk(root, Plan(Config())), *look_at_store(root, Retention())]
 print(json.dumps([asdict(one) for one in found]))
 """
+
+
+def test_every_check_is_documented_and_no_other() -> None:
+    sources = "".join(path.read_text() for path in (ROOT / "deploy" / "doctor").glob("*.py"))
+    checks = set(re.findall(r'(?:Finding|_port)\(\s*"([a-z ]+)"', sources))
+    rows = re.findall(r"^\| (`.*?) \|", (ROOT / "docs" / "doctor.md").read_text(), re.M)
+    assert {name for row in rows for name in re.findall(r"`(.*?)`", row)} == checks
 
 
 class TestDisk:
