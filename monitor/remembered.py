@@ -65,10 +65,10 @@ class _Sight:
     versions: Mapping[str, tuple[int, ...]]
     replicas: Mapping[str, tuple[int, ...]]
 
-    def lying(self, name: str) -> list[int]:
-        """Ranks whose share of a version is there, their own memory first."""
+    def lying(self, name: str) -> dict[int, bool]:
+        """Ranks whose share of a version is there, and whether as a replica."""
         replicas = self.replicas.get(name, ())
-        return sorted(self.versions.get(name, ()), key=lambda rank: (rank in replicas, rank))
+        return {rank: rank in replicas for rank in self.versions.get(name, ())}
 
 
 def newest_remembered(
@@ -169,12 +169,8 @@ def _reaching(found: MemoryVersion, sights: list[_Sight], peers: Peers) -> Memor
 
 def _replicas_of(name: str, sights: list[_Sight]) -> frozenset[int]:
     """Ranks of a version whose share is nowhere but as a replica."""
-    there: set[int] = set()
-    own: set[int] = set()
-    for sight in sights:
-        there |= {*sight.versions.get(name, ())}
-        own |= {*sight.versions.get(name, ())} - {*sight.replicas.get(name, ())}
-    return frozenset(there - own)
+    lying = [item for sight in sights for item in sight.lying(name).items()]
+    return frozenset({rank for rank, _ in lying} - {rank for rank, replica in lying if not replica})
 
 
 def _over(

@@ -13,7 +13,21 @@ from typing import Annotated, Protocol, runtime_checkable
 
 import typer
 
-from deploy.cli import daemon, import_, memory, merge, policy, prune, rescue, show, simulate, status, verify
+from deploy.cli import (
+    daemon,
+    doctor,
+    import_,
+    init,
+    memory,
+    merge,
+    policy,
+    prune,
+    rescue,
+    show,
+    simulate,
+    status,
+    verify,
+)
 from deploy.cli import run as run_
 from deploy.cli.exit_codes import BROKEN_PIPE, EPILOG, INTERRUPTED, OK
 from deploy.cli.output import ReaderLeftError, answer_error, note
@@ -31,6 +45,9 @@ for _command in (status.status, show.show, verify.verify, merge.merge, prune.pru
 app.command("import", epilog=EPILOG)(import_.import_)
 # What follows the first word that is no option belongs to the command that is run.
 app.command(epilog=EPILOG, context_settings={"allow_interspersed_args": False})(run_.run)
+app.command(epilog=EPILOG)(init.init)
+app.command(epilog=EPILOG)(init.schema)
+app.command(epilog=EPILOG)(doctor.doctor)
 app.add_typer(policy.app, name="policy")
 app.add_typer(daemon.app, name="daemon")
 app.add_typer(memory.app, name="memory")

@@ -16,7 +16,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from monitor.attach import attach_counted
+from monitor.attaching import attach_counted
 from monitor.checkpointer import Checkpointer
 from monitor.config import Config, load_config
 from monitor.correction import Correction, drop_correction, write_correction

@@ -10,6 +10,7 @@ from monitor.adapters.select import adapter_for
 from monitor.adapters.without_frozen import WithoutFrozen
 from monitor.agree import everywhere
 from monitor.alike import require_alike
+from monitor.banner import banner
 from monitor.checkpointer import Checkpointer
 from monitor.config import Config, load_config
 from monitor.daemon_link import DaemonLink
@@ -24,6 +25,7 @@ from monitor.opened import open_existing, open_store
 from monitor.pacing import pace_for
 from monitor.rehearsing import rehearse_policy
 from monitor.run_state import UserState, to_tree
+from monitor.saying import say
 from monitor.spending import Spending
 from monitor.tracing import TracedJob, Tracer
 from monitor.units import UnitTable
@@ -70,13 +72,19 @@ def attach_counted(
     rehearse_policy(job)
     settings = job.config
     if job.observing:
-        return Checkpointer(job, None, open_existing(settings.store, group))
+        return _told(Checkpointer(job, None, open_existing(settings.store, group)), job, False, config is None)
     opened = open_store(settings.store, group, settings.timeouts.lock, counting=settings.every == "auto")
     if opened.incarnation is not None:
         job.pace.count(opened.incarnation.interruptions, opened.incarnation.rank_seconds)
     store = os.path.abspath(os.path.expanduser(settings.store))  # noqa: PTH100, PTH111 - as it was opened
     job.daemon.begin(store, opened.catalog.store_id, opened.epoch, group.rank, group.world_size)
-    return Checkpointer(job, opened, opened.catalog)
+    return _told(Checkpointer(job, opened, opened.catalog), job, opened.has_commits, config is None)
+
+
+def _told(made: Checkpointer, job: Job, has_commits: bool, unset: bool) -> Checkpointer:
+    if job.group.rank == 0:
+        say(banner(job, port=made.metrics.port, has_commits=has_commits, unset=unset))
+    return made
 
 
 def _job(
