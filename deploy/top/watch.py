@@ -51,10 +51,13 @@ class Watch:
         return gather(catalog, self._root, self._memory.look(catalog), pulse, now, trace=self._tail.path, status=status)
 
     def _opened(self) -> Catalog:
-        if self._catalog is None or time.monotonic() - self._read_at > _ANEW:
-            self._catalog, self._status = open_store(self._root), None
-            self._read_at = time.monotonic()
-        return self._catalog
+        """What was read of the store before, if it still is the same one."""
+        found = open_store(self._root)
+        known = self._catalog
+        if known is not None and known.record == found.record and time.monotonic() - self._read_at <= _ANEW:
+            return known
+        self._catalog, self._status, self._read_at = found, None, time.monotonic()
+        return found
 
     def _standing(self, catalog: Catalog) -> StoreStatus:
         saves, marks = tuple(catalog.saves()), catalog.suspects()

@@ -33,7 +33,17 @@ from tests.support.stores import FakeLayer, flip_byte
 
 @pytest.fixture
 def run(tmp_path: Path) -> SeenRun:
-    made = SeenRun(tmp_path / "store", layers=126)
+    return many_layers(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def still(tmp_path_factory: pytest.TempPathFactory) -> SeenRun:
+    """One that no test changes."""
+    return many_layers(tmp_path_factory.mktemp("still"))
+
+
+def many_layers(folder: Path) -> SeenRun:
+    made = SeenRun(folder / "store", layers=126)
     made.save(580)
     made.save(590, layers=("layers.3",))
     return made
@@ -49,16 +59,16 @@ def text(found: Frame) -> str:
 
 
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (200, 50), (60, 16), (120, 12), (40, 8), (20, 5), (300, 200)])
-def test_a_frame_is_as_large_as_the_terminal(run: SeenRun, width: int, height: int) -> None:
-    found = drawn(run, width, height)
+def test_a_frame_is_as_large_as_the_terminal(still: SeenRun, width: int, height: int) -> None:
+    found = drawn(still, width, height)
     assert len(found.lines) == height
     assert max(len(line) for line in found.lines) <= width
 
 
-def test_the_layers_scroll(run: SeenRun) -> None:
-    first = drawn(run, 80, 24)
+def test_the_layers_scroll(still: SeenRun) -> None:
+    first = drawn(still, 80, 24)
     assert first.layers == 129 and "layers 1–" in text(first) and "embed_tokens" in text(first)
-    last = drawn(run, 80, 24, View(first=10**6, keys=True))
+    last = drawn(still, 80, 24, View(first=10**6, keys=True))
     assert f"layers {130 - last.shown}–129 of 129" in text(last) and "lm_head" in text(last)
 
 
@@ -74,25 +84,25 @@ def test_sorted_by_drift(run: SeenRun) -> None:
     assert lines[heading + 1].startswith("layers.77") and "0.900" in lines[heading + 1]
 
 
-def test_once_prints_all_layers_and_leaves(here: Here, run: SeenRun) -> None:
-    answer = here("top", run.root, "--once", "--memory", run.root.parent, columns=100)
+def test_once_prints_all_layers_and_leaves(here: Here, still: SeenRun) -> None:
+    answer = here("top", still.root, "--once", "--memory", still.root.parent, columns=100)
     assert answer.code == 0
     assert answer.out.count("layers.") >= 126 and " SAFE " in answer.out
     assert max(map(len, answer.out.splitlines())) <= 100
-    assert here("top", run.root).out.count("layers.") >= 126, "stdout is no terminal"
+    assert here("top", still.root).out.count("layers.") >= 126, "stdout is no terminal"
 
 
-def test_json_has_ages_and_drift_of_every_layer(here: Here, run: SeenRun) -> None:
-    answer = here("top", run.root, "--json").json
+def test_json_has_ages_and_drift_of_every_layer(here: Here, still: SeenRun) -> None:
+    answer = here("top", still.root, "--json").json
     found = {row["layer"]: row["slots"] for row in answer["layers"]}
     assert len(found) == 129
     assert found["layers.3"]["fp32"] == {"age": 0, "drift": 0.01, "state": "fresh"}
     assert found["layers.4"]["fp32"] == {"age": 10, "drift": 0.01, "state": "stale"}
 
 
-def test_ages_grow_while_the_job_trains(run: SeenRun) -> None:
-    with holding_lock(run.root):
-        facts = Watch(run.root, run.trace, run.root.parent).look()
+def test_ages_grow_while_the_job_trains(still: SeenRun) -> None:
+    with holding_lock(still.root):
+        facts = Watch(still.root, still.trace, still.root.parent).look()
     from deploy.top.rows import layer_rows
 
     row = next(one for one in layer_rows(facts, ["fp32"]) if one.layer == "layers.4")
