@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -26,7 +28,10 @@ SCRIPT = ROOT / "deploy" / "slurm" / "driftpoint.sbatch"
 @pytest.fixture
 def slurm(tmp_path: Path) -> Iterator[Slurm]:
     (tmp_path / "driftpoint.yaml").write_text(f"store: {tmp_path / 'store'}\n")
-    yield Slurm(tmp_path, job=int(time.time_ns() % 1_000_000))
+    job = 10_000_000 + time.time_ns() % 1_000_000_000
+    yield Slurm(tmp_path, job)
+    for left in Path("/tmp").glob(f"driftpoint-{os.getuid()}-{job}-*"):
+        shutil.rmtree(left)
 
 
 def test_a_notice_saves_and_requeues_and_the_next_one_goes_on_to_the_end(slurm: Slurm, tmp_path: Path) -> None:

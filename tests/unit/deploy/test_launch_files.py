@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -184,6 +185,28 @@ def test_what_is_scraped_has_the_names_that_the_alerts_go_by() -> None:
     assert named == {one["job_name"] for one in scraped} - {"driftpoint-daemon"}
     ports = {port["name"] for _, made in objects() for found in within(made, "ports") for port in found}
     assert {next(within(one, "port")) for one in monitored} <= ports
+
+
+def test_the_alerts_become_a_rule_of_the_operator_as_the_page_says() -> None:
+    page = (DEPLOY / "README.md").read_text()
+    command = re.search(r"^ +(\{ printf .*?\}) \| kubectl", page, re.MULTILINE | re.DOTALL)
+    assert command
+    made = subprocess.run(["sh", "-c", command[1]], cwd=DEPLOY, capture_output=True, text=True, check=True).stdout
+    assert yaml.safe_load(made)["spec"] == yaml.safe_load((DEPLOY / "prometheus" / "alerts.yml").read_text())
+
+
+def test_the_image_gets_what_the_package_is_made_of_and_the_user_of_the_manifests() -> None:
+    text = (DEPLOY / "docker" / "Dockerfile").read_text()
+    copied = {word for line in re.findall(r"^COPY (?:--\S+ )*(.*) \S+$", text, re.MULTILINE) for word in line.split()}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    packages = {one.rstrip("*") for one in project["tool"]["setuptools"]["packages"]["find"]["include"]}
+    assert packages | {"pyproject.toml", "constraints.txt", project["project"]["readme"]} <= copied
+    allowed = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    assert allowed == copied
+    extras = re.search(r"^ARG EXTRAS=(.*)$", text, re.MULTILINE)
+    assert extras and set(extras[1].split(",")) <= set(project["project"]["optional-dependencies"])
+    users = {one for _, made in objects() for one in within(made, "runAsUser")}
+    assert [f"{one}:{one}" for one in users] == re.findall(r"^USER (.*)$", text, re.MULTILINE)
 
 
 def as_known(model: Any, made: Any) -> Any:
