@@ -182,9 +182,11 @@ def test_what_is_scraped_has_the_names_that_the_alerts_go_by() -> None:
     scraped = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text())["scrape_configs"]
     monitored = [one for name, one in objects() if name == "podmonitor.yaml"]
     named = {relabelled["replacement"] for one in monitored for relabelled in next(within(one, "relabelings"))}
-    assert named == {one["job_name"] for one in scraped} - {"driftpoint-daemon"}
-    ports = {port["name"] for _, made in objects() for found in within(made, "ports") for port in found}
-    assert {next(within(one, "port")) for one in monitored} <= ports
+    assert named == {one["job_name"] for one in scraped}
+    serves = {"metrics": Config().metrics.port, "daemon": Config().daemon.port, "supervisor": 9466}
+    ports = [port for _, made in objects() for found in within(made, "ports") for port in found]
+    assert {port["name"] for port in ports} == {next(within(one, "port")) for one in monitored} == set(serves)
+    assert all(port["containerPort"] == serves[port["name"]] for port in ports)
 
 
 def test_the_alerts_become_a_rule_of_the_operator_as_the_page_says() -> None:
