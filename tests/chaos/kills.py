@@ -63,7 +63,7 @@ class Chaos:
     def run(self) -> Counter[str]:
         """All rounds, the last one without a kill."""
         chance = random.Random(self.seed)
-        steps = 40 * self.rounds + 200
+        steps = 150 * self.rounds + 200  # more than a busy machine lets it train before the signal is there
         reference = self._reference(steps)
         for number in range(self.rounds):
             self._round(number, steps, reference, chance)
