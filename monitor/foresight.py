@@ -45,7 +45,7 @@ def foresee(config: Config, group: Group, objects: int) -> Foreseen | None:
     """What a job with these settings will resume, None where there is nothing. objects: in its ``state=[...]``.
 
     Raises as :meth:`monitor.Checkpointer.resume` does, on all ranks."""
-    catalog = open_existing(config.store, group)
+    catalog = open_existing(config.store, group, config.s3.options())
     if catalog is None:
         return None
     remembered = None
@@ -78,7 +78,7 @@ def _told(config: Config, catalog: Catalog) -> dict[str, Any] | None:
 def _onward(catalog: Catalog, config: Config, group: Group, user: UserState) -> Onward | None:
     bad: frozenset[Bad] = frozenset()
     while True:
-        name, _ = on_first(group, lambda bad=bad: choose(catalog, bad))  # type: ignore[misc]
+        name, _, _ = on_first(group, lambda bad=bad: choose(catalog, bad))  # type: ignore[misc]
         if name is None:
             return None
         catalog.forget()

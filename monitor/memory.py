@@ -129,6 +129,7 @@ class MemoryTier:
                 self._give_up("; ".join(f"rank {rank}: {text}" for rank, text in enumerate(told) if text)[:600])
             else:
                 self._begin_peers(local, kept)
+            self._show_room(on=not any(told))
         self._head.begin()
         self._pace.restart()
 
@@ -279,6 +280,7 @@ class MemoryTier:
             self._job.daemon.remembered(pending.save)
             if self._group.rank == 0:
                 self._job.metrics.remembered(pending.save.step, (outcome.result if outcome else None) or 0.0)
+                self._show_room(on=True)
             if first and self._peers.on:
                 self._rest = True  # once this one is at its peers, too
             elif first:
@@ -311,8 +313,14 @@ class MemoryTier:
             exc_info=None if expected else error,
         )
 
+    def _show_room(self, *, on: bool) -> None:
+        if self._group.rank == 0:
+            self._job.metrics.memory_on.set(on)
+            self._job.metrics.memory_room.look(self._tier.base)
+
     def _give_up(self, why: str) -> None:
         self._off = True
+        self._show_room(on=False)
         if self._group.rank == 0:
             self._job.metrics.failures.labels("memory").inc()
             _log.error("the memory tier is off, saves go to the store alone: %s", why)

@@ -54,7 +54,6 @@ class Peers:
         self._sender: Sender | None = None
         self._doors: Sequence[Far] = ()
         self._replicated: SaveId | None = None
-        """The version that all ranks have in their own memory and at their peers."""
 
     @property
     def reachable(self) -> bool:
@@ -65,6 +64,11 @@ class Peers:
     def on(self) -> bool:
         """Whether versions are replicated. Alike on all ranks."""
         return self._sender is not None
+
+    @property
+    def replicated(self) -> SaveId | None:
+        """The version that all ranks are known to have in their own memory and at their peers."""
+        return self._replicated
 
     def meet(self, tier: Tier) -> None:
         """Learn which node each rank is on and how it is reached. Collective; once."""
