@@ -13,7 +13,7 @@ from monitor.job import Job
 from monitor.trace_lines import plain
 from store.errors import ConfigError
 
-_KEYS = ("every", "auto", "bounds", "budget", "resume", "layers", "encoding", "preemption")
+_KEYS = ("every", "auto", "bounds", "budget", "resume", "layers", "encoding", "frozen", "preemption")
 
 
 def require_alike(job: Job) -> None:

@@ -66,7 +66,7 @@ class Checkpointer:
         self._saver.reserve(job.table.local())
         self._memory = memory_tier(job, opened, saver)
         self._surveyor = Surveyor(job.adapter, job.table)
-        self._step = job.adapter.completed_steps() or 0
+        self._step = job.completed_steps() or 0
         self._resumed: Resumed | None = None
         self._asked_to_resume = False
         self._updates = 0
@@ -88,8 +88,25 @@ class Checkpointer:
         """Names of the layers found, in model order."""
         return tuple(layer.name for layer in self._job.table.layers)
 
-    def resume(self) -> int:
+    @property
+    def rank(self) -> int:
+        """Of this process among those of the job."""
+        return self._group.rank
+
+    @property
+    def resumed(self) -> Resumed | None:
+        """What the job was brought back to, in full; see ``certificate`` for what to tell of it."""
+        return self._resumed
+
+    @property
+    def holds_commits(self) -> bool:
+        """Whether there was anything in the store when the job attached to it."""
+        return self._opened is not None and self._opened.has_commits
+
+    def resume(self, *, memory: bool = True) -> int:
         """Bring the newest resumable commit into the model, the optimizer and the run state.
+
+        memory: whether what the memory tier holds counts.
 
         Returns the step to continue from: 0 where the store holds nothing yet; else the commit's, or, where its weights
         come from several steps, the saved step nearest to their effective step (see ``resume:`` in the settings).
@@ -104,7 +121,7 @@ class Checkpointer:
         job, found = self._job, None
         room = Room(self._saver.lend(job.table.local()))
         if self._catalog is not None:
-            remembered = None if self._memory is None else self._memory.find(self._catalog)
+            remembered = self._memory.find(self._catalog) if memory and self._memory is not None else None
             live = partial(resume, adapter=job.adapter, group=self._group, user=job.user, room=room)
             found = resumed(partial(live, settings=self.config.resume), self._catalog, remembered)
         self._saver.keep(job.table.local(), room.buffers)
@@ -160,7 +177,7 @@ class Checkpointer:
         self._require_open()
         self._require_asked()
         self._require_told()
-        self._step = self._job.adapter.completed_steps() or self._step
+        self._step = self._job.completed_steps() or self._step
         self.flush()
         with self._job.adapter.still():
             report = self._decide(time.perf_counter(), Demand("asked for by save()"))
@@ -191,14 +208,17 @@ class Checkpointer:
         clean = sys.exc_info()[0] is None
         self._close(self.config.timeouts.close, clean=clean, ended=clean)
 
+    def finish(self, *, clean: bool) -> None:
+        """:meth:`close`, by somebody who knows. clean: the job ends as it was meant to, and nobody goes on from it."""
+        self._close(self.config.timeouts.close if clean else self._patience, clean=clean, ended=clean)
+
     def __enter__(self) -> Checkpointer:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        clean = kind is None
-        self._close(self.config.timeouts.close if clean else self._patience, clean=clean, ended=clean)
+        self.finish(clean=kind is None)
 
     @property
     def _patience(self) -> float:
@@ -232,7 +252,7 @@ class Checkpointer:
         raise Preempted(report)
 
     def _require_told(self) -> None:
-        if self._job.adapter.completed_steps() is None and self._updates:
+        if self._job.completed_steps() is None and self._updates:
             raise ConfigError(
                 "save() was called between optimizer.step() and ckpt.step(), so the state would be filed under the "
                 "step before: call ckpt.step() first"
@@ -243,7 +263,7 @@ class Checkpointer:
 
     def _advanced(self) -> bool:
         self._updates = 0
-        counted = self._job.adapter.completed_steps()
+        counted = self._job.completed_steps()
         if counted is None:
             self._step += 1
             return True

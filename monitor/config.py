@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
 from pydantic_core import PydanticCustomError
 
+from monitor.choices import ENCODINGS, SIGNALS, encodings_schema, policies_schema
 from monitor.settings import (
     AutoSettings,
     BoundSettings,
@@ -40,21 +41,10 @@ from policies.observe import Observe
 from policies.own import anchored
 from policies.select import policy_from
 from policies.setting import nearest
-from store.encoding import BF16, BF16_INT8, INT8_BLOCK, INT8_SQRT_BLOCK, encoding_named
 from store.encoding import ENCODINGS as BY_NAME
+from store.encoding import encoding_named
 from store.errors import ConfigError
-from store.names import WEIGHTS
 from store.retention import Retention
-
-ENCODINGS: Mapping[str, Mapping[str, str]] = {
-    "raw": {},
-    "compact": {WEIGHTS: BF16, "exp_avg": INT8_BLOCK, "exp_avg_sq": INT8_SQRT_BLOCK},
-    "careful": {WEIGHTS: BF16_INT8, "exp_avg": INT8_BLOCK, "exp_avg_sq": INT8_SQRT_BLOCK},
-}
-"""Names that stand for an encoding of each slot; slots that are not named are raw."""
-
-SIGNALS = ("SIGUSR1", "SIGUSR2", "SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGXCPU")
-"""Signals by which a job may be told of its end."""
 
 
 def _interval(value: Any, validated: ValidatorFunctionWrapHandler) -> Any:
@@ -66,28 +56,45 @@ def _interval(value: Any, validated: ValidatorFunctionWrapHandler) -> Any:
 
 
 class Config(Settings):
-    """All settings of a job.
+    """All settings of a job: the YAML file that `monitor.attach` takes; see docs/configuration.md."""
 
-    every: optimizer steps between two decisions; ``auto`` finds them, see docs/interval.md.
-    staging: ``eager`` copies what is saved before ``step()`` returns; ``lazy`` copies beside the next forward and
-    backward, and the next optimizer step waits for what is left. ``lazy`` needs that nothing but the optimizer changes
-    what is saved in between; ``auto`` takes it where that is certain (the master weights and moments of DeepSpeed
-    ZeRO) and ``eager`` elsewhere.
-    encoding: how slots are stored: ``raw``, ``compact``, ``careful``, or slot -> encoding; see docs/encodings.md.
-    encode: ``saving``: in the background. ``staging``: while values are copied, where they lie, which leaves a third to
-    copy; drift is then measured in the training thread. The bytes are the same.
-    packing: zstd's level on byte planes, ``auto`` (as hard as fits between two saves) or ``none``. differences: store
-    encoded state as the difference to an earlier save where that is smaller; keeps a copy of it in host memory.
-    """
-
-    store: str = Field(default="./driftpoint-checkpoints", min_length=1)
-    every: Annotated[Annotated[int, Field(ge=1)] | Literal["auto"], WrapValidator(_interval)] = 100
-    staging: Literal["auto", "eager", "lazy"] = "auto"
-    policy: str | dict[str, Any] = "full"
-    encoding: str | dict[str, str] = "raw"
-    encode: Literal["staging", "saving"] = "saving"
-    packing: Literal["auto", "none"] | Annotated[int, Field(ge=1, le=19)] = "none"
-    differences: bool = False
+    store: str = Field(
+        default="./driftpoint-checkpoints",
+        min_length=1,
+        description="a directory of its own, the same for all ranks, on a disk that all nodes share",
+    )
+    every: Annotated[Annotated[int, Field(ge=1)] | Literal["auto"], WrapValidator(_interval)] = Field(
+        default="auto",
+        description="optimizer steps between two decisions; auto: as measured to lose the least, see docs/interval.md",
+    )
+    policy: str | dict[str, Any] = Field(
+        default="full",
+        description="a name, or a mapping: {name: threshold, threshold: 0.01}; see docs/policies.md",
+        json_schema_extra=policies_schema,
+    )
+    staging: Literal["auto", "eager", "lazy"] = Field(
+        default="auto",
+        description="eager: copied before step() returns. lazy: copied beside the next forward and backward",
+    )
+    encoding: str | dict[str, str] = Field(
+        default="raw",
+        description="or compact, careful, or a mapping: {exp_avg: int8-block}; see docs/encodings.md",
+        json_schema_extra=encodings_schema,
+    )
+    encode: Literal["staging", "saving"] = Field(
+        default="saving",
+        description="in the background. staging: while state is copied, where it lies (on CUDA: a third to copy)",
+    )
+    packing: Literal["auto", "none"] | Annotated[int, Field(ge=1, le=19)] = Field(
+        default="none", description="zstd level 1 to 19 on byte planes; auto: as hard as fits between two saves"
+    )
+    differences: bool = Field(
+        default=False, description="store what changed since an earlier save where that is smaller; needs packing"
+    )
+    frozen: Literal["save", "skip"] = Field(
+        default="save",
+        description="skip: frozen weights stay out of the store, for scripts that bring them; see docs/huggingface.md",
+    )
     auto: AutoSettings = AutoSettings()
     bounds: BoundSettings = BoundSettings()
     budget: BudgetSettings = BudgetSettings()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from monitor.adapters.base import Adapter
@@ -25,8 +26,8 @@ class Job:
     """The parts of one rank. ``ledger`` is kept on rank 0 (and after a resume stands alike everywhere), and so is
     ``spending``; ``pace`` says on every rank when to decide.
 
-    observing: nothing is written, everything is measured. writing: how long units took to
-    become durable, on rank 0."""
+    observing: nothing is written, everything is measured. steps: counts where the framework does not. writing: how
+    long units took to become durable, on rank 0."""
 
     config: Config
     policy: Policy
@@ -41,5 +42,11 @@ class Job:
     pace: Pace
     daemon: DaemonLink
     observing: bool = False
+    steps: Callable[[], int] | None = None
     ledger: Ledger = field(default_factory=Ledger)
     writing: Writing = field(default_factory=Writing)
+
+    def completed_steps(self) -> int | None:
+        """Optimizer steps taken so far, or None where nobody counts them."""
+        counted = self.adapter.completed_steps()
+        return self.steps() if counted is None and self.steps is not None else counted

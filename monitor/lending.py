@@ -27,11 +27,11 @@ LIMIT = 64 << 20
 
 
 def lent(
-    catalog: Catalog, commit: SaveId, version: MemoryVersion, adapter: Adapter, group: Group
+    catalog: Catalog, commit: SaveId, version: MemoryVersion, adapter: Adapter | None, group: Group
 ) -> Mapping[Piece, bytes] | None:
     """What the ranks lack of the version, on all of them; None where it is not to be had.
 
-    catalog: the store with the version on top; commit: what is to be resumed of it."""
+    catalog: the store with the version on top; commit: what is to be resumed of it. adapter: None: run states only."""
     lacks = group.gather(everywhere(group, partial(_lacking, catalog, commit, version, adapter, group.rank)))
     if any(one is None for one in lacks):
         return None
@@ -59,7 +59,7 @@ def _read(catalog: Catalog, version: MemoryVersion, wanted: list[Piece]) -> dict
 
 
 def _lacking(
-    catalog: Catalog, commit: SaveId, version: MemoryVersion, adapter: Adapter, rank: int
+    catalog: Catalog, commit: SaveId, version: MemoryVersion, adapter: Adapter | None, rank: int
 ) -> set[Piece] | None:
     """Bytes of the version that this rank will read, and whose payload is on another node."""
     if len(version.payloads) == len(version.parts):
@@ -71,7 +71,7 @@ def _lacking(
         for tensor in part.run_tensors
     }
     try:
-        entries = _entries(resolve(catalog, commit), version.save, adapter)
+        entries = set() if adapter is None else _entries(resolve(catalog, commit), version.save, adapter)
     except StoreError:
         return None
     return {piece for piece in run_state | entries if piece[0] not in version.payloads and piece[2]}

@@ -156,12 +156,13 @@ class MemoryTier:
         self._pace.agreed(step, interval)
         if any_busy or (any_changed and self._saver.under_way):
             # What a save that is under way is of must stay known until it is settled.
+            self._peers.agreed(Sending(*sent), None)
             return Agreed("busy", any_changed)
         if pending is not None and pending.abandoned:
             self._pending = self._outcome = None
         elif pending is not None:
             self._finish(pending, outcome, any_failed)
-        self._peers.agreed(Sending(*sent), None if any_failed else latest)
+        self._peers.agreed(Sending(*sent), latest if latest == self.newest else None)
         if sent[0]:
             return Agreed("busy", any_changed)
         if self._rest:

@@ -79,10 +79,18 @@ def find_onward(
     return Bad(own)
 
 
+def read_run_state(catalog: Catalog, save: SaveId, record: GroupRecord, group: Group) -> Mapping[str, Any] | None:
+    """This rank's run state of a save; None, on all ranks, where any of them has none. Collective."""
+    found = _everywhere_read(catalog, save, record, group)
+    return None if found.problem else found.state
+
+
 def is_schedule(item: Any) -> bool:
     """Whether an object of the user's is a learning-rate schedule, which counts steps and not data."""
-    if isinstance(item, torch.optim.lr_scheduler.LRScheduler):
+    if isinstance(item, torch.optim.lr_scheduler.LRScheduler) or getattr(item, "counts_steps", False):
         return True
+    if hasattr(item, "step_with_optimizer"):  # Accelerate's wrapper
+        return is_schedule(item.scheduler)
     return any(base.__module__ == "deepspeed.runtime.lr_schedules" for base in type(item).__mro__)
 
 

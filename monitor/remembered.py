@@ -65,18 +65,19 @@ class _Sight:
     versions: Mapping[str, tuple[int, ...]]
     replicas: Mapping[str, tuple[int, ...]]
 
-    def lying(self, name: str) -> list[int]:
-        """Ranks whose share of a version is there, their own memory first."""
+    def lying(self, name: str) -> dict[int, bool]:
+        """Ranks whose share of a version is there, and whether as a replica."""
         replicas = self.replicas.get(name, ())
-        return sorted(self.versions.get(name, ()), key=lambda rank: (rank in replicas, rank))
+        return {rank: rank in replicas for rank in self.versions.get(name, ())}
 
 
 def newest_remembered(
-    tier: Tier, catalog: Catalog, adapter: Adapter, group: Group, peers: Peers | None = None
+    tier: Tier, catalog: Catalog, adapter: Adapter | None, group: Group, peers: Peers | None = None
 ) -> Remembered | None:
     """The newest version that every rank can read, if all or some of it is newer than what the newest commit has.
 
-    peers: for what lies on other nodes. None where the store is as good. Collective."""
+    adapter: None where there is no model yet: then only run states are asked for. peers: for what lies on other nodes.
+    None where the store is as good. Collective."""
     suspect = on_first(group, lambda: _newest_suspect(catalog))
     node = _look(tier, catalog, None if suspect is None else SaveId.parse(suspect))
     disk = on_first(group, lambda: _on_disk(catalog))
@@ -168,12 +169,8 @@ def _reaching(found: MemoryVersion, sights: list[_Sight], peers: Peers) -> Memor
 
 def _replicas_of(name: str, sights: list[_Sight]) -> frozenset[int]:
     """Ranks of a version whose share is nowhere but as a replica."""
-    there: set[int] = set()
-    own: set[int] = set()
-    for sight in sights:
-        there |= {*sight.versions.get(name, ())}
-        own |= {*sight.versions.get(name, ())} - {*sight.replicas.get(name, ())}
-    return frozenset(there - own)
+    lying = [item for sight in sights for item in sight.lying(name).items()]
+    return frozenset({rank for rank, _ in lying} - {rank for rank, replica in lying if not replica})
 
 
 def _over(

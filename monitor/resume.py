@@ -7,7 +7,6 @@ rank alike. Used from the training thread, before training. Collective.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 
 from monitor.adapters.base import Adapter, Place
 from monitor.agree import everywhere, on_first
+from monitor.chosen import choose, resolved, slots_of
 from monitor.fit import Slots, require_model, require_optimizer, require_slots
 from monitor.group import Group
 from monitor.objects import Loading
@@ -24,10 +24,10 @@ from monitor.reading import Read, Room, read
 from monitor.run_state import UserState, restore_rng
 from monitor.settings import ResumeSettings
 from store.catalog import Catalog
-from store.errors import DamagedError, DriftpointError, ModelMismatchError, NothingToResumeError, StorageError
+from store.errors import DriftpointError, ModelMismatchError, StorageError
 from store.names import SaveId
 from store.record import digest, seal
-from store.versions import Bad, Resolution, newest_resumable, resolve
+from store.versions import Bad, Resolution
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def resume(
     bad: frozenset[Bad] = frozenset()
     notes: list[str] = []
     while True:
-        name, passed_over = on_first(group, lambda bad=bad: _choose(catalog, bad))  # type: ignore[misc]
+        name, passed_over = on_first(group, lambda bad=bad: choose(catalog, bad))  # type: ignore[misc]
         if name is None:
             return None
         catalog.forget()
@@ -91,47 +91,11 @@ def resume(
         bad |= newly_bad
 
 
-def _choose(catalog: Catalog, bad: frozenset[Bad]) -> tuple[str | None, tuple[str, ...]]:
-    catalog.forget()
-    if not catalog.saves():
-        return None, ()
-    try:
-        resolution, passed_over = newest_resumable(catalog, bad)
-        if passed_over or resolution.problems:
-            _pause(catalog)
-            resolution, passed_over = newest_resumable(catalog, bad)
-    except NothingToResumeError as error:
-        raise NothingToResumeError(
-            f"{error}. Look with `driftpoint verify STORE`; to start over on purpose, name another `store:`"
-        ) from error
-    return resolution.manifest.save.name, passed_over
-
-
-def _resolved(catalog: Catalog, save: SaveId, bad: frozenset[Bad]) -> Resolution:
-    try:
-        resolution = resolve(catalog, save, bad)
-    except (DamagedError, StorageError):
-        _pause(catalog)
-        return resolve(catalog, save, bad)
-    if resolution.problems:
-        _pause(catalog)
-        return resolve(catalog, save, bad)
-    return resolution
-
-
-def _pause(catalog: Catalog) -> None:
-    """Before a second look: what a disk refuses once it may give the next time."""
-    time.sleep(0.2)
-    catalog.forget()
-
-
 def _planned(catalog: Catalog, save: SaveId, bad: frozenset[Bad], adapter: Adapter) -> _Plan:
     adapter.check_attached()
-    resolution = _resolved(catalog, save, bad)
+    resolution = resolved(catalog, save, bad)
     require_model(resolution.manifest, adapter)
-    slots: Slots = {}
-    for source in resolution.sources():
-        slots.setdefault(source.entry.fqn, {})[source.entry.slot] = source.entry.dtype
+    slots = slots_of(resolution)
     return _Plan(resolution, slots, adapter.expected(slots))
 
 

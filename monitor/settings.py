@@ -1,4 +1,8 @@
-"""The sections of a configuration: what each may hold. Frozen; an unknown key is an error."""
+"""The sections of a configuration: what each may hold. Frozen; an unknown key is an error.
+
+The docstring of a section and the description of a field are what editors, ``driftpoint init`` and
+docs/configuration.md show of them.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from monitor.choices import SIGNALS, encodings_schema
 from policies.account import BYTES, STALL, STORAGE, Account
 from policies.bucket import TokenBucket
 
@@ -22,38 +27,54 @@ class Settings(BaseModel):
 
 
 class BoundSettings(Settings):
-    """What holds whatever the policy chooses; see :class:`policies.bounds.Bounds`."""
+    """Hold whatever the policy chooses; see docs/policies.md."""
 
-    max_staleness: int | None = None
-    max_drift: float | None = None
-    precision: Literal["exact", "any"] | None = None
-    """None: ``exact`` unless ``encoding`` names what loses bits."""
+    max_staleness: int | None = Field(
+        default=None,
+        description="steps a moving layer's newest version may lie back; at least `every`; `auto` keeps within it",
+    )
+    max_drift: float | None = Field(default=None, description="relative distance at which a layer is saved in any case")
+    precision: Literal["exact", "any"] | None = Field(
+        default=None, description="exact: lossless encodings only. null: exact, unless `encoding` names another"
+    )
 
 
 class AutoSettings(Settings):
-    """What ``every: auto`` weighs; see docs/interval.md.
+    """What ``every: auto`` weighs; see docs/interval.md."""
 
-    gpu_hours_per_interruption: expected beforehand, one in so many GPU-hours. preemptions_per_hour: of the whole job,
-    besides. max_loss_minutes: of training that one interruption may cost; restarting is not counted."""
-
-    gpu_hours_per_interruption: float = Field(default=50_000.0, gt=0, le=1e12)
-    preemptions_per_hour: float = Field(default=0.0, ge=0, le=3600)
-    max_loss_minutes: float = Field(default=30.0, gt=0, le=_LONGEST)
+    gpu_hours_per_interruption: float = Field(
+        default=50_000.0, gt=0, le=1e12, description="expected beforehand, and corrected by this job's own"
+    )
+    preemptions_per_hour: float = Field(default=0.0, ge=0, le=3600, description="of the whole job, besides")
+    max_loss_minutes: float = Field(
+        default=30.0,
+        gt=0,
+        le=_LONGEST,
+        description="of training that one interruption may cost, restarting not counted",
+    )
 
 
 class BudgetSettings(Settings):
-    """What policy ``budget`` may spend; of all that is set the tightest counts. burst_seconds: of what was not spent
-    that may gather for one moment.
+    """What policy budget may spend, of all that is set the tightest counts; see docs/budget.md."""
 
-    bytes_per_hour: payload written, all ranks. stall_share: of wall time that training may wait for saves and
-    decisions.
-    storage_share: of wall time that saves may be written beside training.
-    """
-
-    bytes_per_hour: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    stall_share: float | None = Field(default=None, gt=0, le=1)
-    storage_share: float | None = Field(default=None, gt=0, le=1)
-    burst_seconds: float = Field(default=3600.0, gt=0, le=_LONGEST)
+    bytes_per_hour: float | None = Field(
+        default=None, gt=0, allow_inf_nan=False, description="payload written, over all ranks"
+    )
+    stall_share: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description="of wall time that training may wait for saves and decisions, such as 0.01",
+    )
+    storage_share: float | None = Field(
+        default=None, gt=0, le=1, description="of wall time that saves may be written beside training, such as 0.5"
+    )
+    burst_seconds: float = Field(
+        default=3600.0,
+        gt=0,
+        le=_LONGEST,
+        description="what was not spent in so many seconds may gather; more than lies between decisions",
+    )
 
     @property
     def limited(self) -> bool:
@@ -73,100 +94,134 @@ class BudgetSettings(Settings):
 
 
 class DriftSettings(Settings):
-    """How drift is measured. width and seed are the sketch's."""
+    """How drift is measured."""
 
-    method: Literal["sketch", "exact"] = "sketch"
-    width: int = Field(default=4099, ge=64, le=1 << 20)
-    seed: int = 0
+    method: Literal["sketch", "exact"] = Field(
+        default="sketch",
+        description="sketch: a few kilobytes a (layer, slot). exact: a copy of the state in host memory",
+    )
+    width: int = Field(
+        default=4099, ge=64, le=1 << 20, description="of the sketch; the error shrinks with its square root"
+    )
+    seed: int = Field(default=0, description="of the sketch")
 
 
 class LayerSettings(Settings):
-    """How parameters are grouped. patterns: layer name -> regular expression on parameter names."""
+    """How parameters are grouped."""
 
-    experts: bool = False
-    patterns: dict[str, str] = {}
+    experts: bool = Field(
+        default=False,
+        description="true: every MoE expert is decided on by itself, where the model keeps them apart",
+    )
+    patterns: dict[str, str] = Field(
+        default={}, description="layer name -> regular expression on parameter names, over what structure says"
+    )
 
 
 class RetentionSettings(Settings):
-    """Which commits stay; see :class:`store.retention.Retention`."""
+    """Which commits stay; of them a resume takes the newest that is whole."""
 
-    keep_last: int = 3
-    keep_every: int | None = None
-    log_spaced: bool = True
+    keep_last: int = Field(default=3, description="newest commits")
+    keep_every: int | None = Field(default=None, description="and one in each stretch of so many steps")
+    log_spaced: bool = Field(
+        default=True, description="and ever sparser ones further back; the last proven one always stays"
+    )
 
 
 class ResumeSettings(Settings):
-    """Where a composite goes on. at: ``effective`` step (see docs/effective-step.md), or the ``newest``.
+    """Where a composite, whose weights are stale, goes on; see docs/effective-step.md."""
 
-    data: what the order of data does when the effective step lies back: ``back`` repeats the batches since, ``on``
-    takes those that come next."""
-
-    at: Literal["effective", "newest"] = "effective"
-    data: Literal["back", "on"] = "back"
+    at: Literal["effective", "newest"] = Field(
+        default="effective",
+        description="the saved step nearest to where its weights stand. newest: that of the commit",
+    )
+    data: Literal["back", "on"] = Field(
+        default="back",
+        description="repeat the batches since then. on: random states and objects stay the newest",
+    )
 
 
 class TraceSettings(Settings):
-    """The drift trace of the job: what every decision saw and cost; see docs/trace.md. path: of the file, by default
-    the store's with ``.trace.jsonl`` at its end. anchors: earlier decisions, about 1, 2, 4, 8... ago, that each one is
-    compared with; it takes the memory of ``anchors`` + 2 sketches. 0: none."""
+    """What every decision saw, chose and cost, for `driftpoint simulate`; see docs/trace.md."""
 
-    enabled: bool = True
-    path: str | None = Field(default=None, min_length=1)
-    anchors: int = Field(default=6, ge=0, le=16)
+    enabled: bool = Field(default=True, description="write it")
+    path: str | None = Field(
+        default=None, min_length=1, description="of the file; null: the store's, with .trace.jsonl at its end"
+    )
+    anchors: int = Field(
+        default=6,
+        ge=0,
+        le=16,
+        description="earlier decisions that each one is compared with, about 1, 2, 4... ago; 0: none",
+    )
 
 
 class MemorySettings(Settings):
-    """The memory tier: every rank's newest state in shared memory, exact, outliving the process; see docs/memory.md.
+    """The newest state in shared memory, outliving the process; see docs/memory.md."""
 
-    every: steps between versions, or ``auto``: as often as training waits no more than ``stall_share`` of its time for
-    them. path: where shared memory is. versions: kept side by side; with 1 there is none while it is being replaced.
-    encoding: as for the store; what is not raw takes less memory, more time, and is not exact. peers: a replica of
-    every version on another node, which takes as much memory again."""
-
-    enabled: bool = False
-    every: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
-    stall_share: float = Field(default=0.02, gt=0, le=1)
-    path: str = Field(default="/dev/shm", min_length=1)
-    versions: Literal[1, 2] = 2
-    encoding: str | dict[str, str] = "raw"
-    peers: bool = False
+    enabled: bool = Field(default=False, description="keep it; takes twice the state's bytes of host memory")
+    every: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
+        default="auto", description="steps between versions; auto: as often as stall_share allows"
+    )
+    stall_share: float = Field(
+        default=0.02, gt=0, le=1, description="of its time that training may wait for them, under auto"
+    )
+    path: str = Field(default="/dev/shm", min_length=1, description="where shared memory is")
+    versions: Literal[1, 2] = Field(
+        default=2, description="side by side; 1: half the memory, and none while it is being replaced"
+    )
+    encoding: str | dict[str, str] = Field(
+        default="raw",
+        description="or compact, careful, a mapping: a third or half of the memory, more time, not exact",
+        json_schema_extra=encodings_schema,
+    )
+    peers: bool = Field(default=False, description="a replica of each version on another node, as much memory again")
 
 
 class PreemptionSettings(Settings):
-    """What is done where a signal announces the end of the job; see docs/preemption.md.
+    """A signal announces the end: save what time allows and exit 75; see docs/preemption.md."""
 
-    signals: their names; none: nothing is. grace_seconds: from the signal until the process is killed. exit: whether
-    ``ckpt.step()`` raises SystemExit when all that time allows is saved."""
-
-    signals: list[str] = ["SIGUSR1"]
-    grace_seconds: float = Field(default=30.0, gt=0, le=_LONGEST)
-    exit: bool = True
+    signals: list[str] = Field(
+        default=["SIGUSR1"],
+        description="[]: none is heeded. SIGTERM: see there before you name it",
+        json_schema_extra={"items": {"enum": list(SIGNALS)}},
+    )
+    grace_seconds: float = Field(
+        default=30.0, gt=0, le=_LONGEST, description="from the signal until the process is killed"
+    )
+    exit: bool = Field(default=True, description="false: step() returns, and the loop ends by ckpt.preempted")
 
 
 class DaemonSettings(Settings):
-    """The daemon of each node, which writes out of memory what a job leaves there when it dies; see docs/daemon.md.
+    """Beside the trainers of a node, for what is in memory when they die; see docs/daemon.md."""
 
-    start: one where there is none. port: of its metrics. exit_idle_seconds: without a job until it ends by itself."""
-
-    enabled: bool = False
-    start: bool = True
-    port: int = Field(default=9465, ge=0, le=65535)
-    exit_idle_seconds: float = Field(default=3600.0, gt=0, le=1e9)
+    enabled: bool = Field(default=False, description="tell it of this job")
+    start: bool = Field(default=True, description="one where there is none")
+    port: int = Field(
+        default=9465, ge=0, le=65535, description="of its Prometheus endpoint, on 127.0.0.1; 0 takes a free one"
+    )
+    exit_idle_seconds: float = Field(default=3600.0, gt=0, le=1e9, description="without a job, until it ends by itself")
 
 
 class MetricsSettings(Settings):
-    """The Prometheus endpoint of rank 0."""
+    """The Prometheus endpoint of rank 0; see docs/metrics.md."""
 
-    enabled: bool = True
-    host: str = "127.0.0.1"
-    port: int = Field(default=9464, ge=0, le=65535)
+    enabled: bool = Field(default=True, description="serve them, from rank 0 only")
+    host: str = Field(default="127.0.0.1", description="address to listen on")
+    port: int = Field(
+        default=9464,
+        ge=0,
+        le=65535,
+        description="0 takes a free one; a port that is taken costs the endpoint, not the training",
+    )
 
 
 class TimeoutSettings(Settings):
-    """Seconds. commit: for all ranks' segments. close: for the save that still runs at the end. lock: for the store.
-    peer: for a version in memory to be at its peer."""
+    """Seconds."""
 
-    commit: float = Field(default=600.0, gt=0, le=_LONGEST)
-    close: float = Field(default=600.0, ge=0, le=_LONGEST)
-    lock: float = Field(default=15.0, ge=0, le=_LONGEST)
-    peer: float = Field(default=60.0, gt=0, le=_LONGEST)
+    commit: float = Field(default=600.0, gt=0, le=_LONGEST, description="for all ranks' segments of one save")
+    close: float = Field(default=600.0, ge=0, le=_LONGEST, description="for the save still under way at the end")
+    lock: float = Field(
+        default=15.0, ge=0, le=_LONGEST, description="for a store that another process on this machine holds"
+    )
+    peer: float = Field(default=60.0, gt=0, le=_LONGEST, description="for a version in memory to be at its peer")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TypeVar
 
 from monitor.job import Job
 from monitor.remembered import Remembered, newest_on_disk
@@ -16,6 +17,8 @@ from store.names import Unit
 
 _log = logging.getLogger("driftpoint")
 
+T = TypeVar("T")
+
 
 def told_of(found: Resumed, remembered: Remembered) -> Resumed:
     """The same, told whether anything of it is what memory held: where bytes were wrong there, nothing may be."""
@@ -26,18 +29,29 @@ def told_of(found: Resumed, remembered: Remembered) -> Resumed:
 def resumed(
     attempt: Callable[[Catalog], Resumed | None], catalog: Catalog, remembered: Remembered | None
 ) -> Resumed | None:
-    """What a resume brought. attempt: resumes a store. catalog: the store's alone. Collective.
+    """What a resume brought. attempt: resumes a store. catalog: the store's alone. Collective."""
+
+    def told(found: Catalog) -> Resumed | None:
+        outcome = attempt(found)
+        return outcome if remembered is None or found is catalog or outcome is None else told_of(outcome, remembered)
+
+    return remembered_or_stored(told, catalog, remembered)
+
+
+def remembered_or_stored(
+    attempt: Callable[[Catalog], T | None], catalog: Catalog, remembered: Remembered | None
+) -> T | None:
+    """What an attempt brings with memory on top of the store, else with the store alone. Collective.
 
     Where the bytes in memory are so wrong that nothing is left to resume, the store may still have something, or
     nothing at all, which is no error: the job begins anew."""
     if remembered is None:
         return attempt(catalog)
     try:
-        found = attempt(remembered.catalog)
+        return attempt(remembered.catalog)
     except NothingToResumeError as error:  # alike on all ranks, before anything has changed
         _log.error("memory: %s", error)
         return attempt(catalog)
-    return None if found is None else told_of(found, remembered)
 
 
 def certified(found: Resumed) -> Certificate:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from monitor.ledger import Drawn, Ledger
 from monitor.metrics import Metrics
+from monitor.saying import say
 from monitor.units import UnitTable, is_moving
 from store.certificate import MEMORY, PEER, is_lossy
 from store.errors import DriftpointError
@@ -118,7 +119,7 @@ def tell_resumed(metrics: Metrics, config: Config, step: int, found: Resumed, ce
         where = "memory" if sources <= {MEMORY, PEER} else f"memory and {config.store}"
     if found.replicas:
         where += f", {len(found.replicas)} of its ranks from what peers had kept"
-    _log.info("resumed step %d from %s (%s)", certificate.step, where, _kind(certificate))
+    say(f"resumed step {certificate.step} from {where} ({_kind(certificate)})")
     if step != certificate.step:
         _log.warning(
             "resume: its weights stand at step %.4g on average, so counters and schedules go on from the save of "

@@ -16,6 +16,9 @@ otherwise the parameter itself. The dtype stored with each fragment says which."
 FROZEN = "frozen"
 """Slot of parameters that take no gradient. They never move, so one version serves for good."""
 
+LEFT_OUT = "frozen_left_out"
+"""Key in run states and facts: frozen parameters that the script brings and the store has not."""
+
 BUFFER = "buffer"
 """Slot of a module's persistent buffers."""
 

@@ -15,7 +15,9 @@ import typer
 
 from deploy.cli import (
     daemon,
+    doctor,
     import_,
+    init,
     memory,
     merge,
     policy,
@@ -47,6 +49,9 @@ app.command(epilog=EPILOG)(top.top)
 app.command("import", epilog=EPILOG)(import_.import_)
 # What follows the first word that is no option belongs to the command that is run.
 app.command(epilog=EPILOG, context_settings={"allow_interspersed_args": False})(run_.run)
+app.command(epilog=EPILOG)(init.init)
+app.command(epilog=EPILOG)(init.schema)
+app.command(epilog=EPILOG)(doctor.doctor)
 app.add_typer(policy.app, name="policy")
 app.add_typer(daemon.app, name="daemon")
 app.add_typer(memory.app, name="memory")

@@ -36,7 +36,8 @@ YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 
 @dataclass(frozen=True)
 class Lying:
-    """One store's memory. path: where the store was last seen. ranks: of the newest version that is there."""
+    """One store's memory. path: where the store was last seen. ranks: of the newest version that is there. replicas: as
+    many of them were on other nodes."""
 
     store_id: str
     path: Path | None
@@ -46,6 +47,7 @@ class Lying:
     nbytes: int
     alive: bool
     problems: tuple[str, ...] = ()
+    replicas: int = 0
 
 
 @app.callback(invoke_without_command=True)
@@ -99,6 +101,7 @@ def as_json(base: Path, found: list[Lying]) -> dict[str, Any]:
             "store": None if one.path is None else str(one.path),
             "step": one.step,
             "ranks": one.ranks,
+            "replicas": one.replicas,
             "world_size": one.world_size,
             "nbytes": one.nbytes,
             "alive": one.alive,
@@ -121,7 +124,8 @@ def draw(console: Console, found: list[Lying]) -> None:
         step = "-" if one.step is None else str(one.step)
         where = one.store_id if one.path is None else str(one.path)
         state = "alive" if one.alive else "dead"
-        row = (where, step, f"{one.ranks} of {one.world_size}", size_text(one.nbytes), state)
+        ranks = f"{one.ranks} of {one.world_size}" + (f", {one.replicas} as replicas" if one.replicas else "")
+        row = (where, step, ranks, size_text(one.nbytes), state)
         table.add_row(*map(output.cell, row))
     console.print(table)
     output.problems(console, tuple(text for one in found for text in one.problems))
@@ -134,7 +138,8 @@ def _lying(tier: Tier, path: Path | None) -> Lying:
     world_size = max((one.record.part.world_size for one in held.values()), default=0)
     alive = any(is_owned(place.owner(rank)) for place in tier.generations() for rank in place.ranks())
     step = None if newest is None else newest.step
-    return Lying(tier.store_id, path, step, len(held), world_size, used_bytes(tier), alive, node.problems)
+    replicas = sum(one.record.replica for one in held.values())
+    return Lying(tier.store_id, path, step, len(held), world_size, used_bytes(tier), alive, node.problems, replicas)
 
 
 def _confirm(question: str) -> None:

@@ -40,18 +40,19 @@ def named(word: str, given: Sequence[str]) -> Named:
                 f"--set goes with a policy's name or class: {word} has its parameters in it, edit them there"
             )
         return _configured(Path(word))
-    settings = anchored({"name": word, **_parameters(given)} if given else word, Path.cwd())
+    settings = anchored({"name": word, **parameters(given)} if given else word, Path.cwd())
     return Named(policy_from(settings), settings)  # type: ignore[arg-type]
 
 
 def _configured(path: Path) -> Named:
-    from monitor.config import load_config  # brings torch, which the other ways do without
+    from monitor.config import load_config
 
     config = load_config(path)
     return Named(policy_from(config.policy), config.policy, config.limits())
 
 
-def _parameters(given: Sequence[str]) -> Mapping[str, Any]:
+def parameters(given: Sequence[str]) -> Mapping[str, Any]:
+    """What ``--set`` gave: ``key=value`` each, the value as JSON or YAML has it. UsageError for anything else."""
     found: dict[str, Any] = {}
     for one in given:
         key, equals, value = one.partition("=")

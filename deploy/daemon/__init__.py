@@ -5,7 +5,7 @@
     node       what happens, and what is done about it
     peers      who is at the other end of a connection
     jobs       the jobs of this node, and what a death means: a table, no I/O
-    rescuer    one thread that writes what dead jobs left
+    rescuer    threads that write what dead jobs left, one for each store
     verifier   one thread that reads commits again, slowly
     metrics    what is served to Prometheus
 

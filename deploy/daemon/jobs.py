@@ -1,8 +1,8 @@
 """The jobs of this node and what becomes of them: a table of who lives. No I/O, no clock, one thread.
 
 A job is all processes that one store got its epoch with. It is dead when all of its processes on this node are; what it
-left is worth writing unless all of them had said goodbye. Stopped processes live. A newer incarnation of the same store
-takes the older one's place: that finds by itself what is in memory.
+left is worth writing unless all of them had said goodbye. Stopped processes live. A newer incarnation on the same store
+(at the same path: a copy is another one) takes the older one's place: that finds by itself what is in memory.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from store.names import SaveId
 
 TRAINING, DYING, WAITING, RESCUING = "training", "dying", "waiting", "rescuing"
 
-Key = tuple[str, int]
-"""(store id, epoch)."""
+Key = tuple[str, str, int]
+"""(path of the store, its id, epoch): a copy of a store has its id."""
 
 
 @dataclass
@@ -48,7 +48,7 @@ class NodeJob:
     @property
     def key(self) -> Key:
         """Names it."""
-        return self.hello.store_id, self.hello.epoch
+        return self.hello.store, self.hello.store_id, self.hello.epoch
 
     @property
     def living(self) -> list[Member]:
@@ -101,11 +101,13 @@ class Jobs:
         """A process registers; a second time, where its connection broke. Third: older incarnations, now forgotten.
 
         DaemonError where another living process is that rank, or a newer incarnation is known."""
-        newest = max((epoch for store_id, epoch in self._jobs if store_id == hello.store_id), default=hello.epoch)
+        here = [job for (*store, _), job in self._jobs.items() if store == [hello.store, hello.store_id]]
+        newest = max((job.hello.epoch for job in here), default=hello.epoch)
         if newest > hello.epoch:
             raise DaemonError(f"epoch {newest} of the store {hello.store} is known here, and {hello.epoch} is older")
-        old = [job for (store_id, epoch), job in self._jobs.items() if store_id == hello.store_id and epoch < newest]
-        job = self._jobs.setdefault((hello.store_id, hello.epoch), NodeJob(hello))
+        old = [job for job in here if job.hello.epoch < hello.epoch]
+        made = NodeJob(hello)
+        job = self._jobs.setdefault(made.key, made)
         found = job.members.get(hello.rank)
         if found is not None and found.alive and found.pid != pid:
             raise DaemonError(f"rank {hello.rank} of the store {hello.store} is process {found.pid} already")

@@ -61,12 +61,11 @@ class Node:
         """Jobs may have died together with the daemon before this one."""
         try:
             for tier in tiers(self.options.base):
-                path = self._known.path(tier.store_id)
-                if path is not None:
+                for path in self._known.places(tier.store_id):
                     self._rescuer.ask(Wish(path, tier.store_id, None))
         except StorageError as error:
             _log.warning("what lies in memory cannot be looked at: %s", error)
-        for store_id, path in self._known.paths().items():
+        for store_id, path in self._known.everything():
             self._verifier.watch(store_id, path)
 
     @property
@@ -96,7 +95,7 @@ class Node:
         except DaemonError:
             _close(end)
             raise
-        dropped = self._rescuer.drop(hello.store_id)
+        dropped = self._rescuer.drop(Path(hello.store))
         _log.info("rank %d of %d of %s is process %d", hello.rank, hello.world_size, hello.store, pid)
         if older or dropped:
             _log.info("epoch %d of %s takes over what older ones left in memory", hello.epoch, hello.store)
@@ -131,7 +130,7 @@ class Node:
         self._needed = time.monotonic()
         if self._jobs.ended(job, member):
             _log.warning("the job on %s died", job.hello.store)
-            self._rescuer.ask(Wish(Path(job.hello.store), *job.key))
+            self._rescuer.ask(Wish(Path(job.hello.store), job.hello.store_id, job.hello.epoch))
         elif not member.clean and job.living:
             _log.warning("rank %d of %s died (process %d)", member.rank, job.hello.store, member.pid)
             self._loop.call_later(self.options.survivors, self._name_survivors, job)
@@ -157,15 +156,18 @@ class Node:
 
         return hand
 
+    def _job_of(self, wish: Wish) -> NodeJob | None:
+        return None if wish.epoch is None else self._jobs.get((str(wish.store), wish.store_id, wish.epoch))
+
     def _begun(self, wish: Wish) -> None:
-        job = None if wish.epoch is None else self._jobs.get((wish.store_id, wish.epoch))
+        job = self._job_of(wish)
         if job is not None:
             job.state = RESCUING
 
     def _rescued(self, done: Done) -> None:
         wish = done.wish
         self._needed = time.monotonic()
-        job = None if wish.epoch is None else self._jobs.get((wish.store_id, wish.epoch))
+        job = self._job_of(wish)
         again = done.outcome in _PASSING and job is not None and not wish.dropped.is_set()
         if job is not None and again and wish.tried < len(_RETRIES):
             job.state = WAITING
@@ -198,7 +200,7 @@ class Node:
             self._told[store] = text
         elif problems:
             _log.error("%s: commit %s is damaged: %s; run `driftpoint verify %s`", store, save, text, store)
-        for found in self._verifier.found().values():
+        for found in self._verifier.found():
             self.metrics.damaged.labels(str(found.path)).set(len(found.damaged))
 
     def _read(self, nbytes: int) -> None:
@@ -217,12 +219,12 @@ class Node:
             stores=tuple(
                 StoreReport(
                     store=str(found.path),
-                    store_id=store_id,
+                    store_id=found.store_id,
                     verified=len(found.saves),
                     damaged=tuple(save.name for save in found.damaged),
                     damage=tuple(found.damage),
                 )
-                for store_id, found in self._verifier.found().items()
+                for found in self._verifier.found()
             ),
             verified_bytes=self._verified_bytes,
             verifying=self._verifier.current,

@@ -48,8 +48,9 @@ class Told(Protocol):
 
 @dataclass
 class Checked:
-    """What is known of one store."""
+    """What is known of one store. Copies of it are others."""
 
+    store_id: str
     path: Path
     saves: set[SaveId] = field(default_factory=set)
     groups: set[GroupKey] = field(default_factory=set)
@@ -63,23 +64,22 @@ class Verifier:
     def __init__(self, rate: int, told: Told, read: Callable[[int], None]) -> None:
         self._told, self._pace = told, _Pace(rate, read)
         self._lock = threading.Lock()
-        self._stores: dict[str, Checked] = {}
+        self._stores: dict[tuple[str, Path], Checked] = {}
         self.current: str | None = None
         self._thread = threading.Thread(target=self._work, name="driftpoint-verifier", daemon=True)
         if rate:
             self._thread.start()
 
     def watch(self, store_id: str, path: Path) -> None:
-        """Read this store's commits, too. One that moved is read at its new place."""
+        """Read this store's commits, too."""
         with self._lock:
-            found = self._stores.setdefault(store_id, Checked(path))
-            found.path = path
+            self._stores.setdefault((store_id, path), Checked(store_id, path))
         self._pace.wake.set()
 
-    def found(self) -> dict[str, Checked]:
-        """By store id. To be looked at only."""
+    def found(self) -> list[Checked]:
+        """To be looked at only."""
         with self._lock:
-            return dict(self._stores)
+            return list(self._stores.values())
 
     def end(self, grace: float) -> None:
         """Read nothing more."""
@@ -93,16 +93,16 @@ class Verifier:
         while not self._pace.ended.is_set():
             self._pace.wake.clear()
             try:
-                busy = [self._one(store_id, found) for store_id, found in self.found().items()]
+                busy = [self._one(found) for found in self.found()]
             except _EndedError:
                 return
             if not any(busy):
                 self._pace.wake.wait(_LOOK)
 
-    def _one(self, store_id: str, found: Checked) -> bool:
+    def _one(self, found: Checked) -> bool:
         """Read the newest commit of a store that was not read yet. Whether there was one."""
         try:
-            return self._read(store_id, found)
+            return self._read(found)
         except DriftpointError as error:
             self._told(found.path, None, [str(error)])
         except _EndedError:
@@ -112,11 +112,11 @@ class Verifier:
             self._told(found.path, None, [f"internal {type(error).__name__}: {error}"])
         return False
 
-    def _read(self, store_id: str, found: Checked) -> bool:
+    def _read(self, found: Checked) -> bool:
         if not found.path.is_dir():
             return False
         catalog = open_catalog(_Slow(LocalFiles(found.path), self._pace))
-        if catalog.store_id != store_id:
+        if catalog.store_id != found.store_id:
             return False
         saves = catalog.saves()
         found.saves &= set(saves)

@@ -17,7 +17,7 @@ from store.encoding import itemsize
 from store.errors import DamagedError, MergeError, StorageError
 from store.files import LocalFiles
 from store.layout import payload_path
-from store.names import RAW, SaveId
+from store.names import LEFT_OUT, RAW, SaveId
 from store.versions import Bad, Resolution, newest_resumable, resolve
 
 
@@ -56,6 +56,7 @@ class StoreSource:
 
     def _checkpoint(self, resolution: Resolution, states: RunStates, passed_over: tuple[str, ...]) -> Checkpoint:
         manifest = resolution.manifest
+        _require_frozen(manifest.save, resolution.run_parts[0].facts.get(LEFT_OUT))
         checkpoint = Checkpoint(
             origin=f"commit {manifest.save} of {self.root}",
             framework=manifest.framework,
@@ -92,6 +93,15 @@ class StoreSource:
             None if plain else StoredFragment(self.catalog.files, source, self.root),
         )
         return Extent(entry.fqn, entry.slot, entry.start, entry.stop, entry.dtype, block, 0)
+
+
+def _require_frozen(save: SaveId, left_out: list[str] | None) -> None:
+    if left_out:
+        raise MergeError(
+            f"commit {save} was saved under `frozen: skip`: {len(left_out)} frozen parameters ({left_out[0]}, ...) are "
+            "not in the store. Resume with the script that brings them and save the model from there, or train under "
+            "`frozen: save`"
+        )
 
 
 def _resolution(catalog: Catalog, save: SaveId | None, bad: Set[Bad]) -> tuple[Resolution, tuple[str, ...]]:

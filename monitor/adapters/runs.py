@@ -74,7 +74,7 @@ def local_of(tensor: DTensor, what: str) -> torch.Tensor:
     """This rank's memory behind a DTensor, not a copy. UnsupportedError where it is no plain tensor with values."""
     with torch.no_grad():  # where gradients are recorded, to_local() gives a view of its own
         local = tensor.to_local()
-    if type(local) is not torch.Tensor:
+    if type(local) not in (torch.Tensor, torch.nn.Parameter):
         raise UnsupportedError(
             f"{what} is made of {type(local).__name__} (quantized or otherwise packed), which is not handled; train "
             "with plain tensors"

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from monitor.peers.address import Address
-from monitor.peers.wire import Answer, Get, Link, Put, Request, size_of, welcome
+from monitor.peers.wire import Answer, Get, Link, Put, Request, size_of
 from store.errors import PeerError, StoreError
 from store.names import SaveId
 
@@ -85,7 +85,7 @@ class Door:
                 if self._closing.is_set() or len(self._links) >= _GUESTS:
                     return
                 self._links.add(link)
-            welcome(link, self._token)
+            link.welcome(self._token)
             while True:
                 self._answer(link, link.hear(Request, _BETWEEN).request)
         except PeerError as error:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from monitor.job import Job
@@ -17,7 +17,8 @@ from monitor.peers.door import Door, Shown
 from monitor.peers.neighbours import keepers, wards
 from monitor.peers.pieces import Far
 from monitor.peers.replicas import Replicas
-from monitor.peers.sender import Place, Sender, silence_of
+from monitor.peers.sender import Sender, silence_of
+from monitor.peers.wire import Place
 from monitor.whereabouts import machine_name, node_name
 from store.memory.arena import Arena
 from store.memory.tier import Tier
@@ -103,8 +104,9 @@ class Peers:
 
     def offer(self, arena: Arena, slot: int, save: SaveId, keep: SaveId | None) -> None:
         """A version of this rank is whole: send it. keep: the one that all peers have. Returns at once."""
-        if self._sender is not None:
-            self._sender.offer(save, *arena.files(slot), keep)
+        sender = self._sender
+        if sender is not None:
+            sender.offer(save, *arena.files(slot), keep)
 
     def sending(self, latest: SaveId | None) -> tuple[Sending, list[float]]:
         """How it stands on this rank, and the seconds that versions took. latest: the one that peers should have."""
@@ -136,20 +138,22 @@ class Peers:
         if self._door is not None:
             self._door.show(payloads)
 
-    def far(self, lying: Sequence[Sequence[int]]) -> dict[int, Far]:
-        """For each rank whose payload is not here, a node that has it.
+    def far(self, lying: Sequence[Mapping[int, bool]]) -> dict[int, Far]:
+        """For each rank whose payload is not here, a node that has it: its own rather than a peer's.
 
-        lying: for each rank, those whose payload its node has, the surest first."""
-        mine, here = self._nodes[self._group.rank], set(lying[self._group.rank])
-        holders: dict[int, list[int]] = {}
+        lying: for each rank, what its node has: of which ranks, and whether as a replica."""
+        rank = self._group.rank
+        holders: dict[int, list[tuple[bool, int]]] = {}
         for holder, there in enumerate(lying):
-            for rank in there if self._nodes[holder] != mine else ():
-                holders.setdefault(rank, []).append(holder)
+            for owner, replica in there.items():
+                if owner not in lying[rank]:
+                    holders.setdefault(owner, []).append((replica, holder))
         doors: dict[int, Far] = {}
         found = {}
-        for rank in holders.keys() - here:
-            holder = holders[rank][self._group.rank % len(holders[rank])]
-            found[rank] = doors.setdefault(holder, Far(self._places[holder], self._token, self._timeout))
+        for owner, known in holders.items():
+            best = [holder for replica, holder in known if replica == min(known)[0]]
+            holder = best[rank % len(best)]  # not all of them from the same one
+            found[owner] = doors.setdefault(holder, Far(self._places[holder], self._token, self._timeout))
         self._doors = [*doors.values()]
         return found
 

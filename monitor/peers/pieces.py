@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import logging
 
-from monitor.peers.sender import Place, silence_of
-from monitor.peers.wire import Answer, Get, Link, Request, connect
+from monitor.peers.sender import silence_of
+from monitor.peers.wire import Answer, Get, Link, Place, Request, connect
 from store.errors import MissingError, PeerError
 from store.names import SaveId
 
@@ -52,8 +52,7 @@ class Far:
 
     def _fetch(self, asked: Get, target: memoryview) -> None:
         if self._link is None:
-            family, host, port = self._place
-            self._link = connect(family, host, port, self._token, silence=self._silence)
+            self._link = connect(self._place, self._token, silence=self._silence)
         self._link.tell(Request(request=asked))
         answer = self._link.hear(Answer)
         if not answer.ok:

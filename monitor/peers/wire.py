@@ -13,6 +13,7 @@ import secrets
 import socket
 import struct
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar
@@ -30,6 +31,9 @@ _MESSAGE = 1 << 16
 _PIECE = 1 << 22
 _DRAWN = 32
 _PROOF = hashlib.sha256().digest_size
+
+Place = tuple[int, str, int]
+"""Where a door is: address family, address, port."""
 
 R = TypeVar("R", bound=Record)
 
@@ -132,6 +136,22 @@ class Link:
         except OSError as error:
             raise _lost(error) from error
 
+    def introduce(self, token: bytes) -> None:
+        """As the guest: show that we have the token, and see that the host has."""
+        theirs, mine = self._received(_DRAWN), secrets.token_bytes(_DRAWN)
+        self.send(mine + _proof(token, b"guest", theirs, mine))
+        if not hmac.compare_digest(self._received(_PROOF), _proof(token, b"host", mine, theirs)):
+            raise PeerError("whoever listens there is not of this job")
+
+    def welcome(self, token: bytes) -> None:
+        """As the host: the same."""
+        mine = secrets.token_bytes(_DRAWN)
+        self.send(mine)
+        theirs, proof = self._received(_DRAWN), self._received(_PROOF)
+        if not hmac.compare_digest(proof, _proof(token, b"guest", mine, theirs)):
+            raise PeerError("a guest has not the token of this job")
+        self.send(_proof(token, b"host", theirs, mine))
+
     def abort(self) -> None:
         """End it, whatever another thread waits for in it."""
         with suppress(OSError):
@@ -157,34 +177,32 @@ class Link:
         self._socket.settimeout(max(wait, 1e-3))
 
 
-def connect(family: int, host: str, port: int, token: bytes, *, silence: float, deadline: float | None = None) -> Link:
-    """A connection to the door there, once both have shown that they have the token. PeerError."""
+def connect(
+    place: Place,
+    token: bytes,
+    *,
+    silence: float,
+    deadline: float | None = None,
+    begun: Callable[[Link], None] = lambda _: None,
+) -> Link:
+    """A connection to the door there, once both have shown that they have the token. PeerError.
+
+    begun: given the link before anything is waited for, so that another thread can abort it."""
+    family, host, port = place
     connection = socket.socket(family, socket.SOCK_STREAM)
+    link = Link(connection, silence, deadline)
     try:
+        begun(link)
         connection.settimeout(silence)
         connection.connect((host, port))
-        link = Link(connection, silence, deadline)
-        theirs, mine = link._received(_DRAWN), secrets.token_bytes(_DRAWN)
-        link.send(mine + _proof(token, b"guest", theirs, mine))
-        if not hmac.compare_digest(link._received(_PROOF), _proof(token, b"host", mine, theirs)):
-            raise PeerError(f"{host} port {port} is not of this job")
+        link.introduce(token)
     except OSError as error:
-        connection.close()
+        link.close()
         raise PeerError(f"no connection to {host} port {port}: {error.strerror or error}") from error
     except PeerError as error:
-        connection.close()
+        link.close()
         raise PeerError(f"no connection to {host} port {port}: {error}") from error
     return link
-
-
-def welcome(link: Link, token: bytes) -> None:
-    """The host's side of that. PeerError where the guest is not of this job."""
-    mine = secrets.token_bytes(_DRAWN)
-    link.send(mine)
-    theirs, proof = link._received(_DRAWN), link._received(_PROOF)
-    if not hmac.compare_digest(proof, _proof(token, b"guest", mine, theirs)):
-        raise PeerError("a guest has not the token of this job")
-    link.send(_proof(token, b"host", theirs, mine))
 
 
 def _proof(token: bytes, side: bytes, *drawn: bytes | bytearray) -> bytes:

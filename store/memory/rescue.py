@@ -5,7 +5,7 @@ fenced, gives up and removes what it wrote; that job finds the version in memory
 taken: nobody waits for a rescue. Killed half-way, it is completed by the next one.
 
 It does not know how anybody learned that the job is dead: it looks at the locks of its processes, and writes nothing as
-long as one of them is held. One rescue at a time on a node, whoever begins it.
+long as one of them is held. One rescue of a store at a time on a node, whoever begins it.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ REASON = "written out of memory after the job died"
 _CHECKED = 0.5
 """Seconds between two looks at whether the store was claimed."""
 
-RESCUE_LOCK = "rescue.lock"
-"""Beside the stores' memory: held by whoever rescues on this node."""
+RESCUE_LOCK = "rescue-{}.lock"
+"""Beside the stores' memory, with a store's id: held by whoever rescues on this node what lies there."""
 
 WRITTEN = "written"
 NOTHING = "nothing"
@@ -172,9 +172,9 @@ def _locked(tier: Tier) -> Owner:
         raise StorageError(f"cannot make {tier.home}: {error.strerror}") from error
     require_own(tier.home)
     try:
-        return Owner(tier.home / RESCUE_LOCK)
+        return Owner(tier.home / RESCUE_LOCK.format(tier.store_id))
     except StorageError as error:
-        raise StoreInUseError(f"another rescue is under way on this node, wait for its end: {error}") from error
+        raise StoreInUseError(f"another rescue of it is under way on this node, wait for its end: {error}") from error
 
 
 def _require_dead(tier: Tier, held: Mapping[int, Held]) -> None:

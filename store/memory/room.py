@@ -1,7 +1,8 @@
 """How much memory the tier may take: asked, and taken, before anything is written to it.
 
 Shared memory that is not there kills: a page of a file that the filesystem cannot back raises SIGBUS, and one that
-the control group cannot pay for brings the out-of-memory killer. So room is looked for first and then reserved.
+the control group cannot pay for brings the out-of-memory killer. So room is looked for first and then reserved, a
+little at a time: the other ranks of the node do the same at the same moment, and each is to see what the others took.
 """
 
 from __future__ import annotations
@@ -18,6 +19,11 @@ from store.errors import StorageError
 _SPARE = 0.05
 """Of the memory that there is: left to everybody else."""
 
+_STEP = 8 << 20
+"""Bytes that are reserved at a time."""
+
+_AT_ONCE = 16 * _STEP
+"""What may be taken before anybody who looked a moment earlier knows of it: left in a control group."""
 
 _VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 _VERSION_2 = ("memory.max", "memory.current", "inactive_file")
@@ -26,18 +32,25 @@ _VERSION_2 = ("memory.max", "memory.current", "inactive_file")
 
 def reserve(descriptor: int, nbytes: int, path: Path) -> None:
     """Have the file be ``nbytes`` long, all of it backed. StorageError, saying what to do, where there is no room."""
-    there = os.fstat(descriptor)
-    more = nbytes - there.st_blocks * 512
-    if more > 0:
-        _require(more, path)
+    before = os.fstat(descriptor).st_size
+    _require(_lacking(descriptor, nbytes), path)
     try:
         os.ftruncate(descriptor, nbytes)
-        if nbytes:
-            os.posix_fallocate(descriptor, 0, nbytes)
-    except OSError as error:
+        for start in range(0, nbytes, _STEP):
+            size = min(_STEP, nbytes - start)
+            _require(min(size, _lacking(descriptor, nbytes)), path, nbytes)
+            os.posix_fallocate(descriptor, start, size)
+    except (OSError, StorageError) as error:
         with suppress(OSError):
-            os.ftruncate(descriptor, min(nbytes, there.st_size))
+            os.ftruncate(descriptor, min(nbytes, before))
+        if isinstance(error, StorageError):
+            raise
         raise StorageError(_no_room(nbytes, path, f"it refused: {error.strerror}")) from error
+
+
+def _lacking(descriptor: int, nbytes: int) -> int:
+    """Bytes of the file that are not backed yet."""
+    return max(0, nbytes - os.fstat(descriptor).st_blocks * 512)
 
 
 def free_bytes(folder: Path) -> int:
@@ -45,10 +58,11 @@ def free_bytes(folder: Path) -> int:
     return min(found for found, _ in _limits(folder))
 
 
-def _require(nbytes: int, path: Path) -> None:
-    for free, what in _limits(path.parent):
+def _require(nbytes: int, path: Path, wanted: int | None = None) -> None:
+    """Room for so many bytes, of ``wanted`` in all. StorageError."""
+    for free, what in _limits(path.parent) if nbytes else ():
         if nbytes > free:
-            raise StorageError(_no_room(nbytes, path, f"{what} {_size(max(0, free))}"))
+            raise StorageError(_no_room(wanted or nbytes, path, f"{what} {_size(max(0, free))}"))
 
 
 def _limits(folder: Path) -> list[tuple[int, str]]:
@@ -60,7 +74,7 @@ def _limits(folder: Path) -> list[tuple[int, str]]:
     found.append((int(memory.available - _SPARE * memory.total), "the machine has, beside what is kept for others,"))
     group = group_room()
     if group is not None:
-        found.append((group, "the control group may take"))
+        found.append((group - _AT_ONCE, "the control group may take, beside what is kept for others,"))
     return found
 
 

@@ -176,3 +176,7 @@ def test_what_is_no_fsdp2_is_refused_by_name(fsdp2: Results, case: str) -> None:
 
 def test_fsdp2_shares_and_facts(fsdp2: Results) -> None:
     assert fsdp2["hybrid", "shares"] == fsdp2["hybrid", "facts"] == []
+
+
+def test_dtensors_without_fully_shard(fsdp2: Results) -> None:
+    assert fsdp2["dtensors", "cover"] == []

@@ -24,7 +24,7 @@ from store.memory.version import assembled, share_of
 from store.names import SaveId
 from store.segments import read_entry
 from tests.support.launch import torchrun
-from tests.support.memory_places import DDP, ZERO2, ZERO3, Place, hashes, resumed, said
+from tests.support.memory_places import DDP, FSDP2, ZERO2, ZERO3, Place, hashes, resumed, said
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -54,7 +54,9 @@ def in_memory(tier: Tier, save: SaveId) -> dict[tuple[str, str], torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize(("before", "after", "case"), [(2, 1, ZERO2), (1, 2, ZERO2), (2, 1, ZERO3), (1, 2, DDP)])
+@pytest.mark.parametrize(
+    ("before", "after", "case"), [(2, 1, ZERO2), (1, 2, ZERO2), (2, 1, ZERO3), (1, 2, DDP), (2, 1, FSDP2)]
+)
 def test_another_world_on_one_machine_reads_it(place: Place, before: int, after: int, case: dict[str, Any]) -> None:
     first = place.life("first", before, steps=8, case=case)
     wanted = in_memory(place.tier(), SaveId(8, 1))

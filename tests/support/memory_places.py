@@ -17,6 +17,7 @@ from tests.support.launch import Launched, torchrun
 ZERO2 = {"kind": "zero", "stage": 2, "precision": "bf16"}
 ZERO3 = {"kind": "zero", "stage": 3, "precision": "bf16"}
 DDP = {"kind": "ddp"}
+FSDP2 = {"kind": "fsdp2"}
 FROZEN_IS_COMMITTED = {"every": 3}
 """The model has a frozen block, and memory begins once that is known to be committed: with the second decision."""
 

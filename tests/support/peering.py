@@ -12,7 +12,8 @@ from pathlib import Path
 
 from monitor.peers.door import Door
 from monitor.peers.replicas import Replicas
-from monitor.peers.sender import Place, Sender
+from monitor.peers.sender import Sender
+from monitor.peers.wire import Place
 from store.memory.arena import Arena
 from store.memory.held import look
 from store.memory.record import READER, VersionRecord

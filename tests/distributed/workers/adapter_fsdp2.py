@@ -13,11 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from adapter_model import ACCUMULATION, CLIP, Tiny, batches, param_groups
-from adapter_state import leave, report, round_trip, unequal
-from fsdp2_jobs import shard
+from adapter_state import all_owned, coverage, held_is_live, leave, report, round_trip, take, unequal
+from fsdp2_jobs import mesh_of, shard
 from fsdp2_refused import refused
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from monitor.adapters.base import Adapter
 from monitor.adapters.select import adapter_for
@@ -40,7 +40,7 @@ SLOTS: dict[str, tuple[str, ...]] = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": 
 
 
 class Factored(torch.optim.Optimizer):
-    """Keeps one number a column of a matrix, on every rank: a state of its own shape, as of factored optimizers."""
+    """Keeps one number a column, on every rank: state of a shape of its own, as factored optimizers have it."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -113,6 +113,27 @@ def shares_and_facts(name: str) -> None:
     report(name, "facts", *unlike, *meshes, *unequal(json.loads(json.dumps(facts)), facts, "facts"))
 
 
+def dtensors() -> None:
+    """A model of DTensors that no fully_shard made, with a plain one among them."""
+    mesh = mesh_of({})
+    model = nn.ModuleDict({"cut": nn.Linear(5, 7), "whole": nn.Linear(5, 7), "plain": nn.Linear(5, 7)})
+    for name, placement in (("cut", Shard(0)), ("whole", Replicate())):
+        for key, parameter in list(model[name].named_parameters()):
+            setattr(model[name], key, nn.Parameter(distribute_tensor(parameter.detach(), mesh, [placement])))
+    adapter = adapter_for((model, torch.optim.SGD(model.parameters(), lr=1e-2)))
+    whole = take(adapter).tensors
+    wrong = [
+        fqn
+        for fqn, parameter in model.named_parameters()
+        if not torch.equal(whole[fqn, "fp32"], full(parameter.detach()).view(-1))
+    ]
+    report("dtensors", "cover", *coverage(adapter, all_owned(adapter), ()), *held_is_live(adapter), *wrong)
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def main() -> None:
     dist.init_process_group("gloo")
     for name in [one for one in sys.argv[1:] or CASES if one in CASES]:
@@ -122,6 +143,7 @@ def main() -> None:
     if not sys.argv[1:] or sys.argv[1:] == ["refused"]:
         refused()
         shares_and_facts("hybrid")
+        dtensors()
     leave()
 
 

@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,6 +23,7 @@ from resume_train import hashes
 
 import monitor
 import monitor.memory
+import monitor.peers.sender
 from monitor.adapters.select import adapter_for
 from store.errors import StorageError
 from store.memory.tier import Tier
@@ -87,13 +89,35 @@ class Life:
             memory._tier = Tier(own, memory._tier.store_id)
         if memory is not None and str(rank()) in self.spec.get("paths", {}):
             memory._tier = Tier(Path(self.spec["paths"][str(rank())]), memory._tier.store_id)
+        if "peer_seconds" in self.spec:
+            monitor.peers.sender._SILENCE = self.spec["peer_seconds"]
+        if memory is not None and rank() == self.spec.get("relayed"):
+            self.relay_door(memory._peers)
         return ckpt
+
+    def relay_door(self, peers: Any) -> None:
+        """Others reach this rank through a process that can be stopped: a network that falls silent."""
+        real = peers._opened
+
+        def opened() -> Any:
+            door, problem = real()
+            family, host, port = door.place
+            relay = str(Path(__file__).with_name("relay.py"))
+            self.relay = subprocess.Popen([sys.executable, relay, host, str(port)], stdout=subprocess.PIPE)
+            assert self.relay.stdout is not None
+            door.place = (family, host, int(self.relay.stdout.readline()))
+            return door, problem
+
+        peers._opened = opened
 
     def train(self, trainee: Trainee, ckpt: monitor.Checkpointer, steps: range) -> None:
         for step in steps:
             self.moody.fails = rank() == self.spec.get("moody") and step in self.spec["fails"]
             if rank() == self.spec.get("dies") and step == self.spec["dies_at"]:
                 self.dies_while_keeping(self.spec["dies_when"])
+            silent = step >= self.spec.get("silent_from", 10**9)
+            if silent and rank() == self.spec["relayed"]:
+                os.kill(self.relay.pid, signal.SIGSTOP)
             losses = trainee.step()
             self.results.tell("state", step=step, hashes=hashes(trainee), losses=losses)
             ckpt.step()
@@ -101,7 +125,9 @@ class Life:
             ckpt.flush()
             if ckpt._memory is not None:
                 ckpt._memory._writer.join(60)
-                self.replicated(ckpt._memory)
+                if not silent:
+                    self.replicated(ckpt._memory)
+                self.results.tell("sent", step=step, busy=self.sending(ckpt._memory))
             dist.barrier()  # what is known at a step must not hang on the speed of a disk
 
     def replicated(self, memory: monitor.memory.MemoryTier) -> None:
@@ -109,6 +135,10 @@ class Life:
         sender = memory._peers._sender
         if sender is not None:
             sender._writer.join(60)
+
+    def sending(self, memory: monitor.memory.MemoryTier) -> bool:
+        sender = memory._peers._sender
+        return sender is not None and sender.busy
 
     def dies_while_keeping(self, when: str) -> None:
         real = monitor.memory.remember
@@ -172,6 +202,13 @@ def second(life: Life) -> None:
         ]
         torch.save(pieces, Path(life.spec["dump"]) / f"rank{rank()}.pt")
     life.train(trainee, ckpt, range(step + 1, step + 5))
+    if life.spec.get("back"):
+        assert ckpt._memory is not None
+        step = ckpt.resume()
+        life.results.tell("back", step=step, hashes=hashes(trainee))
+        life.train(trainee, ckpt, range(step + 1, step + 5))
+        sender = ckpt._memory._peers._sender
+        life.results.tell("sent_again", save=str(None if sender is None else sender.sent))
     ckpt.save(wait=True)
     ckpt.close()
     life.results.tell("end")

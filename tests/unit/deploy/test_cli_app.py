@@ -31,6 +31,9 @@ from tests.support.stores import StoreBuilder
 BESIDE = ("daemon run", "daemon status", "daemon stop", "memory", "memory clear")
 """What is about a node instead of a store."""
 
+BEFORE = ("init", "schema", "doctor")
+"""What comes before there is a store."""
+
 COMMANDS = {
     "status": (),
     "show": (),
@@ -236,7 +239,7 @@ def test_exit_codes_are_those_of_the_errors() -> None:
     "command",
     [
         (),
-        *((command,) for command in (*COMMANDS, "run")),
+        *((command,) for command in (*COMMANDS, *BEFORE, "run")),
         *(tuple(words.split()) for words in BESIDE),
         ("policy",),
         ("policy", "check"),
@@ -267,7 +270,7 @@ def test_every_command_and_option_is_documented() -> None:
         found[1]: found[2] for found in re.finditer(r"^## `([a-z ]+[a-z]).*?`\n(.*?)(?=^## |\Z)", text, re.M | re.S)
     }
     commands = _commands(typer.main.get_command(app))
-    assert sections.keys() == commands.keys() == {*COMMANDS, "policy check", "run", "simulate", *BESIDE}
+    assert sections.keys() == commands.keys() == {*COMMANDS, *BEFORE, "policy check", "run", "simulate", *BESIDE}
     for name, command in commands.items():
         for parameter in command.params:
             for option in [*parameter.opts, *parameter.secondary_opts]:

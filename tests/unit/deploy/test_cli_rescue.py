@@ -12,6 +12,7 @@ from store.files import LocalFiles
 from store.memory.held import look
 from store.memory.seen import Seen
 from store.names import SaveId
+from store.schema import to_bytes
 from store.verify import verify
 from tests.support.cli import Here
 from tests.support.jobs import Job
@@ -81,6 +82,19 @@ def test_memory_lists_what_there_is(here: Here, store: Path, shm: Path) -> None:
     assert listed["nbytes"] > 0
     text = here("memory", "--memory", shm, columns=200).out
     assert str(store) in text and "dead" in text
+
+
+def test_what_is_of_another_node_is_listed_and_not_rescued(here: Here, store: Path, shm: Path) -> None:
+    """Its rank may live."""
+    abandoned(job(store))
+    for held in look(tier_of(store)).versions.values():
+        record = held[0].payload.with_suffix(".json")
+        record.write_bytes(to_bytes(held[0].record.model_copy(update={"replica": True})))
+    row = here("memory", "--memory", shm, "--json").json["stores"][0]
+    assert (row["step"], row["ranks"], row["replicas"]) == (7, 1, 1)
+    assert "1 of 1, 1 as replicas" in here("memory", "--memory", shm, columns=200).out
+    told = here("rescue", store, "--memory", shm, columns=200)
+    assert told.code == 1 and "ranks [0] of 1 are not in the memory of this node" in told.out
 
 
 def test_nothing_in_memory(here: Here, tmp_path: Path) -> None:

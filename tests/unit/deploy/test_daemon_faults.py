@@ -6,8 +6,6 @@ import os
 import shutil
 import signal
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -18,6 +16,7 @@ from store.prune import plan_prune
 from store.retention import Retention
 from store.verify import verify
 from tests.support.cli import driftpoint
+from tests.support.control_groups import group
 from tests.support.daemons import (
     Running,
     catalog_of,
@@ -128,28 +127,6 @@ def test_a_rescue_takes_little_memory(store: Path, base: Path) -> None:
     written = (store / payload_path(SaveId(3, 1), 0)).stat().st_size
     assert written > 200e6
     assert verify(catalog_of(store)).ok
-
-
-@contextmanager
-def group(nbytes: int) -> Iterator[Path]:
-    """A control group that may have so much memory."""
-    old, new = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
-    root, limit = (new, "memory.max") if (new / "cgroup.controllers").exists() else (old, "memory.limit_in_bytes")
-    made = root / f"driftpoint-test-{os.getpid()}"
-    try:
-        made.mkdir()
-        (made / limit).write_text(str(nbytes))
-        with suppress(OSError):
-            (made / "memory.swap.max").write_text("0")
-    except OSError as error:
-        with suppress(OSError):
-            made.rmdir()
-        pytest.skip(f"no control group can be made ({error}): a daemon killed for its memory is NOT tested")
-    try:
-        yield made
-    finally:
-        until(lambda: not (made / "cgroup.procs").read_text().strip(), "an empty group")
-        made.rmdir()
 
 
 def test_a_daemon_that_is_killed_for_its_memory(store: Path, base: Path) -> None:

@@ -469,3 +469,16 @@ def test_two_stores_in_one_process(tmp_path: Path) -> None:
     again.ckpt.close()
     other.ckpt.close()
     assert not list(tmp_path.glob("driftpoint-*/*"))
+
+
+def test_on_a_single_node_there_are_no_peers_and_that_is_said(store: Path, caplog: pytest.LogCaptureFixture) -> None:
+    one = Job(store, every=4, memory=memory(store, peers=True))
+    one.ckpt.resume()
+    run(one, 6)
+    assert "all ranks are on one node" in caplog.text
+    assert one.metric("driftpoint_failures_total", reason="peer") == 1
+    abandoned(one)
+    again = Job(store, every=4, memory=memory(store, peers=True))
+    assert again.ckpt.resume() == 6 and sources(again) == {"memory"}
+    again.ckpt.close()
+    assert kept_steps(store) == []

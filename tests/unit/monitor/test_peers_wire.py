@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from monitor.peers.address import own_address
-from monitor.peers.wire import Answer, Link, connect, welcome
+from monitor.peers.wire import Answer, Link, connect
 from store.errors import PeerError
 from tests.support.peering import LOCAL, TOKEN
 
@@ -32,7 +32,7 @@ def test_both_sides_prove_that_they_have_the_token() -> None:
     def host(token: bytes) -> None:
         link = Link(listener.accept()[0], 5.0)
         try:
-            welcome(link, token)
+            link.welcome(token)
             heard.append(link.hear(Answer).why)
         except PeerError as error:
             heard.append(error)
@@ -42,7 +42,7 @@ def test_both_sides_prove_that_they_have_the_token() -> None:
         thread = threading.Thread(target=host, args=(mine,))
         thread.start()
         try:
-            link = connect(*LOCAL, port, theirs, silence=5.0)
+            link = connect((*LOCAL, port), theirs, silence=5.0)
             link.tell(Answer(ok=True, why="hello"))
             link.close()
         except PeerError as error:
@@ -66,7 +66,7 @@ def test_a_host_that_has_not_the_token_is_not_believed() -> None:
     thread = threading.Thread(target=impostor)
     thread.start()
     with pytest.raises(PeerError, match="not of this job"):
-        connect(*LOCAL, listener.getsockname()[1], TOKEN, silence=5.0)
+        connect((*LOCAL, listener.getsockname()[1]), TOKEN, silence=5.0)
     thread.join(30)
     listener.close()
 
@@ -76,7 +76,7 @@ def test_nobody_there() -> None:
     port = listener.getsockname()[1]
     listener.close()
     with pytest.raises(PeerError, match=f"no connection to 127.0.0.1 port {port}"):
-        connect(*LOCAL, port, TOKEN, silence=5.0)
+        connect((*LOCAL, port), TOKEN, silence=5.0)
 
 
 def test_silence_is_an_error(pair: tuple[Link, socket.socket]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from monitor.adapters.base import Adapter
 from monitor.adapters.select import adapter_for
@@ -264,6 +265,17 @@ def test_anything_else_is_refused_with_what_is_accepted(target: Any) -> None:
 def test_compiled_modules_keep_their_names() -> None:
     net = Net()
     assert "out.weight" in adapter_for((torch.compile(net), adamw(list(net.parameters())))).tensors()
+
+
+def test_blocks_that_are_checkpointed_or_compiled_keep_their_names() -> None:
+    net, optimizer = start(0)
+    bare, names = adapter_for((net, optimizer)).tensors(), list(net.state_dict())
+    net.conv = checkpoint_wrapper(net.conv)  # type: ignore[assignment]
+    net.norm = torch.compile(net.norm, backend="eager")  # type: ignore[assignment]
+    adapter = adapter_for((net, optimizer))
+    assert adapter.tensors() == bare
+    assert adapter.layout_facts()["state_dict_names"] == names
+    assert {piece.fragment.fqn for piece in adapter.owned()} <= bare.keys()
 
 
 def test_a_wrapped_optimizer_is_unwrapped() -> None:

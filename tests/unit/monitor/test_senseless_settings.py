@@ -36,6 +36,10 @@ MESSAGES: list[tuple[dict[str, Any], str]] = [
         """bounds: max_staleness 50 cannot hold with interval 100: even what is saved every time grows 100 steps
         old; set max_staleness >= 100, or decide more often (a smaller `every`)""",
     ),
+    (
+        {"memory": {"peers": True}},
+        "memory.peers replicates the memory tier, which is off: set `memory: {enabled: true}`, too",
+    ),
     ({"bounds": {"max_staleness": 0}}, "bounds: max_staleness must be an integer >= 1, not 0"),
     ({"bounds": {"max_drift": -0.1}}, "bounds: max_drift must be a finite number >= 0, not -0.1"),
     (

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from store.memory.arena import Arena
 from store.memory.room import free_bytes, group_room, reserve
 from store.names import SaveId
 from tests.support.cli import environment
+from tests.support.control_groups import group
 from tests.support.made_versions import keep, tier_at, values, wanted
 from tests.support.mounts import tmpfs
 
@@ -234,6 +236,64 @@ def test_memory_that_is_there_is_not_asked_for_again(tmp_path: Path) -> None:
     arena.close(remove=True)
 
 
+RANK = """
+import os, sys
+from pathlib import Path
+from store.errors import StorageError
+from store.memory.room import reserve
+Path(sys.argv[1]).write_text(str(os.getpid()))
+path = Path(sys.argv[2])
+descriptor = os.open(path, os.O_RDWR | os.O_CREAT)
+print("ready", flush=True)
+sys.stdin.readline()
+try:
+    reserve(descriptor, 200 << 20, path)
+    print("reserved", flush=True)
+except StorageError as error:
+    print(os.fstat(descriptor).st_size, error, flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.mark.slow
+def test_ranks_that_reserve_at_the_same_time_are_refused_and_not_killed(tmp_path: Path) -> None:
+    """Each alone would fit into the control group, whose limit brings the out-of-memory killer for all of them."""
+    with tmpfs(tmp_path / "shm", "2g") as place, group(700 * MIB) as limited:
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-c", RANK, str(limited / "cgroup.procs"), str(place / str(rank))],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env=environment(),
+            )
+            for rank in range(4)
+        ]
+        assert [line(one) for one in ranks] == ["ready"] * 4
+        for one in ranks:
+            say(one)
+        told = [line(one) for one in ranks]
+        for one in ranks:
+            say(one)
+        assert [one.wait(60) for one in ranks] == [0] * 4, "the kernel killed some"
+        assert any(text.startswith("0 no room in memory for") for text in told), told
+        assert set(told) - {"reserved"} == {text for text in told if "the control group may take" in text}
+        for path in place.iterdir():
+            path.unlink()
+
+
+def line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def say(process: subprocess.Popen[str]) -> None:
+    assert process.stdin is not None
+    with suppress(BrokenPipeError):
+        process.stdin.write("go\n")
+        process.stdin.flush()
+
+
 # ---- control groups, read from files as the kernel has them
 
 
@@ -259,8 +319,8 @@ def test_the_least_that_any_group_above_leaves_counts(tmp_path: Path) -> None:
 
 def test_version_1_of_control_groups_counts_too(tmp_path: Path) -> None:
     root = tmp_path / "sys"
-    group = root / "memory" / "job"
-    put(group, limit_in_bytes=700, usage_in_bytes=100, stat="inactive_file 1\ntotal_inactive_file 50")
+    job = root / "memory" / "job"
+    put(job, limit_in_bytes=700, usage_in_bytes=100, stat="inactive_file 1\ntotal_inactive_file 50")
     put(root / "memory", limit_in_bytes=9223372036854771712, usage_in_bytes=5, stat="")
     lines = ("9:name=systemd:/", "5:devices:/", "4:memory:/job", "0::/")
     assert group_room(root, own(tmp_path, *lines)) == 650

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from monitor.adapters.select import adapter_for
+from monitor.adapters.without_frozen import WithoutFrozen
 from monitor.agree import everywhere
 from monitor.alike import require_alike
+from monitor.banner import banner
 from monitor.checkpointer import Checkpointer
 from monitor.config import Config, load_config
 from monitor.daemon_link import DaemonLink
 from monitor.drift.buffers import BySlotMeter
 from monitor.drift.select import meter_for
 from monitor.group import Group, current_group
+from monitor.hf.accelerator import is_accelerator, prepared
 from monitor.job import Job
 from monitor.layers import find_layers
 from monitor.metrics import Metrics
@@ -22,6 +25,7 @@ from monitor.opened import open_existing, open_store
 from monitor.pacing import pace_for
 from monitor.rehearsing import rehearse_policy
 from monitor.run_state import UserState, to_tree
+from monitor.saying import say
 from monitor.spending import Spending
 from monitor.tracing import TracedJob, Tracer
 from monitor.units import UnitTable
@@ -34,7 +38,8 @@ def attach(
     *,
     state: Sequence[Any] = (),
 ) -> Checkpointer:
-    """Attach to a DeepSpeed engine, or to ``(model, optimizer)`` of plain PyTorch or DistributedDataParallel.
+    """Attach to a DeepSpeed engine, to ``(model, optimizer)`` of plain PyTorch or DistributedDataParallel, or to an
+    ``accelerate.Accelerator`` that has prepared one of each.
 
     config: a YAML file, a mapping, or None for the defaults. state: objects to save and resume besides the model
     and the optimizer (schedulers, samplers, loss scalers, ``torch.Generator``): each with ``state_dict`` and
@@ -45,26 +50,54 @@ def attach(
     the layers of this job, UnsupportedError for what cannot be handled, StoreInUseError where another job on this
     machine owns the store, and StorageError where it cannot be written.
     """
+    if is_accelerator(target):
+        found = prepared(target)
+        return attach_counted(found.target, config, [*found.state, *state], found.steps)
+    return attach_counted(target, config, state, None)
+
+
+def attach_counted(
+    target: Any,
+    config: str | os.PathLike[str] | Mapping[str, Any] | Config | None,
+    state: Sequence[Any],
+    steps: Callable[[], int] | None,
+) -> Checkpointer:
+    """:func:`attach`, for loops that count themselves. steps: optimizer steps taken so far, where the framework does
+    not count them; None: every ``ckpt.step()`` is one."""
     group = current_group()
-    job = everywhere(group, lambda: _job(target, config, state, group))
+    job = everywhere(group, lambda: _job(target, config, state, group, steps))
     require_alike(job)
+    if isinstance(job.adapter, WithoutFrozen):
+        job.adapter.agree(group)
     rehearse_policy(job)
     settings = job.config
     if job.observing:
-        return Checkpointer(job, None, open_existing(settings.store, group))
+        return _told(Checkpointer(job, None, open_existing(settings.store, group)), job, False, config is None)
     opened = open_store(settings.store, group, settings.timeouts.lock, counting=settings.every == "auto")
     if opened.incarnation is not None:
         job.pace.count(opened.incarnation.interruptions, opened.incarnation.rank_seconds)
     store = os.path.abspath(os.path.expanduser(settings.store))  # noqa: PTH100, PTH111 - as it was opened
     job.daemon.begin(store, opened.catalog.store_id, opened.epoch, group.rank, group.world_size)
-    return Checkpointer(job, opened, opened.catalog)
+    return _told(Checkpointer(job, opened, opened.catalog), job, opened.has_commits, config is None)
+
+
+def _told(made: Checkpointer, job: Job, has_commits: bool, unset: bool) -> Checkpointer:
+    if job.group.rank == 0:
+        say(banner(job, port=made.metrics.port, has_commits=has_commits, unset=unset))
+    return made
 
 
 def _job(
-    target: Any, config: str | os.PathLike[str] | Mapping[str, Any] | Config | None, state: Sequence[Any], group: Group
+    target: Any,
+    config: str | os.PathLike[str] | Mapping[str, Any] | Config | None,
+    state: Sequence[Any],
+    group: Group,
+    steps: Callable[[], int] | None,
 ) -> Job:
     settings = load_config(config)
     adapter = adapter_for(target)
+    if settings.frozen == "skip":
+        adapter = WithoutFrozen(adapter)
     user = UserState(state)
     to_tree({"framework": adapter.run_state(), "user": user.capture()})  # what cannot be stored is told now
     layers = find_layers(
@@ -81,4 +114,6 @@ def _job(
     tracer = Tracer(settings, TracedJob(adapter.framework, inner.name, observing), group, table, metrics)
     pace = pace_for(settings.every, settings.auto, settings.bounds.max_staleness, group.world_size, metrics)
     daemon = DaemonLink(settings.daemon, settings.memory.path, metrics)
-    return Job(settings, inner, group, adapter, table, meter, user, metrics, spending, tracer, pace, daemon, observing)
+    return Job(
+        settings, inner, group, adapter, table, meter, user, metrics, spending, tracer, pace, daemon, observing, steps
+    )

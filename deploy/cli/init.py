@@ -1,0 +1,146 @@
+"""``driftpoint init``: write a configuration to begin with. ``driftpoint schema``: what a configuration may say."""
+
+from __future__ import annotations
+
+import json as json_
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from deploy.cli import output
+from deploy.cli.options import DebugOption, JsonOption
+from deploy.cli.policy_settings import parameters
+from store.errors import ConfigError, StorageError, UsageError
+
+OutOption = Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="The file to write; it must not exist.")]
+StoreOption = Annotated[
+    str | None, typer.Option("--store", metavar="DIR", help="Where commits go.", show_default=False)
+]
+PolicyOption = Annotated[
+    str | None, typer.Option("--policy", metavar="POLICY", help="What to save, by name.", show_default=False)
+]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="A parameter of the policy; may be given several times."),
+]
+EveryOption = Annotated[
+    str | None, typer.Option("--every", metavar="STEPS", help="When to decide: steps, or auto.", show_default=False)
+]
+EncodingOption = Annotated[
+    str | None, typer.Option("--encoding", metavar="NAME", help="raw, compact or careful.", show_default=False)
+]
+BytesOption = Annotated[
+    float | None,
+    typer.Option("--bytes-per-hour", metavar="N", help="What policy budget may write.", show_default=False),
+]
+SchemaOption = Annotated[
+    bool, typer.Option("--schema/--no-schema", help="Write the schema for editors beside it, and refer to it.")
+]
+
+
+def init(
+    *,
+    out: OutOption = Path("driftpoint.yaml"),
+    store: StoreOption = None,
+    policy: PolicyOption = None,
+    set_: SetOption = None,
+    every: EveryOption = None,
+    encoding: EncodingOption = None,
+    bytes_per_hour: BytesOption = None,
+    schema: SchemaOption = True,
+    json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Write a configuration to begin with: what matters on top, everything else commented out with its default."""
+    del debug
+    values = _values(store, _policy(policy, set_ or ()), every, encoding, bytes_per_hour)
+    files = create(out, values, schema=schema)
+    body = {"files": [str(path) for path in files]}
+    output.answer(body, lambda console: draw(console, files), as_json=json)
+
+
+def schema(*, json: JsonOption = True, debug: DebugOption = False) -> None:
+    """Print the JSON schema of a configuration, for editors and validators. Always JSON."""
+    del json, debug
+    from deploy.settings_text import schema as found
+
+    output.answer(found(), lambda _: None, as_json=True)
+
+
+def create(out: Path, values: Mapping[str, Any], *, schema: bool) -> list[Path]:
+    """The files written: the configuration, and the schema beside it. Neither replaces what is not its like.
+
+    ConfigError where the values make no sense; nothing is written then."""
+    from deploy import settings_text
+    from monitor.config import load_config
+
+    try:
+        load_config(values)
+    except ConfigError as error:
+        raise UsageError(str(error).removeprefix("the configuration: ")) from error
+    beside = out.parent / settings_text.SCHEMA_FILE
+    if schema:
+        _require_ours(beside, settings_text.TITLE)
+    _write(out, settings_text.written(values, str(out), schema=schema), "x")
+    if not schema:
+        return [out]
+    _write(beside, json_.dumps(settings_text.schema(), indent=2) + "\n", "w")
+    return [out, beside]
+
+
+def draw(console: Console, files: list[Path]) -> None:
+    """The text of the command."""
+    beside = f", and {files[1]} for editors" if len(files) > 1 else ""
+    console.print(output.cell(f"Wrote {files[0]}{beside}."))
+    console.print(
+        output.cell(f'Next: monitor.attach(..., "{files[0]}") in the script; driftpoint doctor -c {files[0]}')
+    )
+
+
+def _policy(name: str | None, given: Sequence[str]) -> str | dict[str, Any] | None:
+    if not given:
+        return name
+    if name is None:
+        raise UsageError("--set is a parameter of a policy: name that with --policy")
+    return {"name": name, **parameters(given)}
+
+
+def _values(
+    store: str | None,
+    policy: str | dict[str, Any] | None,
+    every: str | None,
+    encoding: str | None,
+    bytes_per_hour: float | None,
+) -> dict[str, Any]:
+    steps = int(every) if every is not None and every.isascii() and every.isdigit() else every
+    given = {"store": store, "every": steps, "policy": policy, "encoding": encoding}
+    values: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
+    if bytes_per_hour is not None:
+        values["budget"] = {"bytes_per_hour": bytes_per_hour}
+    elif policy == "budget":
+        raise UsageError("policy budget needs what it may spend: add --bytes-per-hour, such as 2e10")
+    return values
+
+
+def _require_ours(beside: Path, title: str) -> None:
+    try:
+        found = json_.loads(beside.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError):
+        found = None
+    if not isinstance(found, dict) or found.get("title") != title:
+        raise UsageError(f"{beside} is there, and is no schema of ours: move it away, or give --no-schema")
+
+
+def _write(path: Path, text: str, mode: str) -> None:
+    try:
+        with path.open(mode, encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError as error:
+        raise UsageError(f"{path} is there already, and is not replaced: name another file with -o") from error
+    except OSError as error:
+        raise StorageError(f"cannot write {path}: {error.strerror}") from error

@@ -1,0 +1,304 @@
+"""Tries on a directory what a store relies on, with real files and a real second process, and takes all of it away.
+
+The files bear names of interrupted writes: a store ignores them, and pruning removes what a killed doctor left. No
+file of a store is opened, so one that is in use is in no danger. Nothing here needs to be root.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import secrets
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from deploy.cli.text import size_text
+from deploy.doctor.finding import Finding
+from deploy.doctor.plan import Plan
+from store.errors import StorageError
+from store.files import LocalFiles
+from store.mounts import mount_of
+
+_PIECE = 1 << 24
+_MOST_BYTES = 1 << 28
+_MOST_SECONDS = 5.0
+_SKEW = 5.0
+"""Seconds that the clock of a filesystem may be off."""
+
+_LOCKER = """
+import fcntl, os, sys
+descriptor = os.open(sys.argv[1], os.O_RDWR)
+fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+print("locked", flush=True)
+sys.stdin.read()
+"""
+
+
+def place_of(root: Path) -> Path:
+    """The directory to try: the store's, or the nearest above it that is there."""
+    return next(place for place in (root, *root.absolute().parents) if place.is_dir())
+
+
+def look_at_disk(root: Path, plan: Plan) -> Iterator[Finding]:
+    """Every check of the disk that ``root`` lies on, or is going to."""
+    place = place_of(root)
+    yield _kind(place)
+    try:
+        with _Probe(place) as probe:
+            yield from _writes(probe, place, plan)
+    except (OSError, StorageError) as error:
+        yield Finding("writing", "fail", f"no file can be written in {place}: {_told(error)}", _how_to_write(error))
+    yield _space(place, plan, _held(root))
+    yield _inodes(place)
+
+
+class _Probe:
+    """Files of our own in a directory that others use."""
+
+    def __init__(self, place: Path) -> None:
+        self.files = LocalFiles(place)
+        self.place = place
+        self._names: list[str] = []
+
+    def name(self) -> str:
+        """A new one, which is unlinked at the end whatever becomes of it."""
+        self._names.append(f".tmp-{secrets.token_hex(6)}-doctor")
+        return self._names[-1]
+
+    def __enter__(self) -> _Probe:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for name in self._names:
+            with suppress(OSError):
+                (self.place / name).unlink()
+
+
+def _writes(probe: _Probe, place: Path, plan: Plan) -> Iterator[Finding]:
+    first = probe.name()
+    began = time.time()
+    _written(probe, first)
+    yield _clock(began, (place / first).stat().st_mtime)
+    broken = [text for text in (tried(probe, first) for tried in _PROMISES) if text is not None]
+    yield (
+        Finding("semantics", "fail", "; ".join(broken), "put the store on a filesystem that has what is missing")
+        if broken
+        else Finding("semantics", "ok", "files and directories sync; nothing is replaced; renames and links are whole")
+    )
+    yield _locking(place / first)
+    yield _speed(probe, plan)
+
+
+def _written(probe: _Probe, name: str) -> None:
+    file = probe.files.create(name)
+    try:
+        file.write(b"driftpoint doctor")
+        file.sync()
+    finally:
+        file.close()
+    probe.files.sync_dir("")
+
+
+def _excludes(probe: _Probe, first: str) -> str | None:
+    return _refused(lambda: _written(probe, first), "a file that is there can be created again")
+
+
+def _links(probe: _Probe, first: str) -> str | None:
+    second = probe.name()
+    try:
+        probe.files.link(first, second)
+    except StorageError as error:
+        return f"there are no hard links ({error})"
+    if (probe.place / second).stat().st_ino != (probe.place / first).stat().st_ino:
+        return "a hard link is a copy"
+    return _refused(lambda: probe.files.link(first, second), "a link replaces what is there")
+
+
+def _renames(probe: _Probe) -> str | None:
+    source, target = probe.name(), probe.name()
+    _written(probe, source)
+    _written(probe, target)
+    inode = (probe.place / source).stat().st_ino
+    try:
+        probe.files.rename(source, target)
+    except StorageError as error:
+        return f"a file cannot be renamed over another ({error})"
+    whole = (probe.place / target).stat().st_ino == inode and not (probe.place / source).exists()
+    return None if whole else "a rename copies"
+
+
+def _follows_no_link(probe: _Probe, first: str) -> str | None:
+    name = probe.name()
+    try:
+        (probe.place / name).symlink_to(first)
+    except OSError:
+        return None  # there are none to follow
+    try:
+        os.close(os.open(probe.place / name, os.O_RDONLY | os.O_NOFOLLOW))
+    except OSError as error:
+        return None if error.errno == errno.ELOOP else f"a symbolic link is refused oddly ({error.strerror})"
+    return "symbolic links are followed where that is forbidden"
+
+
+def _reads_back(probe: _Probe, first: str) -> str | None:
+    same = probe.files.read(first, 1 << 10) == b"driftpoint doctor"
+    return None if same and first in probe.files.list_dir("") else "what was written is not what is read"
+
+
+_PROMISES = (_excludes, _links, lambda probe, _: _renames(probe), _follows_no_link, _reads_back)
+
+
+def _refused(action: Callable[[], None], otherwise: str) -> str | None:
+    try:
+        action()
+    except StorageError as error:
+        cause = error.__cause__
+        return None if isinstance(cause, OSError) and cause.errno == errno.EEXIST else str(error)
+    return otherwise
+
+
+def _clock(began: float, stamped: float) -> Finding:
+    off = stamped - time.time() if stamped > time.time() else min(0.0, stamped - began)
+    if abs(off) <= _SKEW:
+        return Finding("clock", "ok", "the filesystem's clock is this machine's, within seconds")
+    return Finding(
+        "clock",
+        "warn",
+        f"the filesystem's clock is {off:+.0f} s off this machine's",
+        "set both by NTP (chronyd, systemd-timesyncd); a store goes by steps, but the ages shown are wrong",
+    )
+
+
+def _locking(path: Path) -> Finding:
+    with _locked(path) as refused:
+        unseen = refused is None and _lockable(path)
+    if refused is None and not unseen:
+        return Finding("locking", "ok", "two processes see each other's locks")
+    return Finding(
+        "locking",
+        "warn",
+        refused or "a lock of one process is not seen by another",
+        "two jobs on one store are told apart by epochs still, but only once the second has claimed one: mount with "
+        "locks (Lustre: -o flock; NFS: not nolock), or take care that one job runs at a time",
+    )
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[str | None]:
+    """Held by another process; or why not."""
+    child = subprocess.Popen(
+        [sys.executable, "-c", _LOCKER, str(path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    assert child.stdout is not None
+    try:
+        yield None if child.stdout.readline() == "locked\n" else "a second process cannot lock a file"
+    finally:
+        child.communicate()
+
+
+def _lockable(path: Path) -> bool:
+    descriptor = os.open(path, os.O_RDWR)
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return True
+
+
+def _speed(probe: _Probe, plan: Plan) -> Finding:
+    status = os.statvfs(probe.place)
+    most = min(_MOST_BYTES, status.f_bavail * status.f_frsize // 10)
+    data = secrets.token_bytes(_PIECE)  # what compresses would flatter some filesystems
+    name, done, began = probe.name(), 0, time.perf_counter()
+    file = probe.files.create(name)
+    try:
+        while done + _PIECE <= most and time.perf_counter() - began < _MOST_SECONDS:
+            file.write(data)
+            done += _PIECE
+        file.sync()
+    finally:
+        file.close()
+    seconds = time.perf_counter() - began
+    if not done:
+        return Finding("speed", "warn", "there is no room to measure it", "see space")
+    rate = done / seconds
+    return Finding("speed", "ok", f"{rate / 1e6:.0f} MB/s from this process, synced{_meaning(plan, rate)}")
+
+
+def _meaning(plan: Plan, rate: float) -> str:
+    if plan.commit_bytes is None:
+        return f": a model of 1 G parameters takes {12e9 / rate:.0f} s a save, beside training"
+    return f": a full save of {size_text(plan.commit_bytes)} takes {plan.commit_bytes / rate:.0f} s, beside training"
+
+
+def _kind(place: Path) -> Finding:
+    mount = mount_of(place)
+    if mount is None:
+        return Finding("filesystem", "warn", f"{place}: of a kind that cannot be told", "")
+    seen = f"{place} is on {mount.name}, mounted at {mount.point}"
+    if mount.loss is not None:
+        return Finding(
+            "filesystem", "warn", f"{seen}: {mount.loss}", "name a `store:` on a disk (a volume, in a container)"
+        )
+    what = {"shared": "shared between machines", "local": "of this machine alone: for one node, or a copy of each"}
+    return Finding("filesystem", "ok", f"{seen} ({what.get(mount.kind, 'shared or not, nobody can tell')})")
+
+
+def _held(root: Path) -> int:
+    """Bytes of the store that is there: what it holds is part of the plan, and goes as new commits come."""
+    found = 0
+    for folder, _, names in os.walk(root):
+        for name in names:
+            with suppress(OSError):
+                found += (Path(folder) / name).lstat().st_size
+    return found
+
+
+def _space(place: Path, plan: Plan, held: int) -> Finding:
+    status = os.statvfs(place)
+    free, need = status.f_bavail * status.f_frsize, plan.store_bytes
+    if need is None or plan.commit_bytes is None:
+        each = Plan(plan.config, 10**9).store_bytes or 1
+        return Finding(
+            "space",
+            "ok",
+            f"{size_text(free)} free: {plan.commits} full commits of a model of "
+            f"{free / each:.2g} G parameters; --parameters 8b checks yours",
+        )
+    seen = f"{size_text(free)} free; up to {plan.commits} commits of {size_text(plan.commit_bytes)} side by side: "
+    if need <= free + held:
+        return Finding("space", "ok", f"{seen}{size_text(need)}")
+    todo = "free space, or keep fewer (`retention: {keep_last: 2, log_spaced: false}`), or store less (`encoding:`)"
+    enough = 2 * plan.commit_bytes <= free + held
+    return Finding("space", "warn" if enough else "fail", f"{seen}{size_text(need)}", todo)
+
+
+def _inodes(place: Path) -> Finding:
+    status = os.statvfs(place)
+    if not status.f_files:
+        return Finding("inodes", "ok", "this filesystem does not count them")
+    if status.f_favail < 10_000:
+        return Finding(
+            "inodes", "warn", f"{status.f_favail} files can still be made", "two a rank and commit are: free some"
+        )
+    return Finding("inodes", "ok", f"{status.f_favail} files can still be made")
+
+
+def _told(error: Exception) -> str:
+    return (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
+
+
+def _how_to_write(error: Exception) -> str:
+    del error
+    return "check the owner and mode of the directory, free space, quota, and that it is not mounted read-only"

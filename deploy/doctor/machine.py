@@ -1,0 +1,166 @@
+"""What a job needs of the machine itself: software, limits, memory, ports. Changes nothing; needs not be root."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import resource
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import psutil
+
+from deploy.cli.text import count_text, plural, size_text
+from deploy.doctor.finding import Finding, State
+from deploy.doctor.plan import Plan
+from store.errors import StorageError
+from store.memory.room import free_bytes, group_room
+
+_TORCH = """
+import json, torch
+devices = [torch.cuda.get_device_name(one) for one in range(torch.cuda.device_count())]
+print(json.dumps({"version": torch.__version__, "devices": devices}))
+"""
+_PATIENCE = 120.0
+"""Seconds for torch to be imported, from a slow disk."""
+
+_DEEPSPEED = "0.19."
+"""The release that is tested."""
+
+_NO_LIMIT = 1 << 60
+"""From here on a control group's limit, in bytes, is none: version 1 has a large number in its place."""
+
+_FILES = 1024
+"""Open files that a process should be allowed."""
+
+
+def look_at_machine(plan: Plan) -> Iterator[Finding]:
+    """Every check of the machine."""
+    yield Finding("python", "ok", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
+    yield _torch()
+    yield _deepspeed()
+    yield from _limits(plan)
+    yield _shared_memory(plan)
+    yield from _ports(plan)
+
+
+def _torch() -> Finding:
+    """In a process of its own: one that is broken may crash, or hang."""
+    todo = "see https://pytorch.org/get-started for the build that fits this machine"
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _TORCH], capture_output=True, text=True, timeout=_PATIENCE, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return Finding("torch", "fail", f"importing it takes more than {_PATIENCE:.0f} s", "is its disk reachable?")
+    if done.returncode:
+        last = (done.stderr.strip() or f"it ends with {done.returncode}").splitlines()[-1]
+        return Finding("torch", "fail", f"it cannot be imported: {last}", todo)
+    found = json.loads(done.stdout.splitlines()[-1])
+    devices = (
+        f"{plural(len(found['devices']), 'CUDA device')} ({found['devices'][0]})" if found["devices"] else "no CUDA"
+    )
+    return Finding("torch", "ok", f"{found['version']}, {devices}")
+
+
+def _deepspeed() -> Finding:
+    try:
+        found = version("deepspeed")
+    except PackageNotFoundError:
+        return Finding("deepspeed", "ok", "not installed; for it: pip install 'driftpoint[deepspeed]'")
+    if found.startswith(_DEEPSPEED):
+        return Finding("deepspeed", "ok", found)
+    return Finding(
+        "deepspeed",
+        "warn",
+        f"{found}, and 0.19 is what was tried",
+        "pip install 'driftpoint[deepspeed]' takes that one",
+    )
+
+
+def _limits(plan: Plan) -> Iterator[Finding]:
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if files != resource.RLIM_INFINITY and files < _FILES:
+        yield Finding("open files", "warn", f"a process may have {files}", f"raise it: ulimit -n {4 * _FILES}")
+    else:
+        yield Finding(
+            "open files", "ok", "no limit" if files == resource.RLIM_INFINITY else f"a process may have {files}"
+        )
+    size, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if size == resource.RLIM_INFINITY:
+        return
+    need = plan.commit_bytes
+    enough = need is not None and need <= size
+    yield Finding(
+        "file size",
+        "ok" if enough else "warn",
+        f"files may have {size_text(size)} at most",
+        "" if enough else "a rank writes its share of a save into one file: raise it with ulimit -f unlimited",
+    )
+
+
+def _shared_memory(plan: Plan) -> Finding:
+    memory = plan.config.memory
+    folder = Path(memory.path)
+    wanted: State = "warn" if memory.enabled else "ok"
+    if not folder.is_dir():
+        return Finding("shared memory", wanted, f"there is no {folder}", "set `memory: {path: ...}` to where it is")
+    try:
+        free, group = free_bytes(folder), group_room()
+    except (OSError, StorageError) as error:
+        return Finding("shared memory", wanted, f"what is free in {folder} cannot be told: {error}", "")
+    seen = (
+        f"{size_text(max(0, free))} can be taken in {folder}, of {size_text(psutil.virtual_memory().total)} of memory"
+    )
+    if group is not None and group < _NO_LIMIT:
+        seen += f", {size_text(max(0, group))} left to this control group"
+    need = plan.memory_bytes
+    if need is None:
+        return Finding("shared memory", "ok", seen + ("" if memory.enabled else "; the memory tier is off"))
+    seen += f"; the memory tier of {count_text(plan.parameters or 0)} parameters takes {size_text(need)} on this node"
+    if need <= free:
+        return Finding(
+            "shared memory", "ok", seen + ("" if memory.enabled else ": `memory: {enabled: true}` would fit")
+        )
+    if not memory.enabled:
+        return Finding("shared memory", "ok", f"{seen}: it would not fit, and is off")
+    return Finding(
+        "shared memory",
+        "warn",
+        f"{seen}: the job would go on without",
+        "give the job more (docker run --shm-size; in Kubernetes an emptyDir with `medium: Memory` at /dev/shm), "
+        "spread it over more nodes (--nodes), or set `memory: {versions: 1}` or `memory: {encoding: compact}`",
+    )
+
+
+def _ports(plan: Plan) -> Iterator[Finding]:
+    metrics, daemon = plan.config.metrics, plan.config.daemon
+    if metrics.enabled:
+        yield _port("metrics port", metrics.host, metrics.port, "metrics")
+    if daemon.enabled and daemon.port:
+        yield _port("daemon port", "127.0.0.1", daemon.port, "daemon")
+
+
+def _port(check: str, host: str, port: int, section: str) -> Finding:
+    if port == 0:
+        return Finding(check, "ok", "a free one is taken")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((host, port))
+            listener.listen(1)
+        except OSError as error:
+            return Finding(
+                check,
+                "warn",
+                f"{host} port {port} cannot be listened on: {os.strerror(error.errno or 0)}",
+                f"if that is not a job of yours, set `{section}: {{port: ...}}` to another, or 0 for any; training "
+                "itself is not affected",
+            )
+    return Finding(check, "ok", f"{host} port {port} is free")

@@ -1,0 +1,125 @@
+"""Whether all nodes see one directory: each rank leaves a note there and looks for those of the others.
+
+For a doctor that runs on every rank, under torchrun or srun: their environment says which rank this is. Ranks meet
+through the directory and nothing else, so what is not shared shows as ranks that never come. Notes bear names of
+interrupted writes, as everything of the doctor's, and are taken away by the rank that left them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import socket
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from deploy.cli.text import plural
+from deploy.doctor.disk import place_of
+from deploy.doctor.finding import Finding
+
+_STALE = 300.0
+"""Seconds after which a note is one of a doctor that was killed."""
+
+_ASK = 0.05
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Which of how many this process is. run: what tells this launch from others."""
+
+    rank: int
+    count: int
+    run: str
+
+    @property
+    def first(self) -> bool:
+        """The one that answers for all."""
+        return self.rank == 0
+
+
+def launched(environment: Mapping[str, str]) -> Ranks:
+    """From what torchrun or srun set; a process alone where there is nothing."""
+    for rank, count, names in (
+        ("RANK", "WORLD_SIZE", ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")),
+        ("SLURM_PROCID", "SLURM_NTASKS", ("SLURM_JOB_ID", "SLURM_STEP_ID")),
+    ):
+        with suppress(KeyError, ValueError):
+            run = "/".join(environment.get(name, "") for name in names)
+            return Ranks(int(environment[rank]), int(environment[count]), run)
+    return Ranks(0, 1, "")
+
+
+def meet(root: Path, ranks: Ranks, seconds: float) -> Finding | None:
+    """Wait for the notes of all ranks, ``seconds`` at most; None where there is one rank alone."""
+    if ranks.count == 1:
+        return None
+    place = place_of(root)
+    try:
+        return _met(place, ranks, seconds)
+    except OSError as error:
+        return Finding("nodes", "fail", f"no note can be left in {place}: {error.strerror}", "see writing")
+
+
+def _met(place: Path, ranks: Ranks, seconds: float) -> Finding:
+    mine, done = _note(place, ranks, ranks.rank, "here"), _note(place, ranks, ranks.rank, "seen")
+    try:
+        mine.write_text(socket.gethostname(), encoding="utf-8")
+        now = mine.stat().st_mtime  # by the clock of the filesystem, as those of the others
+        there: dict[int, str] = {}
+
+        def all_there() -> bool:
+            there.update(_hosts(place, ranks, now))
+            return len(there) == ranks.count
+
+        _wait(all_there, seconds)
+        done.write_text("", encoding="utf-8")
+        # Whoever leaves first must not be missed by those who look more slowly.
+        _wait(lambda: all(_has_seen(place, ranks, rank) for rank in there), seconds)
+        return _told(place, ranks, there, seconds)
+    finally:
+        for note in (mine, done):
+            note.unlink(missing_ok=True)
+
+
+def _hosts(place: Path, ranks: Ranks, now: float) -> dict[int, str]:
+    found = {}
+    for rank in range(ranks.count):
+        note = _note(place, ranks, rank, "here")
+        with suppress(OSError):
+            if abs(note.stat().st_mtime - now) < _STALE:
+                found[rank] = note.read_text(encoding="utf-8")
+    return found
+
+
+def _has_seen(place: Path, ranks: Ranks, rank: int) -> bool:
+    return _note(place, ranks, rank, "seen").exists() or not _note(place, ranks, rank, "here").exists()
+
+
+def _note(place: Path, ranks: Ranks, rank: int, what: str) -> Path:
+    token = hashlib.sha256(f"{ranks.run}/{ranks.count}/{rank}".encode()).hexdigest()[:12]
+    return place / f".tmp-{token}-doctor-{what}"
+
+
+def _wait(until: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not until() and time.monotonic() < deadline:
+        time.sleep(_ASK)
+
+
+def _told(place: Path, ranks: Ranks, there: Mapping[int, str], seconds: float) -> Finding:
+    hosts = sorted({host for host in there.values() if host})
+    missing = [rank for rank in range(ranks.count) if rank not in there]
+    if not missing:
+        return Finding(
+            "nodes", "ok", f"all {ranks.count} ranks, on {plural(len(hosts), 'machine')}, see the same {place}"
+        )
+    named = ", ".join(map(str, missing[:8])) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
+    return Finding(
+        "nodes",
+        "fail",
+        f"{place} of rank {ranks.rank} on {socket.gethostname()} has no note of ranks {named} after {seconds:.0f} s",
+        "the directory is not shared between those nodes, or the path differs: name one on a shared filesystem, alike "
+        "on all ranks; or they did not start in time (--patience)",
+    )

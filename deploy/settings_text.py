@@ -1,0 +1,87 @@
+"""Settings as YAML for people: every one with its default and what it means, from the models that validate them.
+
+What docs/configuration.md shows and what ``driftpoint init`` writes; the JSON schema for editors is here, too. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+import yaml
+from pydantic import BaseModel
+
+from monitor.config import Config
+
+SCHEMA_FILE: Final = "driftpoint.schema.json"
+TITLE: Final = "Driftpoint configuration"
+
+_COLUMN = 34
+"""Where comments begin, in characters."""
+
+_FIRST = ("store", "every", "policy")
+"""What most jobs set: on top of a new file, and not commented out."""
+
+_HEAD = """\
+# What Driftpoint saves, where and how often. `driftpoint doctor -c {name}` tries it on this machine.
+"""
+
+_REST = """\
+# What follows is as it is by default. To change it, take the # away, from its section's line too.
+"""
+
+
+def documented() -> str:
+    """All settings with their defaults, as docs/configuration.md has them."""
+    return "".join(f"{line}\n" for key in Config.model_fields for line in _lines(key, None))
+
+
+def written(values: Mapping[str, Any], name: str, *, schema: bool) -> str:
+    """A file that says what is in ``values`` and shows everything else, commented out.
+
+    name: of the file. schema: that for editors lies beside it."""
+    told = {key: getattr(Config(), key) for key in _FIRST} | dict(values)
+    rest = [key for key in Config.model_fields if key not in told]
+    text = f"# yaml-language-server: $schema=./{SCHEMA_FILE}\n" if schema else ""
+    text += _HEAD.format(name=name) + "\n"
+    text += "".join(f"{line}\n" for key in told for line in _lines(key, told))
+    return text + "\n" + _REST + "".join(f"{line}\n" for key in rest for line in _lines(key, told))
+
+
+def schema() -> dict[str, Any]:
+    """The JSON schema of the file (draft 2020-12)."""
+    found = Config.model_json_schema()
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **found, "title": TITLE}
+
+
+def _lines(key: str, told: Mapping[str, Any] | None) -> Iterator[str]:
+    """A setting, or a section with its own. told: what is not commented out, and its values; None: everything."""
+    field = Config.model_fields[key]
+    given = {key: field.default} if told is None else told
+    if not isinstance(field.default, BaseModel):
+        yield _line(key, given.get(key, field.default), field.description, shown=key in given)
+        return
+    section = type(field.default)
+    within = field.default.model_dump() if told is None else given.get(key, {})
+    if told is not None:
+        yield ""
+    yield _line(key, None, _said(section), shown=key in given, value_too=False)
+    for name, one in section.model_fields.items():
+        yield _line(f"  {name}", within.get(name, one.default), one.description, shown=name in within)
+
+
+def _line(key: str, value: Any, comment: str | None, *, shown: bool, value_too: bool = True) -> str:
+    setting = f"{'' if shown else '#'}{key}:{f' {_yaml(value)}' if value_too else ''}"
+    return f"{setting:<{_COLUMN - 1}} # {comment}"
+
+
+def _said(section: type[BaseModel]) -> str:
+    text = " ".join((section.__doc__ or "").replace("``", "`").split()).removesuffix(".")
+    return text[0].lower() + text[1:]
+
+
+def _yaml(value: Any) -> str:
+    if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
+        value = int(value)
+    dumped: str = yaml.safe_dump(value, default_flow_style=True, width=10_000)
+    return dumped.removesuffix("\n").removesuffix("\n...")

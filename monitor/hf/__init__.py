@@ -1,0 +1,11 @@
+"""Hugging Face: Driftpoint in the Trainer and in Accelerate.
+
+    callback     what a Trainer is given: attaches, resumes and steps at the Trainer's events
+    progress     what of the Trainer's own a commit holds
+    resuming     what ``trainer.train`` is given: where the Trainer goes on
+    folder       the folder that stands for a checkpoint of the Trainer's
+    accelerator  what an Accelerator has prepared, for monitor.attach
+    deepspeed_engine   the engine behind a Trainer's model, and its own load, which there is nothing for
+
+transformers is imported only here, and only when one of these is asked for.
+"""

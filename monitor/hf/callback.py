@@ -1,0 +1,182 @@
+"""What a Trainer is given: it attaches, resumes and steps a checkpointer at the Trainer's events.
+
+A step is looked at not when it ends but when the next one (or the next epoch) begins: by then the Trainer has logged,
+evaluated and judged it, and a resume goes on behind all that. The state stands still until then. Where the Trainer goes
+on in its data is decided before there is an optimizer, from what :mod:`monitor.hf.resuming` foresees; where that is not
+what was resumed, nothing is trained.
+
+All of it happens in the training thread of every rank, in the same order: there are collectives in it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from transformers import TrainerCallback
+
+from monitor.attaching import attach_counted
+from monitor.checkpointer import Checkpointer
+from monitor.config import Config, load_config
+from monitor.correction import Correction, drop_correction, write_correction
+from monitor.hf.progress import Progress
+from monitor.hf.resuming import PLAN, Planned, length_of, plan, register, same_store
+from monitor.run_state import capture_rng, restore_rng
+from store.errors import ConfigError, StoreError, UnsupportedError, UsageError
+from store.names import SaveId
+
+
+class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
+    """``Trainer(..., callbacks=[monitor.CheckpointCallback("driftpoint.yaml")])``.
+
+    config, state: as for :func:`monitor.attach`; the Trainer's own state, its schedule and its scaler are included.
+    """
+
+    def __init__(
+        self, config: str | os.PathLike[str] | Mapping[str, Any] | Config | None = None, *, state: Sequence[Any] = ()
+    ) -> None:
+        self.config = load_config(config)
+        if self.config.resume.data == "on":
+            raise ConfigError(
+                "resume.data: on is not possible under the Trainer, whose place in the data is its step: remove it"
+            )
+        self.checkpointer: Checkpointer | None = None
+        """From the beginning of training on; closed when training ends."""
+        self._extra = list(state)
+        self._args: Any = None
+        self._model: Any = None
+        self._planned: Planned | None = None
+        self._progress: Progress | None = None
+        self._generators: Mapping[str, Any] | None = None
+        self._pending = False
+        self.number = register(self)
+
+    def resume_path(self) -> str | None:
+        """What to give ``trainer.train(resume_from_checkpoint=...)``: see :func:`monitor.resume_path`."""
+        if self._args is None:
+            raise UsageError("resume_path() was called before there is a Trainer: build it with this callback first")
+        self._forget_plan()
+        self._planned = plan(self.config, self._args, self._model, objects=1 + len(self._extra))
+        return None if self._planned is None else str(self._planned.folder.path)
+
+    def on_init_end(self, args: Any, state: Any, control: Any, *, model: Any = None, **_: Any) -> None:
+        """There is a Trainer."""
+        self._args, self._model = args, model
+
+    def on_train_begin(
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        *,
+        model: Any,
+        optimizer: Any,
+        lr_scheduler: Any,
+        train_dataloader: Any = None,
+        **_: Any,
+    ) -> None:
+        """Everything is made: attach, and bring in what there is."""
+        for one in same_store(self.config):
+            one.close(clean=False)  # of a train() that an error ended
+        scaler = getattr(optimizer, "scaler", None)
+        length = length_of(args, state, train_dataloader)
+        self._progress = Progress(state, lr_scheduler, scaler, length, args.process_index)
+        target = _engine(model, optimizer) if args.deepspeed_plugin is not None else (model, optimizer)
+        progress = self._progress
+        self.checkpointer = attach_counted(
+            target, self.config, [progress, *self._extra], lambda: int(progress.state.global_step)
+        )
+        try:
+            self._resume(self.checkpointer, progress, state)
+        except BaseException:
+            self.close(clean=False)
+            raise
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Before the epoch's data is touched."""
+        self._look(state, at_epoch=True)
+        self._restore_generators(at_epoch=True)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """The batches of the next step are there."""
+        self._look(state, at_epoch=False)
+        self._restore_generators(at_epoch=False)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """A step was taken."""
+        self._pending = True
+
+    def on_log(self, args: Any, state: Any, control: Any, *, logs: Any = None, **_: Any) -> None:
+        """The summary of the training comes before the best model is loaded over the last one."""
+        if logs and "train_runtime" in logs:
+            self._look(state, at_epoch=True)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Wait for the save under way, and let go of the store."""
+        self.close(clean=True)
+        self._forget_plan()
+
+    def close(self, *, clean: bool) -> None:
+        """Close the checkpointer, if there is one. clean: the job ends as it was meant to."""
+        checkpointer, self.checkpointer = self.checkpointer, None
+        self._pending, self._generators = False, None
+        if checkpointer is not None:
+            checkpointer.finish(clean=clean)
+
+    def _resume(self, checkpointer: Checkpointer, progress: Progress, state: Any) -> None:
+        planned = (state.stateful_callbacks or {}).pop(PLAN, None)
+        if planned is None and checkpointer.holds_commits:
+            raise UsageError(
+                f"the store {self.config.store} holds commits, and the Trainer does not go on from them: call "
+                "trainer.train(resume_from_checkpoint=monitor.resume_path(...)), or name another `store:`"
+            )
+        if planned is not None:  # where nothing is left to do the Trainer was told a step beyond all epochs
+            state.global_step = SaveId.parse(planned["attributes"]["save"]).step
+        step = checkpointer.resume(memory=planned is not None and bool(planned["attributes"]["memory"]))
+        if step != state.global_step:
+            self._tell_otherwise(checkpointer, planned)
+            raise StoreError(
+                f"step {state.global_step} was foreseen, from which the Trainer's place in the data follows, and what "
+                f"can be resumed is step {step} (see the log for what is damaged). Nothing was trained: start the job "
+                "anew, it will expect that"
+            )
+        if checkpointer.rank == 0 and planned is not None:
+            drop_correction(self.config)
+        if progress.loaded is not None:
+            self._generators = capture_rng()
+
+    def _tell_otherwise(self, checkpointer: Checkpointer, planned: Mapping[str, Any] | None) -> None:
+        found = checkpointer.resumed
+        if checkpointer.rank == 0 and planned is not None and found is not None:
+            commit, onward = found.resolution.manifest, found.onward.save
+            groups = {version.save: version.group for version in found.resolution.versions.values()}
+            group = groups.get(onward) or commit.groups[onward.name]
+            correction = Correction(commit.store_id, planned["attributes"]["save"], onward.name, group.model_dump())
+            write_correction(self.config, correction)
+
+    def _restore_generators(self, *, at_epoch: bool) -> None:
+        """Where they were when the commit was made: what the Trainer drew to get there was drawn before."""
+        if self._generators is not None and self._progress is not None and self._progress.at_epoch == at_epoch:
+            restore_rng(self._generators)
+            self._generators = None
+
+    def _look(self, state: Any, *, at_epoch: bool) -> None:
+        if not self._pending or self.checkpointer is None or self._progress is None:
+            return
+        self._pending = False
+        self._progress.state, self._progress.at_epoch = state, at_epoch
+        self.checkpointer.step()
+
+    def _forget_plan(self) -> None:
+        planned, self._planned = self._planned, None
+        if planned is not None:
+            planned.end()
+
+
+def _engine(model: Any, optimizer: Any) -> Any:
+    try:
+        from monitor.hf.deepspeed_engine import engine_of
+    except ImportError as error:
+        raise UnsupportedError("DeepSpeed is on and not installed: `pip install 'driftpoint[deepspeed]'`") from error
+    return engine_of(model, optimizer)

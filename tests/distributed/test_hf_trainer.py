@@ -1,0 +1,97 @@
+"""The Hugging Face Trainer, killed and started again, ends where the uninterrupted one does: losses, logs, rates,
+weights. Under DeepSpeed ZeRO-2 and ZeRO-3, DistributedDataParallel and in one process; beside its own saving and with
+that switched off; evaluating in between.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.launch import Launched, alone, torchrun
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+OFF = {"save_strategy": "no"}
+EVALUATING = {"eval_strategy": "steps", "eval_steps": 3}
+BESIDE = {
+    **EVALUATING, "save_strategy": "steps", "save_steps": 3, "load_best_model_at_end": True, "save_total_limit": 1,
+}  # fmt: skip
+
+
+THEIRS = {
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "torch_adam": True}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto", "warmup_num_steps": "auto"}},
+}
+"""DeepSpeed's own optimizer and schedule; else they are the Trainer's."""
+
+
+def case(
+    name: str, zero: int = 0, every: int = 3, kill_at: int = 8, config: Any = None, **arguments: Any
+) -> dict[str, Any]:
+    return {
+        "name": name,
+        "zero": zero,
+        "config": config or {},
+        "samples": 40 if zero or name.startswith("ddp") else 20,
+        "kill_at": kill_at,
+        "settings": {"every": every},
+        "arguments": {**OFF, "num_train_epochs": 3, **arguments},
+    }
+
+
+ALONE = [
+    case("epochs", **EVALUATING),
+    case("steps", max_steps=12, **EVALUATING),
+    case("boundary", every=5, kill_at=7, eval_strategy="epoch"),
+    case("beside", **BESIDE),
+]
+LORA = [{**case("lora", **EVALUATING), "lora": True}]
+DDP = [case("ddp", **BESIDE)]
+ZERO = [case("zero2", zero=2, **EVALUATING), case("zero3", zero=3, config=THEIRS, **EVALUATING)]
+
+
+COMMITTED = {"boundary": 5}
+
+
+def launched(cases: list[dict[str, Any]], directory: Path) -> Launched:
+    if cases in (ALONE, LORA):
+        done = [alone("hf_train.py", {"cases": cases, "phase": phase}, directory) for phase in (0, 1)]
+    else:
+        done = [torchrun("hf_train.py", 2, {"cases": cases}, directory, restarts=1)]
+    assert [one.code for one in done] in ([-9, 0], [0]), "\n".join(one.output[-6000:] for one in done)
+    return Launched(0, "", [record for one in done for record in one.records])
+
+
+@pytest.fixture(scope="module", params=[ALONE, LORA, DDP, ZERO], ids=["alone", "lora", "ddp", "zero"])
+def ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], Launched]:
+    """The names of a launch's cases, and what became of it."""
+    return [case["name"] for case in request.param], launched(request.param, tmp_path_factory.mktemp("launch"))
+
+
+def test_a_killed_trainer_goes_on_as_if_nothing_had_happened(ran: tuple[list[str], Launched]) -> None:
+    names, done = ran
+    assert {(one["case"], one["rank"]) for one in done.of("resumed")} >= {(name, 0) for name in names}
+    for straight in done.of("straight"):
+        name, rank = straight["case"], straight["rank"]
+        killed, resumed = (done.one(kind, case=name, rank=rank) for kind in ("killed", "resumed"))
+        first = COMMITTED.get(name, 6)
+        expected = {int(step): losses for step, losses in straight["losses"].items()}
+        continued = {int(step): losses for step, losses in resumed["losses"].items()}
+        assert {int(step) for step in killed["losses"]} == set(range(killed["step"] + 1))
+        assert continued == {step: losses for step, losses in expected.items() if step >= first}, name
+        for key in ("step", "epoch", "best", "rate", "weights"):
+            assert resumed[key] == straight[key], (name, key)
+        assert told(resumed) == told(straight), name
+
+
+def told(record: dict[str, Any]) -> list[dict[str, Any]]:
+    """The Trainer's own history, less what depends on the clock."""
+    clocks = ("runtime", "per_second")
+    history = [
+        {key: value for key, value in entry.items() if not any(clock in key for clock in clocks)}
+        for entry in record["log"]
+    ]
+    return [entry for entry in history if "train_loss" not in entry]

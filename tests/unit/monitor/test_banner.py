@@ -1,0 +1,151 @@
+"""The line that ``attach`` says: true of the job, seen by whoever starts it, once."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import monitor
+from monitor.saying import say
+from store.mounts import Mount
+from tests.support.jobs import Model
+
+LOGGER = logging.getLogger("driftpoint")
+
+
+@pytest.fixture(autouse=True)
+def _unset_logging(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As in a script that never set logging up: pytest's own handlers are taken away for a while."""
+    root = logging.getLogger()
+    monkeypatch.setattr(root, "handlers", [])
+    monkeypatch.setattr(root, "level", logging.WARNING)
+    LOGGER.manager._clear_cache()
+    yield
+    LOGGER.manager._clear_cache()
+
+
+@pytest.fixture(autouse=True)
+def _there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("monitor.banner.mount_of", lambda path: Mount("ext4", "/"))
+
+
+def _attached(config: Any = None) -> monitor.Checkpointer:
+    model = Model()
+    return monitor.attach((model, torch.optim.AdamW(model.parameters())), config)
+
+
+def _said(capsys: pytest.CaptureFixture[str], config: Any = None) -> str:
+    _attached(config).close()
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1
+    return err.removesuffix("\n")
+
+
+def test_attach_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    ckpt = _attached()
+    said = capsys.readouterr().err
+    ckpt.close()
+    parameters = sum(one.numel() for one in Model().parameters())
+    where = f"http://127.0.0.1:{ckpt.metrics.port}/metrics" if ckpt.metrics.port else "is taken"
+    assert said.startswith(
+        f"driftpoint: saving all of 5 layers ({parameters} parameters, exact) to ./driftpoint-checkpoints, every: auto "
+        "(as loses the least time; at most 30 min of training); "
+    )
+    assert where in said
+    assert said.endswith(
+        "; nothing to resume; all of this is by default, and `driftpoint init` writes a file to change it\n"
+    )
+    assert Path("driftpoint-checkpoints/STORE.json").is_file()
+
+
+QUIET = {"metrics": {"enabled": False}}
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        (
+            {"every": 20},
+            (
+                "saving all of 5 layers (266 parameters, exact) to ./driftpoint-checkpoints, every 20 steps; no "
+                "metrics (metrics.enabled: false); nothing to resume"
+            ),
+        ),
+        ({"every": 1, "encoding": "compact"}, "not exact: rounded to bf16, int8-block, int8-sqrt-block) to"),
+        (
+            {"policy": "parity", "every": 1},
+            "saving what policy parity chooses of 5 layers (266 parameters, every bit of what it chooses) to",
+        ),
+        (
+            {"policy": "observe", "every": 1},
+            "watching 5 layers (266 parameters), at every step, and saving nothing (policy observe); no metrics",
+        ),
+        ({"store": "mine"}, "to mine, every: auto"),
+    ],
+)
+def test_it_says_what_was_decided(capsys: pytest.CaptureFixture[str], settings: dict[str, Any], told: str) -> None:
+    said = _said(capsys, {**QUIET, **settings})
+    assert told in said
+    assert "by default" not in said
+
+
+def test_a_store_that_something_empties(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("monitor.banner.mount_of", lambda path: Mount("overlay", "/"))
+    assert "to ./driftpoint-checkpoints (on overlay: it goes with the container), every" in _said(capsys, QUIET)
+
+
+def test_commits_and_the_resume(capsys: pytest.CaptureFixture[str]) -> None:
+    first = _attached(QUIET)
+    first.resume()
+    first._job.adapter.module.zero_grad()
+    first.save(wait=True)
+    first.close()
+    assert capsys.readouterr().err.count("\n") == 1
+    second = _attached(QUIET)
+    assert "; ckpt.resume() goes on from its newest commit\n" in capsys.readouterr().err
+    second.resume()
+    assert capsys.readouterr().err == "driftpoint: resumed step 0 from ./driftpoint-checkpoints (exact)\n"
+    second.close()
+
+
+def test_whoever_set_logging_up_gets_it_there_and_only_there(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records: list[str] = []
+
+    class Keeping(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            records.append(record.getMessage())
+
+    monkeypatch.setattr(logging.getLogger(), "handlers", [Keeping()])
+    monkeypatch.setattr(logging.getLogger(), "level", logging.INFO)
+    LOGGER.manager._clear_cache()
+    say("hello")
+    assert (records, capsys.readouterr().err) == (["hello"], "")
+
+
+def test_our_logger_can_be_silenced(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LOGGER, "level", logging.ERROR)
+    LOGGER.manager._clear_cache()
+    say("hello")
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(("count", "told"), [(999, "999"), (999_900, "1 M"), (109_500_000, "110 M"), (405e9, "405 G")])
+def test_numbers_of_parameters(count: float, told: str) -> None:
+    from monitor.banner import shortened
+
+    assert shortened(int(count)) == told
+
+
+def test_a_layer_is_no_layers(capsys: pytest.CaptureFixture[str]) -> None:
+    model = nn.Linear(3, 2)
+    monitor.attach((model, torch.optim.SGD(model.parameters())), QUIET).close()
+    assert "saving all of 1 layer (8 parameters" in capsys.readouterr().err
