@@ -11,9 +11,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from deploy.cli.door import holder_text, open_store, parameters
-from deploy.cli.status import StoreStatus, look
+from deploy.cli.status import look
 from deploy.cli.text import kind_text, plural, size_text
 from deploy.doctor.finding import Finding
+from deploy.standing import StoreStatus
 from store.catalog import open_catalog
 from store.durable import is_temporary
 from store.errors import NoStoreError, StoreError
