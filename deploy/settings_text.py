@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import yaml
 from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
 from monitor.config import Config
 
@@ -57,17 +58,19 @@ def schema() -> dict[str, Any]:
 def _lines(key: str, told: Mapping[str, Any] | None) -> Iterator[str]:
     """A setting, or a section with its own. told: what is not commented out, and its values; None: everything."""
     field = Config.model_fields[key]
-    given = {key: field.default} if told is None else told
+    if told is not None and isinstance(field.default, BaseModel):
+        yield ""
+    yield from _shown(key, field, Config().model_dump() if told is None else told, "")
+
+
+def _shown(key: str, field: FieldInfo, told: Mapping[str, Any], indent: str) -> Iterator[str]:
     if not isinstance(field.default, BaseModel):
-        yield _line(key, given.get(key, field.default), field.description, shown=key in given)
+        yield _line(f"{indent}{key}", told.get(key, field.default), field.description, shown=key in told)
         return
     section = type(field.default)
-    within = field.default.model_dump() if told is None else given.get(key, {})
-    if told is not None:
-        yield ""
-    yield _line(key, None, _said(section), shown=key in given, value_too=False)
+    yield _line(f"{indent}{key}", None, _said(section), shown=key in told, value_too=False)
     for name, one in section.model_fields.items():
-        yield _line(f"  {name}", within.get(name, one.default), one.description, shown=name in within)
+        yield from _shown(name, one, told.get(key, {}), f"{indent}  ")
 
 
 def _line(key: str, value: Any, comment: str | None, *, shown: bool, value_too: bool = True) -> str:

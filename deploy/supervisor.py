@@ -79,6 +79,7 @@ class Supervisor:
             number += 1
             attempt = self._attempt(number, again.seconds)
             course, verdict = judge(course, attempt, self._orders.limits, random.random)
+            self._teller.judged(course)
             if isinstance(verdict, Stop):
                 for save in verdict.withdrawn:
                     self._teller.withdrew(save, self._store.withdraw(save))

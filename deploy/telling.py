@@ -12,19 +12,29 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from deploy.supervision import NO_PROGRESS, Attempt, Sight, Stop
+from deploy.supervision import NO_PROGRESS, Attempt, Course, Sight, Stop
 from store.names import SaveId
+
+if TYPE_CHECKING:
+    from deploy.supervisor_metrics import SupervisorMetrics
 
 _LISTED = 8
 
 
 class Teller:
-    """line: writes a line for people. events: file that JSON lines are appended to."""
+    """line: writes a line for people. events: file that JSON lines are appended to. metrics: for dashboards."""
 
-    def __init__(self, line: Callable[[str], None], events: Path | None = None, root: Path | None = None) -> None:
+    def __init__(
+        self,
+        line: Callable[[str], None],
+        events: Path | None = None,
+        root: Path | None = None,
+        metrics: SupervisorMetrics | None = None,
+    ) -> None:
         self._line = line
+        self._metrics = metrics
         self._events = events
         self._root = root
         self._ends: list[str] = []
@@ -38,6 +48,8 @@ class Teller:
         """An attempt is about to begin."""
         after = f" (after {seconds:.3g} s)" if number > 1 else ""
         self.say(f"attempt {number}{after}: {_from(sight)}")
+        if self._metrics is not None:
+            self._metrics.began()
         self._event("begin", attempt=number, commit=_name(sight.resumes), trouble=sight.trouble or None)
 
     def ended(self, number: int, attempt: Attempt) -> None:
@@ -48,7 +60,14 @@ class Teller:
         self.say(f"attempt {number} ended: {attempt.end}{new}{unknown}")
         self._ends.append(f"attempt {number}: {attempt.end}, {_from(attempt.before)}")
         self._ends = self._ends[-_LISTED:]
+        if self._metrics is not None:
+            self._metrics.over(attempt)
         self._event("end", attempt=number, code=attempt.code, commit=_name(newest), committed=attempt.committed)
+
+    def judged(self, course: Course) -> None:
+        """What the attempts so far come to."""
+        if self._metrics is not None:
+            self._metrics.judged(course)
 
     def marked(self, save: SaveId, instead: SaveId | None, trouble: str) -> None:
         """A commit was marked as suspect, or could not be."""
@@ -57,6 +76,8 @@ class Teller:
             return
         to = "" if instead is None else f": falling back to step {instead.step}"
         self.say(f"commit {save} is suspect, resumed from it died twice without a commit{to}")
+        if self._metrics is not None:
+            self._metrics.suspects.inc()
         self._event("suspect", commit=save.name, instead=_name(instead))
 
     def withdrew(self, save: SaveId, trouble: str) -> None:

@@ -39,8 +39,8 @@ def attach(
     *,
     state: Sequence[Any] = (),
 ) -> Checkpointer:
-    """Attach to a DeepSpeed engine, to ``(model, optimizer)`` of plain PyTorch or DistributedDataParallel, or to an
-    ``accelerate.Accelerator`` that has prepared one of each.
+    """Attach to a DeepSpeed engine, to ``(model, optimizer)`` of plain PyTorch, DistributedDataParallel or FSDP2, or
+    to an ``accelerate.Accelerator`` that has prepared one of each.
 
     config: a YAML file, a mapping, or None for the defaults. state: objects to save and resume besides the model
     and the optimizer (schedulers, samplers, loss scalers, ``torch.Generator``): each with ``state_dict`` and
@@ -111,11 +111,11 @@ def _job(
     policy = settings.bounded_policy()
     observing = isinstance(policy, Observe)
     inner = policy.inner if isinstance(policy, Observe) else policy
-    metrics = Metrics()
+    metrics = Metrics(settings.metrics.layer_series)
     spending = Spending(settings.budget.account(), metrics)
     tracer = Tracer(settings, TracedJob(adapter.framework, inner.name, observing), group, table, metrics)
     pace = pace_for(settings.every, settings.auto, settings.bounds.max_staleness, group.world_size, metrics)
-    daemon = DaemonLink(settings.daemon, settings.memory.path, metrics)
+    daemon = DaemonLink(settings.daemon, settings.memory.path, metrics, settings.metrics.guards())
     return Job(
         settings, inner, group, adapter, table, meter, user, metrics, spending, tracer, pace, daemon, observing, steps
     )

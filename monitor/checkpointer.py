@@ -34,7 +34,7 @@ from monitor.resume import Resumed, resume
 from monitor.saver import Saver
 from monitor.standing import adopt, certified, resumed
 from monitor.survey import Surveyor
-from monitor.telling import show_units, tell_resumed, tell_skipped, tell_unused
+from monitor.telling import begin_metrics, show_units, tell_resumed, tell_skipped, tell_unused
 from monitor.units import LocalUnit
 from store.catalog import Catalog
 from store.certificate import Certificate
@@ -79,9 +79,7 @@ class Checkpointer:
         self._forget_exit = _close_at_exit(self)
         self._preemption = Preemption(job.config.preemption, job.group, active=opened is not None)
         if job.group.rank == 0:
-            self.metrics.epoch.set(opened.epoch if opened else 0)
-            if job.config.metrics.enabled:
-                self.metrics.serve(job.config.metrics.host, job.config.metrics.port)
+            begin_metrics(job, opened.epoch if opened else 0)
 
     @property
     def layers(self) -> tuple[str, ...]:
@@ -147,7 +145,7 @@ class Checkpointer:
                 self._job.meter.reset(unit, part.tensors)
         self._job.tracer.resumed(self._step, found.resolution.manifest.step)
         if self._group.rank == 0:
-            tell_resumed(self.metrics, self.config, self._step, found, self.certificate)
+            tell_resumed(self._job, self._step, found, self.certificate)
 
     def step(self) -> StepReport | None:
         """Call after every optimizer step. When it is time for that (``every``) it decides, and perhaps begins a save.
@@ -163,6 +161,8 @@ class Checkpointer:
         self._require_asked()
         self._mark_proven()
         self._pace.timing.stepped(began)
+        if self._group.rank == 0:
+            self.metrics.stepped(self._step)
         if self._preemption.agreed():
             return self._leave()
         with self._job.adapter.still():
@@ -312,7 +312,7 @@ class Checkpointer:
         decided = self._decider.decide(self._step, local, demand)
         self._pace.agreed(self._step, decided.interval)
         if self._group.rank == 0:
-            show_units(self.metrics, self._job.ledger, decided)
+            show_units(self._job, self._step, decided)
             if not self._told_unused:
                 tell_unused(self.config, self._job.table)
         self._told_unused = True
@@ -351,7 +351,7 @@ class Checkpointer:
 
     def _skipped(self, reason: str, began: float, decided: Decided | None, problem: str | None = None) -> StepReport:
         if self._group.rank == 0:
-            tell_skipped(self.metrics, reason, self._step, problem)
+            tell_skipped(self.metrics, reason, self._step, problem, put_off=self.config.every == "auto")
         return replace(self._report(reason, began, decided, 0), problem=problem)
 
     def _report(self, skipped: str | None, began: float, decided: Decided | None, staged: int) -> StepReport:

@@ -11,13 +11,14 @@ from store.names import SaveId
 from store.versions import Bad, Resolution, newest_resumable, resolve
 
 
-def choose(catalog: Catalog, bad: frozenset[Bad]) -> tuple[str | None, tuple[str, ...]]:
-    """The name of the newest commit that is whole, None where there is no commit; and what was wrong with newer ones.
+def choose(catalog: Catalog, bad: frozenset[Bad]) -> tuple[str | None, tuple[str, ...], int]:
+    """The name of the newest commit that is whole, None where there is no commit; what was wrong with newer ones; and
+    how many of them are passed over.
 
     NothingToResumeError where there are commits and none is whole."""
     catalog.forget()
     if not catalog.saves():
-        return None, ()
+        return None, (), 0
     try:
         resolution, passed_over = newest_resumable(catalog, bad)
         if passed_over or resolution.problems:
@@ -27,7 +28,8 @@ def choose(catalog: Catalog, bad: frozenset[Bad]) -> tuple[str | None, tuple[str
         raise NothingToResumeError(
             f"{error}. Look with `driftpoint verify STORE`; to start over on purpose, name another `store:`"
         ) from error
-    return resolution.manifest.save.name, passed_over
+    chosen = resolution.manifest.save
+    return chosen.name, passed_over, sum(save > chosen for save in catalog.saves())
 
 
 def resolved(catalog: Catalog, save: SaveId, bad: frozenset[Bad]) -> Resolution:

@@ -25,6 +25,7 @@ from monitor.metrics import Metrics
 from monitor.settings import DaemonSettings
 from store.daemon.messages import LINE_LIMIT, Bye, Hello, Leaving, Message, Note, Refused, heard_from_daemon, to_line
 from store.daemon.place import connected, log_path, make_home
+from store.endpoint.access import Guards
 from store.errors import DaemonError, DriftpointError, StorageError
 from store.memory.owner import Owner
 from store.memory.tier import home
@@ -71,9 +72,10 @@ class _News:
 
 
 class DaemonLink:
-    """Of one rank. Does nothing before :meth:`begin`, or where the settings want no daemon. base: of shared memory."""
+    """Of one rank. Does nothing before :meth:`begin`, or where the settings want no daemon. base: of shared memory.
+    guards: of the metrics of a daemon that this one starts."""
 
-    def __init__(self, settings: DaemonSettings, base: str, metrics: Metrics) -> None:
+    def __init__(self, settings: DaemonSettings, base: str, metrics: Metrics, guards: Guards | None = None) -> None:
         self._settings, self._metrics = settings, metrics
         self._base = Path(os.path.abspath(base))  # noqa: PTH100 - links stay as they are named
         self._pid = os.getpid()
@@ -83,7 +85,7 @@ class DaemonLink:
         self._goodbye: Bye | None = None
         self._wake = -1
         self._hello: Hello | None = None
-        self._starter = _Starter(self._base, settings)
+        self._starter = _Starter(self._base, settings, guards or Guards())
         self._may_start = settings.start
         self._told = ""
 
@@ -268,8 +270,8 @@ class _Lines:
 class _Starter:
     """Starts daemons, but not too many. Link's thread only."""
 
-    def __init__(self, base: Path, settings: DaemonSettings) -> None:
-        self._base, self._settings = base, settings
+    def __init__(self, base: Path, settings: DaemonSettings, guards: Guards) -> None:
+        self._base, self._settings, self._guards = base, settings, guards
         self._times: deque[float] = deque(maxlen=_STARTS)
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -304,7 +306,7 @@ class _Starter:
         settings = self._settings
         command = [sys.executable, "-m", "deploy.cli", "daemon", "run", "--memory", str(self._base)]
         command += ["--port", str(settings.port), "--exit-idle", str(settings.exit_idle_seconds)]
-        command += ["--log", str(log_path(self._base))]
+        command += ["--log", str(log_path(self._base)), "--host", settings.host, *self._guards.words()]
         nothing = subprocess.DEVNULL
         try:
             self._process = subprocess.Popen(

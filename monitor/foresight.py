@@ -78,7 +78,7 @@ def _told(config: Config, catalog: Catalog) -> dict[str, Any] | None:
 def _onward(catalog: Catalog, config: Config, group: Group, user: UserState) -> Onward | None:
     bad: frozenset[Bad] = frozenset()
     while True:
-        name, _ = on_first(group, lambda bad=bad: choose(catalog, bad))  # type: ignore[misc]
+        name, _, _ = on_first(group, lambda bad=bad: choose(catalog, bad))  # type: ignore[misc]
         if name is None:
             return None
         catalog.forget()

@@ -17,7 +17,7 @@ from policies.base import Choice
 from store.commit import Group
 from store.coverage import covered_numel
 from store.encoding import encoding_named
-from store.errors import DamagedError, SaveError
+from store.errors import DamagedError, NotFiniteError, SaveError
 from store.members import members_digest, members_of
 from store.names import BUFFER, FROZEN, WEIGHTS, SaveId, Unit
 from store.schema import Entry, GroupRecord, LayerRecord, ManifestRecord, TensorRecord, UnitRecord
@@ -135,7 +135,9 @@ def draw(draft: CommitDraft, group: Group) -> Drawn:
     dropped = tuple(unit for unit in draft.saved if unit.layer in sick_layers)
     units = [_unit_record(draft, unit, dropped, stored, errors) for unit in draft.sizes]
     if len(dropped) == len(draft.saved):
-        raise SaveError(f"save {draft.save}: every layer to be saved has NaN or Inf; the versions before stay")
+        raise NotFiniteError(
+            f"save {draft.save}: every layer to be saved has NaN or Inf; the versions before stay", dropped
+        )
     reached = {name for record in units for name in (record.save, *record.bases)}
     groups = {name: record for name, record in draft.groups.items() if name in reached}
     groups[draft.save.name] = group.record
@@ -171,8 +173,9 @@ def _unit_record(
     if choice is None or unit in dropped:
         record = draft.kept.get(unit)
         if record is None:
-            raise SaveError(
-                f"save {draft.save}: {unit} has NaN or Inf and no version yet, so nothing complete can be saved"
+            raise NotFiniteError(
+                f"save {draft.save}: {unit} has NaN or Inf and no version yet, so nothing complete can be saved",
+                dropped,
             )
         return record.model_copy(update={"drift": None}) if unit in dropped else record
     found = stored[unit]

@@ -25,7 +25,7 @@ from monitor.memory_room import MemoryRoom, trying
 from monitor.opened import OpenedStore
 from monitor.pacing_memory import MemoryPace
 from monitor.peers.peers import Peers, Sending
-from monitor.remembered import Remembered, newest_remembered
+from monitor.remembered import Remembered, gone_back_to, newest_remembered
 from monitor.remembering import Version, remember
 from monitor.saver import Saver
 from monitor.staging import Copying
@@ -105,6 +105,8 @@ class MemoryTier:
         self._drain()
         self._peers.meet(self._tier)
         found = newest_remembered(self._tier, catalog, self._job.adapter, self._group, self._peers)
+        if found is not None and self._job.config.resume.at == "effective":
+            found = gone_back_to(found, self._group)
         if found is not None:  # however old: the job stands on it until it has a version of its own
             trying(lambda: renew(self._tier, found.save))
         return found
@@ -127,6 +129,7 @@ class MemoryTier:
                 self._give_up("; ".join(f"rank {rank}: {text}" for rank, text in enumerate(told) if text)[:600])
             else:
                 self._begin_peers(local, kept)
+            self._show_room(on=not any(told))
         self._head.begin()
         self._pace.restart()
 
@@ -211,7 +214,7 @@ class MemoryTier:
 
     def _begin_peers(self, local: Mapping[Unit, LocalUnit], kept: SaveId | None) -> None:
         if not self._off:
-            self._peers.begin(self._tier, self._opened.epoch, self._keeper.needed(local), kept)
+            self._peers.begin(self._tier, self._opened, self._keeper.needed(local), kept)
 
     def _outranked(self) -> bool:
         """Whether a commit is as new as what is in memory. What cannot be told is not."""
@@ -277,6 +280,7 @@ class MemoryTier:
             self._job.daemon.remembered(pending.save)
             if self._group.rank == 0:
                 self._job.metrics.remembered(pending.save.step, (outcome.result if outcome else None) or 0.0)
+                self._show_room(on=True)
             if first and self._peers.on:
                 self._rest = True  # once this one is at its peers, too
             elif first:
@@ -309,8 +313,14 @@ class MemoryTier:
             exc_info=None if expected else error,
         )
 
+    def _show_room(self, *, on: bool) -> None:
+        if self._group.rank == 0:
+            self._job.metrics.memory_on.set(on)
+            self._job.metrics.memory_room.look(self._tier.base)
+
     def _give_up(self, why: str) -> None:
         self._off = True
+        self._show_room(on=False)
         if self._group.rank == 0:
             self._job.metrics.failures.labels("memory").inc()
             _log.error("the memory tier is off, saves go to the store alone: %s", why)

@@ -1,55 +1,59 @@
-"""Prometheus metrics of a job, served by rank 0 from a registry of its own.
+"""Prometheus metrics of a job, served by rank 0 from a registry of its own: one place for the whole job.
 
-Told by the training thread only. A port that is taken costs the endpoint, never the training.
+Told by the training thread, but for the room on disk, which the background thread asks for. What goes wrong with the
+endpoint (a port that is taken, a certificate that cannot be read) costs the endpoint, never the training, and it never
+listens with less protection than was asked for.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from store.names import Unit
+from monitor.layer_metrics import LayerMetrics
+from monitor.resume_metrics import ResumeMetrics
+from monitor.room_metrics import RoomMetrics
+from monitor.save_metrics import SaveMetrics
+from store.endpoint.access import Guards
+from store.errors import ConfigError
+
+if TYPE_CHECKING:
+    from store.endpoint.server import Endpoint
 
 _log = logging.getLogger("driftpoint")
 
 _STALL_BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30)
 _DURATION_BUCKETS = (0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
 
+LAYER_SERIES = 512
+"""Layer slots with series of their own, unless the configuration says otherwise."""
+
 
 class Metrics:
-    """The metric set. Without :meth:`serve` it only counts."""
+    """The metric set. Without :meth:`serve` it only counts. layer_series: see :mod:`monitor.shown`."""
 
-    def __init__(self) -> None:
+    def __init__(self, layer_series: int = LAYER_SERIES) -> None:
         registry = CollectorRegistry()
-        unit = ("layer", "slot")
         self.registry = registry
-        self.drift = Gauge(
-            "driftpoint_layer_drift_ratio",
-            "Relative distance of the live state to what a resume would give back",
-            unit,
-            registry=registry,
+        self.layers = LayerMetrics(registry, layer_series)
+        self.saves = SaveMetrics(registry)
+        self.resumed = ResumeMetrics(registry)
+        self.room = RoomMetrics(registry, "store", "on the store's disk")
+        self.failures = self.saves.failures
+        self.step = Gauge("driftpoint_step", "Step that training has reached", registry=registry)
+        self.step_time = Gauge(
+            "driftpoint_step_timestamp_seconds", "When it was reached; 0: none yet", registry=registry
         )
-        self.staleness = Gauge(
-            "driftpoint_layer_staleness_steps", "Steps since the newest committed version", unit, registry=registry
+        self.step_seconds = Gauge(
+            "driftpoint_step_seconds", "Time of a step, median of the last few, without saves", registry=registry
         )
-        self.saves = Counter("driftpoint_saves", "Saves committed", registry=registry)
-        self.skipped = Counter("driftpoint_saves_skipped", "Saves not begun, by reason", ("reason",), registry=registry)
-        self.failures = Counter("driftpoint_failures", "Saves and upkeep that failed", ("reason",), registry=registry)
         self.policy_failures = Counter(
             "driftpoint_policy_failures",
             "Decisions at which the policy failed, so that everything was saved",
             registry=registry,
-        )
-        self.withheld = Counter(
-            "driftpoint_units_withheld", "Layer slots held back by the health gate", registry=registry
-        )
-        self.written = Counter("driftpoint_written_bytes", "Payload bytes committed, all ranks", registry=registry)
-        self.avoided = Counter(
-            "driftpoint_avoided_bytes", "Bytes that full saves would have written besides", registry=registry
         )
         self.observed_saves = Counter(
             "driftpoint_observed_saves", "Saves that policy observe would have begun", registry=registry
@@ -66,6 +70,8 @@ class Metrics:
             ("outcome",),
             registry=registry,
         )
+        for outcome in ("full", "part", "nothing"):
+            self.preemptions.labels(outcome)
         self.budget = Gauge(
             "driftpoint_budget_bytes",
             "Bytes that policy budget may spend now; below 0, what earlier saves overdrew",
@@ -104,28 +110,12 @@ class Metrics:
             buckets=_STALL_BUCKETS,
             registry=registry,
         )
-        self.duration = Histogram(
-            "driftpoint_save_duration_seconds",
-            "From the begin of writing to the commit",
-            buckets=_DURATION_BUCKETS,
+        self.memory_on = Gauge(
+            "driftpoint_memory_on",
+            "1 where versions are kept in memory, 0 where not, or not any more",
             registry=registry,
         )
-        self.last_step = Gauge("driftpoint_last_commit_step", "Step of the newest commit", registry=registry)
-        self.last_time = Gauge(
-            "driftpoint_last_commit_timestamp_seconds", "When the newest commit was made", registry=registry
-        )
-        self.epoch = Gauge("driftpoint_epoch", "Epoch of this incarnation of the job", registry=registry)
-        self.resumed_step = Gauge("driftpoint_resumed_step", "Step that this job went on from", registry=registry)
-        self.effective_step = Gauge(
-            "driftpoint_effective_step",
-            "Step that the resumed weights stand at, on average; that of the commit where none were stale",
-            registry=registry,
-        )
-        self.fallbacks = Gauge(
-            "driftpoint_resume_fallback_units",
-            "Layer slots resumed from an older version than committed last",
-            registry=registry,
-        )
+        self.memory_room = RoomMetrics(registry, "memory", "in shared memory")
         self.memory_step = Gauge(
             "driftpoint_memory_step", "Step of the newest version in memory that all ranks have", registry=registry
         )
@@ -153,23 +143,24 @@ class Metrics:
             buckets=_DURATION_BUCKETS,
             registry=registry,
         )
-        self.from_peers = Gauge(
-            "driftpoint_resumed_from_peer_ranks",
-            "Ranks whose memory this job went on from as another node had kept it",
-            registry=registry,
-        )
-        self.from_memory = Gauge(
-            "driftpoint_resumed_from_memory",
-            "1 where this job went on from memory, not from the store",
-            registry=registry,
-        )
-        self._server: Any = None
-        self.port: int | None = None
+        self._endpoint: Endpoint | None = None
 
-    def serve(self, host: str, port: int) -> None:
+    @property
+    def port(self) -> int | None:
+        """That it listens on; None where it does not."""
+        return None if self._endpoint is None else self._endpoint.port
+
+    @property
+    def url(self) -> str | None:
+        """That a scraper asks; None where nobody listens."""
+        return None if self._endpoint is None else self._endpoint.url
+
+    def serve(self, host: str, port: int, guards: Guards | None = None) -> None:
         """Listen; ``port`` 0 takes a free one. Where that fails, training goes on without an endpoint."""
+        from store.endpoint.server import Endpoint  # what nobody serves need not be imported
+
         try:
-            server, _ = start_http_server(port, addr=host, registry=self.registry)
+            self._endpoint = Endpoint(self.registry, host, port, guards or Guards())
         except OSError as error:
             _log.warning(
                 "no metrics endpoint: cannot listen on %s port %d (%s). Training is not affected; "
@@ -178,18 +169,13 @@ class Metrics:
                 port,
                 error.strerror or error,
             )
-            return
-        self._server = server
-        self.port = server.server_port
+        except ConfigError as error:
+            _log.error("no metrics endpoint: %s. Training is not affected", error)
 
-    def committed(self, step: int, seconds: float, written: int, avoided: int) -> None:
-        """A save was committed."""
-        self.saves.inc()
-        self.written.inc(written)
-        self.avoided.inc(avoided)
-        self.duration.observe(seconds)
-        self.last_step.set(step)
-        self.last_time.set(time.time())
+    def stepped(self, step: int) -> None:
+        """Training reached ``step``."""
+        self.step.set(step)
+        self.step_time.set(time.time())
 
     def remembered(self, step: int, seconds: float) -> None:
         """All ranks have a version in memory."""
@@ -209,16 +195,8 @@ class Metrics:
         self.observed_written.inc(written)
         self.observed_avoided.inc(avoided)
 
-    def units(self, drift: Mapping[Unit, float], staleness: Mapping[Unit, int]) -> None:
-        """Newest drift and staleness of each unit."""
-        for unit, value in drift.items():
-            self.drift.labels(unit.layer, unit.slot).set(value)
-        for unit, steps in staleness.items():
-            self.staleness.labels(unit.layer, unit.slot).set(steps)
-
     def close(self) -> None:
         """Stop listening."""
-        if self._server is not None:
-            self._server.shutdown()
-            self._server.server_close()
-            self._server = None
+        if self._endpoint is not None:
+            self._endpoint.close()
+            self._endpoint = None

@@ -36,7 +36,8 @@ class Resumed:
 
     onward: the save whose run state it has, and so the step that it goes on from. notes: what was damaged, skipped or
     converted, for people. rounded: what the live dtypes could not hold, over all ranks; the state is not exact then.
-    memory: the version in memory that this is, if it is one. replicas: ranks of it that peers had kept it of."""
+    memory: the version in memory that this is, if it is one. replicas: ranks of it that peers had kept it of.
+    passed_over: how many newer commits it is not, since they are damaged or suspect."""
 
     resolution: Resolution
     onward: Onward
@@ -44,6 +45,7 @@ class Resumed:
     rounded: tuple[str, ...]
     memory: SaveId | None = None
     replicas: frozenset[int] = frozenset()
+    passed_over: int = 0
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ def resume(
     bad: frozenset[Bad] = frozenset()
     notes: list[str] = []
     while True:
-        name, passed_over = on_first(group, lambda bad=bad: choose(catalog, bad))  # type: ignore[misc]
+        name, passed_over, newer = on_first(group, lambda bad=bad: choose(catalog, bad))  # type: ignore[misc]
         if name is None:
             return None
         catalog.forget()
@@ -87,7 +89,7 @@ def resume(
             notes += [*passed_over, *plan.resolution.problems, *onward.notes, *found.notes, *rounded]
             notes += _afresh(onward.state, user)
             _load(plan, found, onward, adapter, user=user, group=group)
-            return Resumed(plan.resolution, onward, tuple(dict.fromkeys(notes)), rounded)
+            return Resumed(plan.resolution, onward, tuple(dict.fromkeys(notes)), rounded, passed_over=newer)
         bad |= newly_bad
 
 

@@ -30,6 +30,7 @@ from monitor.writer import Done, Writer
 from store.encoding import encoding_named
 from store.epochs import claim_epoch, require_newest
 from store.errors import ExistsError, FencedError, StoreError, UnsupportedError, UsageError
+from store.files import LocalFiles
 from store.names import Fragment, SaveId, Unit
 from store.record import digest, seal
 from store.segments import SegmentDraft
@@ -85,6 +86,8 @@ class Saver:
         self._fenced = self._failed = False
         job.adapter.before_update(self._before_update)
         self._highest_step = self._highest_kept = -1
+        self._root = opened.files.root if isinstance(opened.files, LocalFiles) else None
+        self._look_at_room()
 
     @property
     def lazy(self) -> bool:
@@ -161,6 +164,7 @@ class Saver:
         self._pending = _Pending(self._writer.submit(lambda: run(job)), job, frozenset(decided.saved))
         if committing is not None:
             self.upkeep(lambda: tidy(job), f"tidying up after the commit of step {step}")
+            self._look_at_room()
         return sum(copy.numel() * copy.element_size() for unit in staged for copy in unit.copies)
 
     def claim_name(self, step: int, *, kept: bool = False) -> str | None:
@@ -174,7 +178,7 @@ class Saver:
         try:
             self._renew_epoch()  # the job went back, or saves a step anew: newer has to mean a later epoch then
             self._highest_step = self._highest_kept = -1
-            self._metrics.epoch.set(self._opened.epoch)
+            self._metrics.resumed.epoch.set(self._opened.epoch)
         except FencedError:
             self._fenced = True
             return "fenced"
@@ -242,6 +246,11 @@ class Saver:
             self._pending = None
         self._writer.stop()
         self._opened.release()
+
+    def _look_at_room(self) -> None:
+        root, room = self._root, self._metrics.room
+        if root is not None and self._group.rank == 0:
+            self.upkeep(lambda: room.look(root), f"asking how much room {root} has")
 
     def _renew_epoch(self) -> None:
         store_id, files = self._opened.catalog.store_id, self._opened.files

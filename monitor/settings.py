@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from monitor.choices import SIGNALS, encodings_schema
 from policies.account import BYTES, STALL, STORAGE, Account
 from policies.bucket import TokenBucket
+from store.endpoint.access import LOOPBACK, BasicAuth, Guards, Tls
 from store.objects.options import ObjectOptions
 
 _LONGEST = 1e6
@@ -198,9 +199,8 @@ class DaemonSettings(Settings):
 
     enabled: bool = Field(default=False, description="tell it of this job")
     start: bool = Field(default=True, description="one where there is none")
-    port: int = Field(
-        default=9465, ge=0, le=65535, description="of its Prometheus endpoint, on 127.0.0.1; 0 takes a free one"
-    )
+    host: str = Field(default=LOOPBACK, description="of its Prometheus endpoint, which is guarded as `metrics` says")
+    port: int = Field(default=9465, ge=0, le=65535, description="of the same; 0 takes a free one")
     exit_idle_seconds: float = Field(default=3600.0, gt=0, le=1e9, description="without a job, until it ends by itself")
 
 
@@ -240,13 +240,25 @@ class MetricsSettings(Settings):
     """The Prometheus endpoint of rank 0; see docs/metrics.md."""
 
     enabled: bool = Field(default=True, description="serve them, from rank 0 only")
-    host: str = Field(default="127.0.0.1", description="address to listen on")
+    host: str = Field(
+        default=LOOPBACK, description="address to listen on; another one than loopback needs tls and a login"
+    )
     port: int = Field(
         default=9464,
         ge=0,
         le=65535,
         description="0 takes a free one; a port that is taken costs the endpoint, not the training",
     )
+    layer_series: int = Field(
+        default=512, ge=1, le=100_000, description="layer slots with time series of their own; see metrics.md"
+    )
+    tls: Tls = Tls()
+    basic_auth: BasicAuth = BasicAuth()
+    insecure: bool = Field(default=False, description="let other machines read the metrics without tls and a login")
+
+    def guards(self) -> Guards:
+        """Of this endpoint and the daemon's."""
+        return Guards(tls=self.tls, basic_auth=self.basic_auth, insecure=self.insecure)
 
 
 class TimeoutSettings(Settings):

@@ -6,15 +6,19 @@ Storage trouble ends up here: it never reaches the training loop as an exception
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
+from datetime import datetime
 from typing import TYPE_CHECKING
 
 from monitor.ledger import Drawn, Ledger
 from monitor.metrics import Metrics
 from monitor.saying import say
 from monitor.units import UnitTable, is_moving
+from policies.spikes import Reading
 from store.certificate import MEMORY, PEER, is_lossy
-from store.errors import DriftpointError
+from store.errors import DriftpointError, NotFiniteError
+from store.names import WEIGHTS
 
 if TYPE_CHECKING:
     from monitor.config import Config
@@ -36,11 +40,15 @@ def tell_save(metrics: Metrics, ledger: Ledger, step: int, outcome: Done[Saved |
         _tell_failure(metrics, step, outcome.error)
         return None
     drawn, manifest = saved.drawn, saved.drawn.manifest
+    readings = _readings(drawn.drift, {unit: ledger.staleness(unit, manifest.step) for unit in drawn.drift})
     ledger.advance(manifest)
-    metrics.committed(manifest.step, saved.seconds, saved.written_bytes, manifest.bytes_avoided)
-    metrics.units(drawn.drift, {record.unit: record.staleness for record in manifest.units})
+    metrics.saves.committed(manifest.step, saved.seconds, saved.written_bytes, manifest.bytes_avoided)
+    metrics.layers.show(drawn.drift, {record.unit: record.staleness for record in manifest.units})
+    metrics.layers.judge(manifest.step, readings)
+    fresh = {record.unit for record in manifest.units if record.version == manifest.save}
+    metrics.layers.healthy(fresh, drawn.dropped)
     if drawn.dropped:
-        metrics.withheld.inc(len(drawn.dropped))
+        metrics.saves.withheld.inc(len(drawn.dropped))
         _log.error(
             "health gate: NaN or Inf in %s at step %d; the versions before stay",
             ", ".join(str(unit) for unit in drawn.dropped[:6]),
@@ -50,19 +58,45 @@ def tell_save(metrics: Metrics, ledger: Ledger, step: int, outcome: Done[Saved |
     return drawn
 
 
-def tell_skipped(metrics: Metrics, reason: str, step: int, problem: str | None) -> None:
-    """Rank 0: a decision began no save. problem: with ``unsupported``, what is not as it was attached."""
-    metrics.skipped.labels(reason).inc()
+def tell_skipped(metrics: Metrics, reason: str, step: int, problem: str | None, *, put_off: bool = False) -> None:
+    """Rank 0: a decision began no save. problem: with ``unsupported``, what is not as it was attached.
+
+    put_off: it is made again soon, as ``every: auto`` does while a save is under way, so that nothing is amiss."""
+    metrics.saves.skipped.labels(reason).inc()
     level, text = _WHY_SKIPPED[reason]
+    level = logging.INFO if put_off and reason == "busy" else level
     _log.log(level, text, *[value for value in (step, problem) if value is not None])
 
 
-def show_units(metrics: Metrics, ledger: Ledger, decided: Decided) -> None:
+def begin_metrics(job: Job, epoch: int) -> None:
+    """Rank 0: what is known before the first step, and the endpoint. epoch: 0 where nothing is written."""
+    metrics, settings = job.metrics, job.config.metrics
+    metrics.resumed.epoch.set(epoch)
+    metrics.resumed.attached.set(time.time())
+    if settings.enabled:
+        metrics.serve(settings.host, settings.port, settings.guards())
+
+
+def show_units(job: Job, step: int, decided: Decided) -> None:
     """Rank 0: drift and staleness of every unit, as a decision saw them."""
-    metrics.units(
-        {unit: drift for unit, drift in decided.drift.items() if drift is not None and unit in ledger.versions},
-        {one.unit: one.staleness for one in decided.stats if one.staleness is not None},
-    )
+    layers = job.metrics.layers
+    staleness = {one.unit: one.staleness for one in decided.stats if one.staleness is not None}
+    drift = {unit: one for unit, one in decided.drift.items() if one is not None and unit in job.ledger.versions}
+    layers.know(job.table.sizes)
+    job.metrics.saves.full.set(sum(size.nbytes for size in job.table.sizes.values()))
+    layers.show(drift, staleness)
+    layers.judge(step, _readings(drift, staleness))
+    layers.healthy(decided.drift.keys(), [one.unit for one in decided.stats if not one.finite])
+    job.metrics.step_seconds.set(job.pace.timing.step or 0.0)
+
+
+def _readings(drift: Mapping[Unit, float], staleness: Mapping[Unit, int | None]) -> dict[Unit, Reading]:
+    """Of weights: what spikes are looked for in."""
+    return {
+        unit: Reading(value, age)
+        for unit, value in drift.items()
+        if unit.slot == WEIGHTS and (age := staleness.get(unit)) is not None
+    }
 
 
 def tell_preempted(job: Job, step: int, seconds: float, skipped: str | None) -> None:
@@ -105,14 +139,10 @@ def _kind(certificate: Certificate) -> str:
     return f"a composite, up to {certificate.max_staleness} steps stale"
 
 
-def tell_resumed(metrics: Metrics, config: Config, step: int, found: Resumed, certificate: Certificate) -> None:
+def tell_resumed(job: Job, step: int, found: Resumed, certificate: Certificate) -> None:
     """Rank 0: the job goes on at ``step``, by what was found."""
-    fallbacks = found.resolution.fallbacks
-    metrics.resumed_step.set(step)
-    metrics.effective_step.set(certificate.effective_step)
-    metrics.fallbacks.set(len(fallbacks))
-    metrics.from_memory.set(found.memory is not None)
-    metrics.from_peers.set(len(found.replicas))
+    config, fallbacks = job.config, found.resolution.fallbacks
+    _show_resumed(job, step, found, certificate)
     where = config.store
     if found.memory is not None:
         sources = {unit.source for unit in certificate.units if unit.moving}
@@ -131,6 +161,23 @@ def tell_resumed(metrics: Metrics, config: Config, step: int, found: Resumed, ce
         _log.warning("resume: %s", note)
     if fallbacks:
         _log.error("resume: %d layer slots fell back to an older version; see driftpoint show", len(fallbacks))
+
+
+def _show_resumed(job: Job, step: int, found: Resumed, certificate: Certificate) -> None:
+    metrics, manifest = job.metrics.resumed, found.resolution.manifest
+    metrics.step.set(step)
+    metrics.effective_step.set(certificate.effective_step)
+    metrics.fallbacks.set(len(found.resolution.fallbacks))
+    metrics.passed_over.set(found.passed_over)
+    metrics.staleness.set(certificate.max_staleness)
+    metrics.exact.set(certificate.exact)
+    metrics.from_memory.set(found.memory is not None)
+    metrics.from_peers.set(len(found.replicas))
+    job.metrics.stepped(step)
+    newest = job.ledger.newest
+    if newest is not None:  # of what memory gave, nobody knows here when the commit below it was made
+        made = 0.0 if found.memory is not None else datetime.fromisoformat(manifest.created).timestamp()
+        job.metrics.saves.stands_on(newest.step, made)
 
 
 def tell_unused(config: Config, table: UnitTable) -> None:
@@ -158,7 +205,9 @@ def failure_reason(error: BaseException | None) -> str:
 
 
 def _tell_failure(metrics: Metrics, step: int, error: BaseException | None) -> None:
-    metrics.failures.labels(failure_reason(error)).inc()
+    metrics.saves.not_committed(failure_reason(error))
+    if isinstance(error, NotFiniteError):
+        metrics.layers.healthy((), error.units)
     _log.warning(
         "the save of step %d failed, the commit before it is intact: %s", step, error, exc_info=_unexpected(error)
     )

@@ -27,6 +27,11 @@ class Timing:
         self._held_up = 0.0
         self._cost: float | None = None
 
+    @property
+    def step(self) -> float | None:
+        """Seconds that a step takes; None where that is not known yet."""
+        return _median(self._steps)
+
     def restart(self) -> None:
         """What comes between the step before and the next one is no step (a resume, say)."""
         self._last = None

@@ -18,6 +18,7 @@
     ├── DaemonError               the daemon of this node is not there, or says what cannot be understood
     ├── PeerError                 another rank's node does not take or give what memory holds
     ├── SaveError                 a save did not come about; the older commit is intact
+    │   └── NotFiniteError        nothing of it was finite: NaN or Inf replaces nothing
     └── MergeError                a checkpoint could not be rebuilt
 
 Every message says what is wrong, where, and what to do next. Each class carries the exit code of the
@@ -26,7 +27,11 @@ command line, so that the table of codes lives in one place.
 
 from __future__ import annotations
 
-from typing import ClassVar, Final
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar, Final
+
+if TYPE_CHECKING:
+    from store.names import Unit
 
 PREEMPTED: Final = 75
 """Exit code of a training process that ended because it was told to, with what time allowed saved: not an error, and
@@ -117,6 +122,14 @@ class PeerError(DriftpointError):
 
 class SaveError(DriftpointError):
     """A save did not come about. The older commit is intact."""
+
+
+class NotFiniteError(SaveError):
+    """What was to be saved has NaN or Inf, and none of it replaces a version. units: those that have."""
+
+    def __init__(self, message: str, units: Sequence[Unit]) -> None:
+        super().__init__(message)
+        self.units = tuple(units)
 
 
 class MergeError(DriftpointError):

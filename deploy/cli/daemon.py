@@ -20,6 +20,7 @@ from deploy.cli.text import plural, size_text
 from deploy.daemon.options import Options
 from store.daemon.messages import AskStatus, AskStop, JobReport, Leaving, Message, Refused, Report, Welcome
 from store.daemon.place import asked, make_home
+from store.endpoint.access import BasicAuth, Guards, Tls
 from store.errors import DaemonError, StorageError
 
 app = typer.Typer(epilog=EPILOG, no_args_is_help=False, help="Run the daemon of a node, look at it, end it.")
@@ -31,8 +32,26 @@ _LOG_BYTES = 1 << 20
 
 _DEFAULT = Options(Path())
 
-PortOption = Annotated[
-    int, typer.Option(min=0, max=65535, metavar="N", help="Of its metrics, on 127.0.0.1; 0 takes a free one.")
+PortOption = Annotated[int, typer.Option(min=0, max=65535, metavar="N", help="Of its metrics; 0 takes a free one.")]
+HostOption = Annotated[
+    str, typer.Option(metavar="ADDRESS", help="Of its metrics; another one than loopback needs TLS and a login.")
+]
+CertOption = Annotated[
+    Path | None, typer.Option("--tls-cert", metavar="FILE", help="Certificate of its metrics.", show_default=False)
+]
+KeyOption = Annotated[Path | None, typer.Option("--tls-key", metavar="FILE", help="Its key.", show_default=False)]
+ClientsOption = Annotated[
+    Path | None,
+    typer.Option("--tls-client-ca", metavar="FILE", help="Who signs the certificates of readers.", show_default=False),
+]
+UserOption = Annotated[
+    str | None, typer.Option("--auth-user", metavar="NAME", help="Login of its metrics.", show_default=False)
+]
+PasswordOption = Annotated[
+    Path | None, typer.Option("--auth-password-file", metavar="FILE", help="Its password.", show_default=False)
+]
+InsecureOption = Annotated[
+    bool, typer.Option("--insecure", help="Let other machines read the metrics without TLS and a login.")
 ]
 RateOption = Annotated[
     int, typer.Option(min=0, metavar="BYTES/S", help="Rate at which commits are read again; 0: not at all.")
@@ -58,6 +77,13 @@ def run(
     exit_idle: IdleOption = None,
     grace: GraceOption = _DEFAULT.grace,
     log: LogOption = None,
+    host: HostOption = _DEFAULT.host,
+    tls_cert: CertOption = None,
+    tls_key: KeyOption = None,
+    tls_client_ca: ClientsOption = None,
+    auth_user: UserOption = None,
+    auth_password_file: PasswordOption = None,
+    insecure: InsecureOption = False,
     debug: DebugOption = False,
 ) -> None:
     """Watch the jobs of this node, and write out of memory what they leave there when they die."""
@@ -66,7 +92,13 @@ def run(
 
     base = base_of(memory)
     make_home(base)
-    options = Options(base, port, verify_rate, exit_idle, grace)
+    guards = Guards(
+        tls=Tls(cert=_absolute(tls_cert), key=_absolute(tls_key), client_ca=_absolute(tls_client_ca)),
+        basic_auth=BasicAuth(user=auth_user, password_file=_absolute(auth_password_file)),
+        insecure=insecure,
+    )
+    guards.require(host, "--host")
+    options = Options(base, port, verify_rate, exit_idle, grace, host=host, guards=guards)
     _log_to(log)
     os.chdir("/")
     Daemon(options).run()
@@ -94,7 +126,7 @@ def stop(*, memory: MemoryOption = Path("/dev/shm"), json: JsonOption = False, d
 
 def draw(console: Console, report: Report) -> None:
     """The text of ``status``."""
-    port = "none: the port is taken" if report.port is None else f"http://127.0.0.1:{report.port}/metrics"
+    port = report.url or "none: the log of the daemon says why"
     facts: dict[str, Text | str] = {
         "Daemon": f"process {report.pid}, since {report.started}",
         "Memory": report.base,
@@ -145,6 +177,11 @@ def _answer(base: Path, question: Message) -> Welcome | Leaving | Report:
 def base_of(memory: Path) -> Path:
     """Of shared memory, absolute."""
     return Path(os.path.abspath(memory.expanduser()))  # noqa: PTH100 - links stay as they are named
+
+
+def _absolute(path: Path | None) -> str | None:
+    """The daemon leaves the directory that it was started in."""
+    return None if path is None else str(base_of(path))
 
 
 def _log_to(path: Path | None) -> None:

@@ -12,10 +12,12 @@ import typer
 from deploy.cli.options import DebugOption, StorePath
 from deploy.cli.output import note
 from deploy.daemon.starting import ensure_daemon
+from deploy.listening import Listening, listening
 from deploy.sight import SeenStore
 from deploy.supervision import Limits
 from deploy.supervisor import Orders, Supervisor
 from deploy.telling import Teller
+from store.endpoint.access import LOOPBACK
 from store.errors import ConfigError, UsageError
 from store.objects.options import ObjectOptions
 from store.place import place_of
@@ -54,6 +56,17 @@ GraceOption = Annotated[
     float, typer.Option("--grace", metavar="S", min=0, help="Seconds for the last save, before SIGTERM to the command.")
 ]
 WaitOption = Annotated[float, typer.Option("--wait", metavar="S", min=0, help="Seconds to wait for a store in use.")]
+MetricsOption = Annotated[
+    int | None,
+    typer.Option(
+        "--metrics-port",
+        metavar="N",
+        min=0,
+        max=65535,
+        help="Serve metrics of the supervisor there, as `metrics:` in the YAML says; 0 takes a free one.",
+        show_default=False,
+    ),
+]
 EventsOption = Annotated[
     Path | None, typer.Option("--events", metavar="FILE", help="Append a JSON line for each event to this file.")
 ]
@@ -71,16 +84,25 @@ def run(
     grace: GraceOption = 30.0,
     wait: WaitOption = 0.0,
     events: EventsOption = None,
+    metrics_port: MetricsOption = None,
     debug: DebugOption = False,
 ) -> None:
     """Start a training command, and start it again when it dies, as long as it gets further."""
     del debug
     seen, wanted, notice = places(config, store)
     limits = Limits(max_restarts, max_failures, backoff, max(backoff, backoff_max))
-    orders, teller = Orders(command, limits, grace, wait, notice), Teller(note, events, seen.root)
-    told = None if wanted is None else ensure_daemon(wanted.base, wanted.port, wanted.exit_idle)
+    metrics = None
+    if metrics_port is not None:
+        from deploy.supervisor_metrics import SupervisorMetrics
+
+        metrics = SupervisorMetrics(max_restarts)
+    orders, teller = Orders(command, limits, grace, wait, notice), Teller(note, events, seen.root, metrics)
+    told = None if wanted is None else ensure_daemon(wanted.base, wanted.port, wanted.exit_idle, wanted.words)
     if told is not None:
         teller.say(told)
+    if metrics is not None and metrics_port is not None:
+        where = metrics_of(config, store)
+        metrics.serve(where.host, metrics_port, where.guards, teller.say)
     raise typer.Exit(Supervisor(orders, seen, teller).run())
 
 
@@ -91,14 +113,15 @@ class WantedDaemon:
     base: Path
     port: int
     exit_idle: float
+    words: tuple[str, ...] = ()
 
 
 def places(config: Path | None, store: Path | None) -> tuple[SeenStore, WantedDaemon | None, signal.Signals]:
     """The store of the job, as the trainer finds it: relative to the working directory; the daemon that it wants; and
     the signal that it heeds.
 
-    ConfigError, UsageError. Of the YAML only ``store:``, ``s3:``, ``memory:``, ``daemon:`` and ``preemption:`` are
-    looked at; the rest is the trainer's to check."""
+    ConfigError, UsageError. Of the YAML only ``store:``, ``s3:``, ``memory:``, ``daemon:``, ``preemption:`` and
+    ``metrics:`` are looked at; the rest is the trainer's to check."""
     if config is None and store is None and not CONFIG.exists():
         raise UsageError(f"which store? There is no {CONFIG} here: give `-c FILE`, the job's YAML, or `--store STORE`")
     if config is None and store is not None:
@@ -114,7 +137,15 @@ def places(config: Path | None, store: Path | None) -> tuple[SeenStore, WantedDa
     base = Path(memory.get("path", DEFAULT_MEMORY))
     kept = base if memory.get("enabled") else None
     seen = SeenStore((store or place_of(root)).expanduser(), kept, options=_options(path, content.get("s3", {})))
-    return seen, _wanted(path, content.get("daemon", {}), base), _notice(path, content.get("preemption", {}))
+    return seen, _wanted(path, content, base), _notice(path, content.get("preemption", {}))
+
+
+def metrics_of(config: Path | None, store: Path | None) -> Listening:
+    """Where metrics are served, by the same YAML. ConfigError."""
+    if config is None and store is not None:
+        return Listening()
+    path = config or CONFIG
+    return listening(path, _mapping(path).get("metrics", {}))
 
 
 def _notice(path: Path, section: object) -> signal.Signals:
@@ -134,7 +165,8 @@ def _options(path: Path, section: object) -> ObjectOptions:
         raise ConfigError(f"{path}: s3: must be a section such as `s3: {{region: eu-west-1}}`: {error}") from error
 
 
-def _wanted(path: Path, section: object, base: Path) -> WantedDaemon | None:
+def _wanted(path: Path, content: dict[str, Any], base: Path) -> WantedDaemon | None:
+    section, guards = content.get("daemon", {}), listening(path, content.get("metrics", {})).guards
     if not isinstance(section, dict):
         raise ConfigError(f"{path}: daemon: must be a section such as `daemon: {{enabled: true}}`, and is {section!r}")
     if not (section.get("enabled") and section.get("start", True)):
@@ -142,7 +174,11 @@ def _wanted(path: Path, section: object, base: Path) -> WantedDaemon | None:
     port, idle = section.get("port", DEFAULT_DAEMON_PORT), section.get("exit_idle_seconds", DEFAULT_EXIT_IDLE)
     if not isinstance(port, int) or not isinstance(idle, int | float):
         raise ConfigError(f"{path}: daemon: port must be a number and exit_idle_seconds one of seconds")
-    return WantedDaemon(base, port, float(idle))
+    host = section.get("host", LOOPBACK)
+    if not isinstance(host, str):
+        raise ConfigError(f"{path}: daemon: host must be an address, and is {host!r}")
+    guards.require(host, "daemon.host")
+    return WantedDaemon(base, port, float(idle), ("--host", host, *guards.words()))
 
 
 def _mapping(path: Path) -> dict[str, Any]:

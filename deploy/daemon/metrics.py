@@ -6,14 +6,19 @@ A port that is taken costs the endpoint, nothing else.
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Iterable
 from contextlib import suppress
-from typing import Any
+from pathlib import Path
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Gauge
 
+from deploy.daemon.rescuer import OUTCOMES
 from store.daemon.messages import JobReport
+from store.endpoint.access import Guards
+from store.endpoint.server import Endpoint
+from store.errors import ConfigError
 
 _log = logging.getLogger("driftpoint")
 
@@ -57,26 +62,47 @@ class DaemonMetrics:
         self.refused = Counter(
             "driftpoint_daemon_refused", "Connections that were refused, by reason", ("reason",), registry=registry
         )
+        self.memory_room = Gauge(
+            "driftpoint_daemon_memory_free_bytes", "Bytes that are free in shared memory", registry=registry
+        )
+        # Prometheus sees no increase from nothing to one.
+        for outcome in OUTCOMES:
+            self.rescues.labels(outcome)
+        for reason in ("misunderstood", "too many"):
+            self.refused.labels(reason)
         self._shown: set[str] = set()
-        self._server: Any = None
-        self.port: int | None = None
+        self._endpoint: Endpoint | None = None
         self.up.set(1)
 
-    def serve(self, port: int) -> None:
-        """Listen on this machine only; 0 takes a free port."""
+    @property
+    def port(self) -> int | None:
+        """That it listens on; None where it does not."""
+        return None if self._endpoint is None else self._endpoint.port
+
+    @property
+    def url(self) -> str | None:
+        """That a scraper asks; None where nobody listens."""
+        return None if self._endpoint is None else self._endpoint.url
+
+    def serve(self, host: str, port: int, guards: Guards) -> None:
+        """Listen; 0 takes a free port."""
         try:
-            server, _ = start_http_server(port, addr="127.0.0.1", registry=self.registry)
+            self._endpoint = Endpoint(self.registry, host, port, guards)
         except OSError as error:
             _log.warning(
-                "no metrics of the daemon: cannot listen on 127.0.0.1 port %d (%s); set another with --port",
+                "no metrics of the daemon: cannot listen on %s port %d (%s); set another with --port",
+                host,
                 port,
                 error.strerror or error,
             )
-            return
-        self._server, self.port = server, server.server_port
+        except ConfigError as error:
+            _log.error("no metrics of the daemon: %s", error)
 
-    def show(self, jobs: Iterable[JobReport]) -> None:
-        """How things stand."""
+    def show(self, jobs: Iterable[JobReport], base: Path) -> None:
+        """How things stand. base: of shared memory."""
+        with suppress(OSError):  # it is gone: what there was is told by its jobs
+            found = os.statvfs(base)
+            self.memory_room.set(found.f_bavail * found.f_frsize)
         reports = list(jobs)
         self.jobs.set(len(reports))
         for store in self._shown - {one.store for one in reports}:
@@ -100,7 +126,6 @@ class DaemonMetrics:
 
     def close(self) -> None:
         """Stop listening."""
-        if self._server is not None:
-            self._server.shutdown()
-            self._server.server_close()
-            self._server = None
+        if self._endpoint is not None:
+            self._endpoint.close()
+            self._endpoint = None

@@ -214,6 +214,7 @@ class Node:
             base=str(self.options.base),
             started=self._started,
             port=self.metrics.port,
+            url=self.metrics.url,
             jobs=tuple(job.report() for job in self._jobs),
             rescues=tuple(self._rescues),
             stores=tuple(

@@ -84,12 +84,12 @@ class Daemon:
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._ending.set)
         self._hold = hold
-        self._metrics.serve(self._options.port)
+        self._metrics.serve(self._options.host, self._options.port, self._options.guards)
         self._node = Node(self._options, self._metrics)
         self._node.take_up()
         server = await asyncio.start_unix_server(self._serve, sock=hold.socket, limit=LINE_LIMIT, backlog=_WAITING)
         ticking = asyncio.create_task(self._tick())
-        _log.info("daemon %d serves %s, metrics on port %s", os.getpid(), self._options.base, self._metrics.port)
+        _log.info("daemon %d serves %s, metrics at %s", os.getpid(), self._options.base, self._metrics.url)
         await self._ending.wait()
         ticking.cancel()
         server.close()
@@ -177,7 +177,7 @@ class Daemon:
         cleaned, idle = time.monotonic() - _CLEANING + 60.0, self._options.exit_idle
         while True:
             await asyncio.sleep(0.5)
-            self._metrics.show(self._node.report().jobs)
+            self._metrics.show(self._node.report().jobs, self._options.base)
             if not self._hold.stands():
                 _log.error("the socket of this daemon was removed, so that nobody can reach it")
                 self._ending.set()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from store.daemon.place import connected, log_path, make_home
@@ -17,21 +18,23 @@ _ANSWERS = 1.0
 """Seconds in which a daemon that is there answers."""
 
 
-def ensure_daemon(base: Path, port: int, exit_idle: float) -> str | None:
-    """Have a daemon at ``base``. What is to be told: that it was started, or why it could not be; None where it ran."""
+def ensure_daemon(base: Path, port: int, exit_idle: float, more: Sequence[str] = ()) -> str | None:
+    """Have a daemon at ``base``. What is to be told: that it was started, or why it could not be; None where it ran.
+
+    more: options of ``daemon run``."""
     try:
         make_home(base)
         connected(base, _ANSWERS).close()
     except StorageError as error:
         return f"no daemon: {error}"
     except DaemonError:
-        return _started(base, port, exit_idle)
+        return _started(base, port, exit_idle, more)
     return None
 
 
-def _started(base: Path, port: int, exit_idle: float) -> str:
+def _started(base: Path, port: int, exit_idle: float, more: Sequence[str]) -> str:
     command = [sys.executable, "-m", "deploy.cli", "daemon", "run", "--memory", str(base), "--port", str(port)]
-    command += ["--exit-idle", str(exit_idle), "--log", str(log_path(base))]
+    command += ["--exit-idle", str(exit_idle), "--log", str(log_path(base)), *more]
     nothing = subprocess.DEVNULL
     try:
         process = subprocess.Popen(command, stdin=nothing, stdout=nothing, stderr=nothing, start_new_session=True)

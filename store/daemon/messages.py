@@ -141,7 +141,7 @@ class StoreReport(Message):
 
 
 class Report(Message):
-    """All that the daemon knows. port: of its metrics, None where it could not have one."""
+    """All that the daemon knows. port, url: of its metrics, None where it could not have one."""
 
     kind: Literal["report"] = "report"
     version: Natural = VERSION
@@ -149,6 +149,7 @@ class Report(Message):
     base: str
     started: str
     port: int | None
+    url: str | None = None
     jobs: tuple[JobReport, ...]
     rescues: tuple[RescueReport, ...]
     stores: tuple[StoreReport, ...]

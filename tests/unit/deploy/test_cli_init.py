@@ -38,7 +38,7 @@ def test_it_writes_the_defaults(here: Here) -> None:
 def test_what_is_commented_out_is_every_other_default(here: Here) -> None:
     here("init")
     text = Path("driftpoint.yaml").read_text()
-    everything = re.sub(r"^#(?=  \w|\w)", "", text, flags=re.M)
+    everything = re.sub(r"^#(?=(?:  )*\w)", "", text, flags=re.M)
     assert yaml.safe_load(everything) == Config().model_dump()
     Draft202012Validator(schema()).validate(yaml.safe_load(everything))
 
@@ -62,7 +62,7 @@ def test_it_writes_what_was_asked_for(here: Here, given: tuple[str, ...], expect
     assert here("init", "-o", "mine.yaml", "--no-schema", *given).code == 0
     assert load_config("mine.yaml") == Config.model_validate(expected)
     assert "yaml-language-server" not in Path("mine.yaml").read_text()
-    everything = yaml.safe_load(re.sub(r"^#(?=  \w|\w)", "", Path("mine.yaml").read_text(), flags=re.M))
+    everything = yaml.safe_load(re.sub(r"^#(?=(?:  )*\w)", "", Path("mine.yaml").read_text(), flags=re.M))
     assert Config.model_validate(everything) == load_config("mine.yaml")
 
 

@@ -541,7 +541,7 @@ def test_broken_values_in_the_first_full_save_fail_it(store: Path) -> None:
         with torch.no_grad():
             one.model.head.bias[0] = float("nan")
         one.ckpt.step()
-    assert one.metric("driftpoint_failures_total", reason="SaveError") == 1
+    assert one.metric("driftpoint_failures_total", reason="NotFiniteError") == 1
     assert steps_of(store) == []
 
 

@@ -18,6 +18,14 @@ def test_nothing_gives_the_defaults() -> None:
     assert Config().bounded_policy().name == "full"
 
 
+def test_by_default_everything_is_exact_and_the_interval_is_found() -> None:
+    config = Config()
+    assert (config.every, config.policy, config.encoding, config.packing) == ("auto", "full", "raw", "none")
+    assert not config.memory.enabled and not config.daemon.enabled
+    load_config({"auto": {"max_loss_minutes": 5}})
+    load_config({"bounds": {"max_staleness": 50}})
+
+
 def test_an_empty_file_gives_the_defaults(tmp_path: Path) -> None:
     path = tmp_path / "driftpoint.yaml"
     path.write_text("# nothing yet\n")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from deploy.supervisor_metrics import SupervisorMetrics
 from monitor.metrics import Metrics
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
@@ -13,6 +14,6 @@ DOCS = Path(__file__).resolve().parents[3] / "docs"
 def test_every_metric_is_documented_and_no_other() -> None:
     documented = set(re.findall(r"^\| `(driftpoint_\w+)`", (DOCS / "metrics.md").read_text(), re.M))
     served = set()
-    for family in Metrics().registry.collect():
+    for family in [*Metrics().registry.collect(), *SupervisorMetrics(3).registry.collect()]:
         served.add(f"{family.name}_total" if family.type == "counter" else family.name)
     assert documented == served

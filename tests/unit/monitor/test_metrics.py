@@ -35,8 +35,10 @@ def scrape(metrics: Metrics) -> str:
 
 def test_names_follow_the_rules_of_prometheus(served: Metrics) -> None:
     """As ``promtool check metrics`` has them: a prefix, base units, ``_total`` on counters and nowhere else."""
-    served.units({Unit("a", "fp32"): 0.1}, {Unit("a", "fp32"): 3})
-    served.skipped.labels("busy").inc()
+    unit = Unit("a", "fp32")
+    served.layers.know([unit])
+    served.layers.show({unit: 0.1}, {unit: 3})
+    served.saves.skipped.labels("busy").inc()
     served.failures.labels("StorageError").inc()
     served.preemptions.labels("full").inc()
     families = list(text_string_to_metric_families(scrape(served)))
@@ -58,7 +60,7 @@ def test_names_follow_the_rules_of_prometheus(served: Metrics) -> None:
 
 
 def test_a_commit_is_counted(served: Metrics) -> None:
-    served.committed(120, 2.5, 1000, 3000)
+    served.saves.committed(120, 2.5, 1000, 3000)
     text = scrape(served)
     assert "driftpoint_saves_total 1.0" in text
     assert "driftpoint_written_bytes_total 1000.0" in text
@@ -111,5 +113,5 @@ def test_a_host_that_is_not_ours_costs_the_endpoint_only(caplog: pytest.LogCaptu
 
 def test_two_jobs_of_a_process_do_not_share_numbers() -> None:
     one, other = Metrics(), Metrics()
-    one.saves.inc()
+    one.saves.saves.inc()
     assert other.registry.get_sample_value("driftpoint_saves_total") == 0

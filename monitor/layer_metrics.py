@@ -1,0 +1,157 @@
+"""Metrics of layers: drift, staleness, what is not finite, and what jumped. Rank 0's training thread only.
+
+Layers have series of their own up to a number (see :mod:`monitor.shown`); the counts are over all of them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+
+from prometheus_client import CollectorRegistry, Counter, Gauge
+
+from monitor.shown import Shown
+from monitor.units import is_moving
+from policies.spikes import Reading, Spike, Spikes
+from store.names import Unit
+
+_log = logging.getLogger("driftpoint")
+
+_NAMED = 6
+
+
+class LayerMetrics:
+    """most: units, (layer, slot), with series of their own."""
+
+    def __init__(self, registry: CollectorRegistry, most: int) -> None:
+        unit = ("layer", "slot")
+        self.drift = Gauge(
+            "driftpoint_layer_drift_ratio",
+            "Relative distance of the live state to what a resume would give back, at the last decision",
+            unit,
+            registry=registry,
+        )
+        self.staleness = Gauge(
+            "driftpoint_layer_staleness_steps", "Steps since the newest committed version", unit, registry=registry
+        )
+        self.jump = Gauge(
+            "driftpoint_layer_drift_jump_ratio",
+            "Drift of weights against what this layer and the others are used to; a spike from 4 on",
+            unit,
+            registry=registry,
+        )
+        self.layer_sick = Gauge(
+            "driftpoint_layer_nonfinite",
+            "1 where a layer has NaN or Inf, 0 again when it is saved",
+            ("layer",),
+            registry=registry,
+        )
+        self.most_drift = Gauge("driftpoint_drift_max_ratio", "Largest drift of a moving unit", registry=registry)
+        self.most_staleness = Gauge(
+            "driftpoint_staleness_max_steps", "Largest staleness of a moving unit", registry=registry
+        )
+        self.sick = Gauge("driftpoint_nonfinite_layers", "Layers with NaN or Inf", registry=registry)
+        self.spikes = Counter(
+            "driftpoint_drift_spikes",
+            "Times that the weights of a layer jumped, an early sign of corruption",
+            registry=registry,
+        )
+        self.units = Gauge("driftpoint_units", "Layer slots of the job", registry=registry)
+        self.hidden = Gauge("driftpoint_units_hidden", "Layer slots without series of their own", registry=registry)
+        self._shown = Shown(most)
+        self._most = most
+        self._jumps = Spikes()
+        self._units: list[Unit] = []
+        self._sick: set[Unit] = set()
+        self._drift: dict[Unit, float] = {}
+        self._staleness: dict[Unit, float] = {}
+        self._read: dict[Unit, int] = {}
+
+    def know(self, units: Collection[Unit]) -> None:
+        """The units of the job, in model order."""
+        order = list(units)
+        if order == self._units:
+            return
+        self._units = order
+        before = self._shown.hidden
+        for gone in self._shown.know(units):
+            self._remove(gone)
+        self._sick &= set(units)
+        sick = {unit.layer for unit in self._sick}
+        for layer in {unit.layer for unit in units if unit in self._shown}:
+            self.layer_sick.labels(layer).set(layer in sick)
+        self.units.set(len(units))
+        self.hidden.set(self._shown.hidden)
+        if self._shown.hidden and not before:
+            _log.warning(
+                "metrics: %d of %d layer slots have no series of their own (metrics.layer_series is %d): those shown "
+                "are spread evenly over the model, and whatever stands out is added; counts are over all",
+                self._shown.hidden,
+                len(units),
+                self._most,
+            )
+
+    def show(self, drift: Mapping[Unit, float], staleness: Mapping[Unit, int]) -> None:
+        """Newest drift and staleness of each unit."""
+        for gauge, values in ((self.drift, drift), (self.staleness, staleness)):
+            for unit, value in values.items():
+                if unit in self._shown:
+                    gauge.labels(unit.layer, unit.slot).set(value)
+        for known, values in ((self._drift, drift), (self._staleness, staleness)):
+            known.update((unit, value) for unit, value in values.items() if is_moving(unit))
+        self.most_drift.set(max(self._drift.values(), default=0.0))
+        self.most_staleness.set(max(self._staleness.values(), default=0))
+
+    def judge(self, step: int, readings: Mapping[Unit, Reading]) -> None:
+        """Look for spikes in what was measured of weights at ``step``; each unit once a step."""
+        fresh = {unit: one for unit, one in readings.items() if self._read.get(unit) != step}
+        self._read.update(dict.fromkeys(fresh, step))
+        for spike in self._jumps.read(fresh):
+            self._tell(step, spike)
+        for unit in fresh.keys() & self._jumps.jumps.keys():
+            if unit in self._shown:
+                self.jump.labels(unit.layer, unit.slot).set(self._jumps.jumps[unit])
+
+    def healthy(self, units: Collection[Unit], sick: Collection[Unit]) -> None:
+        """Of these units it is known whether they are finite: ``sick`` are not."""
+        before = {unit.layer for unit in self._sick}
+        self._sick = (self._sick - set(units)) | set(sick)
+        layers = {unit.layer for unit in self._sick}
+        for unit in sick:
+            self._shown.stood_out(unit)
+        for layer in {unit.layer for unit in sick if unit in self._shown}:
+            self.layer_sick.labels(layer).set(1)
+        for layer in before - layers:
+            self.layer_sick.labels(layer).set(0)
+        if layers - before:
+            _log.error(
+                "NaN or Inf in %s: it is not saved, and the versions before stay", _names(sorted(layers - before))
+            )
+        self.sick.set(len(layers))
+        self.hidden.set(self._shown.hidden)
+
+    def _tell(self, step: int, spike: Spike) -> None:
+        self.spikes.inc()
+        self._shown.stood_out(spike.unit)
+        self.hidden.set(self._shown.hidden)
+        _log.error(
+            "drift spike: the weights of %s moved %.3g times as far as they used to up to step %d (drift %.3g). Where "
+            "no setting was changed, memory or a device may have corrupted them: see docs/runbook.md",
+            spike.unit.layer,
+            spike.jump,
+            step,
+            spike.drift,
+        )
+
+    def _remove(self, unit: Unit) -> None:
+        for gauge in (self.drift, self.staleness, self.jump):
+            with suppress(KeyError):
+                gauge.remove(unit.layer, unit.slot)
+        self._drift.pop(unit, None)
+        self._staleness.pop(unit, None)
+
+
+def _names(names: Collection[str]) -> str:
+    shown = ", ".join(list(names)[:_NAMED])
+    return shown if len(names) <= _NAMED else f"{shown} and {len(names) - _NAMED} more"

@@ -1,0 +1,132 @@
+"""Endpoints of daemon and supervisor as users start them: what they serve, to whom, and what is refused."""
+
+from __future__ import annotations
+
+import base64
+import re
+import ssl
+import sys
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from deploy.cli.run import metrics_of, places
+from monitor.config import load_config
+from store.errors import ConfigError
+from tests.support.cli import driftpoint
+from tests.support.daemons import daemon, report
+from tests.support.supervised import supervised
+from tests.support.tls import certificate
+
+
+def scrape(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=30) as answer:
+        text: str = answer.read().decode()
+        return text
+
+
+def test_a_supervisor_serves_how_its_attempts_went(tmp_path: Path) -> None:
+    options = ["--metrics-port", 0, "--max-restarts", 1, "--backoff", 0.0]
+    script = tmp_path / "attempt.py"
+    script.write_text(
+        "import pathlib, sys, time\n"
+        "folder = pathlib.Path(sys.argv[1])\n"
+        "number = len(list(folder.glob('began-*'))) + 1\n"
+        "(folder / f'began-{number}').touch()\n"
+        "while number > 1 and not (folder / 'stop').exists():\n"
+        "    time.sleep(0.02)\n"
+        "sys.exit(3)\n"
+    )
+    with supervised(tmp_path, [sys.executable, script, tmp_path], *options) as run:
+        run.until((tmp_path / "began-2").exists)
+        (url,) = re.findall(r"driftpoint run: metrics at (http://127\.0\.0\.1:\d+/metrics)", run.said)
+        text = scrape(url)
+        (tmp_path / "stop").touch()
+        assert run.ends() == 93, run.said
+    assert "driftpoint_supervisor_attempts_total 2.0" in text
+    assert 'driftpoint_supervisor_attempts_ended_total{end="failed"} 1.0' in text
+    assert "driftpoint_supervisor_attempts_without_progress 1.0" in text
+    assert "driftpoint_supervisor_running 1.0" in text and "driftpoint_supervisor_step -1.0" in text
+    with pytest.raises(urllib.error.URLError):
+        scrape(url)
+
+
+def test_a_daemon_behind_tls_and_a_login(tmp_path: Path) -> None:
+    base = tmp_path / "shm"
+    base.mkdir()
+    crt, key = certificate(tmp_path, "daemon")
+    password = tmp_path / "password"
+    password.write_text("secret\n")
+    password.chmod(0o600)
+    options = ["--host", "0.0.0.0", "--tls-cert", crt, "--tls-key", key]
+    options += ["--auth-user", "prometheus", "--auth-password-file", password]
+    with daemon(base, *options):
+        found = report(base)
+        assert found is not None and found.url == f"https://0.0.0.0:{found.port}/metrics"
+        url, context = f"https://127.0.0.1:{found.port}/metrics", ssl.create_default_context(cafile=str(crt))
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            urllib.request.urlopen(url, timeout=30, context=context)
+        login = base64.b64encode(b"prometheus:secret").decode()
+        request = urllib.request.Request(url, headers={"Authorization": f"Basic {login}"})
+        with urllib.request.urlopen(request, timeout=30, context=context) as answer:
+            assert b"driftpoint_daemon_up 1.0" in answer.read()
+
+
+def test_a_daemon_that_others_could_read_is_refused(tmp_path: Path) -> None:
+    answer = driftpoint("daemon", "run", "--memory", tmp_path, "--port", 0, "--host", "0.0.0.0")
+    assert answer.code == 2
+    assert "--host: '0.0.0.0' lets other machines read the metrics" in " ".join(answer.err.split())
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"metrics": {"host": "0.0.0.0"}}, r"metrics\.host: '0\.0\.0\.0' lets other machines"),
+    ({"metrics": {"host": "::", "basic_auth": {"user": "a", "password_file": "b"}}}, r"metrics\.host: .*tls"),
+    ({"daemon": {"enabled": True, "host": "node1"}}, r"daemon\.host: 'node1' lets other machines"),
+    ({"metrics": {"tls": {"cert": "a"}}}, r"metrics\.tls: cert is set and key is not"),
+    ({"metrics": {"tls": {"certificate": "a"}}}, r"metrics\.tls\.certificate"),
+    ({"metrics": {"basic_auth": {"user": "a:b", "password_file": "c"}}}, r"metrics\.basic_auth\.user"),
+]
+
+
+@pytest.mark.parametrize(("settings", "told"), REFUSED)
+def test_the_configuration_is_refused_alike_by_trainer_and_supervisor(
+    tmp_path: Path, settings: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(ConfigError, match=told):
+        load_config(settings)
+    path = tmp_path / "driftpoint.yaml"
+    path.write_text(yaml.safe_dump(settings))
+    if "certificate" not in told:  # keys are the trainer's to check, but for these sections
+        with pytest.raises(ConfigError, match=told):
+            places(path, None)
+
+
+def test_what_the_supervisor_hands_to_the_daemon_is_what_the_trainer_would(tmp_path: Path) -> None:
+    settings = {
+        "metrics": {
+            "host": "0.0.0.0",
+            "tls": {"cert": "/tls/crt", "key": "/tls/key"},
+            "basic_auth": {"user": "prometheus", "password_file": "/tls/password"},
+        },
+        "daemon": {"enabled": True, "host": "0.0.0.0"},
+    }
+    path = tmp_path / "driftpoint.yaml"
+    path.write_text(yaml.safe_dump(settings))
+    _, wanted, _ = places(path, None)
+    listening = metrics_of(path, None)
+    guards = load_config(settings).metrics.guards()
+    assert wanted is not None and list(wanted.words) == ["--host", "0.0.0.0", *guards.words()]
+    assert listening.host == "0.0.0.0" and listening.guards == guards
+    assert guards.words() == [
+        *("--tls-cert", "/tls/crt", "--tls-key", "/tls/key"),
+        *("--auth-password-file", "/tls/password", "--auth-user", "prometheus"),
+    ]
+
+
+def test_unguarded_on_purpose_and_endpoints_that_are_off() -> None:
+    load_config({"metrics": {"host": "0.0.0.0", "insecure": True}, "daemon": {"enabled": True, "host": "0.0.0.0"}})
+    load_config({"metrics": {"enabled": False, "host": "0.0.0.0"}, "daemon": {"host": "0.0.0.0"}})
