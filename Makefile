@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help setup check format test test-fast demo bench clean
+.PHONY: help setup check format settings test test-fast demo bench clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -27,6 +27,9 @@ check: $(READY) ## format, lint, types, import contracts
 format: $(READY) ## rewrite the sources in the house format
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+settings: $(READY) ## write the settings' page and schema anew, from the models
+	$(BIN)/python -m tests.support.settings_page
 
 test: $(READY) ## the whole test suite, fast tests first
 	$(BIN)/python -m tests

@@ -16,12 +16,13 @@ from deploy.supervision import Sight
 from store.catalog import Catalog, open_catalog
 from store.epochs import newest_epoch
 from store.errors import DamagedError, DriftpointError, NoStoreError, NothingToResumeError, StorageError, StoreError
-from store.files import LocalFiles
 from store.lock import lock_holder
 from store.memory.claimed import of_store
 from store.memory.held import look as look_at_memory
 from store.memory.tier import Tier
 from store.names import SaveId
+from store.objects.options import ObjectOptions
+from store.place import files_at, is_url
 from store.suspects import mark_suspect, withdraw_suspect
 from store.versions import newest_resumable
 
@@ -30,24 +31,27 @@ _T = TypeVar("_T")
 
 class SeenStore:
     """The store at ``root``, as the supervisor uses it. memory: where its job keeps versions in shared memory, None
-    where it does not. patience: seconds that storage may take to answer."""
+    where it does not. patience: seconds that storage may take to answer. options: of an object store."""
 
-    def __init__(self, root: Path, memory: Path | None = None, patience: float = 120.0) -> None:
+    def __init__(
+        self, root: Path, memory: Path | None = None, patience: float = 120.0, options: ObjectOptions | None = None
+    ) -> None:
         self.root = root
+        self._options = options
         self._memory = memory
         self._patience = patience
 
     def look(self) -> Sight:
         """What is there now. Never raises for anything that a store can be."""
         try:
-            return self._within(lambda: _look(self.root, self._memory))
+            return self._within(lambda: _look(self.root, self._memory, self._options))
         except (DriftpointError, OSError) as error:
             return Sight(trouble=str(error))
 
     def holder(self) -> int | None:
         """Process of this machine that owns the store, 0 where its id is not known; None where there is none."""
         try:
-            return self._within(lambda: lock_holder(self.root))
+            return None if is_url(self.root) else self._within(lambda: lock_holder(self.root))
         except (DriftpointError, OSError):  # what hangs is told by look()
             return None
 
@@ -61,7 +65,7 @@ class SeenStore:
 
     def _changed(self, change: Callable[[Catalog], None]) -> str:
         try:
-            self._within(lambda: change(open_catalog(LocalFiles(self.root))))
+            self._within(lambda: change(open_catalog(files_at(self.root, self._options))))
         except (DriftpointError, OSError) as error:
             return str(error)
         return ""
@@ -86,9 +90,9 @@ class SeenStore:
         return answers[0]
 
 
-def _look(root: Path, memory: Path | None) -> Sight:
+def _look(root: Path, memory: Path | None, options: ObjectOptions | None) -> Sight:
     try:
-        catalog = open_catalog(LocalFiles(root))
+        catalog = open_catalog(files_at(root, options))
     except NoStoreError:
         return Sight()
     commits, suspects = catalog.saves(), catalog.suspects().saves

@@ -30,7 +30,9 @@ from store.layout import part_path, payload_path, segment_dir
 from store.lock import StoreLock
 from store.members import members_digest, members_of
 from store.names import BUFFER, FROZEN, RAW, SaveId, Unit
+from store.objects.files import ObjectFiles
 from store.payload import check_header
+from store.place import files_at
 from store.prune import execute, plan_prune
 from store.record import digest, seal
 from store.retention import Retention
@@ -65,22 +67,26 @@ def import_checkpoint(plan: ImportPlan, store: Path, progress: Progress = lambda
     DamagedError where bytes of the source, or those just written, are not right.
     """
     _require_apart(plan.source, store)
-    files = LocalFiles(store)
+    files = files_at(store)
     catalog = open_or_create(files)
-    lock = StoreLock(files.root, wait_seconds=0)
+    lock = StoreLock(files.root, wait_seconds=0) if isinstance(files, LocalFiles) else None
     try:
-        _require_no_commit(catalog, files.root)
-        _require_room(plan, files.root)
+        _require_no_commit(catalog, store)
+        if isinstance(files, LocalFiles):
+            _require_room(plan, files.root)
+        elif isinstance(files, ObjectFiles):
+            files.require_conditional_puts()
         save = SaveId(plan.checkpoint.step, claim_epoch(files, catalog.store_id).epoch)
         manifest = _written(plan, catalog, save, progress)
         commit(files, manifest)
         problems = [*plan.checkpoint.problems, *_tidied(catalog, save)]
     finally:
-        lock.release()
+        if lock is not None:
+            lock.release()
     catalog.forget()
     certificate = certify(resolve(catalog, save))
     nbytes = sum(record.payload_bytes for record in manifest.groups.values())
-    return Imported(files.root, save, certificate, nbytes, plan.notes, tuple(problems))
+    return Imported(store.absolute(), save, certificate, nbytes, plan.notes, tuple(problems))
 
 
 def _written(plan: ImportPlan, catalog: Catalog, save: SaveId, progress: Progress) -> ManifestRecord:

@@ -30,6 +30,7 @@ from monitor.spending import Spending
 from monitor.tracing import TracedJob, Tracer
 from monitor.units import UnitTable
 from policies.observe import Observe
+from store.place import store_place
 
 
 def attach(
@@ -38,8 +39,8 @@ def attach(
     *,
     state: Sequence[Any] = (),
 ) -> Checkpointer:
-    """Attach to a DeepSpeed engine, to ``(model, optimizer)`` of plain PyTorch or DistributedDataParallel, or to an
-    ``accelerate.Accelerator`` that has prepared one of each.
+    """Attach to a DeepSpeed engine, to ``(model, optimizer)`` of plain PyTorch, DistributedDataParallel or FSDP2, or
+    to an ``accelerate.Accelerator`` that has prepared one of each.
 
     config: a YAML file, a mapping, or None for the defaults. state: objects to save and resume besides the model
     and the optimizer (schedulers, samplers, loss scalers, ``torch.Generator``): each with ``state_dict`` and
@@ -71,12 +72,13 @@ def attach_counted(
         job.adapter.agree(group)
     rehearse_policy(job)
     settings = job.config
+    options = settings.s3.options()
     if job.observing:
-        return _told(Checkpointer(job, None, open_existing(settings.store, group)), job, False, config is None)
-    opened = open_store(settings.store, group, settings.timeouts.lock, counting=settings.every == "auto")
+        return _told(Checkpointer(job, None, open_existing(settings.store, group, options)), job, False, config is None)
+    opened = open_store(settings.store, group, settings.timeouts.lock, settings.every == "auto", options)
     if opened.incarnation is not None:
         job.pace.count(opened.incarnation.interruptions, opened.incarnation.rank_seconds)
-    store = os.path.abspath(os.path.expanduser(settings.store))  # noqa: PTH100, PTH111 - as it was opened
+    store = str(store_place(settings.store))
     job.daemon.begin(store, opened.catalog.store_id, opened.epoch, group.rank, group.world_size)
     return _told(Checkpointer(job, opened, opened.catalog), job, opened.has_commits, config is None)
 

@@ -14,6 +14,9 @@ from monitor.job import Job
 from store.encoding import encoding_named
 from store.mounts import mount_of
 
+_FILE = "driftpoint.yaml"
+"""What the command line takes where it is told nothing else."""
+
 
 def banner(job: Job, *, has_commits: bool, unset: bool) -> str:
     """What is saved where and when, where to look, and what a resume finds. unset: no configuration was given."""
@@ -22,8 +25,15 @@ def banner(job: Job, *, has_commits: bool, unset: bool) -> str:
     if not job.observing:
         parts.append("ckpt.resume() goes on from its newest commit" if has_commits else "nothing to resume")
     if unset:
-        parts.append("all of this is by default, and `driftpoint init` writes a file to change it")
+        parts.append(_by_default())
     return "; ".join(parts)
+
+
+def _by_default() -> str:
+    """Who has a file and forgot to hand it over would look for its settings in vain."""
+    if Path(_FILE).exists():
+        return f"all of this is by default: {_FILE} is not read unless attach is given it"
+    return "all of this is by default, and `driftpoint init` writes a file to change it"
 
 
 def shortened(count: int) -> str:
@@ -69,7 +79,7 @@ def _store(config: Config) -> str:
 def _every(config: Config) -> str:
     if config.every == "auto":
         most = config.auto.max_loss_minutes
-        return f"every: auto (as loses the least time; at most {most:g} min of training)"
+        return f"every: auto (so that the least time is lost, to a failure {most:g} min at most)"
     return "at every step" if config.every == 1 else f"every {config.every} steps"
 
 

@@ -351,7 +351,7 @@ class Checkpointer:
 
     def _skipped(self, reason: str, began: float, decided: Decided | None, problem: str | None = None) -> StepReport:
         if self._group.rank == 0:
-            tell_skipped(self.metrics, reason, self._step, problem)
+            tell_skipped(self.metrics, reason, self._step, problem, put_off=self.config.every == "auto")
         return replace(self._report(reason, began, decided, 0), problem=problem)
 
     def _report(self, skipped: str | None, began: float, decided: Decided | None, staged: int) -> StepReport:

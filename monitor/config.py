@@ -27,6 +27,7 @@ from monitor.settings import (
     PreemptionSettings,
     ResumeSettings,
     RetentionSettings,
+    S3Settings,
     Settings,
     TimeoutSettings,
     TraceSettings,
@@ -45,6 +46,7 @@ from store.encoding import ENCODINGS as BY_NAME
 from store.encoding import encoding_named
 from store.endpoint.access import LOOPBACK
 from store.errors import ConfigError
+from store.place import beside, is_url, store_place
 from store.retention import Retention
 
 
@@ -62,7 +64,7 @@ class Config(Settings):
     store: str = Field(
         default="./driftpoint-checkpoints",
         min_length=1,
-        description="a directory of its own, the same for all ranks, on a disk that all nodes share",
+        description="a directory of its own, the same for all ranks, on a disk that all nodes share; or s3://BUCKET/PREFIX",
     )
     every: Annotated[Annotated[int, Field(ge=1)] | Literal["auto"], WrapValidator(_interval)] = Field(
         default="auto",
@@ -107,6 +109,7 @@ class Config(Settings):
     resume: ResumeSettings = ResumeSettings()
     preemption: PreemptionSettings = PreemptionSettings()
     trace: TraceSettings = TraceSettings()
+    s3: S3Settings = S3Settings()
     metrics: MetricsSettings = MetricsSettings()
     timeouts: TimeoutSettings = TimeoutSettings()
 
@@ -164,9 +167,9 @@ class Config(Settings):
         """Where the drift trace is written, absolute; None where it is not. ConfigError for a path in the store."""
         if not self.trace.enabled:
             return None
-        store = os.path.abspath(os.path.expanduser(self.store))  # noqa: PTH100, PTH111 - of a store yet to be made
+        store = store_place(self.store)
         if self.trace.path is None:
-            return Path(f"{store}.trace.jsonl")
+            return beside(store, ".trace.jsonl")
         path = Path(os.path.abspath(os.path.expanduser(self.trace.path)))  # noqa: PTH100, PTH111
         if path.is_relative_to(store):
             raise ConfigError(f"trace.path {path} lies in the store, which holds nothing else: set one beside it")
@@ -187,6 +190,7 @@ def load_config(source: str | os.PathLike[str] | Mapping[str, Any] | Config | No
         config = _validated(_anchored(read_mapping(Path(source)), Path(source).parent), str(source))
     config.bounded_policy()
     config.retention_rule()
+    _require_place(config)
     config.trace_path()
     config.memory_encodings()
     _require_guarded(config)
@@ -201,6 +205,18 @@ def load_config(source: str | os.PathLike[str] | Mapping[str, Any] | Config | No
     if config.differences and config.packing == "none":
         raise ConfigError("differences: true saves bytes only where they are packed: set `packing: auto` or a level")
     return config
+
+
+def _require_place(config: Config) -> None:
+    """ConfigError for a URL that is no store's place, and for what holds for one kind of place only."""
+    place = store_place(config.store)
+    if is_url(place) and config.daemon.enabled:
+        raise ConfigError(
+            f"daemon: it writes what dead jobs leave in memory into directories only, and the store is {place}: remove "
+            "the section. With `memory: {enabled: true}` a job that comes back on this node resumes from memory itself"
+        )
+    if not is_url(place) and config.s3 != S3Settings():
+        raise ConfigError(f"s3: the section holds for a store in s3:// only, and the store is {place}: remove it")
 
 
 def _require_guarded(config: Config) -> None:

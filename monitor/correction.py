@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from monitor.config import Config
+from store.place import beside, store_place
 
 _log = logging.getLogger("driftpoint")
 
@@ -59,4 +59,4 @@ def drop_correction(config: Config) -> None:
 
 
 def _path(config: Config) -> Path:
-    return Path(f"{os.path.abspath(os.path.expanduser(config.store))}.resume.json")  # noqa: PTH100, PTH111
+    return beside(store_place(config.store), ".resume.json")

@@ -45,7 +45,7 @@ def foresee(config: Config, group: Group, objects: int) -> Foreseen | None:
     """What a job with these settings will resume, None where there is nothing. objects: in its ``state=[...]``.
 
     Raises as :meth:`monitor.Checkpointer.resume` does, on all ranks."""
-    catalog = open_existing(config.store, group)
+    catalog = open_existing(config.store, group, config.s3.options())
     if catalog is None:
         return None
     remembered = None

@@ -25,7 +25,7 @@ from monitor.memory_room import MemoryRoom, trying
 from monitor.opened import OpenedStore
 from monitor.pacing_memory import MemoryPace
 from monitor.peers.peers import Peers, Sending
-from monitor.remembered import Remembered, newest_remembered
+from monitor.remembered import Remembered, gone_back_to, newest_remembered
 from monitor.remembering import Version, remember
 from monitor.saver import Saver
 from monitor.staging import Copying
@@ -105,6 +105,8 @@ class MemoryTier:
         self._drain()
         self._peers.meet(self._tier)
         found = newest_remembered(self._tier, catalog, self._job.adapter, self._group, self._peers)
+        if found is not None and self._job.config.resume.at == "effective":
+            found = gone_back_to(found, self._group)
         if found is not None:  # however old: the job stands on it until it has a version of its own
             trying(lambda: renew(self._tier, found.save))
         return found
@@ -212,7 +214,7 @@ class MemoryTier:
 
     def _begin_peers(self, local: Mapping[Unit, LocalUnit], kept: SaveId | None) -> None:
         if not self._off:
-            self._peers.begin(self._tier, self._opened.epoch, self._keeper.needed(local), kept)
+            self._peers.begin(self._tier, self._opened, self._keeper.needed(local), kept)
 
     def _outranked(self) -> bool:
         """Whether a commit is as new as what is in memory. What cannot be told is not."""

@@ -7,7 +7,6 @@ what tells a shared disk from one that every node has for itself, or a path that
 from __future__ import annotations
 
 import logging
-import os
 import time
 from dataclasses import dataclass, field
 
@@ -19,6 +18,9 @@ from store.errors import DamagedError, MissingError, NoStoreError, StorageError
 from store.files import Files, LocalFiles
 from store.incarnations import Tally, begin_incarnation, mark_closed, new_incarnation
 from store.lock import StoreLock
+from store.objects.files import ObjectFiles
+from store.objects.options import ObjectOptions
+from store.place import files_at, place_of
 from store.schema import IncarnationRecord
 from store.store import open_or_create
 
@@ -54,17 +56,24 @@ class OpenedStore:
             self.lock = None
 
 
-def open_store(path: str, group: Group, lock_seconds: float, counting: bool = False) -> OpenedStore:
-    """Own the store at ``path``. StoreInUseError, StorageError or DamagedError, on all ranks alike.
+def open_store(
+    path: str, group: Group, lock_seconds: float, counting: bool = False, options: ObjectOptions | None = None
+) -> OpenedStore:
+    """Own the store at ``path``. StoreInUseError, StorageError or DamagedError, on all ranks alike; UnsupportedError
+    for an object store on which two jobs could commit over one another.
 
-    counting: interruptions of this job are counted, now and by the incarnations to come."""
-    files = LocalFiles(os.path.expanduser(path))  # noqa: PTH111
+    counting: interruptions of this job are counted, now and by the incarnations to come. options: of an object store,
+    whose jobs know of each other by the epoch alone."""
+    files = everywhere(group, lambda: files_at(place_of(path).expanduser(), options))
     held: list[StoreLock] = []
     begun: list[IncarnationRecord] = []
 
     def claim() -> tuple[int, str, bool]:
         catalog = open_or_create(files)
-        held.append(StoreLock(files.root, lock_seconds))
+        if isinstance(files, LocalFiles):
+            held.append(StoreLock(files.root, lock_seconds))
+        elif isinstance(files, ObjectFiles):
+            files.require_conditional_puts()
         if counting:
             begun.append(_begun(catalog, group.world_size))
         record = claim_epoch(files, catalog.store_id, begun[0] if begun else None)
@@ -89,29 +98,30 @@ def _begun(catalog: Catalog, world_size: int) -> IncarnationRecord:
         return new_incarnation(Tally(), world_size)
 
 
-def open_existing(path: str, group: Group) -> Catalog | None:
+def open_existing(path: str, group: Group, options: ObjectOptions | None = None) -> Catalog | None:
     """The store at ``path`` for reading only; None where any rank sees none."""
-    catalog = everywhere(group, lambda: _existing(path))
+    catalog = everywhere(group, lambda: _existing(path, options))
     return catalog if all(group.gather(catalog is not None)) else None
 
 
-def _existing(path: str) -> Catalog | None:
+def _existing(path: str, options: ObjectOptions | None) -> Catalog | None:
     try:
-        return open_catalog(LocalFiles(os.path.expanduser(path)))  # noqa: PTH111
+        return open_catalog(files_at(place_of(path).expanduser(), options))
     except NoStoreError:
         return None
 
 
-def _seen(files: LocalFiles, epoch: int, token: str) -> Catalog:
+def _seen(files: Files, epoch: int, token: str) -> Catalog:
+    root = getattr(files, "root", "its place")
     advice = (
-        "`store:` must be the same directory for all ranks, on a disk that all nodes share. "
+        "`store:` must be the same directory for all ranks, on a disk that all nodes share, or the same s3:// URL. "
         "Check the path (is there a time or a host name in it?) and the mount"
     )
     try:
         catalog = open_catalog(files)
         record = read_epoch(files, epoch)
     except (NoStoreError, MissingError, DamagedError) as error:
-        raise StorageError(f"this rank does not see rank 0's store at {files.root}: {error}. {advice}") from error
+        raise StorageError(f"this rank does not see rank 0's store at {root}: {error}. {advice}") from error
     if record.token != token:
-        raise StorageError(f"this rank sees another store at {files.root} than rank 0. {advice}")
+        raise StorageError(f"this rank sees another store at {root} than rank 0. {advice}")
     return catalog

@@ -21,6 +21,8 @@ from monitor.peers.peers import Peers
 from monitor.peers.pieces import FarPayload
 from monitor.whereabouts import node_name
 from store.catalog import Catalog
+from store.certificate import certify
+from store.effective import run_saves
 from store.errors import StoreError
 from store.memory.claimed import of_store
 from store.memory.held import Node, look
@@ -39,12 +41,14 @@ class Remembered:
     """A version in memory, and the store with it on top.
 
     commit: what to resume from that: the version itself, or a commit some of whose layers are older than in memory.
-    replicas: ranks of the version whose own memory is gone: it is what peers kept of it."""
+    replicas: ranks of the version whose own memory is gone: it is what peers kept of it. instead: what is to be resumed
+    where ``catalog`` turns out to hold nothing that is whole, before the store alone."""
 
     save: SaveId
     commit: SaveId
     catalog: Catalog
     replicas: frozenset[int] = frozenset()
+    instead: Catalog | None = None
 
 
 @dataclass(frozen=True)
@@ -98,6 +102,26 @@ def newest_remembered(
             found.save.step,
         )
     return None
+
+
+def gone_back_to(remembered: Remembered, group: Group) -> Remembered:
+    """The version alone, where a composite that borrows from it would go on at the version's own step: the version is
+    the state of that step, and the composite is not. For a job that goes on at effective steps. Collective."""
+
+    def goes_back() -> bool:
+        try:
+            resolution = resolve(remembered.catalog, remembered.commit)
+        except StoreError:
+            return False  # a resume will say it
+        return next(iter(run_saves(resolution, certify(resolution).effective_step))) == remembered.save
+
+    files = remembered.catalog.files
+    if remembered.commit == remembered.save or not isinstance(files, Overlay):
+        return remembered
+    if group.largest([not files.whole])[0] or not on_first(group, goes_back):
+        return remembered
+    alone = Catalog(files.alone(), remembered.catalog.record)
+    return replace(remembered, commit=remembered.save, catalog=alone, instead=remembered.catalog)
 
 
 def newest_on_disk(catalog: Catalog, group: Group) -> Resolution | None:

@@ -16,6 +16,7 @@ from monitor.choices import SIGNALS, encodings_schema
 from policies.account import BYTES, STALL, STORAGE, Account
 from policies.bucket import TokenBucket
 from store.endpoint.access import LOOPBACK, BasicAuth, Guards, Tls
+from store.objects.options import ObjectOptions
 
 _LONGEST = 1e6
 """Seconds; threads cannot wait for ever longer ones."""
@@ -201,6 +202,38 @@ class DaemonSettings(Settings):
     host: str = Field(default=LOOPBACK, description="of its Prometheus endpoint, which is guarded as `metrics` says")
     port: int = Field(default=9465, ge=0, le=65535, description="of the same; 0 takes a free one")
     exit_idle_seconds: float = Field(default=3600.0, gt=0, le=1e9, description="without a job, until it ends by itself")
+
+
+class S3Settings(Settings):
+    """How a store in s3:// is reached; credentials are never here; see docs/object-stores.md."""
+
+    endpoint: str | None = Field(
+        default=None,
+        min_length=1,
+        description="of another server than Amazon's; null: AWS_ENDPOINT_URL, or the region's",
+    )
+    region: str | None = Field(default=None, min_length=1, description="of the bucket; null: AWS_REGION, or us-east-1")
+    allow_http: bool | None = Field(
+        default=None, description="an endpoint that is not https; null: AWS_ALLOW_HTTP, or false"
+    )
+    virtual_hosted: bool = Field(default=False, description="the endpoint's host has the bucket's name already")
+    request_seconds: float = Field(default=30.0, gt=0, le=3600, description="for one request and its answer")
+    retry_seconds: float = Field(
+        default=60.0, ge=0, le=_LONGEST, description="from the first try of an operation until it fails"
+    )
+    part_mib: int = Field(default=16, ge=5, le=5120, description="size of the parts that large payloads go in")
+    connections: int = Field(
+        default=8, ge=1, le=256, description="parts, or ranges, on their way at once; so many are in memory"
+    )
+    spool: str | None = Field(
+        default=None,
+        min_length=1,
+        description="directory for packed payloads until they are uploaded; null: that for temporary files",
+    )
+
+    def options(self) -> ObjectOptions:
+        """As the store takes them."""
+        return ObjectOptions(**self.model_dump())
 
 
 class MetricsSettings(Settings):

@@ -47,11 +47,13 @@ def remembered_or_stored(
     nothing at all, which is no error: the job begins anew."""
     if remembered is None:
         return attempt(catalog)
-    try:
-        return attempt(remembered.catalog)
-    except NothingToResumeError as error:  # alike on all ranks, before anything has changed
-        _log.error("memory: %s", error)
-        return attempt(catalog)
+    for found in (remembered.catalog, remembered.instead):
+        try:
+            if found is not None:
+                return attempt(found)
+        except NothingToResumeError as error:  # alike on all ranks, before anything has changed
+            _log.error("memory: %s", error)
+    return attempt(catalog)
 
 
 def certified(found: Resumed) -> Certificate:

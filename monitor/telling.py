@@ -58,10 +58,13 @@ def tell_save(metrics: Metrics, ledger: Ledger, step: int, outcome: Done[Saved |
     return drawn
 
 
-def tell_skipped(metrics: Metrics, reason: str, step: int, problem: str | None) -> None:
-    """Rank 0: a decision began no save. problem: with ``unsupported``, what is not as it was attached."""
+def tell_skipped(metrics: Metrics, reason: str, step: int, problem: str | None, *, put_off: bool = False) -> None:
+    """Rank 0: a decision began no save. problem: with ``unsupported``, what is not as it was attached.
+
+    put_off: it is made again soon, as ``every: auto`` does while a save is under way, so that nothing is amiss."""
     metrics.saves.skipped.labels(reason).inc()
     level, text = _WHY_SKIPPED[reason]
+    level = logging.INFO if put_off and reason == "busy" else level
     _log.log(level, text, *[value for value in (step, problem) if value is not None])
 
 

@@ -1,5 +1,7 @@
 """The order of operations that makes a write survive: temporary name, write, fsync, final name, fsync directory.
 
+Where storage shows files only when they are whole (:class:`store.files.WholeFiles`) all of that is one request.
+
 Knows files only through ``files.Files`` and nothing of what is in them.
 
 Invariants: a final name never shows a file that is not complete and synced; a final name is never replaced
@@ -11,11 +13,11 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from store.errors import StorageError
-from store.files import Files, NewFile
+from store.errors import MissingError, StorageError
+from store.files import Files, NewFile, WholeFiles
 
 _TEMPORARY = re.compile(r"\.tmp-[0-9a-f]{12}-(.+)\Z")
 
@@ -43,11 +45,17 @@ def ensure_dir(files: Files, path: str) -> None:
         files.sync_dir("/".join(names[:depth]))
 
 
-def write_new(files: Files, path: str, fill: Callable[[NewFile], None]) -> None:
+def write_new(
+    files: Files, path: str, fill: Callable[[NewFile], None], *, patched: bool = False, most: int = 0
+) -> None:
     """Write a file that did not exist; returns when it is durable under its name.
 
-    ``fill`` writes the content. ExistsError where the name is taken: what is there stays as it is.
+    ``fill`` writes the content. ExistsError where the name is taken: what is there stays as it is. patched: ``fill``
+    may call ``write_at``. most: bytes that a payload may come to; 0: a record.
     """
+    if isinstance(files, WholeFiles):
+        files.put_new(path, fill, patched=patched, most=most)
+        return
     folder, temporary = _temporary_for(path)
     _write_temporary(files, temporary, fill)
     try:
@@ -59,6 +67,9 @@ def write_new(files: Files, path: str, fill: Callable[[NewFile], None]) -> None:
 
 def replace_hint(files: Files, path: str, data: bytes) -> None:
     """Write or replace a small file that is only ever a hint."""
+    if isinstance(files, WholeFiles):
+        files.replace(path, data)
+        return
     folder, temporary = _temporary_for(path)
     _write_temporary(files, temporary, lambda file: file.write(data))
     try:
@@ -67,6 +78,16 @@ def replace_hint(files: Files, path: str, data: bytes) -> None:
         _discard(files, temporary)
         raise
     files.sync_dir(folder)
+
+
+def remove_all(files: Files, paths: Sequence[str]) -> None:
+    """Remove files, those of them that are there. Not durable yet; interrupted, any of them may be left."""
+    if isinstance(files, WholeFiles):
+        files.unlink_all(paths)
+        return
+    for path in paths:
+        with suppress(MissingError):
+            files.unlink(path)
 
 
 def _temporary_for(path: str) -> tuple[str, str]:

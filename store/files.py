@@ -12,10 +12,10 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from store.errors import DamagedError, ExistsError, MissingError, StorageError
 
@@ -85,6 +85,25 @@ class Files(Protocol):
 
     def read_into(self, path: str, offset: int, target: memoryview) -> None:
         """Fill ``target`` from ``offset``. DamagedError where the file ends early."""
+        ...
+
+
+@runtime_checkable
+class WholeFiles(Protocol):
+    """Besides, storage under whose names files only ever show whole, and that needs no temporary ones for it."""
+
+    def put_new(self, path: str, fill: Callable[[NewFile], None], *, patched: bool, most: int) -> None:
+        """Write a file under a name that must be free; durable on return. ExistsError where another file has it.
+
+        patched: ``fill`` may call ``write_at``. most: bytes that a payload may come to; 0: a record."""
+        ...
+
+    def replace(self, path: str, data: bytes) -> None:
+        """Write or replace a small file; durable on return."""
+        ...
+
+    def unlink_all(self, paths: Sequence[str]) -> None:
+        """Remove files, those of them that are there, in no order."""
         ...
 
 

@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 from store.catalog import Catalog
 from store.durable import write_new
 from store.epochs import newest_epoch, read_epoch
-from store.errors import DamagedError, ExistsError, MissingError
+from store.errors import DamagedError, ExistsError, MissingError, StorageError
 from store.files import Files
 from store.layout import closed_path
 from store.schema import ClosedRecord, EpochRecord, IncarnationRecord, from_bytes, to_bytes
@@ -71,6 +71,14 @@ def mark_closed(files: Files, store_id: str, epoch: int, seconds: float) -> None
     data = to_bytes(ClosedRecord(store_id=store_id, epoch=epoch, seconds=max(0.0, seconds)))
     with suppress(ExistsError):
         write_new(files, closed_path(epoch), lambda file: file.write(data))
+
+
+def is_closed(catalog: Catalog, epoch: int) -> bool:
+    """Whether the owner of an epoch came to its end as it was meant to. What cannot be read says no."""
+    try:
+        return _closed(catalog, epoch) is not None
+    except StorageError:
+        return False
 
 
 def _newest(files: Files) -> EpochRecord | None:

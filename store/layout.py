@@ -9,6 +9,7 @@ manifests/00000120-000003.json            the commit
 proven/00000120-000003.json               resumed from, and a step succeeded
 suspect/00000120-000003.json              jobs that resumed from it died, again and again
 LATEST                                    a hint, never trusted
+PROBE                                     in object stores: put once, so that putting it again tells the server
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ from store.names import SaveId
 STORE = "STORE.json"
 LOCK = "LOCK"
 LATEST = "LATEST"
+PROBE = "PROBE"
 EPOCHS = "epochs"
 SEGMENTS = "segments"
 MANIFESTS = "manifests"
 PROVEN = "proven"
 SUSPECT = "suspect"
-TOP_LEVEL = frozenset({STORE, LOCK, LATEST, EPOCHS, SEGMENTS, MANIFESTS, PROVEN, SUSPECT})
+TOP_LEVEL = frozenset({STORE, LOCK, LATEST, PROBE, EPOCHS, SEGMENTS, MANIFESTS, PROVEN, SUSPECT})
 FOREIGN = frozenset({"lost+found"})
 """What a filesystem puts into its own root, where a store may well be."""
 

@@ -109,7 +109,8 @@ def write_payload(
             file.write_at(0, headers[0])
         meanwhile()
 
-    write_new(files, path, fill)
+    most = len(reserved) + sum(item.nbytes for item in items)
+    write_new(files, path, fill, patched=not all(item.exact for item in items), most=most)
     ends = list(accumulate(nbytes for nbytes, _ in found))
     placed = tuple(Placed(end - nbytes, nbytes, hashed) for end, (nbytes, hashed) in zip(ends, found, strict=True))
     return Payload(len(reserved) + (ends[-1] if ends else 0), len(reserved), digest(headers[0]), placed)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from store.bases import with_bases
 from store.catalog import Catalog, LoadedGroup
-from store.durable import final_name, is_temporary
+from store.durable import final_name, is_temporary, remove_all
 from store.errors import DamagedError, MissingError, StorageError
 from store.files import Files
 from store.layout import (
@@ -217,10 +217,7 @@ def _strange_in(files: Files, group: SaveId) -> list[str]:
 def _remove_group(files: Files, group: SaveId) -> None:
     folder = segment_dir(group)
     names = _names(files, folder)
-    for name in names:
-        if _is_segment_file(name):
-            with suppress(MissingError):
-                files.unlink(f"{folder}/{name}")
+    remove_all(files, [f"{folder}/{name}" for name in names if _is_segment_file(name)])
     if all(_is_segment_file(name) for name in names):
         with suppress(MissingError):
             files.remove_dir(folder)

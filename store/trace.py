@@ -169,8 +169,13 @@ def to_line(line: Line) -> bytes:
 
 def read_lines(data: Iterable[bytes]) -> Trace:
     """The trace in lines of a file; those that cannot be read are counted."""
-    found = [_line(raw) for raw in data if raw.strip()]
+    found = list(each_line(data))
     return Trace(tuple(line for line in found if line is not None), found.count(None))
+
+
+def each_line(data: Iterable[bytes]) -> Iterator[Line | None]:
+    """One after the other, for a trace that is not to be held whole; None for each that cannot be read."""
+    return (_line(raw) for raw in data if raw.strip())
 
 
 def incarnations(trace: Trace) -> Iterator[tuple[JobLine, tuple[Line, ...]]]:

@@ -22,10 +22,12 @@ from deploy.cli import (
     merge,
     policy,
     prune,
+    report,
     rescue,
     show,
     simulate,
     status,
+    top,
     verify,
 )
 from deploy.cli import run as run_
@@ -40,14 +42,15 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+for _early in (init.init, doctor.doctor, init.schema):  # what comes before there is a store
+    app.command(epilog=EPILOG)(_early)
 for _command in (status.status, show.show, verify.verify, merge.merge, prune.prune, rescue.rescue, simulate.simulate):
     app.command(epilog=EPILOG)(_command)
+app.command(epilog=EPILOG)(report.report)
+app.command(epilog=EPILOG)(top.top)
 app.command("import", epilog=EPILOG)(import_.import_)
 # What follows the first word that is no option belongs to the command that is run.
 app.command(epilog=EPILOG, context_settings={"allow_interspersed_args": False})(run_.run)
-app.command(epilog=EPILOG)(init.init)
-app.command(epilog=EPILOG)(init.schema)
-app.command(epilog=EPILOG)(doctor.doctor)
 app.add_typer(policy.app, name="policy")
 app.add_typer(daemon.app, name="daemon")
 app.add_typer(memory.app, name="memory")

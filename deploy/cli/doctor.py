@@ -12,9 +12,10 @@ from rich.console import Console
 
 from deploy.cli import output
 from deploy.cli.exit_codes import OK
-from deploy.cli.options import DebugOption, JsonOption
+from deploy.cli.options import DebugOption, JsonOption, StorePath
 from deploy.cli.text import plural
 from store.errors import DriftpointError, UsageError
+from store.place import is_url, place_of
 
 if TYPE_CHECKING:
     from deploy.doctor.finding import Finding
@@ -27,7 +28,8 @@ CONFIG = Path("driftpoint.yaml")
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 StoreArgument = Annotated[
-    Path | None, typer.Argument(metavar="[STORE]", help="Directory of the store, or to be.", show_default=False)
+    StorePath | None,
+    typer.Argument(metavar="[STORE]", parser=place_of, help="Directory of the store, or to be.", show_default=False),
 ]
 ConfigOption = Annotated[
     Path | None,
@@ -64,9 +66,12 @@ def doctor(
     from deploy.doctor.plan import Plan, parsed_count
 
     ranks, settings = launched(os.environ), _settings(config)
-    root = store or Path(settings.store).expanduser()
-    if "://" in str(settings.store) and store is None:
-        raise UsageError(f"{settings.store} is no directory: doctor looks at those only")
+    root = store or place_of(settings.store).expanduser()
+    if is_url(root):
+        raise UsageError(
+            f"{root} is no directory, and doctor looks at those only. What a bucket must do, a job tries when it "
+            "attaches; see docs/object-stores.md"
+        )
     count = known_parameters(root) if parameters is None else parsed_count(parameters)
     plan = Plan(settings, count, nodes)
     findings = list(_findings(root, plan, ranks, patience))

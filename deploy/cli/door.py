@@ -10,23 +10,27 @@ from store.catalog import Catalog, open_catalog
 from store.certificate import certify
 from store.effective import run_saves
 from store.errors import DamagedError, NoStoreError, NothingToResumeError, UsageError
-from store.files import LocalFiles
 from store.layout import LOCK, STORE
 from store.lock import lock_holder
 from store.names import SaveId
+from store.objects.options import ObjectOptions
+from store.place import files_at, is_url
 from store.schema import ManifestRecord
 from store.versions import Resolution
+
+_PATIENCE = ObjectOptions(retry_seconds=15.0)
+"""Of a command, at which somebody looks; a job has more."""
 
 
 def open_store(root: Path) -> Catalog:
     """The catalog of the store at ``root``. NoStoreError where there is none, NothingToResumeError without its head."""
-    if not root.is_dir():
+    if not root.is_dir() and not is_url(root):
         found = "is a file" if root.exists() else "does not exist"
         raise NoStoreError(f"{root.absolute()} {found}: give the directory of a store, the `store:` of its job")
     try:
-        return open_catalog(LocalFiles(root))
+        return open_catalog(files_at(root, _PATIENCE))
     except NoStoreError as error:
-        raise NoStoreError(f"{error}{_nearby(root)}") from error
+        raise NoStoreError(f"{error}{'' if is_url(root) else _nearby(root)}") from error
     except DamagedError as error:
         raise NothingToResumeError(
             f"{error}; nothing can be read without it: put {STORE} back from a copy of the store"
@@ -48,12 +52,15 @@ def find_save(catalog: Catalog, wanted: str) -> SaveId:
 
 
 def holder(root: Path) -> int | None:
-    """Process id of the job of this machine that is using the store, 0 where its id is not known."""
-    return lock_holder(root)
+    """Process id of the job of this machine that is using the store, 0 where its id is not known; of a store in a
+    bucket nobody can tell."""
+    return None if is_url(root) else lock_holder(root)
 
 
 def holder_text(root: Path, pid: int | None) -> str:
     """Who is using the store, in words."""
+    if is_url(root):
+        return "not known: an object store has no locks, see the newest epoch"
     if pid is not None:
         return f"by process {pid} on this machine" if pid > 0 else "by another process"
     lock = root / LOCK

@@ -5,7 +5,6 @@ The merger is imported when the command runs, because it brings torch with it.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -14,27 +13,30 @@ from rich.text import Text
 
 from deploy.cli import output
 from deploy.cli.merge_damage import damage_is_the_end
-from deploy.cli.options import DebugOption, JsonOption
+from deploy.cli.options import DebugOption, JsonOption, StorePath
 from deploy.cli.progress import byte_progress
 from deploy.cli.text import plural, size_text
+from store.place import place_of
 
 if TYPE_CHECKING:
     from merger.import_plan import ImportPlan
     from merger.importing import Imported
 
 CheckpointArgument = Annotated[
-    Path,
+    StorePath,
     typer.Argument(
+        parser=place_of,
         metavar="CHECKPOINT",
         help="A checkpoint directory of DeepSpeed, a universal one, a folder of the Trainer's, or another store.",
         show_default=False,
     ),
 ]
 StoreOption = Annotated[
-    Path,
+    StorePath,
     typer.Option(
         metavar="STORE",
-        help="The store to make: a new or empty directory, or one without a commit.",
+        parser=place_of,
+        help="The store to make: a new or empty directory or s3:// prefix, or one without a commit.",
         show_default=False,
     ),
 ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,17 +17,17 @@ from deploy.cli.options import DebugOption, JsonOption, MemoryOption
 from deploy.cli.text import plural, size_text
 from store.catalog import open_catalog
 from store.errors import StoreError, UsageError
-from store.files import LocalFiles
 from store.memory.cleaning import clear, used_bytes
 from store.memory.held import look
 from store.memory.owner import is_owned
 from store.memory.seen import seen_stores
 from store.memory.tier import Tier, tiers
+from store.place import files_at, is_url, place_of
 
 app = typer.Typer(epilog=EPILOG, help="What lies in the shared memory of this node.", invoke_without_command=True)
 
 StoreOption = Annotated[
-    str | None, typer.Argument(metavar="[STORE]", help="Directory of the store, or its id.", show_default=False)
+    str | None, typer.Argument(metavar="[STORE]", help="Directory or URL of the store, or its id.", show_default=False)
 ]
 AllOption = Annotated[bool, typer.Option("--all", help="Of all stores.")]
 YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
@@ -156,9 +155,10 @@ def _chosen(base: Path, store: str | None, *, everything: bool) -> list[Tier]:
     if store is None:
         return there
     store_id = store
-    if Path(store).is_dir():
+    place = place_of(store)
+    if is_url(place) or place.is_dir():
         try:
-            store_id = open_catalog(LocalFiles(os.fspath(store))).store_id
+            store_id = open_catalog(files_at(place)).store_id
         except StoreError as error:
             raise UsageError(f"{error}; `driftpoint memory` lists the ids of what there is") from error
     found = [tier for tier in there if tier.store_id == store_id]

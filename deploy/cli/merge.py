@@ -18,11 +18,12 @@ from rich.text import Text
 
 from deploy.cli import layers, output, slots
 from deploy.cli.merge_damage import damage_is_the_end
-from deploy.cli.options import DebugOption, JsonOption
+from deploy.cli.options import DebugOption, JsonOption, StorePath
 from deploy.cli.progress import byte_progress
 from deploy.cli.text import drift_text, kind_text, plural, size_text
 from store.certificate import Certificate
 from store.errors import UsageError
+from store.place import is_url, place_of
 
 if TYPE_CHECKING:
     from merger.merge import MergeResult
@@ -37,11 +38,12 @@ _NAMED = 6
 _POWER = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 SourceArgument = Annotated[
-    Path | None,
+    StorePath | None,
     typer.Argument(
         metavar="SOURCE",
-        help="A store, or a checkpoint of a framework (or the directory of several). Not needed with a recipe that "
-        "names its sources.",
+        parser=place_of,
+        help="A store (a directory or s3://BUCKET/PREFIX), or a checkpoint of a framework (or the directory of "
+        "several). Not needed with a recipe that names its sources.",
         show_default=False,
     ),
 ]
@@ -119,6 +121,8 @@ def merge(
     del debug
     if out is None and not plan:
         raise UsageError("missing option '--out': a new directory to write to; see `driftpoint merge --help`")
+    if out is not None and is_url(place_of(out)):
+        raise UsageError(f"--out {place_of(out)}: checkpoints are rebuilt in directories; copy it to the bucket after")
     from merger.plan import Request
     from merger.recipe.dtype import dtype_named
     from merger.recipe.read import read_recipe

@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-StoreArgument = Annotated[Path, typer.Argument(metavar="STORE", help="Directory of the store.", show_default=False)]
+from store.place import place_of
+
+if TYPE_CHECKING:
+    StorePath = Path
+else:  # typer would make a plain path again of what the parser gives
+    StorePath = object
+
+StoreArgument = Annotated[
+    StorePath,
+    typer.Argument(
+        metavar="STORE", parser=place_of, help="Directory of the store, or s3://BUCKET/PREFIX.", show_default=False
+    ),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
 DebugOption = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 MemoryOption = Annotated[

@@ -26,6 +26,7 @@ from store.epochs import newest_epoch, read_epoch
 from store.errors import DamagedError, NothingToResumeError, StorageError
 from store.lock import StoreLock
 from store.names import SaveId
+from store.place import is_url
 from store.prune import PrunePlan, execute, plan_prune
 from store.retention import Retention
 from store.versions import newest_resumable
@@ -128,7 +129,7 @@ def draw(console: Console, found: Pruned) -> None:
 
 @contextmanager
 def _held(root: Path, *, dry_run: bool) -> Iterator[None]:
-    if dry_run:
+    if dry_run or is_url(root):
         yield
         return
     lock = StoreLock(root, wait_seconds=0)
@@ -163,9 +164,13 @@ def _remarks(found: Pruned) -> Iterator[str]:
         yield f"The store is in use {user}: without --dry-run this is refused. The job prunes by itself."
     if found.foreign is not None:
         yield (
-            f"The newest job on this store ran on {found.foreign}. The lock holds for this machine only: "
+            f"The newest job on this store ran on {found.foreign}. {_known_of_it(found.root)}: "
             "make sure that no job there is saving."
         )
+
+
+def _known_of_it(root: Path) -> str:
+    return "An object store has no lock" if is_url(root) else "The lock holds for this machine only"
 
 
 def _foreign_owner(catalog: Catalog) -> str | None:

@@ -12,9 +12,10 @@ from deploy.cli.daemon import base_of
 from deploy.cli.door import open_store
 from deploy.cli.exit_codes import OK
 from deploy.cli.options import DebugOption, JsonOption, MemoryOption, StoreArgument
-from store.errors import DriftpointError
+from store.errors import DriftpointError, UsageError
 from store.memory.rescue import INCOMPLETE, WRITTEN, Rescued, rescue_newest
 from store.memory.tier import Tier
+from store.place import is_url
 
 
 def rescue(
@@ -26,6 +27,11 @@ def rescue(
 ) -> None:
     """Write the newest version in this node's memory into the store, where its job is dead and no commit is as new."""
     del debug
+    if is_url(store):
+        raise UsageError(
+            f"{store}: what dead jobs leave in memory is written into directories only. Start the job again on this "
+            "node, it resumes from memory itself; or merge a directory's store"
+        )
     catalog = open_store(store)
     done = rescue_newest(Tier(base_of(memory), catalog.store_id), catalog)
     output.answer(as_json(store, done), lambda console: console.print(_text(done)), as_json=json)

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from deploy.cli.options import DebugOption
+from deploy.cli.options import DebugOption, StorePath
 from deploy.cli.output import note
 from deploy.daemon.starting import ensure_daemon
 from deploy.listening import Listening, listening
@@ -19,6 +19,8 @@ from deploy.supervisor import Orders, Supervisor
 from deploy.telling import Teller
 from store.endpoint.access import LOOPBACK
 from store.errors import ConfigError, UsageError
+from store.objects.options import ObjectOptions
+from store.place import place_of
 
 CONFIG = Path("driftpoint.yaml")
 DEFAULT_STORE = "./driftpoint-checkpoints"
@@ -37,7 +39,8 @@ ConfigOption = Annotated[
     ),
 ]
 StoreOption = Annotated[
-    Path | None, typer.Option("--store", metavar="STORE", help="The job's store, instead of the YAML's `store:`.")
+    StorePath | None,
+    typer.Option("--store", metavar="STORE", parser=place_of, help="The job's store, instead of the YAML's `store:`."),
 ]
 RestartsOption = Annotated[
     int, typer.Option("--max-restarts", metavar="N", min=0, help="Restarts in a row without getting further.")
@@ -117,8 +120,8 @@ def places(config: Path | None, store: Path | None) -> tuple[SeenStore, WantedDa
     """The store of the job, as the trainer finds it: relative to the working directory; the daemon that it wants; and
     the signal that it heeds.
 
-    ConfigError, UsageError. Of the YAML only ``store:``, ``memory:``, ``daemon:``, ``preemption:`` and ``metrics:`` are
-    looked at; the rest is the trainer's to check."""
+    ConfigError, UsageError. Of the YAML only ``store:``, ``s3:``, ``memory:``, ``daemon:``, ``preemption:`` and
+    ``metrics:`` are looked at; the rest is the trainer's to check."""
     if config is None and store is None and not CONFIG.exists():
         raise UsageError(f"which store? There is no {CONFIG} here: give `-c FILE`, the job's YAML, or `--store STORE`")
     if config is None and store is not None:
@@ -132,7 +135,8 @@ def places(config: Path | None, store: Path | None) -> tuple[SeenStore, WantedDa
     if not isinstance(memory, dict) or not isinstance(memory.get("path", ""), str):
         raise ConfigError(f"{path}: memory: must be a section such as `memory: {{enabled: true}}`, and is {memory!r}")
     base = Path(memory.get("path", DEFAULT_MEMORY))
-    seen = SeenStore((store or Path(root)).expanduser(), base if memory.get("enabled") else None)
+    kept = base if memory.get("enabled") else None
+    seen = SeenStore((store or place_of(root)).expanduser(), kept, options=_options(path, content.get("s3", {})))
     return seen, _wanted(path, content, base), _notice(path, content.get("preemption", {}))
 
 
@@ -152,6 +156,13 @@ def _notice(path: Path, section: object) -> signal.Signals:
             f"{path}: preemption: must be a section such as `preemption: {{signals: [SIGUSR1]}}`, and is {section!r}"
         )
     return signal.Signals[names[0]] if names else signal.SIGUSR1
+
+
+def _options(path: Path, section: object) -> ObjectOptions:
+    try:
+        return ObjectOptions(**section)  # type: ignore[arg-type]
+    except TypeError as error:
+        raise ConfigError(f"{path}: s3: must be a section such as `s3: {{region: eu-west-1}}`: {error}") from error
 
 
 def _wanted(path: Path, content: dict[str, Any], base: Path) -> WantedDaemon | None:

@@ -32,9 +32,9 @@ def slot_table(units: Sequence[CertifiedUnit], parameters: int) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     for slot in slots_of(units):
         own = [unit for unit in units if unit.slot == slot]
-        table.add_row(output.cell(slot), *_unit_cells(own), *_span(own), _max_drift(own), *_size(own, parameters))
+        table.add_row(output.cell(slot), *_unit_cells(own), *span(own), max_drift(own), *sizes(own, parameters))
     table.add_section()
-    table.add_row("all", *_unit_cells(units), *_span(units), _max_drift(units), *_size(units, parameters), style="bold")
+    table.add_row("all", *_unit_cells(units), *span(units), max_drift(units), *sizes(units, parameters), style="bold")
     return table
 
 
@@ -56,7 +56,7 @@ def _rounded_table(units: Sequence[CertifiedUnit], parameters: int) -> Table:
 
 def _rounded_row(units: Sequence[CertifiedUnit], parameters: int) -> list[str]:
     error = drift_text(most(unit.error for unit in units))
-    return [*_span(units), _max_drift(units), error, *_size(units, parameters)]
+    return [*span(units), max_drift(units), error, *sizes(units, parameters)]
 
 
 def bytes_per_parameter(nbytes: int, parameters: int) -> float | None:
@@ -68,12 +68,13 @@ def _unit_cells(units: Sequence[CertifiedUnit]) -> list[str | Text]:
     return [str(len(units)), output.cell(_encodings(units))]
 
 
-def _span(units: Sequence[CertifiedUnit]) -> list[str]:
+def span(units: Sequence[CertifiedUnit]) -> list[str]:
     """The oldest step and the newest."""
     return [str(of((unit.step for unit in units), default="")) for of in (min, max)]
 
 
-def _max_drift(units: Sequence[CertifiedUnit]) -> str:
+def max_drift(units: Sequence[CertifiedUnit]) -> str:
+    """Of what moves: the largest; ``?`` where any is unknown."""
     drifts = [unit.drift for unit in units if unit.moving]
     known = [drift for drift in drifts if drift is not None]
     if not drifts:
@@ -81,7 +82,7 @@ def _max_drift(units: Sequence[CertifiedUnit]) -> str:
     return drift_text(None if len(known) < len(drifts) else max(known, default=0.0))
 
 
-def _size(units: Sequence[CertifiedUnit], parameters: int) -> list[str]:
+def sizes(units: Sequence[CertifiedUnit], parameters: int) -> list[str]:
     """Bytes as stored, and their share for each parameter of the model."""
     nbytes = sum(unit.nbytes for unit in units)
     share = bytes_per_parameter(nbytes, parameters)

@@ -1,13 +1,9 @@
-"""``driftpoint status``: what is in a store, whether a job is using it, and what a resume would take.
-
-Reads records only, no payload: quick on any store, and blind to bytes that rotted (that is ``verify``).
-"""
+"""``driftpoint status``: what is in a store, whether a job is using it, and what a resume would take."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,57 +12,11 @@ from rich.console import Console
 from rich.text import Text
 
 from deploy.cli import output
-from deploy.cli.door import goes_on_at, holder, holder_text, open_store, parameters
-from deploy.cli.exit_codes import health
+from deploy.cli.door import holder_text, open_store, parameters
 from deploy.cli.options import DebugOption, JsonOption, StoreArgument
 from deploy.cli.text import count_text, going_on_text, kind_text, plural, size_text
-from store.catalog import Catalog
-from store.certificate import certify
-from store.epochs import newest_epoch, read_epoch
-from store.errors import DamagedError, NothingToResumeError, StorageError
-from store.names import SaveId
-from store.schema import EpochRecord, ManifestRecord
-from store.versions import newest_resumable
-
-
-@dataclass(frozen=True)
-class Resume:
-    """What a resume would take now. effective_step: where its weights stand. goes_on_at: the step that a job goes on
-    from, unless it is set to another. lossy: encodings that rounded values. fallbacks: units of an older version than
-    committed."""
-
-    save: str
-    step: int
-    effective_step: float
-    goes_on_at: int
-    exact: bool
-    max_staleness: int
-    max_drift: float | None
-    lossy: tuple[str, ...]
-    fallbacks: tuple[str, ...]
-    proven: bool
-
-
-@dataclass(frozen=True)
-class StoreStatus:
-    """All that the command tells. in_use_by: process id, 0 where it is not known, None where nobody is."""
-
-    root: Path
-    store_id: str
-    saves: tuple[SaveId, ...]
-    suspects: tuple[SaveId, ...]
-    newest: ManifestRecord | None
-    epoch: int
-    owner: EpochRecord | None
-    in_use_by: int | None
-    size_bytes: int
-    resume: Resume | None
-    problems: tuple[str, ...]
-
-    @property
-    def exit_code(self) -> int:
-        """See :func:`health`."""
-        return health(resumable=self.resume is not None, damaged=bool(self.problems))
+from deploy.standing import StoreStatus, standing, written
+from store.schema import ManifestRecord
 
 
 def status(store: StoreArgument, *, json: JsonOption = False, debug: DebugOption = False) -> None:
@@ -79,24 +29,7 @@ def status(store: StoreArgument, *, json: JsonOption = False, debug: DebugOption
 
 def look(root: Path) -> StoreStatus:
     """The status of the store at ``root``. NoStoreError where there is none."""
-    catalog = open_store(root)
-    problems: list[str] = []
-    resume = _resume(catalog, problems)
-    newest = _newest_readable(catalog, problems)
-    epoch = newest_epoch(catalog.files)
-    return StoreStatus(
-        root=root.absolute(),
-        store_id=catalog.store_id,
-        saves=tuple(catalog.saves()),
-        suspects=tuple(save for save in catalog.saves() if save in catalog.suspects().saves),
-        newest=newest,
-        epoch=epoch,
-        owner=_owner(catalog, epoch, problems),
-        in_use_by=holder(root),
-        size_bytes=_size(root),
-        resume=resume,
-        problems=tuple(dict.fromkeys(problems)),
-    )
+    return standing(open_store(root), root)
 
 
 def as_json(found: StoreStatus) -> dict[str, Any]:
@@ -132,64 +65,6 @@ def draw(console: Console, found: StoreStatus) -> None:
     output.problems(console, found.problems)
 
 
-def _resume(catalog: Catalog, problems: list[str]) -> Resume | None:
-    try:
-        resolution, passed_over = newest_resumable(catalog)
-    except NothingToResumeError as error:
-        if catalog.saves():
-            problems.append(str(error))
-        return None
-    problems.extend(passed_over)
-    problems.extend(resolution.problems)
-    certificate = certify(resolution)
-    return Resume(
-        save=certificate.save,
-        step=certificate.step,
-        effective_step=certificate.effective_step,
-        goes_on_at=goes_on_at(catalog, resolution),
-        exact=certificate.exact,
-        max_staleness=certificate.max_staleness,
-        max_drift=certificate.max_drift,
-        lossy=certificate.lossy,
-        fallbacks=tuple(str(version.record.unit) for version in resolution.fallbacks),
-        proven=resolution.manifest.save in catalog.proven(),
-    )
-
-
-def _newest_readable(catalog: Catalog, problems: list[str]) -> ManifestRecord | None:
-    newest = None
-    for save in catalog.saves():
-        try:
-            newest = newest or catalog.manifest(save)
-            catalog.manifest(save)
-        except (DamagedError, StorageError) as error:
-            if not any(str(error) in known for known in problems):
-                problems.append(str(error))
-    return newest
-
-
-def _owner(catalog: Catalog, epoch: int, problems: list[str]) -> EpochRecord | None:
-    if epoch == 0:
-        return None
-    try:
-        return read_epoch(catalog.files, epoch)
-    except (DamagedError, StorageError) as error:
-        problems.append(str(error))
-        return None
-
-
-def _size(root: Path) -> int:
-    """Bytes of all files. What a running job deletes meanwhile is not counted."""
-    total = 0
-    for folder, _, names in os.walk(root):
-        for name in names:
-            try:
-                total += (Path(folder) / name).lstat().st_size
-            except FileNotFoundError:
-                continue
-    return total
-
-
 def _newest_json(manifest: ManifestRecord) -> Mapping[str, Any]:
     return {
         "save": manifest.save.name,
@@ -202,14 +77,9 @@ def _newest_json(manifest: ManifestRecord) -> Mapping[str, Any]:
         "layers": len(manifest.layers),
         "parameters": parameters(manifest),
         "commits_ever": manifest.commits,
-        "bytes_written": _written(manifest),
+        "bytes_written": written(manifest),
         "bytes_avoided": manifest.bytes_avoided,
     }
-
-
-def _written(manifest: ManifestRecord) -> int:
-    own = manifest.groups.get(manifest.save.name)
-    return 0 if own is None else own.payload_bytes
 
 
 def _commits(found: StoreStatus) -> str:
@@ -226,7 +96,7 @@ def _newest(manifest: ManifestRecord) -> str:
     avoided = f", {size_text(manifest.bytes_avoided)} avoided" if manifest.bytes_avoided else ""
     return (
         f"{manifest.save}: step {manifest.step}, epoch {manifest.epoch}, {manifest.created}; "
-        f"wrote {size_text(_written(manifest))}{avoided}"
+        f"wrote {size_text(written(manifest))}{avoided}"
     )
 
 

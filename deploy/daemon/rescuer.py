@@ -1,8 +1,9 @@
-"""Threads that write out of memory what dead jobs left: one for each store, so that one that hangs holds up no other.
+"""Threads that write out of memory what dead jobs left: one at a time for a store, so that one that hangs holds up no
+other. A store and its copies share a lock, so they wait for each other.
 
-A store and its copies have one thread: they share a lock. It owns the store while it writes, as far as anybody does
-(see :mod:`store.memory.rescue`). What becomes of each rescue is told to ``tell``, in that thread. Nothing here keeps
-the process from ending: a rescue that is cut off is completed by the next one.
+A thread owns the store while it writes, as far as anybody does (see :mod:`store.memory.rescue`). What becomes of each
+rescue is told to ``tell``, in that thread. Nothing here keeps the process from ending: a rescue that is cut off is
+completed by the next one.
 """
 
 from __future__ import annotations
@@ -71,27 +72,31 @@ class Rescuer:
 
     def __init__(self, base: Path, tell: Callable[[Done], None], begun: Callable[[Wish], None]) -> None:
         self._base, self._tell, self._begun = base, tell, begun
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
         self._wishes: deque[Wish] = deque()
         self._current: dict[str, Wish] = {}
-        self._threads: dict[str, threading.Thread] = {}
+        self._threads: list[threading.Thread] = []
         self._ending = False
 
     @property
     def busy(self) -> bool:
         """Whether a rescue is under way or waits."""
-        with self._lock:
+        with self._changed:
             return bool(self._current) or bool(self._wishes)
 
     def ask(self, wish: Wish) -> None:
         """Do this after what was asked before for the same store."""
-        with self._lock:
+        with self._changed:
             self._wishes.append(wish)
-            self._begin()
+            if len(self._current) + len(self._wishes) > len(self._threads) < THREADS:
+                thread = threading.Thread(target=self._work, name="driftpoint-rescuer", daemon=True)
+                self._threads.append(thread)
+                thread.start()
+            self._changed.notify_all()
 
     def drop(self, store: Path) -> bool:
         """A new job has the store: what is asked for it is not needed any more. Whether there was anything."""
-        with self._lock:
+        with self._changed:
             found = [wish for wish in (*self._wishes, *self._current.values()) if wish.store == store]
             self._wishes = deque(wish for wish in self._wishes if wish.store != store)
         for wish in found:
@@ -100,45 +105,38 @@ class Rescuer:
 
     def end(self, grace: float) -> bool:
         """Begin nothing more, and wait for what is under way. False where it is not finished after so many seconds."""
-        with self._lock:
+        with self._changed:
             self._ending = True
-            threads = list(self._threads.values())
+            self._changed.notify_all()
+            threads = list(self._threads)
         deadline = time.monotonic() + grace
         for one in threads:
             one.join(max(0.0, deadline - time.monotonic()))
         return not any(one.is_alive() for one in threads)
 
-    def _begin(self) -> None:
-        """A thread for each store that has none, as long as there are not too many. Under the lock."""
-        for store_id in dict.fromkeys(wish.store_id for wish in self._wishes):
-            if self._ending or len(self._threads) >= THREADS:
-                return
-            if store_id not in self._threads:
-                name = f"driftpoint-rescuer-{store_id[:8]}"
-                self._threads[store_id] = threading.Thread(target=self._work, args=(store_id,), name=name, daemon=True)
-                self._threads[store_id].start()
-
-    def _work(self, store_id: str) -> None:
-        while (wish := self._next(store_id)) is not None:
+    def _work(self) -> None:
+        while (wish := self._next()) is not None:
             self._begun(wish)
             began = time.monotonic()
             outcome, why = self._done(wish)
             done = Done(wish, outcome, why, time.monotonic() - began)
-            with self._lock:
-                del self._current[store_id]
+            with self._changed:
+                del self._current[wish.store_id]
+                self._changed.notify_all()
             self._tell(done)
 
-    def _next(self, store_id: str) -> Wish | None:
-        """What is to be done next for the store. Without anything its thread ends, and makes room for another's."""
-        with self._lock:
-            found = None if self._ending else next((one for one in self._wishes if one.store_id == store_id), None)
-            if found is None:
-                del self._threads[store_id]
-                self._begin()
-                return None
-            self._wishes.remove(found)
-            self._current[store_id] = found
+    def _next(self) -> Wish | None:
+        """Waits until there is something to do for a store for which nothing is under way. None at the end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._ending or self._possible() is not None)
+            found = None if self._ending else self._possible()
+            if found is not None:
+                self._wishes.remove(found)
+                self._current[found.store_id] = found
             return found
+
+    def _possible(self) -> Wish | None:
+        return next((one for one in self._wishes if one.store_id not in self._current), None)
 
     def _done(self, wish: Wish) -> tuple[str, str]:
         try:

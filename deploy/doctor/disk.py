@@ -41,7 +41,8 @@ sys.stdin.read()
 
 def place_of(root: Path) -> Path:
     """The directory to try: the store's, or the nearest above it that is there."""
-    return next(place for place in (root, *root.absolute().parents) if place.is_dir())
+    places = (root.absolute(), *root.absolute().parents)
+    return next(place for place in places if os.path.isdir(place))  # noqa: PTH112 - False where nobody may look, too
 
 
 def look_at_disk(root: Path, plan: Plan) -> Iterator[Finding]:
@@ -191,18 +192,26 @@ def _locking(path: Path) -> Finding:
 @contextmanager
 def _locked(path: Path) -> Iterator[str | None]:
     """Held by another process; or why not."""
-    child = subprocess.Popen(
+    try:
+        child = _locker(path)
+    except OSError as error:
+        yield f"no second process can be started: {error.strerror}"
+        return
+    assert child.stdout is not None
+    try:
+        yield None if child.stdout.readline() == "locked\n" else "a second process cannot lock a file"
+    finally:
+        child.communicate()
+
+
+def _locker(path: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
         [sys.executable, "-c", _LOCKER, str(path)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
     )
-    assert child.stdout is not None
-    try:
-        yield None if child.stdout.readline() == "locked\n" else "a second process cannot lock a file"
-    finally:
-        child.communicate()
 
 
 def _lockable(path: Path) -> bool:

@@ -11,9 +11,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from deploy.cli.door import holder_text, open_store, parameters
-from deploy.cli.status import StoreStatus, look
+from deploy.cli.status import look
 from deploy.cli.text import kind_text, plural, size_text
 from deploy.doctor.finding import Finding
+from deploy.standing import StoreStatus
 from store.catalog import open_catalog
 from store.durable import is_temporary
 from store.errors import NoStoreError, StoreError
@@ -28,17 +29,17 @@ _FUTURE = 60.0
 
 def look_at_store(root: Path, retention: Retention) -> Iterator[Finding]:
     """Every check of the store at ``root``, or that there is none yet."""
-    if not root.is_dir() or all(is_temporary(path.name) for path in root.iterdir()):
-        yield Finding("store", "ok", f"{root} holds nothing yet: a job makes it")
-        return
     try:
+        if not os.path.isdir(root) or all(is_temporary(name) for name in os.listdir(root)):  # noqa: PTH112, PTH208
+            yield Finding("store", "ok", f"{root} holds nothing yet: a job makes it")
+            return
         open_catalog(LocalFiles(root))
         found = look(root)
     except NoStoreError as error:
         yield Finding("store", "fail", str(error), "name an empty or new directory as `store:`")
         return
     except (StoreError, OSError) as error:
-        yield Finding("store", "fail", str(error), f"see `driftpoint status {root}`")
+        yield Finding("store", "fail", str(error), f"this user must be able to read it; see `driftpoint status {root}`")
         return
     yield _usable(found, root)
     yield _resume(found)

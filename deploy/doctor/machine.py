@@ -29,6 +29,9 @@ print(json.dumps({"version": torch.__version__, "devices": devices}))
 _PATIENCE = 120.0
 """Seconds for torch to be imported, from a slow disk."""
 
+_EXTRAS = {"deepspeed": ("deepspeed",), "hf": ("transformers", "accelerate"), "s3": ("obstore",)}
+"""What each extra brings."""
+
 _DEEPSPEED = "0.19."
 """The release that is tested."""
 
@@ -43,7 +46,7 @@ def look_at_machine(plan: Plan) -> Iterator[Finding]:
     """Every check of the machine."""
     yield Finding("python", "ok", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
     yield _torch()
-    yield _deepspeed()
+    yield _extras()
     yield from _limits(plan)
     yield _shared_memory(plan)
     yield from _ports(plan)
@@ -68,19 +71,27 @@ def _torch() -> Finding:
     return Finding("torch", "ok", f"{found['version']}, {devices}")
 
 
-def _deepspeed() -> Finding:
+def _extras() -> Finding:
+    seen = [f"{extra}: {_versions(extra)}" for extra in _EXTRAS]
+    deepspeed = _version("deepspeed")
+    if deepspeed is None or deepspeed.startswith(_DEEPSPEED):
+        return Finding("extras", "ok", "; ".join(seen))
+    todo = "of DeepSpeed, 0.19 is what is tested: pip install 'driftpoint[deepspeed]' takes that"
+    return Finding("extras", "warn", "; ".join(seen), todo)
+
+
+def _versions(extra: str) -> str:
+    found = {name: _version(name) for name in _EXTRAS[extra]}
+    if None in found.values():
+        return f"not installed (pip install 'driftpoint[{extra}]')"
+    return ", ".join(f"{name} {one}" for name, one in found.items())
+
+
+def _version(name: str) -> str | None:
     try:
-        found = version("deepspeed")
+        return version(name)
     except PackageNotFoundError:
-        return Finding("deepspeed", "ok", "not installed; for it: pip install 'driftpoint[deepspeed]'")
-    if found.startswith(_DEEPSPEED):
-        return Finding("deepspeed", "ok", found)
-    return Finding(
-        "deepspeed",
-        "warn",
-        f"{found}, and 0.19 is what was tried",
-        "pip install 'driftpoint[deepspeed]' takes that one",
-    )
+        return None
 
 
 def _limits(plan: Plan) -> Iterator[Finding]:

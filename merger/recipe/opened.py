@@ -26,6 +26,7 @@ from store.errors import (
     StorageError,
     UsageError,
 )
+from store.place import is_url
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,7 @@ def raise_all(errors: tuple[DriftpointError, ...] | list[DriftpointError]) -> No
 
 
 def _open(path: Path) -> Source:
-    if not path.is_dir():
+    if not path.is_dir() and not is_url(path):
         found = "is a file" if path.exists() else "does not exist"
         raise NoStoreError(f"{path.absolute()} {found}: name the directory of a store or of a checkpoint")
     try:

@@ -22,6 +22,7 @@ from pydantic import (
 from merger.listed import listed
 from merger.recipe.yamlfile import YamlFile
 from store.errors import ConfigError
+from store.place import place_of
 
 EVERY = "(all)"
 """Key of ``auxiliary`` that stands for all such layers."""
@@ -147,7 +148,7 @@ def unknown_key(where: str, key: str, known: Sequence[str]) -> str:
 
 def folder(path: str | None) -> Path | None:
     """A path of a recipe: relative to the current directory, ``~`` understood."""
-    return None if path is None else Path(path).expanduser()
+    return None if path is None else place_of(path).expanduser()
 
 
 def _explained(file: YamlFile, item: Any) -> str:

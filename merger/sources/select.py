@@ -12,6 +12,7 @@ from merger.sources.deepspeed_universal import UniversalSource
 from merger.sources.store import StoreSource
 from merger.sources.trainer import TrainerSource, is_output_folder, is_trainer_folder
 from store.errors import NoStoreError, StorageError, UnsupportedError
+from store.place import is_url
 
 _MODEL_FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "adapter_model.safetensors")
 
@@ -25,6 +26,8 @@ def open_source(path: Path) -> Source:
 
 
 def _open(path: Path) -> Source:
+    if is_url(path):
+        return StoreSource(path)
     beside = path if is_trainer_folder(path) else None
     known: tuple[tuple[Callable[[], bool], Callable[[], Source]], ...] = (
         ((path / "STORE.json").is_file, lambda: StoreSource(path)),

@@ -15,9 +15,9 @@ from store.certificate import Certificate, certify
 from store.coverage import FragmentIndex, Source
 from store.encoding import itemsize
 from store.errors import DamagedError, MergeError, StorageError
-from store.files import LocalFiles
 from store.layout import payload_path
 from store.names import LEFT_OUT, RAW, SaveId
+from store.place import files_at
 from store.versions import Bad, Resolution, newest_resumable, resolve
 
 
@@ -28,7 +28,7 @@ class StoreSource:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.catalog = open_catalog(LocalFiles(root))
+        self.catalog = open_catalog(files_at(root))
 
     def steps(self) -> tuple[int, ...]:
         """See :class:`merger.sources.base.Source`."""

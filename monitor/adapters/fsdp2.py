@@ -22,7 +22,7 @@ from monitor.adapters.inventory import Inventory, whole, without_wrappers
 from monitor.adapters.optimizer_state import slots_of
 from monitor.adapters.plain import PlainAdapter
 from monitor.adapters.replicas import Replica
-from monitor.adapters.runs import local_of, run_of
+from monitor.adapters.runs import Runs, local_of
 from store.errors import UnsupportedError
 from store.names import Fragment
 
@@ -60,6 +60,7 @@ class Fsdp2Adapter(PlainAdapter):
         if not dist.is_initialized():
             raise UnsupportedError("the model is sharded and there is no process group: was it destroyed already?")
         _require_sharded_first(module, optimizer)
+        self._runs = Runs()
         super().__init__(module, optimizer)
 
     def owned(self) -> list[Piece]:
@@ -93,9 +94,9 @@ class Fsdp2Adapter(PlainAdapter):
     def _replica(self, fqn: str, slot: str, tensor: torch.Tensor) -> Replica:
         if not isinstance(tensor, DTensor):
             return super()._replica(fqn, slot, tensor)
-        what = f"{fqn} ({slot})"
-        run, local = run_of(tensor, what), whole(fqn, slot, local_of(tensor, what))
-        return Replica(Piece(Fragment(fqn, slot, run.start, run.numel), local.tensor), run.number, run.count)
+        run, local = self._runs.of(tensor, f"{fqn} ({slot})")
+        here = whole(fqn, slot, local)
+        return Replica(Piece(Fragment(fqn, slot, run.start, run.numel), here.tensor), run.number, run.count)
 
     def _scalar(self, key: str, value: Any, fqn: str) -> Any:
         return local_of(value, f"{fqn} ({key})") if isinstance(value, DTensor) else value
@@ -121,20 +122,22 @@ class Fsdp2Adapter(PlainAdapter):
             state = self.optimizer.state.get(parameter, {})
             slots = slots_of(state, parameter)
             for key, value in state.items():
-                _require_whole(key, value, fqn, type(self.optimizer).__name__, slot=key in slots)
+                lies = self._how_it_lies(f"{fqn} ({key})", value, slot=key in slots)
+                if lies is not None:
+                    raise UnsupportedError(
+                        f"{type(self.optimizer).__name__} keeps {key!r} of {fqn}, of shape {tuple(value.shape)}, "
+                        f"{lies}: which part of the whole that is, is not known; use an optimizer with state per "
+                        "element, such as AdamW"
+                    )
 
-
-def _require_whole(key: str, value: Any, fqn: str, optimizer: str, *, slot: bool) -> None:
-    if isinstance(value, DTensor):
-        run = run_of(value, f"{fqn} ({key})")
-        lies = "cut up over the ranks" if not slot and run.numel != value.numel() else None
-    else:
-        lies = "as a plain tensor beside a sharded parameter" if _has_a_shape(value) else None
-    if lies is not None:
-        raise UnsupportedError(
-            f"{optimizer} keeps {key!r} of {fqn}, of shape {tuple(value.shape)}, {lies}: which part of the whole that "
-            "is, is not known; use an optimizer with state per element, such as AdamW"
-        )
+    def _how_it_lies(self, what: str, value: Any, *, slot: bool) -> str | None:
+        """What is wrong with a value in the state of a sharded parameter, if anything is."""
+        if not isinstance(value, DTensor):
+            return "as a plain tensor beside a sharded parameter" if _has_a_shape(value) else None
+        if slot:
+            return None  # looked at as a piece
+        run, _ = self._runs.of(value, what)
+        return None if run.numel == value.numel() else "cut up over the ranks"
 
 
 def _has_a_shape(value: Any) -> bool:

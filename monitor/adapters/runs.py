@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
@@ -31,11 +32,32 @@ class Run:
     count: int = 1
 
 
-def run_of(tensor: DTensor, what: str) -> Run:
-    """The run of this rank. what: the tensor's name in errors.
+class Runs:
+    """Finds the runs of this rank, and remembers them: there are few ways in which a model's tensors are cut."""
 
-    UnsupportedError for placements other than ``Replicate`` and ``Shard(0)``, for a mesh without some of the job's
-    ranks, and for a tensor that does not lie in memory as its placements say."""
+    def __init__(self) -> None:
+        self._known: dict[tuple[DeviceMesh, torch.Size, tuple[Placement, ...]], Run] = {}
+
+    def of(self, tensor: DTensor, what: str) -> tuple[Run, torch.Tensor]:
+        """The run of a tensor, and the memory behind it. what: the tensor's name in errors.
+
+        UnsupportedError for placements other than ``Replicate`` and ``Shard(0)``, for a mesh without some of the job's
+        ranks, and for a tensor that does not lie in memory as its placements say."""
+        key = (tensor.device_mesh, tensor.shape, tensor.placements)
+        run = self._known.get(key)
+        if run is None:
+            run = self._known[key] = _run_of(tensor, what)
+        local = local_of(tensor, what)
+        if local.numel() != run.numel:
+            raise UnsupportedError(
+                f"{what} has {local.numel()} elements here where {list(tensor.placements)} of shape "
+                f"{tuple(tensor.shape)} makes {run.numel}: it was not cut as torch cuts; build it with fully_shard or "
+                "distribute_tensor"
+            )
+        return run, local
+
+
+def _run_of(tensor: DTensor, what: str) -> Run:
     mesh = tensor.device_mesh
     world_size, coordinate = dist.get_world_size(), mesh.get_coordinate()
     if coordinate is None or mesh.size() != world_size:
@@ -45,14 +67,7 @@ def run_of(tensor: DTensor, what: str) -> Run:
         )
     for dimension, placement in enumerate(tensor.placements):
         _require_rows(placement, mesh.size(dimension), what)
-    run = rows_of(tuple(tensor.shape), tuple(mesh.shape), coordinate, tensor.placements)
-    if local_of(tensor, what).numel() != run.numel:
-        raise UnsupportedError(
-            f"{what} has {local_of(tensor, what).numel()} elements here where {list(tensor.placements)} of shape "
-            f"{tuple(tensor.shape)} makes {run.numel}: it was not cut as torch cuts; build it with fully_shard or "
-            "distribute_tensor"
-        )
-    return run
+    return rows_of(tuple(tensor.shape), tuple(mesh.shape), coordinate, tensor.placements)
 
 
 def rows_of(

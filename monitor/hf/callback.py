@@ -42,7 +42,9 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
                 "resume.data: on is not possible under the Trainer, whose place in the data is its step: remove it"
             )
         self.checkpointer: Checkpointer | None = None
-        """From the beginning of training on; closed when training ends."""
+        """From the beginning of training on; closed when training ends, and None from then on."""
+        self.preempted = False
+        """Whether training ended because the end of the job was announced, under ``preemption: {exit: false}``."""
         self._extra = list(state)
         self._args: Any = None
         self._model: Any = None
@@ -83,7 +85,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
         length = length_of(args, state, train_dataloader)
         self._progress = Progress(state, lr_scheduler, scaler, length, args.process_index)
         target = _engine(model, optimizer) if args.deepspeed_plugin is not None else (model, optimizer)
-        progress = self._progress
+        progress, self.preempted = self._progress, False
         self.checkpointer = attach_counted(
             target, self.config, [progress, *self._extra], lambda: int(progress.state.global_step)
         )
@@ -97,11 +99,13 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
         """Before the epoch's data is touched."""
         self._look(state, at_epoch=True)
         self._restore_generators(at_epoch=True)
+        self._stop(control)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """The batches of the next step are there."""
         self._look(state, at_epoch=False)
         self._restore_generators(at_epoch=False)
+        self._stop(control)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """A step was taken."""
@@ -116,6 +120,11 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
         """Wait for the save under way, and let go of the store."""
         self.close(clean=True)
         self._forget_plan()
+
+    def _stop(self, control: Any) -> None:
+        """The Trainer looks when the step that has begun is over."""
+        if self.checkpointer is not None and self.checkpointer.preempted:
+            self.preempted = control.should_training_stop = True
 
     def close(self, *, clean: bool) -> None:
         """Close the checkpointer, if there is one. clean: the job ends as it was meant to."""

@@ -24,6 +24,7 @@ from monitor.group import Group, current_group
 from monitor.hf.folder import Folder
 from monitor.hf.progress import Length, require_ours
 from store.errors import UsageError
+from store.place import store_place
 
 if TYPE_CHECKING:
     from monitor.hf.callback import CheckpointCallback
@@ -147,4 +148,4 @@ def _done(step: int, length: Length, args: Any) -> bool:
 
 
 def _place(config: Config) -> Path:
-    return Path(os.path.abspath(os.path.expanduser(config.store)))  # noqa: PTH100, PTH111 - of a store yet to be made
+    return store_place(config.store)

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from monitor.job import Job
+from monitor.opened import OpenedStore
 from monitor.peers.address import own_address
 from monitor.peers.door import Door, Shown
 from monitor.peers.neighbours import keepers, wards
@@ -53,7 +54,6 @@ class Peers:
         self._sender: Sender | None = None
         self._doors: Sequence[Far] = ()
         self._replicated: SaveId | None = None
-        """The version that all ranks have in their own memory and at their peers."""
 
     @property
     def reachable(self) -> bool:
@@ -64,6 +64,11 @@ class Peers:
     def on(self) -> bool:
         """Whether versions are replicated. Alike on all ranks."""
         return self._sender is not None
+
+    @property
+    def replicated(self) -> SaveId | None:
+        """The version that all ranks are known to have in their own memory and at their peers."""
+        return self._replicated
 
     def meet(self, tier: Tier) -> None:
         """Learn which node each rank is on and how it is reached. Collective; once."""
@@ -84,7 +89,7 @@ class Peers:
             return
         self._door, self._places = door, [place for place, _ in places]
 
-    def begin(self, tier: Tier, epoch: int, nbytes: int, kept: SaveId | None) -> None:
+    def begin(self, tier: Tier, opened: OpenedStore, nbytes: int, kept: SaveId | None) -> None:
         """The job stands on ``kept``, or begins: have memory for what others send. nbytes: of a version of this rank.
 
         Collective. Without room on any rank there are no replicas on any."""
@@ -97,7 +102,7 @@ class Peers:
             kept_by, rank = keepers(self._nodes, self._machines), self._group.rank
             needs = self._group.gather(nbytes)
             mine = {ward: needs[ward] for ward in wards(kept_by, rank)}
-            if self._refused(self._group.gather(self._replicas.take(tier, epoch, mine, kept))):
+            if self._refused(self._group.gather(self._replicas.take(tier, opened.epoch, mine, kept, opened.files))):
                 self._replicas.close(remove=True)
                 return
             self._sender = Sender(rank, kept_by[rank], self._places[kept_by[rank]], self._token, self._timeout)

@@ -21,6 +21,7 @@ import xxhash
 from monitor.memory_room import trying
 from monitor.peers.wire import Answer, Link, Put
 from store.errors import DamagedError, PeerError, StorageError, StoreError
+from store.files import Files
 from store.memory.arena import Arena
 from store.memory.record import RECORD_LIMIT, VersionRecord, parse_record
 from store.memory.tier import Tier
@@ -50,19 +51,21 @@ class Replicas:
         self._wards: dict[int, _Ward] = {}
         self._tier: Tier | None = None
 
-    def take(self, tier: Tier, epoch: int, needs: Mapping[int, int], kept: SaveId | None) -> str | None:
+    def take(
+        self, tier: Tier, epoch: int, needs: Mapping[int, int], kept: SaveId | None, files: Files | None = None
+    ) -> str | None:
         """Have memory for these ranks, of so many bytes a version. Why it cannot be, else None.
 
-        kept: the version that the job stands on; replicas of it stay."""
+        kept: the version that the job stands on; replicas of it stay. files: see :class:`Arena`."""
         self._tier = tier
         try:
             for rank, nbytes in needs.items():
-                arena = Arena(tier, epoch, rank, self._versions)
+                arena = Arena(tier, epoch, rank, self._versions, files)
                 self._wards[rank] = _Ward(arena)
                 arena.take_over(kept)
                 for slot in arena.slots[: -1 if arena.spares(kept) else None]:
                     arena.room(slot, nbytes)
-        except (StorageError, OSError) as error:
+        except (StoreError, OSError) as error:
             return str(error)
         return None
 

@@ -26,7 +26,7 @@ def of_store(node: Node, files: Files) -> Node:
     versions: dict[SaveId, dict[int, Held]] = {}
     for held in node.everything():
         if held.payload.parent not in strange:
-            versions.setdefault(held.record.save, {})[held.record.part.rank] = held
+            versions.setdefault(held.record.save, {}).setdefault(held.record.part.rank, held)
     return Node(versions, node.problems)
 
 
@@ -45,9 +45,10 @@ def strangers(node: Node, files: Files) -> set[Path]:
 
 
 def _continues_nothing(held: Held, newest: SaveId | None, files: Files) -> bool:
-    """Whether it continues a commit that was there and is not any more. The newest one is never pruned."""
+    """Whether it continues a commit that was there and is not any more, though nothing newer is: then it was not
+    pruned."""
     head = held.record.head
-    if head is None or head.previous is None or (newest is not None and head.save <= newest):
+    if head is None or head.previous is None or (newest is not None and newest > SaveId.parse(head.previous)):
         return False
     try:
         files.size(manifest_path(SaveId.parse(head.previous)))

@@ -18,12 +18,16 @@ from store.schema import ManifestRecord, to_bytes
 
 
 class Overlay:
-    """See :class:`store.files.Files`; writing anything raises StorageError. manifest: shown instead of its own."""
+    """See :class:`store.files.Files`; writing anything raises StorageError. manifest: shown instead of its own. alone:
+    as if there were no other commit: where any of the version is wrong there is nothing to resume."""
 
-    def __init__(self, below: Files, version: MemoryVersion, manifest: ManifestRecord | None = None) -> None:
+    def __init__(
+        self, below: Files, version: MemoryVersion, manifest: ManifestRecord | None = None, *, alone: bool = False
+    ) -> None:
         shown = manifest or version.manifest
         self._below = below
         self._version = version
+        self._alone = alone
         self._folder = segment_dir(version.save)
         self._records: dict[str, bytes] = {manifest_path(shown.save): to_bytes(shown)}
         self._manifest = manifest_path(shown.save).rpartition("/")
@@ -36,10 +40,21 @@ class Overlay:
         found = getattr(self._below, "root", None)
         return found if isinstance(found, Path) else None
 
+    @property
+    def whole(self) -> bool:
+        """Whether all of the version can be read from here."""
+        return not self._version.parts.keys() - self._version.payloads.keys() - self._version.far.keys()
+
+    def alone(self) -> Overlay:
+        """The same version, as the only commit that there is."""
+        return Overlay(self._below, self._version, alone=True)
+
     def list_dir(self, path: str) -> list[str]:
         """Names in a directory, those of the version among them."""
         if path == self._folder:
             return sorted(name.rpartition("/")[2] for name in (*self._records, *self._ranks) if name.startswith(path))
+        if self._alone and path == self._manifest[0]:
+            return [self._manifest[2]]
         try:
             names = self._below.list_dir(path)
         except MissingError:

@@ -8,6 +8,8 @@ uninterrupted run at the step that is resumed. At the end the job ends by itself
 
 ``--daemon``: with the node's daemon, which is killed as well, and which writes what dead jobs leave into the store.
 ``--supervised``: under ``driftpoint run``, which is killed first.
+``--peers``: every rank has a node of its own, and after every other kill one of them is lost with its memory. Then the
+resume is not older than the newest version that all ranks were known to have at their peers.
 """
 
 from __future__ import annotations
@@ -51,14 +53,17 @@ class Chaos:
     names: Sequence[str] = tuple(VICTIMS)
     daemon: bool = False
     supervised: bool = False
+    peers: bool = False
     outcomes: Counter[str] = field(default_factory=Counter)
     promised: tuple[int, int] = (0, 0)
     """Newest step that was committed, and that all ranks were known to have in memory, so far."""
+    replicated: int = 0
+    """Newest step that all ranks were known to have at their peers, too, since the job last resumed another one."""
 
     def run(self) -> Counter[str]:
         """All rounds, the last one without a kill."""
         chance = random.Random(self.seed)
-        steps = 40 * self.rounds + 200
+        steps = 150 * self.rounds + 200  # more than a busy machine lets it train before the signal is there
         reference = self._reference(steps)
         for number in range(self.rounds):
             self._round(number, steps, reference, chance)
@@ -79,6 +84,10 @@ class Chaos:
         finally:
             self._end(process, [one["pid"] for one in _read(diary)])
         self._note(diary)
+        if self.peers and chance.random() < 0.5:
+            shutil.rmtree(self.shared / f"node{chance.randrange(self.ranks)}", ignore_errors=True)
+            self.promised, self.replicated = (self.promised[0], self.replicated), 0
+            self.outcomes["a node lost"] += 1
 
     def _last(self, steps: int, reference: dict[tuple[int, int], str]) -> None:
         """To its end, a few steps on: closed as it is meant to be."""
@@ -101,7 +110,7 @@ class Chaos:
     def _check(self, number: int, resumed: list[dict[str, Any]], reference: dict[tuple[int, int], str]) -> None:
         committed, newest = self.promised
         step = resumed[0]["step"]
-        from_memory = "memory" in resumed[0]["sources"]
+        from_memory = bool({"memory", "peer"} & {*resumed[0]["sources"]})
         assert {one["step"] for one in resumed} == {step}, self._said(number, f"ranks disagree: {resumed}")
         assert step >= committed, self._said(number, f"step {step} is older than the commit {committed}")
         assert step >= newest, self._said(number, f"step {step} is older than the version {newest} that all ranks had")
@@ -111,7 +120,9 @@ class Chaos:
             if step:
                 wanted = reference[one["rank"], step]
                 assert one["digest"] == wanted, self._said(number, f"another state than at step {step}: {one}")
+        self.replicated *= step == self.replicated  # what is older goes when a newer one is resumed
         self.outcomes["from memory" if from_memory else "from the store" if step else "anew"] += 1
+        self.outcomes["from peers"] += "peer" in resumed[0]["sources"]
 
     def _note(self, diary: Path) -> None:
         told = [one for one in _read(diary) if one["kind"] == "step"]
@@ -119,6 +130,7 @@ class Chaos:
             max([self.promised[0], *(one["committed"] for one in told)]),
             max([self.promised[1], *(one["newest"] for one in told)]),
         )
+        self.replicated = max([self.replicated, *(one["replicated"] for one in told)])
 
     def _reference(self, steps: int) -> dict[tuple[int, int], str]:
         process, diary = self._started(-1, steps, reference=True)
@@ -132,7 +144,8 @@ class Chaos:
         name = "reference" if reference else f"round-{number}"
         diary, described = self.folder / f"{name}.jsonl", self.folder / f"{name}.json"
         store = self.folder / ("reference-store" if reference else "store")
-        memory = {"enabled": not reference, "every": 1, "path": str(self.shared)}
+        peers = self.peers and not reference
+        memory = {"enabled": not reference, "every": 1, "path": str(self.shared), "peers": peers}
         settings = {
             "every": EVERY,
             "memory": memory,
@@ -142,7 +155,7 @@ class Chaos:
         }
         spec = {
             "diary": str(diary), "store": str(store), "steps": steps, "width": 24, "pause": 0.003,
-            "settings": settings, "reference": reference,
+            "settings": settings, "reference": reference, "nodes": peers,
         }  # fmt: skip
         described.write_text(json.dumps(spec))
         command = [sys.executable]
@@ -233,6 +246,7 @@ def main() -> int:
     parser.add_argument("--victim", action="append", choices=names, help="only these; may be repeated")
     parser.add_argument("--daemon", action="store_true", help="with the node's daemon")
     parser.add_argument("--supervised", action="store_true", help="under driftpoint run")
+    parser.add_argument("--peers", action="store_true", help="a node for each rank; nodes are lost")
     parser.add_argument("--shared", type=Path, default=Path("/dev/shm"), help="shared memory")
     given = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="driftpoint-kills-"))
@@ -241,7 +255,8 @@ def main() -> int:
     try:
         usual = ["everything"] if given.supervised else [*VICTIMS]  # others would make it start the job again
         victims = given.victim or usual + ([*DAEMON_VICTIMS] if given.daemon else [])
-        chaos = Chaos(folder, shared, given.rounds, given.seed, given.ranks, victims, given.daemon, given.supervised)
+        how = (given.daemon, given.supervised, given.peers)
+        chaos = Chaos(folder, shared, given.rounds, given.seed, given.ranks, victims, *how)
         for name, count in sorted(chaos.run().items()):
             print(f"{name}: {count}")
         shutil.rmtree(folder)

@@ -40,3 +40,11 @@ def test_a_few_rounds_with_the_supervisor_killed_too(tmp_path: Path) -> None:
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as shared:
         outcomes = Chaos(tmp_path, Path(shared), 3, SEED, names=("everything",), supervised=True).run()
         assert outcomes["everything"] == 3
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_a_few_rounds_in_which_nodes_are_lost_too(tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as shared:
+        outcomes = Chaos(tmp_path, Path(shared), 4, SEED, 2, peers=True).run()
+        assert outcomes["a node lost"] > 0 and outcomes["from peers"] > 0

@@ -52,6 +52,10 @@ def main(spec: dict[str, Any]) -> None:
     diary = Diary(spec["diary"])
     logging.basicConfig(level=logging.INFO)
     torch.manual_seed(0)
+    if spec["nodes"]:  # as on several machines: each rank sees its own memory only
+        memory = spec["settings"]["memory"]
+        memory["path"] += f"/node{dist.get_rank()}"
+        Path(memory["path"]).mkdir(exist_ok=True)
     job = Job(Path(spec["store"]), width=spec["width"], **spec["settings"])
     torch.manual_seed(1 + (dist.get_rank() if dist.is_initialized() else 0))
     if spec["reference"]:
@@ -74,10 +78,12 @@ def main(spec: dict[str, Any]) -> None:
         step += 1
         time.sleep(spec["pause"])
         memory = job.ckpt._memory
+        replicated = None if memory is None else memory._peers.replicated
         diary.put(
             "step",
             step=step,
             newest=memory.newest.step if memory is not None and memory.newest is not None else 0,
+            replicated=replicated.step if replicated is not None else 0,
             committed=int(job.metric("driftpoint_last_commit_step")),
         )
     job.ckpt.save(wait=True)

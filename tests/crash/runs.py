@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any
 
 from workload import Paper
@@ -28,7 +28,10 @@ class Outcome:
 
 
 class Zygote:
-    """The process that forks a child for each run. A context manager."""
+    """The process that forks a child for each run. A context manager. environment: that it gets besides."""
+
+    def __init__(self, environment: Mapping[str, str] = MappingProxyType({})) -> None:
+        self._environment = environment
 
     def __enter__(self) -> Zygote:
         site = [path for path in sys.path if path.endswith("site-packages")]
@@ -43,6 +46,7 @@ class Zygote:
                 "PATH": os.environ["PATH"],
                 "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), str(HERE), *site]),
                 "OMP_NUM_THREADS": "1",
+                **self._environment,
             },
         )
         return self
@@ -59,6 +63,14 @@ class Zygote:
     def doomed(self, scenario: str, store: Path, journal: Path, k: int) -> Outcome:
         """Run until the power goes before the k-th change."""
         self._start(scenario, store, journal, str(k))
+        return self._outcome(journal)
+
+    def begun(self, scenario: str, url: str, journal: Path) -> int:
+        """Begin a run on an object store. Its process; :meth:`ended` waits for it."""
+        return self._start(scenario, url, journal, "objects")
+
+    def ended(self, journal: Path) -> Outcome:
+        """What became of what was begun."""
         return self._outcome(journal)
 
     def traced(self, scenario: str, store: Path, journal: Path, strace: Sequence[str]) -> Outcome:

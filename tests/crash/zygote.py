@@ -1,8 +1,9 @@
 """A process that imports the store once and forks a child for each run of the small job: 20 ms instead of 400.
 
 Reads lines ``SCENARIO STORE JOURNAL K`` from standard input, answers with the child's process id. The child waits
-until a tracer is attached (``K`` is ``trace``), or shuts the filesystem down before its K-th change (a number),
-runs the scenario, and writes what happened as the journal's last event. Run as a script only.
+until a tracer is attached (``K`` is ``trace``), goes to an object store (``objects``), or shuts the filesystem down
+before its K-th change (a number), runs the scenario, and writes what happened as the journal's last event. Run as a
+script only.
 """
 
 from __future__ import annotations
@@ -20,21 +21,25 @@ from models import RANKS, VARIED
 from workload import Job, Paper
 
 from store.errors import DriftpointError
-from store.files import LocalFiles, NewFile
+from store.files import Files, LocalFiles, NewFile
+from store.objects.bucket import Bucket
+from store.objects.files import ObjectFiles
+from store.objects.options import ObjectOptions
+from store.place import files_at
 
 PR_SET_PTRACER = 0x59616D61
 EXT4_IOC_SHUTDOWN = 0x8004587D
 NO_LOG_FLUSH = 2
 
 
-def save(files: LocalFiles, journal: Paper) -> None:
+def save(files: Files, journal: Paper) -> None:
     """Resume, save, and prune what the save made superfluous."""
     job = Job(files, journal)
     job.save()
     job.prune()
 
 
-def several(files: LocalFiles, journal: Paper) -> None:
+def several(files: Files, journal: Paper) -> None:
     """From an empty directory: four saves, a mark, a prune after each save."""
     job = Job(files, journal)
     for number in range(4):
@@ -44,7 +49,7 @@ def several(files: LocalFiles, journal: Paper) -> None:
         job.prune()
 
 
-def commit(files: LocalFiles, journal: Paper) -> None:
+def commit(files: Files, journal: Paper) -> None:
     """Resume and commit, and not a change more."""
     job = Job(files, journal)
     draft = job.plan()
@@ -53,7 +58,7 @@ def commit(files: LocalFiles, journal: Paper) -> None:
     job.commit(draft)
 
 
-def varied(files: LocalFiles, journal: Paper) -> None:
+def varied(files: Files, journal: Paper) -> None:
     """From an empty directory: every unit in its encoding: whole twice, twice as a difference to the second, whole."""
     job = Job(files, journal, VARIED)
     for _ in range(5):
@@ -142,6 +147,22 @@ def drop_fsync(of_directories: bool) -> None:
     os.fsync = fsync
 
 
+def drop_from_bucket(what: str) -> None:
+    """Mutants: objects are put over others; what is there already is never taken for our own."""
+    if what == "condition":
+        Bucket.create = Bucket.replace  # type: ignore[method-assign]
+    else:
+        Bucket._holds = lambda self, key, data: False  # type: ignore[method-assign]
+
+
+def objects(url: str) -> Files:
+    """Impatient, and with parts so small that payloads have several."""
+    files = files_at(url, ObjectOptions(request_seconds=1.0, retry_seconds=3.0, part_mib=256 / 2**20, connections=2))
+    assert isinstance(files, ObjectFiles)
+    files.require_conditional_puts()
+    return files
+
+
 def child(scenario: str, store: str, journal_path: str, k: str) -> None:
     """One run. Never returns."""
     journal = Paper(journal_path)
@@ -150,11 +171,13 @@ def child(scenario: str, store: str, journal_path: str, k: str) -> None:
         while "TracerPid:\t0\n" in Path("/proc/self/status").read_text():
             time.sleep(0.001)
         time.sleep(0.01)  # attached is not yet stopped: let the tracer get hold of us first
-    files = LocalFiles(store) if k == "trace" else Doomed(store, int(k))
     scenario, _, mutant = scenario.partition("-without-")
-    if mutant:
+    if mutant in ("condition", "own-content"):
+        drop_from_bucket(mutant)
+    elif mutant:
         drop_fsync(of_directories=mutant == "directory-sync")
     try:
+        files = objects(store) if k == "objects" else LocalFiles(store) if k == "trace" else Doomed(store, int(k))
         SCENARIOS[scenario](files, journal)
     except DriftpointError as error:
         journal.note("error", kind=type(error).__name__, text=str(error))
@@ -170,6 +193,8 @@ def child(scenario: str, store: str, journal_path: str, k: str) -> None:
 
 def main() -> None:
     """Fork for each line."""
+    if "AWS_ENDPOINT_URL" in os.environ:
+        import obstore.store  # noqa: F401 - once, before the forks
     for line in sys.stdin:
         pid = os.fork()
         if pid == 0:

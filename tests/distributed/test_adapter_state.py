@@ -180,3 +180,7 @@ def test_fsdp2_shares_and_facts(fsdp2: Results) -> None:
 
 def test_dtensors_without_fully_shard(fsdp2: Results) -> None:
     assert fsdp2["dtensors", "cover"] == []
+
+
+def test_what_accelerate_prepares_with_fsdp2(fsdp2: Results) -> None:
+    assert fsdp2["accelerate", "cover"] == []

@@ -14,6 +14,7 @@ from store.memory.held import look
 from store.names import SaveId
 from tests.support.memory_places import DDP, Place, hashes, resumed, said
 from tests.support.mounts import tmpfs
+from tests.support.netns import two_networks
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -111,3 +112,15 @@ def test_without_room_for_replicas_there_are_none_and_memory_works_at_home(place
     assert said(first, "nothing is replicated to other nodes: rank 1: no room in memory")
     assert {(one["newest"], one["off"]) for one in first.of("kept", step=8)} == {(7, False)}
     assert kept(place, "", 8) == {0: False}
+
+
+@pytest.mark.needs_root
+def test_a_node_on_another_network_is_lost(place: Place) -> None:
+    """Ranks reach each other at the address of an interface that is not the loopback's."""
+    with two_networks() as place.networks:
+        first = place.life("first", steps=8, nodes="own")
+        shutil.rmtree(place.shared / "node1")
+        again = place.life("second", nodes="own")
+    assert resumed(again) == (8, True)
+    assert [again.one("resumed", rank=rank)["hashes"] for rank in range(2)] == hashes(first, 8)
+    place.ended_well(again)

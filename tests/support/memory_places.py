@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from store.files import LocalFiles
 from store.memory.tier import Tier
 from store.verify import verify
 from tests.support.launch import Launched, torchrun
+from tests.support.netns import Network, across
 
 ZERO2 = {"kind": "zero", "stage": 2, "precision": "bf16"}
 ZERO3 = {"kind": "zero", "stage": 3, "precision": "bf16"}
@@ -24,15 +25,20 @@ FROZEN_IS_COMMITTED = {"every": 3}
 
 @dataclass
 class Place:
-    """A store and shared memory for one scenario, and its two lives."""
+    """A store and shared memory for one scenario, and its two lives. networks: a rank in each, where there are any."""
 
     directory: Path
     shared: Path
     spec: dict[str, Any] = field(default_factory=dict)
+    networks: Sequence[Network] = ()
 
     def life(self, which: str, ranks: int = 2, **spec: Any) -> Launched:
         base = {"case": ZERO2, "shared": str(self.shared), **FROZEN_IS_COMMITTED, **self.spec}
-        done = torchrun("memory_ranks.py", ranks, {**base, **spec, "life": which}, self.directory, timeout=120)
+        whole = {**base, **spec, "life": which}
+        if self.networks:
+            done = across(self.networks, "memory_ranks.py", whole, self.directory)
+        else:
+            done = torchrun("memory_ranks.py", ranks, whole, self.directory, timeout=120)
         assert (done.code == 0) == (which == "second"), done.output[-5000:]
         assert "Timeout" not in done.output or which == "first"
         return done

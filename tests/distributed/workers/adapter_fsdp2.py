@@ -134,6 +134,32 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def accelerated() -> None:
+    """What Accelerate prepares with ``fsdp_version: 2``. On the CPU it has to be told to: there it never shards."""
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate.utils import DistributedType
+
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["Block"],
+        cpu_ram_efficient_loading=False,
+        activation_checkpointing=True,
+    )
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    accelerator.state._shared_state |= {"distributed_type": DistributedType.FSDP, "fsdp_plugin": plugin}
+    model = Tiny()
+    names = [name for name, _ in [*model.named_parameters(), *model.named_buffers()] if name != "cache"]
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(param_groups(model), lr=1e-2))
+    for step in range(2):
+        accelerator.backward(model(batches(step, dist.get_rank())[0]))
+        optimizer.step()
+        optimizer.zero_grad()
+    adapter = adapter_for((model, optimizer))
+    framework = unequal([adapter.framework, list(adapter.tensors())], ["fsdp2", names], "framework, names")
+    report("accelerate", "cover", *coverage(adapter, all_owned(adapter), SLOTS["adamw"]), *framework)
+
+
 def main() -> None:
     dist.init_process_group("gloo")
     for name in [one for one in sys.argv[1:] or CASES if one in CASES]:
@@ -144,6 +170,7 @@ def main() -> None:
         refused()
         shares_and_facts("hybrid")
         dtensors()
+        accelerated()
     leave()
 
 

@@ -115,11 +115,12 @@ class Run:
         return monitor.CheckpointCallback(self.settings(case))
 
     def settings(self, case: Mapping[str, Any]) -> dict[str, Any]:
-        return {
-            "store": str(self.directory / case["name"] / "store"),
-            "metrics": {"enabled": False},
-            **case["settings"],
-        }
+        here = self.directory / case["name"]
+        given = dict(case["settings"])
+        if "memory" in given:
+            (here / "memory").mkdir(parents=True, exist_ok=True)
+            given["memory"] = {**given["memory"], "path": str(here / "memory")}
+        return {"store": str(here / "store"), "metrics": {"enabled": False}, **given}
 
     def trainer(self, case: Mapping[str, Any], what: str, seed: int, *callbacks: Any) -> Recording:
         # Several Trainers live in one process here, which keeps what the first one was told about DeepSpeed.
@@ -142,7 +143,7 @@ class Run:
             dataloader_pin_memory=False,
             optim="adamw_torch",
             deepspeed=deepspeed_config(case["zero"], case.get("config", {})) if case["zero"] else None,
-            ddp_find_unused_parameters=False if "RANK" in os.environ and not case["zero"] else None,
+            ddp_find_unused_parameters=False if case["name"] == "ddp" else None,
             **case["arguments"],
         )
         torch.manual_seed(seed)

@@ -42,8 +42,10 @@ COMMANDS = {
     "merge": ("--out", "/nowhere/out"),
     "import": ("--store", "/nowhere/store"),
     "prune": ("--dry-run",),
+    "report": ("--out", "/nowhere/page.html"),
+    "top": ("--once",),
 }
-WITHOUT_TORCH = ("status", "show", "verify", "prune")
+WITHOUT_TORCH = ("status", "show", "verify", "prune", "report", "top")
 
 BLOCKED = """
 import sys

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -27,6 +29,7 @@ from store.files import LocalFiles
 from store.lock import StoreLock
 from store.retention import Retention
 from tests.support.cli import ROOT, Here, driftpoint, environment
+from tests.support.mounts import tmpfs
 from tests.support.stores import StoreBuilder
 
 PLAN = Plan(Config())
@@ -95,19 +98,66 @@ def test_wrong_usage(here: Here, tmp_path: Path) -> None:
     assert here("doctor", "-c", tmp_path / "missing.yaml").code == 2
 
 
+AS_NOBODY = """
+import json, os, sys
+from dataclasses import asdict
+from pathlib import Path
+from deploy.doctor.disk import look_at_disk
+from deploy.doctor.held import look_at_store
+from deploy.doctor.plan import Plan
+from monitor.config import Config
+from store.retention import Retention
+os.setgroups([])
+os.setresgid(65534, 65534, 65534)
+os.setresuid(65534, 65534, 65534)
+root = Path(sys.argv[1])
+found = [*look_at_disk(root, Plan(Config())), *look_at_store(root, Retention())]
+print(json.dumps([asdict(one) for one in found]))
+"""
+
+
+def test_every_check_is_documented_and_no_other() -> None:
+    sources = "".join(path.read_text() for path in (ROOT / "deploy" / "doctor").glob("*.py"))
+    checks = set(re.findall(r'(?:Finding|_port)\(\s*"([a-z ]+)"', sources))
+    rows = re.findall(r"^\| (`.*?) \|", (ROOT / "docs" / "doctor.md").read_text(), re.M)
+    assert {name for row in rows for name in re.findall(r"`(.*?)`", row)} == checks
+
+
 class TestDisk:
     def test_it_goes_by_the_nearest_directory_that_is_there(self, tmp_path: Path) -> None:
         found = list(look_at_disk(tmp_path / "a" / "b", PLAN))
         assert f"{tmp_path} is on " in _named(iter(found), "filesystem").seen
         assert list(tmp_path.iterdir()) == []
 
-    def test_a_directory_that_nobody_may_write(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        def refused(self: LocalFiles, path: str) -> Any:
-            raise StorageError(f"cannot create {path}: permission denied: check the owner and mode")
+    @pytest.mark.needs_root
+    def test_a_small_one_full_and_read_only(self, tmp_path: Path) -> None:
+        with tmpfs(tmp_path / "small", "1m") as place:
+            found = {one.check: one for one in look_at_disk(place / "store", Plan(Config(), 10**6))}
+            assert (found["filesystem"].state, found["filesystem"].todo[:4]) == ("warn", "name")
+            assert "tmpfs" in found["filesystem"].seen and "a reboot empties it" in found["filesystem"].seen
+            assert (found["space"].state, found["speed"].state) == ("fail", "warn")
+            with (place / "much").open("wb") as file, suppress(OSError):
+                file.write(bytes(1 << 21))
+            full = _named(look_at_disk(place, PLAN), "writing")
+            assert full.state == "fail" and "the filesystem is full" in full.seen
+            subprocess.run(["mount", "-o", "remount,ro", place], check=True)
+            closed = _named(look_at_disk(place, PLAN), "writing")
+            assert closed.state == "fail" and "read-only" in closed.seen
+            assert [path.name for path in place.iterdir()] == ["much"]
 
-        monkeypatch.setattr(LocalFiles, "create", refused)
-        found = _named(look_at_disk(tmp_path, PLAN), "writing")
-        assert found.state == "fail" and "permission denied" in found.seen and found.todo
+    @pytest.mark.needs_root
+    @pytest.mark.skipif(os.geteuid() != 0, reason="root may become nobody, NOT tested here")
+    def test_a_user_who_may_not(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            Path(folder).chmod(0o755)
+            StoreBuilder(Path(folder) / "store").save(10)
+            (Path(folder) / "closed").mkdir(mode=0o700)
+            for name, failing in (("store", {"permissions", "writing"}), ("closed/store", {"writing"})):
+                command = [sys.executable, "-c", AS_NOBODY, str(Path(folder) / name)]
+                done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=True)
+                found = json.loads(done.stdout)
+                assert {one["check"] for one in found if one["state"] == "fail"} == failing, found
+                assert all(one["todo"] for one in found if one["state"] == "fail")
 
     @pytest.mark.parametrize(
         ("call", "told"),
@@ -184,6 +234,21 @@ class TestMachine:
             check=True,
         )
         assert eval(done.stdout) == [["open files", "warn"], ["file size", "warn"]]
+
+    def test_extras(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        for name, number in (("deepspeed", "0.16.4"), ("transformers", "5.0"), ("accelerate", "1.1")):
+            (tmp_path / f"{name}-{number}.dist-info").mkdir()
+            (tmp_path / f"{name}-{number}.dist-info" / "METADATA").write_text(f"Name: {name}\nVersion: {number}\n")
+        monkeypatch.setattr(sys, "path", [str(tmp_path)])
+        found = machine._extras()
+        assert (found.state, found.seen) == (
+            "warn",
+            (
+                "deepspeed: deepspeed 0.16.4; hf: transformers 5.0, accelerate 1.1; s3: not installed (pip install "
+                "'driftpoint[s3]')"
+            ),
+        )
+        assert "0.19" in found.todo
 
     def test_torch_that_cannot_be_imported(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so.12: cannot open shared object file')")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,21 +14,18 @@ from pydantic import BaseModel
 from deploy.settings_text import documented, schema
 from monitor.config import Config, load_config
 from tests.support.cli import ROOT
+from tests.support.settings_page import PAGE, SCHEMA, page, schema_text
 
-DOCS = ROOT / "docs"
 EXAMPLES = sorted(path for path in (ROOT / "examples").rglob("*.yaml"))
 
 
 def test_the_page_has_every_setting_with_its_default_and_meaning() -> None:
-    block = re.search(r"```yaml\n(.*?)```", (DOCS / "configuration.md").read_text(), re.S)
-    assert block is not None
-    assert block[1] == documented(), "docs/configuration.md: put what deploy.settings_text.documented() says there"
+    assert PAGE.read_text() == page(), "run `make settings`"
     assert yaml.safe_load(documented()) == Config().model_dump()
 
 
 def test_the_published_schema_is_that_of_the_code() -> None:
-    published = json.loads((DOCS / "driftpoint.schema.json").read_text())
-    assert published == schema(), "run `driftpoint schema > docs/driftpoint.schema.json`"
+    assert SCHEMA.read_text() == schema_text(), "run `make settings`"
 
 
 def test_every_setting_is_described() -> None:

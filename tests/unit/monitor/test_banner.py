@@ -12,7 +12,9 @@ import torch
 from torch import nn
 
 import monitor
+from monitor.metrics import Metrics
 from monitor.saying import say
+from monitor.telling import tell_skipped
 from store.mounts import Mount
 from tests.support.jobs import Model
 
@@ -56,13 +58,29 @@ def test_attach_alone(capsys: pytest.CaptureFixture[str]) -> None:
     where = f"http://127.0.0.1:{ckpt.metrics.port}/metrics" if ckpt.metrics.port else "is taken"
     assert said.startswith(
         f"driftpoint: saving all of 5 layers ({parameters} parameters, exact) to ./driftpoint-checkpoints, every: auto "
-        "(as loses the least time; at most 30 min of training); "
+        "(so that the least time is lost, to a failure 30 min at most); "
     )
     assert where in said
     assert said.endswith(
         "; nothing to resume; all of this is by default, and `driftpoint init` writes a file to change it\n"
     )
     assert Path("driftpoint-checkpoints/STORE.json").is_file()
+
+
+def test_a_file_that_was_not_given(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("driftpoint.yaml").write_text("every: 5\n")
+    _attached().close()
+    assert "all of this is by default: driftpoint.yaml is not read unless attach is given it" in capsys.readouterr().err
+
+
+def test_a_put_off_decision_is_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+    for put_off, level in ((True, "INFO"), (False, "WARNING")):
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "driftpoint"):
+            tell_skipped(Metrics(), "busy", 6, None, put_off=put_off)
+        assert [(one.levelname, one.getMessage()) for one in caplog.records] == [
+            (level, "no save at step 6: the one before is still being written")
+        ]
 
 
 QUIET = {"metrics": {"enabled": False}}

@@ -18,6 +18,14 @@ def test_nothing_gives_the_defaults() -> None:
     assert Config().bounded_policy().name == "full"
 
 
+def test_by_default_everything_is_exact_and_the_interval_is_found() -> None:
+    config = Config()
+    assert (config.every, config.policy, config.encoding, config.packing) == ("auto", "full", "raw", "none")
+    assert not config.memory.enabled and not config.daemon.enabled
+    load_config({"auto": {"max_loss_minutes": 5}})
+    load_config({"bounds": {"max_staleness": 50}})
+
+
 def test_an_empty_file_gives_the_defaults(tmp_path: Path) -> None:
     path = tmp_path / "driftpoint.yaml"
     path.write_text("# nothing yet\n")
@@ -135,3 +143,26 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
 def test_observe_stays_outermost() -> None:
     policy = load_config({"policy": "observe", "bounds": {"max_staleness": 100}}).bounded_policy()
     assert isinstance(policy, Observe)
+
+
+def test_a_store_in_a_bucket_traces_into_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert load_config({"store": "s3://bucket/runs/one"}).trace_path() == tmp_path / "one.trace.jsonl"
+    assert load_config({"store": "s3://bucket"}).trace_path() == tmp_path / "bucket.trace.jsonl"
+    named = load_config({"store": "s3://bucket/a", "trace": {"path": "t.jsonl"}})
+    assert named.trace_path() == tmp_path / "t.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"store": "gs://bucket/x"}, "gs:// is neither"),
+        ({"store": "s3://bucket/x", "daemon": {"enabled": True}}, "into directories only"),
+        ({"store": "checkpoints", "s3": {"region": "eu-west-1"}}, "s3: the section holds"),
+        ({"store": "s3://bucket/x", "s3": {"secret": "x"}}, "unknown key 's3.secret'"),
+        ({"store": "s3://bucket/x", "s3": {"part_mib": 4}}, "s3.part_mib"),
+    ],
+)
+def test_what_does_not_go_with_a_bucket_is_told(values: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load_config(values)

@@ -183,6 +183,17 @@ def test_preempted(tmp_path: Path, settings: dict[str, Any]) -> None:
     assert sorted(losses(again)) == list(range(1, 11))
 
 
+def test_preempted_without_exit(tmp_path: Path, settings: dict[str, Any]) -> None:
+    ours = monitor.CheckpointCallback({**settings, "every": 100, "preemption": {"exit": False}})
+    running = trainer(tmp_path, ours, At(3, lambda: ours.checkpointer and ours.checkpointer.preempt()))
+    running.train(resume_from_checkpoint=ours.resume_path())
+    assert (running.state.global_step, ours.preempted) == (4, True)
+    again = trainer(tmp_path, after := monitor.CheckpointCallback(settings))
+    again.train(resume_from_checkpoint=monitor.resume_path(settings))
+    assert sorted(losses(again)) == list(range(1, 11))
+    assert not after.preempted
+
+
 def test_a_path_without_the_callback_is_refused(tmp_path: Path, settings: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match="no CheckpointCallback of the store"):
         monitor.resume_path({**settings, "store": str(tmp_path / "unknown")})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,25 @@ def test_what_continues_the_newest_commit_is_believed_though_that_was_not_settle
     one = begun(store)
     assert one.ckpt.resume() == 10 and same(one.weights(), kept) and sources(one) == {"memory"}
     one.ckpt.close()
+
+
+def test_what_was_kept_while_the_next_commit_was_under_way_is_believed_though_the_one_before_is_pruned(
+    store: Path,
+) -> None:
+    one = begun(store, retention={"keep_last": 1, "log_spaced": False})
+    run(one, 7)
+    files, go = one.hook(), threading.Event()
+    files.before = lambda what, path: go.wait(30) if (what, path) == ("link", manifest_path(SaveId(8, 1))) else None
+    for _ in range(2):
+        one.step(flush=False)
+        settled(one)
+    go.set()
+    kept = one.weights()
+    abandoned(one)
+    assert kept_steps(store) == [7, 9] and [save.step for save in catalog_of(store).saves()] == [8]
+    again = begun(store)
+    assert again.ckpt.resume() == 9 and same(again.weights(), kept) and sources(again) == {"memory"}
+    again.ckpt.close()
 
 
 @pytest.mark.parametrize("ahead", [0, 2])

@@ -330,3 +330,15 @@ def test_half_a_world_is_no_version(tier: Tier) -> None:
         abandon(arena)
     with pytest.raises(DamagedError, match="2 of 3 ranks"):
         together(tier, SaveId(4, 1))
+
+
+def test_what_stays_of_an_earlier_incarnation_needs_no_room(tier: Tier) -> None:
+    """Its payload is taken later; where it lies on another node there is nothing to wait for."""
+    dead_job(tier, 1, 1, 7, 8)
+    arena = Arena(tier, 2, 0)
+    assert arena.spares(SaveId(8, 1)) and not arena.spares(SaveId(9, 1)) and not arena.spares(None)
+    arena.take_over(SaveId(8, 1))
+    assert arena.spares(SaveId(8, 1))
+    arena.take_rest(1)
+    assert not arena.spares(SaveId(8, 1))
+    arena.close(remove=True)

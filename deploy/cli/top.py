@@ -1,0 +1,84 @@
+"""``driftpoint top``: whether a run is safe now, live in a terminal, with the drift of its layers."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from deploy.cli import output
+from deploy.cli.daemon import base_of
+from deploy.cli.options import DebugOption, JsonOption, MemoryOption, StoreArgument
+from deploy.cli.report import TraceOption
+from store.errors import NothingToResumeError
+
+if TYPE_CHECKING:
+    from deploy.safety.facts import Facts
+
+OnceOption = Annotated[bool, typer.Option("--once", help="Print one frame and leave; as where stdout is no terminal.")]
+IntervalOption = Annotated[float, typer.Option("--interval", min=0.1, metavar="S", help="Seconds between two looks.")]
+
+
+def top(
+    store: StoreArgument,
+    *,
+    once: OnceOption = False,
+    interval: IntervalOption = 2.0,
+    trace: TraceOption = None,
+    memory: MemoryOption = Path("/dev/shm"),
+    json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Show whether a run is safe now, and age and drift of its layers, live. q or Ctrl-C ends it."""
+    del debug
+    from deploy.report.made import trace_path
+    from deploy.top.watch import Watch
+
+    watch = Watch(store, trace_path(store, trace), base_of(memory))
+    facts = watch.look()
+    if json or once or not (sys.stdout.isatty() and sys.stdin.isatty()):
+        output.answer(as_json(facts), lambda console: draw(console, facts), as_json=json)
+    else:
+        from deploy.top.live import run
+
+        facts = run(Console(highlight=False, markup=False, emoji=False), watch, interval) or facts
+    raise typer.Exit(NothingToResumeError.exit_code if facts.status is None else facts.status.exit_code)
+
+
+def as_json(facts: Facts) -> dict[str, Any]:
+    """The JSON object of the command."""
+    from deploy.safety.verdict import judge
+    from deploy.top.rows import layer_rows, moving_slots
+
+    verdict = judge(facts)
+    rows = layer_rows(facts, moving_slots(facts))
+    return {
+        "level": verdict.level,
+        "verdict": verdict.sentence,
+        "running": facts.running,
+        "checks": [
+            {"name": one.name, "level": one.level, "text": one.text, "note": one.note, "todo": one.todo}
+            for one in verdict.checks
+        ],
+        "layers": [
+            {
+                "layer": row.layer,
+                "slots": {
+                    name: {"age": slot.age, "drift": slot.drift, "state": slot.state}
+                    for name, slot in row.slots.items()
+                },
+            }
+            for row in rows
+        ],
+    }
+
+
+def draw(console: Console, facts: Facts) -> None:
+    """One frame, all layers."""
+    from deploy.top.frame import View, frame
+
+    for line in frame(console, facts, View(), console.width, None).lines:
+        console.print(line, soft_wrap=True)

@@ -1,0 +1,287 @@
+"""What a drift trace tells of a run, read once, line by line: drift and saves over time, bytes, stall, incidents.
+
+Memory does not grow with the length of a trace. Lines of movement are not looked at. It knows no store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+
+from deploy.report.bins import Bins
+from deploy.report.incidents import (
+    Incident,
+    Incidents,
+    restart_incident,
+    sick_incident,
+    skipped_incident,
+    withheld_incident,
+)
+from deploy.safety.believable import Sceptic
+from deploy.safety.pulse import Listener, Pulse
+from store.certificate import is_lossy
+from store.names import Unit
+from store.trace import CommitLine, DecisionLine, FailedLine, JobLine, Line, ResumedLine, each_line
+
+_MOVEMENT = b'{"kind":"moved"'
+"""What begins the longest lines, which nothing here needs."""
+
+_ALL = 0.99
+"""Share of all bytes from which on a save counts as a full one."""
+
+
+@dataclass
+class Totals:
+    """Over the whole trace. seconds: of training. full: bytes of full saves at the same moments. stall: what training
+    waited; full_stall: had all saves been full, by the ``full_seen`` ones that were; None where none was."""
+
+    decisions: int = 0
+    saves: int = 0
+    failed: int = 0
+    written: int = 0
+    full: int = 0
+    seconds: float = 0.0
+    stall: float = 0.0
+    longest: float = 0.0
+    full_stall: float | None = None
+    full_seen: int = 0
+    incarnations: int = 0
+    observing: bool = False
+
+
+@dataclass(frozen=True)
+class History:
+    """units: rows of ``bins``, in the order of the model. blocks: names of layers that are repeated ones. restarts: the
+    decisions before which a job came back. skipped: lines that could not be read."""
+
+    units: tuple[Unit, ...]
+    blocks: frozenset[str]
+    moving: frozenset[Unit]
+    bins: Bins
+    totals: Totals
+    restarts: tuple[int, ...]
+    incidents: tuple[Incident, ...]
+    dropped: int
+    skipped: int
+    pulse: Pulse | None
+    last_drift: dict[Unit, float] = field(default_factory=dict)
+
+
+def read_history(path: Path, most: int = 120, progress: Callable[[int], None] = lambda _: None) -> History:
+    """Of a trace's file. progress: told the bytes just read. OSError where it cannot be read."""
+    with path.open("rb") as file:
+        return history_of(Sceptic().believe(each_line(_needed(file, progress))), most)
+
+
+def _needed(file: Iterable[bytes], progress: Callable[[int], None]) -> Iterator[bytes]:
+    for raw in file:
+        progress(len(raw))
+        if not raw.startswith(_MOVEMENT):
+            yield raw
+
+
+def history_of(lines: Iterable[Line | None], most: int = 120) -> History:
+    """Of lines in their order; None for each that could not be read."""
+    reader = _Reader(most)
+    for line in lines:
+        reader.hear(line)
+    return reader.history()
+
+
+class _Reader:
+    def __init__(self, most: int) -> None:
+        self._bins, self._totals, self._incidents = Bins(most), Totals(), Incidents()
+        self._listener = Listener()
+        self._rows: dict[Unit, int] = {}
+        self._order: dict[Unit, tuple[int, int]] = {}
+        self._blocks: set[str] = set()
+        self._moving: set[Unit] = set()
+        self._units: tuple[Unit, ...] = ()
+        self._nbytes: tuple[int, ...] = ()
+        self._job: JobLine | None = None
+        self._heard: float | None = None
+        self._last_step: int | None = None
+        self._begun: tuple[int, int] | None = None
+        self._saved: frozenset[int] = frozenset()
+        self._full_waits: list[float] = []
+        self._waits: tuple[float, float] | None = None
+        self._restarts: list[int] = []
+        self._epochs: set[float] = set()
+        self._first_at: float | None = None
+        self._skipped = 0
+
+    def hear(self, line: Line | None) -> None:
+        if line is None:
+            self._skipped += 1
+            return
+        self._listener.hear(line)
+        if isinstance(line, JobLine):
+            self._on_job(line)
+        elif self._job is None:
+            return
+        elif isinstance(line, DecisionLine):
+            self._on_decision(line, self._job.started + line.seconds)
+        elif isinstance(line, CommitLine):
+            self._on_commit(line, self._job)
+        elif isinstance(line, FailedLine):
+            self._on_failed(line, self._job.started + line.seconds)
+        elif isinstance(line, ResumedLine):
+            self._on_resumed(line, self._job)
+
+    def history(self) -> History:
+        self._settle(0.0)
+        self._close_incarnation()
+        totals = self._totals
+        if self._full_waits:
+            totals.full_stall, totals.full_seen = totals.saves * median(self._full_waits), len(self._full_waits)
+        order = sorted(self._rows, key=self._order.__getitem__)
+        places = [self._rows[unit] for unit in order]
+        bins = self._bins
+        bins.rows(len(self._rows))
+        bins.pick(places)
+        return History(
+            units=tuple(order),
+            blocks=frozenset(self._blocks),
+            moving=frozenset(self._moving),
+            bins=bins,
+            totals=totals,
+            restarts=tuple(self._restarts),
+            incidents=self._incidents.listed(),
+            dropped=self._incidents.dropped,
+            skipped=self._skipped,
+            pulse=self._listener.pulse(),
+        )
+
+    def _on_job(self, line: JobLine) -> None:
+        if self._job is None or line.started != self._job.started:
+            self._settle(0.0)
+            self._close_incarnation()
+            self._begun, self._first_at = None, line.started + line.seconds
+            self._totals.incarnations += 1
+        self._job = line
+        self._totals.observing = line.observing
+        self._units = tuple(one.unit for one in line.units)
+        self._nbytes = tuple(one.nbytes if one.moving else 0 for one in line.units)
+        for place, one in enumerate(line.units):
+            self._rows.setdefault(one.unit, len(self._rows))
+            self._order[one.unit] = (one.position, place)
+            if one.block:
+                self._blocks.add(one.layer)
+            if one.moving:
+                self._moving.add(one.unit)
+        self._bins.rows(len(self._rows))
+
+    def _on_resumed(self, line: ResumedLine, job: JobLine) -> None:
+        if line.step == 0 and line.newest == 0 and self._last_step is None:
+            return
+        at, number = job.started + line.seconds, self._bins.count
+        if self._bins.count:
+            self._restarts.append(number)
+        before = self._heard if self._heard is not None else at
+        self._incidents.ended()
+        self._incidents.add(restart_incident(line, job.epoch, at, at - before, self._last_step))
+
+    def _on_decision(self, line: DecisionLine, at: float) -> None:
+        self._settle(line.copy_wait)
+        self._heard, self._last_step = at, line.step
+        number = self._bins.add(line.step, at)
+        column = self._bins.place(number)
+        rows = self._rows_of(range(len(self._units)))
+        self._mark_drift(rows, line.drift, column)
+        for index in line.sick:
+            if index < len(rows):
+                self._bins.sick[rows[index], column] += 1
+        if line.saved:
+            self._begun = (line.step, number)
+            self._saved = frozenset(line.saved)
+        stall = line.stall + line.copy_wait
+        held = self._bins.columns[column]
+        held.stall += stall
+        held.longest = max(held.longest, stall)
+        self._count(stall)
+        copied = float(sum(self._nbytes[index] for index in line.saved if index < len(self._nbytes)))
+        self._waits = (copied, line.stall)
+        self._tell(line, at)
+
+    def _count(self, stall: float) -> None:
+        totals = self._totals
+        totals.decisions += 1
+        totals.stall += stall
+        totals.longest = max(totals.longest, stall)
+
+    def _tell(self, line: DecisionLine, at: float) -> None:
+        holding: list[Incident] = []
+        if line.sick:
+            names = [str(self._units[index]) for index in line.sick if index < len(self._units)]
+            holding.append(sick_incident(names, line.step, at))
+        if line.skipped is not None:
+            skipped = skipped_incident(line.skipped, line.step, at)
+            holding += [] if skipped is None else [skipped]
+        self._incidents.goes_on(holding, line.step)
+        if line.preempted:
+            text = "the end of the job was announced; what time allowed was saved"
+            self._incidents.add(Incident("preempted", "look", text, line.step, at))
+        if line.changed and line.staleness and any(value is not None for value in line.staleness):
+            text = f"{len(line.changed)} layer slots hold other parameters than before"
+            self._incidents.add(Incident("changed", "look", text, line.step, at))
+
+    def _on_commit(self, line: CommitLine, job: JobLine) -> None:
+        self._heard = job.started + line.seconds
+        number = self._number_of(line.step)
+        if number is None:
+            return
+        bins, column = self._bins, self._bins.place(number)
+        full = sum(self._nbytes) + max(0, line.written - sum(size[0] for size in line.sizes.values()))
+        held = bins.columns[column]
+        held.saves, held.written, held.full = held.saves + 1, held.written + line.written, held.full + full
+        self._totals.saves += 1
+        self._totals.written += line.written
+        self._totals.full += full
+        lost = sorted(self._saved - line.sizes.keys())
+        if lost:
+            names = [str(self._units[index]) for index in lost if index < len(self._units)]
+            self._incidents.add(withheld_incident(names, line.step, job.started + line.seconds))
+        for index, (_, encoding, error, drift) in line.sizes.items():
+            if not 0 <= index < len(self._units):
+                continue
+            row = self._rows[self._units[index]]
+            bins.saved[row, column] += 1
+            bins.rounded[row, column] += int(is_lossy(encoding) or error > 0)
+            if drift is not None:
+                bins.drift[row, column] = np.fmax(bins.drift[row, column], drift)
+
+    def _on_failed(self, line: FailedLine, at: float) -> None:
+        self._heard = at
+        self._totals.failed += 1
+        text = f"the save of step {line.step} failed ({line.reason}); the commit before it is intact"
+        self._incidents.add(Incident("save failed", "look", text, line.step, at))
+
+    def _number_of(self, step: int) -> int | None:
+        """The decision whose save was begun last; one at a time is under way."""
+        return self._begun[1] if self._begun is not None and self._begun[0] == step else None
+
+    def _mark_drift(self, rows: Sequence[int], drift: Sequence[float | None], column: int) -> None:
+        if not drift or len(drift) != len(rows):
+            return
+        values = np.array([np.nan if value is None else value for value in drift])
+        self._bins.drift[rows, column] = np.fmax(self._bins.drift[rows, column], values)
+
+    def _rows_of(self, indices: Iterable[int]) -> list[int]:
+        return [self._rows[self._units[index]] for index in indices]
+
+    def _settle(self, copy_wait: float) -> None:
+        """The copies of the save before are known by now."""
+        if self._waits is not None:
+            copied, stall = self._waits
+            if copied >= _ALL * sum(self._nbytes):
+                self._full_waits.append(stall + copy_wait)
+            self._waits = None
+
+    def _close_incarnation(self) -> None:
+        if self._first_at is not None and self._heard is not None:
+            self._totals.seconds += max(0.0, self._heard - self._first_at)
+        self._first_at = None

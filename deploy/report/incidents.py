@@ -1,0 +1,126 @@
+"""What went wrong or changed course in a run, and when: from the lines of its trace, and from the store. Pure.
+
+What goes on over many decisions in a row is one incident. Names in it are untrusted text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from deploy.cli.text import plural
+from deploy.safety.words import span_text
+from store.trace import ResumedLine
+
+Severity = Literal["plain", "look", "bad"]
+
+_SKIPPED = {
+    "busy": ("plain", "the save before was still being written: no save was begun"),
+    "withheld": ("bad", "no save was begun: everything that was to be saved held NaN or Inf"),
+    "storage": ("look", "no save was begun: storage was in trouble"),
+    "disagree": ("bad", "no save was begun: the ranks did not agree"),
+    "unsupported": ("bad", "no save was begun: the job is not what was attached any more"),
+    "fenced": ("bad", "no save was begun: another job took the store over"),
+}
+
+
+@dataclass(frozen=True)
+class Incident:
+    """kind: in a word or two. step, at: where it began; at in seconds since 1970, None where nobody knows. until: its
+    last step. key: what goes on with the same key is one incident. times: decisions at which it held."""
+
+    kind: str
+    severity: Severity
+    text: str
+    step: int | None = None
+    at: float | None = None
+    until: int | None = None
+    times: int = 1
+    key: str = ""
+
+
+class Incidents:
+    """Collected in their order. most: those kept, the newest; ``dropped`` counts the others."""
+
+    def __init__(self, most: int = 400) -> None:
+        self._most = most
+        self._found: list[Incident] = []
+        self._open: dict[str, int] = {}
+        self.dropped = 0
+
+    def add(self, incident: Incident) -> None:
+        """One that stands by itself."""
+        self._found.append(incident)
+        if len(self._found) > 2 * self._most:
+            self.dropped += len(self._found) - self._most
+            self._found = self._found[-self._most :]
+            self._open.clear()
+
+    def goes_on(self, incidents: Sequence[Incident], step: int) -> None:
+        """What holds at a decision: those that held at the one before go on, others begin, and the rest has ended.
+
+        What is nothing to worry about may pause: it is counted, and told once for each incarnation."""
+        still = {key: place for key, place in self._open.items() if self._found[place].severity == "plain"}
+        for incident in incidents:
+            place = self._open.get(incident.key)
+            if place is None:
+                self.add(incident)
+                still[incident.key] = len(self._found) - 1
+            else:
+                before = self._found[place]
+                self._found[place] = replace(before, until=step, times=before.times + 1)
+                still[incident.key] = place
+        self._open = still
+
+    def ended(self) -> None:
+        """Nothing goes on: the process is gone."""
+        self._open.clear()
+
+    def listed(self) -> tuple[Incident, ...]:
+        """Oldest first."""
+        extra = max(0, len(self._found) - self._most)
+        self.dropped += extra
+        return tuple(self._found[extra:])
+
+
+def skipped_incident(reason: str, step: int, at: float) -> Incident | None:
+    """A decision that began no save for this reason; None where that is nothing to tell of."""
+    known = _SKIPPED.get(reason)
+    if known is None:
+        return None
+    severity: Severity = "plain" if known[0] == "plain" else "bad" if known[0] == "bad" else "look"
+    return Incident("skipped", severity, known[1], step, at, key=f"skipped {reason}")
+
+
+def sick_incident(units: Sequence[str], step: int, at: float) -> Incident:
+    """Units that held NaN or Inf at a decision."""
+    text = f"{_named(units)} held NaN or Inf: nothing of it is saved, the last finite version stays"
+    return Incident("not finite", "bad", text, step, at, key=f"sick {'|'.join(units)}")
+
+
+def withheld_incident(units: Sequence[str], step: int, at: float) -> Incident:
+    """Units of a save that was committed without them."""
+    text = f"{_named(units)} held NaN or Inf when the save was written: not saved, the last finite version stays"
+    return Incident("withheld", "bad", text, step, at)
+
+
+def restart_incident(line: ResumedLine, epoch: int, at: float, gap: float, last_step: int | None) -> Incident:
+    """A job came back. gap: seconds since the one before was last heard of. last_step: of its last decision."""
+    text = f"epoch {epoch} went on at step {line.step}"
+    if line.newest != line.step:
+        text += f", by the commit of step {line.newest}"
+    if last_step is not None and last_step > line.step:
+        text += f": {plural(last_step - line.step, 'step')} trained again"
+    if gap > 1.0:
+        text += f"; {span_text(gap)} after the last sign of the one before"
+    return Incident("restart", "look", text, line.step, at)
+
+
+def _named(units: Sequence[str]) -> str:
+    return ", ".join(units[:4]) + (f" and {plural(len(units) - 4, 'other')}" if len(units) > 4 else "")
+
+
+def by_time(incidents: Iterable[Incident]) -> list[Incident]:
+    """Newest first; those without a time come first of all: they hold now."""
+    return sorted(incidents, key=lambda one: float("inf") if one.at is None else one.at, reverse=True)

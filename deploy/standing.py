@@ -1,0 +1,171 @@
+"""How a store stands: its commits, who owns it, what a resume would take. For ``status``, ``report`` and ``top``.
+
+Reads records only, no payload: quick on any store, and blind to bytes that rotted (that is ``verify``). It knows no
+job, no memory and no trace.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from deploy.cli.door import goes_on_at, holder
+from deploy.cli.exit_codes import health
+from store.catalog import Catalog
+from store.certificate import Certificate, certify
+from store.epochs import newest_epoch, read_epoch
+from store.errors import DamagedError, NothingToResumeError, StorageError
+from store.names import SaveId
+from store.place import is_url
+from store.schema import EpochRecord, ManifestRecord
+from store.versions import newest_resumable
+
+
+@dataclass(frozen=True)
+class Resume:
+    """What a resume would take now. effective_step: where its weights stand. goes_on_at: the step that a job goes on
+    from, unless it is set to another. lossy: encodings that rounded values. fallbacks: units of an older version than
+    committed."""
+
+    save: str
+    step: int
+    effective_step: float
+    goes_on_at: int
+    exact: bool
+    max_staleness: int
+    max_drift: float | None
+    lossy: tuple[str, ...]
+    fallbacks: tuple[str, ...]
+    proven: bool
+
+
+@dataclass(frozen=True)
+class StoreStatus:
+    """All of it. in_use_by: process id, 0 where it is not known, None where nobody is. size_bytes: 0 where nobody
+    counted. resumed, certificate: of the commit that a resume would take; None where there is none."""
+
+    root: Path
+    store_id: str
+    saves: tuple[SaveId, ...]
+    suspects: tuple[SaveId, ...]
+    newest: ManifestRecord | None
+    epoch: int
+    owner: EpochRecord | None
+    in_use_by: int | None
+    size_bytes: int
+    resume: Resume | None
+    problems: tuple[str, ...]
+    resumed: ManifestRecord | None = None
+    certificate: Certificate | None = None
+
+    @property
+    def exit_code(self) -> int:
+        """See :func:`health`."""
+        return health(resumable=self.resume is not None, damaged=bool(self.problems))
+
+
+def standing(catalog: Catalog, root: Path, *, counted: bool = True) -> StoreStatus:
+    """Of the store at ``root``. counted: add up the bytes of its files."""
+    problems: list[str] = []
+    resume, resumed, certificate = _resume(catalog, problems)
+    newest = _newest_readable(catalog, problems)
+    epoch = newest_epoch(catalog.files)
+    suspects = catalog.suspects().saves
+    saves = tuple(catalog.saves())
+    return StoreStatus(
+        root=root.absolute(),
+        store_id=catalog.store_id,
+        saves=saves,
+        suspects=tuple(save for save in saves if save in suspects),
+        newest=newest,
+        epoch=epoch,
+        owner=_owner(catalog, epoch, problems),
+        in_use_by=holder(root),
+        size_bytes=_counted(catalog, root) if counted else 0,
+        resume=resume,
+        problems=tuple(dict.fromkeys(problems)),
+        resumed=resumed,
+        certificate=certificate,
+    )
+
+
+def written(manifest: ManifestRecord) -> int:
+    """Payload bytes of a save's own segments."""
+    own = manifest.groups.get(manifest.save.name)
+    return 0 if own is None else own.payload_bytes
+
+
+def _resume(
+    catalog: Catalog, problems: list[str]
+) -> tuple[Resume, ManifestRecord, Certificate] | tuple[None, None, None]:
+    try:
+        resolution, passed_over = newest_resumable(catalog)
+    except NothingToResumeError as error:
+        if catalog.saves():
+            problems.append(str(error))
+        return None, None, None
+    problems.extend(passed_over)
+    problems.extend(resolution.problems)
+    certificate = certify(resolution)
+    resume = Resume(
+        save=certificate.save,
+        step=certificate.step,
+        effective_step=certificate.effective_step,
+        goes_on_at=goes_on_at(catalog, resolution),
+        exact=certificate.exact,
+        max_staleness=certificate.max_staleness,
+        max_drift=certificate.max_drift,
+        lossy=certificate.lossy,
+        fallbacks=tuple(str(version.record.unit) for version in resolution.fallbacks),
+        proven=resolution.manifest.save in catalog.proven(),
+    )
+    return resume, resolution.manifest, certificate
+
+
+def _newest_readable(catalog: Catalog, problems: list[str]) -> ManifestRecord | None:
+    newest = None
+    for save in catalog.saves():
+        try:
+            newest = newest or catalog.manifest(save)
+            catalog.manifest(save)
+        except (DamagedError, StorageError) as error:
+            if not any(str(error) in known for known in problems):
+                problems.append(str(error))
+    return newest
+
+
+def _owner(catalog: Catalog, epoch: int, problems: list[str]) -> EpochRecord | None:
+    if epoch == 0:
+        return None
+    try:
+        return read_epoch(catalog.files, epoch)
+    except (DamagedError, StorageError) as error:
+        problems.append(str(error))
+        return None
+
+
+def _counted(catalog: Catalog, root: Path) -> int:
+    return _reached(catalog) if is_url(root) else _size(root)
+
+
+def _reached(catalog: Catalog) -> int:
+    """Payload bytes of all commits: in a bucket, looking at every object would take a request for a thousand."""
+    groups = {}
+    for save in catalog.saves():
+        with suppress(DamagedError, StorageError):
+            groups.update(catalog.manifest(save).groups)
+    return sum(record.payload_bytes for record in groups.values())
+
+
+def _size(root: Path) -> int:
+    """Bytes of all files. What a running job deletes meanwhile is not counted."""
+    total = 0
+    for folder, _, names in os.walk(root):
+        for name in names:
+            try:
+                total += (Path(folder) / name).lstat().st_size
+            except FileNotFoundError:
+                continue
+    return total

@@ -1,0 +1,252 @@
+"""L6: the real code against a real S3 server, through a proxy that kills the writer at every request, before the server
+has it and after it has carried it out, and that spoils every answer in every way that object stores do.
+
+Whatever happened, the objects are looked at as files of a directory, which is what they are; and the next job, which
+has to live with what is left in the bucket, saves and prunes.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checker import check_reading, check_undamaged, promised
+from models import RANKS
+from runs import EXIT_TYPED_ERROR, Outcome, Zygote
+from workload import Job, Memory
+
+from store.durable import write_new
+from store.epochs import claim_epoch
+from store.errors import FencedError, StorageError
+from store.files import Files, LocalFiles
+from store.objects.bucket import Bucket
+from store.objects.options import ObjectOptions
+from store.place import files_at
+from store.store import open_or_create
+from tests.support.faulty import Asked, Fault, Proxy, nth
+from tests.support.s3 import BUCKET, KEYS, Server, tiny_parts
+
+pytestmark = pytest.mark.slow
+
+
+@dataclass
+class Place:
+    """Where runs happen: a base store after several saves, and the same objects again for each run."""
+
+    server: Server
+    proxy: Proxy
+    zygote: Zygote
+    folder: Path
+    base: Mapping[str, bytes]
+    base_events: Sequence[Mapping[str, Any]]
+    checked: set[str] = field(default_factory=set)
+
+    def run(self, scenario: str, fault: Fault | None = None, *, fresh: bool = True) -> Outcome:
+        """fresh: on the base, or on nothing where the scenario begins with nothing; else on what is there."""
+        if fresh:
+            self.server.put("store", self.base if scenario.startswith("save") else {})
+        journal = self.folder / "journal"
+        journal.unlink(missing_ok=True)
+        self.proxy.set(fault)
+        self.proxy.aim(self.zygote.begun(scenario, f"s3://{BUCKET}/store", journal))
+        return self.zygote.ended(journal)
+
+    def asked(self, scenario: str) -> list[Asked]:
+        """What an undisturbed run asks for."""
+        outcome = self.run(scenario)
+        assert outcome.code == 0, outcome
+        return list(self.proxy.asked)
+
+    def check(self, scenario: str, outcome: Outcome) -> None:
+        """(a) to (d), of each state once: which objects there are, after what the job was told."""
+        state = json.dumps([scenario, sorted(self.server.objects("store")), outcome.events])
+        if state in self.checked:
+            return
+        self.checked.add(state)
+        events = [*(self.base_events if scenario == "save" else ()), *outcome.events]
+        first = self._read(events)
+        assert first == self._read(events)
+        again = self.run("save", fresh=False)
+        assert again.code == 0, again
+        assert self._read(again.events) is not None
+
+    def _read(self, events: Sequence[Mapping[str, Any]]) -> Any:
+        copy = self.folder / "copy"
+        shutil.rmtree(copy, ignore_errors=True)
+        copy.mkdir()
+        files = LocalFiles(self.server.copied("store", copy))
+        reading = check_reading(files, promised(events))
+        check_undamaged(files)
+        return None if reading is None else (reading.save, reading.versions, reading.tensors)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    folder = tmp_path_factory.mktemp("objects")
+    with Server() as server, tiny_parts(), Proxy(server.port) as proxy:
+        environment = {**KEYS, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{proxy.port}", "TMPDIR": str(folder)}
+        with Zygote(environment) as zygote:
+            place = Place(server, proxy, zygote, folder, {}, ())
+            outcome = place.run("several")
+            assert outcome.code == 0, outcome
+            place.base, place.base_events = server.objects("store"), outcome.events
+            yield place
+
+
+def test_what_a_run_asks_for(place: Place) -> None:
+    """Uploads in parts, puts on a condition, and deletes are among what is swept below."""
+    asked = place.asked("save")
+    assert sum(one.query.startswith("uploadId") and one.method == "POST" for one in asked) == 2, "each rank's payload"
+    assert sum("partNumber" in one.query for one in asked) > 4
+    assert sum(one.conditional for one in asked) == 5, "the claim, two parts, the manifest, and the probe"
+    assert any(one.query == "delete" for one in asked)
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+def test_killed_at_every_change(place: Place, after: bool) -> None:
+    """A request that only reads leaves what the change before it left."""
+    changes = [asked for asked in place.asked("save") if asked.changes]
+    for asked in changes:
+        outcome = place.run("save", Fault("kill", nth(asked.number), after))
+        assert outcome.code == -9, (asked, outcome)
+        place.check("save", outcome)
+    assert len(place.checked) > 10, "states that a death leaves behind"
+
+
+def test_killed_while_a_store_is_made(place: Place) -> None:
+    changes = [asked for asked in place.asked("several") if asked.changes]
+    for asked in changes[:6]:
+        outcome = place.run("several", Fault("kill", nth(asked.number), after=True))
+        assert outcome.code == -9, (asked, outcome)
+        place.check("several", outcome)
+
+
+def once(wanted: Callable[[Asked], bool]) -> Callable[[Asked], bool]:
+    """The first try of every request that is wanted."""
+    tried: set[tuple[str, ...]] = set()
+
+    def strikes(asked: Asked) -> bool:
+        request = (asked.method, asked.path, asked.query)
+        if request in tried or not wanted(asked):
+            return False
+        tried.add(request)
+        return True
+
+    return strikes
+
+
+SPOILED = {
+    "503": Fault(503, lambda _: True),
+    "503 after success": Fault(503, lambda _: True, after=True),
+    "the connection ends": Fault("drop", lambda _: True),
+    "the connection ends after success": Fault("drop", lambda _: True, after=True),
+    "time-out after success": Fault("hang", lambda asked: asked.changes, after=True, seconds=1.5),
+    "409": Fault(409, lambda asked: asked.conditional),
+    "409 after success": Fault(409, lambda asked: asked.conditional, after=True),
+    "412": Fault(412, lambda asked: asked.conditional),
+    "412 after success": Fault(412, lambda asked: asked.conditional, after=True),
+    "slow": Fault("slow", lambda _: True, seconds=0.05),
+}
+
+
+@pytest.mark.parametrize("what", SPOILED)
+def test_every_first_try_is_spoiled(place: Place, what: str) -> None:
+    """The save comes about all the same: an object that is there with our bytes is ours, whatever was answered."""
+    fault = replace(SPOILED[what], strikes=once(SPOILED[what].strikes))
+    outcome = place.run("save", fault)
+    assert place.proxy.struck >= 5, place.proxy.struck
+    assert outcome.code == 0, outcome.events[-1]
+    place.check("save", outcome)
+
+
+def test_a_server_that_is_gone_is_a_typed_error(place: Place) -> None:
+    """From some request on: told within the time that was set, and nothing that was acknowledged is lost."""
+    asked = place.asked("save")
+    upload = next(one.number for one in asked if "partNumber" in one.query)
+    manifest = next(one.number for one in asked if "manifests" in one.path and one.changes)
+    for number, what in ((upload, "drop"), (manifest, 503)):
+        outcome = place.run("save", Fault(what, lambda one, number=number: one.number >= number))
+        assert outcome.code == EXIT_TYPED_ERROR, outcome
+        assert outcome.events[-1]["kind"] == "StorageError", outcome.events[-1]
+        place.check("save", outcome)
+
+
+def test_without_a_look_at_what_is_there_a_lost_answer_is_a_lost_race(place: Place) -> None:
+    """A mutant: what is there is never our own. The sweep of time-outs finds it."""
+    fault = SPOILED["time-out after success"]
+    outcome = place.run("save-without-own-content", replace(fault, strikes=once(lambda one: "manifests" in one.path)))
+    assert outcome.code == EXIT_TYPED_ERROR, outcome
+    assert outcome.events[-1]["kind"] == "ExistsError", outcome.events[-1]
+
+
+def test_a_server_without_conditions_is_refused(place: Place) -> None:
+    outcome = place.run("save", Fault("unconditional", lambda _: True))
+    assert outcome.code == EXIT_TYPED_ERROR, outcome
+    assert outcome.events[-1]["kind"] == "UnsupportedError", outcome.events[-1]
+    assert place.server.objects("store").keys() == {*place.base, "PROBE"}
+
+
+def test_without_a_condition_nobody_is_kept_from_committing_over_another(place: Place) -> None:
+    """A mutant: puts replace. The probe finds it, because it then looks like a server that cannot."""
+    outcome = place.run("save-without-condition")
+    assert outcome.events[-1]["kind"] == "UnsupportedError", outcome
+
+
+@pytest.fixture
+def two(place: Place, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[Files, Files]:
+    """Two views of one new store, as two jobs have them."""
+    for name, value in KEYS.items():
+        monkeypatch.setenv(name, value)
+    place.proxy.set(None)
+    options = ObjectOptions(f"http://127.0.0.1:{place.proxy.port}", retry_seconds=5.0)
+    one, other = (files_at(f"s3://{BUCKET}/{tmp_path.name}", options) for _ in range(2))
+    return one, other
+
+
+def test_of_two_jobs_the_older_is_fenced(two: tuple[Files, Files]) -> None:
+    older = Job(two[0], Memory())
+    older.save()
+    draft = older.plan()
+    for rank in range(RANKS):
+        older.write(draft, rank)
+    younger = Job(two[1], journal := Memory())
+    assert younger.epoch > older.epoch
+    with pytest.raises(FencedError):
+        older.commit(draft)
+    younger.save()
+    younger.prune()
+    check_reading(two[0], promised(journal.events))
+    check_undamaged(two[0])
+
+
+@pytest.mark.parametrize(("condition", "expected"), [(True, [1, 2]), (False, [1, 1])], ids=["", "mutant"])
+def test_of_two_that_claim_at_once_each_gets_an_epoch_of_its_own(
+    place: Place, two: tuple[Files, Files], condition: bool, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both look before either puts: the condition decides. Without it both own the same."""
+    store_id = open_or_create(two[0]).store_id
+    if not condition:
+        monkeypatch.setattr(Bucket, "create", Bucket.replace)
+    both = threading.Barrier(2, timeout=30)
+    place.proxy.set(Fault(both.wait, lambda asked: asked.changes and asked.path.endswith("epochs/000001.json")))
+    with ThreadPoolExecutor(2) as pool:
+        epochs = sorted(pool.map(lambda files: claim_epoch(files, store_id).epoch, two))
+    assert epochs == expected
+    assert place.proxy.struck == 2, "both put the first"
+
+
+@pytest.mark.parametrize(
+    ("status", "said"),
+    [(403, "check the credentials"), (501, "If-None-Match"), (301, "region"), (503, "fewer requests")],
+)
+def test_a_refusal_says_what_to_do(place: Place, two: tuple[Files, Files], status: int, said: str) -> None:
+    place.proxy.set(Fault(status, lambda _: True))
+    with pytest.raises(StorageError, match=said):
+        write_new(two[0], "a", lambda file: file.write(b"data"))

@@ -1,0 +1,43 @@
+"""How often a version is kept, by what it costs."""
+
+from __future__ import annotations
+
+import pytest
+
+from monitor.pacing_memory import FIRST, MemoryPace
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def learned(stall: float, work: float, sends: float = 0.0) -> int:
+    """Steps of a second each between versions, once they were seen to cost so many seconds."""
+    clock = Clock()
+    pace = MemoryPace("auto", 0.02, clock)
+    assert pace.wanted() == FIRST
+    for step in range(0, 60, FIRST):
+        pace.agreed(step, FIRST)
+        pace.stalled(stall)
+        pace.took(work)
+        if sends:
+            pace.sent(sends)
+        clock.now += FIRST
+    return pace.wanted()
+
+
+@pytest.mark.parametrize(
+    ("stall", "work", "sends", "wanted"),
+    [
+        (0.01, 0.1, 0.0, 1),
+        (0.4, 0.1, 0.0, 20),  # training waits for 2 %
+        (0.01, 10.0, 0.0, 40),  # the background thread has three quarters of the time for itself
+        (0.01, 0.1, 15.0, 30),  # and a version is on its way half of it
+        (0.4, 10.0, 15.0, 40),
+    ],
+)
+def test_the_dearest_of_what_it_costs_sets_the_pace(stall: float, work: float, sends: float, wanted: int) -> None:
+    assert learned(stall, work, sends) == wanted
