@@ -38,7 +38,7 @@ from tests.support.launch import ENVIRONMENT, ROOT
 
 TRAINER = Path(__file__).with_name("trainer.py")
 RANKS = """1 or 2: from three on DistributedDataParallel sums gradients in another order in the first step after a start
-than later, since it lays its buckets out anew after that step; then no job that was restarted equals one that was not."""
+than later, since it lays its buckets out anew after it; then no job that was restarted equals one that was not."""
 
 EVERY = 7
 """Steps between commits."""
