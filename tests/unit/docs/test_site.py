@@ -1,4 +1,4 @@
-"""The documentation site builds strictly, every page is reached, every link leads somewhere, nothing comes from outside."""
+"""The documentation builds strictly; every page is reached, every link leads somewhere, nothing comes from elsewhere."""
 
 from __future__ import annotations
 
