@@ -1,4 +1,4 @@
-"""The documentation builds strictly; every page is reached, every link leads somewhere, nothing comes from elsewhere."""
+"""The documentation builds strictly; all pages are reached, all links lead somewhere, nothing comes from elsewhere."""
 
 from __future__ import annotations
 
