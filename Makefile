@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help setup check format settings test test-fast demo bench clean
+.PHONY: help setup check format settings docs test test-fast demo bench clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -31,6 +31,9 @@ format: $(READY) ## rewrite the sources in the house format
 settings: $(READY) ## write the settings' page and schema anew, from the models
 	$(BIN)/python -m tests.support.settings_page
 
+docs: $(READY) ## the documentation, as web pages in site/
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
 test: $(READY) ## the whole test suite, fast tests first
 	$(BIN)/python -m tests
 
@@ -50,4 +53,4 @@ bench: $(READY) ## the benchmarks, each against its goal
 	$(BIN)/python benchmarks/precision.py
 
 clean: ## remove the environment and what demos and tests left
-	rm -rf $(VENV) demo-output driftpoint-checkpoints .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) site demo-output driftpoint-checkpoints .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -85,7 +85,7 @@ def attach_counted(
 
 def _told(made: Checkpointer, job: Job, has_commits: bool, unset: bool) -> Checkpointer:
     if job.group.rank == 0:
-        say(banner(job, port=made.metrics.port, has_commits=has_commits, unset=unset))
+        say(banner(job, has_commits=has_commits, unset=unset))
     return made
 
 

@@ -18,10 +18,10 @@ _FILE = "driftpoint.yaml"
 """What the command line takes where it is told nothing else."""
 
 
-def banner(job: Job, *, port: int | None, has_commits: bool, unset: bool) -> str:
+def banner(job: Job, *, has_commits: bool, unset: bool) -> str:
     """What is saved where and when, where to look, and what a resume finds. unset: no configuration was given."""
     config = job.config
-    parts = [_what(job), *_besides(config), _metrics(config, port)]
+    parts = [_what(job), *_besides(config), _metrics(job)]
     if not job.observing:
         parts.append("ckpt.resume() goes on from its newest commit" if has_commits else "nothing to resume")
     if unset:
@@ -88,10 +88,9 @@ def _besides(config: Config) -> Iterator[str]:
         yield f"the newest state in {config.memory.path} besides"
 
 
-def _metrics(config: Config, port: int | None) -> str:
-    if not config.metrics.enabled:
+def _metrics(job: Job) -> str:
+    if not job.config.metrics.enabled:
         return "no metrics (metrics.enabled: false)"
-    if port is None:
-        return f"no metrics: port {config.metrics.port} is taken"
-    host = config.metrics.host
-    return f"metrics at http://{f'[{host}]' if ':' in host else host}:{port}/metrics"
+    if job.metrics.url is None:
+        return f"no metrics: {job.metrics.trouble}"
+    return f"metrics at {job.metrics.url}"

@@ -7,6 +7,7 @@ listens with less protection than was asked for.
 
 from __future__ import annotations
 
+import errno
 import logging
 import time
 from typing import TYPE_CHECKING
@@ -144,16 +145,12 @@ class Metrics:
             registry=registry,
         )
         self._endpoint: Endpoint | None = None
-
-    @property
-    def port(self) -> int | None:
-        """That it listens on; None where it does not."""
-        return None if self._endpoint is None else self._endpoint.port
-
-    @property
-    def url(self) -> str | None:
-        """That a scraper asks; None where nobody listens."""
-        return None if self._endpoint is None else self._endpoint.url
+        self.port: int | None = None
+        """That it listens on, or listened; None where it could not, or need not."""
+        self.url: str | None = None
+        """That a scraper asks."""
+        self.trouble: str | None = None
+        """Why there is no endpoint, where there should be one."""
 
     def serve(self, host: str, port: int, guards: Guards | None = None) -> None:
         """Listen; ``port`` 0 takes a free one. Where that fails, training goes on without an endpoint."""
@@ -161,7 +158,9 @@ class Metrics:
 
         try:
             self._endpoint = Endpoint(self.registry, host, port, guards or Guards())
+            self.port, self.url = self._endpoint.port, self._endpoint.url
         except OSError as error:
+            self.trouble = f"port {port} is taken" if error.errno == errno.EADDRINUSE else f"cannot listen on {host}"
             _log.warning(
                 "no metrics endpoint: cannot listen on %s port %d (%s). Training is not affected; "
                 "set `metrics: {port: ...}` to a free one",
@@ -170,6 +169,7 @@ class Metrics:
                 error.strerror or error,
             )
         except ConfigError as error:
+            self.trouble = str(error)
             _log.error("no metrics endpoint: %s. Training is not affected", error)
 
     def stepped(self, step: int) -> None:

@@ -106,21 +106,23 @@ def newest_remembered(
 
 def gone_back_to(remembered: Remembered, group: Group) -> Remembered:
     """The version alone, where a composite that borrows from it would go on at the version's own step: the version is
-    the state of that step, and the composite is not. For a job that goes on at effective steps. Collective."""
-
-    def goes_back() -> bool:
-        try:
-            resolution = resolve(remembered.catalog, remembered.commit)
-        except StoreError:
-            return False  # a resume will say it
-        return next(iter(run_saves(resolution, certify(resolution).effective_step))) == remembered.save
-
+    the state of that step, and the composite is not. Only where it was kept to the last bit. For a job that goes on at
+    effective steps. Collective."""
     files = remembered.catalog.files
     if remembered.commit == remembered.save or not isinstance(files, Overlay):
         return remembered
+    alone = Catalog(files.alone(), remembered.catalog.record)
+
+    def goes_back() -> bool:
+        try:
+            mixture, version = resolve(remembered.catalog, remembered.commit), resolve(alone, remembered.save)
+        except StoreError:
+            return False  # a resume will say it
+        there = next(iter(run_saves(mixture, certify(mixture).effective_step)))
+        return there == remembered.save and not certify(version).lossy
+
     if group.largest([not files.whole])[0] or not on_first(group, goes_back):
         return remembered
-    alone = Catalog(files.alone(), remembered.catalog.record)
     return replace(remembered, commit=remembered.save, catalog=alone, instead=remembered.catalog)
 
 

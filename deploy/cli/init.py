@@ -17,8 +17,7 @@ from store.errors import ConfigError, StorageError, UsageError
 
 OutOption = Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="The file to write; it must not exist.")]
 StoreOption = Annotated[
-    str | None,
-    typer.Option("--store", metavar="STORE", help="Where commits go.", show_default=False),
+    str | None, typer.Option("--store", metavar="DIR", help="Where commits go.", show_default=False)
 ]
 PolicyOption = Annotated[
     str | None, typer.Option("--policy", metavar="POLICY", help="What to save, by name.", show_default=False)

@@ -11,6 +11,7 @@ from rich.console import Console
 from deploy.cli import output
 from deploy.cli.daemon import base_of
 from deploy.cli.options import DebugOption, JsonOption, MemoryOption, StoreArgument
+from store.place import beside
 
 if TYPE_CHECKING:
     from deploy.report.made import Made
@@ -43,7 +44,7 @@ def report(
     from deploy.report.made import make
 
     made = make(store, trace, base_of(memory), verify=verify)
-    path = out or Path(f"{store.absolute()}.report.html")
+    path = out or beside(store.absolute(), ".report.html")
     made.write(path)
     output.answer(as_json(made, path), lambda console: draw(console, made, path), as_json=json)
     raise typer.Exit(made.exit_code)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -24,6 +23,7 @@ from deploy.safety.verdict import judge
 from store.catalog import Catalog
 from store.errors import DamagedError, NothingToResumeError, StorageError, UsageError
 from store.memory.rescue import REASON
+from store.place import beside, store_place
 from store.verify import total_bytes
 from store.verify import verify as verify_store
 
@@ -66,7 +66,7 @@ class Made:
 
 def trace_path(root: Path, given: Path | None) -> Path:
     """Where the trace of a store's job is, unless it was set elsewhere."""
-    return given or Path(f"{os.path.abspath(root)}.trace.jsonl")  # noqa: PTH100 - links stay as they are named
+    return given or beside(store_place(root), ".trace.jsonl")
 
 
 def make(root: Path, trace: Path | None, memory: Path, *, verify: bool, clock: Callable[[], float] = time.time) -> Made:

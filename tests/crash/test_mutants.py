@@ -181,7 +181,7 @@ def no_directory_sync(dropped: Callable[[str], bool]) -> Make:
     return NoDirectorySync
 
 
-def write_in_place(files: Files, path: str, fill: Callable[[NewFile], None]) -> None:
+def write_in_place(files: Files, path: str, fill: Callable[[NewFile], None], **_: object) -> None:
     """Temporary name dropped."""
     file = files.create(path)
     fill(file)
@@ -190,7 +190,7 @@ def write_in_place(files: Files, path: str, fill: Callable[[NewFile], None]) -> 
     files.sync_dir(path.rpartition("/")[0])
 
 
-def write_by_rename(files: Files, path: str, fill: Callable[[NewFile], None]) -> None:
+def write_by_rename(files: Files, path: str, fill: Callable[[NewFile], None], **_: object) -> None:
     """A rename, which replaces, in place of the link, which does not."""
     folder = path.rpartition("/")[0]
     temporary = f"{folder}/.tmp-{secrets.token_hex(6)}-x".lstrip("/")
@@ -202,7 +202,7 @@ def write_by_rename(files: Files, path: str, fill: Callable[[NewFile], None]) ->
     files.sync_dir(folder)
 
 
-def name_first(files: Files, path: str, fill: Callable[[NewFile], None]) -> None:
+def name_first(files: Files, path: str, fill: Callable[[NewFile], None], **_: object) -> None:
     """The final name given before the bytes are synced."""
     folder = path.rpartition("/")[0]
     temporary = f"{folder}/.tmp-{secrets.token_hex(6)}-x".lstrip("/")

@@ -58,6 +58,17 @@ def test_the_same_is_told(here: Here, builder: StoreBuilder, command: str) -> No
     assert here(command, URL).code == 0, "the text, too"
 
 
+def test_the_page_is_written_where_one_stands(
+    here: Here, builder: StoreBuilder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    answer = here("report", URL, "--json")
+    assert answer.code == 0, answer.err
+    assert answer.json["out"] == str(tmp_path / "one.report.html")
+    assert URL in (tmp_path / "one.report.html").read_text()
+    assert here("top", URL, "--once").out.startswith(URL)
+
+
 def test_prune(here: Here, builder: StoreBuilder, server: Server) -> None:
     """The same goes, in the directory and in the bucket."""
     options = ("--keep-last", "2", "--no-log-spaced")

@@ -14,7 +14,18 @@ from tests.support.cli import ROOT, environment
 from tests.support.plain_stores import PlainStore
 
 PACKAGES = ("monitor", "policies", "store", "merger", "deploy")
-DECLARED = {"isal", "numpy", "prometheus_client", "psutil", "pydantic", "pydantic_core", "rich", "safetensors", "torch"}
+DECLARED = {
+    "isal",
+    "jinja2",
+    "numpy",
+    "prometheus_client",
+    "psutil",
+    "pydantic",
+    "pydantic_core",
+    "rich",
+    "safetensors",
+    "torch",
+}
 DECLARED |= {"typer", "xxhash", "yaml", "zstandard"}
 """What ``pip install driftpoint`` brings; pydantic_core comes with pydantic."""
 

@@ -65,7 +65,8 @@ def trained(one: Job) -> None:
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [one.getMessage() for one in caplog.records if "daemon" in one.getMessage()]
+    records = (one for one in caplog.records if one.levelno >= logging.WARNING)
+    return [one.getMessage() for one in records if "daemon" in one.getMessage()]
 
 
 def test_without_a_daemon_it_is_said_once(tmp_path: Path, base: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -126,6 +126,7 @@ def test_a_version_that_grew_too_large_is_refused(mine: Arena, tmp_path: Path) -
         assert theirs.versions() == [1]
 
 
+@pytest.mark.slow
 def test_a_stopped_peer_costs_the_replica_only(
     mine: Arena, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -161,6 +162,7 @@ def test_a_stopped_peer_costs_the_replica_only(
         assert sender.collect()[1] is False  # who ends has nothing to complain of
 
 
+@pytest.mark.slow
 def test_a_peer_that_is_killed_in_mid_transfer_leaves_the_older_replica(mine: Arena, tmp_path: Path) -> None:
     with living_keeper(tmp_path / "theirs", LARGE) as theirs:
         sender = sender_to(theirs.place)

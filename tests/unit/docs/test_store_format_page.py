@@ -1,0 +1,71 @@
+"""The page on the store's format names every key, file, encoding and limit that the code has."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from store import catalog, epochs, layout, segments, suspects
+from store.encoding import ENCODINGS
+from store.encoding.base import BLOCK, CHUNK
+from store.names import SaveId
+from store.packed import PACKING
+from store.schema import (
+    ClosedRecord,
+    Entry,
+    EpochRecord,
+    GroupRecord,
+    IncarnationRecord,
+    LayerRecord,
+    ManifestRecord,
+    PartRecord,
+    ProvenRecord,
+    Record,
+    StateTensor,
+    StoreRecord,
+    SuspectRecord,
+    TensorRecord,
+    UnitRecord,
+)
+from tests.support.site import DOCS
+
+PAGE = (DOCS / "store-format.md").read_text()
+WORDS = set(re.findall(r"[\w*]+", " ".join(re.findall(r"`([^`]+)`", PAGE.replace("```", "")))))
+RECORDS = [
+    StoreRecord, EpochRecord, IncarnationRecord, ClosedRecord, ManifestRecord, LayerRecord, TensorRecord, GroupRecord,
+    UnitRecord, PartRecord, Entry, StateTensor, ProvenRecord, SuspectRecord,
+]  # fmt: skip
+"""All that a reader needs; what a rank measured (MeasureRecord) is named as a whole."""
+
+
+@pytest.mark.parametrize("record", RECORDS)
+def test_every_key_is_named(record: type[Record]) -> None:
+    assert set(record.model_fields) - WORDS == set()
+
+
+def test_every_file_is_named() -> None:
+    save = SaveId(120, 3)
+    paths = [
+        layout.STORE, layout.LOCK, layout.LATEST, layout.PROBE, layout.epoch_path(3), layout.closed_path(3),
+        layout.part_path(save, 7), layout.payload_path(save, 7), layout.manifest_path(save), layout.proven_path(save),
+        layout.suspect_path(save),
+    ]  # fmt: skip
+    listed = PAGE.partition("## Files")[2].partition("```text\n")[2].partition("```")[0]
+    assert {line.split()[0] for line in listed.splitlines()} == set(paths)
+    assert {path.partition("/")[0] for path in paths} == layout.TOP_LEVEL
+
+
+def test_every_encoding_is_decoded() -> None:
+    table = PAGE.partition("## Decoding")[2].partition("## Unpacking")[0]
+    assert set(re.findall(r"^\| `([^`]+)` \|", table, re.MULTILINE)) == set(ENCODINGS)
+    assert f'`"{PACKING}"`' in PAGE
+
+
+def test_numbers_are_those_of_the_code() -> None:
+    assert CHUNK == 1 << 20 and "2²⁰ elements" in PAGE
+    assert BLOCK == 64 and "⌈n/64⌉" in PAGE
+    limits = {catalog._STORE_LIMIT, epochs._LIMIT, suspects._LIMIT}
+    assert limits == {64 << 10} and "64 KiB (`STORE.json`, epochs, marks)" in PAGE
+    assert catalog._MANIFEST_LIMIT == 64 << 20 and "64 MiB (manifests)" in PAGE
+    assert segments.PART_LIMIT == 256 << 20 and "256 MiB (parts)" in PAGE
