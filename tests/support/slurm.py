@@ -40,6 +40,10 @@ else:
     sys.exit("unknown: " + " ".join(sys.argv))
 """
 
+_MODULE = """#!/bin/sh
+exec {python} -m {module} "$@"
+"""
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -64,8 +68,11 @@ class Slurm:
         bin_.mkdir()
         for name, text in (("srun", _SRUN), ("scontrol", _SCONTROL)):
             (bin_ / name).write_text(text.format(python=sys.executable, requeued=str(self._requeued)))
-            (bin_ / name).chmod(0o755)
-        self._path = os.pathsep.join([str(bin_), str(Path(sys.executable).parent), os.environ["PATH"]])
+        for name, module in (("driftpoint", "deploy.cli"), ("torchrun", "torch.distributed.run")):
+            (bin_ / name).write_text(_MODULE.format(python=sys.executable, module=module))
+        for file in bin_.iterdir():
+            file.chmod(0o755)
+        self._path = os.pathsep.join([str(bin_), os.environ["PATH"]])
 
     @property
     def requeued(self) -> list[str]:
