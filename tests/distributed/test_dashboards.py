@@ -75,7 +75,9 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
                     running.until(lambda: running.now(f"driftpoint_resumed_step{{{job}}} > 0"), run.said, 180.0)
                     running.until(lambda: running.now(f"driftpoint_memory_versions_total{{{job}}} > 3"), "versions")
                     running.until(lambda: running.now(f"driftpoint_resume_fallback_units{{{here}}} > 0"), "fallbacks")
-                    running.until(lambda: firing(running) >= EXPECTED, f"alerts: {firing(running)}")
+                    running.until(
+                        lambda: firing(running) >= EXPECTED, lambda: f"alerts but {EXPECTED - firing(running)}"
+                    )
                 finally:
                     one.ckpt.close()
                 (folder / "stop").touch()

@@ -67,11 +67,12 @@ class Prometheus:
         values = [float(value) for one in found for _, value in one["values"]]
         return [value for value in values if not math.isnan(value)]
 
-    def until(self, true: Callable[[], Any], what: str, seconds: float = 90.0) -> Any:
+    def until(self, true: Callable[[], Any], what: str | Callable[[], str], seconds: float = 90.0) -> Any:
         """Wait for a condition; its value."""
         deadline = time.monotonic() + seconds
         while not (found := true()):
-            assert time.monotonic() < deadline, f"{what} did not come about in {seconds:g} s"
+            if time.monotonic() > deadline:
+                raise AssertionError(f"{what if isinstance(what, str) else what()} did not come about in {seconds:g} s")
             time.sleep(0.2)
         return found
 

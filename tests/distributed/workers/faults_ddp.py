@@ -55,7 +55,7 @@ class Scenario:
             sample.labels["reason"]: sample.value
             for metric in job.registry.collect()
             for sample in metric.samples
-            if sample.name == "driftpoint_failures_total"
+            if sample.name == "driftpoint_failures_total" and sample.value
         }
         self.tell("end", commits=[save.name for save in reversed(self.catalog().saves())], failures=failures)
 
