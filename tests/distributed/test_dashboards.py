@@ -177,6 +177,7 @@ def incidents(store: Path, port: int, running: Prometheus) -> Job:
     one = Job(store, **settings)
     for _ in range(12):
         one.step()
+    seen_once(running, port, "driftpoint_drift_spikes_total == 0")  # an increase is from something
     with torch.no_grad():
         one.model.blocks[1][0].weight.mul_(3.0)
     one.step()
