@@ -55,6 +55,10 @@ class Place:
     def calls(self, scenario: str) -> Counter[str]:
         outcome = self.run(scenario)
         assert outcome.code == 0, outcome
+        return self.made()
+
+    def made(self) -> Counter[str]:
+        """System calls of the last run."""
         return Counter(re.findall(r"^\d+ +(\w+)\(", (self.folder / "trace").read_text(), re.MULTILINE))
 
     def check(self, scenario: str, outcome: Outcome) -> None:
@@ -121,11 +125,16 @@ NEEDED = {
 def test_killed_at_every_system_call(place: Place, scenario: str) -> None:
     calls = place.calls(scenario)
     assert {name if calls[name] else f"{name}at" for name in NEEDED[scenario]} <= set(calls), calls
+    survived = 0
     for name, count in calls.items():
         for nth in range(1, count + 1, SCENARIOS[scenario]):
             outcome = place.run(scenario, f"{name}:signal=SIGKILL:when={nth}")
-            assert outcome.code == -9, (name, nth, outcome)
+            if outcome.code == 0 and place.made()[name] < nth:
+                survived += 1  # how often memory is looked at before it is taken differs by a call or two
+            else:
+                assert outcome.code == -9, (name, nth, outcome)
             place.check(scenario, outcome)
+    assert survived <= 0.05 * calls.total()
 
 
 FAULTS = ["fallocate:error=ENOSPC", "ftruncate:error=ENOSPC", "write:error=ENOSPC", "rename:error=EIO",

@@ -117,7 +117,8 @@ def test_killed_at_every_change(place: Place, after: bool) -> None:
         outcome = place.run("save", Fault("kill", nth(asked.number), after))
         assert outcome.code == -9, (asked, outcome)
         place.check("save", outcome)
-    assert len(place.checked) > 10, "states that a death leaves behind"
+    # as it was, claimed, two payloads, two parts, the manifest, the hint, and what is deleted after it
+    assert len(place.checked) >= 9, "states that a death leaves behind"
 
 
 def test_killed_while_a_store_is_made(place: Place) -> None:
