@@ -80,7 +80,8 @@ class NewObject:
             self._bucket.create(self._key, bytes(self._head))
             return
         self._large.finish()
-        self._large = None
+        large, self._large = self._large, None
+        large.require_own()
         found = self._bucket.size(self._key)
         if found != self._size:
             raise StorageError(f"{self._bucket.where(self._key)} has {found} bytes after {self._size} were written")
@@ -103,6 +104,11 @@ class _Upload:
     def __init__(self, bucket: Bucket, key: str, part: int) -> None:
         self._bucket, self._key, self._part = bucket, key, part
         self._token = secrets.token_hex(16)
+
+    def require_own(self) -> None:
+        """What is there now carries this upload's token. StorageError."""
+        if self._bucket.owner(self._key) != self._token:
+            raise StorageError(f"{self._bucket.where(self._key)} was replaced by another upload while it was put")
 
     def _require_ours(self, error: BaseException) -> None:
         try:

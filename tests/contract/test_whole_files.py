@@ -13,6 +13,7 @@ import pytest
 from store.durable import ensure_dir, remove_all, replace_hint, write_new
 from store.errors import DamagedError, ExistsError, MissingError, StorageError
 from store.files import Files, LocalFiles, NewFile
+from store.objects.newfile import _Spooled, _Streamed
 from store.objects.options import ObjectOptions
 from store.place import files_at
 from store.store import open_or_create
@@ -163,6 +164,25 @@ def test_a_directory_is_listed_to_its_end(files: Files, server: Server, tmp_path
     else:
         server.put(tmp_path.name, {f"d/{name}": b"" for name in names})
     assert files.list_dir("d") == names
+
+
+@pytest.mark.parametrize("patched", [False, True])
+def test_an_upload_that_another_one_replaced_is_not_acknowledged(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, patched: bool
+) -> None:
+    for name, value in server.environment.items():
+        monkeypatch.setenv(name, value)
+    files = files_at(f"s3://{BUCKET}/{tmp_path.name}", ObjectOptions(part_mib=PART / (1 << 20), spool=str(tmp_path)))
+    kind, size = _Spooled if patched else _Streamed, 3 * PART
+    finish = kind.finish
+
+    def then_replaced(upload: _Spooled | _Streamed) -> None:
+        finish(upload)  # type: ignore[arg-type]
+        server.put(tmp_path.name, {"a": bytes_of(size, 1)})
+
+    monkeypatch.setattr(kind, "finish", then_replaced)
+    with pytest.raises(StorageError, match="another"):
+        write_new(files, "a", lambda file: file.write(bytes_of(size)), patched=patched, most=size)
 
 
 def test_folders_that_a_console_made_are_empty(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
