@@ -206,7 +206,7 @@ def ends(store: Path, how: str, steps: int = 4) -> int:
         [sys.executable, "-c", ENDING, store, how, str(steps)],
         env={**os.environ, **ENVIRONMENT},
         check=False,
-        timeout=120,
+        timeout=180,
         stderr=subprocess.DEVNULL,
     )
     return done.returncode
