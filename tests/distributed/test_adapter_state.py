@@ -6,17 +6,14 @@ One launch runs many checks and prints a line of JSON for each; a test here is o
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support.launch import ROOT, WORKERS, launcher, python
+
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
-WORKERS = Path(__file__).parent / "workers"
-ROOT = Path(__file__).parents[2]
 TRIP = ("cover", "load", "working", "losses", "end")
 ZERO = (
     "zero1-bf16",
@@ -61,18 +58,9 @@ NOT_FSDP2 = (
 Results = dict[tuple[str, str], list[str]]
 
 
-def launch(script: str, ranks: int, *arguments: str) -> Results:
+def launch(script: str, ranks: int, *arguments: str, fresh: bool = False) -> Results:
     """Run a worker under torchrun; problems by (case, check)."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [*command, str(WORKERS / script), *arguments],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=300,
-        check=False,
-    )
+    done = python([*launcher(ranks), WORKERS / script, *arguments], ROOT, fresh=fresh)
     assert done.returncode == 0, done.stderr[-6000:]
     lines = [json.loads(line[7:]) for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     return {(line["case"], line["check"]): line["problems"] for line in lines}
@@ -96,7 +84,7 @@ def reshard(zero: Results, directory: Path) -> Results:
 
 @pytest.fixture(scope="module")
 def ddp() -> Results:
-    return launch("adapter_ddp.py", 2)
+    return launch("adapter_ddp.py", 2, fresh=True)  # one of its checks is that DeepSpeed is not imported
 
 
 @pytest.fixture(scope="module")

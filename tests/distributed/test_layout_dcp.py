@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +13,10 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from merger.layouts import dcp as layout
 from merger.merge import MergeResult, merge
 from merger.target import Target
+from tests.support.launch import ROOT, WORKERS, launcher, python
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
-WORKERS = Path(__file__).parent / "workers"
-ROOT = Path(__file__).parents[2]
 CASES = ("plain", "fsdp2", "zero1-bf16", "zero3-bf16-sub-groups")
 ENGINES = CASES[2:]
 WORLDS = (1, 2, 3)
@@ -29,16 +25,7 @@ TRAINED, BUFFERS = 12, 2
 
 def launch(script: str, directory: Path, ranks: int, path: str) -> None:
     """Run a worker under torchrun, with ``path`` as PYTHONPATH."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    done = subprocess.run(
-        [*command, str(WORKERS / script), str(directory)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
-        cwd=directory,
-        timeout=240,
-        check=False,
-    )
+    done = python([*launcher(ranks), WORKERS / script, directory], directory, PYTHONPATH=path)
     assert done.returncode == 0, done.stderr[-6000:]
 
 

@@ -6,9 +6,6 @@ One launch trains and saves every case; the merges run here; the launches after 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,14 +17,13 @@ from safetensors.torch import load_file
 
 from merger.merge import MergeResult, merge
 from merger.target import Target
+from tests.support.launch import ROOT, WORKERS, launcher, python
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 pytest.importorskip("deepspeed")
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
-WORKERS = Path(__file__).parent / "workers"
-ROOT = Path(__file__).parents[2]
 CASES = ("zero2-bf16", "zero3-bf16", "ddp-fp32")
 DEEPSPEED = ("zero2-bf16", "zero3-bf16")
 RANKS, SAVED, LATER, LAST, ACCUMULATION = 2, 4, 5, 7, 2
@@ -40,21 +36,8 @@ SHARDED = {"shard_bytes": 9000}
 
 def launch(command: list[str], script: str, *arguments: str, path: str, directory: Path) -> None:
     """Run a worker, with ``path`` as PYTHONPATH."""
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        [sys.executable, *command, str(WORKERS / script), *arguments],
-        capture_output=True,
-        text=True,
-        env={**environment, "PYTHONPATH": path},
-        cwd=directory,
-        timeout=240,
-        check=False,
-    )
+    done = python([*command, WORKERS / script, *arguments], directory, PYTHONPATH=path, HF_HUB_OFFLINE="1")
     assert done.returncode == 0, done.stderr[-6000:]
-
-
-def ranks(count: int) -> list[str]:
-    return ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={count}"]
 
 
 def resumes(directory: Path) -> tuple[dict[str, MergeResult], list[dict[str, Any]], list[dict[str, Any]]]:
@@ -84,7 +67,7 @@ def resumes(directory: Path) -> tuple[dict[str, MergeResult], list[dict[str, Any
 def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Mapping[str, MergeResult]]:
     """Everything trained, merged, resumed and loaded; results by output."""
     directory = tmp_path_factory.mktemp("trainer")
-    launch(ranks(RANKS), "layout_hf_train.py", str(directory), path=str(ROOT), directory=directory)
+    launch(launcher(RANKS), "layout_hf_train.py", str(directory), path=str(ROOT), directory=directory)
     results, two, one = resumes(directory)
     for case in CASES:
         files = directory / case / "run" / f"checkpoint-{SAVED}"
@@ -98,7 +81,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Mapping[str, 
             out = directory / f"{case}-hf-foreign"
             results[out.name] = merge(files, out, target=Target("hf"))
     for count, specs in ((RANKS, two), (1, one)):
-        launch(ranks(count), "layout_hf_resume.py", str(directory), json.dumps(specs), path="", directory=directory)
+        launch(launcher(count), "layout_hf_resume.py", str(directory), json.dumps(specs), path="", directory=directory)
     folders = [str(directory / f"{case}-{name}") for case in CASES for name in ("hf", "sharded")]
     folders += [str(directory / f"{case}-hf-foreign") for case in DEEPSPEED]
     launch([], "layout_hf_load.py", *folders, path="", directory=directory)

@@ -7,10 +7,7 @@ imported, loads what they wrote.
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +16,11 @@ import torch
 
 from merger.merge import MergeResult, merge
 from merger.report import CERTIFICATE
+from tests.support.launch import ROOT, WORKERS, launcher, python
 from tests.support.pt_trees import differences, read
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
-WORKERS = Path(__file__).parent / "workers"
-ROOT = Path(__file__).parents[2]
 RANKS = 2
 CASES = (
     "zero0-fp32",
@@ -48,17 +44,7 @@ COMPOSITES = ("zero1-bf16", "zero2-fp32", "zero3-bf16-sub-groups")
 
 def launch(script: str, directory: Path, cwd: Path, path: str) -> None:
     """Run a worker under torchrun, with ``path`` as PYTHONPATH."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={RANKS}"]
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    done = subprocess.run(
-        [*command, str(WORKERS / script), str(directory)],
-        capture_output=True,
-        text=True,
-        env=environment,
-        cwd=cwd,
-        timeout=300,
-        check=False,
-    )
+    done = python([*launcher(RANKS), WORKERS / script, directory], cwd, PYTHONPATH=path)
     assert done.returncode == 0, done.stderr[-6000:]
 
 

@@ -8,8 +8,6 @@ working weights, both moments, steps, hyperparameters, schedule and counters, to
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from functools import cache
 from pathlib import Path
@@ -22,7 +20,7 @@ from safetensors.torch import load_file
 
 from merger.merge import merge
 from merger.target import Target
-from tests.support.launch import ENVIRONMENT, WORKERS
+from tests.support.launch import WORKERS, launcher, python
 
 pytest.importorskip("deepspeed")
 sys.path.insert(0, str(WORKERS))
@@ -35,16 +33,7 @@ BEFORE_AN_UPDATE = 2
 
 def launch(script: str, world: int, directory: Path) -> None:
     """Run a worker under torchrun, away from our packages."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world}"]
-    done = subprocess.run(
-        [*command, str(WORKERS / script), str(directory)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, **ENVIRONMENT, "PYTHONPATH": ""},
-        cwd=directory,
-        timeout=600,
-        check=False,
-    )
+    done = python([*launcher(world), WORKERS / script, directory], directory, timeout=1800, PYTHONPATH="")
     assert done.returncode == 0, done.stderr[-6000:]
 
 

@@ -5,9 +5,6 @@ stock DeepSpeed loads the composite and trains on.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +16,7 @@ from merger.merge import MergeResult, merge
 from merger.recipe.read import recipe_from
 from merger.recipe.yamlfile import parse_yaml
 from merger.target import Target
-from tests.support.launch import ENVIRONMENT, ROOT, WORKERS
+from tests.support.launch import ROOT, WORKERS, launcher, python
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -71,16 +68,7 @@ RECIPES: dict[str, tuple[str, str, dict[str, Origin], Target]] = {
 
 
 def launch(script: str, directory: Path, *arguments: str, path: str) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    done = subprocess.run(
-        [*command, str(WORKERS / script), str(directory), *arguments],
-        capture_output=True,
-        text=True,
-        env={**os.environ, **ENVIRONMENT, "PYTHONPATH": path},
-        cwd=directory,
-        timeout=300,
-        check=False,
-    )
+    done = python([*launcher(2), WORKERS / script, directory, *arguments], directory, PYTHONPATH=path)
     assert done.returncode == 0, done.stderr[-6000:]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,7 @@ from merger.target import Target
 from store.certificate import Certificate
 from store.errors import MergeError, UsageError
 from tests.support.foreign import convert, run, train_stock
-from tests.support.launch import WORKERS
+from tests.support.launch import WORKERS, launcher
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -43,7 +42,6 @@ def test_what_the_converter_scrambled_is_refused_whoever_wrote_what_it_read(trai
 
 
 def test_random_states_that_a_run_handed_on_are_not_taken_for_its_own(trained: Path, tmp_path: Path) -> None:
-    launched = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     state = {"rng": {"torch": 1}, "user": {"at": 3}}
     shutil.copytree(trained / "merged" / "saved", tmp_path / "given")
     (file,) = (tmp_path / "given").glob("*/mp_rank_00_model_states.pt")
@@ -54,7 +52,7 @@ def test_random_states_that_a_run_handed_on_are_not_taken_for_its_own(trained: P
     given = open_source(tmp_path / "given").checkpoint(None, frozenset())
     assert given.run_states[0].user == {"at": 3} and given.problems == ()
     worker = [str(WORKERS / "source_go_on.py"), CASE, str(tmp_path / "given"), str(tmp_path / "later"), "2"]
-    run([*launched, *worker], tmp_path)
+    run([*launcher(2), *worker], tmp_path)
     later = open_source(tmp_path / "later").checkpoint(None, frozenset())
     assert (later.step, later.run_states, later.certificate.exact) == (5, {}, True)
     assert any("of step 3, handed on by the run that saved step 5" in problem for problem in later.problems)

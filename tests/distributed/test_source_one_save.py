@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from merger.sources.select import open_source
 from merger.target import Target
 from store.errors import MergeError, UnsupportedError
 from tests.support.foreign import read_tensors, run
-from tests.support.launch import WORKERS
+from tests.support.launch import WORKERS, launcher
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -25,8 +24,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 @pytest.fixture(scope="module")
 def originals(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("odd")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    run([*command, str(WORKERS / "source_odd.py"), str(directory)], directory)
+    run([*launcher(2), WORKERS / "source_odd.py", directory], directory)
     return directory
 
 

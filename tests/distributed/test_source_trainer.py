@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from merger.merge import merge
 from merger.sources.select import open_source
 from store.errors import DamagedError, MergeError, NoStoreError, UnsupportedError
 from tests.support.foreign import directory_differences, read_tensors, run
-from tests.support.launch import WORKERS
+from tests.support.launch import WORKERS, launcher
 from tests.support.pt_trees import same_bits
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -26,8 +25,7 @@ CASES = ("zero2-bf16", "zero3-bf16")
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("trainer")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    run([*command, str(WORKERS / "source_trainer.py"), str(directory), *CASES], directory)
+    run([*launcher(2), WORKERS / "source_trainer.py", directory, *CASES], directory)
     return directory
 
 

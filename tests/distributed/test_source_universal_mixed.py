@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +15,7 @@ from merger.sources.select import open_source
 from merger.target import Target
 from store.errors import MergeError
 from tests.support.foreign import run, train_stock
-from tests.support.launch import ENVIRONMENT, WORKERS
+from tests.support.launch import WORKERS, python
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -40,7 +37,7 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 str(directory / case / "saved" / f"global_step{step}"),
                 str(directory / case / str(step) / f"global_step{step}_universal"),
             ]
-    run([sys.executable, str(WORKERS / "source_convert.py"), *pairs], directory)
+    run([WORKERS / "source_convert.py", *pairs], directory)
     return directory
 
 
@@ -60,9 +57,7 @@ def opened(folder: Path) -> Checkpoint:
 
 
 def convert_killed(source: Path, target: Path, files: int) -> None:
-    command = [sys.executable, str(WORKERS / "source_convert_killed.py"), str(source), str(target), str(files)]
-    environment = {**os.environ, **ENVIRONMENT}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
+    done = python([WORKERS / "source_convert_killed.py", source, target, files], source)
     assert done.returncode == 9, done.stderr[-4000:]
 
 

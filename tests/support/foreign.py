@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,14 +13,13 @@ import torch
 from merger.blocks import Extent
 from merger.checkpoint import Checkpoint
 from merger.report import CERTIFICATE
-from tests.support.launch import ENVIRONMENT, WORKERS
+from tests.support.launch import WORKERS, launcher, python
 from tests.support.pt_trees import differences
 
 
 def train_stock(directory: Path, ranks: int, cases: Sequence[str]) -> None:
     """Train and save cases of ``source_cases`` with stock DeepSpeed, each into its own folder."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    run([*command, str(WORKERS / "source_train.py"), str(directory), *cases], directory)
+    run([*launcher(ranks), WORKERS / "source_train.py", directory, *cases], directory)
 
 
 def convert(directory: Path, cases: Sequence[str]) -> None:
@@ -33,20 +29,12 @@ def convert(directory: Path, cases: Sequence[str]) -> None:
         (directory / case / "universal").mkdir()
         tag = directory / case / "saved" / "global_step3"
         pairs += [str(tag), str(directory / case / "universal" / f"{tag.name}_universal")]
-    run([sys.executable, str(WORKERS / "source_convert.py"), *pairs], directory)
+    run([WORKERS / "source_convert.py", *pairs], directory)
 
 
-def run(command: Sequence[str], cwd: Path) -> None:
-    """Run a program of DeepSpeed's to its end, which must be good."""
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        env={**os.environ, **ENVIRONMENT},
-        cwd=cwd,
-        timeout=300,
-        check=False,
-    )
+def run(words: Sequence[object], cwd: Path) -> None:
+    """Run a script that uses DeepSpeed, or torchrun with one, to its end, which must be good."""
+    done = python(words, cwd)
     assert done.returncode == 0, done.stderr[-6000:]
 
 

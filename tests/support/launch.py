@@ -1,18 +1,23 @@
 """Launching real jobs: torchrun on gloo, or one process, with results read from a file of JSON lines.
 
 The file outlives a worker that was killed, so what it recorded before counts. A launch owns its process group
-and ends it, whatever happens.
+and ends it, whatever happens. Its processes are forked from one that has imported torch and DeepSpeed already (see
+:mod:`tests.support.preloaded`): importing them would take most of a launch's time, in every rank.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -48,50 +53,113 @@ class Launched:
 
 
 def torchrun(
-    worker: str, ranks: int, spec: Mapping[str, Any], directory: Path, *, restarts: int = 0, timeout: float = 240
+    worker: str, ranks: int, spec: Mapping[str, Any], directory: Path, *, restarts: int = 0, timeout: float = 900
 ) -> Launched:
     """Run a worker on ``ranks`` ranks of this machine. It gets the path of a JSON file with the spec."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    command += [f"--max-restarts={restarts}", "--monitor-interval=0.1"]
-    return _run(command, worker, spec, directory, timeout)
+    return _run(
+        [*launcher(ranks), f"--max-restarts={restarts}", "--monitor-interval=0.1"], worker, spec, directory, timeout
+    )
 
 
-def alone(worker: str, spec: Mapping[str, Any], directory: Path, *, timeout: float = 120) -> Launched:
+def alone(worker: str, spec: Mapping[str, Any], directory: Path, *, timeout: float = 600) -> Launched:
     """Run a worker in one process without torchrun."""
-    return _run([sys.executable], worker, spec, directory, timeout)
+    return _run([], worker, spec, directory, timeout)
 
 
-def _run(command: list[str], worker: str, spec: Mapping[str, Any], directory: Path, timeout: float) -> Launched:
+def launcher(ranks: int) -> list[str]:
+    """What comes before a script that is to run on so many ranks."""
+    return ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+
+
+def python(
+    words: Sequence[object], directory: Path, *, fresh: bool = False, timeout: float = 900, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """``python WORDS`` to its end, a script or torchrun with one, in a directory. Its code is -1 where time was up.
+
+    fresh: in processes that nothing was imported in before."""
+    known, said = {**os.environ, **ENVIRONMENT, **environment}, list(map(str, words))
+    if fresh:
+        return subprocess.run(
+            [sys.executable, *said],
+            capture_output=True,
+            text=True,
+            env=known,
+            cwd=directory,
+            timeout=timeout,
+            check=False,
+        )
+    with tempfile.TemporaryDirectory() as folder:
+        out, err = Path(folder) / "out", Path(folder) / "err"
+        code = _preloaded().run(said, directory, (out, err), known, timeout)
+        return subprocess.CompletedProcess(said, code, out.read_text(errors="replace"), err.read_text(errors="replace"))
+
+
+def _run(words: list[str], worker: str, spec: Mapping[str, Any], directory: Path, timeout: float) -> Launched:
     number = len(list(directory.glob("launch-*.json")))
     results, described = directory / f"results-{number}.jsonl", directory / f"launch-{number}.json"
     described.write_text(json.dumps({**spec, "results": str(results), "directory": str(directory)}))
-    with (directory / f"output-{number}.txt").open("w+") as output:
-        process = subprocess.Popen(
-            [*command, str(WORKERS / worker), str(described)],
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, **ENVIRONMENT},
-            cwd=directory,
+    words = [*words, str(WORKERS / worker), str(described)]
+    output = directory / f"output-{number}.txt"
+    code = _preloaded().run(words, directory, (output, output), {**os.environ, **ENVIRONMENT}, timeout)
+    lines = results.read_text().splitlines() if results.exists() else []
+    return Launched(code, output.read_text(errors="replace"), [json.loads(line) for line in lines])
+
+
+@cache
+def _preloaded() -> _Preloaded:
+    return _Preloaded()
+
+
+class _Preloaded:
+    """The process that launches are forked from, from the first one to the end of this process."""
+
+    def __init__(self) -> None:
+        environment = {key: value for key, value in {**os.environ, **ENVIRONMENT}.items() if key != "PYTHONPATH"}
+        self._process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("preloaded.py"))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
+            env=environment,
+            cwd=ROOT,
             start_new_session=True,
         )
+
+    def run(
+        self,
+        words: list[str],
+        directory: Path,
+        streams: tuple[Path, Path],
+        environment: Mapping[str, str],
+        timeout: float,
+    ) -> int:
+        """One launch, to its end: its exit code, -1 where time was up. streams: stdout and stderr."""
+        asked = {"words": words, "directory": str(directory), "environment": environment}
+        asked["streams"] = list(map(str, streams))
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(asked).encode() + b"\n")
+        pid = self._answer()
+        ended = False
         try:
-            code = process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            code = -1
+            ended = self._answers(timeout)
         finally:
-            _end(process)
-        output.seek(0)
-        text = output.read()
-    lines = results.read_text().splitlines() if results.exists() else []
-    return Launched(code, text, [json.loads(line) for line in lines])
+            if not ended:
+                self._end(pid)
+            code = self._answer()
+        return code if ended else -1
 
+    def _end(self, pid: int) -> None:
+        # torchrun gives its workers sessions of their own; it ends them itself when it is asked to.
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
+        if not self._answers(60):
+            os.killpg(pid, signal.SIGKILL)
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    # torchrun gives its workers sessions of their own; it ends them itself when it is asked to.
-    if process.poll() is None:
-        process.terminate()
-        try:
-            process.wait(10)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+    def _answers(self, seconds: float) -> bool:
+        return bool(select.select([self._process.stdout], [], [], seconds)[0])
+
+    def _answer(self) -> int:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        assert line, f"the process that launches are forked from ended: {self._process.wait()}"
+        return int(line)
