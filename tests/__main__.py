@@ -16,7 +16,7 @@ from pathlib import Path
 STAGES = {
     "fast": ["-m", "not slow and not distributed", "-n", "2"],
     "slow": ["-m", "slow and not distributed", "-n", "2", "--dist", "worksteal"],
-    "distributed": ["-m", "distributed", "-n", "2", "--dist", "loadfile"],
+    "distributed": ["-m", "distributed", "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"],
 }
 NO_TESTS = 5
 COMPILE = "from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder; ShareMemCommBuilder().load(verbose=False)"

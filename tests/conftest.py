@@ -1,8 +1,28 @@
-"""For all tests: examples that are the same in every run, however slow the machine is."""
+"""For all tests: in which order they come, and examples that are the same in every run, however slow the machine is."""
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import HealthCheck, settings
+
+LONGEST = (
+    "test_merge_matrix.py",
+    "test_memory_ranks.py",
+    "test_kills.py",
+    "test_demo.py",
+    "test_source_hostile.py",
+    "test_layout_deepspeed.py",
+    "test_start_page.py",
+    "test_preemption.py",
+    "test_memory_kills.py",
+    "test_dashboards.py",
+    "test_launch_slurm.py",
+    "test_resume_bitwise.py",
+    "test_memory_still.py",
+    "test_corruption.py",
+    "test_object_sweep.py",
+)
+"""Files that take longest, in that order."""
 
 SLOWNESS = [HealthCheck.too_slow, HealthCheck.data_too_large]
 
@@ -11,3 +31,9 @@ settings.register_profile("suite", deadline=None, derandomize=True, suppress_hea
 # pytest --hypothesis-profile=search: for examples that nobody has seen yet.
 settings.register_profile("search", deadline=None, suppress_health_check=SLOWNESS)
 settings.load_profile("suite")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest first, so that no process is left alone with one at the end."""
+    place = {name: number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path.name, len(place)))
