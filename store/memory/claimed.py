@@ -19,7 +19,6 @@ from store.layout import MANIFESTS, manifest_path, parse_save_file
 from store.memory.held import Held, Node
 from store.names import SaveId
 
-
 Share = tuple[Path, int]
 """Where one rank's memory is: the folder, and the rank."""
 
