@@ -19,6 +19,7 @@ from pathlib import Path
 
 from store.errors import MissingError, StorageError
 from store.files import Files
+from store.memory.age import date
 from store.memory.claimed import Share, share_of, strangers
 from store.memory.held import look, version_in
 from store.memory.owner import Owner, is_owned
@@ -54,6 +55,7 @@ class Arena:
         branches = (tier.generation(epoch, branch) for branch in range(1 if files is None else BRANCHES))
         free = (one for one in branches if (one.folder, rank) not in self._strange)
         self._place, self._owner = _first_free(rank, free)
+        self._date()
 
     @property
     def slots(self) -> tuple[int, ...]:
@@ -94,6 +96,7 @@ class Arena:
             with suppress(OSError):
                 temporary.unlink()
             raise StorageError(f"cannot write {path}: {error.strerror}") from error
+        self._date()
 
     def drop(self, slot: int) -> None:
         """The payload is no version any more. StorageError."""
@@ -149,6 +152,10 @@ class Arena:
         self.drop(slot)
         self._maps.pop(slot, None)
         _remove([self._place.payload(self._rank, slot)])
+
+    def _date(self) -> None:
+        with suppress(OSError):  # then the wall's clock has to do
+            date(self._place.owner(self._rank))
 
     def _older(self) -> Sequence[Generation]:
         return [one for one in self._earlier if self._ours(one, self._rank)]
