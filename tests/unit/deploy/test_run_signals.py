@@ -189,7 +189,7 @@ def test_a_signal_when_all_is_over_changes_nothing(tmp_path: Path, code: int, to
     left = "trap 'touch heard; until [ -e go ]; do sleep 0.02; done; exit' TERM; touch up; while :; do sleep 0.02; done"
     script = f'sh -c "{left}" & until [ -e up ]; do sleep 0.02; done; exit {code}'
     with supervised(tmp_path, ["sh", "-c", script], "--max-restarts", 0) as run:
-        run.until(lambda: (tmp_path / "heard").exists())
+        run.until((tmp_path / "heard").exists)
         run.send(signal.SIGTERM)
         (tmp_path / "go").touch()
         assert run.ends() == told, run.said
