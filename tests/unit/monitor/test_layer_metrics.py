@@ -120,6 +120,21 @@ def test_ten_thousand_layers_are_no_burden() -> None:
     assert metrics.registry.get_sample_value("driftpoint_layer_nonfinite", {"layer": units[1].layer}) == 1
 
 
+def test_layers_that_get_well_and_layers_that_go_have_no_more_series_than_others() -> None:
+    def named() -> list[str]:
+        return [one.labels["layer"] for one in next(iter(metrics.layers.layer_sick.collect())).samples]
+
+    metrics = Metrics(layer_series=16)
+    units = [Unit(f"experts.{i}", "fp32") for i in range(1000)]
+    metrics.layers.know(units)
+    metrics.layers.healthy(units, units)
+    assert len(named()) == 16
+    metrics.layers.healthy(units, [])
+    assert len(named()) == 16 and metrics.layers.sick._value.get() == 0
+    metrics.layers.know([Unit("others.0", "fp32")])
+    assert named() == ["others.0"]
+
+
 def test_the_room_on_disk_is_known(tmp_path: Path) -> None:
     with job(tmp_path / "store") as one:
         one.step()
