@@ -172,6 +172,12 @@ def test_damage_is_found_and_told(store: Path, base: Path) -> None:
             assert "is damaged" in beside.said()
             until(lambda: served(beside, f'driftpoint_daemon_damaged_commits{{store="{store}"}} 1.0'), "the metric")
             assert served(beside, f'driftpoint_daemon_trainers{{store="{store}"}} 1.0')
+            none = "driftpoint_daemon_verify_failures_total 0.0"
+            assert served(beside, none)
+            away = store.rename(store.parent / "away")
+            until(lambda: not served(beside, none), "a failure to verify a store that is away")
+            assert "is its disk mounted on this node?" in beside.said()
+            away.rename(store)
 
 
 def test_storage_that_refuses_is_asked_again(store: Path, base: Path, slow: tuple[str, ...]) -> None:

@@ -147,9 +147,7 @@ def test_the_room_on_disk_is_known(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("every", "steps"), [(1000, 1000), ("auto", FIRST)])
-def test_how_long_a_decision_is_off_is_known_before_the_first_one(
-    tmp_path: Path, every: int | str, steps: int
-) -> None:
+def test_how_long_a_decision_is_off_is_known_before_the_first_one(tmp_path: Path, every: int | str, steps: int) -> None:
     """Alerts wait for as long: one that takes half an hour is not late after half an hour."""
     with job(tmp_path / "store", every=every) as one:
         assert one.metric("driftpoint_decision_interval_steps") == steps
