@@ -120,6 +120,14 @@ def test_the_dashboard_is_what_grafana_takes() -> None:
     assert max(taken.values()) == 1, "panels lie on each other"
 
 
+def test_several_jobs_on_one_panel_are_told_apart() -> None:
+    for panel in PANELS:
+        for target in panel["targets"]:
+            assert "by (le)" not in target["expr"], panel["title"]
+            if panel["type"] in ("timeseries", "status-history"):
+                assert "{{instance}}" in target["legendFormat"], panel["title"]
+
+
 def test_every_variable_is_filled_from_a_metric_that_is_served() -> None:
     for one in BOARD["templating"]["list"]:
         if one["type"] == "query":
