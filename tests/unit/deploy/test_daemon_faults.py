@@ -172,6 +172,12 @@ def test_damage_is_found_and_told(store: Path, base: Path) -> None:
             until(lambda: "is damaged" in beside.said(), "the warning")
             until(lambda: served(beside, f'driftpoint_daemon_damaged_commits{{store="{store}"}} 1.0'), "the metric")
             until(lambda: served(beside, f'driftpoint_daemon_trainers{{store="{store}"}} 1.0'), "the trainer")
+            none = "driftpoint_daemon_verify_failures_total 0.0"
+            assert served(beside, none)
+            away = store.rename(store.parent / "away")
+            until(lambda: not served(beside, none), "a failure to verify a store that is away")
+            until(lambda: "is its disk mounted on this node?" in beside.said(), "what to do about it")
+            away.rename(store)
 
 
 def test_storage_that_refuses_is_asked_again(store: Path, base: Path, slow: tuple[str, ...]) -> None:
