@@ -287,6 +287,32 @@ def test_a_wrapped_optimizer_is_unwrapped() -> None:
     assert adapter_for((net, Wrapper(optimizer))).layout_facts()["optimizer"] == "AdamW"
 
 
+class Lookahead(torch.optim.Optimizer):
+    """Around another optimizer, with slow weights of its own."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(optimizer.param_groups, {})
+        self.optimizer = optimizer
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.optimizer.step()
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter].setdefault("slow", parameter.clone()).lerp_(parameter, 0.5)
+
+
+def test_a_wrapper_with_state_of_its_own_is_refused_once_it_has_any() -> None:
+    net, optimizer = start(0)
+    wrapper = Lookahead(optimizer)
+    adapter = adapter_for((net, wrapper))
+    adapter.check_attached()
+    train(net, wrapper, range(1))
+    with pytest.raises(UnsupportedError, match="Lookahead around AdamW keeps state of its own"):
+        adapter.check_attached()
+    with pytest.raises(UnsupportedError, match="Lookahead around AdamW"):
+        adapter_for((net, wrapper))
+
+
 def test_layout_facts_and_steps() -> None:
     adapter = adapter_for(start(0))
     facts = adapter.layout_facts()
