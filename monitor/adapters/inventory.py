@@ -128,7 +128,7 @@ class Inventory:
 
     def _persistent_buffers(self) -> list[tuple[str, torch.Tensor]]:
         out: list[tuple[str, torch.Tensor]] = []
-        for prefix, module in self._module.named_modules():
+        for prefix, module in self._module.named_modules(remove_duplicate=False):
             for name, buffer in module._buffers.items():
                 if buffer is not None and name not in module._non_persistent_buffers_set:
                     out.append((self._naming(f"{prefix}.{name}" if prefix else name), buffer))

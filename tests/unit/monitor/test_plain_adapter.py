@@ -313,6 +313,25 @@ def test_a_wrapper_with_state_of_its_own_is_refused_once_it_has_any() -> None:
         adapter_for((net, wrapper))
 
 
+class Normed(nn.Module):
+    """One module under two names, with a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+        self.again = self.norm
+
+
+def test_buffers_of_a_module_with_two_names_have_both() -> None:
+    net = Normed()
+    adapter = adapter_for((net, adamw(list(net.parameters()))))
+    infos = adapter.tensors()
+    assert infos["norm.running_mean"].aliases == ("again.running_mean",)
+    known = {*infos, *(alias for info in infos.values() for alias in info.aliases)}
+    assert set(adapter.layout_facts()["state_dict_names"]) == set(net.state_dict()) == known
+    assert len([piece for piece in adapter.owned() if piece.fragment.slot == "buffer"]) == 3
+
+
 def test_layout_facts_and_steps() -> None:
     adapter = adapter_for(start(0))
     facts = adapter.layout_facts()
