@@ -332,6 +332,14 @@ def test_buffers_of_a_module_with_two_names_have_both() -> None:
     assert len([piece for piece in adapter.owned() if piece.fragment.slot == "buffer"]) == 3
 
 
+@pytest.mark.parametrize("place", ["out", "norm"])
+def test_what_has_no_values_yet_is_refused_by_name(place: str) -> None:
+    net = Net()
+    getattr(net, place).to("meta")
+    with pytest.raises(UnsupportedError, match=rf"{place}\.\w+ .*meta device and has no values yet.*to_empty"):
+        adapter_for((net, adamw(list(net.parameters()))))
+
+
 def test_layout_facts_and_steps() -> None:
     adapter = adapter_for(start(0))
     facts = adapter.layout_facts()
