@@ -108,6 +108,7 @@ class Adaptive:
         self._in_vain = 0
         self._told: int | None = None
         self._told_slow = False
+        metrics.interval.set(self._first)
 
     def count(self, interruptions: int, rank_seconds: float) -> None:
         """See :class:`Pace`."""

@@ -201,6 +201,10 @@ class Node:
     def _verified(self, store: Path, save: SaveId | None, problems: list[str]) -> None:
         if save is not None:
             self.metrics.verified.inc()
+        if save is None and not problems:
+            if not any(Path(job.hello.store) == store for job in self._jobs):
+                return  # it went with its job: nobody needs it
+            problems = ["there is no such directory: is its disk mounted on this node?"]
         text = "; ".join(problems[:4])
         if save is None:
             self.metrics.verify_failures.inc()
@@ -209,8 +213,6 @@ class Node:
             self._told[store] = text
         elif problems:
             _log.error("%s: commit %s is damaged: %s; run `driftpoint verify %s`", store, save, text, store)
-        for found in self._verifier.found():
-            self.metrics.damaged.labels(str(found.path)).set(len(found.damaged))
 
     def _read(self, nbytes: int) -> None:
         self._verified_bytes += nbytes

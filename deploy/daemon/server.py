@@ -186,7 +186,7 @@ class Daemon:
         cleaned, idle = time.monotonic() - _CLEANING + 60.0, self._options.exit_idle
         while True:
             await asyncio.sleep(0.5)
-            self._metrics.show(self._node.report().jobs, self._options.base)
+            self._metrics.show(self._node.report(), self._options.base)
             if not self._hold.stands():
                 _log.error("the socket of this daemon was removed, so that nobody can reach it")
                 self._ending.set()
