@@ -327,7 +327,6 @@ class TestStore:
         (builder.root / "STORE.json").unlink()
         assert [one.state for one in look_at_store(builder.root, Retention())] == ["fail"]
 
-
     @pytest.mark.parametrize("what", ["file", "file/below", "to nothing", "x" * 300])
     def test_a_path_at_which_there_can_be_no_directory(self, tmp_path: Path, what: str) -> None:
         (tmp_path / "file").write_text("mine")
