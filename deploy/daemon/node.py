@@ -38,6 +38,8 @@ _PASSING = ("failed", "in use", "no store")
 _LAST_WORDS = 2.0
 """Seconds from the end of a process until its connection counts as ended, which a forked child may keep open."""
 
+_PAUSE = 0.05
+
 _HISTORY = 20
 
 
@@ -79,8 +81,15 @@ class Node:
             self._needed = time.monotonic()
         return time.monotonic() - self._needed
 
+    async def last_deaths(self, seconds: float) -> None:
+        """Jobs that die in so many seconds are not left to another daemon: where all processes of a session or an
+        allocation are told to end, this one and theirs are told at the same moment."""
+        deadline = time.monotonic() + seconds
+        while any(job.living for job in self._jobs) and time.monotonic() < deadline:
+            await asyncio.sleep(_PAUSE)
+
     def end(self, grace: float) -> bool:
-        """Let the rescue under way come to its end, for so many seconds. False where it did not. Blocks."""
+        """Let rescues of jobs that died come to their end, for so many seconds. False where one did not. Blocks."""
         self._verifier.end(0.0)
         return self._rescuer.end(grace)
 

@@ -17,6 +17,9 @@ from deploy.top.rows import LayerRow, by_drift, course_range, layer_rows, moving
 
 _STYLES = {"good": "green", "plain": "", "look": "yellow", "bad": "bold red"}
 _TITLES = {"good": "bold white on green", "look": "bold black on yellow", "bad": "bold white on red"}
+_OLD = "bold black on yellow"
+"""Of a verdict that nobody could look at again."""
+
 _STATES = {"fresh": "", "stale": "", "fallback": "bold red", "sick": "bold white on red"}
 _PAIRS = (
     ("Newest commit", "Job"),
@@ -35,13 +38,19 @@ _SLOT = 14
 @dataclass(frozen=True)
 class View:
     """What somebody chose to see. first: of the layers that are shown; sorted: by drift. trouble: why what is shown is
-    old; age: how old, in seconds. keys: whether they are listened to."""
+    old; age: how old, in seconds, and patience: from when on that is too old. keys: whether they are listened to."""
 
     first: int = 0
     sorted: bool = False
     trouble: str = ""
     age: float = 0.0
     keys: bool = False
+    patience: float = 15.0
+
+    @property
+    def old(self) -> bool:
+        """Whether what is shown may not hold any more."""
+        return bool(self.trouble) or self.age > self.patience
 
 
 @dataclass(frozen=True)
@@ -78,10 +87,12 @@ def _title(console: Console, facts: Facts, verdict: Verdict, view: View, width: 
     now = f"{clock(facts.now)[11:]} UTC"
     root = tail(printable(str(facts.root)), max(8, width - len(now) - 3))
     lines = [Text.assemble((root, "bold"), " " * max(1, width - len(root) - len(now)), (now, "dim"))]
-    if view.trouble or view.age > 15:
+    if view.old:
         why = printable(view.trouble) or "the store does not answer"
         lines.append(Text(f" As of {span_text(view.age)} ago: {why} ", "bold white on red"))
     chip = Text(f" {verdict.title.upper()} ", _TITLES[verdict.level])
+    if view.old and verdict.level != "bad":
+        chip = Text(" NOT KNOWN ANY MORE ", _OLD)
     told = Text.assemble(chip, " ", printable(verdict.sentence))
     return [*lines, *told.wrap(console, width)]
 

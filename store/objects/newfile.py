@@ -129,7 +129,7 @@ class _Streamed(_Upload):
 
     def write(self, data: bytearray | memoryview) -> None:
         try:
-            self._writer.write(data)
+            self._writer.write(bytes(data))  # it keeps a view of what it is given until the part is on its way
         except self._bucket.failures as error:
             raise self._bucket.failed(error, "upload", self._key) from error
 

@@ -432,7 +432,7 @@ def test_under_torchrun_one_answers_for_all(tmp_path: Path) -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=900,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]

@@ -465,7 +465,7 @@ def test_training_does_not_wait_for_a_disk_that_hangs(store: Path) -> None:
 
 
 def _wait(event: threading.Event) -> None:
-    assert event.wait(60)
+    assert event.wait(180)
 
 
 def _skipped(report: monitor.StepReport | None) -> str | None:

@@ -41,7 +41,7 @@ def get(endpoint: Endpoint, login: str | None = None, context: ssl.SSLContext | 
     request = urllib.request.Request(endpoint.url)
     if login is not None:
         request.add_header("Authorization", "Basic " + base64.b64encode(login.encode()).decode())
-    with urllib.request.urlopen(request, timeout=30, context=context) as answer:
+    with urllib.request.urlopen(request, timeout=180, context=context) as answer:
         text: str = answer.read().decode()
         return text
 
@@ -104,7 +104,7 @@ def test_over_tls_and_a_renewed_certificate_is_taken(tmp_path: Path) -> None:
     with listening(Guards(tls=Tls(cert=str(crt), key=str(key)))) as endpoint:
         assert endpoint.url.startswith("https://127.0.0.1:")
         assert "driftpoint_test 1.0" in get(endpoint, context=trusting(crt))
-        with pytest.raises(OSError), urllib.request.urlopen(endpoint.url.replace("https", "http"), timeout=30):
+        with pytest.raises(OSError), urllib.request.urlopen(endpoint.url.replace("https", "http"), timeout=180):
             pass
         old = crt.read_bytes()
         new_crt, new_key = certificate(tmp_path, "new")
