@@ -378,6 +378,19 @@ def test_refused_again_and_again_it_goes_off_and_leaves_the_last_version(
     assert not list((store.parent / "shm").rglob("rank-*"))
 
 
+def test_memory_that_is_removed_under_it_goes_off(store: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """By a cleaner of /dev/shm, say: what the background thread writes is refused then, for ever."""
+    one = Job(store, every=4, memory=memory(store))
+    one.ckpt.resume()
+    run(one, 3)
+    shutil.rmtree(tier_of(store).home)
+    run(one, 8)
+    assert caplog.text.count("the memory tier is off") == 1 and caplog.text.count("no version of step") == 3
+    assert one.metric("driftpoint_memory_on") == 0.0
+    one.ckpt.close()
+    assert [save.step for save in catalog_of(store).saves()] == [8, 4]
+
+
 def test_off_it_is_given_back_at_the_end(store: Path) -> None:
     moody = Moody()
     one = Job(store, every=100, memory=memory(store), state=[moody])
