@@ -14,7 +14,7 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from store.errors import ExistsError, MissingError, StorageError
+from store.errors import ExistsError, MissingError, StorageError, UnreachableError
 from store.objects.failures import is_passing, is_taken, library, told
 from store.objects.options import ObjectOptions
 
@@ -162,7 +162,8 @@ class Bucket:
     def _gave_up(self, error: BaseException, verb: str, key: str) -> StorageError:
         """A refusal that might have passed and did not: never that a name is free or taken."""
         found = told(error, verb, self.where(key))
-        return found if type(found) is StorageError else StorageError(f"{found}, and the answers contradict each other")
+        contradicted = "" if type(found) is StorageError else ", and the answers contradict each other"
+        return UnreachableError(f"{found}{contradicted}")
 
     def _opened(self) -> Any:
         given = self.options
