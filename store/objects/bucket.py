@@ -83,10 +83,10 @@ class Bucket:
         found = self._asked("look at", key, lambda: self._lib.head(self._store, key))
         return int(found["size"])
 
-    def owner(self, key: str) -> str | None:
-        """What an upload left as its :data:`OWNER`. MissingError where there is no object."""
+    def upload_at(self, key: str) -> tuple[str | None, int]:
+        """What an upload left as its :data:`OWNER`, and its bytes. MissingError where there is no object."""
         found = self._asked("look at", key, lambda: self._lib.get(self._store, key, options={"head": True}))
-        return dict(found.attributes).get(OWNER)
+        return dict(found.attributes).get(OWNER), int(found.meta["size"])
 
     def names(self, prefix: str) -> list[str]:
         """What stands directly below a prefix (ending in ``/``, or empty), however much it is, sorted."""
