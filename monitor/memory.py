@@ -247,6 +247,11 @@ class MemoryTier:
         self._room.take_rest(self._group.world_size)
         self._rest = not self._peers.take_rest()
 
+    def copied(self) -> None:
+        """Have the copies of the version under way made, whoever makes them."""
+        if self._copying is not None:
+            self._copying.finish()
+
     def _before_update(self) -> None:
         """An optimizer step is about to change the state: what is not copied yet must be waited for."""
         copying, self._copying = self._copying, None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rich.cells import cell_len, set_cell_size
 from rich.console import Console
 from rich.text import Text
 
@@ -131,7 +132,7 @@ def _concerns(verdict: Verdict, width: int, most: int) -> list[Text]:
 
 class _Table:
     def __init__(self, rows: Sequence[LayerRow], slots: Sequence[str], width: int) -> None:
-        longest = max((len(printable(row.layer)) for row in rows), default=5)
+        longest = max((cell_len(printable(row.layer)) for row in rows), default=5)
         fit = max(1, min(len(slots), (width - min(longest, 20) - 1) // (_SLOT + 2)))
         self._slots = slots[:fit]
         self._left_out = len(slots) - fit
@@ -157,7 +158,7 @@ class _Table:
 
     def line(self, row: LayerRow) -> Text:
         """One layer."""
-        text = Text(f"{tail(printable(row.layer), self._name):<{self._name}}")
+        text = Text(_fitted(printable(row.layer), self._name))
         for name in self._slots:
             slot = row.slots.get(name)
             if slot is None:
@@ -174,10 +175,18 @@ class _Table:
 def _foot(view: View, first: int, shown: int, layers: int, width: int) -> Text:
     if not view.keys:
         return Text("")
-    where = f"layers {first + 1}–{first + shown} of {layers}" if layers else ""
+    where = f"layers {first + 1}–{first + shown} of {layers} " if shown else f"{layers} layers " if layers else ""
     order = "s model order" if view.sorted else "s by drift"
     keys = f"{order}   q quit" if shown >= layers else f"↑↓ PgUp PgDn scroll   {order}   q quit"
     return Text(f"{where:<{max(0, width - len(keys))}}{keys}", "reverse")
+
+
+def _fitted(name: str, width: int) -> str:
+    """In so many columns, cut at its start; some letters take two."""
+    shown = name
+    while cell_len(shown) > width:
+        shown = tail(name, len(shown) - 1)
+    return set_cell_size(shown, width)
 
 
 def _padded(text: Text, width: int) -> Text:

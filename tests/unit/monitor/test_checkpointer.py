@@ -110,7 +110,7 @@ import sys, time
 from pathlib import Path
 from tests.support.jobs import Job
 job = Job(Path(sys.argv[1]))
-job.hook().before = lambda operation, path: time.sleep(0.2) if operation == "write" else None
+job.hook().before = lambda operation, path: time.sleep(0.05) if operation == "write" else None
 job.step(flush=False)
 if sys.argv[2] == "error":
     raise RuntimeError("training went wrong")
