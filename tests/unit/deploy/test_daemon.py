@@ -58,6 +58,23 @@ def test_a_killed_trainers_newest_state_is_written(store: Path, base: Path, tmp_
         assert same(resumed(store, tmp_path), job.state())
 
 
+def test_a_trainer_that_dies_at_the_moment_that_the_daemon_is_told_to_end(store: Path, base: Path) -> None:
+    """As where a session or an allocation ends: all of its processes get the same signal. One that was forked keeps
+    the connection open."""
+    with daemon(base) as beside, trainer(store, base, 7) as job:
+        known(base)
+        job.told("fork")
+        beside.process.send_signal(signal.SIGSTOP)
+        job.kill()
+        beside.process.terminate()
+        beside.process.send_signal(signal.SIGCONT)
+        try:
+            assert beside.process.wait(60) == 0
+        finally:
+            os.kill(is_child(job), signal.SIGKILL)
+        assert steps(store) == [7, 4], beside.said()
+
+
 def test_a_trainer_that_closes_leaves_nothing_to_do(store: Path, base: Path) -> None:
     with daemon(base) as beside, trainer(store, base, 7) as job:
         known(base)
