@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -82,7 +84,9 @@ def doctor(
     options = replace(options, retry_seconds=min(options.retry_seconds, _PATIENCE))
     count = known_parameters(root, options) if parameters is None else parsed_count(parameters)
     plan = Plan(settings, count, nodes)
-    findings = list(_of_bucket(root, options, plan, ranks) if is_url(root) else _findings(root, plan, ranks, patience))
+    with _tidy():
+        look = _of_bucket(root, options, plan, ranks) if is_url(root) else _findings(root, plan, ranks, patience)
+        findings = list(look)
     if ranks.first:
         body = as_json(root, findings)
         output.answer(body, lambda console: draw(console, root, findings), as_json=json)
@@ -91,6 +95,23 @@ def doctor(
             if one.state == "fail":
                 output.note(f"rank {ranks.rank} on {socket.gethostname()}: {one.check}: {one.seen}")
     raise typer.Exit(OK if healthy(findings) else DriftpointError.exit_code)
+
+
+@contextmanager
+def _tidy() -> Iterator[None]:
+    """Where this is ended, or its terminal is closed, what it made is taken away all the same."""
+
+    def leave(number: int, frame: object) -> None:
+        del frame
+        raise SystemExit(128 + number)
+
+    wanted = [one for one in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(one) != signal.SIG_IGN]
+    before = {one: signal.signal(one, leave) for one in wanted}
+    try:
+        yield
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)
 
 
 def as_json(root: Path, findings: list[Finding]) -> dict[str, Any]:

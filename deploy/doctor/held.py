@@ -16,8 +16,8 @@ from deploy.doctor.finding import Finding
 from deploy.standing import StoreStatus, standing
 from store.catalog import Catalog, open_catalog
 from store.durable import is_temporary
-from store.errors import NoStoreError, StoreError
-from store.layout import EPOCHS, MANIFESTS, PROVEN, SEGMENTS
+from store.errors import DamagedError, NewerFormatError, NoStoreError, NothingToResumeError, StoreError
+from store.layout import EPOCHS, MANIFESTS, PROVEN, SEGMENTS, STORE
 from store.objects.options import ObjectOptions
 from store.place import files_at, is_url
 from store.prune import plan_prune
@@ -30,6 +30,10 @@ _FUTURE = 60.0
 def look_at_store(root: Path, retention: Retention, options: ObjectOptions | None = None) -> Iterator[Finding]:
     """Every check of the store at ``root``, or that there is none yet. options: of one in a bucket."""
     try:
+        obstacle = None if is_url(root) else _obstacle(root)
+        if obstacle is not None:
+            yield Finding("store", "fail", obstacle, "name a directory as `store:`, or one to be")
+            return
         if all(is_temporary(name) for name in _names(root, options)):
             yield Finding("store", "ok", f"{root} holds nothing yet: a job makes it")
             return
@@ -37,6 +41,12 @@ def look_at_store(root: Path, retention: Retention, options: ObjectOptions | Non
         found = standing(catalog, root)
     except NoStoreError as error:
         yield Finding("store", "fail", str(error), "name an empty or new directory as `store:`")
+        return
+    except (NewerFormatError, DamagedError, NothingToResumeError) as error:
+        todo = "until then name another directory as `store:`; in this one nothing is changed, and nothing is lost"
+        if not isinstance(error, NewerFormatError):
+            todo = f"put {STORE} back from a copy of the store, or name another directory as `store:`"
+        yield Finding("store", "fail", str(error), todo)
         return
     except (StoreError, OSError) as error:
         yield Finding("store", "fail", str(error), f"this user must be able to read it; see `driftpoint status {root}`")
@@ -47,6 +57,19 @@ def look_at_store(root: Path, retention: Retention, options: ObjectOptions | Non
     yield _leftovers(catalog, root, retention)
     if not is_url(root):
         yield _allowed(root)
+
+
+def _obstacle(root: Path) -> str | None:
+    """What is in the way of a directory there; None where one is there, or can be made."""
+    for place in (root.absolute(), *root.absolute().parents):
+        try:
+            place.lstat()
+        except (FileNotFoundError, NotADirectoryError, PermissionError):
+            continue
+        except OSError as error:
+            return f"{place}: {error.strerror}"
+        return None if os.path.isdir(place) else f"{place} is there, and is no directory"  # noqa: PTH112
+    return None
 
 
 def known_parameters(root: Path, options: ObjectOptions | None = None) -> int | None:
