@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -58,8 +59,9 @@ def _killed_once_committed(process: subprocess.Popen[str], folder: Path) -> None
         ["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True, check=False
     )
     for pid in {int(word) for word in (found.stdout + children.stdout).split()}:
-        os.kill(pid, signal.SIGKILL)
-    process.communicate(timeout=60)
+        with suppress(ProcessLookupError):  # torchrun may have ended it meanwhile
+            os.kill(pid, signal.SIGKILL)
+    process.communicate(timeout=180)
 
 
 def test_the_page_has_the_scripts_that_are_run_here() -> None:
@@ -72,7 +74,7 @@ def test_a_script_goes_on(tmp_path: Path, script: str) -> None:
     _killed_once_committed(_started(script, tmp_path, *launcher), tmp_path)
     killed_at = _committed(tmp_path)
     again = _started(script, tmp_path, *launcher)
-    output, _ = again.communicate(timeout=240)
+    output, _ = again.communicate(timeout=900)
     assert again.returncode == 0, output
     resumed = re.findall(r"^driftpoint: resumed step (\d+) from \./driftpoint-checkpoints \(exact\)$", output, re.M)
     assert resumed == [str(killed_at)], output
