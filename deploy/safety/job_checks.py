@@ -117,7 +117,8 @@ def _no_job(facts: Facts, name: str) -> Check:
     if facts.closed:
         return Check(name, "plain", "ended as it was meant to", heard)
     if not facts.broken_off:
-        return Check(name, "plain", "none on this machine", heard)
+        noted = "" if facts.current is None else "; how it ended is noted under every: auto alone"
+        return Check(name, "plain", "none on this machine", heard + noted)
     if facts.unlocked and facts.current is None:
         note = f"the newest began on {facts.unlocked}, and neither ended as it was meant to nor commits"
         return Check(name, "look", "not known", note, f"look on {facts.unlocked}; --trace names its drift trace")
