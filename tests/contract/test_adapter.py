@@ -18,6 +18,8 @@ from torch.distributed.fsdp import fully_shard
 from monitor.adapters.base import Adapter, Place
 from monitor.adapters.select import adapter_for
 from monitor.dtypes import dtype_name
+from monitor.run_state import UserState, to_tree
+from store.errors import UnsupportedError
 from store.names import BUFFER, FROZEN, WEIGHTS, Fragment
 
 Slots = dict[str, dict[str, str]]
@@ -211,6 +213,15 @@ def test_state_of_one_fits_any_other(source: str, target: str) -> None:
     put(adapter_for(other), state)
     assert same(taken(adapter_for(other))[0], state[0])
     assert train(other, range(3, 6)) == losses
+
+
+def test_a_second_sharded_optimizer_is_no_plain_state() -> None:
+    """Which rank has which part of it nobody would know: told by name, not by what numpy cannot do."""
+    net, _ = fsdp2(0)
+    second = torch.optim.AdamW(net.blocks[0].parameters(), lr=0.01)
+    train((net, second), range(1))
+    with pytest.raises(UnsupportedError, match=r"state\['user'\]\[0\]\['state'\]\[0\]\['exp_avg'\] is a .*DTensor"):
+        to_tree({"user": UserState([second]).capture()})
 
 
 def test_the_hook_comes_before_the_state_changes(make: Callable[[int], Job]) -> None:
