@@ -200,6 +200,13 @@ class Checkpointer:
         On rank 0 that is the commit. Not collective."""
         self._saver.flush(self.config.timeouts.close)
 
+    def copied(self) -> None:
+        """Have what is being saved copied whole, as before an optimizer step: from then on the state may be changed by
+        other means, such as another checkpoint that is loaded over it. Not collective."""
+        self._saver.copied()
+        if self._memory is not None:
+            self._memory.copied()
+
     def close(self) -> None:
         """Wait, at most ``timeouts.close`` seconds, for the save under way; let go of the store and the port.
 

@@ -50,6 +50,9 @@ class Observer:
     def keep(self, local: Mapping[Unit, LocalUnit], buffers: Mapping[Fragment, torch.Tensor]) -> None:
         """Nothing will be staged."""
 
+    def copied(self) -> None:
+        """Nothing is copied."""
+
     def went_back(self) -> None:
         """Nothing rests on what was saved before."""
 

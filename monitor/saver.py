@@ -235,6 +235,11 @@ class Saver:
             self._metrics.failures.labels("close_timeout").inc()
         self._collect()
 
+    def copied(self) -> None:
+        """Have the copies of the save under way made, whoever makes them."""
+        if self._copying is not None:
+            self._copying.finish()
+
     def close(self, timeout: float, clean: bool) -> None:
         """Wait for the save under way, tell what became of it, and let go of the store. clean: the job ends as it was
         meant to."""

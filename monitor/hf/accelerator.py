@@ -17,13 +17,18 @@ from store.errors import UnsupportedError
 
 
 class Updates:
-    """Counts the optimizer's updates: micro-batches of an accumulation are none."""
+    """Counts the optimizer's steps: micro-batches of an accumulation are none. One that the gradient scaler skips is
+    one, for its data is gone.
+
+    optimizer: as the Accelerator has prepared it."""
 
     counts_steps = True
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, optimizer: Any) -> None:
         self._taken = 0
-        optimizer.register_step_post_hook(self._count)
+        self._optimizer = optimizer
+        self._step = optimizer.step
+        optimizer.step = self._count
 
     def __call__(self) -> int:
         """How many there were."""
@@ -37,8 +42,10 @@ class Updates:
         """Count on from there."""
         self._taken = int(state["updates"])
 
-    def _count(self, *_: Any) -> None:
-        self._taken += 1
+    def _count(self, *args: Any, **kwargs: Any) -> Any:
+        result = self._step(*args, **kwargs)
+        self._taken += self._optimizer.gradient_state.sync_gradients
+        return result
 
 
 @dataclass(frozen=True)
@@ -65,7 +72,7 @@ def prepared(accelerator: Any) -> Prepared:
     optimizer = _only(accelerator._optimizers, "optimizer")
     inner = getattr(optimizer, "optimizer", optimizer)
     engine = accelerator.distributed_type.value == "DEEPSPEED"
-    steps = None if engine else Updates(inner)
+    steps = None if engine else Updates(optimizer)
     kept = [
         *accelerator._schedulers,
         *([] if accelerator.scaler is None else [accelerator.scaler]),

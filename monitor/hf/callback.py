@@ -14,14 +14,17 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from transformers import TrainerCallback
 
 from monitor.attaching import attach_counted
 from monitor.checkpointer import Checkpointer
 from monitor.config import Config, load_config
 from monitor.correction import Correction, drop_correction, write_correction
+from monitor.hf.exported import callbacks_beside, exported_by
 from monitor.hf.progress import Progress
 from monitor.hf.resuming import PLAN, Planned, length_of, plan, register, same_store
+from monitor.report import StepReport
 from monitor.run_state import capture_rng, restore_rng
 from store.errors import ConfigError, StoreError, UnsupportedError, UsageError
 from store.names import SaveId
@@ -83,7 +86,9 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
             one.close(clean=False)  # of a train() that an error ended
         scaler = getattr(optimizer, "scaler", None)
         length = length_of(args, state, train_dataloader)
+        beside = callbacks_beside(self, optimizer)
         self._progress = Progress(state, lr_scheduler, scaler, length, args.process_index)
+        self._progress.exported = lambda: exported_by(beside)
         target = _engine(model, optimizer) if args.deepspeed_plugin is not None else (model, optimizer)
         progress, self.preempted = self._progress, False
         self.checkpointer = attach_counted(
@@ -94,27 +99,42 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
         except BaseException:
             self.close(clean=False)
             raise
+        finally:
+            self._forget_plan()
 
-    def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, *, train_dataloader: Any = None, **_: Any) -> None:
         """Before the epoch's data is touched."""
         self._look(state, at_epoch=True)
-        self._restore_generators(at_epoch=True)
+        if self._progress is not None:
+            self._begin_epoch(self._progress)
+            if self._progress.loaded is not None and state.epoch >= 1:
+                _seed_apart(train_dataloader)
         self._stop(control)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """The batches of the next step are there."""
         self._look(state, at_epoch=False)
-        self._restore_generators(at_epoch=False)
+        if self._progress is not None:
+            self._begin_step(self._progress)
         self._stop(control)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """A step was taken."""
         self._pending = True
+        if self._progress is not None:
+            self._progress.at_epoch = float(state.epoch).is_integer()
 
     def on_log(self, args: Any, state: Any, control: Any, *, logs: Any = None, **_: Any) -> None:
-        """The summary of the training comes before the best model is loaded over the last one."""
+        """The summary of the training comes before the best model is loaded over the last one. The end is saved, too,
+        whatever the interval: else a finished job would have what was trained since its newest commit nowhere."""
         if logs and "train_runtime" in logs:
-            self._look(state, at_epoch=True)
+            trained = self._pending
+            report = self._look(state, at_epoch=True)
+            saved = report is not None and (report.saved or report.preempted)
+            if trained and not saved and self.checkpointer is not None and not self.checkpointer.preempted:
+                self.checkpointer.save(wait=True)
+            if self.checkpointer is not None:
+                self.checkpointer.copied()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Wait for the save under way, and let go of the store."""
@@ -164,23 +184,44 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
             correction = Correction(commit.store_id, planned["attributes"]["save"], onward.name, group.model_dump())
             write_correction(self.config, correction)
 
-    def _restore_generators(self, *, at_epoch: bool) -> None:
-        """Where they were when the commit was made: what the Trainer drew to get there was drawn before."""
-        if self._generators is not None and self._progress is not None and self._progress.at_epoch == at_epoch:
-            restore_rng(self._generators)
-            self._generators = None
+    def _begin_epoch(self, progress: Progress) -> None:
+        """The epoch that is gone on with begins as it did then, so that the same order is drawn for its data. Epochs
+        may begin more than once until a step does, where all of them that an iterable had are skipped."""
+        if self._generators is not None and progress.loaded is not None:
+            before = self._generators if progress.loaded.at_epoch else progress.loaded.epoch_began
+            if before is not None:
+                restore_rng(before)
+        progress.at_epoch, progress.epoch_began = True, capture_rng()
 
-    def _look(self, state: Any, *, at_epoch: bool) -> None:
+    def _begin_step(self, progress: Progress) -> None:
+        """The generators, where they were when the commit was made: what the Trainer drew to get there was drawn
+        before."""
+        if self._generators is not None and progress.loaded is not None:
+            if not progress.loaded.at_epoch:
+                restore_rng(self._generators)
+            self._generators = None
+        progress.at_epoch = False
+
+    def _look(self, state: Any, *, at_epoch: bool) -> StepReport | None:
         if not self._pending or self.checkpointer is None or self._progress is None:
-            return
+            return None
         self._pending = False
         self._progress.state, self._progress.at_epoch = state, at_epoch
-        self.checkpointer.step()
+        return self.checkpointer.step()
 
     def _forget_plan(self) -> None:
         planned, self._planned = self._planned, None
         if planned is not None:
             planned.end()
+
+
+def _seed_apart(loader: Any) -> None:
+    """Workers that persist are seeded when a job's first epoch begins. In a job that goes on in a later one that must
+    not move the generators, as it did not there."""
+    inner = getattr(loader, "base_dataloader", loader)
+    if getattr(inner, "persistent_workers", False) and inner.generator is None:
+        inner.generator = torch.Generator()
+        inner.generator.seed()
 
 
 def _engine(model: Any, optimizer: Any) -> Any:

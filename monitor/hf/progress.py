@@ -1,17 +1,18 @@
 """What of the Trainer's own a commit holds, as one object among ``state=[...]``.
 
-Its state (steps, epoch, history of logs, best metric), its learning-rate schedule and its gradient scaler. Every rank's
-is the same but for which rank it is, so rank 0 alone stores the Trainer's state. Knows no file and no rank but its own.
-Training thread.
+Its state (steps, epoch, history of logs, best metric, callbacks that it exports), its learning-rate schedule, its
+gradient scaler, and the random generators as they were when the epoch began, which the order of its data may depend on.
+Every rank's is the same but for the generators, so rank 0 alone stores the Trainer's state. Knows no file and no rank
+but its own. Training thread.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from monitor.hf.state_text import StateText
 from store.errors import ModelMismatchError
 
 KIND = "transformers.Trainer"
@@ -27,6 +28,15 @@ class Length:
     beyond: int
 
 
+@dataclass(frozen=True)
+class Loaded:
+    """What a resume brought. at_epoch: as :attr:`Progress.at_epoch` was. epoch_began: as it was, None in older stores
+    and where ``at_epoch``."""
+
+    at_epoch: bool
+    epoch_began: Mapping[str, Any] | None
+
+
 class Progress:
     """Of one ``train()``. state: the Trainer's live ``TrainerState``; scheduler and scaler: live, None where there is
     none. length: of this training. rank: of this process."""
@@ -35,11 +45,16 @@ class Progress:
         self.state = state
         self.length = length
         self.at_epoch = False
-        """Whether the step is looked at where an epoch begins, with its data not touched yet."""
-        self.loaded: int | None = None
-        """The step that was loaded; None where nothing was."""
+        """Whether the job stands between two epochs, so that the next batch is an epoch's first, and not drawn yet."""
+        self.epoch_began: Mapping[str, Any] | None = None
+        """The generators before the present epoch's data was touched; None before the first one."""
+        self.loaded: Loaded | None = None
+        """None where nothing was."""
+        self.exported: Callable[[], Mapping[str, Any]] = dict
+        """States of the Trainer's other callbacks, by class, as it would store them."""
         self._parts = {"lr_scheduler": scheduler, "scaler": scaler}
         self._rank = rank
+        self._text = StateText()
 
     def state_dict(self) -> dict[str, Any]:
         """Plain data. ``trainer``: the Trainer's state as JSON text; rank 0's alone."""
@@ -47,8 +62,9 @@ class Progress:
             "kind": KIND,
             "step": int(self.state.global_step),
             "at_epoch": self.at_epoch,
+            "epoch_began": None if self.at_epoch else self.epoch_began,
             "length": asdict(self.length),
-            "trainer": json.dumps(asdict(self.state)) if self._rank == 0 else None,
+            "trainer": self._text.of(self.state, self.exported()) if self._rank == 0 else None,
             **{name: None if item is None else item.state_dict() for name, item in self._parts.items()},
         }
 
@@ -60,7 +76,7 @@ class Progress:
         for name, item in self._parts.items():
             if item is not None and saved[name] is not None:
                 item.load_state_dict(saved[name])
-        self.loaded, self.at_epoch = int(saved["step"]), bool(saved["at_epoch"])
+        self.loaded = Loaded(bool(saved["at_epoch"]), saved.get("epoch_began"))
 
 
 def require_ours(saved: Any) -> None:

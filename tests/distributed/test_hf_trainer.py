@@ -1,6 +1,6 @@
 """The Hugging Face Trainer, killed and started again, ends where the uninterrupted one does: losses, logs, rates,
-weights. Under DeepSpeed ZeRO-2 and ZeRO-3, DistributedDataParallel and in one process; beside its own saving and with
-that switched off; evaluating in between.
+weights. Under DeepSpeed ZeRO-2 and ZeRO-3, DistributedDataParallel, FSDP2 and in one process; beside its own saving and
+with that switched off; evaluating in between. A composite (policy ``budget``) ends near by.
 """
 
 from __future__ import annotations
@@ -53,8 +53,16 @@ LORA = [
     {**case("lora", **EVALUATING), "lora": True},
     {**case("lora-skip"), "lora": True, "settings": {"every": 3, "frozen": "skip"}},
 ]
-DDP = [case("ddp", **BESIDE)]
+TIGHT = {
+    "policy": "budget", "budget": {"bytes_per_hour": 2e6, "burst_seconds": 60}, "every": 1, "encoding": "compact",
+}  # fmt: skip
+DDP = [
+    case("ddp", **BESIDE),
+    {**case("fsdp2", **EVALUATING), "samples": 40, "fsdp2": True},
+    {**case("ddp-budget"), "samples": 40, "settings": TIGHT},
+]
 ZERO = [
+    {**case("zero2-budget", zero=2), "settings": TIGHT},
     case("zero2", zero=2, **EVALUATING),
     case("zero3", zero=3, config=THEIRS, **EVALUATING),
     {**case("zero3-lora", zero=3, config=THEIRS), "lora": True, "settings": {"every": 3, "frozen": "skip"}},
@@ -84,7 +92,10 @@ def test_a_killed_trainer_goes_on_as_if_nothing_had_happened(ran: tuple[list[str
     assert {(one["case"], one["rank"]) for one in done.of("resumed")} >= {(name, 0) for name in names}
     for straight in done.of("straight"):
         name, rank = straight["case"], straight["rank"]
+        if name.endswith("budget"):
+            continue
         killed, resumed = (done.one(kind, case=name, rank=rank) for kind in ("killed", "resumed"))
+        assert resumed["exact"], name
         first = COMMITTED.get(name, 6)
         if name == "memory":
             first = min(int(step) for step in resumed["losses"])
@@ -96,6 +107,27 @@ def test_a_killed_trainer_goes_on_as_if_nothing_had_happened(ran: tuple[list[str
         for key in ("step", "epoch", "best", "rate", "weights"):
             assert resumed[key] == straight[key], (name, key)
         assert told(resumed) == told(straight), name
+
+
+def test_a_composite_goes_on_near_by(ran: tuple[list[str], Launched]) -> None:
+    names, done = ran
+    for straight in done.of("straight"):
+        name, rank = straight["case"], straight["rank"]
+        if not name.endswith("budget"):
+            continue
+        resumed = done.one("resumed", case=name, rank=rank)
+        assert not resumed["exact"]
+        assert 0 < min(map(int, resumed["losses"])) <= 8
+        assert resumed["step"] == straight["step"]
+        theirs, ours = (mean_of_last(one) for one in (straight, resumed))
+        assert abs(ours - theirs) < 0.2, (name, theirs, ours)
+
+
+def mean_of_last(record: dict[str, Any]) -> float:
+    """Of the losses in the last five steps."""
+    last = sorted(record["losses"], key=int)[-5:]
+    found = [float.fromhex(loss) for step in last for loss in record["losses"][step]]
+    return sum(found) / len(found)
 
 
 def told(record: dict[str, Any]) -> list[dict[str, Any]]:

@@ -19,8 +19,10 @@ import torch.distributed as dist
 import xxhash
 from accelerate.state import AcceleratorState
 from resume_jobs import Results, leave, start_group
+from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers.distributed import DistributedConfig
 
 import monitor
 from monitor.staging import as_bytes
@@ -82,6 +84,16 @@ class Flushing(TrainerCallback):  # type: ignore[misc]
         self.ours.checkpointer.flush()
 
 
+class Certified(TrainerCallback):  # type: ignore[misc]
+    """Whether what was resumed is one step's, to the bit."""
+
+    def __init__(self, ours: monitor.CheckpointCallback) -> None:
+        self.ours, self.exact = ours, False
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.exact = self.ours.checkpointer.certificate.exact
+
+
 class Run:
     def __init__(self, spec: Mapping[str, Any]) -> None:
         self.directory = Path(spec["directory"])
@@ -107,9 +119,9 @@ class Run:
     def resumed(self, case: Mapping[str, Any]) -> None:
         """From other weights."""
         ours = self.callback(case)
-        trainer = self.trainer(case, "killed", 2, ours, Flushing(ours))
+        trainer = self.trainer(case, "killed", 2, ours, Flushing(ours), certified := Certified(ours))
         trainer.train(resume_from_checkpoint=monitor.resume_path(self.settings(case)))
-        self.tell(case, "resumed", trainer, certificate=None)
+        self.tell(case, "resumed", trainer, exact=certified.exact)
 
     def callback(self, case: Mapping[str, Any]) -> monitor.CheckpointCallback:
         return monitor.CheckpointCallback(self.settings(case))
@@ -148,7 +160,7 @@ class Run:
         )
         torch.manual_seed(seed)
         return Recording(
-            model=model(case),
+            model=model(case, self.directory),
             args=arguments,
             train_dataset=Sentences(case["samples"]),
             eval_dataset=Sentences(5),
@@ -170,8 +182,10 @@ class Run:
         )
 
 
-def model(case: Mapping[str, Any]) -> Any:
+def model(case: Mapping[str, Any], directory: Path) -> Any:
     """A Llama; under LoRA only adapters are trained, and the base is what the script makes it, whatever the seed."""
+    if case.get("fsdp2"):
+        return sharded(directory / "pretrained" / str(torch.initial_seed()))
     if not case.get("lora"):
         return LlamaForCausalLM(llama())
     from peft import LoraConfig, get_peft_model
@@ -182,13 +196,29 @@ def model(case: Mapping[str, Any]) -> Any:
     return get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.1))
 
 
+def sharded(folder: Path) -> Any:
+    """A Llama that transformers has sharded by FSDP2 while loading it."""
+    made = LlamaForCausalLM(llama())
+    if dist.get_rank() == 0:
+        made.save_pretrained(folder)
+    dist.barrier()
+    config = DistributedConfig(fsdp_size=dist.get_world_size())
+    return LlamaForCausalLM.from_pretrained(folder, distributed_config=config, dtype=torch.float32)
+
+
 def weights(trainer: Trainer) -> str:
     """A digest of what this rank has of the model."""
     found = xxhash.xxh3_128()
     for name, value in trainer.model.state_dict().items():
         found.update(name.encode())
-        found.update(bytes(as_bytes(getattr(value, "ds_tensor", value).detach().cpu())))
+        found.update(bytes(as_bytes(local(value).reshape(-1))))
     return found.hexdigest()
+
+
+def local(value: torch.Tensor) -> torch.Tensor:
+    """What this rank has of it."""
+    mine = value.to_local() if isinstance(value, DTensor) else getattr(value, "ds_tensor", value)
+    return mine.detach().cpu().contiguous()
 
 
 def llama() -> LlamaConfig:

@@ -16,7 +16,9 @@ from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import monitor
+from store.catalog import open_catalog
 from store.errors import ModelMismatchError, StoreError, UsageError
+from store.files import LocalFiles
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -113,7 +115,9 @@ def test_after_an_error_training_goes_on_in_the_same_process(
     broken = trainer(tmp_path, ours := monitor.CheckpointCallback(settings), At(7, boom))
     with pytest.raises(Boom):
         broken.train(resume_from_checkpoint=ours.resume_path())
-    again = trainer(tmp_path, after := monitor.CheckpointCallback(ours.config), seed=5)
+    left: list[Path] = []
+    look = At(8, lambda: left.extend(temporary.glob("driftpoint-*")))
+    again = trainer(tmp_path, after := monitor.CheckpointCallback(ours.config), look, seed=5)
     assert ours.checkpointer is not None
     again.train(resume_from_checkpoint=monitor.resume_path(ours.config))
     reference = trainer(tmp_path, monitor.CheckpointCallback({**settings, "store": str(tmp_path / "other")}))
@@ -122,7 +126,7 @@ def test_after_an_error_training_goes_on_in_the_same_process(
     assert again.state.global_step == 10
 
     assert (after.checkpointer, ours.checkpointer) == (None, None)
-    assert list(temporary.glob("driftpoint-*")) == []
+    assert left == []  # a process that is killed from here on leaves nothing there
 
 
 def test_a_store_with_commits_is_not_buried(tmp_path: Path, settings: dict[str, Any]) -> None:
@@ -156,6 +160,23 @@ def test_what_was_finished_is_not_trained_further(
     again.train(resume_from_checkpoint=monitor.resume_path(settings))
     assert again.state.global_step == first.state.global_step == 6
     assert losses(again) == losses(first)
+    for mine, theirs in zip(again.model.parameters(), first.model.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize(("every", "policy"), [(100, "full"), (3, "full"), (2, "full"), (100, "observe")])
+def test_the_end_is_saved_whatever_the_interval(
+    tmp_path: Path, settings: dict[str, Any], every: int, policy: str
+) -> None:
+    first = trainer(tmp_path, monitor.CheckpointCallback({**settings, "every": every, "policy": policy}), max_steps=4)
+    first.train()
+    if policy == "observe":
+        assert not Path(settings["store"]).exists()
+        return
+    commits = [save.name for save in open_catalog(LocalFiles(Path(settings["store"]))).saves()]
+    assert commits[0] == "00000004-000001" and len(commits) == len(set(range(every, 5, every)) | {4})
+    again = trainer(tmp_path, monitor.CheckpointCallback(settings), seed=3, max_steps=4)
+    again.train(resume_from_checkpoint=monitor.resume_path(settings))
     for mine, theirs in zip(again.model.parameters(), first.model.parameters(), strict=True):
         assert torch.equal(mine, theirs)
 
