@@ -139,10 +139,10 @@ class Arena:
         try:
             if remove:
                 _remove(path for path in self._place.of(self._rank) if path != owner)
+                _remove([owner])  # as long as it is locked: afterwards it may be another's
         finally:
             self._owner.release()
         if remove:
-            _remove([owner])
             for folder in (self._place.folder, self._tier.folder):
                 with suppress(OSError):
                     folder.rmdir()
