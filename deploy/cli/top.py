@@ -18,9 +18,7 @@ from store.errors import NothingToResumeError
 if TYPE_CHECKING:
     from deploy.safety.facts import Facts
 
-OnceOption = Annotated[
-    bool, typer.Option("--once", help="Print one frame and leave; as where stdout is no terminal, or a dumb one.")
-]
+OnceOption = Annotated[bool, typer.Option("--once", help="Print one frame and leave; as where stdout is no terminal, or a dumb one.")]
 IntervalOption = Annotated[float, typer.Option("--interval", min=0.1, metavar="S", help="Seconds between two looks.")]
 
 

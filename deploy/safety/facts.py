@@ -175,9 +175,7 @@ def _commit_gap(catalog: Catalog, saves: Sequence[SaveId]) -> float | None:
         with suppress(DamagedError, StorageError):
             at = moment(catalog.manifest(save).created)
             made += [] if at is None else [(save.epoch, at)]
-    gaps = [
-        later - earlier for (epoch, later), (before, earlier) in pairwise(made) if epoch == before and later > earlier
-    ]
+    gaps = [later - earlier for (epoch, later), (before, earlier) in pairwise(made) if epoch == before and later > earlier]
     return median(gaps[:3]) if gaps else None
 
 

@@ -121,9 +121,7 @@ def _no_job(facts: Facts, name: str) -> Check:
     if facts.elsewhere and facts.current is None:
         note = f"the newest began on {facts.elsewhere}, and neither ended as it was meant to nor commits"
         return Check(name, "look", "not known", note, f"look on {facts.elsewhere}; --trace names its drift trace")
-    return Check(
-        name, "look", "ended before its time", heard, "find out why, and start it again; driftpoint run does so"
-    )
+    return Check(name, "look", "ended before its time", heard, "find out why, and start it again; driftpoint run does so")
 
 
 def _where(facts: Facts, at: float | None) -> str:
