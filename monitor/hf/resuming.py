@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import math
 import os
 import sys
@@ -29,6 +30,8 @@ from store.place import store_place
 if TYPE_CHECKING:
     from monitor.hf.callback import CheckpointCallback
     from monitor.hf.deepspeed_engine import Unloaded
+
+_log = logging.getLogger("driftpoint")
 
 PLAN = "driftpoint"
 """Key among the Trainer's ``stateful_callbacks``, by which a callback knows a folder of ours."""
@@ -89,7 +92,7 @@ def plan(config: Config, args: Any, model: Any, *, objects: int) -> Planned | No
     foreseen = foresee(config, group, objects)
     if foreseen is None:
         return None
-    saved = None if foreseen.user is None else foreseen.user[0]
+    saved = None if foreseen.user is None else require_ours(next(iter(foreseen.user), None))
     folder = Folder()
     folder.write_state(_trainer_state(foreseen, saved, args, group))
     quiet = None
@@ -127,11 +130,12 @@ def _trainer_state(foreseen: Foreseen, saved: Any, args: Any, group: Group) -> d
     """As rank 0 stored it. A commit that was imported says the step and no more."""
     step = foreseen.save.step
     if saved is None:
-        state: dict[str, Any] = {"global_step": step}
+        state: dict[str, Any] = {"global_step": step, **_as_asked_for(args)}
     else:
-        require_ours(saved)
         state = json.loads(group.from_first(saved["trainer"]))
         length = Length(**saved["length"])
+        if group.rank == 0 and length.beyond >= sys.maxsize and state["epoch"] >= 1 and not saved["at_epoch"]:
+            _tell_later_pass(int(state["epoch"]) + 1, step)
         if _done(
             step, length, args
         ):  # the Trainer would take another step, if the last epoch was not to be a whole one
@@ -139,6 +143,22 @@ def _trainer_state(foreseen: Foreseen, saved: Any, args: Any, group: Group) -> d
     told = {"save": foreseen.save.name, "memory": foreseen.memory}
     callbacks = dict(state.get("stateful_callbacks") or {})
     return {**state, "stateful_callbacks": {**callbacks, PLAN: {"args": {}, "attributes": told}}}
+
+
+def _tell_later_pass(number: int, step: int) -> None:
+    _log.warning(
+        "pass %d over the data was under way at step %d, and of data without a length the Trainer does not know how "
+        "much of a later pass is done: that pass begins anew",
+        number,
+        step,
+    )
+
+
+def _as_asked_for(args: Any) -> dict[str, Any]:
+    """What the Trainer's state says of its arguments, where no state was stored."""
+    steps = {name: getattr(args, name) for name in ("logging_steps", "eval_steps", "save_steps")}
+    known = {name: int(value) for name, value in steps.items() if value is not None and value >= 1}  # else a share
+    return {"train_batch_size": args.train_batch_size, **known}
 
 
 def _done(step: int, length: Length, args: Any) -> bool:

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.chaos.victims import VICTIMS, Target, gone
-from tests.support.launch import ENVIRONMENT, ROOT
+from tests.support.launch import ENVIRONMENT
 
 TRAINER = Path(__file__).with_name("hf_trainer.py")
 
