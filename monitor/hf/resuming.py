@@ -30,6 +30,7 @@ from store.place import store_place
 if TYPE_CHECKING:
     from monitor.hf.callback import CheckpointCallback
     from monitor.hf.deepspeed_engine import Unloaded
+    from monitor.hf.guard import Guard
 
 _log = logging.getLogger("driftpoint")
 
@@ -42,16 +43,18 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True)
 class Planned:
-    """folder: what the Trainer is given. unloaded: keeps DeepSpeed from loading it. quiet: a hook of the model's that
+    """folder: what the Trainer is given. guard: keeps others from it. unloaded: keeps DeepSpeed from loading it. quiet: a hook of the model's that
     keeps the Trainer from warning of what the folder has not."""
 
     folder: Folder
+    guard: Guard
     unloaded: Unloaded | None
     quiet: Any = None
 
     def end(self) -> None:
         """The Trainer needs it no more."""
         self.folder.remove()
+        self.guard.end()
         if self.unloaded is not None:
             self.unloaded.end()
         if self.quiet is not None:
@@ -86,8 +89,11 @@ def register(callback: CheckpointCallback) -> int:
     return next(_numbers)
 
 
-def plan(config: Config, args: Any, model: Any, *, objects: int) -> Planned | None:
+def plan(callback: CheckpointCallback, args: Any, model: Any, *, objects: int) -> Planned | None:
     """Foresee, and write the folder. args, model: the Trainer's. objects: in the checkpointer's ``state=[...]``."""
+    from monitor.hf.guard import Guard  # of transformers, which the caller has
+
+    config = callback.config
     group = current_group()
     foreseen = foresee(config, group, objects)
     if foreseen is None:
@@ -107,7 +113,7 @@ def plan(config: Config, args: Any, model: Any, *, objects: int) -> Planned | No
 
         folder.write_engine(None if saved is None else saved["lr_scheduler"])
         unloaded = Unloaded(folder.path)
-    return Planned(folder, unloaded, quiet)
+    return Planned(folder, Guard(folder.path, callback), unloaded, quiet)
 
 
 def _misses_nothing(model: Any, keys: Any) -> None:

@@ -132,6 +132,16 @@ def test_after_an_error_training_goes_on_in_the_same_process(
     assert left == []  # a process that is killed from here on leaves nothing there
 
 
+def test_a_trainer_without_the_callback_does_not_begin_from_nothing(tmp_path: Path, settings: dict[str, Any]) -> None:
+    ours = monitor.CheckpointCallback(settings)
+    running = trainer(tmp_path, ours)
+    running.train()
+    with pytest.raises(UsageError, match="this Trainer does not have the CheckpointCallback"):
+        trainer(tmp_path, _Nothing(), seed=2).train(resume_from_checkpoint=monitor.resume_path(settings))
+    running.train(resume_from_checkpoint=monitor.resume_path(settings))
+    assert running.state.global_step == 10
+
+
 def test_a_store_with_commits_is_not_buried(tmp_path: Path, settings: dict[str, Any]) -> None:
     ours = monitor.CheckpointCallback(settings)
     running = trainer(tmp_path, ours)
