@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import time
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -92,9 +93,12 @@ def end_below(term_seconds: float, kill_seconds: float, but: Collection[psutil.P
         return 0, 0
     send(left, signal.SIGTERM)
     psutil.wait_procs(left, timeout=term_seconds)
-    survivors = below(but)  # those that were forked meanwhile too
-    send(survivors, signal.SIGKILL)
-    psutil.wait_procs(survivors, timeout=kill_seconds)
+    last = time.monotonic() + kill_seconds
+    while survivors := below(but):  # again: one may fork between being seen and being killed
+        send(survivors, signal.SIGKILL)
+        psutil.wait_procs(survivors, timeout=max(0.0, last - time.monotonic()))
+        if time.monotonic() >= last:
+            break
     reap(but=0)
     return len(left), len(below(but))
 

@@ -23,6 +23,10 @@ from store.schema import EpochRecord, ManifestRecord
 from store.versions import newest_resumable
 
 
+_TRIES = 4
+"""Times that a store is read which changes meanwhile."""
+
+
 @dataclass(frozen=True)
 class Resume:
     """What a resume would take now. effective_step: where its weights stand. goes_on_at: the step that a job goes on
@@ -67,7 +71,19 @@ class StoreStatus:
 
 
 def standing(catalog: Catalog, root: Path, *, counted: bool = True) -> StoreStatus:
-    """Of the store at ``root``. counted: add up the bytes of its files."""
+    """Of the store at ``root``. counted: add up the bytes of its files.
+
+    What a job prunes while this reads is not there any more, and no damage: then all is read again."""
+    for _ in range(_TRIES):
+        before = catalog.saves()
+        found = _standing(catalog, root, counted=counted)
+        if not found.problems or catalog.saves() == before:
+            break
+        catalog.forget()
+    return found
+
+
+def _standing(catalog: Catalog, root: Path, *, counted: bool) -> StoreStatus:
     problems: list[str] = []
     resume, resumed, certificate = _resume(catalog, problems)
     newest = _newest_readable(catalog, problems)

@@ -66,7 +66,7 @@ class Supervisor:
             self._teller.say("the system does not say which processes a dead command leaves: they are not ended")
         with self._signals_held():
             stop = self._attempts()
-        self._teller.stopped(stop)
+            self._teller.stopped(stop)
         return stop.code
 
     def _attempts(self) -> Stop:
@@ -199,6 +199,8 @@ class Supervisor:
         try:
             yield
         finally:
+            while self._next_signal(0.0) is not None:  # it is over: what still comes must not change how it ended
+                pass
             for number, handler in handlers.items():
                 signal.signal(number, signal.SIG_DFL if handler is None else handler)
             signal.pthread_sigmask(signal.SIG_SETMASK, before)

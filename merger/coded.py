@@ -14,7 +14,7 @@ import numpy as np
 from merger.blocks import Flaw, Progress, Readable
 from store.coverage import Source
 from store.encoding import CHUNK, itemsize
-from store.errors import DamagedError, MissingError, StorageError
+from store.errors import DamagedError, MissingError, StorageError, UnreachableError
 from store.fragments import FragmentReader
 from store.versions import Bad
 
@@ -66,6 +66,8 @@ class FragmentPass:
                 yield values.view(np.uint8).data
         except DamagedError as error:
             raise DamagedError(f"{self._what('which is damaged')}: {error}") from error
+        except UnreachableError:
+            raise
         except MissingError as error:
             raise MissingError(f"{self._what('which is gone')}: {error}") from error
         except StorageError as error:

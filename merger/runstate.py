@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from merger.tensors import from_leaf
-from store.errors import DamagedError, MergeError, StorageError
+from store.errors import DamagedError, MergeError, StorageError, UnreachableError
 from store.files import Files
 from store.schema import PartRecord
 from store.segments import read_leaves
@@ -46,6 +46,8 @@ def read_run_states(
     for rank, part in sorted(parts.items()):
         try:
             trees[rank] = decode(_wanted(part, rank), read_leaves(files, part), from_leaf)
+        except UnreachableError:
+            raise
         except (DamagedError, StorageError) as error:
             return None, error
     framework = trees[0].get("framework")

@@ -27,7 +27,7 @@ from merger.outfiles import OutFiles
 from merger.parallel import go_on, in_parallel
 from merger.tensors import memory_of, torch_dtype
 from store.coverage import FragmentIndex
-from store.errors import DamagedError, MergeError, StorageError, UsageError
+from store.errors import DamagedError, MergeError, StorageError, UnreachableError, UsageError
 
 CHUNK = 1 << 22
 """Bytes read at a time: enough for the device, small enough for a processor's cache."""
@@ -132,6 +132,8 @@ def transfer(plan: TransferPlan, paths: Sequence[Path], workers: int, progress: 
         chunks = _stored(block, told) if decoding is None else _decoded(decoding)
         try:
             pieces = _move_block(block, chunks, plan.moves[block], paths)
+        except UnreachableError:
+            raise
         except (DamagedError, StorageError) as error:
             flaw = block.flaw if decoding is None else decoding.flaw
             if flaw is None:

@@ -64,6 +64,7 @@ class LayerMetrics:
         self._jumps = Spikes()
         self._units: list[Unit] = []
         self._sick: set[Unit] = set()
+        self._named: set[str] = set()
         self._drift: dict[Unit, float] = {}
         self._staleness: dict[Unit, float] = {}
         self._read: dict[Unit, int] = {}
@@ -74,16 +75,19 @@ class LayerMetrics:
         if order == self._units:
             return
         self._units = order
-        before = self._shown.hidden
+        hidden = self._shown.hidden
         for gone in self._shown.know(units):
             self._remove(gone)
         self._sick &= set(units)
-        sick = {unit.layer for unit in self._sick}
-        for layer in {unit.layer for unit in units if unit in self._shown}:
+        sick, before = {unit.layer for unit in self._sick}, self._named
+        self._named = {unit.layer for unit in units if unit in self._shown}
+        for layer in before - self._named:
+            self.layer_sick.remove(layer)
+        for layer in self._named:
             self.layer_sick.labels(layer).set(layer in sick)
         self.units.set(len(units))
         self.hidden.set(self._shown.hidden)
-        if self._shown.hidden and not before:
+        if self._shown.hidden and not hidden:
             _log.warning(
                 "metrics: %d of %d layer slots have no series of their own (metrics.layer_series is %d): those shown "
                 "are spread evenly over the model, and whatever stands out is added; counts are over all",
@@ -120,10 +124,9 @@ class LayerMetrics:
         layers = {unit.layer for unit in self._sick}
         for unit in sick:
             self._shown.stood_out(unit)
-        for layer in {unit.layer for unit in sick if unit in self._shown}:
-            self.layer_sick.labels(layer).set(1)
-        for layer in before - layers:
-            self.layer_sick.labels(layer).set(0)
+        self._named |= {unit.layer for unit in sick if unit in self._shown}
+        for layer in (before | layers) & self._named:
+            self.layer_sick.labels(layer).set(layer in layers)
         if layers - before:
             _log.error(
                 "NaN or Inf in %s: it is not saved, and the versions before stay", _names(sorted(layers - before))

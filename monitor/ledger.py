@@ -19,7 +19,7 @@ from store.coverage import covered_numel
 from store.encoding import encoding_named
 from store.errors import DamagedError, NotFiniteError, SaveError
 from store.members import members_digest, members_of
-from store.names import BUFFER, FROZEN, WEIGHTS, SaveId, Unit
+from store.names import SaveId, Unit
 from store.schema import Entry, GroupRecord, LayerRecord, ManifestRecord, TensorRecord, UnitRecord
 from store.versions import Resolution
 
@@ -202,10 +202,13 @@ def _require_whole_tensors(draft: CommitDraft, group: Group) -> None:
     for part in group.parts:
         for entry in part.entries:
             found[entry.fqn, entry.slot] = found.get((entry.fqn, entry.slot), 0) + entry.numel
-    for (fqn, slot), numel in found.items():
+    for (fqn, slot), numel in found.items():  # every slot is of its parameter's shape
         shape = draft.facts.tensors[fqn].shape if fqn in draft.facts.tensors else None
-        if slot in (WEIGHTS, FROZEN, BUFFER) and (shape is None or math.prod(shape) != numel):
-            raise SaveError(f"save {draft.save}: the segments hold {numel} elements of {fqn}, whose shape is {shape}")
+        if shape is None or math.prod(shape) != numel:
+            raise SaveError(
+                f"save {draft.save}: the segments hold {numel} elements of {fqn}/{slot}, of shape {shape}: the "
+                "ranks do not hold the same tensors, or optimizer state exists on some of them only"
+            )
 
 
 def _measured(group: Group) -> tuple[set[str], dict[Unit, float], dict[Unit, float]]:

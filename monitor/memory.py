@@ -189,9 +189,6 @@ class MemoryTier:
         try:
             version = self._staged(save, local, slot)
         except Exception as error:  # noqa: BLE001 - the edge to the user's own objects: kept as the version's failure
-            if isinstance(error, StorageError):
-                self._failures += 1
-                self._refused = str(error)
             self._pending = _Pending(self._writer.submit(_raising(error)), save, slot)
         else:
             self._pending = _Pending(self._writer.submit(lambda: self._remembered(version, keep)), save, slot)
@@ -269,6 +266,9 @@ class MemoryTier:
         for done in self._writer.finished():
             if self._pending is not None and done.number == self._pending.number:
                 self._outcome = done
+                if isinstance(done.error, StorageError):
+                    self._failures += 1
+                    self._refused = str(done.error)
 
     def _finish(self, pending: _Pending, outcome: Done[float] | None, any_failed: bool) -> None:
         arena = self._room.arena

@@ -1,8 +1,8 @@
 """Prometheus metrics of a job, served by rank 0 from a registry of its own: one place for the whole job.
 
-Told by the training thread, but for the room on disk, which the background thread asks for. What goes wrong with the
-endpoint (a port that is taken, a certificate that cannot be read) costs the endpoint, never the training, and it never
-listens with less protection than was asked for.
+Told by the training thread, but for the room on disk, which the background thread asks for, and the time of a step,
+which a scrape does. What goes wrong with the endpoint (a port that is taken, a certificate that cannot be read) costs
+the endpoint, never the training, and it never listens with less protection than was asked for.
 """
 
 from __future__ import annotations

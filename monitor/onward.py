@@ -22,7 +22,7 @@ from monitor.settings import ResumeSettings
 from store.catalog import Catalog
 from store.certificate import certify
 from store.effective import run_saves
-from store.errors import DamagedError, StorageError
+from store.errors import DamagedError, StorageError, UnreachableError
 from store.names import BUFFER, FROZEN, WEIGHTS, SaveId
 from store.schema import GroupRecord, PartRecord
 from store.segments import read_leaves
@@ -129,6 +129,8 @@ def _read(catalog: Catalog, save: SaveId, record: GroupRecord, rank: int) -> _Re
         state = _tree(catalog, parts.parts.get(rank, first))
         if state.get("framework") is None:  # rank 0 alone stores it; older stores have it on every rank
             state["framework"] = _tree(catalog, first)["framework"]
+    except UnreachableError:
+        raise
     except (DamagedError, StorageError) as error:
         return _Read({}, False, str(error))
     return _Read(state, rank < record.world_size and state["rng"] is not None)

@@ -108,6 +108,7 @@ class Adaptive:
         self._in_vain = 0
         self._told: int | None = None
         self._told_slow = False
+        metrics.interval.set(self._first)
 
     def count(self, interruptions: int, rank_seconds: float) -> None:
         """See :class:`Pace`."""
@@ -150,7 +151,7 @@ class Adaptive:
 
     def _per_hour(self) -> float:
         interruptions, rank_seconds = self._before
-        own = self._world_size * (self._clock() - self._began)
+        own = self._world_size * max(0.0, self._clock() - self._began)  # a clock that went back ends no training
         return self._prior.expected_per_hour(interruptions, (rank_seconds + own) / 3600.0)
 
     def _show(self, found: Interval, measured: Measured, per_hour: float) -> None:

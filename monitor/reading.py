@@ -21,7 +21,7 @@ from monitor.staging import as_bytes
 from store.ahead import Ahead
 from store.catalog import Catalog
 from store.coverage import Copy, FragmentIndex, Source
-from store.errors import DamagedError, MissingError, ModelMismatchError, StorageError
+from store.errors import DamagedError, MissingError, ModelMismatchError, StorageError, UnreachableError
 from store.files import Files
 from store.fragments import FragmentReader
 from store.names import BUFFER, FROZEN, RAW, WEIGHTS, Fragment, SaveId
@@ -59,7 +59,7 @@ class Read:
 
 
 def read(catalog: Catalog, resolution: Resolution, places: Sequence[Place], room: Room) -> Read:
-    """Read what ``places`` need. ModelMismatchError where the live dtypes cannot take it."""
+    """Read what ``places`` need. ModelMismatchError where the live dtypes cannot take it; UnreachableError."""
     index = FragmentIndex(resolution.sources())
     bad: set[Bad] = set()
     notes: list[str] = []
@@ -106,6 +106,8 @@ def _fill(catalog: Catalog, copies: Iterable[Copy[Source]], host: torch.Tensor, 
         fault = _Fault(copy.source.part.save)
         try:
             patiently(lambda: _fetch(catalog.files, copy, target, fault))  # noqa: B023
+        except UnreachableError:
+            raise
         except (DamagedError, StorageError):
             bad.add(Bad(fault.save, copy.source.entry.unit))
 
@@ -136,11 +138,11 @@ def _fetch(files: Files, copy: Copy[Source], target: torch.Tensor, fault: _Fault
 
 
 def patiently(attempt: Callable[[], T]) -> T:
-    """The attempt's result. What a disk refuses once it may give the next time."""
+    """The attempt's result. What a disk refuses once it may give the next time; what a bucket does, was asked for."""
     for pause in (0.1, 1.0):
         try:
             return attempt()
-        except MissingError:
+        except (MissingError, UnreachableError):
             raise
         except StorageError:
             time.sleep(pause)

@@ -42,13 +42,15 @@ class Remembered:
 
     commit: what to resume from that: the version itself, or a commit some of whose layers are older than in memory.
     replicas: ranks of the version whose own memory is gone: it is what peers kept of it. instead: what is to be resumed
-    where ``catalog`` turns out to hold nothing that is whole, before the store alone."""
+    where ``catalog`` turns out to hold nothing that is whole, before the store alone. older: the version before it,
+    which lies below it: what is wrong of the newer one comes from there."""
 
     save: SaveId
     commit: SaveId
     catalog: Catalog
     replicas: frozenset[int] = frozenset()
     instead: Catalog | None = None
+    older: SaveId | None = None
 
 
 @dataclass(frozen=True)
@@ -88,14 +90,16 @@ def newest_remembered(
     sights = group.gather(_sight(tier, node, disk))
     for name in _candidates(sights):
         found = _put_together(SaveId.parse(name), node, group, tells=_tells(sights, group.rank))
-        remembered = everywhere(group, partial(_over, catalog, found, disk))
+        older = everywhere(group, partial(_before, name, node, sights, disk))
+        over = partial(_over, catalog, disk=disk, older=older)
+        remembered = everywhere(group, partial(over, found))
         if found is None or remembered is None:
             continue
         if peers is not None and peers.reachable:
-            return _over(catalog, _reaching(found, sights, peers), disk, _replicas_of(name, sights))
+            return over(_reaching(found, sights, peers), replicas=_replicas_of(name, sights))
         told = lent(remembered.catalog, remembered.commit, found, adapter, group)
         if told is not None:
-            return _over(catalog, replace(found, lent=told), disk, _replicas_of(name, sights))
+            return over(replace(found, lent=told), replicas=_replicas_of(name, sights))
         _log.warning(
             "memory holds step %d, but not every rank finds what it needs on its own node (ranks moved, or the world "
             "changed): going on from the store",
@@ -200,29 +204,50 @@ def _replicas_of(name: str, sights: list[_Sight]) -> frozenset[int]:
 
 
 def _over(
-    catalog: Catalog, found: MemoryVersion | None, disk: _OnDisk | None, replicas: frozenset[int] = frozenset()
+    catalog: Catalog,
+    found: MemoryVersion | None,
+    *,
+    disk: _OnDisk | None,
+    older: MemoryVersion | None,
+    replicas: frozenset[int] = frozenset(),
 ) -> Remembered | None:
-    """The store with the version on top; None where nothing in it is newer."""
+    """The store with the version on top; None where nothing in it is newer. older: between the two, if it is whole."""
     if found is None:
         return None
-    if disk is None or found.save > SaveId.parse(disk.newest):
-        whole = Catalog(Overlay(catalog.files, found, _continued(found, disk)), catalog.record)
-        return Remembered(found.save, found.save, whole, replicas)
-    commit = SaveId.parse(disk.newest)
-    manifest = mixed(catalog.manifest(commit), found.manifest)
-    if manifest is None:
+    newest = None if disk is None else SaveId.parse(disk.newest)
+    if newest is None or found.save > newest:
+        files = catalog.files if older is None else Overlay(catalog.files, older, _continued(older, newest))
+        manifest = _continued(found, newest if older is None else older.save)
+        whole = Catalog(Overlay(files, found, manifest), catalog.record)
+        return Remembered(found.save, found.save, whole, replicas, older=None if older is None else older.save)
+    composite = mixed(catalog.manifest(newest), found.manifest)
+    if composite is None:
         return None
-    return Remembered(found.save, commit, Catalog(Overlay(catalog.files, found, manifest), catalog.record), replicas)
+    return Remembered(found.save, newest, Catalog(Overlay(catalog.files, found, composite), catalog.record), replicas)
 
 
-def _continued(found: MemoryVersion, disk: _OnDisk | None) -> ManifestRecord:
+def _continued(found: MemoryVersion, newest: SaveId | None) -> ManifestRecord:
     """The version's manifest, as what follows the newest commit of its own epoch, in which a job only goes forward.
 
     When it was kept that was not known to be committed; and what is wrong of the version falls back to it."""
-    newest = None if disk is None else SaveId.parse(disk.newest)
     if newest is None or newest.epoch != found.save.epoch:
         return found.manifest
     return found.manifest.model_copy(update={"previous": newest.name})
+
+
+def _before(name: str, node: Node, sights: list[_Sight], disk: _OnDisk | None) -> MemoryVersion | None:
+    """The version before that one, of the same epoch and newer than every commit; on a single node, where all ranks can
+    read all of it without being told."""
+    save, newest = SaveId.parse(name), None if disk is None else SaveId.parse(disk.newest)
+    if len({sight.node for sight in sights}) > 1:
+        return None
+    for other in sorted(node.versions, reverse=True):
+        if other.epoch == save.epoch and other < save and (newest is None or other > newest):
+            try:
+                return assembled(other, [share_of(node.versions[other])], node)
+            except StoreError:  # not of all ranks
+                continue
+    return None
 
 
 def _sight(tier: Tier, node: Node, disk: _OnDisk | None) -> _Sight:

@@ -36,7 +36,8 @@ class Resumed:
 
     onward: the save whose run state it has, and so the step that it goes on from. notes: what was damaged, skipped or
     converted, for people. rounded: what the live dtypes could not hold, over all ranks; the state is not exact then.
-    memory: the version in memory that this is, if it is one. replicas: ranks of it that peers had kept it of.
+    memory: the version in memory that this is, if it is one. kept: that, and an older one that it consists of in part.
+    replicas: ranks of it that peers had kept it of.
     passed_over: how many newer commits it is not, since they are damaged or suspect."""
 
     resolution: Resolution
@@ -44,6 +45,7 @@ class Resumed:
     notes: tuple[str, ...]
     rounded: tuple[str, ...]
     memory: SaveId | None = None
+    kept: frozenset[SaveId] = frozenset()
     replicas: frozenset[int] = frozenset()
     passed_over: int = 0
 

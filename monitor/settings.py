@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Annotated, Literal
+from typing import Annotated, Any, Final, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic.config import JsonDict
+from pydantic_core import PydanticCustomError
 
 from monitor.choices import SIGNALS, encodings_schema
 from policies.account import BYTES, STALL, STORAGE, Account
@@ -22,10 +24,23 @@ _LONGEST = 1e6
 """Seconds; threads cannot wait for ever longer ones."""
 
 
+_LEAST_1: Final[JsonDict] = {"minimum": 1}
+"""For editors, of settings whose own modules say better than pydantic what is wrong with them."""
+
+
 class Settings(BaseModel):
     """Base of all sections: frozen, and an unknown key is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_switch(cls, value: Any, info: ValidationInfo) -> Any:
+        """YAML takes on, off, yes and no for true and false, which Python would let pass for 1 and 0."""
+        field = cls.model_fields[info.field_name or ""]
+        if isinstance(value, bool) and field.annotation is not bool and bool not in get_args(field.annotation):
+            raise PydanticCustomError("switch", "it must not be true or false, nor on, off, yes or no")
+        return value
 
 
 class BoundSettings(Settings):
@@ -34,8 +49,13 @@ class BoundSettings(Settings):
     max_staleness: int | None = Field(
         default=None,
         description="steps a moving layer's newest version may lie back; at least `every`; `auto` keeps within it",
+        json_schema_extra=_LEAST_1,
     )
-    max_drift: float | None = Field(default=None, description="relative distance at which a layer is saved in any case")
+    max_drift: float | None = Field(
+        default=None,
+        description="relative distance at which a layer is saved in any case",
+        json_schema_extra={"minimum": 0},
+    )
     precision: Literal["exact", "any"] | None = Field(
         default=None, description="exact: lossless encodings only. null: exact, unless `encoding` names another"
     )
@@ -123,8 +143,10 @@ class LayerSettings(Settings):
 class RetentionSettings(Settings):
     """Which commits stay; of them a resume takes the newest that is whole."""
 
-    keep_last: int = Field(default=3, description="newest commits")
-    keep_every: int | None = Field(default=None, description="and one in each stretch of so many steps")
+    keep_last: int = Field(default=3, description="newest commits", json_schema_extra=_LEAST_1)
+    keep_every: int | None = Field(
+        default=None, description="and one in each stretch of so many steps", json_schema_extra=_LEAST_1
+    )
     log_spaced: bool = Field(
         default=True, description="and ever sparser ones further back; the last proven one always stays"
     )

@@ -21,9 +21,12 @@ T = TypeVar("T")
 
 
 def told_of(found: Resumed, remembered: Remembered) -> Resumed:
-    """The same, told whether anything of it is what memory held: where bytes were wrong there, nothing may be."""
-    used = any(version.save == remembered.save for version in found.resolution.versions.values())
-    return replace(found, memory=remembered.save, replicas=remembered.replicas) if used else found
+    """The same, told what of it is what memory held: where bytes were wrong there, nothing may be."""
+    used = {version.save for version in found.resolution.versions.values()} & {remembered.save, remembered.older}
+    kept = frozenset(save for save in used if save is not None)
+    if not kept:
+        return found
+    return replace(found, memory=max(kept), kept=kept, replicas=remembered.replicas)
 
 
 def resumed(
@@ -59,8 +62,8 @@ def remembered_or_stored(
 def certified(found: Resumed) -> Certificate:
     """What the job goes on from, rounding by the live dtypes included."""
     certificate = certify(found.resolution)
-    if found.memory is not None:
-        certificate = from_memory(certificate, found.memory, _kept_by_peers(found))
+    for save in found.kept:
+        certificate = from_memory(certificate, save, _kept_by_peers(found))
     exact = certificate.exact and not found.rounded
     return replace(certificate, exact=exact, problems=certificate.problems + found.rounded)
 
@@ -82,7 +85,7 @@ def adopt(job: Job, catalog: Catalog, found: Resumed, step: int) -> None:
     below = found.resolution
     if found.memory is not None:
         versions = found.resolution.versions.items()
-        job.table.lost |= {unit for unit, version in versions if version.save == found.memory}
+        job.table.lost |= {unit for unit, version in versions if version.save in found.kept}
         newest = newest_on_disk(catalog, job.group)
         if newest is None:
             job.ledger.forget()

@@ -73,6 +73,8 @@ def begin_metrics(job: Job, epoch: int) -> None:
     metrics, settings = job.metrics, job.config.metrics
     metrics.resumed.epoch.set(epoch)
     metrics.resumed.attached.set(time.time())
+    # At each scrape, in its thread: copying a few numbers is no race, and steps need not pay for it.
+    metrics.step_seconds.set_function(lambda: job.pace.timing.step or 0.0)
     if settings.enabled:
         metrics.serve(settings.host, settings.port, settings.guards())
 
@@ -87,7 +89,6 @@ def show_units(job: Job, step: int, decided: Decided) -> None:
     layers.show(drift, staleness)
     layers.judge(step, _readings(drift, staleness))
     layers.healthy(decided.drift.keys(), [one.unit for one in decided.stats if not one.finite])
-    job.metrics.step_seconds.set(job.pace.timing.step or 0.0)
 
 
 def _readings(drift: Mapping[Unit, float], staleness: Mapping[Unit, int | None]) -> dict[Unit, Reading]:

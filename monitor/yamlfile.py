@@ -1,4 +1,4 @@
-"""A configuration file as plain values: safe, and no number that is read as another one than it looks like."""
+"""A configuration file as plain values: safe, no key twice, and no number that is read as another than it seems."""
 
 from __future__ import annotations
 
@@ -16,7 +16,19 @@ _MISREAD = re.compile(r"[-+]?0[0-9_]+|.*:.*")
 
 
 class _Loader(yaml.SafeLoader):
-    """Plain values only, and no number that YAML 1.1 takes for another one than it looks like."""
+    """Plain values only, no number that YAML 1.1 takes for another one than it looks like, and no key twice."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        """Of a key that is there twice the first value, a whole section perhaps, would be dropped without a word."""
+        node: yaml.MappingNode = super().compose_mapping_node(anchor)
+        seen = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in seen:
+                    told = f"{key.value!r} is there twice: write it once, with all that belongs to it"
+                    raise yaml.constructor.ConstructorError(None, None, told, key.start_mark)
+                seen.add(key.value)
+        return node
 
     def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
         """``0100`` would be 64 (octal), ``10:00`` 600 (sexagesimal)."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 
-from store.errors import DamagedError, MissingError, NewerFormatError, NoStoreError, StorageError
+from store.errors import DamagedError, MissingError, NewerFormatError, NoStoreError, StorageError, UnreachableError
 from store.files import Files
 from store.layout import MANIFESTS, PROVEN, SEGMENTS, STORE, manifest_path, parse_save_dir, parse_save_file, part_path
 from store.names import SaveId, Unit
@@ -102,7 +102,9 @@ class Catalog:
         return self._manifests[save]
 
     def group(self, save: SaveId, record: GroupRecord) -> LoadedGroup:
-        """The parts of a group as the manifest's ``record`` has it, sizes of their payloads checked."""
+        """The parts of a group as the manifest's ``record`` has it, sizes of their payloads checked.
+
+        UnreachableError: nobody knows; everything else that may be wrong is in the group."""
         key = (save, record.parts)
         if key not in self._groups:
             found = self._load_group(save, record)
@@ -134,6 +136,8 @@ class Catalog:
         # Goes by the names that are there: the number in the record is only believed once it is matched.
         try:
             ranks = [rank for rank in present_parts(self.files, save) if rank < record.world_size]
+        except UnreachableError:
+            raise
         except (DamagedError, StorageError) as error:
             return LoadedGroup(save, {}, (str(error),), refused=isinstance(error, StorageError))
         if len(ranks) != record.world_size:
@@ -149,6 +153,8 @@ class Catalog:
                 check_payload_size(self.files, part)
             except (DamagedError, MissingError) as error:
                 problems.append(str(error))
+            except UnreachableError:
+                raise
             except StorageError as error:
                 problems.append(str(error))
                 refused = True

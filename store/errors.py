@@ -13,7 +13,8 @@
     │   ├── NothingToResumeError  no manifest can be resumed
     │   ├── StorageError          the operating system refused an operation
     │   │   ├── MissingError      the file or directory is not there
-    │   │   └── ExistsError       the name is taken, and nothing here is ever replaced
+    │   │   ├── ExistsError       the name is taken, and nothing here is ever replaced
+    │   │   └── UnreachableError  an object store did not answer: what it holds is not known
     │   └── DamagedError          bytes are not what was committed
     ├── DaemonError               the daemon of this node is not there, or says what cannot be understood
     ├── PeerError                 another rank's node does not take or give what memory holds
@@ -104,6 +105,12 @@ class MissingError(StorageError):
 
 class ExistsError(StorageError):
     """The name is taken already; what is written once is never replaced."""
+
+
+class UnreachableError(StorageError):
+    """An object store gave no answer that tells anything, as long as it was asked: another time may go better.
+
+    Nothing stands in for what was asked for: it may well be whole."""
 
 
 class DamagedError(StoreError):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from store.bases import Key, base_key, stored_whole, whole_key
 from store.catalog import Catalog, LoadedGroup
 from store.coverage import Source
-from store.errors import DamagedError, NothingToResumeError, StorageError
+from store.errors import DamagedError, NothingToResumeError, StorageError, UnreachableError
 from store.family import Finding, check_family, check_stored
 from store.layout import part_path, payload_path
 from store.names import SaveId
@@ -59,7 +59,8 @@ def verify(
     only: Collection[SaveId] | None = None,
     checked: Collection[GroupKey] = (),
 ) -> VerifyReport:
-    """Check every commit down to the last byte that it reaches. NewerFormatError where a newer release is needed.
+    """Check every commit down to the last byte that it reaches. NewerFormatError where a newer release is needed;
+    UnreachableError where an object store does not answer.
 
     only: these commits instead of all. checked: groups that were read and need not be read again."""
     catalog.forget()
@@ -122,6 +123,8 @@ class _Checker:
         for save in saves:
             try:
                 manifest = self._catalog.manifest(save)
+            except UnreachableError:
+                raise
             except (DamagedError, StorageError) as error:
                 self.problems.append(str(error))
                 continue
@@ -135,6 +138,8 @@ class _Checker:
         path = payload_path(part.save, part.rank)
         try:
             check_header(self._catalog.files, path, part.header_bytes, part.header_xxh3_128)
+        except UnreachableError:
+            raise
         except (DamagedError, StorageError) as error:
             # Our own readers do not need the container's header; others do.
             self.problems.append(str(error))
@@ -143,6 +148,8 @@ class _Checker:
             self._check_entry(part, entry)
         try:
             read_leaves(self._catalog.files, part)
+        except UnreachableError:
+            raise
         except (DamagedError, StorageError) as error:
             self.problems.append(str(error))
             self.bad.add(Bad(part.save))
@@ -163,6 +170,8 @@ class _Checker:
 
     def _told(self, checked: Sequence[Source], findings: Sequence[Finding]) -> None:
         for found in findings:
+            if isinstance(found.error, UnreachableError):
+                raise found.error
             part, entry = found.source.part, found.source.entry
             self.problems.append(f"{found.error} ({entry.fqn}/{entry.slot} in {part_path(part.save, part.rank)})")
             self.bad.add(Bad(part.save, entry.unit, entry.fragment))
@@ -176,6 +185,8 @@ class _Checker:
 def _state(catalog: Catalog, save: SaveId, checker: _Checker, bad: frozenset[Bad]) -> CommitState:
     try:
         resolution = resolve(catalog, save, bad)
+    except UnreachableError:
+        raise
     except (DamagedError, StorageError) as error:
         return CommitState(save, "damaged", (str(error),))
     touched = {SaveId.parse(name) for name in resolution.manifest.groups}

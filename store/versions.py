@@ -14,7 +14,7 @@ from store.bases import with_bases
 from store.catalog import Catalog
 from store.coverage import FragmentIndex, Source, covered_numel
 from store.encoding import encoding_named
-from store.errors import DamagedError, MissingError, NothingToResumeError, StorageError
+from store.errors import DamagedError, MissingError, NothingToResumeError, StorageError, UnreachableError
 from store.layout import segment_dir
 from store.names import Fragment, SaveId, Unit
 from store.schema import GroupRecord, ManifestRecord, PartRecord, UnitRecord
@@ -91,7 +91,8 @@ def resolve(catalog: Catalog, save: SaveId, bad: Set[Bad] = frozenset()) -> Reso
 def newest_resumable(
     catalog: Catalog, bad: Set[Bad] = frozenset(), skip: Set[SaveId] = frozenset()
 ) -> tuple[Resolution, tuple[str, ...]]:
-    """The newest manifest that resolves, and what was wrong with those before it. NothingToResumeError if none does.
+    """The newest manifest that resolves, and what was wrong with those before it. NothingToResumeError if none does;
+    UnreachableError where that cannot be known now.
 
     Those that jobs died of come last, see :func:`store.suspects.resume_order`."""
     suspects = catalog.suspects()
@@ -102,6 +103,8 @@ def newest_resumable(
             continue
         try:
             return resolve(catalog, save, bad), (*passed_over, *suspects.told(save, saves))
+        except UnreachableError:
+            raise
         except (DamagedError, StorageError) as error:
             passed_over.append(f"{save}: {error}")
     if passed_over:
@@ -196,6 +199,8 @@ def _ancestors(catalog: Catalog, manifest: ManifestRecord, problems: list[str]) 
             continue
         try:
             older = catalog.manifest(save)
+        except UnreachableError:
+            raise
         except (DamagedError, StorageError) as error:
             problems.append(str(error))
             continue

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -74,11 +76,29 @@ def doctor(
         )
     count = known_parameters(root) if parameters is None else parsed_count(parameters)
     plan = Plan(settings, count, nodes)
-    findings = list(_findings(root, plan, ranks, patience))
+    with _tidy():
+        findings = list(_findings(root, plan, ranks, patience))
     if ranks.first:
         body = as_json(root, findings)
         output.answer(body, lambda console: draw(console, root, findings), as_json=json)
     raise typer.Exit(OK if healthy(findings) else DriftpointError.exit_code)
+
+
+@contextmanager
+def _tidy() -> Iterator[None]:
+    """Where this is ended, or its terminal is closed, what it made is taken away all the same."""
+
+    def leave(number: int, frame: object) -> None:
+        del frame
+        raise SystemExit(128 + number)
+
+    wanted = [one for one in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(one) != signal.SIG_IGN]
+    before = {one: signal.signal(one, leave) for one in wanted}
+    try:
+        yield
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)
 
 
 def as_json(root: Path, findings: list[Finding]) -> dict[str, Any]:

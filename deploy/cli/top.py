@@ -18,7 +18,7 @@ from store.errors import NothingToResumeError
 if TYPE_CHECKING:
     from deploy.safety.facts import Facts
 
-OnceOption = Annotated[bool, typer.Option("--once", help="Print one frame and leave; as where stdout is no terminal.")]
+OnceOption = Annotated[bool, typer.Option("--once", help="Print one frame and leave; as where stdout is no terminal, or a dumb one.")]
 IntervalOption = Annotated[float, typer.Option("--interval", min=0.1, metavar="S", help="Seconds between two looks.")]
 
 
@@ -39,13 +39,18 @@ def top(
 
     watch = Watch(store, trace_path(store, trace), base_of(memory))
     facts = watch.look()
-    if json or once or not (sys.stdout.isatty() and sys.stdin.isatty()):
+    if json or once or not _interactive():
         output.answer(as_json(facts), lambda console: draw(console, facts), as_json=json)
     else:
         from deploy.top.live import run
 
         facts = run(Console(highlight=False, markup=False, emoji=False), watch, interval) or facts
     raise typer.Exit(NothingToResumeError.exit_code if facts.status is None else facts.status.exit_code)
+
+
+def _interactive() -> bool:
+    """Whether a screen can be drawn and drawn over, and keys be read."""
+    return sys.stdout.isatty() and sys.stdin.isatty() and not Console().is_dumb_terminal
 
 
 def as_json(facts: Facts) -> dict[str, Any]:

@@ -8,14 +8,13 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from deploy.daemon.rescuer import OUTCOMES
-from store.daemon.messages import JobReport
+from store.daemon.messages import Report
 from store.endpoint.access import Guards
 from store.endpoint.server import Endpoint
 from store.errors import ConfigError
@@ -98,12 +97,14 @@ class DaemonMetrics:
         except ConfigError as error:
             _log.error("no metrics of the daemon: %s", error)
 
-    def show(self, jobs: Iterable[JobReport], base: Path) -> None:
+    def show(self, report: Report, base: Path) -> None:
         """How things stand. base: of shared memory."""
         with suppress(OSError):  # it is gone: what there was is told by its jobs
             found = os.statvfs(base)
             self.memory_room.set(found.f_bavail * found.f_frsize)
-        reports = list(jobs)
+        for read in report.stores:
+            self.damaged.labels(read.store).set(len(read.damaged))
+        reports = report.jobs
         self.jobs.set(len(reports))
         for store in self._shown - {one.store for one in reports}:
             for gauge in (self.trainers, self.committed, self.committed_at, self.memory):

@@ -38,6 +38,8 @@ _PASSING = ("failed", "in use", "no store")
 _LAST_WORDS = 2.0
 """Seconds from the end of a process until its connection counts as ended, which a forked child may keep open."""
 
+_PAUSE = 0.05
+
 _HISTORY = 20
 
 
@@ -79,8 +81,15 @@ class Node:
             self._needed = time.monotonic()
         return time.monotonic() - self._needed
 
+    async def last_deaths(self, seconds: float) -> None:
+        """Jobs that die in so many seconds are not left to another daemon: where all processes of a session or an
+        allocation are told to end, this one and theirs are told at the same moment."""
+        deadline = time.monotonic() + seconds
+        while any(job.living for job in self._jobs) and time.monotonic() < deadline:
+            await asyncio.sleep(_PAUSE)
+
     def end(self, grace: float) -> bool:
-        """Let the rescue under way come to its end, for so many seconds. False where it did not. Blocks."""
+        """Let rescues of jobs that died come to their end, for so many seconds. False where one did not. Blocks."""
         self._verifier.end(0.0)
         return self._rescuer.end(grace)
 
@@ -192,6 +201,10 @@ class Node:
     def _verified(self, store: Path, save: SaveId | None, problems: list[str]) -> None:
         if save is not None:
             self.metrics.verified.inc()
+        if save is None and not problems:
+            if not any(Path(job.hello.store) == store for job in self._jobs):
+                return  # it went with its job: nobody needs it
+            problems = ["there is no such directory: is its disk mounted on this node?"]
         text = "; ".join(problems[:4])
         if save is None:
             self.metrics.verify_failures.inc()
@@ -200,8 +213,6 @@ class Node:
             self._told[store] = text
         elif problems:
             _log.error("%s: commit %s is damaged: %s; run `driftpoint verify %s`", store, save, text, store)
-        for found in self._verifier.found():
-            self.metrics.damaged.labels(str(found.path)).set(len(found.damaged))
 
     def _read(self, nbytes: int) -> None:
         self._verified_bytes += nbytes

@@ -104,9 +104,12 @@ class Rescuer:
         return bool(found)
 
     def end(self, grace: float) -> bool:
-        """Begin nothing more, and wait for what is under way. False where it is not finished after so many seconds."""
+        """Wait for what is under way, and for what jobs left that were seen to die; look at nothing else any more.
+
+        False where it is not finished after so many seconds."""
         with self._changed:
             self._ending = True
+            self._wishes = deque(wish for wish in self._wishes if wish.epoch is not None)
             self._changed.notify_all()
             threads = list(self._threads)
         deadline = time.monotonic() + grace
@@ -129,7 +132,7 @@ class Rescuer:
         """Waits until there is something to do for a store for which nothing is under way. None at the end."""
         with self._changed:
             self._changed.wait_for(lambda: self._ending or self._possible() is not None)
-            found = None if self._ending else self._possible()
+            found = self._possible()
             if found is not None:
                 self._wishes.remove(found)
                 self._current[found.store_id] = found

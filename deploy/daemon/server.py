@@ -51,6 +51,9 @@ _FIRST_WORD = 10.0
 _SENDING = 5.0
 """Seconds for the other end to take what it is sent."""
 
+_LAST_DEATHS = 2.0
+"""Seconds that a daemon, told to end by a signal, looks whether the trainers were told so, too."""
+
 _CLEANING = 3600.0
 """Seconds between two looks for memory that nobody will resume from."""
 
@@ -69,6 +72,7 @@ class Daemon:
         self._options = options
         self._metrics = DaemonMetrics()
         self._connections: set[_Connection] = set()
+        self._last_deaths = 0.0
 
     def run(self) -> None:
         """Serve until it is asked to end. DaemonError where one runs already, StorageError where no socket can be."""
@@ -82,7 +86,7 @@ class Daemon:
     async def _main(self, hold: Hold) -> None:
         self._ending = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, self._ending.set)
+            asyncio.get_running_loop().add_signal_handler(number, self._signalled)
         self._hold = hold
         self._metrics.serve(self._options.host, self._options.port, self._options.guards)
         self._node = Node(self._options, self._metrics)
@@ -95,12 +99,17 @@ class Daemon:
         server.close()
         await self._leave()
 
+    def _signalled(self) -> None:
+        self._last_deaths = min(_LAST_DEATHS, self._options.grace)
+        self._ending.set()
+
     async def _leave(self) -> None:
-        """Say so to everybody, and finish the rescue under way."""
+        """Say so to everybody, and finish what is under way, and what died until now left."""
         for one in list(self._connections):
             if self._hold.stands():  # else trainers should look for another one
                 await self._send(one, Leaving(pid=os.getpid()))
             one.writer.close()
+        await self._node.last_deaths(self._last_deaths)
         if not await asyncio.to_thread(self._node.end, self._options.grace):
             _log.warning("the rescue under way is not finished after %.0f s: the next one goes on", self._options.grace)
         _log.info("daemon %d ends", os.getpid())
@@ -177,7 +186,7 @@ class Daemon:
         cleaned, idle = time.monotonic() - _CLEANING + 60.0, self._options.exit_idle
         while True:
             await asyncio.sleep(0.5)
-            self._metrics.show(self._node.report().jobs, self._options.base)
+            self._metrics.show(self._node.report(), self._options.base)
             if not self._hold.stands():
                 _log.error("the socket of this daemon was removed, so that nobody can reach it")
                 self._ending.set()

@@ -42,7 +42,8 @@ class Told(Protocol):
     """Who is told, in this thread."""
 
     def __call__(self, store: Path, save: SaveId | None, problems: list[str]) -> None:
-        """A commit was read (problems: none where it is whole), or, without one, a store could not be looked at."""
+        """A commit was read (problems: none where it is whole), or, without one, a store could not be looked at
+        (problems: none where there is no directory at its path)."""
         ...
 
 
@@ -114,12 +115,20 @@ class Verifier:
 
     def _read(self, found: Checked) -> bool:
         if not found.path.is_dir():
+            if found.damaged:  # whatever comes back in its place is read anew
+                found.saves, found.groups, found.damaged, found.damage = set(), set(), [], []
+            self._told(found.path, None, [])
             return False
         catalog = open_catalog(_Slow(LocalFiles(found.path), self._pace))
         if catalog.store_id != found.store_id:
             return False
         saves = catalog.saves()
         found.saves &= set(saves)
+        if not set(found.damaged) <= set(saves):
+            found.damaged = [one for one in found.damaged if one in saves]
+            found.damage = [
+                text for text in found.damage if text.startswith(tuple(f"{one}: " for one in found.damaged))
+            ]
         save = next((one for one in saves if one not in found.saves), None)
         if save is None:
             return False

@@ -17,9 +17,9 @@ from deploy.doctor.finding import Finding
 from deploy.standing import StoreStatus
 from store.catalog import open_catalog
 from store.durable import is_temporary
-from store.errors import NoStoreError, StoreError
+from store.errors import DamagedError, NewerFormatError, NoStoreError, NothingToResumeError, StoreError
 from store.files import LocalFiles
-from store.layout import EPOCHS, MANIFESTS, PROVEN, SEGMENTS
+from store.layout import EPOCHS, MANIFESTS, PROVEN, SEGMENTS, STORE
 from store.prune import plan_prune
 from store.retention import Retention
 
@@ -30,6 +30,10 @@ _FUTURE = 60.0
 def look_at_store(root: Path, retention: Retention) -> Iterator[Finding]:
     """Every check of the store at ``root``, or that there is none yet."""
     try:
+        obstacle = _obstacle(root)
+        if obstacle is not None:
+            yield Finding("store", "fail", obstacle, "name a directory as `store:`, or one to be")
+            return
         if not os.path.isdir(root) or all(is_temporary(name) for name in os.listdir(root)):  # noqa: PTH112, PTH208
             yield Finding("store", "ok", f"{root} holds nothing yet: a job makes it")
             return
@@ -37,6 +41,12 @@ def look_at_store(root: Path, retention: Retention) -> Iterator[Finding]:
         found = look(root)
     except NoStoreError as error:
         yield Finding("store", "fail", str(error), "name an empty or new directory as `store:`")
+        return
+    except (NewerFormatError, DamagedError, NothingToResumeError) as error:
+        todo = "until then name another directory as `store:`; in this one nothing is changed, and nothing is lost"
+        if not isinstance(error, NewerFormatError):
+            todo = f"put {STORE} back from a copy of the store, or name another directory as `store:`"
+        yield Finding("store", "fail", str(error), todo)
         return
     except (StoreError, OSError) as error:
         yield Finding("store", "fail", str(error), f"this user must be able to read it; see `driftpoint status {root}`")
@@ -46,6 +56,19 @@ def look_at_store(root: Path, retention: Retention) -> Iterator[Finding]:
     yield from _age(found)
     yield _leftovers(root, retention)
     yield _allowed(root)
+
+
+def _obstacle(root: Path) -> str | None:
+    """What is in the way of a directory there; None where one is there, or can be made."""
+    for place in (root.absolute(), *root.absolute().parents):
+        try:
+            place.lstat()
+        except (FileNotFoundError, NotADirectoryError, PermissionError):
+            continue
+        except OSError as error:
+            return f"{place}: {error.strerror}"
+        return None if os.path.isdir(place) else f"{place} is there, and is no directory"  # noqa: PTH112
+    return None
 
 
 def known_parameters(root: Path) -> int | None:

@@ -40,11 +40,15 @@ class Ranks:
 
 
 def launched(environment: Mapping[str, str]) -> Ranks:
-    """From what torchrun or srun set; a process alone where there is nothing."""
+    """From what torchrun or srun set; a process alone where there is nothing.
+
+    So is a batch script of Slurm itself, which has a rank and a number of tasks, but belongs to no step."""
     for rank, count, names in (
         ("RANK", "WORLD_SIZE", ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")),
         ("SLURM_PROCID", "SLURM_NTASKS", ("SLURM_JOB_ID", "SLURM_STEP_ID")),
     ):
+        if rank == "SLURM_PROCID" and "SLURM_STEP_ID" not in environment:
+            continue
         with suppress(KeyError, ValueError):
             run = "/".join(environment.get(name, "") for name in names)
             return Ranks(int(environment[rank]), int(environment[count]), run)

@@ -74,15 +74,20 @@ def make(root: Path, trace: Path | None, memory: Path, *, verify: bool, clock: C
     cannot be read."""
     path = trace_path(root, trace)
     try:
-        catalog = open_store(root)
-    except NothingToResumeError as error:
+        return _made(open_store(root), root, path, memory, named=trace is not None, verify=verify, clock=clock)
+    except (NothingToResumeError, DamagedError) as error:
         history, missing = _history(path, named=trace is not None)
         pulse = None if history is None else history.pulse
         facts = Facts(clock(), root.absolute(), None, str(error), disk=disk_of(root), trace=path, pulse=pulse)
         return Made(_content(facts, history, missing, list(_of_history(history))))
+
+
+def _made(
+    catalog: Catalog, root: Path, path: Path, memory: Path, *, named: bool, verify: bool, clock: Callable[[], float]
+) -> Made:
     # What takes long comes first, so that what is told as now is of one moment.
     checked = _verified(catalog) if verify else by_daemon(memory, catalog.store_id)
-    history, missing = _history(path, named=trace is not None)
+    history, missing = _history(path, named=named)
     pulse = None if history is None else history.pulse
     catalog.forget()
     facts = gather(catalog, root, in_memory(memory, catalog), pulse, clock(), trace=path, checked=checked)

@@ -22,6 +22,12 @@ LATE, VERY_LATE = 3.0, 10.0
 FLOOR = 60.0
 """Seconds that nobody is alarmed about."""
 
+LONG = 3600.0
+"""Seconds without a commit that somebody should look at where nobody knows how often they come."""
+
+AHEAD = 120.0
+"""Seconds that clocks of two machines may differ."""
+
 
 @dataclass(frozen=True)
 class Check:

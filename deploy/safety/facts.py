@@ -6,10 +6,15 @@ Nothing here may fail because a part of it cannot be read: what is not known is 
 from __future__ import annotations
 
 import socket
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 
+from deploy.safety.check import FLOOR, LATE
 from deploy.safety.disk import Disk, disk_of
 from deploy.safety.memory import InMemory
 from deploy.safety.pulse import Pulse
@@ -17,7 +22,7 @@ from deploy.standing import StoreStatus, standing
 from store.catalog import Catalog
 from store.daemon.messages import AskStatus, Report
 from store.daemon.place import asked
-from store.errors import DriftpointError
+from store.errors import DamagedError, DriftpointError, StorageError
 from store.incarnations import is_closed
 from store.names import SaveId
 from store.schema import ManifestRecord
@@ -25,6 +30,9 @@ from store.verify import VerifyReport
 
 _PATIENCE = 1.0
 """Seconds for a daemon to answer: looking must not hang on it."""
+
+_NEWEST = 8
+"""Commits of which it is told how often they come."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +50,8 @@ class Facts:
     """now: seconds since 1970. status: None where the store's head cannot be read, and ``trouble`` why.
 
     trace: where it was looked for; pulse: None where there is none there. strange: the trace tells of an epoch that the
-    store does not have. proven: the newest commit that a job resumed from and took a step."""
+    store does not have. proven: the newest commit that a job resumed from and took a step. commit_gap: seconds between
+    two commits by their records, lately; None where no incarnation left two."""
 
     now: float
     root: Path
@@ -55,6 +64,7 @@ class Facts:
     checked: Checked | None = None
     proven: SaveId | None = None
     closed: bool = False
+    commit_gap: float | None = None
 
     @property
     def newest(self) -> ManifestRecord | None:
@@ -78,14 +88,36 @@ class Facts:
     @property
     def running(self) -> bool:
         """Whether a job trains on this store now. One of this machine holds its lock; one that began elsewhere is taken
-        to run as long as it writes its trace."""
+        to run as long as it writes its trace, or, where there is none to see, as long as it commits."""
         status, pulse = self.status, self.current
         if status is not None and status.in_use_by is not None:
             return True
-        here = status is not None and status.owner is not None and status.owner.host == socket.gethostname()
-        if here or pulse is None or self.closed:
+        here = status is not None and status.owner is not None and not self.elsewhere
+        if here or self.closed:
             return False
-        return self.now - pulse.heard < max(60.0, 5 * (pulse.decision_gap or 0.0))
+        if pulse is None:
+            return self._commits
+        return self.now - pulse.heard < max(FLOOR, 5 * (pulse.decision_gap or 0.0), LATE * (pulse.next_gap or 0.0))
+
+    @property
+    def elsewhere(self) -> str:
+        """The machine of the newest job, where that is another one than this; else ''."""
+        owner = None if self.status is None else self.status.owner
+        return "" if owner is None or owner.host == socket.gethostname() else owner.host
+
+    @property
+    def broken_off(self) -> bool:
+        """Whether the newest job ended, as far as can be seen from here, and not as it was meant to."""
+        owner = None if self.status is None else self.status.owner
+        return owner is not None and owner.incarnation is not None and not self.closed and not self.running
+
+    @property
+    def _commits(self) -> bool:
+        newest, status = self.newest, self.status
+        made = None if newest is None else moment(newest.created)
+        if newest is None or status is None or made is None or newest.epoch != status.epoch:
+            return False
+        return self.now - made < LATE * max(FLOOR / LATE, self.commit_gap or 0.0)
 
 
 def gather(
@@ -112,6 +144,7 @@ def gather(
         checked=checked,
         proven=max((save for save in catalog.proven() if save in status.saves), default=None),
         closed=is_closed(catalog, status.epoch),
+        commit_gap=_commit_gap(catalog, status.saves[:_NEWEST]),
     )
 
 
@@ -133,6 +166,17 @@ def by_verify(report: VerifyReport) -> Checked:
     """What a verification just found."""
     damaged = tuple(commit.save.name for commit in report.commits if commit.state != "ok")
     return Checked("just now", len(report.commits), damaged, report.problems)
+
+
+def _commit_gap(catalog: Catalog, saves: Sequence[SaveId]) -> float | None:
+    """Of the newest few; retention leaves ever fewer of those further back."""
+    made: list[tuple[int, float]] = []
+    for save in saves:
+        with suppress(DamagedError, StorageError):
+            at = moment(catalog.manifest(save).created)
+            made += [] if at is None else [(save.epoch, at)]
+    gaps = [later - earlier for (epoch, later), (before, earlier) in pairwise(made) if epoch == before and later > earlier]
+    return median(gaps[:3]) if gaps else None
 
 
 def moment(text: str) -> float | None:

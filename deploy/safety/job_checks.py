@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from deploy.cli.text import plural, size_text
-from deploy.safety.check import FLOOR, LATE, Check, Level, listed
+from deploy.safety.check import FLOOR, LATE, LONG, Check, Level, listed
 from deploy.safety.facts import Facts
 from deploy.safety.loss import loss_of_node, loss_of_process, remembered
 from deploy.safety.memory import InMemory
+from deploy.safety.store_checks import usual_gap
 from deploy.safety.words import ago_text, span_text, steps_text
+
+_REFUSED: Mapping[str, tuple[Level, str]] = {
+    "storage": ("look", "the store could not be claimed"),
+    "disagree": ("bad", "the ranks are at different steps"),
+    "unsupported": ("bad", "the job is not what was attached any more"),
+    "fenced": ("bad", "another job took the store over"),
+    "withheld": ("bad", "layers that were never saved hold NaN or Inf"),
+}
+"""Why a decision began no save: those that come to no good."""
 
 _LOG = "look at the job's log for the reason: a full or read-only disk, or a rank that hangs"
 
@@ -36,6 +48,9 @@ def check_saving(facts: Facts) -> Check:
         level: Level = "bad" if len(pulse.failed) > 2 else "look"
         reasons = ", ".join(dict.fromkeys(pulse.failed))
         return Check(name, level, f"{plural(len(pulse.failed), 'save')} failed since", reasons, _LOG)
+    refused = None if pulse.newest is None or pulse.newest.skipped is None else _REFUSED.get(pulse.newest.skipped)
+    if refused is not None:
+        return Check(name, refused[0], "the last decision began none", refused[1], _LOG)
     if pulse.job.observing:
         return Check(name, "look", "none: policy observe saves nothing", "it tells what would be saved", "")
     if not pulse.saves:
@@ -79,23 +94,34 @@ def check_job(facts: Facts) -> Check:
     """Whether a job trains, and gets on."""
     status, pulse, name = facts.status, facts.current, "Job"
     if not facts.running:
-        ended = "ended as it was meant to" if facts.closed else "none on this machine"
-        return Check(name, "plain", ended, _last_heard(facts))
+        return _no_job(facts, name)
     pid = None if status is None else status.in_use_by
-    text = f"process {pid}" if pid else "training"
-    if pulse is None or pulse.newest is None:
-        return Check(name, "good", text)
-    quiet, usual = facts.now - pulse.heard, pulse.decision_gap
+    text = f"process {pid}" if pid else "training" + (f" on {facts.elsewhere}" if facts.elsewhere else "")
+    if pulse is None:
+        return Check(name, "good", text, "how it gets on, only its drift trace tells")
+    quiet = facts.now - pulse.heard
+    usual = max((gap for gap in (pulse.decision_gap, pulse.next_gap) if gap is not None), default=usual_gap(facts))
     at = pulse.step_at(facts.now)
     note = f"at about step {at:.0f}" if at is not None else ""
     if pulse.step_seconds is not None:
         note += f", {span_text(pulse.step_seconds)} a step"
-    if usual is not None and quiet > max(FLOOR, LATE * usual):
+    if quiet > (LONG if usual is None else max(FLOOR, LATE * usual)):
         todo = "look whether it hangs: a rank that died, a collective, a disk that does not answer"
-        return Check(
-            name, "look", f"{text}: no decision for {span_text(quiet)}", f"usually one every {span_text(usual)}", todo
-        )
+        often = "" if usual is None else f"usually one every {span_text(usual)}"
+        return Check(name, "look", f"{text}: no decision for {span_text(quiet)}", often, todo)
     return Check(name, "good", text, note)
+
+
+def _no_job(facts: Facts, name: str) -> Check:
+    heard = _last_heard(facts)
+    if facts.closed:
+        return Check(name, "plain", "ended as it was meant to", heard)
+    if not facts.broken_off:
+        return Check(name, "plain", "none on this machine", heard)
+    if facts.elsewhere and facts.current is None:
+        note = f"the newest began on {facts.elsewhere}, and neither ended as it was meant to nor commits"
+        return Check(name, "look", "not known", note, f"look on {facts.elsewhere}; --trace names its drift trace")
+    return Check(name, "look", "ended before its time", heard, "find out why, and start it again; driftpoint run does so")
 
 
 def _where(facts: Facts, at: float | None) -> str:

@@ -86,6 +86,14 @@ class Pulse:
         measured = next((one for one in reversed(self.decisions) if one.drift or one.sick), None)
         return frozenset() if measured is None else measured.sick
 
+    @property
+    def next_gap(self) -> float | None:
+        """Seconds from the last decision to the next one, by what the job said: under ``every: auto`` the interval grows
+        fourfold at a time, so that what was usual is no measure."""
+        if self.interval is None or self.step_seconds is None:
+            return None
+        return self.interval * self.step_seconds
+
     def step_at(self, now: float) -> float | None:
         """The step that the job is at, as far as can be told: no further than where its next decision would be."""
         last = self.newest

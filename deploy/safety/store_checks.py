@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from deploy.cli.text import drift_text, plural, size_text
-from deploy.safety.check import FLOOR, LATE, VERY_LATE, Check, Level, listed, typed
+from deploy.safety.check import AHEAD, FLOOR, LATE, LONG, VERY_LATE, Check, Level, listed, typed
 from deploy.safety.facts import Facts, moment
 from deploy.safety.words import ago_text, clock, span_text
 
@@ -26,6 +26,8 @@ def check_commit(facts: Facts) -> Check:
     if usual is not None:
         note += f"; usually one every {span_text(usual)}"
     text = f"step {newest.step}" + ("" if age is None else f", {ago_text(age)}")
+    if age is not None and age < -AHEAD:
+        return Check("Newest commit", "look", text, note, "set the clocks: nobody can tell whether commits are late")
     level = _lateness(facts, age, usual)
     todo = "" if level == "good" else "look at the job's log: saves are late, failing, or training stands still"
     return Check("Newest commit", level, text, note, todo)
@@ -70,13 +72,16 @@ def check_bytes(facts: Facts) -> Check:
     checked, name = facts.checked, "Bytes"
     status = facts.status
     assert status is not None
-    if checked is None:
-        return Check(name, "plain", "not read again since written", "records and sizes are in order", _verify(facts))
-    if checked.damaged:
-        worst: Level = "look" if status.resume is not None else "bad"
+    worst: Level = "look" if status.resume is not None or not status.saves else "bad"
+    if checked is not None and checked.damaged:
         return Check(
             name, worst, f"{plural(len(checked.damaged), 'commit')} damaged", listed(checked.damaged), _verify(facts)
         )
+    problems = list(dict.fromkeys((*status.problems, *(() if checked is None else checked.problems))))
+    if problems:
+        return Check(name, worst, f"{plural(len(problems), 'problem')} found", problems[0], _verify(facts))
+    if checked is None:
+        return Check(name, "plain", "not read again since written", "records and sizes are in order", _verify(facts))
     text = f"{checked.commits} of {plural(len(status.saves), 'commit')} read, all as written"
     return Check(name, "good", text, f"read by {checked.who}" if checked.who != "just now" else "read just now")
 
@@ -122,18 +127,23 @@ def check_kept(facts: Facts) -> Check:
 
 
 def _lateness(facts: Facts, age: float | None, usual: float | None) -> Level:
-    if age is None or usual is None or not facts.running:
+    if age is None or not facts.running:
         return "good"
+    if usual is None:
+        return "look" if age > LONG else "good"
     late = age / max(usual, FLOOR / LATE)
     return "bad" if late > VERY_LATE else "look" if late > LATE else "good"
 
 
 def usual_gap(facts: Facts) -> float | None:
-    """Seconds between two commits, or, where there were not two yet, between decisions; None where nobody knows."""
+    """Seconds between two commits: of this incarnation, by its trace, else of those that the store keeps; where there
+    were not two yet, between decisions. At least the time to the next decision. None where nobody knows."""
     pulse = facts.current
     if pulse is None:
-        return None
-    return pulse.decision_gap if pulse.save_gap is None else pulse.save_gap
+        return facts.commit_gap
+    found = next((gap for gap in (pulse.save_gap, facts.commit_gap, pulse.decision_gap) if gap is not None), None)
+    gaps = [gap for gap in (found, pulse.next_gap) if gap is not None]
+    return max(gaps, default=None)
 
 
 def full_bytes(facts: Facts) -> int:

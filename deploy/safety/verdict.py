@@ -52,7 +52,8 @@ def sentence(facts: Facts) -> str:
         behind = (
             f", {steps_text(node.steps)} before where training last was" if node.steps and round(node.steps) else ""
         )
-        return f"No job is running. A start now goes on at step {node.back_to}{behind}, {how}."
+        seen = "No job is running" if not facts.elsewhere or facts.current or facts.closed else "No job is seen from here"
+        return f"{seen}. A start now goes on at step {node.back_to}{behind}, {how}."
     process = loss_of_process(facts)
     if process.memory is not None:
         return (

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rich.cells import cell_len, set_cell_size
 from rich.console import Console
 from rich.text import Text
 
@@ -17,6 +18,9 @@ from deploy.top.rows import LayerRow, by_drift, course_range, layer_rows, moving
 
 _STYLES = {"good": "green", "plain": "", "look": "yellow", "bad": "bold red"}
 _TITLES = {"good": "bold white on green", "look": "bold black on yellow", "bad": "bold white on red"}
+_OLD = "bold black on yellow"
+"""Of a verdict that nobody could look at again."""
+
 _STATES = {"fresh": "", "stale": "", "fallback": "bold red", "sick": "bold white on red"}
 _PAIRS = (
     ("Newest commit", "Job"),
@@ -35,13 +39,19 @@ _SLOT = 14
 @dataclass(frozen=True)
 class View:
     """What somebody chose to see. first: of the layers that are shown; sorted: by drift. trouble: why what is shown is
-    old; age: how old, in seconds. keys: whether they are listened to."""
+    old; age: how old, in seconds, and patience: from when on that is too old. keys: whether they are listened to."""
 
     first: int = 0
     sorted: bool = False
     trouble: str = ""
     age: float = 0.0
     keys: bool = False
+    patience: float = 15.0
+
+    @property
+    def old(self) -> bool:
+        """Whether what is shown may not hold any more."""
+        return bool(self.trouble) or self.age > self.patience
 
 
 @dataclass(frozen=True)
@@ -78,10 +88,12 @@ def _title(console: Console, facts: Facts, verdict: Verdict, view: View, width: 
     now = f"{clock(facts.now)[11:]} UTC"
     root = tail(printable(str(facts.root)), max(8, width - len(now) - 3))
     lines = [Text.assemble((root, "bold"), " " * max(1, width - len(root) - len(now)), (now, "dim"))]
-    if view.trouble or view.age > 15:
+    if view.old:
         why = printable(view.trouble) or "the store does not answer"
         lines.append(Text(f" As of {span_text(view.age)} ago: {why} ", "bold white on red"))
     chip = Text(f" {verdict.title.upper()} ", _TITLES[verdict.level])
+    if view.old and verdict.level != "bad":
+        chip = Text(" NOT KNOWN ANY MORE ", _OLD)
     told = Text.assemble(chip, " ", printable(verdict.sentence))
     return [*lines, *told.wrap(console, width)]
 
@@ -120,7 +132,7 @@ def _concerns(verdict: Verdict, width: int, most: int) -> list[Text]:
 
 class _Table:
     def __init__(self, rows: Sequence[LayerRow], slots: Sequence[str], width: int) -> None:
-        longest = max((len(printable(row.layer)) for row in rows), default=5)
+        longest = max((cell_len(printable(row.layer)) for row in rows), default=5)
         fit = max(1, min(len(slots), (width - min(longest, 20) - 1) // (_SLOT + 2)))
         self._slots = slots[:fit]
         self._left_out = len(slots) - fit
@@ -146,7 +158,7 @@ class _Table:
 
     def line(self, row: LayerRow) -> Text:
         """One layer."""
-        text = Text(f"{tail(printable(row.layer), self._name):<{self._name}}")
+        text = Text(_fitted(printable(row.layer), self._name))
         for name in self._slots:
             slot = row.slots.get(name)
             if slot is None:
@@ -163,10 +175,18 @@ class _Table:
 def _foot(view: View, first: int, shown: int, layers: int, width: int) -> Text:
     if not view.keys:
         return Text("")
-    where = f"layers {first + 1}–{first + shown} of {layers}" if layers else ""
+    where = f"layers {first + 1}–{first + shown} of {layers} " if shown else f"{layers} layers " if layers else ""
     order = "s model order" if view.sorted else "s by drift"
     keys = f"{order}   q quit" if shown >= layers else f"↑↓ PgUp PgDn scroll   {order}   q quit"
     return Text(f"{where:<{max(0, width - len(keys))}}{keys}", "reverse")
+
+
+def _fitted(name: str, width: int) -> str:
+    """In so many columns, cut at its start; some letters take two."""
+    shown = name
+    while cell_len(shown) > width:
+        shown = tail(name, len(shown) - 1)
+    return set_cell_size(shown, width)
 
 
 def _padded(text: Text, width: int) -> Text:

@@ -28,8 +28,9 @@ def run(console: Console, watch: Watch, interval: float) -> Facts | None:
                 seen = looker.seen
                 if looker.error is not None:
                     raise looker.error
-                view = replace(view, trouble=seen.trouble, age=time.monotonic() - seen.at)
-                state = (seen, view.first, view.sorted, console.size, view.age > 15 and int(view.age))
+                patience = max(15.0, 3 * interval, 5 * seen.took)
+                view = replace(view, trouble=seen.trouble, age=time.monotonic() - seen.at, patience=patience)
+                state = (seen, view.first, view.sorted, console.size, view.old and int(view.age))
                 if state != before:
                     drawn, before = _draw(live, console, seen.facts, view), state
                 for key in keys(_TICK):

@@ -21,7 +21,7 @@ from deploy.standing import StoreStatus, standing
 from deploy.top.tail import Tail
 from store.catalog import Catalog
 from store.epochs import newest_epoch
-from store.errors import DriftpointError, NothingToResumeError
+from store.errors import DamagedError, DriftpointError, NothingToResumeError
 
 _ANEW = 60.0
 """Seconds after which everything is read again."""
@@ -44,7 +44,7 @@ class Watch:
         try:
             catalog = self._opened()
             status = self._standing(catalog)
-        except NothingToResumeError as error:
+        except (NothingToResumeError, DamagedError) as error:
             self._catalog = None
             disk = disk_of(self._root)
             return Facts(now, self._root.absolute(), None, str(error), disk=disk, trace=self._tail.path, pulse=pulse)
@@ -72,11 +72,12 @@ class Watch:
 @dataclass(frozen=True)
 class Seen:
     """facts: None before the first look was over. trouble: why the last one did not succeed. at: monotonic seconds of
-    the last one that did."""
+    the last one that did, and how many it ``took``."""
 
     facts: Facts | None = None
     trouble: str = ""
     at: float = 0.0
+    took: float = 0.0
 
 
 class Looker:
@@ -98,9 +99,10 @@ class Looker:
             while not self._ended.is_set():
                 began = time.monotonic()
                 try:
-                    self.seen = Seen(self._watch.look(), "", time.monotonic())
+                    facts = self._watch.look()
+                    self.seen = Seen(facts, "", time.monotonic(), time.monotonic() - began)
                 except (DriftpointError, OSError) as error:
-                    self.seen = Seen(self.seen.facts, str(error), self.seen.at)
+                    self.seen = replace(self.seen, trouble=str(error))
                 self._ended.wait(max(self._interval, 2 * (time.monotonic() - began)))
         except BaseException as error:  # noqa: BLE001 - the thread's edge: raised again by the one that draws
             self.error = error

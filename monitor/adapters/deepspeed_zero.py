@@ -34,6 +34,7 @@ from monitor.adapters.optimizer_state import (
     common_scalars,
     complete_state,
     fit_slots,
+    require_by_parameter,
     restore_scalar,
     scalar_device,
     slots_of,
@@ -129,6 +130,7 @@ class ZeroAdapter(ABC):
                 "ZeRO's inner optimizer is another object than when it was attached: close() and attach the engine anew"
             )
         self._refuse_this_stage()
+        require_by_parameter(self._base())
         known, groups = {id(flat.tensor) for flat in self.flats()}, self._base().param_groups
         strangers = [
             index for index, group in enumerate(groups) if any(id(one) not in known for one in group["params"])

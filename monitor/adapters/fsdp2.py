@@ -8,7 +8,7 @@ training thread only, on all ranks alike. It does not know tensor parallelism, a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -56,12 +56,12 @@ class Fsdp2Adapter(PlainAdapter):
 
     framework = "fsdp2"
 
-    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer, around: Sequence[Any] = ()) -> None:
         if not dist.is_initialized():
             raise UnsupportedError("the model is sharded and there is no process group: was it destroyed already?")
         _require_sharded_first(module, optimizer)
         self._runs = Runs()
-        super().__init__(module, optimizer)
+        super().__init__(module, optimizer, around=around)
 
     def owned(self) -> list[Piece]:
         """This rank's runs, and its share of what other ranks hold alike."""

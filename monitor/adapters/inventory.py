@@ -128,7 +128,7 @@ class Inventory:
 
     def _persistent_buffers(self) -> list[tuple[str, torch.Tensor]]:
         out: list[tuple[str, torch.Tensor]] = []
-        for prefix, module in self._module.named_modules():
+        for prefix, module in self._module.named_modules(remove_duplicate=False):
             for name, buffer in module._buffers.items():
                 if buffer is not None and name not in module._non_persistent_buffers_set:
                     out.append((self._naming(f"{prefix}.{name}" if prefix else name), buffer))
@@ -168,8 +168,18 @@ def _in_state_dict_order(module: nn.Module, prefix: str) -> Iterator[str]:
             yield from _in_state_dict_order(child, f"{prefix}{name}.")
 
 
+def require_values(tensor: torch.Tensor, what: str) -> None:
+    """UnsupportedError for a tensor on the meta device: what is loaded into it would be lost without a word."""
+    if tensor.is_meta:
+        raise UnsupportedError(
+            f"{what} is on the meta device and has no values yet: call model.to_empty(device=...) and initialise it "
+            "before monitor.attach"
+        )
+
+
 def whole(fqn: str, slot: str, tensor: torch.Tensor) -> Piece:
-    """A piece that spans all of ``tensor``, as a view. Raises UnsupportedError when it is not contiguous."""
+    """A piece that spans all of ``tensor``, as a view. UnsupportedError when it is not contiguous, or on meta."""
+    require_values(tensor, f"{fqn} ({slot})")
     if not tensor.is_contiguous():
         raise UnsupportedError(
             f"{fqn} ({slot}) is not contiguous in memory (shape {tuple(tensor.shape)}, stride {tensor.stride()}); "

@@ -48,6 +48,17 @@ def slots_to_be(state: Mapping[str, Any], parameter: torch.Tensor, wanted: Mappi
     }
 
 
+def require_by_parameter(optimizer: torch.optim.Optimizer) -> None:
+    """UnsupportedError where an optimizer keeps state under anything but a tensor: it is nobody's slot nor scalar."""
+    states: Mapping[Any, Any] = optimizer.state
+    for key, value in states.items():
+        if not isinstance(key, torch.Tensor) and value:
+            raise UnsupportedError(
+                f"{type(optimizer).__name__} keeps state under {key!r}, which is no parameter, so it would not be "
+                "saved; keep it in its param groups, or use an optimizer with state per parameter, such as AdamW"
+            )
+
+
 def fit_slots(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, wanted: Mapping[str, str]) -> None:
     """Make the slots in the optimizer's state of ``parameter`` those in ``wanted`` (slot: dtype).
 

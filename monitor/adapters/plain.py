@@ -6,7 +6,7 @@ training thread only. It does not know schedulers and gradient scalers: those ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
@@ -20,6 +20,7 @@ from monitor.adapters.inventory import Inventory, whole, without_wrappers
 from monitor.adapters.optimizer_state import (
     complete_state,
     fit_slots,
+    require_by_parameter,
     restore_scalar,
     scalar_device,
     slots_of,
@@ -36,17 +37,23 @@ class PlainAdapter:
     """Adapter of a module and its optimizer.
 
     module: without wrappers; its parameter names are the fqns. group: the ranks that hold replicas, None for
-    all (and for one process). Raises UnsupportedError for tensors or optimizers that cannot be handled.
+    all (and for one process). around: wrappers that the optimizer is in, outermost first. Raises UnsupportedError
+    for tensors or optimizers that cannot be handled.
     """
 
     framework = "torch"
     state_is_private = False
 
     def __init__(
-        self, module: nn.Module, optimizer: torch.optim.Optimizer, group: dist.ProcessGroup | None = None
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        group: dist.ProcessGroup | None = None,
+        around: Sequence[Any] = (),
     ) -> None:
         self.module = module
         self.optimizer = optimizer
+        self._around = tuple(around)
         self._inventory = self._take_inventory(module)
         together = dist.is_available() and dist.is_initialized()
         self._rank = dist.get_rank(group) if together else 0
@@ -67,8 +74,12 @@ class PlainAdapter:
         return self._inventory.still.period()
 
     def check_attached(self) -> None:
-        """See :class:`monitor.adapters.base.Adapter`: every parameter that is optimized is in the model."""
+        """See :class:`monitor.adapters.base.Adapter`: every parameter that is optimized is in the model, and all state
+        is of one."""
         self._groups()
+        require_by_parameter(self.optimizer)
+        for wrapper in self._around:
+            _require_no_state(wrapper, self.optimizer)
 
     def trail(self) -> Trail | None:
         """See :class:`monitor.adapters.base.Adapter`."""
@@ -232,6 +243,16 @@ class PlainAdapter:
 
     def _holder(self, index: int) -> str:
         return f"param group {index} of {type(self.optimizer).__name__}"
+
+
+def _require_no_state(wrapper: Any, optimizer: torch.optim.Optimizer) -> None:
+    state = getattr(wrapper, "state", None)
+    if isinstance(state, Mapping) and state is not optimizer.state and any(state.values()):
+        inner = type(optimizer).__name__
+        raise UnsupportedError(
+            f"{type(wrapper).__name__} around {inner} keeps state of its own, which would not be saved: attach the "
+            f"{inner} itself and give the wrapper's state as an object in state=[...], or do without the wrapper"
+        )
 
 
 def unwrap(model: nn.Module) -> tuple[nn.Module, dist.ProcessGroup | None]:

@@ -1,16 +1,19 @@
 """Sharing out the writing of tensors that several ranks hold alike.
 
-Pure interval arithmetic: every rank computes the same shares from the same list, without a collective.
+Pure interval arithmetic, without a collective: every rank computes the same shares of what it holds. Whose turn it is
+to write a small tensor follows from the tensor's name alone: what some ranks hold besides, such as state that an
+optimizer keeps only where it has elements to update, moves nobody's turn.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from monitor.adapters.base import Piece
 from monitor.adapters.inventory import slice_of
-from store.names import BUFFER
+from store.names import BUFFER, Fragment
 
 SMALL = 16_384
 """Tensors of fewer elements go whole to one rank: a slice of them would cost more than it spares."""
@@ -43,19 +46,22 @@ def share(pieces: Iterable[Piece], rank: int, world_size: int) -> list[Piece]:
 def share_out(replicas: Iterable[Replica]) -> list[Piece]:
     """The parts of replicated pieces that this rank saves; over all ranks that hold one they cover it exactly once.
 
-    replicas: on all of those ranks in the same order, empty ones included. Buffers are all the first one's: where
-    ranks disagree (running statistics that nothing synchronises), they are saved as one rank has them, not as a
-    mixture, and as the rank whose buffers DistributedDataParallel broadcasts.
+    Buffers are all the first one's: where ranks disagree (running statistics that nothing synchronises), they are saved
+    as one rank has them, not as a mixture, and as the rank whose buffers DistributedDataParallel broadcasts.
     """
     out: list[Piece] = []
-    for index, replica in enumerate(replicas):
+    for replica in replicas:
         fragment = replica.piece.fragment
         if fragment.slot == BUFFER:
             start, numel = (0, fragment.numel) if replica.number == 0 else (0, 0)
         elif fragment.numel < SMALL:
-            start, numel = (0, fragment.numel) if replica.number == index % replica.count else (0, 0)
+            start, numel = (0, fragment.numel) if replica.number == _turn(fragment) % replica.count else (0, 0)
         else:
             start, numel = even_slice(fragment.numel, replica.number, replica.count)
         if numel:
             out.append(slice_of(replica.piece, start, numel))
     return out
+
+
+def _turn(fragment: Fragment) -> int:
+    return zlib.crc32(f"{fragment.fqn}/{fragment.slot}".encode())

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
+from monitor.adapters.inventory import require_values
 from monitor.adapters.replicas import even_slice
 from store.errors import UnsupportedError
 
@@ -94,11 +95,7 @@ def local_of(tensor: DTensor, what: str) -> torch.Tensor:
             f"{what} is made of {type(local).__name__} (quantized or otherwise packed), which is not handled; train "
             "with plain tensors"
         )
-    if local.is_meta:
-        raise UnsupportedError(
-            f"{what} is on the meta device and has no values yet: call model.to_empty(device=...) and initialise it "
-            "before monitor.attach"
-        )
+    require_values(local, what)
     return local
 
 

@@ -26,7 +26,7 @@ def adapter_for(target: Any) -> Adapter:
         model, optimizer = target
         if _is_engine(model):
             return adapter_for(model)
-        return _plain(model, _inner_optimizer(optimizer))
+        return _plain(model, *_around(optimizer))
     if _is_engine(target):
         from monitor.adapters.deepspeed import engine_adapter
 
@@ -40,7 +40,8 @@ def _is_engine(target: Any) -> bool:
     )
 
 
-def _plain(model: Any, optimizer: Any) -> Adapter:
+def _plain(model: Any, *optimizers: Any) -> Adapter:
+    *around, optimizer = optimizers
     if not isinstance(model, nn.Module) or not isinstance(optimizer, torch.optim.Optimizer):
         found = f"({type(model).__name__}, {type(optimizer).__name__})"
         raise UnsupportedError(f"cannot attach to {found}; {_ACCEPTED}")
@@ -54,8 +55,8 @@ def _plain(model: Any, optimizer: Any) -> Adapter:
     if group is None and _is_sharded(module):
         from monitor.adapters.fsdp2 import Fsdp2Adapter
 
-        return Fsdp2Adapter(module, optimizer)
-    return PlainAdapter(module, optimizer, group)
+        return Fsdp2Adapter(module, optimizer, around)
+    return PlainAdapter(module, optimizer, group, around)
 
 
 def _is_sharded(module: nn.Module) -> bool:
@@ -69,7 +70,8 @@ def _is_sharded(module: nn.Module) -> bool:
     ) or any(type(parameter.data).__name__ == "DTensor" for parameter in module.parameters())
 
 
-def _inner_optimizer(optimizer: Any) -> Any:
-    """What a launcher's wrapper (such as Accelerate's) holds: its state is the inner optimizer's."""
+def _around(optimizer: Any) -> list[Any]:
+    """An optimizer behind the wrappers around it, outermost first. A launcher's (such as Accelerate's) has no state but
+    the inner optimizer's."""
     inner = getattr(optimizer, "optimizer", None)
-    return _inner_optimizer(inner) if isinstance(inner, torch.optim.Optimizer) else optimizer
+    return [optimizer, *_around(inner)] if isinstance(inner, torch.optim.Optimizer) else [optimizer]

@@ -24,6 +24,7 @@ from monitor.correction import Correction, drop_correction, write_correction
 from monitor.hf.exported import callbacks_beside, exported_by
 from monitor.hf.progress import Progress
 from monitor.hf.resuming import PLAN, Planned, length_of, plan, register, same_store
+from monitor.report import StepReport
 from monitor.run_state import capture_rng, restore_rng
 from store.errors import ConfigError, StoreError, UnsupportedError, UsageError
 from store.names import SaveId
@@ -124,9 +125,14 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
             self._progress.at_epoch = float(state.epoch).is_integer()
 
     def on_log(self, args: Any, state: Any, control: Any, *, logs: Any = None, **_: Any) -> None:
-        """The summary of the training comes before the best model is loaded over the last one."""
+        """The summary of the training comes before the best model is loaded over the last one. The end is saved, too,
+        whatever the interval: else a finished job would have what was trained since its newest commit nowhere."""
         if logs and "train_runtime" in logs:
-            self._look(state, at_epoch=True)
+            trained = self._pending
+            report = self._look(state, at_epoch=True)
+            saved = report is not None and (report.saved or report.preempted)
+            if trained and not saved and self.checkpointer is not None and not self.checkpointer.preempted:
+                self.checkpointer.save(wait=True)
             if self.checkpointer is not None:
                 self.checkpointer.copied()
 
@@ -196,12 +202,12 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
             self._generators = None
         progress.at_epoch = False
 
-    def _look(self, state: Any, *, at_epoch: bool) -> None:
+    def _look(self, state: Any, *, at_epoch: bool) -> StepReport | None:
         if not self._pending or self.checkpointer is None or self._progress is None:
-            return
+            return None
         self._pending = False
         self._progress.state, self._progress.at_epoch = state, at_epoch
-        self.checkpointer.step()
+        return self.checkpointer.step()
 
     def _forget_plan(self) -> None:
         planned, self._planned = self._planned, None

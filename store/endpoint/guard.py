@@ -33,15 +33,7 @@ class Certificates:
         """ConfigError where a file cannot be read or is none of what it should be."""
         self._files = files
         self._stamp = self._stamped()
-        self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        self.context.minimum_version = ssl.TLSVersion.TLSv1_2
-        self._load()
-        if files.client_ca is not None:
-            try:
-                self.context.load_verify_locations(Path(files.client_ca).expanduser())
-            except (OSError, ssl.SSLError) as error:
-                raise ConfigError(f"metrics.tls.client_ca: cannot use {files.client_ca}: {error}") from error
-            self.context.verify_mode = ssl.CERT_REQUIRED
+        self.context = self._made()
 
     def renew(self) -> None:
         """Take the files as they are now, if they have changed."""
@@ -50,17 +42,26 @@ class Certificates:
             return
         self._stamp = stamp
         try:
-            self._load()
+            self.context = self._made()  # not into the one in use: a certificate without its key would spoil that
         except ConfigError as error:
             _log.warning("%s: the certificate before stays in use", error)
 
-    def _load(self) -> None:
+    def _made(self) -> ssl.SSLContext:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
         assert self._files.cert is not None and self._files.key is not None
         cert, key = Path(self._files.cert).expanduser(), Path(self._files.key).expanduser()
         try:
-            self.context.load_cert_chain(cert, key, password=_no_passphrase)
+            context.load_cert_chain(cert, key, password=_no_passphrase)
         except (OSError, ssl.SSLError, ValueError) as error:
             raise ConfigError(f"metrics.tls: cannot use cert {cert} with key {key}: {error}") from error
+        if self._files.client_ca is not None:
+            try:
+                context.load_verify_locations(Path(self._files.client_ca).expanduser())
+            except (OSError, ssl.SSLError) as error:
+                raise ConfigError(f"metrics.tls.client_ca: cannot use {self._files.client_ca}: {error}") from error
+            context.verify_mode = ssl.CERT_REQUIRED
+        return context
 
     def _stamped(self) -> tuple[tuple[int, int, int] | None, ...]:
         return tuple(_stamp(path) for path in (self._files.cert, self._files.key))

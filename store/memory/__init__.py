@@ -9,6 +9,7 @@
     rescue     writing a version into the store, when the job that kept it is dead
     stored     one rank's share of that
     seen       where the stores are whose state lies here
+    age        how long ago it was written, by a clock that nobody sets
     cleaning   removing what nobody will resume from
     room       how much memory may be taken, asked before it is
 

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from store.errors import MissingError, StorageError
 from store.files import Files
-from store.memory.claimed import strangers
+from store.memory.age import date
+from store.memory.claimed import Share, share_of, strangers
 from store.memory.held import look, version_in
 from store.memory.owner import Owner, is_owned
 from store.memory.record import VersionRecord
@@ -45,12 +46,16 @@ class Arena:
         self._slots = SLOTS[:versions]
         self._maps: dict[int, mmap.mmap] = {}
         # Asked once, while the job begins: a store may hang later, and training is not to hang with it.
-        strange = set() if files is None else strangers(look(tier), files)
+        node = look(tier)
+        self._strange = set() if files is None else strangers(node, files)
         # What a later incarnation has is never ours to take, also where this process slept and that one is dead.
-        earlier = [one for one in tier.generations() if one.epoch < epoch and one.folder not in strange]
-        self._earlier = tuple(earlier)
+        self._earlier = tuple(one for one in tier.generations() if one.epoch < epoch)
+        if files is not None:  # who lives and has no version yet does not say whose it is
+            self._strange |= _untold(self._earlier, {share_of(held) for held in node.everything()})
         branches = (tier.generation(epoch, branch) for branch in range(1 if files is None else BRANCHES))
-        self._place, self._owner = _first_free(rank, (one for one in branches if one.folder not in strange))
+        free = (one for one in branches if (one.folder, rank) not in self._strange)
+        self._place, self._owner = _first_free(rank, free)
+        self._date()
 
     @property
     def slots(self) -> tuple[int, ...]:
@@ -91,6 +96,7 @@ class Arena:
             with suppress(OSError):
                 temporary.unlink()
             raise StorageError(f"cannot write {path}: {error.strerror}") from error
+        self._date()
 
     def drop(self, slot: int) -> None:
         """The payload is no version any more. StorageError."""
@@ -114,7 +120,7 @@ class Arena:
 
         What they left on this node is taken over or removed: each rank's by its successor, by whoever comes first
         where that is on another node now, or is none in this world."""
-        for old in self._older():
+        for old in self._earlier:
             for rank in old.ranks():
                 if rank == self._rank or rank >= world_size or not is_owned(self._place.owner(rank)):
                     self._clear(old, rank)
@@ -133,10 +139,10 @@ class Arena:
         try:
             if remove:
                 _remove(path for path in self._place.of(self._rank) if path != owner)
+                _remove([owner])  # as long as it is locked: afterwards it may be another's
         finally:
             self._owner.release()
         if remove:
-            _remove([owner])
             for folder in (self._place.folder, self._tier.folder):
                 with suppress(OSError):
                     folder.rmdir()
@@ -147,8 +153,16 @@ class Arena:
         self._maps.pop(slot, None)
         _remove([self._place.payload(self._rank, slot)])
 
+    def _date(self) -> None:
+        with suppress(OSError):  # then the wall's clock has to do
+            date(self._place.owner(self._rank))
+
     def _older(self) -> Sequence[Generation]:
-        return [one for one in self._earlier if not is_owned(one.owner(self._rank))]
+        return [one for one in self._earlier if self._ours(one, self._rank)]
+
+    def _ours(self, old: Generation, rank: int) -> bool:
+        """Whether an earlier incarnation's memory may be taken: of a dead process, and of this store."""
+        return (old.folder, rank) not in self._strange and not is_owned(old.owner(rank))
 
     def _take(self, old: Generation, slot: int) -> None:
         """One payload becomes ours, or is removed where we need none."""
@@ -166,7 +180,7 @@ class Arena:
             raise StorageError(f"cannot take over {payload}: {error.strerror}") from error
 
     def _clear(self, old: Generation, rank: int) -> None:
-        if is_owned(old.owner(rank)):
+        if not self._ours(old, rank):
             return
         for slot in SLOTS if rank == self._rank else ():
             self._take(old, slot)
@@ -186,6 +200,16 @@ class Arena:
             raise StorageError(f"cannot map {path}: {error.strerror}") from error
         finally:
             os.close(descriptor)
+
+
+def _untold(places: Iterable[Generation], told: Collection[Share]) -> set[Share]:
+    """What living processes have that has no record yet."""
+    return {
+        (one.folder, rank)
+        for one in places
+        for rank in one.ranks()
+        if (one.folder, rank) not in told and is_owned(one.owner(rank))
+    }
 
 
 def _first_free(rank: int, places: Iterable[Generation]) -> tuple[Generation, Owner]:

@@ -19,29 +19,39 @@ from store.layout import MANIFESTS, manifest_path, parse_save_file
 from store.memory.held import Held, Node
 from store.names import SaveId
 
+Share = tuple[Path, int]
+"""Where one rank's memory is: the folder, and the rank."""
+
 
 def of_store(node: Node, files: Files) -> Node:
     """The same, without what is not of this store. StorageError."""
     strange = strangers(node, files)
     versions: dict[SaveId, dict[int, Held]] = {}
     for held in node.everything():
-        if held.payload.parent not in strange:
+        if share_of(held) not in strange:
             versions.setdefault(held.record.save, {}).setdefault(held.record.part.rank, held)
     return Node(versions, node.problems)
 
 
-def strangers(node: Node, files: Files) -> set[Path]:
-    """The folders of incarnations that are not of this store: of a copy's, or of what it was before it was put back.
+def strangers(node: Node, files: Files) -> set[Share]:
+    """Memory of incarnations that are not of this store: of a copy's, or of what it was before it was put back.
 
-    StorageError."""
+    An incarnation goes by the token of its claim and not by the folder: jobs on copies that begin at the same moment
+    may share one, since each rank takes the first place that is free. StorageError."""
     there = list(node.everything())
     tokens = {epoch: _token(files, epoch) for epoch in {held.record.save.epoch for held in there}}
     newest = _newest(files) if there else None
-    return {
-        held.payload.parent
+    claims = {
+        held.record.claim
         for held in there
         if held.record.claim != tokens[held.record.save.epoch] or _continues_nothing(held, newest, files)
     }
+    return {share_of(held) for held in there if held.record.claim in claims}
+
+
+def share_of(held: Held) -> Share:
+    """Where it lies."""
+    return held.payload.parent, held.record.part.rank
 
 
 def _continues_nothing(held: Held, newest: SaveId | None, files: Files) -> bool:

@@ -7,12 +7,11 @@ when it is old, or when it is asked for.
 
 from __future__ import annotations
 
-import os
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from store.memory.age import age, boot_seconds, date
 from store.memory.held import version_in
 from store.memory.owner import is_owned
 from store.memory.tier import SLOTS, Generation, Tier, tiers
@@ -32,11 +31,13 @@ def clear(tier: Tier, newest: SaveId | None = None) -> int:
     return _removed(tier, worthless)
 
 
-def clear_old(base: Path, keep_seconds: float = KEEP_SECONDS, clock: Callable[[], float] = time.time) -> int:
-    """Remove, of every store, what dead jobs last wrote longer than ``keep_seconds`` ago. Returns the bytes."""
+def clear_old(base: Path, keep_seconds: float = KEEP_SECONDS, clock: Callable[[], float] = boot_seconds) -> int:
+    """Remove, of every store, what dead jobs last wrote longer than ``keep_seconds`` ago. Returns the bytes.
+
+    clock: see :func:`store.memory.age.boot_seconds`."""
 
     def old(place: Generation, rank: int) -> bool:
-        return clock() - _written(place, rank) > keep_seconds
+        return age(place, rank, clock()) > keep_seconds
 
     return sum(_removed(tier, old) for tier in tiers(base))
 
@@ -48,7 +49,7 @@ def renew(tier: Tier, save: SaveId) -> None:
             for slot in SLOTS:
                 if version_in(place, rank, slot) == save:
                     with suppress(FileNotFoundError):
-                        os.utime(place.record(rank, slot))
+                        date(place.owner(rank))
 
 
 def used_bytes(tier: Tier) -> int:
@@ -77,14 +78,6 @@ def _remove(place: Generation, rank: int) -> int:
             path.unlink()
             total += nbytes
     return total
-
-
-def _written(place: Generation, rank: int) -> float:
-    found = [0.0]
-    for path in place.of(rank):
-        with suppress(FileNotFoundError):
-            found.append(path.stat().st_mtime)
-    return max(found)
 
 
 def _bytes(path: Path) -> int:

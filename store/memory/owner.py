@@ -23,7 +23,7 @@ _held: dict[Path, int] = {}
 
 class Owner:
     """Held from construction until :meth:`release`. StorageError where another process holds it; MissingError where
-    its folder is not there."""
+    its folder is not there, or the file was removed in between: then the lock would be on nothing that others see."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -40,6 +40,9 @@ class Owner:
         except OSError as error:
             os.close(self._descriptor)
             raise StorageError(f"{path} is held by another process: two jobs on one store?") from error
+        if not _names(path, self._descriptor):
+            os.close(self._descriptor)
+            raise MissingError(f"{path} was removed by its owner before")
         _held[path] = os.getpid()
 
     def release(self) -> None:
@@ -48,6 +51,14 @@ class Owner:
             os.close(self._descriptor)
             self._descriptor = -1
             _held.pop(self._path, None)
+
+
+def _names(path: Path, descriptor: int) -> bool:
+    """Whether the file is still the one of that name."""
+    try:
+        return os.path.samestat(path.lstat(), os.fstat(descriptor))
+    except OSError:
+        return False
 
 
 def is_owned(path: Path) -> bool:

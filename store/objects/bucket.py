@@ -14,7 +14,7 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from store.errors import ExistsError, MissingError, StorageError
+from store.errors import ExistsError, MissingError, StorageError, UnreachableError
 from store.objects.failures import is_passing, is_taken, library, told
 from store.objects.options import ObjectOptions
 
@@ -83,10 +83,10 @@ class Bucket:
         found = self._asked("look at", key, lambda: self._lib.head(self._store, key))
         return int(found["size"])
 
-    def owner(self, key: str) -> str | None:
-        """What an upload left as its :data:`OWNER`. MissingError where there is no object."""
+    def upload_at(self, key: str) -> tuple[str | None, int]:
+        """What an upload left as its :data:`OWNER`, and its bytes. MissingError where there is no object."""
         found = self._asked("look at", key, lambda: self._lib.get(self._store, key, options={"head": True}))
-        return dict(found.attributes).get(OWNER)
+        return dict(found.attributes).get(OWNER), int(found.meta["size"])
 
     def names(self, prefix: str) -> list[str]:
         """What stands directly below a prefix (ending in ``/``, or empty), however much it is, sorted."""
@@ -162,7 +162,8 @@ class Bucket:
     def _gave_up(self, error: BaseException, verb: str, key: str) -> StorageError:
         """A refusal that might have passed and did not: never that a name is free or taken."""
         found = told(error, verb, self.where(key))
-        return found if type(found) is StorageError else StorageError(f"{found}, and the answers contradict each other")
+        contradicted = "" if type(found) is StorageError else ", and the answers contradict each other"
+        return UnreachableError(f"{found}{contradicted}")
 
     def _opened(self) -> Any:
         given = self.options

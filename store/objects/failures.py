@@ -13,6 +13,9 @@ from store.errors import ExistsError, MissingError, StorageError, UnsupportedErr
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>(\w+)</Code>")
 
+_LOST = "Received redirect without LOCATION"
+"""How the library says that the bucket is in another region."""
+
 _PASSING = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 
 _CHECK_KEYS = (
@@ -35,6 +38,23 @@ _ADVICE = {
     "EntityTooLarge": "the object is too large for the server",
     "QuotaExceeded": "the quota is used up: free space or run `driftpoint prune STORE`",
 }
+_SIGNS = (
+    (("169.254.", "/latest/api/token"), f"there are no credentials, or they could not be got; {_CHECK_KEYS}"),
+    ((_LOST,), _CHECK_REGION),
+    (
+        ("invalid path",),
+        "an object is in the way whose key is no path (an empty name, or a dot, between slashes): remove it",
+    ),
+    (
+        ("timed out", "kind: Timeout"),
+        "the server did not answer in time: check the endpoint, or raise `s3: {request_seconds: ...}`",
+    ),
+    (
+        ("error sending request", "Connect"),
+        "the server cannot be reached: check `s3: {endpoint: ...}`, or AWS_ENDPOINT_URL",
+    ),
+)
+"""What the library says, where the server says nothing, and what to do then."""
 
 
 def library() -> Any:
@@ -59,6 +79,8 @@ def is_passing(error: BaseException) -> bool:
     refused = found.PermissionDeniedError, found.UnauthenticatedError, found.NotSupportedError, found.InvalidPathError
     if isinstance(error, (*refused, FileNotFoundError)):
         return False
+    if _LOST in str(error):
+        return False
     status = _STATUS.search(str(error))
     if status is not None:
         return int(status[1]) in _PASSING
@@ -81,15 +103,9 @@ def _advice(error: BaseException, text: str) -> str:
     found = _exceptions()
     if isinstance(error, found.PermissionDeniedError | found.UnauthenticatedError):
         return _CHECK_KEYS
-    if "169.254." in text or "/latest/api/token" in text:
-        return f"there are no credentials, or they could not be got; {_CHECK_KEYS}"
     if "scheme" in text.lower() and "http" in text:
         return "the endpoint is not https: set `s3: {allow_http: true}`, or AWS_ALLOW_HTTP=true, where that is meant"
-    if "timed out" in text or "operation timed out" in text:
-        return "the server did not answer in time: check the endpoint, or raise `s3: {request_seconds: ...}`"
-    if "error sending request" in text or "Connect" in text:
-        return "the server cannot be reached: check `s3: {endpoint: ...}`, or AWS_ENDPOINT_URL"
-    return ""
+    return next((advice for signs, advice in _SIGNS if any(sign in text for sign in signs)), "")
 
 
 def _short(text: str) -> str:

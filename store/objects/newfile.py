@@ -81,10 +81,7 @@ class NewObject:
             return
         self._large.finish()
         large, self._large = self._large, None
-        large.require_own()
-        found = self._bucket.size(self._key)
-        if found != self._size:
-            raise StorageError(f"{self._bucket.where(self._key)} has {found} bytes after {self._size} were written")
+        large.require_own(self._size)
 
     def _begun(self) -> _Spooled | _Streamed:
         try:
@@ -105,14 +102,17 @@ class _Upload:
         self._bucket, self._key, self._part = bucket, key, part
         self._token = secrets.token_hex(16)
 
-    def require_own(self) -> None:
-        """What is there now carries this upload's token. StorageError."""
-        if self._bucket.owner(self._key) != self._token:
+    def require_own(self, nbytes: int) -> None:
+        """What is there now carries this upload's token, and has so many bytes. StorageError."""
+        owner, found = self._bucket.upload_at(self._key)
+        if owner != self._token:
             raise StorageError(f"{self._bucket.where(self._key)} was replaced by another upload while it was put")
+        if found != nbytes:
+            raise StorageError(f"{self._bucket.where(self._key)} has {found} bytes after {nbytes} were written")
 
     def _require_ours(self, error: BaseException) -> None:
         try:
-            if self._bucket.owner(self._key) == self._token:
+            if self._bucket.upload_at(self._key)[0] == self._token:
                 return
         except MissingError:
             pass
@@ -129,7 +129,7 @@ class _Streamed(_Upload):
 
     def write(self, data: bytearray | memoryview) -> None:
         try:
-            self._writer.write(data)
+            self._writer.write(bytes(data))  # it keeps a view of what it is given until the part is on its way
         except self._bucket.failures as error:
             raise self._bucket.failed(error, "upload", self._key) from error
 

@@ -81,6 +81,20 @@ def test_what_is_written_is_read(files: Files, size: int) -> None:
     assert target == data
 
 
+def test_memory_that_was_written_may_be_used_again_at_once(files: Files) -> None:
+    """An import reads into one buffer again and again."""
+    data, buffer = bytes_of(10 * PART), bytearray(PART // 4)
+
+    def fill(file: NewFile) -> None:
+        for start in range(0, len(data), len(buffer)):
+            buffer[:] = data[start : start + len(buffer)]
+            file.write(memoryview(buffer))
+            buffer[:] = bytes(len(buffer))
+
+    write_new(files, "a", fill, most=len(data))
+    assert files.read("a", len(data)) == data
+
+
 @pytest.mark.parametrize("size", SIZES[2:])
 def test_what_was_written_is_overwritten_in_place(files: Files, size: int) -> None:
     data, head = bytes_of(size), bytes_of(size // 2, seed=1)

@@ -57,7 +57,7 @@ class Zygote:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.close()
-        self._process.wait(timeout=60)
+        self._process.wait(timeout=180)
         self._process.stdout.close()
 
     def doomed(self, scenario: str, store: Path, journal: Path, k: int) -> Outcome:
@@ -65,9 +65,9 @@ class Zygote:
         self._start(scenario, store, journal, str(k))
         return self._outcome(journal)
 
-    def begun(self, scenario: str, url: str, journal: Path) -> int:
-        """Begin a run on an object store. Its process; :meth:`ended` waits for it."""
-        return self._start(scenario, url, journal, "objects")
+    def begun(self, scenario: str, url: str, journal: Path, request: float, retry: float) -> int:
+        """Begin a run on an object store. Its process; :meth:`ended` waits for it. request, retry: seconds."""
+        return self._start(scenario, url, journal, f"objects:{request}:{retry}")
 
     def ended(self, journal: Path) -> Outcome:
         """What became of what was begun."""
@@ -77,11 +77,11 @@ class Zygote:
         """Run under strace with these options. OSError where it cannot attach."""
         pid = self._start(scenario, store, journal, "trace")
         tracer = subprocess.Popen(["strace", "-qq", *strace, "-p", str(pid)], stderr=subprocess.PIPE, text=True)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 180
         while tracer.poll() is None and not _is_traced(pid) and time.monotonic() < deadline:
             time.sleep(0.001)
         outcome = self._outcome(journal, pid if tracer.poll() not in (None, 0) else None)
-        _, said = tracer.communicate(timeout=60)
+        _, said = tracer.communicate(timeout=180)
         if tracer.returncode != 0 and "attach" in said:
             raise OSError(said)
         return outcome

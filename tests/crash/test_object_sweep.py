@@ -48,14 +48,18 @@ class Place:
     base_events: Sequence[Mapping[str, Any]]
     checked: set[str] = field(default_factory=set)
 
-    def run(self, scenario: str, fault: Fault | None = None, *, fresh: bool = True) -> Outcome:
+    def run(
+        self, scenario: str, fault: Fault | None = None, *, fresh: bool = True, retry_seconds: float = 120.0
+    ) -> Outcome:
         """fresh: on the base, or on nothing where the scenario begins with nothing; else on what is there."""
         if fresh:
             self.server.put("store", self.base if scenario.startswith("save") else {})
         journal = self.folder / "journal"
         journal.unlink(missing_ok=True)
         self.proxy.set(fault)
-        self.proxy.aim(self.zygote.begun(scenario, f"s3://{BUCKET}/store", journal))
+        hangs = fault is not None and fault.what == "hang"  # what is slow by itself must not be asked for twice
+        request = 1.0 if hangs else 30.0
+        self.proxy.aim(self.zygote.begun(scenario, f"s3://{BUCKET}/store", journal, request, retry_seconds))
         return self.zygote.ended(journal)
 
     def asked(self, scenario: str) -> list[Asked]:
@@ -173,9 +177,10 @@ def test_a_server_that_is_gone_is_a_typed_error(place: Place) -> None:
     upload = next(one.number for one in asked if "partNumber" in one.query)
     manifest = next(one.number for one in asked if "manifests" in one.path and one.changes)
     for number, what in ((upload, "drop"), (manifest, 503)):
-        outcome = place.run("save", Fault(what, lambda one, number=number: one.number >= number))
+        fault = Fault(what, lambda one, number=number: one.number >= number)
+        outcome = place.run("save", fault, retry_seconds=3.0)
         assert outcome.code == EXIT_TYPED_ERROR, outcome
-        assert outcome.events[-1]["kind"] == "StorageError", outcome.events[-1]
+        assert outcome.events[-1]["kind"] in ("StorageError", "UnreachableError"), outcome.events[-1]
         place.check("save", outcome)
 
 
@@ -235,7 +240,7 @@ def test_of_two_that_claim_at_once_each_gets_an_epoch_of_its_own(
     store_id = open_or_create(two[0]).store_id
     if not condition:
         monkeypatch.setattr(Bucket, "create", Bucket.replace)
-    both = threading.Barrier(2, timeout=30)
+    both = threading.Barrier(2, timeout=180)
     place.proxy.set(Fault(both.wait, lambda asked: asked.changes and asked.path.endswith("epochs/000001.json")))
     with ThreadPoolExecutor(2) as pool:
         epochs = sorted(pool.map(lambda files: claim_epoch(files, store_id).epoch, two))
@@ -244,10 +249,23 @@ def test_of_two_that_claim_at_once_each_gets_an_epoch_of_its_own(
 
 
 @pytest.mark.parametrize(
-    ("status", "said"),
-    [(403, "check the credentials"), (501, "If-None-Match"), (301, "region"), (503, "fewer requests")],
+    ("what", "said"),
+    [
+        (403, "check the credentials"),
+        (501, "If-None-Match"),
+        (301, "set `s3: {region"),
+        (503, "fewer requests"),
+        ("hang", "did not answer in time"),
+        ("drop", "cannot be reached"),
+    ],
 )
-def test_a_refusal_says_what_to_do(place: Place, two: tuple[Files, Files], status: int, said: str) -> None:
-    place.proxy.set(Fault(status, lambda _: True))
+def test_a_refusal_says_what_to_do(
+    place: Place, what: int | str, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name, value in KEYS.items():
+        monkeypatch.setenv(name, value)
+    patience = 0.5 if what == "hang" else 30.0
+    options = ObjectOptions(f"http://127.0.0.1:{place.proxy.port}", request_seconds=patience, retry_seconds=1.0)
+    place.proxy.set(Fault(what, lambda _: True, seconds=60.0))
     with pytest.raises(StorageError, match=said):
-        write_new(two[0], "a", lambda file: file.write(b"data"))
+        write_new(files_at(f"s3://{BUCKET}/{tmp_path.name}", options), "a", lambda file: file.write(b"data"))

@@ -79,7 +79,7 @@ class Place:
         os.close(go)
         os.close(waiting)
         _, status = os.waitpid(pid, 0)
-        _, said = tracer.communicate(timeout=60)
+        _, said = tracer.communicate(timeout=180)
         if tracer.returncode and "attach" in said:
             pytest.skip(f"strace may not attach: kills at system calls are NOT tested ({said})")
         return os.waitstatus_to_exitcode(status)

@@ -1,9 +1,9 @@
 """A process that imports the store once and forks a child for each run of the small job: 20 ms instead of 400.
 
 Reads lines ``SCENARIO STORE JOURNAL K`` from standard input, answers with the child's process id. The child waits
-until a tracer is attached (``K`` is ``trace``), goes to an object store (``objects``), or shuts the filesystem down
-before its K-th change (a number), runs the scenario, and writes what happened as the journal's last event. Run as a
-script only.
+until a tracer is attached (``K`` is ``trace``), goes to an object store (``objects:SECONDS:SECONDS``, for a request and
+for all of its tries), or shuts the filesystem down before its K-th change (a number), runs the scenario, and writes
+what happened as the journal's last event. Run as a script only.
 """
 
 from __future__ import annotations
@@ -155,9 +155,12 @@ def drop_from_bucket(what: str) -> None:
         Bucket._holds = lambda self, key, data: False  # type: ignore[method-assign]
 
 
-def objects(url: str) -> Files:
-    """Impatient, and with parts so small that payloads have several."""
-    files = files_at(url, ObjectOptions(request_seconds=1.0, retry_seconds=3.0, part_mib=256 / 2**20, connections=2))
+def objects(url: str, request_seconds: float, retry_seconds: float) -> Files:
+    """With parts so small that payloads have several."""
+    options = ObjectOptions(
+        request_seconds=request_seconds, retry_seconds=retry_seconds, part_mib=256 / 2**20, connections=2
+    )
+    files = files_at(url, options)
     assert isinstance(files, ObjectFiles)
     files.require_conditional_puts()
     return files
@@ -177,7 +180,10 @@ def child(scenario: str, store: str, journal_path: str, k: str) -> None:
     elif mutant:
         drop_fsync(of_directories=mutant == "directory-sync")
     try:
-        files = objects(store) if k == "objects" else LocalFiles(store) if k == "trace" else Doomed(store, int(k))
+        if k.startswith("objects:"):
+            files: Files = objects(store, *map(float, k.split(":")[1:]))
+        else:
+            files = LocalFiles(store) if k == "trace" else Doomed(store, int(k))
         SCENARIOS[scenario](files, journal)
     except DriftpointError as error:
         journal.note("error", kind=type(error).__name__, text=str(error))

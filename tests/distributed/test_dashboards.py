@@ -11,6 +11,7 @@ import re
 import secrets
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -55,7 +56,13 @@ class Ports:
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
+def scrapes() -> dict[str, str]:
+    """What each endpoint served in the end, once it was seen."""
+    return {}
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory, scrapes: dict[str, str]) -> Iterator[Prometheus]:
     """Everything went wrong, and Prometheus has seen it."""
     folder = tmp_path_factory.mktemp("d")
     with guarded(folder) as (port, more):
@@ -78,11 +85,16 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
                     running.until(
                         lambda: firing(running) >= EXPECTED, lambda: f"alerts but {EXPECTED - firing(running)}"
                     )
+                    scrapes |= {name: scrape(getattr(ports, name)) for name in SERVING}
                 finally:
                     one.ckpt.close()
                 (folder / "stop").touch()
                 assert run.ends() == 0, run.said
             yield running
+
+
+SERVING = ("ranks", "here", "daemon", "supervisor")
+"""Endpoints without a guard."""
 
 
 def impatient() -> str:
@@ -270,17 +282,15 @@ def test_alerts_fire_and_say_what_they_mean(seen: Prometheus) -> None:
     assert {rule["health"] for rule in rules} == {"ok"}, [rule.get("lastError") for rule in rules]
 
 
-def test_scrapes_are_what_promtool_wants() -> None:
-    """promtool check metrics, on what an endpoint serves."""
-    assert promtool("check", "metrics", stdin=_scrape()) == ""
+@pytest.mark.parametrize("name", SERVING)
+def test_scrapes_are_what_promtool_wants(seen: Prometheus, scrapes: dict[str, str], name: str) -> None:
+    """Of a real run, and of the daemon and ``driftpoint run`` beside it."""
+    text = scrapes[name]
+    assert text.count("# TYPE driftpoint_") > 10
+    assert promtool("check", "metrics", stdin=text) == ""
 
 
-def _scrape() -> str:
-    from prometheus_client import generate_latest
-
-    from deploy.daemon.metrics import DaemonMetrics
-    from deploy.supervisor_metrics import SupervisorMetrics
-    from monitor.metrics import Metrics
-
-    texts = [generate_latest(one.registry).decode() for one in (Metrics(), DaemonMetrics(), SupervisorMetrics(3))]
-    return "".join(texts)
+def scrape(port: int) -> str:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
+        text: str = answer.read().decode()
+    return text

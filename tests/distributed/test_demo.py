@@ -25,7 +25,7 @@ def demo(out: Path, *flags: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "examples.demo", "--out", str(out), *SMALL, *flags]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.run(
-        command, cwd=out.parent, env=environment, capture_output=True, text=True, timeout=500, check=False
+        command, cwd=out.parent, env=environment, capture_output=True, text=True, timeout=900, check=False
     )
 
 

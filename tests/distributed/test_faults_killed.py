@@ -33,7 +33,7 @@ PHASES = {
 def launched(tmp_path_factory: pytest.TempPathFactory) -> Launched:
     directory = tmp_path_factory.mktemp("killed")
     spec = {"phases": list(PHASES.values())}
-    done = torchrun("faults_killed.py", 2, spec, directory, restarts=len(PHASES), timeout=240)
+    done = torchrun("faults_killed.py", 2, spec, directory, restarts=len(PHASES), timeout=900)
     assert done.code == 0, done.output[-6000:]
     report = verify(open_catalog(LocalFiles(directory / "store")))
     assert [commit.problems for commit in report.commits] == [()] * len(report.commits)

@@ -19,7 +19,7 @@ RANKS = (0, 1)
 
 @pytest.fixture(scope="module")
 def launched(tmp_path_factory: pytest.TempPathFactory) -> Launched:
-    done = torchrun("faults_ddp.py", 2, {}, tmp_path_factory.mktemp("faults"), timeout=150)
+    done = torchrun("faults_ddp.py", 2, {}, tmp_path_factory.mktemp("faults"), timeout=600)
     assert done.code == 0, done.output[-6000:]
     return done
 

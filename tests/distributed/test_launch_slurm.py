@@ -38,13 +38,13 @@ def test_a_notice_saves_and_requeues_and_the_next_one_goes_on_to_the_end(slurm: 
     with slurm.sbatch(SCRIPT, *training(tmp_path, total=1_000_000)) as batch:
         until(batch, lambda: len(steps(tmp_path)) > 8)
         batch.process.send_signal(signal.SIGUSR1)
-        assert batch.process.wait(120) == 75, batch.said
+        assert batch.process.wait(180) == 75, batch.said
         assert slurm.requeued == [str(slurm.job)], batch.said
         assert batch.said.count("SIGTERM: SIGUSR1 to 1 process") == 2, "each node's supervisor told its own trainer"
     left = open_catalog(LocalFiles(tmp_path / "store")).saves()[0].step
     assert left >= max(steps(tmp_path))
     with slurm.sbatch(SCRIPT, *training(tmp_path, total=left + 4)) as batch:
-        assert batch.process.wait(240) == 0, batch.said
+        assert batch.process.wait(600) == 0, batch.said
         assert "after 1 requeues" in batch.said
     starts = [one["start"] for one in records(tmp_path) if one["kind"] == "resumed"]
     assert starts == [0, 0, left, left], batch.said
@@ -58,7 +58,7 @@ def test_a_job_that_gets_nowhere_is_not_requeued(slurm: Slurm, tmp_path: Path) -
     script = tmp_path / "job.sbatch"
     script.write_text(text.replace("--max-restarts 3", "--max-restarts 0"))
     with slurm.sbatch(script, *training(tmp_path, broken=9)) as batch:
-        assert batch.process.wait(120) == 93, batch.said
+        assert batch.process.wait(180) == 93, batch.said
     assert "no progress: not requeued" in batch.said
     assert slurm.requeued == []
 

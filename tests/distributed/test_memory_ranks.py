@@ -152,7 +152,7 @@ def test_one_rank_that_raises_takes_the_version_from_all(place: Place) -> None:
 
 
 def test_one_rank_that_raises_again_and_again_turns_it_off_on_all(place: Place) -> None:
-    first = place.life("first", steps=14, moody=1, fails=list(range(8, 15)), every=3)
+    first = place.life("first", steps=14, moody=1, fails=list(range(8, 15)), every=3, commit_seconds=3.0)
     assert {one["off"] for one in first.of("kept", step=14)} == {True}
     assert said(first, "the memory tier is off")
     again = place.life("second")
@@ -193,7 +193,7 @@ def test_ranks_that_are_configured_otherwise_are_refused_instead_of_waiting(
         2,
         {"case": DDP, "shared": str(place.shared), "life": "second", "settings": settings},
         place.directory,
-        timeout=60,
+        timeout=180,
     )
     assert done.code not in (0, -1)
     assert "give every rank the same configuration" in done.output

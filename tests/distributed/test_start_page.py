@@ -1,4 +1,5 @@
-"""The scripts of docs/start.md, copied as they stand: killed in the middle, started again, they go on."""
+"""The scripts that begin the pages of each framework, copied as they stand: killed in the middle, started again, they
+go on."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,7 @@ from store.errors import NoStoreError
 from store.files import LocalFiles
 from tests.support.launch import ENVIRONMENT, ROOT
 
-TEXT = (ROOT / "docs" / "start.md").read_text()
+TEXT = "".join((ROOT / "docs" / page).read_text() for page in ("start.md", "fsdp2.md", "huggingface.md"))
 SCRIPTS = {found[1]: found[0] for found in re.findall(r"```python\n(# (\w+\.py)\n.*?)```", TEXT, re.S)}
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
@@ -57,25 +59,28 @@ def _killed_once_committed(process: subprocess.Popen[str], folder: Path) -> None
         ["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True, check=False
     )
     for pid in {int(word) for word in (found.stdout + children.stdout).split()}:
-        os.kill(pid, signal.SIGKILL)
-    process.communicate(timeout=60)
+        with suppress(ProcessLookupError):  # torchrun may have ended it meanwhile
+            os.kill(pid, signal.SIGKILL)
+    process.communicate(timeout=180)
 
 
 def test_the_page_has_the_scripts_that_are_run_here() -> None:
-    assert SCRIPTS.keys() == {"plain.py", "ddp.py", "zero.py"}
+    others = {"accelerated.py"}  # test_accelerate_page.py
+    assert SCRIPTS.keys() == {"plain.py", "ddp.py", "zero.py", "sharded.py", "trainer.py"} | others
 
 
-@pytest.mark.parametrize("script", ["plain.py", "ddp.py", "zero.py"])
+@pytest.mark.parametrize("script", ["plain.py", "ddp.py", "zero.py", "sharded.py", "trainer.py"])
 def test_a_script_goes_on(tmp_path: Path, script: str) -> None:
-    launcher = [] if script == "plain.py" else TORCHRUN
+    launcher = [] if script in ("plain.py", "trainer.py") else TORCHRUN
     _killed_once_committed(_started(script, tmp_path, *launcher), tmp_path)
     killed_at = _committed(tmp_path)
     again = _started(script, tmp_path, *launcher)
-    output, _ = again.communicate(timeout=240)
+    output, _ = again.communicate(timeout=900)
     assert again.returncode == 0, output
     resumed = re.findall(r"^driftpoint: resumed step (\d+) from \./driftpoint-checkpoints \(exact\)$", output, re.M)
     assert resumed == [str(killed_at)], output
-    banner = r"^driftpoint: saving all of 2 layers \(66\.1 k parameters, exact\) to \./driftpoint-checkpoints[ ,]"
+    model = {"sharded.py": "4 layers (16.6 k", "trainer.py": "7 layers (205 k"}.get(script, "2 layers (66.1 k")
+    banner = rf"^driftpoint: saving all of {re.escape(model)} parameters, exact\) to \./driftpoint-checkpoints[ ,]"
     assert len(re.findall(banner, output, re.M)) == 1, output
-    last = int(re.search(r"range\(ckpt\.resume\(\), (\d+)\)", SCRIPTS[script])[1])  # type: ignore[index]
+    last = int(re.search(r"(?:range\(ckpt\.resume\(\), |max_steps=)(\d+)", SCRIPTS[script])[1])  # type: ignore[index]
     assert _committed(tmp_path) == last

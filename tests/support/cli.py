@@ -44,7 +44,7 @@ def driftpoint(*args: object, columns: int = 80) -> Answer:
         capture_output=True,
         text=True,
         env=environment(columns),
-        timeout=120,
+        timeout=180,
         check=False,
     )
     return Answer(done.returncode, done.stdout, done.stderr)

@@ -26,7 +26,7 @@ from tests.support.cli import environment
 from tests.support.jobs import Job
 from tests.support.launch import ENVIRONMENT, WORKERS
 
-PATIENCE = 90.0
+PATIENCE = 300.0
 
 
 def until(true: Callable[[], Any], what: str, seconds: float = PATIENCE) -> Any:
@@ -66,7 +66,7 @@ class Running:
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.wait(30)
+        self.process.wait(120)
 
     def rescued(self, count: int = 1) -> str:
         """The outcome of the newest of at least so many rescues."""
@@ -98,14 +98,14 @@ def daemon(base: Path, *options: object, prefix: tuple[str, ...] = ()) -> Iterat
         if process.poll() is None and pid != process.pid:  # under a tracer, which would let it go
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
-            process.wait(60)
+            process.wait(180)
         if process.poll() is None:
             process.terminate()
             try:
-                process.wait(60)
+                process.wait(180)
             except subprocess.TimeoutExpired:
                 process.kill()
-                process.wait(30)
+                process.wait(120)
 
 
 @dataclass
@@ -138,7 +138,7 @@ class Trainer:
     def kill(self) -> None:
         """Without a word."""
         self.process.kill()
-        self.process.wait(30)
+        self.process.wait(120)
 
     def stop(self, number: int = signal.SIGSTOP) -> None:
         """A signal."""
@@ -180,7 +180,7 @@ def trainer(store: Path, base: Path, steps: int, width: int = 8, **settings: Any
         with suppress(ProcessLookupError):
             process.send_signal(signal.SIGCONT)
         process.kill()
-        process.wait(30)
+        process.wait(120)
         assert process.stdin is not None and process.stdout is not None
         with suppress(OSError):
             process.stdin.close()

@@ -115,7 +115,7 @@ class Proxy:
 
     def kill(self) -> None:
         """End who asked."""
-        assert self._known.wait(30)
+        assert self._known.wait(180)
         os.kill(self._victim, signal.SIGKILL)
 
     def wait(self, seconds: float) -> None:
@@ -129,7 +129,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def setup(self) -> None:
         super().setup()
-        self.server_side = http.client.HTTPConnection("127.0.0.1", self.of.behind, timeout=60)
+        self.server_side = http.client.HTTPConnection("127.0.0.1", self.of.behind, timeout=180)
 
     def finish(self) -> None:
         self.server_side.close()

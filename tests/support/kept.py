@@ -32,7 +32,7 @@ def kept_step(one: Job) -> None:
     """A step, and the version of it is whole."""
     one.step()
     tier = one.ckpt._memory
-    assert tier is not None and tier._writer.join(30)
+    assert tier is not None and tier._writer.join(180)
 
 
 def abandoned(one: Job) -> None:

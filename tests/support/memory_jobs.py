@@ -20,7 +20,7 @@ from tests.support.kept import tier_of
 def settled(one: Job) -> None:
     """Until the version under way is whole."""
     tier = one.ckpt._memory
-    assert tier is not None and tier._writer.join(30)
+    assert tier is not None and tier._writer.join(180)
 
 
 def abandoned(one: Job) -> None:

@@ -38,7 +38,7 @@ class Place:
         if self.networks:
             done = across(self.networks, "memory_ranks.py", whole, self.directory)
         else:
-            done = torchrun("memory_ranks.py", ranks, whole, self.directory, timeout=120)
+            done = torchrun("memory_ranks.py", ranks, whole, self.directory, timeout=600)
         assert (done.code == 0) == (which == "second"), done.output[-5000:]
         assert "Timeout" not in done.output or which == "first"
         return done

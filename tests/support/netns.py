@@ -55,7 +55,7 @@ def two_networks() -> Iterator[Sequence[Network]]:
 
 
 def across(
-    networks: Sequence[Network], worker: str, spec: Mapping[str, Any], directory: Path, *, timeout: float = 150
+    networks: Sequence[Network], worker: str, spec: Mapping[str, Any], directory: Path, *, timeout: float = 300
 ) -> Launched:
     """Run a worker on one rank in each network. The code is 0 where both ended well, -1 where time was up."""
     number = len(list(directory.glob("launch-*.json")))
@@ -97,7 +97,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     if process.poll() is None:
         process.terminate()  # torchrun ends its workers, which have sessions of their own
         try:
-            process.wait(10)
+            process.wait(180)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()

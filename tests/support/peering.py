@@ -43,7 +43,7 @@ class Keeper:
 
 
 @contextmanager
-def keeper(base: Path, nbytes: int = 256, wards: tuple[int, ...] = (0,), silence: float = 5.0) -> Iterator[Keeper]:
+def keeper(base: Path, nbytes: int = 256, wards: tuple[int, ...] = (0,), silence: float = 60.0) -> Iterator[Keeper]:
     replicas = Replicas(2)
     tier = tier_at(base)
     assert replicas.take(tier, 1, dict.fromkeys(wards, nbytes), None) is None
@@ -89,12 +89,12 @@ def living_keeper(base: Path, nbytes: int) -> Iterator[Living]:
         yield Living(tier_at(base), (family, host, port), process)
     finally:
         process.kill()
-        process.wait(timeout=30)
+        process.wait(timeout=180)
         process.stdin.close()
         process.stdout.close()
 
 
-def sender_to(place: Place, timeout: float = 20.0, token: bytes = TOKEN) -> Sender:
+def sender_to(place: Place, timeout: float = 120.0, token: bytes = TOKEN) -> Sender:
     """Of rank 0; rank 1 keeps its replica."""
     return Sender(0, 1, place, token, timeout)
 
@@ -121,5 +121,5 @@ def large(arena: Arena, slot: int, save: SaveId, nbytes: int) -> None:
 def sent(sender: Sender, arena: Arena, slot: int, save: SaveId, keep: SaveId | None = None) -> bool:
     """Send a version and wait for what becomes of it."""
     sender.offer(save, *arena.files(slot), keep)
-    assert sender._writer.join(60)
+    assert sender._writer.join(180)
     return sender.sent == save

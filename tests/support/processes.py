@@ -38,7 +38,7 @@ def holding_lock(root: Path) -> Iterator[int]:
         yield process.pid
     finally:
         process.stdin.close()
-        process.wait(timeout=30)
+        process.wait(timeout=180)
         process.stdout.close()
 
 
@@ -74,6 +74,6 @@ def living(tier: Tier, save: SaveId, rank: int = 0, world: int = 1) -> Iterator[
         yield process
     finally:
         process.kill()
-        process.wait(timeout=30)
+        process.wait(timeout=180)
         process.stdin.close()
         process.stdout.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import secrets
 import shutil
 import socket
 import subprocess
@@ -11,7 +12,7 @@ import time
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,16 +29,20 @@ def promtool(*words: object, cwd: Path = PROMETHEUS, stdin: str | None = None) -
     if shutil.which("promtool") is None:
         pytest.skip("there is no promtool here (Debian: prometheus), so rules and metrics are NOT checked by it")
     done = subprocess.run(
-        ["promtool", *map(str, words)], cwd=cwd, input=stdin, capture_output=True, text=True, timeout=120, check=False
+        ["promtool", *map(str, words)], cwd=cwd, input=stdin, capture_output=True, text=True, timeout=180, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
 
 
 def free_port() -> int:
-    with closing(socket.socket()) as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
+    """Below those that the system gives to others, who would have it before it is used."""
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        port = secrets.choice(range(10_000, max(first, 20_000)))
+        with closing(socket.socket()) as one, suppress(OSError):
+            one.bind(("127.0.0.1", port))
+            return port
 
 
 @dataclass
@@ -51,7 +56,7 @@ class Prometheus:
     def ask(self, path: str, **query: object) -> Any:
         """``/api/v1/PATH``: its data."""
         words = urllib.parse.urlencode({name: str(value) for name, value in query.items()})
-        with urllib.request.urlopen(f"{self.url}/api/v1/{path}?{words}", timeout=30) as answer:
+        with urllib.request.urlopen(f"{self.url}/api/v1/{path}?{words}", timeout=180) as answer:
             found = json.load(answer)
         assert found["status"] == "success", found
         return found["data"]
@@ -67,7 +72,7 @@ class Prometheus:
         values = [float(value) for one in found for _, value in one["values"]]
         return [value for value in values if not math.isnan(value)]
 
-    def until(self, true: Callable[[], Any], what: str | Callable[[], str], seconds: float = 90.0) -> Any:
+    def until(self, true: Callable[[], Any], what: str | Callable[[], str], seconds: float = 300.0) -> Any:
         """Wait for a condition; its value."""
         deadline = time.monotonic() + seconds
         while not (found := true()):
@@ -116,10 +121,10 @@ def prometheus(
     finally:
         process.terminate()
         try:
-            process.wait(30)
+            process.wait(180)
         except subprocess.TimeoutExpired:
             process.kill()
-            process.wait(30)
+            process.wait(180)
 
 
 def _ready(running: Prometheus) -> bool:

@@ -22,7 +22,7 @@ def build(out: Path, config: Path = ROOT / "mkdocs.yml") -> subprocess.Completed
         env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
         check=False,
     )
 

@@ -100,6 +100,7 @@ class StoreBuilder:
         self.world_size = world_size
         self.framework = framework
         self.policy = policy
+        self.created = "2025-03-01T12:00:00+00:00"
         self.commits = 0
         self.newest: SaveId | None = None
         self._how: dict[tuple[Unit, int], How] = {}
@@ -308,7 +309,7 @@ class StoreBuilder:
             world_size=self.world_size,
             framework=self.framework,
             policy=self.policy,
-            created="2025-03-01T12:00:00+00:00",
+            created=self.created,
             previous=self.newest.name if self.newest else None,
             bytes_avoided=sum(record.nbytes for record in records) - written,
             layers=tuple(LayerRecord(name=layer.name, block=layer.block) for layer in self.layers),

@@ -28,7 +28,7 @@ class Supervised:
     process: subprocess.Popen[bytes]
     folder: Path
 
-    def ends(self, timeout: float = 120) -> int:
+    def ends(self, timeout: float = 300) -> int:
         """Its exit code."""
         return self.process.wait(timeout)
 
@@ -55,7 +55,7 @@ class Supervised:
         """The steps that attempts resumed at."""
         return [one["start"] for one in self.of("resumed")]
 
-    def until(self, holds: Callable[[], Any], timeout: float = 60) -> Any:
+    def until(self, holds: Callable[[], Any], timeout: float = 300) -> Any:
         """Wait for a condition; what it gave."""
         deadline = time.monotonic() + timeout
         while not (found := holds()):

@@ -41,7 +41,8 @@ for _ in range(one.ckpt.resume(), spec["steps"]):
 write_down()
 if dist.is_initialized():
     dist.barrier()
-    (folder / f"ready-{rank}").write_text(str(os.getpid()))
+    (folder / f"pid-{rank}").write_text(str(os.getpid()))
+    (folder / f"pid-{rank}").rename(folder / f"ready-{rank}")
     while True:
         time.sleep(1.0)
 say("ready")

@@ -9,6 +9,7 @@ import json
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -74,8 +75,9 @@ class Scenario:
 
 def silent_rank(s: Scenario) -> None:
     """Rank 1's storage hangs for one save: rank 0 gives up after its timeout, and training goes on."""
-    job = s.job(timeouts={"commit": 0.3})
+    job = s.job()
     s.steps(job, 1)
+    waits(job, 0.3)  # from now on, so that the save before had the time that it took
     go_on = threading.Event()
     if rank() == 1:
         job.hook().before = lambda operation, path: None if go_on.is_set() else _wait(go_on)
@@ -83,12 +85,22 @@ def silent_rank(s: Scenario) -> None:
     go_on.set()
     job.ckpt.flush()
     dist.barrier()
+    waits(job, 600.0)
     s.steps(job, 1)
     s.end(job)
 
 
+def waits(job: Job, seconds: float) -> None:
+    """How long later saves wait for the other rank's part."""
+    saver = job.ckpt._saver
+    assert saver is not None
+    config = saver._job.config
+    timeouts = config.timeouts.model_copy(update={"commit": seconds})
+    saver._job = replace(saver._job, config=config.model_copy(update={"timeouts": timeouts}))
+
+
 def _wait(event: threading.Event) -> None:
-    assert event.wait(60)
+    assert event.wait(180)
 
 
 def failing_rank(s: Scenario) -> None:

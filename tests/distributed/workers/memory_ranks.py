@@ -71,7 +71,7 @@ class Life:
             "every": self.spec.get("every", 100),
             "metrics": {"enabled": False},
             # A rank that has no part to give is waited for so long, and a peer that takes nothing.
-            "timeouts": {"commit": 3.0, "peer": self.spec.get("peer_seconds", 60.0)},
+            "timeouts": {"commit": self.spec.get("commit_seconds", 600.0), "peer": self.spec.get("peer_seconds", 60.0)},
             "memory": {
                 "enabled": True,
                 "every": 1,
@@ -124,7 +124,7 @@ class Life:
             self.results.tell("kept", step=step, newest=self.newest(ckpt), off=self.off(ckpt))
             ckpt.flush()
             if ckpt._memory is not None:
-                ckpt._memory._writer.join(60)
+                ckpt._memory._writer.join(180)
                 if not silent:
                     self.replicated(ckpt._memory)
                 self.results.tell("sent", step=step, busy=self.sending(ckpt._memory))
@@ -134,7 +134,7 @@ class Life:
         """Until what was sent has arrived, as far as somebody takes it."""
         sender = memory._peers._sender
         if sender is not None:
-            sender._writer.join(60)
+            sender._writer.join(180)
 
     def sending(self, memory: monitor.memory.MemoryTier) -> bool:
         sender = memory._peers._sender

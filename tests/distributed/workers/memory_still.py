@@ -95,7 +95,7 @@ def main(spec: Mapping[str, Any]) -> None:
         if spec["mutant"] and step % 10 == 3:
             changed = next(piece for piece in adapter_for(trainee.target).owned() if piece.fragment.slot == "exp_avg")
             changed.tensor.data[0] += 1.0
-        ckpt._memory._writer.join(60) if step % 3 == 0 and ckpt._memory is not None else None
+        ckpt._memory._writer.join(180) if step % 3 == 0 and ckpt._memory is not None else None
         for save, held in look(tier).versions.items():
             if rank() in held and save.step in compared.own:
                 compared.compare("memory", save.step, stored(held[rank()].record.part.entries))

@@ -63,7 +63,7 @@ def slow(job: Job, step: int) -> None:
 
 
 def held(event: threading.Event) -> None:
-    assert event.wait(60)
+    assert event.wait(180)
 
 
 def under_way(job: Job, step: int) -> None:
@@ -91,7 +91,7 @@ def forked(job: Job, step: int) -> None:
     if step == 3:
         child = get_context("fork").Process(target=announce)
         child.start()
-        child.join(60)
+        child.join(180)
         NOW["tell"]("child", code=child.exitcode)
 
 

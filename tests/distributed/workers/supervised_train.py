@@ -61,7 +61,7 @@ if start in spec.get("poison_now", []):
 for step in range(start, spec["total"]):
     job.step()
     if spec.get("settled"):
-        assert job.ckpt._memory is not None and job.ckpt._memory._writer.join(30)
+        assert job.ckpt._memory is not None and job.ckpt._memory._writer.join(180)
     record("step", step=step + 1)
     for which, at, how in spec.get("dies", []):
         if which in (None, attempt) and at == step + 1 and rank == spec.get("dying_rank", rank):

@@ -166,7 +166,7 @@ def test_ctrl_c(here: Here, builder: StoreBuilder, monkeypatch: pytest.MonkeyPat
 def test_ctrl_c_in_a_process_of_its_own(large: Path) -> None:
     with _writing(large) as process:
         process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=60) == 130
+        assert process.wait(timeout=180) == 130
         assert process.stderr is not None
         assert process.stderr.read() == b"interrupted\n"
 
@@ -177,7 +177,7 @@ def test_a_reader_who_leaves(large: Path, monkeypatch: pytest.MonkeyPatch, unbuf
     with _writing(large) as process:
         assert process.stdout is not None and process.stderr is not None
         process.stdout.close()
-        assert process.wait(timeout=60) == 141
+        assert process.wait(timeout=180) == 141
         assert process.stderr.read() == b""
 
 
@@ -197,7 +197,7 @@ def _writing(root: Path) -> Iterator[subprocess.Popen[bytes]]:
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment()) as process:
         assert process.stdout is not None
         room = fcntl.fcntl(process.stdout, fcntl.F_GETPIPE_SZ)
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 180
         while _waiting(process.stdout.fileno()) < room:
             assert process.poll() is None and time.monotonic() < deadline
             time.sleep(0.01)

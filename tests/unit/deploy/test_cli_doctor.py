@@ -6,10 +6,12 @@ import json
 import os
 import re
 import resource
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -27,6 +29,7 @@ from monitor.config import Config
 from store.errors import StorageError, UsageError
 from store.files import LocalFiles
 from store.lock import StoreLock
+from store.record import seal, unseal
 from store.retention import Retention
 from tests.support.cli import ROOT, Here, driftpoint, environment
 from tests.support.mounts import tmpfs
@@ -116,6 +119,22 @@ print(json.dumps([asdict(one) for one in found]))
 """
 
 
+ENDED = """
+import os, signal
+from deploy.cli.app import main
+from deploy.doctor import disk, machine
+
+def end(probe, name):
+    written(probe, name)
+    assert os.listdir(probe.place)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+written, disk._written = disk._written, end
+machine._torch = machine._extras
+main()
+"""
+
+
 def test_every_check_is_documented_and_no_other() -> None:
     sources = "".join(path.read_text() for path in (ROOT / "deploy" / "doctor").glob("*.py"))
     checks = set(re.findall(r'(?:Finding|_port)\(\s*"([a-z ]+)"', sources))
@@ -195,6 +214,28 @@ class TestDisk:
         assert _named(look_at_disk(tmp_path, small), "space").state == "ok"
         found = _named(look_at_disk(tmp_path, huge), "space")
         assert found.state == "fail" and "keep_last" in found.todo
+
+    def test_what_is_large_has_no_name_even_while_it_is_written(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        sizes: list[int] = []
+
+        def watched() -> float:
+            sizes.append(sum(path.stat().st_size for path in tmp_path.iterdir()))
+            return time.monotonic()
+
+        monkeypatch.setattr(disk.time, "perf_counter", watched)
+        with disk._Probe(tmp_path) as probe:
+            assert "MB/s" in disk._speed(probe, PLAN).seen
+        assert len(sizes) > 2 and max(sizes) == 0
+
+    def test_a_doctor_that_is_ended_takes_away_what_it_made(self, tmp_path: Path) -> None:
+        place = tmp_path / "place"
+        place.mkdir()
+        command = [sys.executable, "-c", ENDED, "doctor", str(place)]
+        done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 128 + signal.SIGTERM, done.stderr
+        assert list(place.iterdir()) == []
 
     def test_what_a_killed_doctor_leaves_is_pruned_or_ignored(self, builder: StoreBuilder) -> None:
         builder.save(10)
@@ -286,6 +327,29 @@ class TestStore:
         (builder.root / "STORE.json").unlink()
         assert [one.state for one in look_at_store(builder.root, Retention())] == ["fail"]
 
+    @pytest.mark.parametrize("what", ["file", "file/below", "to nothing", "x" * 300])
+    def test_a_path_at_which_there_can_be_no_directory(self, tmp_path: Path, what: str) -> None:
+        (tmp_path / "file").write_text("mine")
+        (tmp_path / "to nothing").symlink_to(tmp_path / "nowhere")
+        (found,) = look_at_store(tmp_path / what, Retention())
+        assert (found.check, found.state) == ("store", "fail") and "`store:`" in found.todo
+
+    def test_a_link_to_a_directory_is_one(self, tmp_path: Path) -> None:
+        (tmp_path / "there").mkdir()
+        (tmp_path / "link").symlink_to(tmp_path / "there")
+        assert [one.state for one in look_at_store(tmp_path / "link", Retention())] == ["ok"]
+
+    def test_a_store_of_a_newer_release_and_a_damaged_head(self, builder: StoreBuilder) -> None:
+        builder.save(10)
+        head = builder.root / "STORE.json"
+        body = unseal(head.read_bytes(), "STORE.json")
+        head.write_bytes(seal({**body, "reader": 99, "format": 99}))
+        (newer,) = look_at_store(builder.root, Retention())
+        assert newer.state == "fail" and "--upgrade" in newer.seen and "name another" in newer.todo
+        head.write_bytes(b"{}")
+        (damaged,) = look_at_store(builder.root, Retention())
+        assert damaged.state == "fail" and "put STORE.json back" in damaged.todo
+
 
 class TestPlan:
     def test_bytes_of_a_parameter(self) -> None:
@@ -323,6 +387,7 @@ class TestNodes:
             ),
             ({"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_JOB_ID": "9", "SLURM_STEP_ID": "0"}, Ranks(1, 2, "9/0")),
             ({"RANK": "x", "WORLD_SIZE": "8"}, Ranks(0, 1, "")),
+            ({"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_JOB_ID": "9"}, Ranks(0, 1, "")),  # the batch script
         ],
     )
     def test_which_rank_this_is(self, environment: Mapping[str, str], ranks: Ranks) -> None:
@@ -367,7 +432,7 @@ def test_under_torchrun_one_answers_for_all(tmp_path: Path) -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=900,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]

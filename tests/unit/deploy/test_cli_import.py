@@ -155,7 +155,7 @@ def test_a_job_goes_on_from_it_as_from_its_own_store(tmp_path: Path) -> None:
             command,
             check=True,
             env={**environment(), "OMP_NUM_THREADS": "1"},
-            timeout=120,
+            timeout=180,
             capture_output=True,
             text=True,
         )

@@ -49,7 +49,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of a real run of three steps, each saved: ``store`` and the true model of each step."""
     place = tmp_path_factory.mktemp("trained")
     command = [sys.executable, "-c", TRAIN, str(place / "store"), str(place)]
-    subprocess.run(command, check=True, env={**environment(), "OMP_NUM_THREADS": "1"}, timeout=300)
+    subprocess.run(command, check=True, env={**environment(), "OMP_NUM_THREADS": "1"}, timeout=900)
     return place
 
 

@@ -169,9 +169,15 @@ def test_damage_is_found_and_told(store: Path, base: Path) -> None:
             until(lambda: (found := report(base)) and found.stores and found.stores[0].damage, "the damage")
             told = driftpoint("daemon", "status", "--memory", base, "--json").json["stores"][0]
             assert told["damaged"] == [SaveId(8, 1).name] and "rank-00000" in told["damage"][0]
-            assert "is damaged" in beside.said()
+            until(lambda: "is damaged" in beside.said(), "the warning")
             until(lambda: served(beside, f'driftpoint_daemon_damaged_commits{{store="{store}"}} 1.0'), "the metric")
-            assert served(beside, f'driftpoint_daemon_trainers{{store="{store}"}} 1.0')
+            until(lambda: served(beside, f'driftpoint_daemon_trainers{{store="{store}"}} 1.0'), "the trainer")
+            none = "driftpoint_daemon_verify_failures_total 0.0"
+            assert served(beside, none)
+            away = store.rename(store.parent / "away")
+            until(lambda: not served(beside, none), "a failure to verify a store that is away")
+            until(lambda: "is its disk mounted on this node?" in beside.said(), "what to do about it")
+            away.rename(store)
 
 
 def test_storage_that_refuses_is_asked_again(store: Path, base: Path, slow: tuple[str, ...]) -> None:

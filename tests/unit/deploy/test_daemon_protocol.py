@@ -116,7 +116,7 @@ def test_two_processes_cannot_be_the_same_rank(beside: Running) -> None:
         code += "s.sendall(sys.argv[2].encode()); print(s.makefile().read())"
         said = line(hello(beside.base)).decode()
         words = [sys.executable, "-c", code, str(socket_path(beside.base)), said]
-        other = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True)
+        other = subprocess.run(words, capture_output=True, text=True, timeout=180, check=True)
         assert f"is process {os.getpid()} already" in other.stdout
 
 
@@ -141,7 +141,7 @@ def test_status_and_stop(beside: Running) -> None:
     told = driftpoint("daemon", "status", "--memory", beside.base, "--json").json
     assert (told["pid"], told["jobs"], told["rescues"]) == (beside.process.pid, [], [])
     assert driftpoint("daemon", "stop", "--memory", beside.base).code == 0
-    assert beside.process.wait(30) == 0
+    assert beside.process.wait(180) == 0
     assert not socket_path(beside.base).exists()
     gone = driftpoint("daemon", "status", "--memory", beside.base)
     assert gone.code == 1 and "driftpoint daemon run" in gone.err
@@ -149,7 +149,7 @@ def test_status_and_stop(beside: Running) -> None:
 
 def test_one_for_each_base(beside: Running) -> None:
     second = subprocess.run(
-        daemon_command(beside.base), capture_output=True, text=True, env=environment(), timeout=60, check=False
+        daemon_command(beside.base), capture_output=True, text=True, env=environment(), timeout=180, check=False
     )
     assert second.returncode == 1 and "a daemon runs already" in second.stderr
     assert report(beside.base) is not None
@@ -165,7 +165,7 @@ def test_the_socket_of_a_dead_one_is_replaced(beside: Running) -> None:
 
 def test_one_that_nobody_can_reach_ends(beside: Running) -> None:
     shutil.rmtree(home(beside.base))
-    assert beside.process.wait(30) == 0
+    assert beside.process.wait(180) == 0
 
 
 def test_a_port_that_is_taken_costs_the_endpoint_only(base: Path) -> None:
@@ -178,7 +178,7 @@ def test_a_port_that_is_taken_costs_the_endpoint_only(base: Path) -> None:
 def test_metrics_are_served(beside: Running) -> None:
     found = report(beside.base)
     assert found is not None
-    with urllib.request.urlopen(f"http://127.0.0.1:{found.port}/metrics", timeout=30) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{found.port}/metrics", timeout=180) as answer:
         assert "driftpoint_daemon_up 1.0" in answer.read().decode()
 
 
@@ -222,7 +222,7 @@ def test_another_user_is_refused_and_told(tmp_path: Path) -> None:
             assert process.poll() is None
         finally:
             process.terminate()
-            process.wait(60)
+            process.wait(180)
 
 
 def test_messages_come_back_as_they_were() -> None:

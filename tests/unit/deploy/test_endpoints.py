@@ -24,7 +24,7 @@ from tests.support.tls import certificate
 
 
 def scrape(url: str) -> str:
-    with urllib.request.urlopen(url, timeout=30) as answer:
+    with urllib.request.urlopen(url, timeout=180) as answer:
         text: str = answer.read().decode()
         return text
 
@@ -69,10 +69,10 @@ def test_a_daemon_behind_tls_and_a_login(tmp_path: Path) -> None:
         assert found is not None and found.url == f"https://0.0.0.0:{found.port}/metrics"
         url, context = f"https://127.0.0.1:{found.port}/metrics", ssl.create_default_context(cafile=str(crt))
         with pytest.raises(urllib.error.HTTPError, match="401"):
-            urllib.request.urlopen(url, timeout=30, context=context)
+            urllib.request.urlopen(url, timeout=180, context=context)
         login = base64.b64encode(b"prometheus:secret").decode()
         request = urllib.request.Request(url, headers={"Authorization": f"Basic {login}"})
-        with urllib.request.urlopen(request, timeout=30, context=context) as answer:
+        with urllib.request.urlopen(request, timeout=180, context=context) as answer:
             assert b"driftpoint_daemon_up 1.0" in answer.read()
 
 

@@ -43,7 +43,7 @@ sys.meta_path.insert(0, Hider())
 
 def _hidden(names: set[str], code: str, *args: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", HIDING.format(hidden=names) + code, *map(str, args)]
-    return subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=120, check=False)
+    return subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=180, check=False)
 
 
 CLI = "from deploy.cli.app import main; main()"

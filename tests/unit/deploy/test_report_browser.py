@@ -101,7 +101,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         ],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=900,
         check=True,
     )
     body = re.search(r"<body>(.*)</body>", done.stdout, re.S)

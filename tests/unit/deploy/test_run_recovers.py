@@ -114,7 +114,7 @@ def test_preempted_by_someone_else_it_starts_again_uncounted(tmp_path: Path) -> 
 def test_where_the_store_is_gone_the_job_does_not_begin_anew(tmp_path: Path) -> None:
     """As where its disk is not mounted for a while. When it is back the job goes on."""
     spec = {"dies": [[1, 3, 9]], "total": 6}
-    with supervised(tmp_path, PYTHON + training(tmp_path, **spec), "--backoff", 1, "--max-restarts", 9) as run:
+    with supervised(tmp_path, PYTHON + training(tmp_path, **spec), "--backoff", 2.5, "--max-restarts", 9) as run:
         run.until(lambda: "attempt 1 ended" in run.said)
         (tmp_path / "store").rename(tmp_path / "away")
         run.until(lambda: "attempt 2 ended" in run.said)

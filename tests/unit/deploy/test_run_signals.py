@@ -183,6 +183,26 @@ def test_a_signal_between_two_attempts_is_the_end(tmp_path: Path) -> None:
             assert run.ends() == code, run.said
 
 
+@pytest.mark.parametrize(("code", "told"), [(0, 0), (1, 93)])
+def test_a_signal_when_all_is_over_changes_nothing(tmp_path: Path, code: int, told: int) -> None:
+    """While it ends what the command left behind: the job is done, or failed for good, and that is what is told."""
+    left = "trap 'touch heard; until [ -e go ]; do sleep 0.02; done; exit' TERM; touch up; while :; do sleep 0.02; done"
+    script = f'sh -c "{left}" & until [ -e up ]; do sleep 0.02; done; exit {code}'
+    with supervised(tmp_path, ["sh", "-c", script], "--max-restarts", 0) as run:
+        run.until((tmp_path / "heard").exists)
+        run.send(signal.SIGTERM)
+        (tmp_path / "go").touch()
+        assert run.ends() == told, run.said
+
+
+def test_two_signals_between_two_attempts_are_one_end(tmp_path: Path) -> None:
+    with supervised(tmp_path, ["sh", "-c", "exit 1"], "--backoff", 3600) as run:
+        run.until(lambda: "ended: exit code 1" in run.said)
+        for number in (signal.SIGSTOP, signal.SIGTERM, signal.SIGHUP, signal.SIGCONT):
+            run.send(number)
+        assert run.ends() == 75, run.said
+
+
 def test_what_a_dead_command_leaves_behind_is_ended_before_the_next_attempt(tmp_path: Path) -> None:
     """Also what went into a session of its own, as torchrun's workers do, and what does not mind SIGTERM."""
     script = """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import yaml
@@ -13,6 +13,7 @@ from pydantic import BaseModel
 
 from deploy.settings_text import documented, schema
 from monitor.config import Config, load_config
+from store.errors import ConfigError
 from tests.support.cli import ROOT
 from tests.support.settings_page import PAGE, SCHEMA, page, schema_text
 
@@ -84,3 +85,46 @@ def test_what_the_schema_takes(values: dict[str, Any]) -> None:
 )
 def test_what_it_refuses(values: dict[str, Any]) -> None:
     assert not _validator().is_valid(values)
+
+
+ODD: list[Any] = [
+    *(True, False, None, -1, 0, 1, 2, 3, 5, 19, 20, 64, 256, 257, 3600, 3601, 65535, 65536, 100_001, 10**7, 1 << 40),
+    *(-0.5, 0.0, 0.5, 1.0, 1.5, 5.0, 1e6, 1e13, "", "a", "a:b", "on", "auto", "none", "raw", "compact", "full", "lazy"),
+    *("skip", "exact", "sketch", "newest", "on", "SIGUSR1", [], ["SIGUSR1"], ["SIGKILL"], [1], {}, {"a": "b"}),
+    *({"exp_avg": "int8-block"}, {"name": "full"}, {"name": 1}, {"name": "threshold", "threshold": 1}, {"x": 1}),
+]
+TOGETHER = {
+    "budget",
+    "s3",
+    "metrics.host",
+    "metrics.tls",
+    "metrics.basic_auth",
+    "memory.peers",
+    "differences",
+    "policy",
+}
+"""What more is asked of: settings that others are needed for, and policies by names that only the job may know."""
+
+
+def test_schema_and_loader_take_the_same() -> None:
+    """Each setting alone, with each odd value. For true the loader takes 1 and 'on' in quotes, too; what it makes of
+    that is what the schema takes."""
+    validator, differ = _validator(), []
+    for path, field in _fields(Config):
+        switch = bool in (field.annotation, *get_args(field.annotation))
+        for value in ODD:
+            values = value
+            for key in reversed(path.split(".")):
+                values = {key: values}
+            seen = validator.is_valid(values)
+            try:
+                taken = load_config(values)
+            except ConfigError:
+                if seen and not any(path == one or path.startswith(f"{one}.") for one in TOGETHER):
+                    differ.append(f"the schema alone takes {path}: {value!r}")
+            else:
+                if not validator.is_valid(taken.model_dump(mode="json")):
+                    differ.append(f"the loader alone takes {path}: {value!r}")
+                if not seen and not switch:
+                    differ.append(f"the loader alone takes, as something else, {path}: {value!r}")
+    assert differ == []

@@ -187,7 +187,7 @@ class Terminal:
         self.process, self._descriptor = process, descriptor
         self.screen = ""
 
-    def wait_for(self, pattern: str, seconds: float = 90.0) -> None:
+    def wait_for(self, pattern: str, seconds: float = 300.0) -> None:
         deadline = time.monotonic() + seconds
         while not re.search(pattern, self.screen):
             assert time.monotonic() < deadline, f"{pattern} never came: {self.screen[-3000:]}"
@@ -245,7 +245,7 @@ def test_in_a_terminal(run: SeenRun, end: str) -> None:
             seen.type(b"q")
         else:
             seen.process.send_signal(signal.SIGINT)
-        assert seen.process.wait(60) == 0
+        assert seen.process.wait(180) == 0
         assert seen.attributes() == before, "the terminal is given back as it was"
 
 
@@ -270,7 +270,7 @@ def drawn_of(facts: Facts, view: View) -> str:
 
 
 def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 180
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)

@@ -294,7 +294,7 @@ import_checkpoint(plan_import(Path(sys.argv[1])), Path(sys.argv[2]), progress)
 def run(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", code, *map(str, arguments)]
-    return subprocess.run(command, check=False, env=environment, timeout=120, capture_output=True, text=True)
+    return subprocess.run(command, check=False, env=environment, timeout=180, capture_output=True, text=True)
 
 
 @pytest.mark.parametrize("after", [1, 2000])

@@ -421,7 +421,7 @@ def test_memory_does_not_grow_with_fragments(larger: PlainStore, tmp_path: Path,
         env={**os.environ, "PYTHONPATH": "."},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -163,7 +163,7 @@ def test_a_deepspeed_store_where_there_is_no_deepspeed(tmp_path: Path) -> None:
     )
     command = [sys.executable, "-c", code, str(store.root), str(tmp_path / "out")]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, check=False, env=environment, timeout=120, capture_output=True, text=True)
+    done = subprocess.run(command, check=False, env=environment, timeout=180, capture_output=True, text=True)
     assert done.returncode == 1
     assert "pip install 'driftpoint[deepspeed]'" in done.stderr
     assert siblings(tmp_path / "out") == []
@@ -216,7 +216,7 @@ def test_a_killed_merge_leaves_a_temporary_name_only_and_the_next_one_removes_it
     store.save(10)
     out = tmp_path / "out"
     command = [sys.executable, "-c", KILLED, str(store.root), str(out), str(after)]
-    done = subprocess.run(command, check=False, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=120)
+    done = subprocess.run(command, check=False, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=180)
     assert done.returncode == -signal.SIGKILL
     (left,) = siblings(out)
     assert left.startswith(".driftpoint-merge-") and left.endswith("-out")
@@ -275,7 +275,7 @@ def test_a_storage_that_refuses_is_told_and_leaves_nothing_behind(store: PlainSt
     store.save(10)
     command = [sys.executable, "-c", FULL, str(store.root), str(tmp_path / "out")]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, check=False, env=environment, timeout=120, capture_output=True, text=True)
+    done = subprocess.run(command, check=False, env=environment, timeout=180, capture_output=True, text=True)
     assert done.returncode == 1
     assert done.stderr.startswith("StorageError: cannot write")
     assert siblings(tmp_path / "out") == []

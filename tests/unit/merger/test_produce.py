@@ -85,7 +85,7 @@ print(produce(Path(sys.argv[1]), [OutFile("sealed", Verbatim(b"text"), 0o444)], 
 def run(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", code, *arguments]
-    return subprocess.run(command, check=False, env=environment, timeout=120, capture_output=True, text=True)
+    return subprocess.run(command, check=False, env=environment, timeout=180, capture_output=True, text=True)
 
 
 def test_a_file_that_nobody_may_write_to_is_written_by_a_user_without_privileges() -> None:

@@ -402,10 +402,10 @@ def test_work_that_takes_long_is_stopped_and_the_error_is_what_is_told() -> None
     begun, before = threading.Barrier(4), set(threading.enumerate())  # other tests leave threads on storage that hangs
 
     def work(item: int, stop: threading.Event) -> None:
-        begun.wait(timeout=30)
+        begun.wait(timeout=180)
         if item == 3:
             raise KeyError(item)
-        assert stop.wait(timeout=30)
+        assert stop.wait(timeout=180)
         go_on(stop)
 
     with pytest.raises(KeyError):
@@ -449,7 +449,7 @@ except KeyboardInterrupt:
 def run(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", code, *arguments]
-    return subprocess.run(command, check=False, env=environment, timeout=120, capture_output=True, text=True)
+    return subprocess.run(command, check=False, env=environment, timeout=180, capture_output=True, text=True)
 
 
 def test_an_interrupt_does_not_wait_for_the_rest_of_a_large_block(tmp_path: Path) -> None:

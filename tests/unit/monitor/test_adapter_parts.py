@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -16,9 +16,10 @@ from monitor.adapters.optimizer_state import common_scalars
 from monitor.adapters.replicas import SMALL, even_slice, share
 from monitor.dtypes import dtype_name, torch_dtype
 from store.errors import ModelMismatchError, UnsupportedError
-from store.names import BUFFER, WEIGHTS
+from store.names import BUFFER, WEIGHTS, Fragment
 
 
+@settings(deadline=None)
 @given(st.integers(0, 100_000), st.integers(1, 70))
 def test_even_slices_cover_exactly_once(numel: int, world_size: int) -> None:
     slices = [even_slice(numel, rank, world_size) for rank in range(world_size)]
@@ -29,6 +30,7 @@ def test_even_slices_cover_exactly_once(numel: int, world_size: int) -> None:
     assert end == numel
 
 
+@settings(deadline=None)
 @given(st.lists(st.sampled_from([1, 5, SMALL - 1, SMALL, SMALL + 1, 3 * SMALL + 2]), max_size=8), st.integers(1, 5))
 def test_shares_cover_every_piece_exactly_once(sizes: list[int], world_size: int) -> None:
     pieces = [whole(f"p{i}", WEIGHTS if i % 3 else BUFFER, torch.arange(size)) for i, size in enumerate(sizes)]
@@ -42,6 +44,20 @@ def test_shares_cover_every_piece_exactly_once(sizes: list[int], world_size: int
         assert torch.equal(torch.cat([piece.tensor for piece in parts]), torch.arange(size))
         assert all(piece.fragment.start == piece.tensor[0] for piece in parts)
         assert size >= SMALL or len(parts) == 1
+
+
+@settings(deadline=None)
+@given(st.sets(st.integers(0, 30)), st.integers(1, 5))
+def test_what_one_rank_has_besides_moves_nobodys_share_of_the_rest(extra: set[int], world_size: int) -> None:
+    """An optimizer may leave out, on ranks without a row of a parameter, the state that others keep for it."""
+    pieces = [whole(f"p{i}", slot, torch.arange(3)) for i in range(6) for slot in (WEIGHTS, "exp_avg")]
+    found: list[Fragment] = []
+    for rank in range(world_size):
+        mine = list(pieces)
+        for i in sorted(extra) if rank == 0 else ():
+            mine.insert(i, whole(f"rank 0 alone {i}", "exp_avg", torch.empty(0)))
+        found += [piece.fragment for piece in share(mine, rank, world_size)]
+    assert sorted(found) == sorted(piece.fragment for piece in pieces)
 
 
 def test_dtypes_both_ways() -> None:

@@ -25,9 +25,9 @@ class Threads:
 
     def gather(self, value: Any) -> list[Any]:
         self._table[self.rank] = value
-        self._meeting.wait(30)
+        self._meeting.wait(180)
         every = list(self._table)
-        self._meeting.wait(30)
+        self._meeting.wait(180)
         return every
 
     def from_first(self, value: Any) -> Any:
@@ -54,7 +54,7 @@ def on_ranks(action: Callable[[Group], Any], world_size: int = 3) -> list[Any]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(180)
     return results
 
 

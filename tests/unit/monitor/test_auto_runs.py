@@ -174,8 +174,10 @@ def test_a_budget_that_pays_for_nothing_saves_nothing_and_the_pace_goes_on(tmp_p
     }
     with job(tmp_path / "store", **settings) as one:
         one.ckpt.resume()
-        found = reports(one, 70)
-    assert follow(found) and len(found) > 2
+        found: list[monitor.StepReport] = []
+        while len(found) < 4:  # how many steps that takes depends on how long the one save did
+            found += reports(one, 1)
+    assert follow(found)
     assert [report.skipped for report in found] == [None] + ["nothing"] * (len(found) - 1)
 
 
@@ -204,7 +206,7 @@ def ends(store: Path, how: str, steps: int = 4) -> int:
         [sys.executable, "-c", ENDING, store, how, str(steps)],
         env={**os.environ, **ENVIRONMENT},
         check=False,
-        timeout=120,
+        timeout=180,
         stderr=subprocess.DEVNULL,
     )
     return done.returncode

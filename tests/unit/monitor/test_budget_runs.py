@@ -52,7 +52,7 @@ def trained(one: Job, commits: int) -> list[Moment]:
     """Training until so many saves are committed."""
     one.ckpt.resume()
     moments = []
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 180
     while one.metric("driftpoint_saves_total") < commits:
         assert time.monotonic() < deadline, "no bytes came to be at hand"
         began = time.monotonic()

@@ -110,7 +110,7 @@ import sys, time
 from pathlib import Path
 from tests.support.jobs import Job
 job = Job(Path(sys.argv[1]))
-job.hook().before = lambda operation, path: time.sleep(0.2) if operation == "write" else None
+job.hook().before = lambda operation, path: time.sleep(0.05) if operation == "write" else None
 job.step(flush=False)
 if sys.argv[2] == "error":
     raise RuntimeError("training went wrong")
@@ -465,7 +465,7 @@ def test_training_does_not_wait_for_a_disk_that_hangs(store: Path) -> None:
 
 
 def _wait(event: threading.Event) -> None:
-    assert event.wait(60)
+    assert event.wait(180)
 
 
 def _skipped(report: monitor.StepReport | None) -> str | None:

@@ -166,3 +166,45 @@ def test_a_store_in_a_bucket_traces_into_the_working_directory(tmp_path: Path, m
 def test_what_does_not_go_with_a_bucket_is_told(values: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         load_config(values)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "every: on",
+        "bounds: {max_staleness: yes}",
+        "retention: {keep_last: true}",
+        "metrics: {port: off}",
+        "memory: {versions: yes}",
+        "packing: on",
+        "drift: {seed: no}",
+        "auto: {max_loss_minutes: on}",
+    ],
+)
+def test_a_switch_is_no_number(tmp_path: Path, text: str) -> None:
+    """YAML 1.1 takes on, off, yes and no for true and false, and Python these for 1 and 0."""
+    path = tmp_path / "driftpoint.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"it must (be a number|not be true or false)"):
+        load_config(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "where"),
+    [
+        ("every: 5\nevery: 10\n", "'every' is there twice"),
+        ("memory: {enabled: true}\nstore: a\nmemory:\n  every: 5\n", "'memory' is there twice"),
+        ("bounds:\n  max_staleness: 5\n  max_staleness: 6\n", "'max_staleness' is there twice"),
+    ],
+)
+def test_a_key_that_is_there_twice_is_not_half_forgotten(tmp_path: Path, text: str, where: str) -> None:
+    path = tmp_path / "driftpoint.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=where):
+        load_config(path)
+
+
+def test_what_is_merged_in_may_be_overridden(tmp_path: Path) -> None:
+    path = tmp_path / "driftpoint.yaml"
+    path.write_text("timeouts:\n  <<: {commit: 5, lock: 1}\n  lock: 2\n")
+    assert load_config(path).timeouts.model_dump(include={"commit", "lock"}) == {"commit": 5, "lock": 2}

@@ -133,7 +133,7 @@ def test_a_writer_that_comes_late_encodes_the_state_of_the_decision(
     with Job(tmp_path, encoding="compact", staging=staging, **settings) as job:
         job.train(2)
         release = threading.Event()
-        job.ckpt._saver.upkeep(lambda: bool(release.wait(30)) and None, "holding the writer up")
+        job.ckpt._saver.upkeep(lambda: bool(release.wait(180)) and None, "holding the writer up")
         live = job.train(1, flush=False)[-1]
         job.update()  # the live state moves on, and is not touched by what decoding gives
         after = job.state()

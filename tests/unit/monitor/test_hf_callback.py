@@ -20,7 +20,9 @@ import monitor
 from monitor.foresight import Foreseen
 from monitor.group import current_group
 from monitor.hf.resuming import _trainer_state
+from store.catalog import open_catalog
 from store.errors import ModelMismatchError, StoreError, UsageError
+from store.files import LocalFiles
 from store.names import SaveId
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -173,6 +175,23 @@ def test_what_was_finished_is_not_trained_further(
     again.train(resume_from_checkpoint=monitor.resume_path(settings))
     assert again.state.global_step == first.state.global_step == 6
     assert losses(again) == losses(first)
+    for mine, theirs in zip(again.model.parameters(), first.model.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize(("every", "policy"), [(100, "full"), (3, "full"), (2, "full"), (100, "observe")])
+def test_the_end_is_saved_whatever_the_interval(
+    tmp_path: Path, settings: dict[str, Any], every: int, policy: str
+) -> None:
+    first = trainer(tmp_path, monitor.CheckpointCallback({**settings, "every": every, "policy": policy}), max_steps=4)
+    first.train()
+    if policy == "observe":
+        assert not Path(settings["store"]).exists()
+        return
+    commits = [save.name for save in open_catalog(LocalFiles(Path(settings["store"]))).saves()]
+    assert commits[0] == "00000004-000001" and len(commits) == len(set(range(every, 5, every)) | {4})
+    again = trainer(tmp_path, monitor.CheckpointCallback(settings), seed=3, max_steps=4)
+    again.train(resume_from_checkpoint=monitor.resume_path(settings))
     for mine, theirs in zip(again.model.parameters(), first.model.parameters(), strict=True):
         assert torch.equal(mine, theirs)
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from monitor.metrics import Metrics
+from policies.interval import FIRST
 from store.names import Unit
 from tests.support.jobs import Job, job
 
@@ -120,6 +121,21 @@ def test_ten_thousand_layers_are_no_burden() -> None:
     assert metrics.registry.get_sample_value("driftpoint_layer_nonfinite", {"layer": units[1].layer}) == 1
 
 
+def test_layers_that_get_well_and_layers_that_go_have_no_more_series_than_others() -> None:
+    def named() -> list[str]:
+        return [one.labels["layer"] for one in next(iter(metrics.layers.layer_sick.collect())).samples]
+
+    metrics = Metrics(layer_series=16)
+    units = [Unit(f"experts.{i}", "fp32") for i in range(1000)]
+    metrics.layers.know(units)
+    metrics.layers.healthy(units, units)
+    assert len(named()) == 16
+    metrics.layers.healthy(units, [])
+    assert len(named()) == 16 and metrics.layers.sick._value.get() == 0
+    metrics.layers.know([Unit("others.0", "fp32")])
+    assert named() == ["others.0"]
+
+
 def test_the_room_on_disk_is_known(tmp_path: Path) -> None:
     with job(tmp_path / "store") as one:
         one.step()
@@ -128,6 +144,17 @@ def test_the_room_on_disk_is_known(tmp_path: Path) -> None:
         full = sum(value.numel() * 4 for value in one.weights().values())
         assert full <= one.metric("driftpoint_full_save_bytes") <= full + 1000
         assert one.metric("driftpoint_step") == 1 and one.metric("driftpoint_step_timestamp_seconds") > 1e9
+
+
+@pytest.mark.parametrize(("every", "steps"), [(1000, 1000), ("auto", FIRST)])
+def test_how_long_a_decision_is_off_is_known_before_the_first_one(tmp_path: Path, every: int | str, steps: int) -> None:
+    """Alerts wait for as long: one that takes half an hour is not late after half an hour."""
+    with job(tmp_path / "store", every=every) as one:
+        assert one.metric("driftpoint_decision_interval_steps") == steps
+        assert one.metric("driftpoint_step_seconds") == 0
+        one.step()
+        one.step()
+        assert one.metric("driftpoint_step_seconds") > 0
 
 
 def test_a_resume_tells_what_it_stands_on(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ def save_with_writer_held_up(store: Path, staging: str) -> tuple[torch.Tensor, t
     model, optimizer, ckpt = training(store, staging)
     ckpt.resume()
     release = threading.Event()
-    ckpt._saver.upkeep(lambda: bool(release.wait(30)) and None, "holding the writer up")
+    ckpt._saver.upkeep(lambda: bool(release.wait(180)) and None, "holding the writer up")
     update(model, optimizer)
     before = model.weight.detach().clone()
     assert ckpt.step() is not None
@@ -95,7 +95,7 @@ def test_a_change_around_the_optimizer_gives_the_save_up_and_training_goes_on(tm
     ckpt.step()
     ckpt.flush()
     release = threading.Event()
-    ckpt._saver.upkeep(lambda: bool(release.wait(30)) and None, "holding the writer up")
+    ckpt._saver.upkeep(lambda: bool(release.wait(180)) and None, "holding the writer up")
     update(model, optimizer)
     committed = model.weight.detach().clone()
     with torch.no_grad():

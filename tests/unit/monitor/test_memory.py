@@ -134,7 +134,7 @@ def test_on_cuda_versions_are_copied_into_pinned_shared_memory(store: Path, stag
         model(torch.randn(8, 64, device="cuda")).square().mean().backward()
         optimizer.step()
         ckpt.step()
-        assert ckpt._memory is not None and ckpt._memory._writer.join(30)
+        assert ckpt._memory is not None and ckpt._memory._writer.join(180)
     assert ckpt._memory._room.pins._pinned
     held = look(tier_of(store)).versions
     newest = held[max(held)][0]

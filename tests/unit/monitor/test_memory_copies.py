@@ -104,7 +104,7 @@ def test_what_was_kept_while_the_next_commit_was_under_way_is_believed_though_th
     one = begun(store, retention={"keep_last": 1, "log_spaced": False})
     run(one, 7)
     files, go = one.hook(), threading.Event()
-    files.before = lambda what, path: go.wait(30) if (what, path) == ("link", manifest_path(SaveId(8, 1))) else None
+    files.before = lambda what, path: go.wait(180) if (what, path) == ("link", manifest_path(SaveId(8, 1))) else None
     for _ in range(2):
         one.step(flush=False)
         settled(one)

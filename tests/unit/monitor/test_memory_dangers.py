@@ -142,40 +142,67 @@ def _unit_of(key: str) -> str:
     return f"{'.'.join(name.split('.')[:2]) if name.startswith('blocks') else name.split('.')[0]}/{slot}"
 
 
-def test_a_layer_whose_bytes_are_wrong_falls_back_and_is_told(store: Path, caplog: pytest.LogCaptureFixture) -> None:
-    kept = killed_at(store, 7)
-    held = look(tier_of(store)).versions[SaveId(7, 1)][0]
-    entry = next(one for one in held.record.part.entries if one.layer == "blocks.1" and one.slot == "fp32")
+def flipped(store: Path, save: SaveId, *, run_state: bool = False) -> None:
+    """A byte of the layer ``blocks.1``, or of the run state, is wrong."""
+    held = look(tier_of(store)).versions[save][0]
+    entry: Entry | StateTensor = next(
+        one for one in held.record.part.entries if one.layer == "blocks.1" and one.slot == "fp32"
+    )
+    if run_state:
+        entry = held.record.part.run_tensors[0]
     data = bytearray(held.payload.read_bytes())
     data[entry.offset] ^= 1
     held.payload.write_bytes(data)
+
+
+@pytest.mark.parametrize("both", [False, True])
+def test_a_layer_whose_bytes_are_wrong_falls_back_and_is_told(
+    store: Path, caplog: pytest.LogCaptureFixture, both: bool
+) -> None:
+    """To the version in memory before it, else to that on disk. What is saved next points to neither version."""
+    kept = killed_at(store, 7)
+    before = state_in(store, SaveId(6, 1))
+    for step in (6, 7) if both else (7,):
+        flipped(store, SaveId(step, 1))
     two = Job(store, every=4, memory=memory(store), resume={"at": "newest"})
     with caplog.at_level(logging.INFO, "driftpoint"):
         assert two.ckpt.resume() == 7
     certificate = two.ckpt.certificate
     assert certificate is not None and not certificate.exact
     assert {(unit.layer, unit.slot) for unit in certificate.units if unit.fallback} == {("blocks.1", "fp32")}
-    assert {unit.source for unit in certificate.units if unit.fallback} == {""}
+    assert {(unit.source, unit.staleness) for unit in certificate.units if unit.fallback} == {
+        ("", 3) if both else ("memory", 1)
+    }
     assert "fell back" in caplog.text and "exact" not in caplog.text
     found = two.weights()
     wrong = {key for key in kept if not torch.equal(found[key], kept[key])}
     assert wrong == {"blocks.1.0.weight/fp32", "blocks.1.0.bias/fp32"}
-    run(two, 6)
+    assert both or all(torch.equal(found[key], before[key].reshape(found[key].shape)) for key in wrong)
+    run(two, 1)
+    two.ckpt.flush()
+    newest = catalog_of(store).manifest(SaveId(8, 2))
+    assert {unit.save for unit in newest.units if unit.moving} == {newest.save.name}
+    run(two, 5)
     two.ckpt.close()
     assert verify(open_catalog(LocalFiles(store))).ok
 
 
 def test_wrong_run_state_in_memory_is_no_version(store: Path) -> None:
-    killed_at(store, 7)
-    held = look(tier_of(store)).versions[SaveId(7, 1)][0]
-    tensor = held.record.part.run_tensors[0]
-    data = bytearray(held.payload.read_bytes())
-    data[tensor.offset] ^= 1
-    held.payload.write_bytes(data)
+    """The version before is, and without one the newest commit."""
+    killed_at(store, 6)
+    killed = state_in(store, SaveId(5, 1))
+    flipped(store, SaveId(6, 1), run_state=True)
     two = Job(store, every=4, memory=memory(store))
-    assert two.ckpt.resume() == 4
-    assert sources(two) == {""}
-    two.ckpt.close()
+    assert two.ckpt.resume() == 5 and same(two.weights(), killed)
+    certificate = two.ckpt.certificate
+    assert certificate is not None and certificate.exact and sources(two) == {"memory"}
+    abandoned(two)
+    assert kept_steps(store) == [5], "it stands on that one"
+    flipped(store, SaveId(5, 1), run_state=True)
+    three = Job(store, every=4, memory=memory(store))
+    assert three.ckpt.resume() == 4
+    assert sources(three) == {""}
+    three.ckpt.close()
 
 
 def test_wrong_bytes_before_the_first_commit_begin_the_job_anew(store: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -349,6 +376,19 @@ def test_refused_again_and_again_it_goes_off_and_leaves_the_last_version(
     assert same(two.weights(), kept)
     two.ckpt.close()
     assert not list((store.parent / "shm").rglob("rank-*"))
+
+
+def test_memory_that_is_removed_under_it_goes_off(store: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """By a cleaner of /dev/shm, say: what the background thread writes is refused then, for ever."""
+    one = Job(store, every=4, memory=memory(store))
+    one.ckpt.resume()
+    run(one, 3)
+    shutil.rmtree(tier_of(store).home)
+    run(one, 8)
+    assert caplog.text.count("the memory tier is off") == 1 and caplog.text.count("no version of step") == 3
+    assert one.metric("driftpoint_memory_on") == 0.0
+    one.ckpt.close()
+    assert [save.step for save in catalog_of(store).saves()] == [8, 4]
 
 
 def test_off_it_is_given_back_at_the_end(store: Path) -> None:

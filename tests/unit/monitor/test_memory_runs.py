@@ -280,7 +280,7 @@ def test_parameters_unfrozen_while_a_save_is_under_way(store: Path, monkeypatch:
     run(one, 9)
     released = threading.Event()
     files = one.hook()
-    files.before = lambda name, path: released.wait(60) if "segments" in path else None
+    files.before = lambda name, path: released.wait(180) if "segments" in path else None
     for _ in range(3):
         one.step(flush=False)
     assert one.ckpt._saver.under_way  # type: ignore[union-attr]

@@ -27,7 +27,7 @@ def served() -> Iterator[Metrics]:
 
 
 def scrape(metrics: Metrics) -> str:
-    with urllib.request.urlopen(f"http://127.0.0.1:{metrics.port}/metrics", timeout=30) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{metrics.port}/metrics", timeout=180) as answer:
         assert answer.status == 200
         text: str = answer.read().decode()
         return text

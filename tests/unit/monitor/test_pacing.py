@@ -212,3 +212,12 @@ def test_a_decision_that_could_not_be_made_for_other_reasons_comes_again_after_t
     run.pace.put_off(180, busy=True)
     run.pace.put_off(190, busy=True)
     assert next(step for step in range(191, 300) if run.pace.due(step)) == 210
+
+
+def test_a_clock_that_goes_back_ends_no_training() -> None:
+    run = Run()
+    run.go(20)
+    run.clock.now -= 1e9
+    run.commits_at.append(-math.inf)
+    run.go(200)
+    assert len(run.decisions) > 3 and 1 <= run.interval <= 1800

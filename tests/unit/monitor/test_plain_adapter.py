@@ -287,6 +287,59 @@ def test_a_wrapped_optimizer_is_unwrapped() -> None:
     assert adapter_for((net, Wrapper(optimizer))).layout_facts()["optimizer"] == "AdamW"
 
 
+class Lookahead(torch.optim.Optimizer):
+    """Around another optimizer, with slow weights of its own."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(optimizer.param_groups, {})
+        self.optimizer = optimizer
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.optimizer.step()
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter].setdefault("slow", parameter.clone()).lerp_(parameter, 0.5)
+
+
+def test_a_wrapper_with_state_of_its_own_is_refused_once_it_has_any() -> None:
+    net, optimizer = start(0)
+    wrapper = Lookahead(optimizer)
+    adapter = adapter_for((net, wrapper))
+    adapter.check_attached()
+    train(net, wrapper, range(1))
+    with pytest.raises(UnsupportedError, match="Lookahead around AdamW keeps state of its own"):
+        adapter.check_attached()
+    with pytest.raises(UnsupportedError, match="Lookahead around AdamW"):
+        adapter_for((net, wrapper))
+
+
+class Normed(nn.Module):
+    """One module under two names, with a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+        self.again = self.norm
+
+
+def test_buffers_of_a_module_with_two_names_have_both() -> None:
+    net = Normed()
+    adapter = adapter_for((net, adamw(list(net.parameters()))))
+    infos = adapter.tensors()
+    assert infos["norm.running_mean"].aliases == ("again.running_mean",)
+    known = {*infos, *(alias for info in infos.values() for alias in info.aliases)}
+    assert set(adapter.layout_facts()["state_dict_names"]) == set(net.state_dict()) == known
+    assert len([piece for piece in adapter.owned() if piece.fragment.slot == "buffer"]) == 3
+
+
+@pytest.mark.parametrize("place", ["out", "norm"])
+def test_what_has_no_values_yet_is_refused_by_name(place: str) -> None:
+    net = Net()
+    getattr(net, place).to("meta")
+    with pytest.raises(UnsupportedError, match=rf"{place}\.\w+ .*meta device and has no values yet.*to_empty"):
+        adapter_for((net, adamw(list(net.parameters()))))
+
+
 def test_layout_facts_and_steps() -> None:
     adapter = adapter_for(start(0))
     facts = adapter.layout_facts()

@@ -91,6 +91,12 @@ def a_buffer_that_cannot_be_stored(one: Job) -> Callable[[], None]:
     return lambda: delattr(one.model.embed, "turns")
 
 
+def state_of_no_parameter(one: Job) -> Callable[[], None]:
+    """Some optimizers count in an entry of their own, which ``state_dict()`` has too."""
+    one.optimizer.state["all"] = {"count": 3}
+    return lambda: one.optimizer.state.__delitem__("all")
+
+
 def state_that_cannot_be_stored(one: Job) -> Callable[[], None]:
     state = one.optimizer.state[one.model.head.weight]
     state["phase"] = torch.zeros(2, 8, dtype=torch.complex128)
@@ -107,6 +113,7 @@ CHANGES: list[tuple[Change, str]] = [
     (a_module_in_place_of_one, r"param group 0 of AdamW holds a parameter of shape \(2, 8\)"),
     (a_strided_weight, r"blocks\.0\.0\.weight \(fp32\) is not contiguous"),
     (a_buffer_that_cannot_be_stored, "complex128"),
+    (state_of_no_parameter, "AdamW keeps state under 'all', which is no parameter"),
     (state_that_cannot_be_stored, "complex128"),
 ]
 EACH = pytest.mark.parametrize(("change", "words"), CHANGES, ids=lambda value: getattr(value, "__name__", ""))

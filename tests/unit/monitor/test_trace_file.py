@@ -153,7 +153,7 @@ def test_a_disk_that_does_not_answer_holds_nobody(path: Path, monkeypatch: pytes
     answers = threading.Event()
 
     def slow() -> bytes:
-        answers.wait(60)
+        answers.wait(180)
         return b"a\n"
 
     monkeypatch.setattr("monitor.trace_file._BACKLOG", 5)

@@ -264,7 +264,7 @@ def test_busy_and_failed_saves_are_told(store: Path) -> None:
     def hung(operation: str, path: str) -> None:
         if operation == "write" and "segments" in path:
             hangs.set()
-            goes_on.wait(60)
+            goes_on.wait(180)
             raise StorageError("the disk is gone")
 
     with job(store, timeouts={"commit": 5}) as one:
@@ -273,7 +273,7 @@ def test_busy_and_failed_saves_are_told(store: Path) -> None:
         files = one.hook()
         files.before = hung
         one.step(flush=False)
-        assert hangs.wait(60)
+        assert hangs.wait(180)
         one.step(flush=False)
         goes_on.set()
         one.ckpt.flush()
@@ -428,5 +428,5 @@ def _no_thread_left() -> Iterator[None]:
     before = set(threading.enumerate())
     yield
     for thread in set(threading.enumerate()) - before:
-        thread.join(10)
+        thread.join(180)
         assert not thread.is_alive()

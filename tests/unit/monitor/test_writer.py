@@ -26,7 +26,7 @@ def test_jobs_run_in_order_beside_the_caller(writer: Writer[str]) -> None:
         return name
 
     numbers = [writer.submit(lambda name=name: job(name)) for name in ("a", "b", "c")]  # type: ignore[misc]
-    assert writer.join(30)
+    assert writer.join(180)
     done = writer.finished()
     assert [(one.number, one.result, one.error) for one in done] == [
         (number, name, None) for number, name in zip(numbers, ("a", "b", "c"), strict=True)
@@ -40,7 +40,7 @@ def test_what_a_job_raises_is_kept_and_the_next_one_runs(writer: Writer[str]) ->
         raise KeyboardInterrupt("even this")
 
     first, second = writer.submit(broken), writer.submit(lambda: "fine")
-    assert writer.join(30)
+    assert writer.join(180)
     failed, fine = writer.finished()
     assert failed.number == first and isinstance(failed.error, KeyboardInterrupt)
     assert (fine.number, fine.result) == (second, "fine")
@@ -51,16 +51,16 @@ def test_join_gives_up_in_time_and_tells(writer: Writer[str]) -> None:
 
     def slow() -> str:
         begun.set()
-        assert go_on.wait(30)
+        assert go_on.wait(180)
         return "late"
 
     number = writer.submit(slow)
-    assert begun.wait(30)
+    assert begun.wait(180)
     assert not writer.join(0)
     assert writer.running(number)
     assert writer.finished() == []
     go_on.set()
-    assert writer.join(30)
+    assert writer.join(180)
     assert not writer.running(number)
     assert [one.result for one in writer.finished()] == ["late"]
 
@@ -68,7 +68,7 @@ def test_join_gives_up_in_time_and_tells(writer: Writer[str]) -> None:
 def test_a_result_is_there_once_join_returns(writer: Writer[str]) -> None:
     for index in range(200):
         writer.submit(lambda index=index: str(index))  # type: ignore[misc]
-        assert writer.join(30)
+        assert writer.join(180)
         assert [one.result for one in writer.finished()] == [str(index)]
 
 
@@ -77,7 +77,7 @@ def test_the_thread_ends_when_it_is_stopped() -> None:
     thread = next(one for one in threading.enumerate() if one.name == "ends")
     writer.submit(lambda: "last")
     writer.stop()
-    thread.join(30)
+    thread.join(180)
     assert not thread.is_alive()
     assert [one.result for one in writer.finished()] == ["last"]
 
@@ -92,7 +92,7 @@ def test_an_idle_thread_is_gone_once_it_is_stopped() -> None:
     writer: Writer[Slow] = Writer("idle")
     thread = next(one for one in threading.enumerate() if one.name == "idle")
     writer.submit(Slow)
-    assert writer.join(30)
+    assert writer.join(180)
     writer.finished()
     writer.stop()
     assert not thread.is_alive()

@@ -96,7 +96,7 @@ def test_the_running_script_is_not_run_again(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         check=True,
-        timeout=60,
+        timeout=180,
     )
     assert done.stdout == "begun\n"
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import base64
+import os
 import socket
 import ssl
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -18,6 +21,7 @@ from prometheus_client import CollectorRegistry, Gauge
 from store.endpoint import server
 from store.endpoint.access import BasicAuth, Guards, Tls, is_loopback, url
 from store.endpoint.server import Endpoint
+from store.endpoint.share import BURST, SHARE, Share
 from store.errors import ConfigError
 from tests.support.tls import certificate
 
@@ -37,7 +41,7 @@ def get(endpoint: Endpoint, login: str | None = None, context: ssl.SSLContext | 
     request = urllib.request.Request(endpoint.url)
     if login is not None:
         request.add_header("Authorization", "Basic " + base64.b64encode(login.encode()).decode())
-    with urllib.request.urlopen(request, timeout=30, context=context) as answer:
+    with urllib.request.urlopen(request, timeout=180, context=context) as answer:
         text: str = answer.read().decode()
         return text
 
@@ -100,7 +104,7 @@ def test_over_tls_and_a_renewed_certificate_is_taken(tmp_path: Path) -> None:
     with listening(Guards(tls=Tls(cert=str(crt), key=str(key)))) as endpoint:
         assert endpoint.url.startswith("https://127.0.0.1:")
         assert "driftpoint_test 1.0" in get(endpoint, context=trusting(crt))
-        with pytest.raises(OSError), urllib.request.urlopen(endpoint.url.replace("https", "http"), timeout=30):
+        with pytest.raises(OSError), urllib.request.urlopen(endpoint.url.replace("https", "http"), timeout=180):
             pass
         old = crt.read_bytes()
         new_crt, new_key = certificate(tmp_path, "new")
@@ -112,6 +116,18 @@ def test_over_tls_and_a_renewed_certificate_is_taken(tmp_path: Path) -> None:
         assert "driftpoint_test 1.0" in get(endpoint, context=trusting(new_crt))
         with pytest.raises(urllib.error.URLError):
             get(endpoint, context=trusting(tmp_path / "old.pem"))
+
+
+def test_a_certificate_that_is_renewed_before_its_key_costs_nothing(tmp_path: Path) -> None:
+    crt, key = certificate(tmp_path, "old")
+    new_crt, new_key = certificate(tmp_path, "new")
+    with listening(Guards(tls=Tls(cert=str(crt), key=str(key)))) as endpoint:
+        before = tmp_path / "before.pem"
+        before.write_bytes(crt.read_bytes())
+        crt.write_bytes(new_crt.read_bytes())
+        assert "driftpoint_test 1.0" in get(endpoint, context=trusting(before)), "both of before stay"
+        key.write_bytes(new_key.read_bytes())
+        assert "driftpoint_test 1.0" in get(endpoint, context=trusting(new_crt))
 
 
 def test_readers_with_certificates(tmp_path: Path) -> None:
@@ -178,18 +194,124 @@ def test_what_is_no_request_ends_nothing(capfd: pytest.CaptureFixture[str]) -> N
                     client.shutdown(socket.SHUT_WR)
                     while client.recv(65536):
                         pass
-                except ConnectionError:
+                except OSError:  # it was ended already
                     pass
         assert "driftpoint_test" in get(endpoint)
     assert capfd.readouterr().err == ""
 
 
+def test_a_client_that_never_comes_to_an_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "_LONGEST", 0.2)
+    with listening() as endpoint, socket.create_connection(("127.0.0.1", endpoint.port), 30) as client:
+        client.sendall(b"GET / HTTP/1.1\r\nA: ")
+        client.settimeout(0.01)
+        ended, tries = False, 0
+        while not ended and tries < 3000:  # each byte well within the patience for silence
+            tries += 1
+            try:
+                client.sendall(b"b")
+                ended = client.recv(1) == b""
+            except TimeoutError:
+                pass
+            except ConnectionError:
+                ended = True
+        assert ended
+
+
+@pytest.mark.parametrize(
+    "accept",
+    [
+        "application/openmetrics-text; version=x",
+        "text/plain; version=1.x",
+        "text/plain;version=\xff",
+        "," * 5000,
+        "*/*",
+    ],
+)
+def test_whatever_a_client_would_like_to_have_it_gets_something(accept: str, caplog: pytest.LogCaptureFixture) -> None:
+    with listening() as endpoint:
+        request = urllib.request.Request(endpoint.url, headers={"Accept": accept})
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            assert b"driftpoint_test 1.0" in answer.read()
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize("host", ["node..7", f"{'a' * 70}.example"])
+def test_a_host_that_is_no_name_is_a_trouble_like_any_other(host: str) -> None:
+    with pytest.raises(OSError, match=r"is no name of a host"):
+        Endpoint(CollectorRegistry(), host, 0, Guards(insecure=True))
+
+
+def test_a_forked_child_does_not_keep_the_port() -> None:
+    """As a worker of a data loader does, that outlives its trainer."""
+    with listening() as endpoint:
+        port = endpoint.port
+        read, write = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.close(write)
+            os.read(read, 1)
+            os._exit(0)
+        os.close(read)
+        assert "driftpoint_test" in get(endpoint), "the parent's goes on"
+    try:
+        Endpoint(CollectorRegistry(), "127.0.0.1", port, Guards()).close()
+    finally:
+        os.close(write)
+        os.waitpid(child, 0)
+
+
+class Watch:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_clients_take_their_share_and_then_wait() -> None:
+    clock = Watch()
+    share = Share(clock)
+    share.took(BURST)
+    assert share.wait() == 0, "a burst"
+    share.took(0.5)
+    assert share.wait() == pytest.approx(0.5 / SHARE)
+    clock.now += 0.4 / SHARE
+    assert share.wait() == pytest.approx(0.1 / SHARE)
+    clock.now += 1e6
+    share.took(BURST)
+    assert share.wait() == 0, "no more than a burst gathers"
+    share.took(0.5)
+    assert share.wait() > 0
+
+
+def test_whoever_asks_without_end_waits_and_closing_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Watch()
+    monkeypatch.setattr(server, "Share", lambda: Share(clock))
+    with listening() as endpoint:
+        share = endpoint._server._share
+        get(endpoint)
+        assert share.wait() == 0
+        share.took(BURST)  # what the first one cost was counted, too
+        while share.wait() == 0:
+            time.sleep(0.01)
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(get, endpoint)
+            assert wait([waiting], 0.5).not_done, "nobody is served"
+            clock.now += 1e6
+            assert "driftpoint_test" in waiting.result(30)
+        share.took(1e6)
+        with socket.create_connection(("127.0.0.1", endpoint.port), 30):
+            pass
+
+
 def test_closing_lets_go_of_the_port_and_the_thread() -> None:
+    before = set(threading.enumerate())  # other tests of this process may have left one
     with listening() as endpoint:
         port = endpoint.port
     with pytest.raises(OSError):
         socket.create_connection(("127.0.0.1", port), 5)
-    assert not any(one.name == "driftpoint-metrics" and one.is_alive() for one in threading.enumerate())
+    left = set(threading.enumerate()) - before
+    assert not any(one.name == "driftpoint-metrics" and one.is_alive() for one in left)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.3.2.1", "::1", "localhost"])

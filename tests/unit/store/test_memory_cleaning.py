@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from store.memory.age import boot_seconds
 from store.memory.arena import Arena
 from store.memory.cleaning import KEEP_SECONDS, clear, clear_old, used_bytes
 from store.memory.held import look
@@ -33,7 +35,7 @@ def dead(tier: Tier, epoch: int, *steps: int, world: int = 1) -> None:
 
 
 def at(seconds: float) -> Callable[[], float]:
-    return lambda: time.time() + seconds
+    return lambda: boot_seconds() + seconds
 
 
 def test_all_that_is_dead_goes_when_asked(tier: Tier) -> None:
@@ -83,6 +85,29 @@ def test_a_clock_that_went_back_removes_nothing(tier: Tier) -> None:
     dead(tier, 1, 4)
     assert clear_old(tier.base, clock=lambda: 0.0) == 0
     assert look(tier).versions
+
+
+def test_a_clock_that_was_set_forward_removes_nothing(tier: Tier) -> None:
+    """To whoever looks at the clock, all files were written ten days ago."""
+    dead(tier, 1, 4)
+    for path, *_ in tier.generation(1).files():
+        written = path.stat().st_mtime
+        if written > time.time() - 3600:
+            os.utime(path, (written - 10 * KEEP_SECONDS,) * 2)
+    assert clear_old(tier.base) == 0
+    assert look(tier).versions
+
+
+def test_what_no_one_dated_goes_by_the_clock(tier: Tier) -> None:
+    """As releases before this one left it, and as a copy of the folder has it."""
+    dead(tier, 1, 4)
+    dead(tier, 2, 4)
+    for path, *_ in tier.generation(1).files():
+        os.utime(path, (time.time() - 2 * KEEP_SECONDS,) * 2)
+    for path, *_ in tier.generation(2).files():
+        os.utime(path)
+    assert clear_old(tier.base) > 0
+    assert set(look(tier).versions) == {SaveId(4, 2)}
 
 
 def test_nothing_there_is_nothing_to_do(tmp_path: Path) -> None:

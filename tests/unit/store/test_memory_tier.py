@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 from pathlib import Path
@@ -195,6 +196,38 @@ def test_a_folder_that_is_cleaned_away_in_between_is_made_again(tier: Tier, monk
     assert emptied and is_owned(tier.generation(1).owner(0))
     arena.close(remove=True)
     assert not list(home(tier.base).iterdir())
+
+
+def test_a_place_that_its_owner_gives_back_in_between_is_taken_anew(
+    tier: Tier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between opening the file that is to be locked and locking it a job on a copy of the store closes: a lock on a
+    file that has no name any more keeps nobody out."""
+    path = tier.generation(1).owner(0)
+    locked, closed = fcntl.lockf, []
+
+    def lockf(descriptor: int, operation: int) -> None:
+        if not closed:
+            closed.append(path)
+            path.unlink()
+        locked(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "lockf", lockf)
+    arena = Arena(tier, 1, 0)
+    assert closed and os.path.samestat(path.stat(), os.fstat(arena._owner._descriptor))
+    with living(tier, SaveId(7, 2)):
+        assert is_owned(path)
+    monkeypatch.undo()
+    arena.close(remove=True)
+
+
+def test_the_file_that_is_locked_is_removed_before_it_is_let_go(tier: Tier, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Afterwards it may be another's, who would be there unseen."""
+    arena, path = Arena(tier, 1, 0), tier.generation(1).owner(0)
+    there, release = [], Owner.release
+    monkeypatch.setattr(Owner, "release", lambda owner: (there.append(path.exists()), release(owner)))
+    arena.close(remove=True)
+    assert there == [False]
 
 
 def test_what_was_let_go_is_another_incarnations(tier: Tier) -> None:
