@@ -24,8 +24,8 @@ class Guard:
             known = any(one is callback for one in trainer.callback_handler.callbacks)
             if str(resume_from_checkpoint) == str(folder) and not known:
                 raise UsageError(
-                    "this Trainer does not have the CheckpointCallback that resume_path() was asked of, so nobody would "
-                    "load its weights: give the Trainer callbacks=[monitor.CheckpointCallback(...)]"
+                    "this Trainer does not have the CheckpointCallback that resume_path() was asked of, so nobody "
+                    "would load its weights: give the Trainer callbacks=[monitor.CheckpointCallback(...)]"
                 )
             return original(trainer, resume_from_checkpoint, *args, **kwargs)
 

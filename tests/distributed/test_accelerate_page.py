@@ -1,5 +1,5 @@
-"""The script for Accelerate in docs/huggingface.md, copied as it stands: killed in the middle, started again, it says the
-losses that it says when nobody kills it. (The others are in ``test_start_page.py``.)
+"""The script for Accelerate in docs/huggingface.md, copied as it stands: killed in the middle, started again, it says
+the losses that it says when nobody kills it. (The others are in ``test_start_page.py``.)
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def test_the_script_goes_on(tmp_path: Path) -> None:
     assert (alone.returncode, resumed.returncode) == (0, 0), whole + rest
     assert re.search(r"^driftpoint: resumed step \d+ from \./driftpoint-checkpoints \(exact\)$", rest, re.M), rest
     wanted, found = (losses(text) for text in (whole, rest))
-    assert found and found == wanted[len(wanted) - len(found) :]
+    assert wanted and found == wanted[len(wanted) - len(found) :]
 
 
 def losses(text: str) -> list[str]:
