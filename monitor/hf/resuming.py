@@ -43,8 +43,8 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True)
 class Planned:
-    """folder: what the Trainer is given. guard: keeps others from it. unloaded: keeps DeepSpeed from loading it. quiet: a
-    hook of the model's that keeps the Trainer from warning of what the folder has not."""
+    """folder: what the Trainer is given. guard: keeps others from it. unloaded: keeps DeepSpeed from loading it. quiet:
+    a hook of the model's that keeps the Trainer from warning of what the folder has not."""
 
     folder: Folder
     guard: Guard
