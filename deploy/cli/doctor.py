@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,8 +18,9 @@ from deploy.cli import output
 from deploy.cli.exit_codes import OK
 from deploy.cli.options import DebugOption, JsonOption, StorePath
 from deploy.cli.text import plural
-from store.errors import DriftpointError, UsageError
-from store.place import is_url, place_of
+from store.errors import DriftpointError
+from store.objects.options import ObjectOptions
+from store.place import ObjectUrl, is_url, place_of
 
 if TYPE_CHECKING:
     from deploy.doctor.finding import Finding
@@ -27,11 +30,19 @@ if TYPE_CHECKING:
 
 CONFIG = Path("driftpoint.yaml")
 
+_PATIENCE = 15.0
+"""Seconds for a bucket to answer: somebody looks."""
+
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 StoreArgument = Annotated[
     StorePath | None,
-    typer.Argument(metavar="[STORE]", parser=place_of, help="Directory of the store, or to be.", show_default=False),
+    typer.Argument(
+        metavar="[STORE]",
+        parser=place_of,
+        help="Directory of the store, or to be; or s3://BUCKET/PREFIX.",
+        show_default=False,
+    ),
 ]
 ConfigOption = Annotated[
     Path | None,
@@ -60,7 +71,7 @@ def doctor(
     json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Check this machine, the disk and the store, and say what to do. Leaves nothing behind."""
+    """Check this machine, the disk or bucket and the store, and say what to do. Leaves nothing behind."""
     del debug
     from deploy.doctor.finding import healthy
     from deploy.doctor.held import known_parameters
@@ -69,18 +80,20 @@ def doctor(
 
     ranks, settings = launched(os.environ), _settings(config)
     root = store or place_of(settings.store).expanduser()
-    if is_url(root):
-        raise UsageError(
-            f"{root} is no directory, and doctor looks at those only. What a bucket must do, a job tries when it "
-            "attaches; see docs/object-stores.md"
-        )
-    count = known_parameters(root) if parameters is None else parsed_count(parameters)
+    options = settings.s3.options()
+    options = replace(options, retry_seconds=min(options.retry_seconds, _PATIENCE))
+    count = known_parameters(root, options) if parameters is None else parsed_count(parameters)
     plan = Plan(settings, count, nodes)
     with _tidy():
-        findings = list(_findings(root, plan, ranks, patience))
+        look = _of_bucket(root, options, plan, ranks) if is_url(root) else _findings(root, plan, ranks, patience)
+        findings = list(look)
     if ranks.first:
         body = as_json(root, findings)
         output.answer(body, lambda console: draw(console, root, findings), as_json=json)
+    elif is_url(root):
+        for one in findings:
+            if one.state == "fail":
+                output.note(f"rank {ranks.rank} on {socket.gethostname()}: {one.check}: {one.seen}")
     raise typer.Exit(OK if healthy(findings) else DriftpointError.exit_code)
 
 
@@ -148,3 +161,21 @@ def _findings(root: Path, plan: Plan, ranks: Ranks, patience: float) -> Iterator
         yield from look_at_store(root, plan.config.retention_rule())
     if met is not None:
         yield met
+
+
+def _of_bucket(root: Path, options: ObjectOptions, plan: Plan, ranks: Ranks) -> Iterator[Finding]:
+    """Every rank tries the bucket for itself: whether all reach it is what there is to know of nodes."""
+    from deploy.doctor.bucket import look_at_bucket
+    from deploy.doctor.held import look_at_store
+    from deploy.doctor.machine import look_at_machine
+    from store.objects.files import ObjectFiles
+
+    url = place_of(root)
+    assert isinstance(url, ObjectUrl)
+    files = ObjectFiles(url, url.bucket, url.prefix, options)
+    if ranks.first:
+        yield from look_at_machine(plan)
+    tried = list(look_at_bucket(files, plan, speed=ranks.first))
+    yield from tried
+    if ranks.first and tried[0].state == "ok":
+        yield from look_at_store(root, plan.config.retention_rule(), options)

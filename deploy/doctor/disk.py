@@ -243,10 +243,11 @@ def _speed(probe: _Probe, plan: Plan) -> Finding:
     if not done:
         return Finding("speed", "warn", "there is no room to measure it", "see space")
     rate = done / seconds
-    return Finding("speed", "ok", f"{rate / 1e6:.0f} MB/s from this process, synced{_meaning(plan, rate)}")
+    return Finding("speed", "ok", f"{rate / 1e6:.0f} MB/s from this process, synced{meaning(plan, rate)}")
 
 
-def _meaning(plan: Plan, rate: float) -> str:
+def meaning(plan: Plan, rate: float) -> str:
+    """What so many bytes a second are for a save."""
     if plan.commit_bytes is None:
         return f": a model of 1 G parameters takes {12e9 / rate:.0f} s a save, beside training"
     return f": a full save of {size_text(plan.commit_bytes)} takes {plan.commit_bytes / rate:.0f} s, beside training"

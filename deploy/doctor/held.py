@@ -11,15 +11,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from deploy.cli.door import holder_text, open_store, parameters
-from deploy.cli.status import look
 from deploy.cli.text import kind_text, plural, size_text
 from deploy.doctor.finding import Finding
-from deploy.standing import StoreStatus
-from store.catalog import open_catalog
+from deploy.standing import StoreStatus, standing
+from store.catalog import Catalog, open_catalog
 from store.durable import is_temporary
 from store.errors import DamagedError, NewerFormatError, NoStoreError, NothingToResumeError, StoreError
-from store.files import LocalFiles
 from store.layout import EPOCHS, MANIFESTS, PROVEN, SEGMENTS, STORE
+from store.objects.options import ObjectOptions
+from store.place import files_at, is_url
 from store.prune import plan_prune
 from store.retention import Retention
 
@@ -27,18 +27,18 @@ _FUTURE = 60.0
 """Seconds that a commit may lie ahead of this machine's clock."""
 
 
-def look_at_store(root: Path, retention: Retention) -> Iterator[Finding]:
-    """Every check of the store at ``root``, or that there is none yet."""
+def look_at_store(root: Path, retention: Retention, options: ObjectOptions | None = None) -> Iterator[Finding]:
+    """Every check of the store at ``root``, or that there is none yet. options: of one in a bucket."""
     try:
-        obstacle = _obstacle(root)
+        obstacle = None if is_url(root) else _obstacle(root)
         if obstacle is not None:
             yield Finding("store", "fail", obstacle, "name a directory as `store:`, or one to be")
             return
-        if not os.path.isdir(root) or all(is_temporary(name) for name in os.listdir(root)):  # noqa: PTH112, PTH208
+        if all(is_temporary(name) for name in _names(root, options)):
             yield Finding("store", "ok", f"{root} holds nothing yet: a job makes it")
             return
-        open_catalog(LocalFiles(root))
-        found = look(root)
+        catalog = _catalog(root, options)
+        found = standing(catalog, root)
     except NoStoreError as error:
         yield Finding("store", "fail", str(error), "name an empty or new directory as `store:`")
         return
@@ -54,8 +54,9 @@ def look_at_store(root: Path, retention: Retention) -> Iterator[Finding]:
     yield _usable(found, root)
     yield _resume(found)
     yield from _age(found)
-    yield _leftovers(root, retention)
-    yield _allowed(root)
+    yield _leftovers(catalog, root, retention)
+    if not is_url(root):
+        yield _allowed(root)
 
 
 def _obstacle(root: Path) -> str | None:
@@ -71,13 +72,24 @@ def _obstacle(root: Path) -> str | None:
     return None
 
 
-def known_parameters(root: Path) -> int | None:
-    """Of the model whose state the store at ``root`` holds; None where it holds none that can be read."""
+def known_parameters(root: Path, options: ObjectOptions | None = None) -> int | None:
+    """Of the model whose state the store at ``root`` holds; None where it holds none that can be read. options: of one
+    in a bucket."""
     try:
-        newest = look(root).newest
+        newest = standing(_catalog(root, options), root, counted=False).newest
     except (StoreError, OSError):
         return None
     return None if newest is None else parameters(newest)
+
+
+def _names(root: Path, options: ObjectOptions | None) -> list[str]:
+    if is_url(root):
+        return files_at(root, options).list_dir("")
+    return os.listdir(root) if os.path.isdir(root) else []  # noqa: PTH112, PTH208
+
+
+def _catalog(root: Path, options: ObjectOptions | None) -> Catalog:
+    return open_catalog(files_at(root, options)) if is_url(root) else open_store(root)
 
 
 def _usable(found: StoreStatus, root: Path) -> Finding:
@@ -123,9 +135,9 @@ def _age(found: StoreStatus) -> Iterator[Finding]:
     yield Finding("age", "ok", f"the newest commit is {_ago(seconds)} old")
 
 
-def _leftovers(root: Path, retention: Retention) -> Finding:
+def _leftovers(catalog: Catalog, root: Path, retention: Retention) -> Finding:
     try:
-        plan = plan_prune(open_store(root), retention)
+        plan = plan_prune(catalog, retention)
     except (StoreError, OSError) as error:
         return Finding("leftovers", "warn", f"they cannot be told: {error}", f"see `driftpoint verify {root}`")
     if plan.unrecognised:

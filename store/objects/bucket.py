@@ -83,6 +83,11 @@ class Bucket:
         found = self._asked("look at", key, lambda: self._lib.head(self._store, key))
         return int(found["size"])
 
+    def modified(self, key: str) -> float:
+        """When an object was put, by the server's clock, in seconds since 1970. MissingError where there is none."""
+        found = self._asked("look at", key, lambda: self._lib.head(self._store, key))
+        return float(found["last_modified"].timestamp())
+
     def upload_at(self, key: str) -> tuple[str | None, int]:
         """What an upload left as its :data:`OWNER`, and its bytes. MissingError where there is no object."""
         found = self._asked("look at", key, lambda: self._lib.get(self._store, key, options={"head": True}))

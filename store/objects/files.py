@@ -99,6 +99,15 @@ class ObjectFiles:
         """See :class:`store.files.Files`."""
         return self._bucket.size(self._key(path))
 
+    def modified(self, path: str) -> float:
+        """When a file was put, by the server's clock, in seconds since 1970."""
+        return self._bucket.modified(self._key(path))
+
+    @property
+    def part_bytes(self) -> int:
+        """Payloads that are no larger go in one request."""
+        return self._bucket.options.part_bytes()
+
     def read(self, path: str, limit: int) -> bytes:
         """See :class:`store.files.Files`."""
         data = self._bucket.get(self._key(path), limit)

@@ -1,0 +1,200 @@
+"""Tries on a bucket what a store relies on, with real requests, and takes all of it away.
+
+The objects bear names of interrupted writes: a store ignores them. None of a store's own is written, so one that is in
+use is in no danger. It knows no store's format.
+"""
+
+from __future__ import annotations
+
+import secrets
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+
+from deploy.cli.text import plural, size_text
+from deploy.doctor.disk import meaning
+from deploy.doctor.finding import Finding
+from deploy.doctor.plan import Plan
+from store.durable import replace_hint, write_new
+from store.errors import ExistsError, MissingError, StorageError
+from store.files import NewFile
+from store.objects.files import ObjectFiles
+
+_SKEW = 5.0
+"""Seconds that the server's clock may be off."""
+
+_SLOW = 0.5
+"""Seconds from which on a request is a slow one."""
+
+_WRITERS = 4
+_MOST_BYTES = 1 << 28
+_MOST_SECONDS = 5.0
+_PIECE = 1 << 22
+_LIMIT = 1 << 10
+_FIRST = b"driftpoint doctor"
+
+
+def look_at_bucket(files: ObjectFiles, plan: Plan, *, speed: bool = True) -> Iterator[Finding]:
+    """Every check of the bucket that ``files`` are in. speed: measure it, too, by a large object."""
+    try:
+        held = len(files.list_dir(""))
+    except StorageError as error:
+        yield Finding("bucket", "fail", str(error), "what a bucket must have and permit: docs/object-stores.md")
+        return
+    yield Finding("bucket", "ok", f"{files.root} is reached and can be listed, {plural(held, 'name')} at its top")
+    try:
+        with _Probe(files) as probe:
+            yield from _tried(probe)
+            if speed:
+                yield _speed(probe, plan)
+    except StorageError as error:
+        todo = "a job must be permitted to put, get, list and delete below the prefix, and to abort uploads"
+        yield Finding("writing", "fail", str(error), f"{todo}: docs/object-stores.md")
+    if plan.store_bytes is not None and plan.commit_bytes is not None:
+        seen = f"up to {plan.commits} commits of {size_text(plan.commit_bytes)} side by side"
+        yield Finding("space", "ok", f"{seen}: {size_text(plan.store_bytes)}; a bucket's end cannot be asked for")
+
+
+class _Probe:
+    """Objects of our own beside a store's."""
+
+    def __init__(self, files: ObjectFiles) -> None:
+        self.files = files
+        self._names: list[str] = []
+
+    def name(self) -> str:
+        """A new one, which is deleted at the end whatever becomes of it."""
+        self._names.append(f".tmp-{secrets.token_hex(6)}-doctor")
+        return self._names[-1]
+
+    def __enter__(self) -> _Probe:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        with suppress(StorageError):  # whether deleting works was tried
+            self.files.unlink_all(self._names)
+
+
+def _tried(probe: _Probe) -> Iterator[Finding]:
+    first = probe.name()
+    began = time.time()
+    _put(probe, first, _FIRST)
+    yield _clock(began, probe.files.modified(first))
+    yield _latency(probe, first)
+    broken = [text for text in (tried(probe, first) for tried in _PROMISES) if text is not None]
+    yield (
+        Finding("semantics", "fail", "; ".join(broken), "take Amazon S3 itself, or a server that does what is missing")
+        if broken
+        else Finding(
+            "semantics",
+            "ok",
+            "nothing is put over what is there, nor by two at once; what was put, replaced or deleted shows at once",
+        )
+    )
+
+
+def _put(probe: _Probe, name: str, data: bytes) -> None:
+    write_new(probe.files, name, lambda file: file.write(data))
+
+
+def _keeps(probe: _Probe, first: str) -> str | None:
+    try:
+        _put(probe, first, secrets.token_bytes(16))
+    except ExistsError:
+        return None if probe.files.read(first, _LIMIT) == _FIRST else "an object changed although a put was refused"
+    return "it puts objects over others although told not to (If-None-Match: *): two jobs could commit over one another"
+
+
+def _one_wins(probe: _Probe, _: str) -> str | None:
+    name = probe.name()
+
+    def put(data: bytes) -> bytes | None:
+        try:
+            _put(probe, name, data)
+        except ExistsError:
+            return None
+        return data
+
+    with ThreadPoolExecutor(_WRITERS) as pool:
+        won = [data for data in pool.map(put, [secrets.token_bytes(16) for _ in range(_WRITERS)]) if data is not None]
+    if len(won) != 1:
+        return f"of {_WRITERS} that put an object at once on the condition that there is none, {len(won)} were told so"
+    return None if probe.files.read(name, _LIMIT) == won[0] else "who was told to have put an object had not"
+
+
+def _reads_back(probe: _Probe, first: str) -> str | None:
+    return None if probe.files.read(first, _LIMIT) == _FIRST else "what was put is not what is read"
+
+
+def _lists(probe: _Probe, first: str) -> str | None:
+    return None if first in probe.files.list_dir("") else "an object that was put is not listed at once"
+
+
+def _replaces(probe: _Probe, _: str) -> str | None:
+    name = probe.name()
+    replace_hint(probe.files, name, b"one")
+    replace_hint(probe.files, name, b"two")
+    return None if probe.files.read(name, _LIMIT) == b"two" else "what an object was replaced by is not read at once"
+
+
+def _forgets(probe: _Probe, first: str) -> str | None:
+    probe.files.unlink(first)
+    try:
+        probe.files.read(first, _LIMIT)
+    except MissingError:
+        return "an object that was deleted is listed still" if first in probe.files.list_dir("") else None
+    return "an object that was deleted can be read still"
+
+
+_PROMISES: tuple[Callable[[_Probe, str], str | None], ...] = (
+    _reads_back,
+    _lists,
+    _keeps,
+    _one_wins,
+    _replaces,
+    _forgets,
+)
+
+
+def _clock(began: float, stamped: float) -> Finding:
+    """stamped: whole seconds."""
+    now = time.time()
+    off = stamped - now if stamped > now else min(0.0, stamped + 1.0 - began)
+    if abs(off) <= _SKEW:
+        return Finding("clock", "ok", "the server's clock is this machine's, within seconds")
+    return Finding(
+        "clock",
+        "warn",
+        f"the server's clock is {off:+.0f} s off this machine's",
+        "set this machine's by NTP (chronyd, systemd-timesyncd): from 15 minutes on Amazon S3 refuses every request",
+    )
+
+
+def _latency(probe: _Probe, first: str) -> Finding:
+    seconds = []
+    for _ in range(5):
+        began = time.perf_counter()
+        probe.files.size(first)
+        seconds.append(time.perf_counter() - began)
+    found = statistics.median(seconds)
+    seen = f"{1000 * found:.0f} ms a request; a commit takes two for each rank, one after the other"
+    if found < _SLOW:
+        return Finding("latency", "ok", seen)
+    return Finding("latency", "warn", seen, "take a bucket in the region that the job runs in")
+
+
+def _speed(probe: _Probe, plan: Plan) -> Finding:
+    data, done, began = secrets.token_bytes(_PIECE), 0, time.perf_counter()
+    least = probe.files.part_bytes + 1  # so that it goes in parts
+
+    def fill(file: NewFile) -> None:
+        nonlocal done
+        while done < least or (done < _MOST_BYTES and time.perf_counter() - began < _MOST_SECONDS):
+            file.write(data)
+            done += len(data)
+
+    write_new(probe.files, probe.name(), fill, most=least)
+    rate = done / (time.perf_counter() - began)
+    return Finding("speed", "ok", f"{rate / 1e6:.0f} MB/s from this process, in parts{meaning(plan, rate)}")
