@@ -22,7 +22,6 @@ from store.place import is_url
 from store.schema import EpochRecord, ManifestRecord
 from store.versions import newest_resumable
 
-
 _TRIES = 4
 """Times that a store is read which changes meanwhile."""
 

@@ -115,8 +115,8 @@ def _has_state(item: Any) -> bool:
 
 
 def _tensor_leaf(value: Any) -> Leaf | None:
-    if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
-        return None
+    if not isinstance(value, torch.Tensor) or value.layout != torch.strided or type(value).__name__ == "DTensor":
+        return None  # a rank's part of a DTensor says nothing of which part it is
     host = value.detach().to("cpu", copy=True).contiguous()
     data = host.reshape(-1).view(torch.uint8).numpy().tobytes() if host.numel() else b""
     return Leaf(dtype_name(host.dtype), tuple(host.shape), data)

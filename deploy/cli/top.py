@@ -13,12 +13,14 @@ from deploy.cli import output
 from deploy.cli.daemon import base_of
 from deploy.cli.options import DebugOption, JsonOption, MemoryOption, StoreArgument
 from deploy.cli.report import TraceOption
-from store.errors import NothingToResumeError
+from store.errors import NothingToResumeError, UsageError
 
 if TYPE_CHECKING:
     from deploy.safety.facts import Facts
 
-OnceOption = Annotated[bool, typer.Option("--once", help="Print one frame and leave; as where stdout is no terminal, or a dumb one.")]
+OnceOption = Annotated[
+    bool, typer.Option("--once", help="Print one frame and leave; as where stdout is no terminal, or a dumb one.")
+]
 IntervalOption = Annotated[float, typer.Option("--interval", min=0.1, metavar="S", help="Seconds between two looks.")]
 
 
@@ -37,6 +39,8 @@ def top(
     from deploy.report.made import trace_path
     from deploy.top.watch import Watch
 
+    if trace is not None and not trace.is_file():
+        raise UsageError(f"there is no trace at {trace}: leave --trace away, or name the file of the job")
     watch = Watch(store, trace_path(store, trace), base_of(memory))
     facts = watch.look()
     if json or once or not _interactive():

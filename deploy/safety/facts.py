@@ -25,6 +25,7 @@ from store.daemon.place import asked
 from store.errors import DamagedError, DriftpointError, StorageError
 from store.incarnations import is_closed
 from store.names import SaveId
+from store.place import is_url
 from store.schema import ManifestRecord
 from store.verify import VerifyReport
 
@@ -87,23 +88,25 @@ class Facts:
 
     @property
     def running(self) -> bool:
-        """Whether a job trains on this store now. One of this machine holds its lock; one that began elsewhere is taken
-        to run as long as it writes its trace, or, where there is none to see, as long as it commits."""
+        """Whether a job trains on this store now. One of this machine holds its lock; one that began elsewhere, or has
+        its store in a bucket, which has no locks, is taken to run as long as it writes its trace, or, where there is
+        none to see, as long as it commits."""
         status, pulse = self.status, self.current
         if status is not None and status.in_use_by is not None:
             return True
-        here = status is not None and status.owner is not None and not self.elsewhere
-        if here or self.closed:
+        if self.closed or (status is not None and status.owner is not None and not self.unlocked):
             return False
         if pulse is None:
             return self._commits
         return self.now - pulse.heard < max(FLOOR, 5 * (pulse.decision_gap or 0.0), LATE * (pulse.next_gap or 0.0))
 
     @property
-    def elsewhere(self) -> str:
-        """The machine of the newest job, where that is another one than this; else ''."""
+    def unlocked(self) -> str:
+        """The machine of the newest job, where no lock tells of it here: another one than this, or any of a store in a
+        bucket; else ''."""
         owner = None if self.status is None else self.status.owner
-        return "" if owner is None or owner.host == socket.gethostname() else owner.host
+        known = owner is None or (owner.host == socket.gethostname() and not is_url(self.root))
+        return "" if known or owner is None else owner.host
 
     @property
     def broken_off(self) -> bool:
@@ -175,7 +178,9 @@ def _commit_gap(catalog: Catalog, saves: Sequence[SaveId]) -> float | None:
         with suppress(DamagedError, StorageError):
             at = moment(catalog.manifest(save).created)
             made += [] if at is None else [(save.epoch, at)]
-    gaps = [later - earlier for (epoch, later), (before, earlier) in pairwise(made) if epoch == before and later > earlier]
+    gaps = [
+        later - earlier for (epoch, later), (before, earlier) in pairwise(made) if epoch == before and later > earlier
+    ]
     return median(gaps[:3]) if gaps else None
 
 

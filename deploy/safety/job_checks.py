@@ -96,7 +96,7 @@ def check_job(facts: Facts) -> Check:
     if not facts.running:
         return _no_job(facts, name)
     pid = None if status is None else status.in_use_by
-    text = f"process {pid}" if pid else "training" + (f" on {facts.elsewhere}" if facts.elsewhere else "")
+    text = f"process {pid}" if pid else "training" + (f" on {facts.unlocked}" if facts.unlocked else "")
     if pulse is None:
         return Check(name, "good", text, "how it gets on, only its drift trace tells")
     quiet = facts.now - pulse.heard
@@ -117,11 +117,14 @@ def _no_job(facts: Facts, name: str) -> Check:
     if facts.closed:
         return Check(name, "plain", "ended as it was meant to", heard)
     if not facts.broken_off:
-        return Check(name, "plain", "none on this machine", heard)
-    if facts.elsewhere and facts.current is None:
-        note = f"the newest began on {facts.elsewhere}, and neither ended as it was meant to nor commits"
-        return Check(name, "look", "not known", note, f"look on {facts.elsewhere}; --trace names its drift trace")
-    return Check(name, "look", "ended before its time", heard, "find out why, and start it again; driftpoint run does so")
+        noted = "" if facts.current is None else "; how it ended is noted under every: auto alone"
+        return Check(name, "plain", "none on this machine", heard + noted)
+    if facts.unlocked and facts.current is None:
+        note = f"the newest began on {facts.unlocked}, and neither ended as it was meant to nor commits"
+        return Check(name, "look", "not known", note, f"look on {facts.unlocked}; --trace names its drift trace")
+    return Check(
+        name, "look", "ended before its time", heard, "find out why, and start it again; driftpoint run does so"
+    )
 
 
 def _where(facts: Facts, at: float | None) -> str:

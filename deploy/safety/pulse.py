@@ -88,8 +88,8 @@ class Pulse:
 
     @property
     def next_gap(self) -> float | None:
-        """Seconds from the last decision to the next one, by what the job said: under ``every: auto`` the interval grows
-        fourfold at a time, so that what was usual is no measure."""
+        """Seconds from the last decision to the next one, by what the job said: under ``every: auto`` the interval
+        grows fourfold at a time, so that what was usual is no measure."""
         if self.interval is None or self.step_seconds is None:
             return None
         return self.interval * self.step_seconds

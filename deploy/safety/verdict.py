@@ -52,7 +52,9 @@ def sentence(facts: Facts) -> str:
         behind = (
             f", {steps_text(node.steps)} before where training last was" if node.steps and round(node.steps) else ""
         )
-        seen = "No job is running" if not facts.elsewhere or facts.current or facts.closed else "No job is seen from here"
+        seen = (
+            "No job is running" if not facts.unlocked or facts.current or facts.closed else "No job is seen from here"
+        )
         return f"{seen}. A start now goes on at step {node.back_to}{behind}, {how}."
     process = loss_of_process(facts)
     if process.memory is not None:

@@ -31,7 +31,6 @@ class ShardedInventory(Inventory):
     """Names of sharded parameters, whichever form the last forward left registered."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._parts = [part for part in module.modules() if isinstance(part, FSDPModule)]
         super().__init__(module, without_wrappers)
 
     def _parameters(self) -> dict[str, nn.Parameter]:
@@ -44,8 +43,11 @@ class ShardedInventory(Inventory):
 
     def reshard(self) -> None:
         """Have the sharded parameters registered. No collective; the next forward gathers anew."""
-        for part in self._parts:
+        for part in self.still.once("parts", self._parts):
             part.reshard()
+
+    def _parts(self) -> list[FSDPModule]:
+        return [part for part in self._module.modules() if isinstance(part, FSDPModule)]
 
     def _refuse_sharded(self) -> None:
         """What cannot be handled of them is refused where they are looked at."""

@@ -66,7 +66,7 @@ def fit_slots(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, wanted:
     """
     state = optimizer.state.get(parameter, {})
     planned, live = slots_to_be(state, parameter, wanted), slots_of(state, parameter)
-    for slot in live:
+    for slot in live if parameter.numel() else ():  # of no elements nothing is stored, and nothing is lost
         if slot not in planned:
             del state[slot]
     for slot, dtype in planned.items():

@@ -43,7 +43,7 @@ class Runs:
         """The run of a tensor, and the memory behind it. what: the tensor's name in errors.
 
         UnsupportedError for placements other than ``Replicate`` and ``Shard(0)``, for a mesh without some of the job's
-        ranks, and for a tensor that does not lie in memory as its placements say."""
+        ranks or with ranks that do not ascend, and for a tensor that does not lie in memory as its placements say."""
         key = (tensor.device_mesh, tensor.shape, tensor.placements)
         run = self._known.get(key)
         if run is None:
@@ -66,6 +66,7 @@ def _run_of(tensor: DTensor, what: str) -> Run:
             f"{what} lives on {mesh.size()} of {world_size} ranks (pipeline, expert or tensor parallelism), which is "
             "not handled; give fully_shard a mesh of all ranks, (replicate, shard) for hybrid sharding"
         )
+    _require_ascending(mesh, what)
     for dimension, placement in enumerate(tensor.placements):
         _require_rows(placement, mesh.size(dimension), what)
     return rows_of(tuple(tensor.shape), tuple(mesh.shape), coordinate, tensor.placements)
@@ -97,6 +98,17 @@ def local_of(tensor: DTensor, what: str) -> torch.Tensor:
         )
     require_values(local, what)
     return local
+
+
+def _require_ascending(mesh: DeviceMesh, what: str) -> None:
+    """Process groups have their ranks in ascending order, whatever the mesh's is: torch itself cuts by the one and
+    gathers by the other."""
+    ranks = mesh.mesh
+    if any(not bool((ranks.diff(dim=dimension) > 0).all()) for dimension in range(ranks.ndim)):
+        raise UnsupportedError(
+            f"{what} lives on a mesh of ranks {ranks.tolist()}, which do not ascend: where its rows lie cannot be "
+            "told; give fully_shard a mesh of init_device_mesh"
+        )
 
 
 def _require_rows(placement: Placement, size: int, what: str) -> None:

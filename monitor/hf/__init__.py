@@ -6,6 +6,7 @@
     exported     the state of the Trainer's other callbacks
     resuming     what ``trainer.train`` is given: where the Trainer goes on
     folder       the folder that stands for a checkpoint of the Trainer's
+    guard        keeps a Trainer without the callback from that folder
     accelerator  what an Accelerator has prepared, for monitor.attach
     deepspeed_engine   the engine behind a Trainer's model, and its own load, which there is nothing for
 

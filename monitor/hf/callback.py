@@ -62,7 +62,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
         if self._args is None:
             raise UsageError("resume_path() was called before there is a Trainer: build it with this callback first")
         self._forget_plan()
-        self._planned = plan(self.config, self._args, self._model, objects=1 + len(self._extra))
+        self._planned = plan(self, self._args, self._model, objects=1 + len(self._extra))
         return None if self._planned is None else str(self._planned.folder.path)
 
     def on_init_end(self, args: Any, state: Any, control: Any, *, model: Any = None, **_: Any) -> None:

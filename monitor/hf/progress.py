@@ -79,10 +79,11 @@ class Progress:
         self.loaded = Loaded(bool(saved["at_epoch"]), saved.get("epoch_began"))
 
 
-def require_ours(saved: Any) -> None:
-    """ModelMismatchError unless this is the state of a :class:`Progress`."""
+def require_ours(saved: Any) -> Mapping[str, Any]:
+    """The same. ModelMismatchError unless this is the state of a :class:`Progress`."""
     if not isinstance(saved, Mapping) or saved.get("kind") != KIND:
         raise ModelMismatchError(
             "the store was not written by monitor.CheckpointCallback, so it does not say where the Trainer was: name "
             "another `store:`, or resume with the script that wrote it"
         )
+    return saved

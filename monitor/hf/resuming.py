@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import math
 import os
 import sys
@@ -29,6 +30,9 @@ from store.place import store_place
 if TYPE_CHECKING:
     from monitor.hf.callback import CheckpointCallback
     from monitor.hf.deepspeed_engine import Unloaded
+    from monitor.hf.guard import Guard
+
+_log = logging.getLogger("driftpoint")
 
 PLAN = "driftpoint"
 """Key among the Trainer's ``stateful_callbacks``, by which a callback knows a folder of ours."""
@@ -39,16 +43,18 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True)
 class Planned:
-    """folder: what the Trainer is given. unloaded: keeps DeepSpeed from loading it. quiet: a hook of the model's that
-    keeps the Trainer from warning of what the folder has not."""
+    """folder: what the Trainer is given. guard: keeps others from it. unloaded: keeps DeepSpeed from loading it. quiet:
+    a hook of the model's that keeps the Trainer from warning of what the folder has not."""
 
     folder: Folder
+    guard: Guard
     unloaded: Unloaded | None
     quiet: Any = None
 
     def end(self) -> None:
         """The Trainer needs it no more."""
         self.folder.remove()
+        self.guard.end()
         if self.unloaded is not None:
             self.unloaded.end()
         if self.quiet is not None:
@@ -83,13 +89,16 @@ def register(callback: CheckpointCallback) -> int:
     return next(_numbers)
 
 
-def plan(config: Config, args: Any, model: Any, *, objects: int) -> Planned | None:
+def plan(callback: CheckpointCallback, args: Any, model: Any, *, objects: int) -> Planned | None:
     """Foresee, and write the folder. args, model: the Trainer's. objects: in the checkpointer's ``state=[...]``."""
+    from monitor.hf.guard import Guard  # of transformers, which the caller has
+
+    config = callback.config
     group = current_group()
     foreseen = foresee(config, group, objects)
     if foreseen is None:
         return None
-    saved = None if foreseen.user is None else foreseen.user[0]
+    saved = None if foreseen.user is None else require_ours(next(iter(foreseen.user), None))
     folder = Folder()
     folder.write_state(_trainer_state(foreseen, saved, args, group))
     quiet = None
@@ -104,7 +113,7 @@ def plan(config: Config, args: Any, model: Any, *, objects: int) -> Planned | No
 
         folder.write_engine(None if saved is None else saved["lr_scheduler"])
         unloaded = Unloaded(folder.path)
-    return Planned(folder, unloaded, quiet)
+    return Planned(folder, Guard(folder.path, callback), unloaded, quiet)
 
 
 def _misses_nothing(model: Any, keys: Any) -> None:
@@ -127,11 +136,12 @@ def _trainer_state(foreseen: Foreseen, saved: Any, args: Any, group: Group) -> d
     """As rank 0 stored it. A commit that was imported says the step and no more."""
     step = foreseen.save.step
     if saved is None:
-        state: dict[str, Any] = {"global_step": step}
+        state: dict[str, Any] = {"global_step": step, **_as_asked_for(args)}
     else:
-        require_ours(saved)
         state = json.loads(group.from_first(saved["trainer"]))
         length = Length(**saved["length"])
+        if group.rank == 0 and length.beyond >= sys.maxsize and state["epoch"] >= 1 and not saved["at_epoch"]:
+            _tell_later_pass(int(state["epoch"]) + 1, step)
         if _done(
             step, length, args
         ):  # the Trainer would take another step, if the last epoch was not to be a whole one
@@ -139,6 +149,22 @@ def _trainer_state(foreseen: Foreseen, saved: Any, args: Any, group: Group) -> d
     told = {"save": foreseen.save.name, "memory": foreseen.memory}
     callbacks = dict(state.get("stateful_callbacks") or {})
     return {**state, "stateful_callbacks": {**callbacks, PLAN: {"args": {}, "attributes": told}}}
+
+
+def _tell_later_pass(number: int, step: int) -> None:
+    _log.warning(
+        "pass %d over the data was under way at step %d, and of data without a length the Trainer does not know how "
+        "much of a later pass is done: that pass begins anew",
+        number,
+        step,
+    )
+
+
+def _as_asked_for(args: Any) -> dict[str, Any]:
+    """What the Trainer's state says of its arguments, where no state was stored."""
+    steps = {name: getattr(args, name) for name in ("logging_steps", "eval_steps", "save_steps")}
+    known = {name: int(value) for name, value in steps.items() if value is not None and value >= 1}  # else a share
+    return {"train_batch_size": args.train_batch_size, **known}
 
 
 def _done(step: int, length: Length, args: Any) -> bool:

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.chaos.victims import VICTIMS, Target, gone
-from tests.support.launch import ENVIRONMENT, ROOT
+from tests.support.launch import ENVIRONMENT
 
 TRAINER = Path(__file__).with_name("hf_trainer.py")
 
@@ -111,7 +111,7 @@ class TrainerChaos:
         while process.poll() is None:
             assert time.monotonic() < deadline, self._said(-1, "nothing came of it in 240 s")
             resumed, told = _read(diary, "resumed"), _read(diary, "step")
-            if len(resumed) == self.ranks and (early or any(one["step"] >= resumed[0]["step"] + after for one in told)):
+            if len(resumed) == self.ranks and (early or self._far_enough(told, resumed[0]["step"] + after)):
                 time.sleep(self.chance.uniform(0, 0.05))
                 VICTIMS[name](Target(process.pid, {one["rank"]: one["pid"] for one in resumed}), self.chance)
                 self.outcomes[name] += 1
@@ -119,6 +119,10 @@ class TrainerChaos:
             time.sleep(0.002)
         assert process.returncode == 0, self._said(-1, "it ended by itself")
         self.outcomes["it was faster"] += 1
+
+    def _far_enough(self, told: list[dict[str, Any]], step: int) -> bool:
+        """There is something to lose."""
+        return any(one["step"] >= step and (one["committed"] or self.committed) for one in told)
 
     def _check(self, number: int, diary: Path, reference: Losses) -> None:
         resumed, losses = _read(diary, "resumed"), self._losses(diary)

@@ -13,11 +13,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from monitor.adapters.base import Adapter, Place
+from monitor.adapters.fsdp2 import ShardedInventory
 from monitor.adapters.select import adapter_for
 from monitor.dtypes import dtype_name
+from monitor.run_state import UserState, to_tree
+from store.errors import UnsupportedError
 from store.names import BUFFER, FROZEN, WEIGHTS, Fragment
 
 Slots = dict[str, dict[str, str]]
@@ -211,6 +214,27 @@ def test_state_of_one_fits_any_other(source: str, target: str) -> None:
     put(adapter_for(other), state)
     assert same(taken(adapter_for(other))[0], state[0])
     assert train(other, range(3, 6)) == losses
+
+
+def test_a_module_put_in_later_is_seen_sharded_too() -> None:
+    """What is gathered is rounded to the dtype of computing."""
+    net = fully_shard(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)))
+    inventory = ShardedInventory(net)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    net[1] = fully_shard(nn.Linear(6, 6), mp_policy=policy, reshard_after_forward=False)
+    with torch.no_grad():
+        net(torch.ones(4, 6))
+    assert net[1].weight.dtype == torch.bfloat16
+    assert {parameter.dtype for parameter in inventory.parameters().values()} == {torch.float32}
+
+
+def test_a_second_sharded_optimizer_is_no_plain_state() -> None:
+    """Which rank has which part of it nobody would know: told by name, not by what numpy cannot do."""
+    net, _ = fsdp2(0)
+    second = torch.optim.AdamW(net.blocks[0].parameters(), lr=0.01)
+    train((net, second), range(1))
+    with pytest.raises(UnsupportedError, match=r"state\['user'\]\[0\]\['state'\]\[0\]\['exp_avg'\] is a .*DTensor"):
+        to_tree({"user": UserState([second]).capture()})
 
 
 def test_the_hook_comes_before_the_state_changes(make: Callable[[int], Job]) -> None:

@@ -46,6 +46,7 @@ NOT_FSDP2 = (
     "tensor parallel",
     "both",
     "a part of the ranks",
+    "ranks in another order",
     "partial",
     "cut otherwise",
     "on meta",

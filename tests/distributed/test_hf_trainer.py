@@ -42,20 +42,22 @@ def case(
     }
 
 
+TIGHT = {
+    "policy": "budget", "budget": {"bytes_per_hour": 2e6, "burst_seconds": 60}, "every": 1, "encoding": "compact",
+}  # fmt: skip
 ALONE = [
     case("epochs", **EVALUATING),
     case("steps", max_steps=12, **EVALUATING),
     case("boundary", every=5, kill_at=7, eval_strategy="epoch"),
     case("beside", **BESIDE),
+    {**case("budget"), "settings": TIGHT},
     {**case("memory"), "settings": {"every": 3, "memory": {"enabled": True, "every": 1}}},
 ]
 LORA = [
     {**case("lora", **EVALUATING), "lora": True},
+    {**case("lora-budget"), "lora": True, "settings": TIGHT},
     {**case("lora-skip"), "lora": True, "settings": {"every": 3, "frozen": "skip"}},
 ]
-TIGHT = {
-    "policy": "budget", "budget": {"bytes_per_hour": 2e6, "burst_seconds": 60}, "every": 1, "encoding": "compact",
-}  # fmt: skip
 DDP = [
     case("ddp", **BESIDE),
     {**case("fsdp2", **EVALUATING), "samples": 40, "fsdp2": True},
@@ -110,7 +112,7 @@ def test_a_killed_trainer_goes_on_as_if_nothing_had_happened(ran: tuple[list[str
 
 
 def test_a_composite_goes_on_near_by(ran: tuple[list[str], Launched]) -> None:
-    names, done = ran
+    _, done = ran
     for straight in done.of("straight"):
         name, rank = straight["case"], straight["rank"]
         if not name.endswith("budget"):

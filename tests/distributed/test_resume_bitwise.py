@@ -45,6 +45,8 @@ PLAIN = [
     {"name": "plain", "kind": "plain", "every": 3},
     {"name": "plain-differences", "kind": "plain", "every": 3, "settings": DIFFERENCES},
 ]
+BUDGET = {"bytes_per_hour": 3.6e12, "burst_seconds": 4e-5}
+"""At every decision 40 000 bytes, however long the steps take: random states, and some of the weights."""
 COMPOSITES: list[dict[str, Any]] = [
     {
         "name": "zero2-parity2", "kind": "zero", "stage": 2, "precision": "bf16",
@@ -56,6 +58,10 @@ COMPOSITES: list[dict[str, Any]] = [
     },
     {"name": "ddp-parity2", "kind": "ddp", "every": 2, "policy": {"name": "parity", "k": 2}, "composite": True},
     {"name": "fsdp2-parity2", "kind": "fsdp2", "every": 2, "policy": {"name": "parity", "k": 2}, "composite": True},
+    {
+        "name": "fsdp2-budget", "kind": "fsdp2", "every": 2, "composite": True, "settings": {"budget": BUDGET},
+        "policy": {"name": "budget", "lags": {"exp_avg": 0.1, "exp_avg_sq": 0.1}},
+    },
 ]  # fmt: skip
 EXACT = [case["name"] for case in [*ZERO, *DDP, *FSDP2, *PLAIN]]
 

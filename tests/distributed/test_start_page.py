@@ -65,7 +65,8 @@ def _killed_once_committed(process: subprocess.Popen[str], folder: Path) -> None
 
 
 def test_the_page_has_the_scripts_that_are_run_here() -> None:
-    assert SCRIPTS.keys() == {"plain.py", "ddp.py", "zero.py", "sharded.py", "trainer.py"}
+    others = {"accelerated.py"}  # test_accelerate_page.py
+    assert SCRIPTS.keys() == {"plain.py", "ddp.py", "zero.py", "sharded.py", "trainer.py"} | others
 
 
 @pytest.mark.parametrize("script", ["plain.py", "ddp.py", "zero.py", "sharded.py", "trainer.py"])

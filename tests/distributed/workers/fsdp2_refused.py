@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from adapter_state import report
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -48,6 +48,11 @@ def both() -> Target:
 def a_part_of_the_ranks() -> Target:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "data"))
     return with_adamw(fully_shard(net(), mesh=mesh["data"]))
+
+
+def ranks_in_another_order() -> Target:
+    """fully_shard cuts by the order of ranks in the process group, which is ascending, and not by the mesh's."""
+    return with_adamw(fully_shard(net(), mesh=DeviceMesh("cpu", [2, 0, 3, 1])))
 
 
 def partial() -> Target:
@@ -107,6 +112,7 @@ REFUSED: dict[str, tuple[Callable[[], Target], str]] = {
     "tensor parallel": (tensor_parallel, r"1\.weight \(fp32\) is placed as Shard\(dim=1\).*no tensor parallelism"),
     "both": (both, r"0\.weight \(fp32\) is placed as _StridedShard.*over a tensor-parallel model"),
     "a part of the ranks": (a_part_of_the_ranks, r"0\.weight \(fp32\) lives on 2 of 4 ranks"),
+    "ranks in another order": (ranks_in_another_order, r"0\.weight \(fp32\) lives on a mesh of ranks \[2, 0, 3, 1\]"),
     "partial": (partial, r"0\.weight \(fp32\) is placed as Partial"),
     "cut otherwise": (cut_otherwise, r"0\.weight \(fp32\) has \d+ elements here.*not cut as torch cuts"),
     "on meta": (on_meta, r"0\.weight \(fp32\) is on the meta device.*to_empty"),

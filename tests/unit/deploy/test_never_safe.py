@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from store.files import LocalFiles
 from store.incarnations import Tally, mark_closed, new_incarnation
 from store.layout import manifest_path
 from store.names import SaveId
+from store.place import store_place
 from tests.support.processes import holding_lock
 from tests.support.seen_runs import SeenRun
 from tests.support.stores import StoreBuilder, flip_byte
@@ -132,6 +134,16 @@ def test_a_job_on_another_machine_whose_trace_is_not_here(run: SeenRun, monkeypa
     assert lives.level == "good" and lives.sentence.startswith("If the job failed now")
     assert (silent.level, check(silent, "Job").text) == ("look", "not known")
     assert silent.sentence.startswith("No job is seen from here.")
+
+
+def test_a_job_of_this_machine_whose_store_is_in_a_bucket(run: SeenRun) -> None:
+    for step in (580, 590, 600):
+        save(run, step)
+    lives = replace(facts(run, 605), root=store_place("s3://bucket/runs/a"))
+    dies = replace(facts(run, 1000), root=store_place("s3://bucket/runs/a"))
+    assert lives.running and judge(lives).level == "good", "no lock tells of it: it writes its trace"
+    assert check(judge(dies), "Job").text == "ended before its time"
+    assert check(judge(replace(dies, pulse=None)), "Job").text == "not known"
 
 
 def test_damage_of_an_older_commit(run: SeenRun) -> None:

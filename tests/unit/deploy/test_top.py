@@ -258,11 +258,30 @@ def test_a_store_that_goes_away_is_told_and_what_was_seen_stays(run: SeenRun) ->
         assert looker.seen.facts is not None
         told = drawn_of(looker.seen.facts, View(trouble=looker.seen.trouble, age=20.0, keys=True))
         assert "As of 20 s ago:" in told
+        assert " NOT KNOWN ANY MORE " in told and " SAFE " not in told
         away.rename(run.root)
         until(lambda: not looker.seen.trouble)
     finally:
         looker.end()
     assert looker.error is None
+
+
+def test_looks_that_are_far_apart_are_not_old(still: SeenRun) -> None:
+    facts = Watch(still.root, still.trace, still.root.parent).look()
+    assert " SAFE " in drawn_of(facts, View(age=59.0, patience=90.0))
+    assert "does not answer" in drawn_of(facts, View(age=91.0, patience=90.0))
+
+
+def test_letters_that_take_two_columns(tmp_path: Path) -> None:
+    run = SeenRun(tmp_path / "store", [FakeLayer("層" * 30), FakeLayer("plain")])
+    run.save(600)
+    lines = [line for line in drawn(run, 80, None).lines if "0.0100" in line.plain or "…層" in line.plain]
+    assert lines[0].plain.startswith("…層") and {line.cell_len for line in lines} == {lines[-1].cell_len}
+
+
+def test_a_trace_that_was_named_and_is_not_there(here: Here, still: SeenRun) -> None:
+    answer = here("top", still.root, "--once", "--trace", still.root / "nothing")
+    assert (answer.code, answer.out) == (2, "") and "there is no trace at" in answer.err
 
 
 def drawn_of(facts: Facts, view: View) -> str:

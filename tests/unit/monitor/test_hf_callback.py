@@ -13,12 +13,17 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
+from transformers.trainer_utils import compare_trainer_and_checkpoint_args
 
 import monitor
+from monitor.foresight import Foreseen
+from monitor.group import current_group
+from monitor.hf.resuming import _trainer_state
 from store.catalog import open_catalog
 from store.errors import ModelMismatchError, StoreError, UsageError
 from store.files import LocalFiles
+from store.names import SaveId
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -129,6 +134,16 @@ def test_after_an_error_training_goes_on_in_the_same_process(
     assert left == []  # a process that is killed from here on leaves nothing there
 
 
+def test_a_trainer_without_the_callback_does_not_begin_from_nothing(tmp_path: Path, settings: dict[str, Any]) -> None:
+    ours = monitor.CheckpointCallback(settings)
+    running = trainer(tmp_path, ours)
+    running.train()
+    with pytest.raises(UsageError, match="this Trainer does not have the CheckpointCallback"):
+        trainer(tmp_path, _Nothing(), seed=2).train(resume_from_checkpoint=monitor.resume_path(settings))
+    running.train(resume_from_checkpoint=monitor.resume_path(settings))
+    assert running.state.global_step == 10
+
+
 def test_a_store_with_commits_is_not_buried(tmp_path: Path, settings: dict[str, Any]) -> None:
     ours = monitor.CheckpointCallback(settings)
     running = trainer(tmp_path, ours)
@@ -224,15 +239,26 @@ def test_a_path_without_the_callback_is_refused(tmp_path: Path, settings: dict[s
     del ours
 
 
-def test_a_store_that_a_loop_of_ones_own_wrote(tmp_path: Path, settings: dict[str, Any]) -> None:
-    model = Model(1)
-    with monitor.attach((model, torch.optim.AdamW(model.parameters())), settings, state=[_Counter()]) as ckpt:
+@pytest.mark.parametrize("objects", [0, 1])
+def test_a_store_that_a_loop_of_ones_own_wrote(tmp_path: Path, settings: dict[str, Any], objects: int) -> None:
+    model, state = Model(1), [_Counter() for _ in range(objects)]
+    with monitor.attach((model, torch.optim.AdamW(model.parameters())), settings, state=state) as ckpt:
         ckpt.resume()
         ckpt.save(wait=True)
     ours = monitor.CheckpointCallback(settings)
     trainer(tmp_path, ours)
     with pytest.raises(ModelMismatchError, match=r"not written by monitor\.CheckpointCallback"):
         ours.resume_path()
+
+
+def test_a_commit_that_was_imported_says_the_step_and_no_more(tmp_path: Path) -> None:
+    ours = _Nothing()
+    args = trainer(tmp_path, ours, eval_strategy="steps", eval_steps=3).args
+    state = _trainer_state(Foreseen(SaveId(4, 1), None, memory=False), None, args, current_group())
+    (tmp_path / "trainer_state.json").write_text(json.dumps(state))
+    found = TrainerState.load_from_json(str(tmp_path / "trainer_state.json"))
+    compare_trainer_and_checkpoint_args(args, found)
+    assert (found.global_step, found.logging_steps, found.eval_steps) == (4, 1, 3)
 
 
 class _Counter:

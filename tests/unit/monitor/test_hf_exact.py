@@ -184,6 +184,14 @@ def test_the_order_of_the_data_goes_on(tmp_path: Path, arguments: dict[str, Any]
     Runs(tmp_path, **arguments).require_alike(every, broken_at, broken_at - broken_at % every or every)
 
 
+def test_what_the_trainer_does_not_know_of_a_later_pass_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    Runs(tmp_path, data=Stream(), max_steps=8).resumed(every=3, broken_at=7)
+    (told,) = [one.message for one in caplog.records if "begins anew" in one.message]
+    assert told.startswith("pass 2 over the data was under way at step 6, and of data without a length")
+
+
 @pytest.mark.parametrize(("step", "event"), [(8, "step_end"), (7, "step_end"), (7, "epoch_end"), (9, "step_end")])
 def test_a_save_that_a_callback_asks_for(tmp_path: Path, step: int, event: str) -> None:
     def saving(ours: monitor.CheckpointCallback | None) -> list[TrainerCallback]:

@@ -191,6 +191,19 @@ def test_one_moment_that_was_not_kept_becomes_zero() -> None:
     train(fresh, other, range(3, 4))
 
 
+def adagrad(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.Adagrad(parameters, lr=0.01)
+
+
+def test_state_of_a_parameter_without_elements_stays() -> None:
+    """Nothing of it is stored; Adagrad, which makes it once, would not find it at its next step."""
+    net, optimizer = start(0, adagrad)
+    train(net, optimizer, range(1))
+    fresh, other = start(1, adagrad)
+    load(adapter_for((fresh, other)), *copy_of(adapter_for((net, optimizer))))
+    assert other.state[fresh.empty].keys() == optimizer.state[net.empty].keys() == {"step", "sum"}
+
+
 def two_groups(net: Net, swapped: bool = False) -> torch.optim.Optimizer:
     groups: list[dict[str, Any]] = [
         {"params": [net.out.weight, net.gain], "lr": 0.5},
