@@ -67,6 +67,8 @@ class Run:
                 threading.Thread(target=self.die, args=(moment[rank()],), daemon=True).start()
             losses = trainee.step()
             ckpt.step()
+            if step == 4:  # so that there is a commit before the first death, however slow the disk is
+                ckpt.flush()
             memory = ckpt._memory
             newest = None if memory is None or memory.newest is None else memory.newest.step
             self.results.tell(
