@@ -33,15 +33,16 @@ def kept(place: Place, node: str, step: int) -> dict[int, bool]:
 
 
 def flipped(place: Place, node: str, step: int, slot: str) -> set[str]:
-    """Change a byte of rank 0's replica, in this slot of a layer. Parameters of that layer."""
-    held = look(place.tier(node)).versions[SaveId(step, 1)][0]
+    """Change a byte of rank 0's replica, in this slot of a layer. Parameters of that layer, whichever rank has them."""
+    version = look(place.tier(node)).versions[SaveId(step, 1)]
+    held = version[0]
     entry = next(one for one in held.record.part.entries if one.slot == slot)
     with held.payload.open("r+b") as file:
         file.seek(entry.offset)
         byte = file.read(1)
         file.seek(entry.offset)
         file.write(bytes([byte[0] ^ 1]))
-    return {one.fqn for one in held.record.part.entries if one.layer == entry.layer}
+    return {one.fqn for each in version.values() for one in each.record.part.entries if one.layer == entry.layer}
 
 
 def test_a_lost_node_comes_back_from_its_peer_but_for_what_is_damaged_there(place: Place) -> None:

@@ -37,7 +37,7 @@ def test_staged_bytes_are_those_of_a_copy_taken_with_training_paused(tmp_path: P
 
 
 def test_a_script_that_changes_them_is_seen_by_this_very_check(tmp_path: Path) -> None:
-    """Through ``.data``, which nothing else sees: so the check above can fail."""
+    """Through ``.data``, which nothing else sees, before the copies are made: so the check above can fail."""
     case = {"kind": "zero", "stage": 2, "precision": "bf16", "width": 301}
     done = run(tmp_path, case, 60, mutant=True)
     assert done.of("wrong", of="memory")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from resume_jobs import Results, build, leave, rank, start_group
 
 import monitor
 from monitor.adapters.select import adapter_for
-from monitor.staging import as_bytes
+from monitor.staging import Copying, as_bytes
 from store.memory.held import look
 from store.memory.tier import Tier
 from store.names import FROZEN, SaveId
@@ -70,6 +71,27 @@ class Compared:
             self.results.tell("wrong", of=kind, step=step, fragments=wrong[:5])
 
 
+class Late:
+    """Has other threads copy nothing until they are let, as where they get no processor."""
+
+    def __init__(self) -> None:
+        self._let = threading.Event()
+        finish = Copying.finish
+
+        def finished(copying: Copying) -> None:
+            if threading.current_thread() is not threading.main_thread():
+                self._let.wait()
+            finish(copying)
+
+        Copying.finish = finished  # type: ignore[method-assign]
+
+    def hold(self) -> None:
+        self._let.clear()
+
+    def let(self) -> None:
+        self._let.set()
+
+
 def main(spec: Mapping[str, Any]) -> None:
     start_group(zero=True)
     results = Results(spec["results"])
@@ -88,13 +110,18 @@ def main(spec: Mapping[str, Any]) -> None:
     assert opened is not None
     tier = Tier(Path(spec["shared"]), opened.catalog.store_id)
     saves: list[SaveId] = []
+    late = Late() if spec["mutant"] else None
     for step in range(1, spec["steps"] + 1):
         trainee.step()
+        if late is not None:
+            late.hold()
         report = ckpt.step()
         compared.own[step] = own(trainee.target)  # the copies may run beside this, and must not see it otherwise
-        if spec["mutant"] and step % 10 == 3:
-            changed = next(piece for piece in adapter_for(trainee.target).owned() if piece.fragment.slot == "exp_avg")
-            changed.tensor.data[0] += 1.0
+        if late is not None:
+            if step % 10 == 3:
+                owned = adapter_for(trainee.target).owned()
+                next(piece for piece in owned if piece.fragment.slot == "exp_avg").tensor.data[0] += 1.0
+            late.let()
         ckpt._memory._writer.join(180) if step % 3 == 0 and ckpt._memory is not None else None
         for save, held in look(tier).versions.items():
             if rank() in held and save.step in compared.own:
