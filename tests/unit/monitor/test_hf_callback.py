@@ -24,6 +24,7 @@ from store.catalog import open_catalog
 from store.errors import ModelMismatchError, StoreError, UsageError
 from store.files import LocalFiles
 from store.names import SaveId
+from tests.support.trainers import Flushing
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -54,17 +55,6 @@ class At(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.global_step == self.step:
             self.what()
-
-
-class Flushing(TrainerCallback):
-    """Each decision finds the save before it committed."""
-
-    def __init__(self, ours: monitor.CheckpointCallback) -> None:
-        self.ours = ours
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if self.ours.checkpointer is not None:
-            self.ours.checkpointer.flush()
 
 
 @pytest.fixture

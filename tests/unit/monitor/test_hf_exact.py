@@ -19,6 +19,7 @@ from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, Traini
 
 import monitor
 from monitor.hf.state_text import StateText
+from tests.support.trainers import Flushing
 
 EVALUATING = {"eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "loss", "greater_is_better": False}
 
@@ -91,17 +92,6 @@ class At(TrainerCallback):
     def _heard(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.global_step == self.step:
             self.what()
-
-
-class Flushing(TrainerCallback):
-    """Each decision finds the save before it committed."""
-
-    def __init__(self, ours: monitor.CheckpointCallback) -> None:
-        self.ours = ours
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if self.ours.checkpointer is not None:
-            self.ours.checkpointer.flush()
 
 
 Callbacks = Callable[[monitor.CheckpointCallback | None], list[TrainerCallback]]
