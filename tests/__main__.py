@@ -23,8 +23,10 @@ COMPILE = "from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder; ShareMe
 
 
 def main() -> int:
-    # Started in the background of a script, a process ignores Ctrl-C, and so would the commands under test.
+    # Started in the background of a script, or by nohup, a process ignores Ctrl-C or SIGHUP, and so would the commands
+    # under test.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",  # two test processes on two cores
