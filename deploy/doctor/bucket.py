@@ -9,14 +9,16 @@ from __future__ import annotations
 import secrets
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 
 from deploy.cli.text import plural, size_text
 from deploy.doctor.disk import meaning
 from deploy.doctor.finding import Finding
 from deploy.doctor.plan import Plan
+from deploy.doctor.probe import Probe
 from store.durable import replace_hint, write_new
 from store.errors import ExistsError, MissingError, StorageError
 from store.files import NewFile
@@ -45,7 +47,7 @@ def look_at_bucket(files: ObjectFiles, plan: Plan, *, speed: bool = True) -> Ite
         return
     yield Finding("bucket", "ok", f"{files.root} is reached and can be listed, {plural(held, 'name')} at its top")
     try:
-        with _Probe(files) as probe:
+        with Probe(files, partial(_remove, files)) as probe:
             yield from _tried(probe)
             if speed:
                 yield _speed(probe, plan)
@@ -57,27 +59,12 @@ def look_at_bucket(files: ObjectFiles, plan: Plan, *, speed: bool = True) -> Ite
         yield Finding("space", "ok", f"{seen}: {size_text(plan.store_bytes)}; a bucket's end cannot be asked for")
 
 
-class _Probe:
-    """Objects of our own beside a store's."""
-
-    def __init__(self, files: ObjectFiles) -> None:
-        self.files = files
-        self._names: list[str] = []
-
-    def name(self) -> str:
-        """A new one, which is deleted at the end whatever becomes of it."""
-        self._names.append(f".tmp-{secrets.token_hex(6)}-doctor")
-        return self._names[-1]
-
-    def __enter__(self) -> _Probe:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        with suppress(StorageError):  # whether deleting works was tried
-            self.files.unlink_all(self._names)
+def _remove(files: ObjectFiles, names: Sequence[str]) -> None:
+    with suppress(StorageError):  # whether deleting works was tried
+        files.unlink_all(names)
 
 
-def _tried(probe: _Probe) -> Iterator[Finding]:
+def _tried(probe: Probe[ObjectFiles]) -> Iterator[Finding]:
     first = probe.name()
     began = time.time()
     _put(probe, first, _FIRST)
@@ -95,11 +82,11 @@ def _tried(probe: _Probe) -> Iterator[Finding]:
     )
 
 
-def _put(probe: _Probe, name: str, data: bytes) -> None:
+def _put(probe: Probe[ObjectFiles], name: str, data: bytes) -> None:
     write_new(probe.files, name, lambda file: file.write(data))
 
 
-def _keeps(probe: _Probe, first: str) -> str | None:
+def _keeps(probe: Probe[ObjectFiles], first: str) -> str | None:
     try:
         _put(probe, first, secrets.token_bytes(16))
     except ExistsError:
@@ -107,7 +94,7 @@ def _keeps(probe: _Probe, first: str) -> str | None:
     return "it puts objects over others although told not to (If-None-Match: *): two jobs could commit over one another"
 
 
-def _one_wins(probe: _Probe, _: str) -> str | None:
+def _one_wins(probe: Probe[ObjectFiles], _: str) -> str | None:
     name = probe.name()
 
     def put(data: bytes) -> bytes | None:
@@ -124,22 +111,22 @@ def _one_wins(probe: _Probe, _: str) -> str | None:
     return None if probe.files.read(name, _LIMIT) == won[0] else "who was told to have put an object had not"
 
 
-def _reads_back(probe: _Probe, first: str) -> str | None:
+def _reads_back(probe: Probe[ObjectFiles], first: str) -> str | None:
     return None if probe.files.read(first, _LIMIT) == _FIRST else "what was put is not what is read"
 
 
-def _lists(probe: _Probe, first: str) -> str | None:
+def _lists(probe: Probe[ObjectFiles], first: str) -> str | None:
     return None if first in probe.files.list_dir("") else "an object that was put is not listed at once"
 
 
-def _replaces(probe: _Probe, _: str) -> str | None:
+def _replaces(probe: Probe[ObjectFiles], _: str) -> str | None:
     name = probe.name()
     replace_hint(probe.files, name, b"one")
     replace_hint(probe.files, name, b"two")
     return None if probe.files.read(name, _LIMIT) == b"two" else "what an object was replaced by is not read at once"
 
 
-def _forgets(probe: _Probe, first: str) -> str | None:
+def _forgets(probe: Probe[ObjectFiles], first: str) -> str | None:
     probe.files.unlink(first)
     try:
         probe.files.read(first, _LIMIT)
@@ -148,7 +135,7 @@ def _forgets(probe: _Probe, first: str) -> str | None:
     return "an object that was deleted can be read still"
 
 
-_PROMISES: tuple[Callable[[_Probe, str], str | None], ...] = (
+_PROMISES: tuple[Callable[[Probe[ObjectFiles], str], str | None], ...] = (
     _reads_back,
     _lists,
     _keeps,
@@ -172,7 +159,7 @@ def _clock(began: float, stamped: float) -> Finding:
     )
 
 
-def _latency(probe: _Probe, first: str) -> Finding:
+def _latency(probe: Probe[ObjectFiles], first: str) -> Finding:
     seconds = []
     for _ in range(5):
         began = time.perf_counter()
@@ -185,7 +172,7 @@ def _latency(probe: _Probe, first: str) -> Finding:
     return Finding("latency", "warn", seen, "take a bucket in the region that the job runs in")
 
 
-def _speed(probe: _Probe, plan: Plan) -> Finding:
+def _speed(probe: Probe[ObjectFiles], plan: Plan) -> Finding:
     data, done, began = secrets.token_bytes(_PIECE), 0, time.perf_counter()
     least = probe.files.part_bytes + 1  # so that it goes in parts
 

@@ -13,13 +13,14 @@ import secrets
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from deploy.cli.text import size_text
 from deploy.doctor.finding import Finding
 from deploy.doctor.plan import Plan
+from deploy.doctor.probe import Probe
 from store.errors import StorageError
 from store.files import LocalFiles
 from store.mounts import mount_of
@@ -50,7 +51,7 @@ def look_at_disk(root: Path, plan: Plan) -> Iterator[Finding]:
     place = place_of(root)
     yield _kind(place)
     try:
-        with _Probe(place) as probe:
+        with probe_in(place) as probe:
             yield from _writes(probe, place, plan)
     except (OSError, StorageError) as error:
         yield Finding("writing", "fail", f"no file can be written in {place}: {_told(error)}", _how_to_write(error))
@@ -58,29 +59,18 @@ def look_at_disk(root: Path, plan: Plan) -> Iterator[Finding]:
     yield _inodes(place)
 
 
-class _Probe:
+def probe_in(place: Path) -> Probe[LocalFiles]:
     """Files of our own in a directory that others use."""
 
-    def __init__(self, place: Path) -> None:
-        self.files = LocalFiles(place)
-        self.place = place
-        self._names: list[str] = []
-
-    def name(self) -> str:
-        """A new one, which is unlinked at the end whatever becomes of it."""
-        self._names.append(f".tmp-{secrets.token_hex(6)}-doctor")
-        return self._names[-1]
-
-    def __enter__(self) -> _Probe:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for name in self._names:
+    def remove(names: Sequence[str]) -> None:
+        for name in names:
             with suppress(OSError):
-                (self.place / name).unlink()
+                (place / name).unlink()
+
+    return Probe(LocalFiles(place), remove)
 
 
-def _writes(probe: _Probe, place: Path, plan: Plan) -> Iterator[Finding]:
+def _writes(probe: Probe[LocalFiles], place: Path, plan: Plan) -> Iterator[Finding]:
     first = probe.name()
     began = time.time()
     _written(probe, first)
@@ -95,7 +85,7 @@ def _writes(probe: _Probe, place: Path, plan: Plan) -> Iterator[Finding]:
     yield _speed(probe, plan)
 
 
-def _written(probe: _Probe, name: str) -> None:
+def _written(probe: Probe[LocalFiles], name: str) -> None:
     file = probe.files.create(name)
     try:
         file.write(b"driftpoint doctor")
@@ -105,48 +95,48 @@ def _written(probe: _Probe, name: str) -> None:
     probe.files.sync_dir("")
 
 
-def _excludes(probe: _Probe, first: str) -> str | None:
+def _excludes(probe: Probe[LocalFiles], first: str) -> str | None:
     return _refused(lambda: _written(probe, first), "a file that is there can be created again")
 
 
-def _links(probe: _Probe, first: str) -> str | None:
+def _links(probe: Probe[LocalFiles], first: str) -> str | None:
     second = probe.name()
     try:
         probe.files.link(first, second)
     except StorageError as error:
         return f"there are no hard links ({error})"
-    if (probe.place / second).stat().st_ino != (probe.place / first).stat().st_ino:
+    if (probe.files.root / second).stat().st_ino != (probe.files.root / first).stat().st_ino:
         return "a hard link is a copy"
     return _refused(lambda: probe.files.link(first, second), "a link replaces what is there")
 
 
-def _renames(probe: _Probe) -> str | None:
+def _renames(probe: Probe[LocalFiles]) -> str | None:
     source, target = probe.name(), probe.name()
     _written(probe, source)
     _written(probe, target)
-    inode = (probe.place / source).stat().st_ino
+    inode = (probe.files.root / source).stat().st_ino
     try:
         probe.files.rename(source, target)
     except StorageError as error:
         return f"a file cannot be renamed over another ({error})"
-    whole = (probe.place / target).stat().st_ino == inode and not (probe.place / source).exists()
+    whole = (probe.files.root / target).stat().st_ino == inode and not (probe.files.root / source).exists()
     return None if whole else "a rename copies"
 
 
-def _follows_no_link(probe: _Probe, first: str) -> str | None:
+def _follows_no_link(probe: Probe[LocalFiles], first: str) -> str | None:
     name = probe.name()
     try:
-        (probe.place / name).symlink_to(first)
+        (probe.files.root / name).symlink_to(first)
     except OSError:
         return None  # there are none to follow
     try:
-        os.close(os.open(probe.place / name, os.O_RDONLY | os.O_NOFOLLOW))
+        os.close(os.open(probe.files.root / name, os.O_RDONLY | os.O_NOFOLLOW))
     except OSError as error:
         return None if error.errno == errno.ELOOP else f"a symbolic link is refused oddly ({error.strerror})"
     return "symbolic links are followed where that is forbidden"
 
 
-def _reads_back(probe: _Probe, first: str) -> str | None:
+def _reads_back(probe: Probe[LocalFiles], first: str) -> str | None:
     same = probe.files.read(first, 1 << 10) == b"driftpoint doctor"
     return None if same and first in probe.files.list_dir("") else "what was written is not what is read"
 
@@ -225,13 +215,13 @@ def _lockable(path: Path) -> bool:
     return True
 
 
-def _speed(probe: _Probe, plan: Plan) -> Finding:
-    status = os.statvfs(probe.place)
+def _speed(probe: Probe[LocalFiles], plan: Plan) -> Finding:
+    status = os.statvfs(probe.files.root)
     most = min(_MOST_BYTES, status.f_bavail * status.f_frsize // 10)
     data = secrets.token_bytes(_PIECE)  # what compresses would flatter some filesystems
     name, done, began = probe.name(), 0, time.perf_counter()
     file = probe.files.create(name)
-    (probe.place / name).unlink()  # it is large: not even a doctor that is killed leaves it behind
+    (probe.files.root / name).unlink()  # it is large: not even a doctor that is killed leaves it behind
     try:
         while done + _PIECE <= most and time.perf_counter() - began < _MOST_SECONDS:
             file.write(data)

@@ -126,7 +126,7 @@ from deploy.doctor import disk, machine
 
 def end(probe, name):
     written(probe, name)
-    assert os.listdir(probe.place)
+    assert os.listdir(probe.files.root)
     os.kill(os.getpid(), signal.SIGTERM)
 
 written, disk._written = disk._written, end
@@ -225,7 +225,7 @@ class TestDisk:
             return time.monotonic()
 
         monkeypatch.setattr(disk.time, "perf_counter", watched)
-        with disk._Probe(tmp_path) as probe:
+        with disk.probe_in(tmp_path) as probe:
             assert "MB/s" in disk._speed(probe, PLAN).seen
         assert len(sizes) > 2 and max(sizes) == 0
 
@@ -239,7 +239,7 @@ class TestDisk:
 
     def test_what_a_killed_doctor_leaves_is_pruned_or_ignored(self, builder: StoreBuilder) -> None:
         builder.save(10)
-        probe = disk._Probe(builder.root)
+        probe = disk.probe_in(builder.root)
         disk._written(probe, probe.name())
         found = list(look_at_store(builder.root, Retention()))
         assert {one.state for one in found} == {"ok"}
