@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -14,7 +15,7 @@ from store.memory.version import MemoryVersion, assembled, share_of
 from store.names import SaveId
 from store.segments import read_entry, read_leaves
 from tests.support.jobs import Job
-from tests.support.kept import tier_of
+from tests.support.kept import memory, tier_of
 
 
 def settled(one: Job) -> None:
@@ -75,3 +76,20 @@ def sources(one: Job) -> set[str]:
     """Where a resume took its units from."""
     assert one.ckpt.certificate is not None
     return {unit.source for unit in one.ckpt.certificate.units}
+
+
+def run(one: Job, steps: int) -> None:
+    """So many steps, each version whole before the next step."""
+    for _ in range(steps):
+        one.step()
+        settled(one)
+
+
+def killed_at(store: Path, steps: int, **settings: Any) -> dict[str, torch.Tensor]:
+    """A job that was killed after so many steps; its state."""
+    one = Job(store, **{"every": 4, "memory": memory(store), **settings})
+    one.ckpt.resume()
+    run(one, steps)
+    kept = one.weights()
+    abandoned(one)
+    return kept

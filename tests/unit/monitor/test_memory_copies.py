@@ -16,7 +16,7 @@ from store.memory.rescue import NOTHING, rescue_newest
 from store.names import SaveId
 from tests.support.jobs import Job, same
 from tests.support.kept import catalog_of, memory, tier_of
-from tests.support.memory_jobs import abandoned, kept_steps, settled, sources
+from tests.support.memory_jobs import abandoned, kept_steps, run, settled, sources
 
 
 @pytest.fixture
@@ -31,12 +31,6 @@ def _seeded() -> None:
 
 def begun(store: Path, **settings: Any) -> Job:
     return Job(store, **{"every": 4, "memory": memory(store), "resume": {"at": "newest"}, **settings})
-
-
-def run(one: Job, steps: int) -> None:
-    for _ in range(steps):
-        one.step()
-        settled(one)
 
 
 def killed_at(store: Path, steps: int, **settings: Any) -> dict[str, torch.Tensor]:

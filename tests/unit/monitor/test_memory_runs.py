@@ -17,7 +17,7 @@ from store.verify import verify
 from tests.support import jobs
 from tests.support.jobs import Job, same
 from tests.support.kept import memory, tier_of
-from tests.support.memory_jobs import abandoned, kept_steps, settled, sources, state_in, version
+from tests.support.memory_jobs import abandoned, kept_steps, run, settled, sources, state_in, version
 
 
 @pytest.fixture
@@ -27,12 +27,6 @@ def store(tmp_path: Path) -> Path:
 
 def commits(store: Path) -> list[SaveId]:
     return open_catalog(LocalFiles(store)).saves()
-
-
-def run(one: Job, steps: int) -> None:
-    for _ in range(steps):
-        one.step()
-        settled(one)
 
 
 POLICIES: dict[str, dict[str, Any]] = {
