@@ -12,9 +12,8 @@ from collections.abc import Callable
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from deploy.supervision import OK, Attempt, Course
-from store.endpoint.access import Guards
-from store.endpoint.server import Endpoint
 from store.errors import PREEMPTED, ConfigError
+from store.metrics_server import EndpointSecurity, MetricsServer
 
 ENDS = ("done", "preempted", "failed", "killed")
 """How attempts end: with 0, with 75, with another code, of a signal."""
@@ -57,18 +56,18 @@ class SupervisorMetrics:
         self.limit.set(restarts)
         self.step.set(-1)
         self.up.set(1)
-        self._endpoint: Endpoint | None = None
+        self._server: MetricsServer | None = None
 
     @property
     def url(self) -> str | None:
         """That a scraper asks; None where nobody listens."""
-        return None if self._endpoint is None else self._endpoint.url
+        return None if self._server is None else self._server.url
 
-    def serve(self, host: str, port: int, guards: Guards, say: Callable[[str], None]) -> None:
+    def serve(self, host: str, port: int, security: EndpointSecurity, say: Callable[[str], None]) -> None:
         """Listen; 0 takes a free port. Signals are the supervisor's: no other thread of its process takes one."""
         before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:
-            self._endpoint = Endpoint(self.registry, host, port, guards)
+            self._server = MetricsServer(self.registry, host, port, security)
         except OSError as error:
             why = error.strerror or error
             say(f"no metrics: cannot listen on {host} port {port} ({why}); give another --metrics-port")
@@ -99,9 +98,9 @@ class SupervisorMetrics:
 
     def close(self) -> None:
         """Stop listening."""
-        if self._endpoint is not None:
-            self._endpoint.close()
-            self._endpoint = None
+        if self._server is not None:
+            self._server.close()
+            self._server = None
 
 
 def _end(code: int) -> str:

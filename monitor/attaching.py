@@ -115,7 +115,7 @@ def _job(
     spending = Spending(settings.budget.account(), metrics)
     tracer = Tracer(settings, TracedJob(adapter.framework, inner.name, observing), group, table, metrics)
     pace = pace_for(settings.every, settings.auto, settings.bounds.max_staleness, group.world_size, metrics)
-    daemon = DaemonLink(settings.daemon, settings.memory.path, metrics, settings.metrics.guards())
+    daemon = DaemonLink(settings.daemon, settings.memory.path, metrics, settings.metrics.security())
     return Job(
         settings, inner, group, adapter, table, meter, user, metrics, spending, tracer, pace, daemon, observing, steps
     )

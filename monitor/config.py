@@ -44,8 +44,8 @@ from policies.select import policy_from
 from policies.setting import nearest
 from store.encoding import ENCODINGS as BY_NAME
 from store.encoding import encoding_named
-from store.endpoint.access import LOOPBACK
 from store.errors import ConfigError
+from store.metrics_server import LOOPBACK
 from store.place import beside, is_url, store_place
 from store.retention import Retention
 
@@ -193,7 +193,7 @@ def load_config(source: str | os.PathLike[str] | Mapping[str, Any] | Config | No
     _require_place(config)
     config.trace_path()
     config.memory_encodings()
-    _require_guarded(config)
+    _check_endpoints(config)
     _require_known("preemption.signals", config.preemption.signals, SIGNALS)
     if config.every != "auto" and config.auto != AutoSettings():
         raise ConfigError(
@@ -219,11 +219,11 @@ def _require_place(config: Config) -> None:
         raise ConfigError(f"s3: the section holds for a store in s3:// only, and the store is {place}: remove it")
 
 
-def _require_guarded(config: Config) -> None:
-    """Endpoints that other machines reach are guarded, or the user said that they need not be."""
-    guards, metrics, daemon = config.metrics.guards(), config.metrics, config.daemon
-    guards.require(metrics.host if metrics.enabled else LOOPBACK, "metrics.host")
-    guards.require(daemon.host if daemon.enabled else LOOPBACK, "daemon.host")
+def _check_endpoints(config: Config) -> None:
+    """Raise ConfigError if an endpoint that other machines reach has neither TLS nor ``insecure: true``."""
+    security, metrics, daemon = config.metrics.security(), config.metrics, config.daemon
+    security.check(metrics.host if metrics.enabled else LOOPBACK, "metrics.host")
+    security.check(daemon.host if daemon.enabled else LOOPBACK, "daemon.host")
 
 
 def _anchored(values: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:

@@ -25,10 +25,10 @@ from monitor.metrics import Metrics
 from monitor.settings import DaemonSettings
 from store.daemon.messages import LINE_LIMIT, Bye, Hello, Leaving, Message, Note, Refused, heard_from_daemon, to_line
 from store.daemon.place import connected, log_path, make_home
-from store.endpoint.access import Guards
 from store.errors import DaemonError, DriftpointError, StorageError
 from store.memory.owner import Owner
 from store.memory.tier import home
+from store.metrics_server import EndpointSecurity
 from store.names import SaveId
 
 _log = logging.getLogger("driftpoint")
@@ -73,9 +73,11 @@ class _News:
 
 class DaemonLink:
     """Of one rank. Does nothing before :meth:`begin`, or where the settings want no daemon. base: of shared memory.
-    guards: of the metrics of a daemon that this one starts."""
+    security: of the metrics endpoint of a daemon that it starts."""
 
-    def __init__(self, settings: DaemonSettings, base: str, metrics: Metrics, guards: Guards | None = None) -> None:
+    def __init__(
+        self, settings: DaemonSettings, base: str, metrics: Metrics, security: EndpointSecurity | None = None
+    ) -> None:
         self._settings, self._metrics = settings, metrics
         self._base = Path(os.path.abspath(base))  # noqa: PTH100 - links stay as they are named
         self._pid = os.getpid()
@@ -85,7 +87,7 @@ class DaemonLink:
         self._goodbye: Bye | None = None
         self._wake = -1
         self._hello: Hello | None = None
-        self._starter = _Starter(self._base, settings, guards or Guards())
+        self._starter = _Starter(self._base, settings, security or EndpointSecurity())
         self._may_start = settings.start
         self._told = ""
 
@@ -270,8 +272,8 @@ class _Lines:
 class _Starter:
     """Starts daemons, but not too many. Link's thread only."""
 
-    def __init__(self, base: Path, settings: DaemonSettings, guards: Guards) -> None:
-        self._base, self._settings, self._guards = base, settings, guards
+    def __init__(self, base: Path, settings: DaemonSettings, security: EndpointSecurity) -> None:
+        self._base, self._settings, self._security = base, settings, security
         self._times: deque[float] = deque(maxlen=_STARTS)
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -306,7 +308,7 @@ class _Starter:
         settings = self._settings
         command = [sys.executable, "-m", "deploy.cli", "daemon", "run", "--memory", str(self._base)]
         command += ["--port", str(settings.port), "--exit-idle", str(settings.exit_idle_seconds)]
-        command += ["--log", str(log_path(self._base)), "--host", settings.host, *self._guards.words()]
+        command += ["--log", str(log_path(self._base)), "--host", settings.host, *self._security.cli_options()]
         nothing = subprocess.DEVNULL
         try:
             self._process = subprocess.Popen(

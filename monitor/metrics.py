@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import logging
 import time
-from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -18,11 +17,8 @@ from monitor.layer_metrics import LayerMetrics
 from monitor.resume_metrics import ResumeMetrics
 from monitor.room_metrics import RoomMetrics
 from monitor.save_metrics import SaveMetrics
-from store.endpoint.access import Guards
 from store.errors import ConfigError
-
-if TYPE_CHECKING:
-    from store.endpoint.server import Endpoint
+from store.metrics_server import EndpointSecurity, MetricsServer
 
 _log = logging.getLogger("driftpoint")
 
@@ -144,7 +140,7 @@ class Metrics:
             buckets=_DURATION_BUCKETS,
             registry=registry,
         )
-        self._endpoint: Endpoint | None = None
+        self._server: MetricsServer | None = None
         self.port: int | None = None
         """That it listens on, or listened; None where it could not, or need not."""
         self.url: str | None = None
@@ -152,13 +148,11 @@ class Metrics:
         self.trouble: str | None = None
         """Why there is no endpoint, where there should be one."""
 
-    def serve(self, host: str, port: int, guards: Guards | None = None) -> None:
+    def serve(self, host: str, port: int, security: EndpointSecurity | None = None) -> None:
         """Listen; ``port`` 0 takes a free one. Where that fails, training goes on without an endpoint."""
-        from store.endpoint.server import Endpoint  # what nobody serves need not be imported
-
         try:
-            self._endpoint = Endpoint(self.registry, host, port, guards or Guards())
-            self.port, self.url = self._endpoint.port, self._endpoint.url
+            self._server = MetricsServer(self.registry, host, port, security or EndpointSecurity())
+            self.port, self.url = self._server.port, self._server.url
         except OSError as error:
             self.trouble = f"port {port} is taken" if error.errno == errno.EADDRINUSE else f"cannot listen on {host}"
             _log.warning(
@@ -197,6 +191,6 @@ class Metrics:
 
     def close(self) -> None:
         """Stop listening."""
-        if self._endpoint is not None:
-            self._endpoint.close()
-            self._endpoint = None
+        if self._server is not None:
+            self._server.close()
+            self._server = None

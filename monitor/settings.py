@@ -17,7 +17,7 @@ from pydantic_core import PydanticCustomError
 from monitor.choices import SIGNALS, encodings_schema
 from policies.account import BYTES, STALL, STORAGE, Account
 from policies.bucket import TokenBucket
-from store.endpoint.access import LOOPBACK, BasicAuth, Guards, Tls
+from store.metrics_server import LOOPBACK, EndpointSecurity, Tls
 from store.objects.options import ObjectOptions
 
 _LONGEST = 1e6
@@ -221,7 +221,7 @@ class DaemonSettings(Settings):
 
     enabled: bool = Field(default=False, description="tell it of this job")
     start: bool = Field(default=True, description="one where there is none")
-    host: str = Field(default=LOOPBACK, description="of its Prometheus endpoint, which is guarded as `metrics` says")
+    host: str = Field(default=LOOPBACK, description="of its Prometheus endpoint; TLS as in `metrics`")
     port: int = Field(default=9465, ge=0, le=65535, description="of the same; 0 takes a free one")
     exit_idle_seconds: float = Field(default=3600.0, gt=0, le=1e9, description="without a job, until it ends by itself")
 
@@ -263,7 +263,7 @@ class MetricsSettings(Settings):
 
     enabled: bool = Field(default=True, description="serve them, from rank 0 only")
     host: str = Field(
-        default=LOOPBACK, description="address to listen on; another one than loopback needs tls and a login"
+        default=LOOPBACK, description="address to listen on; any other than loopback needs tls, or insecure"
     )
     port: int = Field(
         default=9464,
@@ -275,12 +275,11 @@ class MetricsSettings(Settings):
         default=512, ge=1, le=100_000, description="layer slots with time series of their own; see metrics.md"
     )
     tls: Tls = Tls()
-    basic_auth: BasicAuth = BasicAuth()
-    insecure: bool = Field(default=False, description="let other machines read the metrics without tls and a login")
+    insecure: bool = Field(default=False, description="let other machines read the metrics without tls")
 
-    def guards(self) -> Guards:
-        """Of this endpoint and the daemon's."""
-        return Guards(tls=self.tls, basic_auth=self.basic_auth, insecure=self.insecure)
+    def security(self) -> EndpointSecurity:
+        """Return the TLS settings of this endpoint and the daemon's."""
+        return EndpointSecurity(tls=self.tls, insecure=self.insecure)
 
 
 class TimeoutSettings(Settings):

@@ -76,7 +76,7 @@ def begin_metrics(job: Job, epoch: int) -> None:
     # At each scrape, in its thread: copying a few numbers is no race, and steps need not pay for it.
     metrics.step_seconds.set_function(lambda: job.pace.timing.step or 0.0)
     if settings.enabled:
-        metrics.serve(settings.host, settings.port, settings.guards())
+        metrics.serve(settings.host, settings.port, settings.security())
 
 
 def show_units(job: Job, step: int, decided: Decided) -> None:

@@ -20,8 +20,8 @@ from deploy.cli.text import plural, size_text
 from deploy.daemon.options import Options
 from store.daemon.messages import AskStatus, AskStop, JobReport, Leaving, Message, Refused, Report, Welcome
 from store.daemon.place import asked, make_home
-from store.endpoint.access import BasicAuth, Guards, Tls
 from store.errors import DaemonError, StorageError
+from store.metrics_server import EndpointSecurity, Tls
 
 app = typer.Typer(epilog=EPILOG, no_args_is_help=False, help="Run the daemon of a node, look at it, end it.")
 
@@ -34,7 +34,7 @@ _DEFAULT = Options(Path())
 
 PortOption = Annotated[int, typer.Option(min=0, max=65535, metavar="N", help="Of its metrics; 0 takes a free one.")]
 HostOption = Annotated[
-    str, typer.Option(metavar="ADDRESS", help="Of its metrics; another one than loopback needs TLS and a login.")
+    str, typer.Option(metavar="ADDRESS", help="Address of its metrics; any but loopback needs TLS, or --insecure.")
 ]
 CertOption = Annotated[
     Path | None, typer.Option("--tls-cert", metavar="FILE", help="Certificate of its metrics.", show_default=False)
@@ -42,17 +42,9 @@ CertOption = Annotated[
 KeyOption = Annotated[Path | None, typer.Option("--tls-key", metavar="FILE", help="Its key.", show_default=False)]
 ClientsOption = Annotated[
     Path | None,
-    typer.Option("--tls-client-ca", metavar="FILE", help="Who signs the certificates of readers.", show_default=False),
+    typer.Option("--tls-client-ca", metavar="FILE", help="Require client certificates of this CA.", show_default=False),
 ]
-UserOption = Annotated[
-    str | None, typer.Option("--auth-user", metavar="NAME", help="Login of its metrics.", show_default=False)
-]
-PasswordOption = Annotated[
-    Path | None, typer.Option("--auth-password-file", metavar="FILE", help="Its password.", show_default=False)
-]
-InsecureOption = Annotated[
-    bool, typer.Option("--insecure", help="Let other machines read the metrics without TLS and a login.")
-]
+InsecureOption = Annotated[bool, typer.Option("--insecure", help="Let other machines read the metrics without TLS.")]
 RateOption = Annotated[
     int, typer.Option(min=0, metavar="BYTES/S", help="Rate at which commits are read again; 0: not at all.")
 ]
@@ -81,8 +73,6 @@ def run(
     tls_cert: CertOption = None,
     tls_key: KeyOption = None,
     tls_client_ca: ClientsOption = None,
-    auth_user: UserOption = None,
-    auth_password_file: PasswordOption = None,
     insecure: InsecureOption = False,
     debug: DebugOption = False,
 ) -> None:
@@ -92,13 +82,12 @@ def run(
 
     base = base_of(memory)
     make_home(base)
-    guards = Guards(
+    security = EndpointSecurity(
         tls=Tls(cert=_absolute(tls_cert), key=_absolute(tls_key), client_ca=_absolute(tls_client_ca)),
-        basic_auth=BasicAuth(user=auth_user, password_file=_absolute(auth_password_file)),
         insecure=insecure,
     )
-    guards.require(host, "--host")
-    options = Options(base, port, verify_rate, exit_idle, grace, host=host, guards=guards)
+    security.check(host, "--host")
+    options = Options(base, port, verify_rate, exit_idle, grace, host=host, security=security)
     _log_to(log)
     os.chdir("/")
     Daemon(options).run()

@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from pydantic import ValidationError
 
 from deploy.cli.options import DebugOption, StorePath
 from deploy.cli.output import note
 from deploy.daemon.starting import ensure_daemon
-from deploy.listening import Listening, listening
 from deploy.sight import SeenStore
 from deploy.supervision import Limits
 from deploy.supervisor import Orders, Supervisor
 from deploy.telling import Teller
-from store.endpoint.access import LOOPBACK
 from store.errors import ConfigError, UsageError
+from store.metrics_server import LOOPBACK, EndpointSecurity
 from store.objects.options import ObjectOptions
 from store.place import place_of
 
@@ -101,8 +101,8 @@ def run(
     if told is not None:
         teller.say(told)
     if metrics is not None and metrics_port is not None:
-        where = metrics_of(config, store)
-        metrics.serve(where.host, metrics_port, where.guards, teller.say)
+        host, security = metrics_settings(config, store)
+        metrics.serve(host, metrics_port, security, teller.say)
     raise typer.Exit(Supervisor(orders, seen, teller).run())
 
 
@@ -140,12 +140,26 @@ def places(config: Path | None, store: Path | None) -> tuple[SeenStore, WantedDa
     return seen, _wanted(path, content, base), _notice(path, content.get("preemption", {}))
 
 
-def metrics_of(config: Path | None, store: Path | None) -> Listening:
-    """Where metrics are served, by the same YAML. ConfigError."""
+def metrics_settings(config: Path | None, store: Path | None) -> tuple[str, EndpointSecurity]:
+    """Return host and TLS settings from ``metrics:`` in the YAML. ConfigError."""
     if config is None and store is not None:
-        return Listening()
+        return LOOPBACK, EndpointSecurity()
     path = config or CONFIG
-    return listening(path, _mapping(path).get("metrics", {}))
+    return _endpoint(path, _mapping(path).get("metrics", {}))
+
+
+def _endpoint(path: Path, section: object) -> tuple[str, EndpointSecurity]:
+    """Check host, ``tls`` and ``insecure`` only; the trainer checks the other keys."""
+    if not isinstance(section, dict) or not isinstance(section.get("host", ""), str):
+        raise ConfigError(f"{path}: metrics: must be a section such as `metrics: {{port: 9464}}`, and is {section!r}")
+    try:
+        security = EndpointSecurity.model_validate({key: section[key] for key in ("tls", "insecure") if key in section})
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ConfigError(f"{path}: metrics.{'.'.join(map(str, first['loc']))}: {first['msg'].lower()}") from error
+    host = section.get("host", LOOPBACK)
+    security.check(host if section.get("enabled", True) else LOOPBACK, "metrics.host")
+    return host, security
 
 
 def _notice(path: Path, section: object) -> signal.Signals:
@@ -166,7 +180,7 @@ def _options(path: Path, section: object) -> ObjectOptions:
 
 
 def _wanted(path: Path, content: dict[str, Any], base: Path) -> WantedDaemon | None:
-    section, guards = content.get("daemon", {}), listening(path, content.get("metrics", {})).guards
+    section, (_, security) = content.get("daemon", {}), _endpoint(path, content.get("metrics", {}))
     if not isinstance(section, dict):
         raise ConfigError(f"{path}: daemon: must be a section such as `daemon: {{enabled: true}}`, and is {section!r}")
     if not (section.get("enabled") and section.get("start", True)):
@@ -177,8 +191,8 @@ def _wanted(path: Path, content: dict[str, Any], base: Path) -> WantedDaemon | N
     host = section.get("host", LOOPBACK)
     if not isinstance(host, str):
         raise ConfigError(f"{path}: daemon: host must be an address, and is {host!r}")
-    guards.require(host, "daemon.host")
-    return WantedDaemon(base, port, float(idle), ("--host", host, *guards.words()))
+    security.check(host, "daemon.host")
+    return WantedDaemon(base, port, float(idle), ("--host", host, *security.cli_options()))
 
 
 def _mapping(path: Path) -> dict[str, Any]:

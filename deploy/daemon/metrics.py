@@ -15,9 +15,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from deploy.daemon.rescuer import OUTCOMES
 from store.daemon.messages import Report
-from store.endpoint.access import Guards
-from store.endpoint.server import Endpoint
 from store.errors import ConfigError
+from store.metrics_server import EndpointSecurity, MetricsServer
 
 _log = logging.getLogger("driftpoint")
 
@@ -70,23 +69,23 @@ class DaemonMetrics:
         for reason in ("misunderstood", "too many"):
             self.refused.labels(reason)
         self._shown: set[str] = set()
-        self._endpoint: Endpoint | None = None
+        self._server: MetricsServer | None = None
         self.up.set(1)
 
     @property
     def port(self) -> int | None:
         """That it listens on; None where it does not."""
-        return None if self._endpoint is None else self._endpoint.port
+        return None if self._server is None else self._server.port
 
     @property
     def url(self) -> str | None:
         """That a scraper asks; None where nobody listens."""
-        return None if self._endpoint is None else self._endpoint.url
+        return None if self._server is None else self._server.url
 
-    def serve(self, host: str, port: int, guards: Guards) -> None:
+    def serve(self, host: str, port: int, security: EndpointSecurity) -> None:
         """Listen; 0 takes a free port."""
         try:
-            self._endpoint = Endpoint(self.registry, host, port, guards)
+            self._server = MetricsServer(self.registry, host, port, security)
         except OSError as error:
             _log.warning(
                 "no metrics of the daemon: cannot listen on %s port %d (%s); set another with --port",
@@ -127,6 +126,6 @@ class DaemonMetrics:
 
     def close(self) -> None:
         """Stop listening."""
-        if self._endpoint is not None:
-            self._endpoint.close()
-            self._endpoint = None
+        if self._server is not None:
+            self._server.close()
+            self._server = None

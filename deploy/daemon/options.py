@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from store.endpoint.access import LOOPBACK, Guards
+from store.metrics_server import LOOPBACK, EndpointSecurity
 
 
 @dataclass(frozen=True)
 class Options:
     """Of ``driftpoint daemon run``. verify_rate: bytes a second, 0: never. exit_idle: seconds without a job after which
     it ends by itself, None: never. grace: seconds for a rescue under way when it is to end. survivors: seconds after a
-    death until ranks that still live are named. host, port, guards: of its metrics."""
+    death until ranks that still live are named. host, port, security: of its metrics."""
 
     base: Path
     port: int = 9465
@@ -21,4 +21,4 @@ class Options:
     grace: float = 30.0
     survivors: float = 10.0
     host: str = LOOPBACK
-    guards: Guards = field(default_factory=Guards)
+    security: EndpointSecurity = field(default_factory=EndpointSecurity)

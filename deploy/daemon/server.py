@@ -88,7 +88,7 @@ class Daemon:
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._signalled)
         self._hold = hold
-        self._metrics.serve(self._options.host, self._options.port, self._options.guards)
+        self._metrics.serve(self._options.host, self._options.port, self._options.security)
         self._node = Node(self._options, self._metrics)
         self._node.take_up()
         server = await asyncio.start_unix_server(self._serve, sock=hold.socket, limit=LINE_LIMIT, backlog=_WAITING)

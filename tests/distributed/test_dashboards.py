@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-import secrets
 import sys
 import time
 import urllib.request
@@ -22,8 +21,7 @@ import torch
 import yaml
 from prometheus_client import CollectorRegistry, Gauge
 
-from store.endpoint.access import BasicAuth, Guards, Tls
-from store.endpoint.server import Endpoint
+from store.metrics_server import EndpointSecurity, MetricsServer, Tls
 from tests.support.cli import driftpoint
 from tests.support.daemons import rescues
 from tests.support.jobs import Job
@@ -126,26 +124,24 @@ def firing(running: Prometheus) -> set[str]:
 
 @contextmanager
 def guarded(folder: Path) -> Iterator[tuple[int, dict[str, object]]]:
-    """An endpoint behind TLS and a login, and how it is scraped."""
+    """Serve over TLS with client certificates; gives the port and how it is scraped."""
     crt, key = certificate(folder, "here")
-    password = folder / "password"
-    password.write_text(secrets.token_hex())
-    password.chmod(0o600)
+    ca, _ = certificate(folder, "clients")
+    own_crt, own_key = certificate(folder, "prometheus", ca.with_suffix(""))
     registry = CollectorRegistry()
     Gauge("driftpoint_guarded", "One", registry=registry).set(1)
-    login = BasicAuth(user="prometheus", password_file=str(password))
-    endpoint = Endpoint(registry, "127.0.0.1", 0, Guards(tls=Tls(cert=str(crt), key=str(key)), basic_auth=login))
+    security = EndpointSecurity(tls=Tls(cert=str(crt), key=str(key), client_ca=str(ca)))
+    server = MetricsServer(registry, "127.0.0.1", 0, security)
     try:
         yield (
-            endpoint.port,
+            server.port,
             {
                 "scheme": "https",
-                "tls_config": {"ca_file": str(crt)},
-                "basic_auth": {"username": "prometheus", "password_file": str(password)},
+                "tls_config": {"ca_file": str(crt), "cert_file": str(own_crt), "key_file": str(own_key)},
             },
         )
     finally:
-        endpoint.close()
+        server.close()
 
 
 @contextmanager

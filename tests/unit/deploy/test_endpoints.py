@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import re
 import ssl
 import sys
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from deploy.cli.run import metrics_of, places
+from deploy.cli.run import metrics_settings, places
 from monitor.config import load_config
 from store.errors import ConfigError
 from tests.support.cli import driftpoint
@@ -55,24 +54,21 @@ def test_a_supervisor_serves_how_its_attempts_went(tmp_path: Path) -> None:
         scrape(url)
 
 
-def test_a_daemon_behind_tls_and_a_login(tmp_path: Path) -> None:
+def test_a_daemon_asks_for_client_certificates(tmp_path: Path) -> None:
     base = tmp_path / "shm"
     base.mkdir()
     crt, key = certificate(tmp_path, "daemon")
-    password = tmp_path / "password"
-    password.write_text("secret\n")
-    password.chmod(0o600)
-    options = ["--host", "0.0.0.0", "--tls-cert", crt, "--tls-key", key]
-    options += ["--auth-user", "prometheus", "--auth-password-file", password]
+    ca, _ = certificate(tmp_path, "clients")
+    own = certificate(tmp_path, "reader", ca.with_suffix(""))
+    options = ["--host", "0.0.0.0", "--tls-cert", crt, "--tls-key", key, "--tls-client-ca", ca]
     with daemon(base, *options):
         found = report(base)
         assert found is not None and found.url == f"https://0.0.0.0:{found.port}/metrics"
         url, context = f"https://127.0.0.1:{found.port}/metrics", ssl.create_default_context(cafile=str(crt))
-        with pytest.raises(urllib.error.HTTPError, match="401"):
+        with pytest.raises(OSError):
             urllib.request.urlopen(url, timeout=180, context=context)
-        login = base64.b64encode(b"prometheus:secret").decode()
-        request = urllib.request.Request(url, headers={"Authorization": f"Basic {login}"})
-        with urllib.request.urlopen(request, timeout=180, context=context) as answer:
+        context.load_cert_chain(*own)
+        with urllib.request.urlopen(url, timeout=180, context=context) as answer:
             assert b"driftpoint_daemon_up 1.0" in answer.read()
 
 
@@ -84,11 +80,10 @@ def test_a_daemon_that_others_could_read_is_refused(tmp_path: Path) -> None:
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"metrics": {"host": "0.0.0.0"}}, r"metrics\.host: '0\.0\.0\.0' lets other machines"),
-    ({"metrics": {"host": "::", "basic_auth": {"user": "a", "password_file": "b"}}}, r"metrics\.host: .*tls"),
+    ({"metrics": {"host": "::"}}, r"metrics\.host: .*tls"),
     ({"daemon": {"enabled": True, "host": "node1"}}, r"daemon\.host: 'node1' lets other machines"),
     ({"metrics": {"tls": {"cert": "a"}}}, r"metrics\.tls: cert is set and key is not"),
     ({"metrics": {"tls": {"certificate": "a"}}}, r"metrics\.tls\.certificate"),
-    ({"metrics": {"basic_auth": {"user": "a:b", "password_file": "c"}}}, r"metrics\.basic_auth\.user"),
 ]
 
 
@@ -109,24 +104,21 @@ def test_what_the_supervisor_hands_to_the_daemon_is_what_the_trainer_would(tmp_p
     settings = {
         "metrics": {
             "host": "0.0.0.0",
-            "tls": {"cert": "/tls/crt", "key": "/tls/key"},
-            "basic_auth": {"user": "prometheus", "password_file": "/tls/password"},
+            "tls": {"cert": "/tls/crt", "key": "/tls/key", "client_ca": "/tls/ca"},
         },
         "daemon": {"enabled": True, "host": "0.0.0.0"},
     }
     path = tmp_path / "driftpoint.yaml"
     path.write_text(yaml.safe_dump(settings))
     _, wanted, _ = places(path, None)
-    listening = metrics_of(path, None)
-    guards = load_config(settings).metrics.guards()
-    assert wanted is not None and list(wanted.words) == ["--host", "0.0.0.0", *guards.words()]
-    assert listening.host == "0.0.0.0" and listening.guards == guards
-    assert guards.words() == [
-        *("--tls-cert", "/tls/crt", "--tls-key", "/tls/key"),
-        *("--auth-password-file", "/tls/password", "--auth-user", "prometheus"),
+    security = load_config(settings).metrics.security()
+    assert wanted is not None and list(wanted.words) == ["--host", "0.0.0.0", *security.cli_options()]
+    assert metrics_settings(path, None) == ("0.0.0.0", security)
+    assert security.cli_options() == [
+        *("--tls-cert", "/tls/crt", "--tls-key", "/tls/key", "--tls-client-ca", "/tls/ca"),
     ]
 
 
-def test_unguarded_on_purpose_and_endpoints_that_are_off() -> None:
+def test_insecure_endpoints_and_endpoints_that_are_off_are_accepted() -> None:
     load_config({"metrics": {"host": "0.0.0.0", "insecure": True}, "daemon": {"enabled": True, "host": "0.0.0.0"}})
     load_config({"metrics": {"enabled": False, "host": "0.0.0.0"}, "daemon": {"host": "0.0.0.0"}})

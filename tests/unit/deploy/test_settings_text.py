@@ -98,7 +98,6 @@ TOGETHER = {
     "s3",
     "metrics.host",
     "metrics.tls",
-    "metrics.basic_auth",
     "memory.peers",
     "differences",
     "policy",

@@ -1,0 +1,136 @@
+"""Serve a Prometheus registry over HTTP or HTTPS, with ``prometheus_client.start_http_server``.
+
+Addresses other than loopback need TLS or ``insecure: true``; a client CA makes client certificates mandatory.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import os
+import ssl
+import threading
+import weakref
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import CollectorRegistry, start_http_server
+from pydantic import BaseModel, ConfigDict, Field
+
+from store.errors import ConfigError
+
+LOOPBACK = "127.0.0.1"
+_CLIENT_TIMEOUT = 10.0
+"""Seconds that a client may be silent before its connection is closed."""
+_CLOSE_TIMEOUT = 5.0
+_log = logging.getLogger("driftpoint")
+
+
+class Tls(BaseModel):
+    """Files in PEM, read at the start; for the daemon's endpoint, too."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    cert: str | None = Field(default=None, min_length=1, description="certificate of the server")
+    key: str | None = Field(default=None, min_length=1, description="its key, without a passphrase")
+    client_ca: str | None = Field(
+        default=None, min_length=1, description="CA of client certificates, which are then required"
+    )
+
+
+class EndpointSecurity(BaseModel):
+    """TLS files of an endpoint; ``insecure`` allows plain HTTP on addresses other than loopback."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    tls: Tls = Tls()
+    insecure: bool = False
+
+    def check(self, host: str, setting: str) -> None:
+        """Raise ConfigError for incomplete TLS settings, or if ``host`` (set by ``setting``) needs TLS."""
+        tls = self.tls
+        if (tls.cert is None) != (tls.key is None):
+            there, missing = ("cert", "key") if tls.key is None else ("key", "cert")
+            raise ConfigError(f"metrics.tls: {there} is set and {missing} is not: set both, or neither")
+        if tls.client_ca is not None and tls.cert is None:
+            raise ConfigError("metrics.tls.client_ca: needs metrics.tls.cert and key: set them, or remove it")
+        if tls.cert is None and not self.insecure and not is_loopback(host):
+            raise ConfigError(
+                f"{setting}: {host!r} lets other machines read the metrics: set `metrics: {{tls: {{cert: FILE, key: "
+                "FILE}}` as well, or `metrics: {insecure: true}` where the network is trusted"
+            )
+
+    def cli_options(self) -> list[str]:
+        """Return the options of ``driftpoint daemon run`` that mean the same, with absolute paths."""
+        files = {"--tls-cert": self.tls.cert, "--tls-key": self.tls.key, "--tls-client-ca": self.tls.client_ca}
+        # os.path.abspath: symbolic links stay as they are named.
+        options = [(name, os.path.abspath(os.path.expanduser(path))) for name, path in files.items() if path]  # noqa: PTH100, PTH111
+        return [word for option in options for word in option] + (["--insecure"] if self.insecure else [])
+
+
+class MetricsServer:
+    """Serves a registry from a daemon thread until it is closed; forked children close their copy of the socket.
+
+    Args:
+        registry: The metrics to serve.
+        host: Address to listen on. OSError if that fails.
+        port: Port to listen on; 0 takes a free one.
+        security: TLS files. ConfigError if they cannot be used.
+    """
+
+    def __init__(self, registry: CollectorRegistry, host: str, port: int, security: EndpointSecurity) -> None:
+        files = _tls_arguments(security.tls)
+        try:
+            self._server, self._thread = start_http_server(port, host, registry, **files)
+        except ValueError as error:  # from getaddrinfo, before any resolver is asked
+            raise OSError(f"{host!r} is not a valid host name") from error
+        server: Any = self._server
+        if files:  # or the accepting thread waits for the handshake, and one silent client stops all others
+            server.socket.do_handshake_on_connect = False
+        handler = server.RequestHandlerClass
+        server.RequestHandlerClass = type(handler.__name__, (handler,), {"timeout": _CLIENT_TIMEOUT})
+        server.handle_error = lambda *_: _log.debug("a request for metrics failed", exc_info=True)
+        self._thread.name = "driftpoint-metrics"
+        self.port = int(self._server.server_port)
+        name = f"[{host}]" if ":" in host else host
+        self.url = f"http{'s' if files else ''}://{name}:{self.port}/metrics"
+        _servers.add(self)
+
+    def close(self) -> None:
+        """Stop listening and free the port."""
+        if self._server.socket.fileno() < 0:  # closed before, or a forked child, which has no thread to stop
+            return
+        threading.Thread(target=self._server.shutdown, daemon=True).start()
+        self._thread.join(_CLOSE_TIMEOUT)
+        self._server.server_close()
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine reaches ``host``; names other than localhost count as reachable by others."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _tls_arguments(tls: Tls) -> dict[str, Any]:
+    """Return the arguments of ``start_http_server``, after loading the files without asking for a passphrase."""
+    if tls.cert is None or tls.key is None:
+        return {}
+    cert, key = str(Path(tls.cert).expanduser()), str(Path(tls.key).expanduser())
+    client_ca = None if tls.client_ca is None else str(Path(tls.client_ca).expanduser())
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(cert, key, password=lambda: "")
+        if client_ca is not None:
+            context.load_verify_locations(client_ca)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"metrics.tls: cannot use cert {cert}, key {key}, client_ca {client_ca}: {error}") from error
+    return {"certfile": cert, "keyfile": key, "client_cafile": client_ca, "client_auth_required": client_ca is not None}
+
+
+def _close_in_child() -> None:
+    for one in list(_servers):
+        one._server.socket.close()
+
+
+_servers: weakref.WeakSet[MetricsServer] = weakref.WeakSet()
+os.register_at_fork(after_in_child=_close_in_child)
