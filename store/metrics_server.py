@@ -13,6 +13,7 @@ import threading
 import weakref
 from pathlib import Path
 from typing import Any
+from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import CollectorRegistry, start_http_server
 from pydantic import BaseModel, ConfigDict, Field
@@ -82,6 +83,7 @@ class MetricsServer:
             self._server, self._thread = start_http_server(port, host, registry, **files)
         except ValueError as error:  # from getaddrinfo, before any resolver is asked
             raise OSError(f"{host!r} is not a valid host name") from error
+        _servers.add(self._server)
         server: Any = self._server
         if files:  # or the accepting thread waits for the handshake, and one silent client stops all others
             server.socket.do_handshake_on_connect = False
@@ -92,7 +94,6 @@ class MetricsServer:
         self.port = int(self._server.server_port)
         name = f"[{host}]" if ":" in host else host
         self.url = f"http{'s' if files else ''}://{name}:{self.port}/metrics"
-        _servers.add(self)
 
     def close(self) -> None:
         """Stop listening and free the port."""
@@ -128,9 +129,9 @@ def _tls_arguments(tls: Tls) -> dict[str, Any]:
 
 
 def _close_in_child() -> None:
-    for one in list(_servers):
-        one._server.socket.close()
+    for server in list(_servers):
+        server.socket.close()
 
 
-_servers: weakref.WeakSet[MetricsServer] = weakref.WeakSet()
+_servers: weakref.WeakSet[WSGIServer] = weakref.WeakSet()
 os.register_at_fork(after_in_child=_close_in_child)
