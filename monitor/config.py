@@ -32,7 +32,6 @@ from monitor.settings import (
     TimeoutSettings,
     TraceSettings,
 )
-from monitor.yamlfile import read_mapping
 from policies.base import Policy
 from policies.bounds import Bounds, bound
 from policies.budget import Budgeted, spends
@@ -42,6 +41,7 @@ from policies.observe import Observe
 from policies.own import anchored
 from policies.select import policy_from
 from policies.setting import nearest
+from store.config_file import read_yaml
 from store.encoding import ENCODINGS as BY_NAME
 from store.encoding import encoding_named
 from store.endpoint.access import LOOPBACK
@@ -187,7 +187,7 @@ def load_config(source: str | os.PathLike[str] | Mapping[str, Any] | Config | No
     elif source is None or isinstance(source, Mapping):
         config = _validated(source or {}, "the configuration")
     else:
-        config = _validated(_anchored(read_mapping(Path(source)), Path(source).parent), str(source))
+        config = _validated(_anchored(read_yaml(Path(source)).values, Path(source).parent), str(source))
     config.bounded_policy()
     config.retention_rule()
     _require_place(config)

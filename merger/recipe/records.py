@@ -20,7 +20,7 @@ from pydantic import (
 )
 
 from merger.listed import listed
-from merger.recipe.yamlfile import YamlFile
+from store.config_file import YamlFile
 from store.errors import ConfigError
 from store.place import place_of
 
