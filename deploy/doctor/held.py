@@ -22,6 +22,7 @@ from store.objects.options import ObjectOptions
 from store.place import files_at, is_url
 from store.prune import plan_prune
 from store.retention import Retention
+from store.text import listed
 
 _FUTURE = 60.0
 """Seconds that a commit may lie ahead of this machine's clock."""
@@ -141,9 +142,11 @@ def _leftovers(catalog: Catalog, root: Path, retention: Retention) -> Finding:
     except (StoreError, OSError) as error:
         return Finding("leftovers", "warn", f"they cannot be told: {error}", f"see `driftpoint verify {root}`")
     if plan.unrecognised:
-        named = ", ".join(plan.unrecognised[:5])
         return Finding(
-            "leftovers", "warn", f"what no store has: {named}", "it is never deleted: move it out of the store"
+            "leftovers",
+            "warn",
+            f"what no store has: {listed(plan.unrecognised, 5)}",
+            "it is never deleted: move it out of the store",
         )
     gone = len(plan.groups) + len(plan.temporaries)
     if gone and plan.freed_bytes:

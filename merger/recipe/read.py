@@ -9,7 +9,6 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from merger.listed import listed
 from merger.recipe.dtype import dtype_named
 from merger.recipe.mergekit import from_mergekit
 from merger.recipe.recipe import Recipe, Rule, SourceRef
@@ -18,6 +17,7 @@ from merger.recipe.selections import Auxiliary, Blocks, EveryKth, Layers, Parame
 from merger.recipe.steps import check_step
 from store.config_file import YamlFile, read_yaml
 from store.errors import ConfigError, UsageError
+from store.text import listed
 
 _MERGEKIT = ("slices", "models", "modules", "merge_method")
 """Keys that only MergeKit's files have."""
