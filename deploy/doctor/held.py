@@ -108,7 +108,7 @@ def _resume(found: StoreStatus) -> Finding:
         if not found.saves:
             return Finding("resume", "ok", "there is no commit yet: a job begins at step 0")
         return Finding(
-            "resume", "fail", "; ".join(found.problems[:3]), f"see what is left: driftpoint verify {found.root}"
+            "resume", "fail", listed(found.problems, 3, "; "), f"see what is left: driftpoint verify {found.root}"
         )
     kind = kind_text(
         exact=resume.exact, max_staleness=resume.max_staleness, max_drift=resume.max_drift, lossy=resume.lossy
@@ -116,7 +116,7 @@ def _resume(found: StoreStatus) -> Finding:
     seen = f"from step {resume.step}, {kind}"
     if found.problems:
         return Finding(
-            "resume", "warn", f"{seen}; {'; '.join(found.problems[:3])}", f"see all: driftpoint verify {found.root}"
+            "resume", "warn", f"{seen}; {listed(found.problems, 3, '; ')}", f"see all: driftpoint verify {found.root}"
         )
     return Finding("resume", "ok", f"{seen} (by its records: `driftpoint verify` reads every byte)")
 
