@@ -1,11 +1,11 @@
-"""Settings as YAML for people: every one with its default and what it means, from the models that validate them.
+"""Write settings as commented YAML, from the models that validate them, and their JSON schema for editors.
 
-What docs/configuration.md shows and what ``driftpoint init`` writes; the JSON schema for editors is here, too. Pure.
+docs/configuration.md shows this text, and ``driftpoint init`` writes it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
 import yaml
@@ -20,33 +20,38 @@ TITLE: Final = "Driftpoint configuration"
 _COLUMN = 34
 """Where comments begin, in characters."""
 
-_FIRST = ("store", "every", "policy")
-"""What most jobs set: on top of a new file, and not commented out."""
+COMMON: Final = ("store", "every", "policy", "encoding", "staging", "memory", "metrics", "retention")
+"""Settings that most jobs look at, in the order in which they are shown."""
+
+ADVANCED: Final = tuple(key for key in Config.model_fields if key not in COMMON)
+
+_WRITTEN = ("store", "every", "policy")
+"""Settings that a new file holds even where they are the defaults."""
 
 _HEAD = """\
-# What Driftpoint saves, where and how often. `driftpoint doctor -c {name}` tries it on this machine.
-"""
-
-_REST = """\
-# What follows is as it is by default. To change it, take the # away, from its section's line too.
+# Settings of Driftpoint. `driftpoint doctor -c {name}` tries them on this machine.
+# Lines that begin with # show defaults. To change one, remove its #, and that of its section.
 """
 
 
-def documented() -> str:
-    """All settings with their defaults, as docs/configuration.md has them."""
-    return "".join(f"{line}\n" for key in Config.model_fields for line in _lines(key, None))
+def documented(keys: Iterable[str]) -> str:
+    """Return settings with their defaults and meanings, as docs/configuration.md shows them."""
+    return "".join(f"{line}\n" for key in keys for line in _lines(key, None))
 
 
 def written(values: Mapping[str, Any], name: str, *, schema: bool) -> str:
-    """A file that says what is in ``values`` and shows everything else, commented out.
+    """Return a configuration file: the common settings, then the advanced ones; defaults are commented out.
 
-    name: of the file. schema: that for editors lies beside it."""
-    told = {key: getattr(Config(), key) for key in _FIRST} | dict(values)
-    rest = [key for key in Config.model_fields if key not in told]
+    Args:
+        values: settings that the file sets.
+        name: of the file.
+        schema: whether the schema for editors lies beside it.
+    """
+    told = {key: getattr(Config(), key) for key in _WRITTEN} | dict(values)
     text = f"# yaml-language-server: $schema=./{SCHEMA_FILE}\n" if schema else ""
     text += _HEAD.format(name=name) + "\n"
-    text += "".join(f"{line}\n" for key in told for line in _lines(key, told))
-    return text + "\n" + _REST + "".join(f"{line}\n" for key in rest for line in _lines(key, told))
+    text += "".join(f"{line}\n" for key in COMMON for line in _lines(key, told))
+    return text + "\n# Advanced\n\n" + "".join(f"{line}\n" for key in ADVANCED for line in _lines(key, told))
 
 
 def schema() -> dict[str, Any]:

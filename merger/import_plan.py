@@ -13,7 +13,6 @@ from typing import Any
 
 from merger.blocks import Progress
 from merger.checkpoint import Checkpoint
-from merger.listed import counted
 from merger.runstate import RankState
 from merger.sources.select import open_source
 from merger.stream import bytes_to_read, flows
@@ -24,6 +23,7 @@ from store.errors import UnsupportedError, UsageError
 from store.names import RAW
 from store.record import as_json
 from store.segments import StagedFragment
+from store.text import counted
 from store.tree import Leaf, encode
 
 

@@ -5,7 +5,6 @@ Validated once, where it is read. It knows no store and no policy beyond their s
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -32,7 +31,6 @@ from monitor.settings import (
     TimeoutSettings,
     TraceSettings,
 )
-from monitor.yamlfile import read_mapping
 from policies.base import Policy
 from policies.bounds import Bounds, bound
 from policies.budget import Budgeted, spends
@@ -41,13 +39,14 @@ from policies.encoded import encoded
 from policies.observe import Observe
 from policies.own import anchored
 from policies.select import policy_from
-from policies.setting import nearest
+from store.config_file import read_yaml
 from store.encoding import ENCODINGS as BY_NAME
 from store.encoding import encoding_named
 from store.errors import ConfigError
 from store.metrics_server import LOOPBACK
 from store.place import beside, is_url, store_place
 from store.retention import Retention
+from store.text import suggestion
 
 
 def _interval(value: Any, validated: ValidatorFunctionWrapHandler) -> Any:
@@ -187,7 +186,7 @@ def load_config(source: str | os.PathLike[str] | Mapping[str, Any] | Config | No
     elif source is None or isinstance(source, Mapping):
         config = _validated(source or {}, "the configuration")
     else:
-        config = _validated(_anchored(read_mapping(Path(source)), Path(source).parent), str(source))
+        config = _validated(_anchored(read_yaml(Path(source)).values, Path(source).parent), str(source))
     config.bounded_policy()
     config.retention_rule()
     _require_place(config)
@@ -250,9 +249,7 @@ def _encodings(key: str, value: str | dict[str, str]) -> Mapping[str, str]:
 def _require_known(key: str, names: Iterable[str], known: Iterable[str]) -> None:
     for name in names:
         if name not in known:
-            raise ConfigError(
-                f"{key}: unknown {name!r}: did you mean {nearest(name, known)!r}? Known: {', '.join(known)}"
-            )
+            raise ConfigError(f"{key}: unknown {name!r}: {suggestion(name, known)} Known: {', '.join(known)}")
 
 
 def _validated(values: Mapping[str, Any], where: str) -> Config:
@@ -267,9 +264,8 @@ def _explained(item: Any) -> str:
     if item["type"] != "extra_forbidden":
         return f"{'.'.join(path)}: {item['msg'].lower()} (it is {item['input']!r})"
     known = _known_keys(path[:-1])
-    near = difflib.get_close_matches(path[-1], known, n=1, cutoff=0.0)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    return f"unknown key {'.'.join(path)!r}: {hint}Known here: {', '.join(sorted(known))}"
+    hint = suggestion(path[-1], known)
+    return f"unknown key {'.'.join(path)!r}: {hint} Known here: {', '.join(sorted(known))}"
 
 
 def _known_keys(path: list[str]) -> list[str]:

@@ -16,6 +16,7 @@ from monitor.adapters.base import Adapter, Place
 from store.errors import ModelMismatchError
 from store.names import BUFFER, FROZEN, WEIGHTS
 from store.schema import ManifestRecord
+from store.text import listed
 
 Slots = dict[str, dict[str, str]]
 """fqn -> slot -> dtype as stored."""
@@ -53,10 +54,7 @@ def _sized(fqn: str, shape: tuple[int, ...]) -> str:
 
 
 def _some(what: str, names: list[str]) -> list[str]:
-    if not names:
-        return []
-    shown = ", ".join(sorted(names)[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    return [f"{what}: {shown}"]
+    return [f"{what}: {listed(sorted(names))}"] if names else []
 
 
 def require_slots(stored: Iterable[str], live: Iterable[str]) -> None:

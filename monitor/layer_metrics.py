@@ -15,6 +15,7 @@ from monitor.shown import Shown
 from monitor.units import is_moving
 from policies.spikes import Reading, Spike, Spikes
 from store.names import Unit
+from store.text import listed
 
 _log = logging.getLogger("driftpoint")
 
@@ -129,7 +130,8 @@ class LayerMetrics:
             self.layer_sick.labels(layer).set(layer in layers)
         if layers - before:
             _log.error(
-                "NaN or Inf in %s: it is not saved, and the versions before stay", _names(sorted(layers - before))
+                "NaN or Inf in %s: it is not saved, and the versions before stay",
+                listed(sorted(layers - before), _NAMED),
             )
         self.sick.set(len(layers))
         self.hidden.set(self._shown.hidden)
@@ -153,8 +155,3 @@ class LayerMetrics:
                 gauge.remove(unit.layer, unit.slot)
         self._drift.pop(unit, None)
         self._staleness.pop(unit, None)
-
-
-def _names(names: Collection[str]) -> str:
-    shown = ", ".join(list(names)[:_NAMED])
-    return shown if len(names) <= _NAMED else f"{shown} and {len(names) - _NAMED} more"

@@ -24,6 +24,7 @@ from policies.made_up import Case, any_case, edge_cases, usual_units
 from policies.observe import Observe
 from policies.options import expected_bytes
 from policies.simulated import SimulatedRun
+from store.text import listed
 
 Outcome = Literal["holds", "broken", "not checked", "take note"]
 
@@ -207,8 +208,9 @@ def _starves(policy: Policy, bounds: Bounds) -> str:
     starved = sorted(unit for unit, gap in longest.items() if gap >= PATIENCE)
     if not starved:
         return f"whatever drifts was saved again within {max(longest.values()) + 1} decisions"
-    more = f" (and {len(starved) - 1} more)" if len(starved) > 1 else ""
-    raise _Note("take note", f"starves {starved[0]}{more}: not saved in {PATIENCE} decisions; set bounds.max_staleness")
+    raise _Note(
+        "take note", f"starves {listed(starved, 1)}: not saved in {PATIENCE} decisions; set bounds.max_staleness"
+    )
 
 
 def _in_time(policy: Policy, bounds: Bounds) -> str:

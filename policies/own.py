@@ -12,7 +12,7 @@ import importlib.util
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.abc import SourceLoader
+from importlib.machinery import ModuleSpec, SourceFileLoader
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import ModuleType
@@ -21,8 +21,9 @@ from typing import Any, TypeVar
 from policies.base import Budget, Decision, History, Policy, UnitStats
 from policies.failure import failure_of
 from policies.parameters import check_parameters
-from policies.setting import described, nearest
+from policies.setting import described
 from store.errors import ConfigError
+from store.text import suggestion
 
 GROUP = "driftpoint.policies"
 """Entry points by which a package registers policies: name -> class."""
@@ -93,9 +94,7 @@ def _registered(name: str, taken: Sequence[str]) -> object:
     if name not in found:
         known = sorted({*taken, *found})
         own = f"; a class of your own is named as {name}:Mine" if _is_file(name) else ""
-        raise ConfigError(
-            f"unknown policy {name!r}: did you mean {nearest(name, known)!r}? Known: {', '.join(known)}{own}"
-        )
+        raise ConfigError(f"unknown policy {name!r}: {suggestion(name, known)} Known: {', '.join(known)}{own}")
     places = sorted({one.value for one in found[name]})
     if len(places) > 1:
         raise ConfigError(
@@ -138,43 +137,24 @@ def _file(reference: str, path: Path) -> ModuleType:
 
 
 def _executed(name: str, path: Path, source: bytes) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, path, loader=_Source(path, source))
-    if spec is None or spec.loader is None:
-        raise ImportError(f"no loader takes {path}")
-    module = importlib.util.module_from_spec(spec)
+    """Run the bytes that were read: no compiled file of an older content, and none left beside it."""
+    loader = SourceFileLoader(name, str(path))
+    module = importlib.util.module_from_spec(ModuleSpec(name, loader, origin=str(path)))
+    module.__file__ = str(path)
     sys.modules[name] = module  # dataclasses look their module up there
     try:
-        spec.loader.exec_module(module)
+        exec(loader.source_to_code(source, str(path)), module.__dict__)
     except BaseException:
         del sys.modules[name]
         raise
     return module
 
 
-class _Source(SourceLoader):
-    """Runs the very bytes that were read: no compiled file of an older content, and none left beside it."""
-
-    def __init__(self, path: Path, source: bytes) -> None:
-        self._path = path
-        self._source = source
-
-    def get_filename(self, fullname: str) -> str:
-        """Where it came from, for tracebacks."""
-        del fullname
-        return str(self._path)
-
-    def get_data(self, path: str) -> bytes:
-        """The source; of anything else there is nothing."""
-        if path != str(self._path):
-            raise OSError(path)
-        return self._source
-
-
 def _what_there_is(module: ModuleType, name: str) -> str:
     there = getattr(module, "__file__", None) or module.__name__
     classes = [key for key, value in vars(module).items() if isinstance(value, type) and hasattr(value, "select")]
     if classes:
-        return f"{there} has no {name}: did you mean {nearest(name, classes)!r}?"
+        return f"{there} has no {name}: {suggestion(name, classes)}"
     own = ", above the call of monitor.attach" if module.__name__ == "__main__" else ""
     return f"{there} has no {name}, nor another class with select: define it there{own}; {_GUIDE}"
 

@@ -6,7 +6,6 @@ as ``policy parity``.
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Iterable
 
@@ -31,13 +30,6 @@ def check_one_of(where: str, name: str, value: object, allowed: Iterable[str]) -
     words = tuple(allowed)
     if value not in words:
         raise ConfigError(f"{where}: {name} must be {' or '.join(map(repr, words))}, not {described(value)}")
-
-
-def nearest(word: str, known: Iterable[str]) -> str:
-    """The known word that looks most like ``word``; the first one where none resembles it."""
-    words = sorted(known)
-    found = difflib.get_close_matches(word, words, n=1, cutoff=0.0)
-    return found[0] if found else words[0]
 
 
 def described(value: object) -> str:

@@ -1,14 +1,12 @@
-"""What kind of filesystem a directory lies on, by the kernel's own list. Linux; unknown elsewhere.
-
-It knows the names of kinds, and what they mean for what must outlast a machine; it writes nothing.
-"""
+"""Tell on which kind of filesystem a directory lies, and whether it outlasts the machine or the container."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final, Literal
+
+import psutil
 
 Kind = Literal["local", "shared", "passing", "container", "unknown"]
 """``passing``: gone after a reboot. ``container``: gone with the container. ``local``, ``shared``: of one machine, or
@@ -48,32 +46,19 @@ class Mount:
         return {"passing": "a reboot empties it", "container": "it goes with the container"}.get(self.kind)
 
 
-def mount_of(path: str | os.PathLike[str], table: Path = Path("/proc/self/mountinfo")) -> Mount | None:
-    """The mount below which ``path`` lies, or its nearest parent that exists; None where nobody knows."""
+def mount_of(path: str | os.PathLike[str]) -> Mount | None:
+    """Return the mount that ``path`` lies on, or would lie on once it is made; None where the list cannot be read."""
+    place = os.path.realpath(path)
     try:
-        lines = table.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+        mounts = psutil.disk_partitions(all=True)
     except OSError:
         return None
-    place = os.path.realpath(path)
-    found = None
-    for line in lines:  # the last one of those that are mounted on the same point is on top
-        mount = _parsed(line)
-        if mount is not None and _below(place, mount.point) and (found is None or len(mount.point) >= len(found.point)):
-            found = mount
-    return found
-
-
-def _parsed(line: str) -> Mount | None:
-    before, dash, after = line.partition(" - ")
-    fields, rest = before.split(" "), after.split(" ")
-    return Mount(rest[0], _plain(fields[4])) if dash and len(fields) > 4 else None
-
-
-def _plain(point: str) -> str:
-    """With what the kernel writes as octal: blanks, tabs, line ends and backslashes."""
-    for code, character in (("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\")):
-        point = point.replace(code, character)
-    return point
+    above = [one for one in mounts if _below(place, one.mountpoint)]
+    if not above:
+        return None
+    # Of two mounts on the same point the later one hides the earlier one.
+    longest = max(enumerate(above), key=lambda item: (len(item[1].mountpoint), item[0]))[1]
+    return Mount(longest.fstype, longest.mountpoint)
 
 
 def _below(place: str, point: str) -> bool:

@@ -19,6 +19,7 @@ from store.layout import segment_dir
 from store.names import Fragment, SaveId, Unit
 from store.schema import GroupRecord, ManifestRecord, PartRecord, UnitRecord
 from store.suspects import resume_order
+from store.text import listed
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ def newest_resumable(
         except (DamagedError, StorageError) as error:
             passed_over.append(f"{save}: {error}")
     if passed_over:
-        raise NothingToResumeError("no commit can be resumed; " + "; ".join(passed_over[:4]))
+        raise NothingToResumeError("no commit can be resumed; " + listed(passed_over, 4, "; "))
     raise NothingToResumeError("the store holds no commit yet")
 
 

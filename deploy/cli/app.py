@@ -16,6 +16,7 @@ import typer
 from deploy.cli import (
     daemon,
     doctor,
+    estimate,
     import_,
     init,
     memory,
@@ -46,6 +47,7 @@ for _early in (init.init, doctor.doctor, init.schema):  # what comes before ther
     app.command(epilog=EPILOG)(_early)
 for _command in (status.status, show.show, verify.verify, merge.merge, prune.prune, rescue.rescue, simulate.simulate):
     app.command(epilog=EPILOG)(_command)
+app.command(epilog=EPILOG)(estimate.estimate)
 app.command(epilog=EPILOG)(report.report)
 app.command(epilog=EPILOG)(top.top)
 app.command("import", epilog=EPILOG)(import_.import_)

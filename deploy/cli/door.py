@@ -16,6 +16,7 @@ from store.names import SaveId
 from store.objects.options import ObjectOptions
 from store.place import files_at, is_url
 from store.schema import ManifestRecord
+from store.text import listed
 from store.versions import Resolution
 
 _PATIENCE = ObjectOptions(retry_seconds=15.0)
@@ -91,5 +92,4 @@ def _nearby(root: Path) -> str:
 
 
 def _what_there_is(saves: list[SaveId]) -> str:
-    listed = ", ".join(save.name for save in saves[:5])
-    return f"there is {listed}" + (f" and {len(saves) - 5} older ones" if len(saves) > 5 else "")
+    return f"there is {listed((save.name for save in saves), 5, rest='older ones')}"

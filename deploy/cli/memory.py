@@ -23,6 +23,7 @@ from store.memory.owner import is_owned
 from store.memory.seen import seen_stores
 from store.memory.tier import Tier, tiers
 from store.place import files_at, is_url, place_of
+from store.text import listed
 
 app = typer.Typer(epilog=EPILOG, help="What lies in the shared memory of this node.", invoke_without_command=True)
 
@@ -79,8 +80,8 @@ def clear_(
     base = base_of(memory)
     found = _chosen(base, store, everything=all_)
     if not yes and found:
-        listed = ", ".join(tier.store_id[:8] for tier in found[:8])
-        _confirm(f"Remove what dead jobs left of {plural(len(found), 'store')} ({listed})?")
+        stores = listed((tier.store_id[:8] for tier in found), 8)
+        _confirm(f"Remove what dead jobs left of {plural(len(found), 'store')} ({stores})?")
     freed = sum(clear(tier) for tier in found)
     body = {"freed_bytes": freed, "stores": [tier.store_id for tier in found]}
     output.answer(body, lambda console: console.print(f"Freed {size_text(freed)}."), as_json=json)

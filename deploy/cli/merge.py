@@ -24,6 +24,7 @@ from deploy.cli.text import drift_text, kind_text, plural, size_text
 from store.certificate import Certificate
 from store.errors import UsageError
 from store.place import is_url, place_of
+from store.text import listed
 
 if TYPE_CHECKING:
     from merger.merge import MergeResult
@@ -216,14 +217,9 @@ def step_table(steps: Sequence[ChosenStep]) -> Table:
     table.add_column("Optimizer step", justify="right", no_wrap=True)
     table.add_column("Layers had", overflow="fold", ratio=1)
     for step in steps:
-        had = "; ".join(f"{one.step:g}: {_named(one.layers)}" for one in step.had)
+        had = "; ".join(f"{one.step:g}: {listed(one.layers, _NAMED)}" for one in step.had)
         table.add_row(str(step.param_group), f"{step.chosen:g}", output.cell(had))
     return table
-
-
-def _named(names: Sequence[str]) -> str:
-    more = len(names) - _NAMED
-    return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 def kind_of(certificate: Certificate) -> Text:

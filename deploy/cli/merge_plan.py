@@ -74,17 +74,7 @@ def draw(console: Console, told: Told) -> None:
         if told.out is not None:
             print_load(console, plan.load(told.out))
     if draft.errors:
-        console.print()
-        console.print(Text("Missing", style="bold red"))
-        lines = Table.grid(padding=(0, 1))
-        lines.add_column(no_wrap=True)
-        lines.add_column(overflow="fold")
-        texts = list(dict.fromkeys(str(error) for error in draft.errors))
-        for text in texts[:_FILES]:
-            lines.add_row(" -", output.cell(text))
-        console.print(lines)
-        if len(texts) > _FILES:
-            console.print(f" … and {len(texts) - _FILES} more; --json lists all")
+        output.problems(console, list(dict.fromkeys(map(str, draft.errors))), _FILES, "Missing")
 
 
 def _planned(plan: MergePlan, told: Told) -> dict[str, Any]:

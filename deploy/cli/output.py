@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from typing import Any
 
@@ -80,12 +80,12 @@ def cell(value: Text | str, style: str = "") -> Text:
     return value if isinstance(value, Text) else Text(printable(value), style=style)
 
 
-def problems(console: Console, found: tuple[str, ...], limit: int = 20) -> None:
+def problems(console: Console, found: Sequence[str], limit: int = 20, heading: str = "Problems") -> None:
     """A list of what is wrong, cut where it gets too long to read."""
     if not found:
         return
     console.print()
-    console.print(Text("Problems", style="bold red"))
+    console.print(Text(heading, style="bold red"))
     lines = Table.grid(padding=(0, 1))
     lines.add_column(no_wrap=True)
     lines.add_column(overflow="fold")

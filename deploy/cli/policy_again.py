@@ -14,6 +14,7 @@ import yaml
 from policies.asked import BrokenError
 from policies.contract import Finding, digest
 from policies.select import policy_from
+from store.config_file import parse_value
 
 PROMISE = "same answer in another process"
 _MARK = "driftpoint-digest "
@@ -51,7 +52,7 @@ def another_process(settings: object, expected: str) -> Finding:
 def main() -> None:
     """Entry point of the process."""
     try:
-        told = digest(policy_from(yaml.safe_load(sys.stdin.read())))
+        told = digest(policy_from(parse_value(sys.stdin.read(), "the settings")))
     except BrokenError as error:
         sys.exit(str(error))
     sys.stdout.write(f"\n{_MARK}{told}\n")

@@ -9,14 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from policies.asked import ANY
 from policies.base import Policy
 from policies.bounds import Bounds
 from policies.own import anchored
 from policies.select import policy_from
-from store.errors import UsageError
+from store.config_file import parse_value
+from store.errors import ConfigError, UsageError
 
 _ODD_NUMBER = re.compile(r"[-+.]?\d")
 
@@ -78,6 +77,6 @@ def _value(one: str, text: str) -> Any:
     if not text.startswith(("{", "[")):
         return text
     try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise UsageError(f"--set {one}: that is neither JSON nor YAML: {error}") from error
+        return parse_value(text, "the value")
+    except ConfigError as error:
+        raise UsageError(f"--set {one}: neither JSON nor YAML: {error}") from error

@@ -29,6 +29,7 @@ from store.names import SaveId
 from store.place import is_url
 from store.prune import PrunePlan, execute, plan_prune
 from store.retention import Retention
+from store.text import listed
 from store.versions import newest_resumable
 
 _DEFAULT = Retention()
@@ -153,9 +154,7 @@ def _rows(found: Pruned) -> dict[str, Text | str]:
 
 
 def _names(saves: tuple[SaveId, ...], limit: int = 8) -> str:
-    newest_first = [save.name for save in sorted(saves, reverse=True)]
-    more = f" and {len(saves) - limit} older ones" if len(saves) > limit else ""
-    return ", ".join(newest_first[:limit]) + more
+    return listed((save.name for save in sorted(saves, reverse=True)), limit, rest="older ones")
 
 
 def _remarks(found: Pruned) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -179,7 +180,7 @@ def _options(path: Path, section: object) -> ObjectOptions:
         raise ConfigError(f"{path}: s3: must be a section such as `s3: {{region: eu-west-1}}`: {error}") from error
 
 
-def _wanted(path: Path, content: dict[str, Any], base: Path) -> WantedDaemon | None:
+def _wanted(path: Path, content: Mapping[str, Any], base: Path) -> WantedDaemon | None:
     section, (_, security) = content.get("daemon", {}), _endpoint(path, content.get("metrics", {}))
     if not isinstance(section, dict):
         raise ConfigError(f"{path}: daemon: must be a section such as `daemon: {{enabled: true}}`, and is {section!r}")
@@ -195,17 +196,7 @@ def _wanted(path: Path, content: dict[str, Any], base: Path) -> WantedDaemon | N
     return WantedDaemon(base, port, float(idle), ("--host", host, *security.cli_options()))
 
 
-def _mapping(path: Path) -> dict[str, Any]:
-    import yaml
+def _mapping(path: Path) -> Mapping[str, Any]:
+    from store.config_file import read_yaml
 
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
-    except (yaml.YAMLError, ValueError) as error:
-        raise ConfigError(f"{path} is not YAML: {error}") from error
-    if content is None:
-        return {}
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path} must be a YAML mapping such as `store: ./checkpoints`")
-    return content
+    return read_yaml(path).values

@@ -1,8 +1,8 @@
-"""How ``driftpoint simulate`` answers: tables, YAML to paste, and JSON."""
+"""Format the answer of ``driftpoint simulate`` and ``estimate``: tables, YAML to paste, and JSON."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -25,7 +25,6 @@ def as_json(found: Simulation, chosen: Recommended | None) -> dict[str, Any]:
         "step_seconds": step_seconds(found.run),
         "world_size": found.run.eras[-1].job.world_size,
         "compared": {"from_step": found.window[0], "to_step": found.window[1]},
-        "assumed": dict(found.assumed) or None,
         "configurations": [summary_json(one, found.baseline) for one in found.summaries],
         "recommended": None,
         "notes": list(found.notes),
@@ -39,11 +38,11 @@ def as_json(found: Simulation, chosen: Recommended | None) -> dict[str, Any]:
     return body
 
 
-def draw(console: Console, found: Simulation, chosen: Recommended | None) -> None:
-    """The text of the command."""
-    for name, text in found.assumed.items():
+def draw(console: Console, found: Simulation, chosen: Recommended | None, assumed: Mapping[str, str]) -> None:
+    """Print the text of the command. assumed: the assumptions that the run was made from; none for a recorded one."""
+    for name, text in assumed.items():
         console.print(output.cell(f"{name}: {text}."))
-    if found.assumed:
+    if assumed:
         console.print(Text("Assumed, not measured.", style="bold yellow"))
         console.print()
     run = found.run

@@ -26,6 +26,7 @@ from store.errors import DaemonError, StorageError
 from store.memory.seen import Seen
 from store.memory.tier import tiers
 from store.names import SaveId
+from store.text import listed
 
 _log = logging.getLogger("driftpoint")
 
@@ -205,7 +206,7 @@ class Node:
             if not any(Path(job.hello.store) == store for job in self._jobs):
                 return  # it went with its job: nobody needs it
             problems = ["there is no such directory: is its disk mounted on this node?"]
-        text = "; ".join(problems[:4])
+        text = listed(problems, 4, "; ")
         if save is None:
             self.metrics.verify_failures.inc()
             if self._told.get(store) != text:

@@ -22,6 +22,7 @@ from store.objects.options import ObjectOptions
 from store.place import files_at, is_url
 from store.prune import plan_prune
 from store.retention import Retention
+from store.text import listed
 
 _FUTURE = 60.0
 """Seconds that a commit may lie ahead of this machine's clock."""
@@ -107,7 +108,7 @@ def _resume(found: StoreStatus) -> Finding:
         if not found.saves:
             return Finding("resume", "ok", "there is no commit yet: a job begins at step 0")
         return Finding(
-            "resume", "fail", "; ".join(found.problems[:3]), f"see what is left: driftpoint verify {found.root}"
+            "resume", "fail", listed(found.problems, 3, "; "), f"see what is left: driftpoint verify {found.root}"
         )
     kind = kind_text(
         exact=resume.exact, max_staleness=resume.max_staleness, max_drift=resume.max_drift, lossy=resume.lossy
@@ -115,7 +116,7 @@ def _resume(found: StoreStatus) -> Finding:
     seen = f"from step {resume.step}, {kind}"
     if found.problems:
         return Finding(
-            "resume", "warn", f"{seen}; {'; '.join(found.problems[:3])}", f"see all: driftpoint verify {found.root}"
+            "resume", "warn", f"{seen}; {listed(found.problems, 3, '; ')}", f"see all: driftpoint verify {found.root}"
         )
     return Finding("resume", "ok", f"{seen} (by its records: `driftpoint verify` reads every byte)")
 
@@ -141,9 +142,11 @@ def _leftovers(catalog: Catalog, root: Path, retention: Retention) -> Finding:
     except (StoreError, OSError) as error:
         return Finding("leftovers", "warn", f"they cannot be told: {error}", f"see `driftpoint verify {root}`")
     if plan.unrecognised:
-        named = ", ".join(plan.unrecognised[:5])
         return Finding(
-            "leftovers", "warn", f"what no store has: {named}", "it is never deleted: move it out of the store"
+            "leftovers",
+            "warn",
+            f"what no store has: {listed(plan.unrecognised, 5)}",
+            "it is never deleted: move it out of the store",
         )
     gone = len(plan.groups) + len(plan.temporaries)
     if gone and plan.freed_bytes:

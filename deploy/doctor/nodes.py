@@ -18,6 +18,7 @@ from pathlib import Path
 from deploy.cli.text import plural
 from deploy.doctor.disk import place_of
 from deploy.doctor.finding import Finding
+from store.text import listed
 
 _STALE = 300.0
 """Seconds after which a note is one of a doctor that was killed."""
@@ -119,11 +120,11 @@ def _told(place: Path, ranks: Ranks, there: Mapping[int, str], seconds: float) -
         return Finding(
             "nodes", "ok", f"all {ranks.count} ranks, on {plural(len(hosts), 'machine')}, see the same {place}"
         )
-    named = ", ".join(map(str, missing[:8])) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
     return Finding(
         "nodes",
         "fail",
-        f"{place} of rank {ranks.rank} on {socket.gethostname()} has no note of ranks {named} after {seconds:.0f} s",
+        f"{place} of rank {ranks.rank} on {socket.gethostname()} has no note of ranks "
+        f"{listed(missing, 8)} after {seconds:.0f} s",
         "the directory is not shared between those nodes, or the path differs: name one on a shared filesystem, alike "
         "on all ranks; or they did not start in time (--patience)",
     )

@@ -11,6 +11,7 @@ from typing import Literal
 
 from deploy.cli.text import plural
 from deploy.safety.words import span_text
+from store.text import listed
 from store.trace import ResumedLine
 
 Severity = Literal["plain", "look", "bad"]
@@ -95,13 +96,13 @@ def skipped_incident(reason: str, step: int, at: float) -> Incident | None:
 
 def sick_incident(units: Sequence[str], step: int, at: float) -> Incident:
     """Units that held NaN or Inf at a decision."""
-    text = f"{_named(units)} held NaN or Inf: nothing of it is saved, the last finite version stays"
+    text = f"{listed(units, 4)} held NaN or Inf: nothing of it is saved, the last finite version stays"
     return Incident("not finite", "bad", text, step, at, key=f"sick {'|'.join(units)}")
 
 
 def withheld_incident(units: Sequence[str], step: int, at: float) -> Incident:
     """Units of a save that was committed without them."""
-    text = f"{_named(units)} held NaN or Inf when the save was written: not saved, the last finite version stays"
+    text = f"{listed(units, 4)} held NaN or Inf when the save was written: not saved, the last finite version stays"
     return Incident("withheld", "bad", text, step, at)
 
 
@@ -115,10 +116,6 @@ def restart_incident(line: ResumedLine, epoch: int, at: float, gap: float, last_
     if gap > 1.0:
         text += f"; {span_text(gap)} after the last sign of the one before"
     return Incident("restart", "look", text, line.step, at)
-
-
-def _named(units: Sequence[str]) -> str:
-    return ", ".join(units[:4]) + (f" and {plural(len(units) - 4, 'other')}" if len(units) > 4 else "")
 
 
 def by_time(incidents: Iterable[Incident]) -> list[Incident]:

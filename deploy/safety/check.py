@@ -7,7 +7,6 @@ lost or would be.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -43,9 +42,3 @@ class Check:
 def typed(command: str, root: Path) -> str:
     """A command about a store, as it is typed."""
     return f"driftpoint {command} {shlex.quote(str(root))}"
-
-
-def listed(names: Iterable[object], most: int = 4) -> str:
-    """The first few names, and how many more there are."""
-    found = [str(name) for name in names]
-    return ", ".join(found[:most]) + (f" and {len(found) - most} more" if len(found) > most else "")

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from deploy.cli.text import plural, size_text
-from deploy.safety.check import FLOOR, LATE, LONG, Check, Level, listed
+from deploy.safety.check import FLOOR, LATE, LONG, Check, Level
 from deploy.safety.facts import Facts
 from deploy.safety.loss import loss_of_node, loss_of_process, remembered
 from deploy.safety.memory import InMemory
 from deploy.safety.store_checks import usual_gap
 from deploy.safety.words import ago_text, span_text, steps_text
+from store.text import listed
 
 _REFUSED: Mapping[str, tuple[Level, str]] = {
     "storage": ("look", "the store could not be claimed"),
@@ -85,7 +86,7 @@ def check_finite(facts: Facts) -> Check:
     if pulse.sick:
         units = sorted(map(str, pulse.sick))
         text = f"{plural(len(units), 'layer slot')} with NaN or Inf"
-        note = f"{listed(units)}; the last finite version is kept, nothing replaces it"
+        note = f"{listed(units, 4)}; the last finite version is kept, nothing replaces it"
         return Check("Finite", "bad", text, note, "stop the job, find the cause, and let it resume")
     return Check("Finite", "good", "all layers", "no NaN, no Inf at the last decision")
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from deploy.cli.text import drift_text, plural, size_text
-from deploy.safety.check import AHEAD, FLOOR, LATE, LONG, VERY_LATE, Check, Level, listed, typed
+from deploy.safety.check import AHEAD, FLOOR, LATE, LONG, VERY_LATE, Check, Level, typed
 from deploy.safety.facts import Facts, moment
 from deploy.safety.words import ago_text, clock, span_text
+from store.text import listed
 
 _FEW_SAVES = 3
 """Full saves that a disk should have room for."""
@@ -44,7 +45,7 @@ def check_kind(facts: Facts) -> Check:
         return Check(name, level, "nothing", status.problems[0] if status.problems else "", todo)
     if resume.fallbacks:
         units = plural(len(resume.fallbacks), "layer slot")
-        note = f"{units} in an older version than committed, because of damage: {listed(resume.fallbacks)}"
+        note = f"{units} in an older version than committed, because of damage: {listed(resume.fallbacks, 4)}"
         return Check(name, "look", f"step {resume.step}, with damage worked around", note, _verify(facts))
     if status.newest is None or resume.save != status.newest.save.name or resume.save != status.saves[0].name:
         why = "jobs died of newer ones" if status.suspects else "newer ones are damaged"
@@ -75,7 +76,7 @@ def check_bytes(facts: Facts) -> Check:
     worst: Level = "look" if status.resume is not None or not status.saves else "bad"
     if checked is not None and checked.damaged:
         return Check(
-            name, worst, f"{plural(len(checked.damaged), 'commit')} damaged", listed(checked.damaged), _verify(facts)
+            name, worst, f"{plural(len(checked.damaged), 'commit')} damaged", listed(checked.damaged, 4), _verify(facts)
         )
     problems = list(dict.fromkeys((*status.problems, *(() if checked is None else checked.problems))))
     if problems:
@@ -122,7 +123,7 @@ def check_kept(facts: Facts) -> Check:
     span = f"step {steps[0]}" if len(steps) == 1 else f"steps {min(steps)} to {max(steps)}"
     size = f", {size_text(status.size_bytes)}" if status.size_bytes else ""
     note = f"{span}{size}"
-    died = f"; jobs died of {listed([save.name for save in status.suspects])}" if status.suspects else ""
+    died = f"; jobs died of {listed([save.name for save in status.suspects], 4)}" if status.suspects else ""
     return Check("Kept", "good", plural(len(saves), "commit"), note + died + retention_text(facts))
 
 

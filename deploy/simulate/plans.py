@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from monitor.config import Config, load_config
 from policies.account import Account
 from policies.budget import spends
@@ -23,6 +21,7 @@ from policies.observe import Observe
 from policies.recorded import Costs, Run
 from policies.replayed import Plan
 from policies.select import POLICIES, policy_from
+from store.config_file import parse_yaml
 from store.errors import ConfigError, UsageError
 
 _ELSEWHERE = frozenset({"store", "metrics", "retention", "timeouts", "trace", "resume", "layers", "drift"})
@@ -66,9 +65,9 @@ def asked(text: str, recorded: Mapping[str, Any]) -> Asked:
     if not text.strip().startswith("{"):
         return Asked(text, load_config(changed(recorded, {"policy": text})))
     try:
-        values = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise UsageError(f"--policy {text!r} is not YAML such as '{{name: parity, k: 4}}'") from error
+        values = parse_yaml(text, f"--policy {text!r}").values
+    except ConfigError as error:
+        raise UsageError(f"{error}; write it such as '{{name: parity, k: 4}}'") from error
     settings = {"policy": values} if "name" in values else values
     return Asked(_short(values), load_config(changed(recorded, settings)))
 

@@ -19,6 +19,7 @@ from monitor.config import load_config
 from policies.course import Position, latest_first
 from policies.recorded import Costs, Run
 from policies.replay import replay
+from store.config_file import parse_yaml
 from store.errors import ConfigError, UsageError
 
 _MULTIPLES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
@@ -138,7 +139,7 @@ def recommend(
     since = latest_first(one.replayed.course for one in (*beside, *(one.summary for one in found)))
     tried = over(tuple({one.summary.name: one.summary for one in found}.values()), since)
     for chosen in sorted(tried, key=rank):
-        asked = Asked(chosen.name, load_config(yaml.safe_load(_text(settings[chosen.name]))))
+        asked = Asked(chosen.name, load_config(parse_yaml(_text(settings[chosen.name]), "the recommendation").values))
         again = summary_of(replay(run, plan_of(asked, run, costs)), run, terms)
         if limits.hold(again):
             ordered = sorted(tried, key=lambda one: one.exposure.total.mean)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from deploy.simulate.plans import Asked, asked, plan_of, recorded_config, recorded_settings, remarks, same_configuration
@@ -24,12 +24,11 @@ BASELINE = "full, raw"
 class Simulation:
     """What came out. baseline: everything raw at every recorded decision, which ``summaries`` begins with.
 
-    assumed: where no run was recorded, what was supposed instead, with its source. notes: what limits the figures."""
+    notes: what limits the figures."""
 
     run: Run
     summaries: tuple[Summary, ...]
     notes: tuple[str, ...]
-    assumed: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def baseline(self) -> Summary:

@@ -31,8 +31,8 @@ from merger.layouts.deepspeed_scaler import loss_scaler
 from merger.layouts.deepspeed_steps import flats, with_common_steps
 from merger.layouts.deepspeed_zero3 import zero3_states
 from merger.layouts.deepspeed_zero12 import zero12_states
-from merger.listed import counted
 from merger.target import Target
+from store.text import counted
 
 CLASSES = (ZeroStageEnum, LossScaler, DynamicLossScaler, fragment_address)
 """All that occurs in the files besides tensors and plain values; whoever loads them has these."""

@@ -15,9 +15,9 @@ import torch
 
 from merger.checkpoint import Checkpoint
 from merger.layouts.deepspeed_facts import EngineFacts
-from merger.listed import counted, listed
 from merger.optimizer_steps import chosen_steps, with_steps
 from store.errors import UnsupportedError
+from store.text import counted, listed
 
 STEP = "step"
 _NAMED = 6

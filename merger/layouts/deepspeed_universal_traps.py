@@ -17,7 +17,7 @@ from merger.layouts.deepspeed_config import zero_section
 from merger.layouts.deepspeed_facts import EngineFacts
 from merger.layouts.deepspeed_retarget import ALIGNMENT
 from merger.layouts.deepspeed_steps import STEP, common_step, layers_named, same_value
-from merger.listed import counted, listed
+from store.text import counted, listed
 
 Groups = Sequence[Sequence[str]]
 

@@ -19,11 +19,11 @@ from merger.layouts.base import Laid
 from merger.layouts.hf_certificate import dtype_notes, weights_certificate
 from merger.layouts.hf_files import model_files, read_config, require_folder, weight_names
 from merger.layouts.names import model_names
-from merger.listed import listed
 from merger.stored import Stored, whole
 from merger.target import Target
 from merger.tensors import torch_dtype
 from store.errors import UnsupportedError, UsageError
+from store.text import listed
 
 _METADATA = {"format": "pt"}
 _ADAPTER = "base_model.model."

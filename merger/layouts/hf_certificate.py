@@ -12,10 +12,10 @@ from dataclasses import dataclass, fields, replace
 import torch
 
 from merger.checkpoint import SLOT_OF_KIND, Checkpoint
-from merger.listed import listed
 from merger.stored import Stored
 from merger.tensors import torch_dtype
 from store.certificate import Certificate, CertifiedUnit, is_exact, is_lossy
+from store.text import listed
 
 _NAMED = 6
 """Layers that a note names before it only counts them."""

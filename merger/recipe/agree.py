@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from merger.checkpoint import SLOT_OF_KIND, Checkpoint
-from merger.listed import listed
 from store.errors import MergeError
 from store.schema import TensorRecord
+from store.text import listed
 
 _PARTS: Mapping[str, Callable[[TensorRecord], Any]] = {
     "shape": lambda record: list(record.shape),

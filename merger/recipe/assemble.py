@@ -8,7 +8,6 @@ from pathlib import Path
 
 from merger.blocks import Flaw
 from merger.checkpoint import Checkpoint
-from merger.listed import listed
 from merger.recipe.certificate import Part
 from merger.recipe.choice import choose
 from merger.recipe.compose import Wanted, compose, model_errors, state_errors
@@ -17,6 +16,7 @@ from merger.recipe.opened import OpenSources
 from merger.recipe.recipe import Recipe
 from merger.report import SourceUse
 from store.errors import ConfigError, DriftpointError, UsageError
+from store.text import listed
 
 
 @dataclass(frozen=True)

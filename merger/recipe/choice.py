@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from merger.listed import counted, listed
 from merger.recipe.model import Model
 from merger.recipe.recipe import Recipe, Rule
 from merger.recipe.selections import minus
 from store.errors import ConfigError
+from store.text import counted, listed
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,11 @@ from typing import Any
 
 from merger.blocks import Extent
 from merger.checkpoint import SLOT_OF_KIND, Checkpoint
-from merger.listed import counted, listed
 from merger.recipe.agree import Named, disagreements, optimizer_disagreements
 from merger.recipe.certificate import Part, composite_certificate, held_slots
 from store.coverage import FragmentIndex
 from store.errors import MergeError
+from store.text import counted, listed
 
 
 @dataclass(frozen=True)

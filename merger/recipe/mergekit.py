@@ -27,7 +27,7 @@ from merger.recipe.recipe import Recipe, Rule, SourceRef
 from merger.recipe.records import folder, unknown_key
 from merger.recipe.selections import Auxiliary, Blocks, Selection
 from merger.recipe.steps import check_step
-from merger.recipe.yamlfile import Loc, YamlFile
+from store.config_file import Loc, YamlFile
 from store.errors import ConfigError, UnsupportedError, UsageError
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from merger.recipe.records import folder, unknown_key
-from merger.recipe.yamlfile import Loc, YamlFile
+from store.config_file import Loc, YamlFile
 from store.errors import ConfigError, UnsupportedError
 
 _HARMLESS_PARAMETERS = ("int8_mask", "normalize", "rescale")

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from merger.checkpoint import Checkpoint
-from merger.listed import listed
 from store.schema import LayerRecord, TensorRecord
+from store.text import listed
 
 ROLES = ("embeddings", "norm", "head")
 """What an auxiliary layer (one that is no block) can be. See :meth:`Model.role`."""

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from merger.blocks import Flaw
 from merger.checkpoint import Checkpoint
-from merger.listed import listed
 from merger.recipe.certificate import Part
 from merger.recipe.recipe import Recipe
 from merger.recipe.steps import candidates, is_bound, require_step
@@ -27,6 +26,7 @@ from store.errors import (
     UsageError,
 )
 from store.place import is_url
+from store.text import listed
 
 
 @dataclass(frozen=True)

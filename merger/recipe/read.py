@@ -9,15 +9,15 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from merger.listed import listed
 from merger.recipe.dtype import dtype_named
 from merger.recipe.mergekit import from_mergekit
 from merger.recipe.recipe import Recipe, Rule, SourceRef
 from merger.recipe.records import EVERY, RecipeFile, TakeSection, folder, validated
 from merger.recipe.selections import Auxiliary, Blocks, EveryKth, Layers, Parameters, Selection
 from merger.recipe.steps import check_step
-from merger.recipe.yamlfile import YamlFile, read_yaml
+from store.config_file import YamlFile, read_yaml
 from store.errors import ConfigError, UsageError
+from store.text import listed
 
 _MERGEKIT = ("slices", "models", "modules", "merge_method")
 """Keys that only MergeKit's files have."""
@@ -27,11 +27,13 @@ _NEWEST = "newest"
 
 def read_recipe(path: Path) -> Recipe:
     """The recipe in a YAML file, in our form or in MergeKit's. ConfigError, naming the line, for a senseless one."""
-    return recipe_from(read_yaml(path))
+    return recipe_from(read_yaml(path, "recipe"))
 
 
 def recipe_from(file: YamlFile) -> Recipe:
     """As :func:`read_recipe`."""
+    if not file.values:
+        raise ConfigError(f"{file.name} must be a YAML mapping with `sources:`, or a MergeKit one with `slices:`")
     return from_mergekit(file) if any(key in file.values for key in _MERGEKIT) else _own(file)
 
 

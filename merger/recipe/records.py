@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,10 +18,10 @@ from pydantic import (
     model_validator,
 )
 
-from merger.listed import listed
-from merger.recipe.yamlfile import YamlFile
+from store.config_file import YamlFile
 from store.errors import ConfigError
 from store.place import place_of
+from store.text import listed, suggestion
 
 EVERY = "(all)"
 """Key of ``auxiliary`` that stands for all such layers."""
@@ -141,9 +140,7 @@ def validated(file: YamlFile, kind: type[RecipeFile] = RecipeFile) -> RecipeFile
 
 def unknown_key(where: str, key: str, known: Sequence[str]) -> str:
     """A message about a key that means nothing."""
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    return f"{where}: unknown key {key!r}: {hint}Known here: {', '.join(sorted(known))}"
+    return f"{where}: unknown key {key!r}: {suggestion(key, known)} Known here: {', '.join(sorted(known))}"
 
 
 def folder(path: str | None) -> Path | None:

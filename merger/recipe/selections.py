@@ -5,16 +5,15 @@ Each gives the fqns that it names in a model, or a ConfigError for what the mode
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from merger.listed import listed
 from merger.recipe.model import ROLES, Model
 from store.errors import ConfigError
+from store.text import listed, suggestion
 
 _RANGE = re.compile(r"(?P<head>.*?)(?P<first>\d+)-(?P<last>\d+)\Z")
 
@@ -179,5 +178,5 @@ def _all_names(model: Model) -> list[str]:
 
 
 def _nearest(pattern: str, names: Sequence[str]) -> str:
-    near = difflib.get_close_matches(pattern, names, n=1, cutoff=0.4)
-    return f" (did you mean {near[0]!r}?)" if near else ""
+    found = suggestion(pattern, names, cutoff=0.4)
+    return f" ({found})" if found else ""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 from store.errors import UsageError
 from store.names import SaveId
+from store.text import listed
 
 _BOUND = re.compile(r"(?P<sign><=|<|>=|>|==|=)\s*(?P<step>.*)\Z")
 _HOLDS: dict[str, Callable[[int, int], bool]] = {"<=": operator.le, "<": operator.lt}
@@ -69,5 +70,4 @@ def there(steps: Sequence[int]) -> str:
     """The newest steps, for people."""
     if not steps:
         return "there is none with a step in its name"
-    more = f" and {len(steps) - 5} older ones" if len(steps) > 5 else ""
-    return f"there are steps {', '.join(map(str, steps[:5]))}{more}" if steps[1:] else f"there is step {steps[0]}"
+    return f"there are steps {listed(steps, 5, rest='older ones')}" if steps[1:] else f"there is step {steps[0]}"

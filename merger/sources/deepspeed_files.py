@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-from merger.listed import counted, listed
 from merger.sources.deepspeed_classes import STAND_INS, Kept, attributes
 from merger.sources.nest import Nest
 from merger.sources.pt import read_pt
 from merger.sources.tensor import FileTensor
 from store.errors import MergeError, UnsupportedError
 from store.files import LocalFiles
+from store.text import counted, listed
 
 _OPTIM = re.compile(r"(bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from merger.blocks import Extent
-from merger.listed import counted, listed
 from merger.runstate import RankState
 from merger.sources.certified import NamedTensor
 from merger.sources.deepspeed_classes import Kept, attributes
@@ -21,6 +20,7 @@ from merger.sources.nest import Nest
 from merger.sources.tensor import FileTensor, values
 from store.errors import DamagedError, MergeError, UnsupportedError
 from store.names import BUFFER, FROZEN
+from store.text import counted, listed
 
 OWN_KEYS = frozenset({
     "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 from merger.blocks import Block, Extent
-from merger.listed import counted, listed
 from merger.sources.nest import Nest
 from merger.sources.tensor import FileTensor
 from merger.tensors import memory_of, torch_dtype
 from store.errors import DamagedError, MergeError
 from store.names import WEIGHTS
+from store.text import counted, listed
 
 SAMPLE = 512
 """Elements compared at the begin, the middle and the end of what each rank holds of a parameter."""

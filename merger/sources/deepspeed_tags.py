@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from merger.checkpoint import Checkpoint
-from merger.listed import listed
 from merger.sources.folder import plain_name, read_name
 from store.errors import MergeError
 from store.files import LocalFiles
+from store.text import listed
 
 _STEP_TAG = re.compile(r"global_step(\d{1,18})(_universal)?")
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from merger.blocks import Extent
-from merger.listed import listed
 from merger.sources.deepspeed_files import RankFiles
 from merger.sources.deepspeed_one_save import CHUNK, elements, require_whole, samples
 from merger.sources.deepspeed_zero import Shape, state_of
@@ -20,6 +19,7 @@ from merger.sources.tensor import FileTensor
 from merger.tensors import memory_of
 from store.errors import MergeError
 from store.names import WEIGHTS
+from store.text import listed
 
 _Pairs = Sequence[tuple[Extent, Extent]]
 """Of one parameter, slot by slot: its own file, and rank 0's slice of it."""

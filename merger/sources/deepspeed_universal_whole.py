@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from merger.listed import listed
 from merger.sources.deepspeed_files import RankFiles, comparable
 from merger.sources.deepspeed_one_save import step_in
 from merger.sources.deepspeed_zero import Optimized
 from merger.sources.nest import Nest
 from store.errors import MergeError
 from store.files import LocalFiles
+from store.text import listed
 
 CONVERTED = ("exp_avg", "exp_avg_sq")
 """What DeepSpeed's converter writes for every parameter; it fails where an optimizer keeps anything else."""

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from merger.blocks import Extent
-from merger.listed import counted
 from merger.sources.deepspeed_files import comparable
 from merger.sources.nest import Nest
 from merger.sources.tensor import FileTensor, values
 from store.errors import MergeError, UnsupportedError
 from store.names import BUFFER, FROZEN, WEIGHTS
+from store.text import counted
 
 
 @dataclass(frozen=True)

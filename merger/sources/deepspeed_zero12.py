@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, TypeVar
 
-from merger.listed import counted
 from merger.sources.deepspeed_classes import FragmentAddress, attributes
 from merger.sources.deepspeed_files import RankFiles
 from merger.sources.deepspeed_one_save import step_in, step_problems, weight_problems
@@ -29,6 +28,7 @@ from merger.sources.deepspeed_zero import (
 from merger.sources.nest import Nest
 from merger.sources.tensor import FileTensor
 from store.errors import MergeError, UnsupportedError
+from store.text import counted
 
 T = TypeVar("T")
 

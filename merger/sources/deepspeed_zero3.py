@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from merger.listed import counted
 from merger.sources.deepspeed_files import RankFiles
 from merger.sources.deepspeed_one_save import step_in, step_problems
 from merger.sources.deepspeed_zero import (
@@ -19,6 +18,7 @@ from merger.sources.deepspeed_zero import (
     state_of,
 )
 from store.errors import MergeError, UnsupportedError
+from store.text import counted
 
 
 def zero3(files: RankFiles) -> Optimized:

@@ -18,6 +18,7 @@ from store.errors import DamagedError, MergeError, StorageError
 from store.layout import payload_path
 from store.names import LEFT_OUT, RAW, SaveId
 from store.place import files_at
+from store.text import listed
 from store.versions import Bad, Resolution, newest_resumable, resolve
 
 
@@ -51,7 +52,7 @@ class StoreSource:
         for save in saves:
             if step in (save.step, save.name, str(save.step)):
                 return save
-        there = ", ".join(known.name for known in saves[:5]) or "none at all"
+        there = listed((known.name for known in saves), 5) or "none at all"
         raise MergeError(f"the store {self.root} has no commit {step}; the newest are: {there}")
 
     def _checkpoint(self, resolution: Resolution, states: RunStates, passed_over: tuple[str, ...]) -> Checkpoint:

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from merger.blocks import Block, Extent
-from merger.listed import counted
 from merger.tensors import memory_of, torch_dtype
 from store.errors import DamagedError, UnsupportedError
+from store.text import counted
 
 SMALL = 1 << 28
 """Bytes of a record beyond which a tensor is not read as a plain value: memory stays bounded."""

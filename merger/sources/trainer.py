@@ -12,10 +12,10 @@ from pathlib import Path
 
 from merger.blocks import Flaw
 from merger.checkpoint import Checkpoint
-from merger.listed import listed
 from merger.sources.deepspeed import DeepSpeedSource
 from store.errors import DamagedError, MergeError, StorageError
 from store.files import LocalFiles
+from store.text import listed
 
 _FOLDER = re.compile(r"checkpoint-(\d{1,18})")
 STATE = "trainer_state.json"

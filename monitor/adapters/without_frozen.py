@@ -16,6 +16,7 @@ from monitor.adapters.fingerprint import fingerprint
 from monitor.group import Group
 from store.errors import ModelMismatchError, UnsupportedError
 from store.names import FROZEN, LEFT_OUT
+from store.text import listed
 
 
 class WithoutFrozen:
@@ -116,8 +117,7 @@ def require_same_frozen(state: Mapping[str, Any], live: Mapping[str, str]) -> No
     saved = state.get(LEFT_OUT) or {}
     differing = sorted(fqn for fqn in saved.keys() | live.keys() if saved.get(fqn) != live.get(fqn))
     if differing:
-        more = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
         raise ModelMismatchError(
             f"the store holds no frozen weights (`frozen: skip`), and those of this job are others than when it was "
-            f"saved: {differing[0]}{more}. Load the same base model, in the same dtype, before monitor.attach"
+            f"saved: {listed(differing, 1)}. Load the same base model, in the same dtype, before monitor.attach"
         )

@@ -41,6 +41,7 @@ from store.memory.version import MemoryVersion, assembled, share_of
 from store.names import SaveId
 from store.schema import ManifestRecord, UnitRecord
 from store.segments import present_parts
+from store.text import listed
 from store.versions import resolve
 
 REASON = "written out of memory after the job died"
@@ -151,9 +152,9 @@ def _rescue_newest(tier: Tier, catalog: Catalog, aborted: Callable[[], bool]) ->
         nbytes = sum(part.payload_bytes for part in version.records.values())
         return Rescued(WRITTEN, f"wrote version {save} of {len(held)} ranks, {nbytes} bytes", manifest)
     if damaged:
-        raise DamagedError("no version in memory is whole: " + "; ".join(damaged[:4]))
+        raise DamagedError("no version in memory is whole: " + listed(damaged, 4, "; "))
     if incomplete:
-        return Rescued(INCOMPLETE, "; ".join(incomplete[:4]))
+        return Rescued(INCOMPLETE, listed(incomplete, 4, "; "))
     there = "nothing" if not node.versions else f"version {node.newest}"
     return Rescued(NOTHING, f"memory holds {there}, and the newest commit of the store is {newest or 'none'}")
 

@@ -14,8 +14,8 @@ import torch
 
 from merger.merge import MergeResult, merge
 from merger.recipe.read import recipe_from
-from merger.recipe.yamlfile import parse_yaml
 from merger.target import Target
+from store.config_file import parse_yaml
 from tests.support.launch import ROOT, WORKERS, launcher, python
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]

@@ -12,11 +12,11 @@ from merger.import_plan import plan_import
 from merger.merge import merge
 from merger.recipe.read import recipe_from
 from merger.recipe.recipe import Recipe
-from merger.recipe.yamlfile import parse_yaml
 from merger.report import CERTIFICATE
 from merger.sources.select import open_source
 from merger.target import Target
 from store.certificate import Certificate
+from store.config_file import parse_yaml
 from store.errors import MergeError, UsageError
 from tests.support.foreign import convert, run, train_stock
 from tests.support.launch import WORKERS, launcher

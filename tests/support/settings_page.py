@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 
-from deploy.settings_text import documented, schema
+from deploy.settings_text import ADVANCED, COMMON, documented, schema
 from tests.support.cli import ROOT
 
 PAGE = ROOT / "docs" / "configuration.md"
@@ -15,8 +15,9 @@ _BLOCK = re.compile(r"(?<=```yaml\n).*?(?=```)", re.S)
 
 
 def page() -> str:
-    """The page as it should be: its first block of YAML holds the settings."""
-    return _BLOCK.sub(lambda _: documented(), PAGE.read_text(), count=1)
+    """Return the page as it should be: its first two blocks of YAML hold the common and the advanced settings."""
+    blocks = iter([documented(COMMON), documented(ADVANCED)])
+    return _BLOCK.sub(lambda _: next(blocks), PAGE.read_text(), count=2)
 
 
 def schema_text() -> str:

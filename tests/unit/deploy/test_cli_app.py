@@ -34,6 +34,8 @@ BESIDE = ("daemon run", "daemon status", "daemon stop", "memory", "memory clear"
 BEFORE = ("init", "schema", "doctor")
 """What comes before there is a store."""
 
+OTHERS = ("policy check", "run", "simulate", "estimate")
+
 COMMANDS = {
     "status": (),
     "show": (),
@@ -244,6 +246,7 @@ def test_exit_codes_are_those_of_the_errors() -> None:
         ("policy",),
         ("policy", "check"),
         ("simulate",),
+        ("estimate",),
         ("daemon",),
     ],
 )
@@ -270,7 +273,7 @@ def test_every_command_and_option_is_documented() -> None:
         found[1]: found[2] for found in re.finditer(r"^## `([a-z ]+[a-z]).*?`\n(.*?)(?=^## |\Z)", text, re.M | re.S)
     }
     commands = _commands(typer.main.get_command(app))
-    assert sections.keys() == commands.keys() == {*COMMANDS, *BEFORE, "policy check", "run", "simulate", *BESIDE}
+    assert sections.keys() == commands.keys() == {*COMMANDS, *BEFORE, *OTHERS, *BESIDE}
     for name, command in commands.items():
         for parameter in command.params:
             for option in [*parameter.opts, *parameter.secondary_opts]:

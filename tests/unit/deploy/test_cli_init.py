@@ -35,6 +35,18 @@ def test_it_writes_the_defaults(here: Here) -> None:
     assert _listed() == ["driftpoint.schema.json", "driftpoint.yaml"]
 
 
+def test_it_begins_with_the_settings_that_people_set(here: Here) -> None:
+    here("init", "--encoding", "compact", "--policy", "budget", "--bytes-per-hour", "2e10")
+    first, advanced = Path("driftpoint.yaml").read_text().split("\n# Advanced\n")
+    keys = [re.findall(r"^#?(\w+):", text, re.M) for text in (first, advanced)]
+    assert keys[0] == ["store", "every", "policy", "encoding", "staging", "memory", "metrics", "retention"]
+    assert keys[1][0] == "encode" and {*keys[0], *keys[1]} == {*Config.model_fields}
+    assert yaml.safe_load(first) == {
+        "store": "./driftpoint-checkpoints", "every": "auto", "policy": "budget", "encoding": "compact"
+    }  # fmt: skip
+    assert yaml.safe_load(advanced) == {"budget": {"bytes_per_hour": 2e10}}
+
+
 def test_what_is_commented_out_is_every_other_default(here: Here) -> None:
     here("init")
     text = Path("driftpoint.yaml").read_text()

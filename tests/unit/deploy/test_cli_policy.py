@@ -94,7 +94,7 @@ def test_a_configuration_with_its_bounds(here: Here, tmp_path: Path, monkeypatch
         (["parity", "--set", "k=0100"], "--set k=0100: write numbers as 12, 0.5 or 1e-3"),
         (["parity", "--set", "k=2", "--set", "k=3"], "--set k=3: 'k' was given twice"),
         (["parity", "--set", "name=full"], "'name' is the policy itself"),
-        (["threshold", "--set", "threshold={a"], "that is neither JSON nor YAML"),
+        (["threshold", "--set", "threshold={a"], "neither JSON nor YAML"),
         (["some.yaml", "--set", "k=2"], "some.yaml has its parameters in it"),
         (["some.yaml"], "cannot read the configuration some.yaml"),
         ([], "see `driftpoint policy check --help`"),

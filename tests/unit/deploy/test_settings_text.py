@@ -11,7 +11,7 @@ import yaml
 from jsonschema import Draft202012Validator
 from pydantic import BaseModel
 
-from deploy.settings_text import documented, schema
+from deploy.settings_text import ADVANCED, COMMON, documented, schema
 from monitor.config import Config, load_config
 from store.errors import ConfigError
 from tests.support.cli import ROOT
@@ -22,7 +22,14 @@ EXAMPLES = sorted(path for path in (ROOT / "examples").rglob("*.yaml"))
 
 def test_the_page_has_every_setting_with_its_default_and_meaning() -> None:
     assert PAGE.read_text() == page(), "run `make settings`"
-    assert yaml.safe_load(documented()) == Config().model_dump()
+    assert yaml.safe_load(documented([*COMMON, *ADVANCED])) == Config().model_dump()
+
+
+def test_the_page_begins_with_the_settings_that_people_set() -> None:
+    first, advanced = PAGE.read_text().split("\n## Advanced\n")
+    assert list(yaml.safe_load(first.split("```")[1].removeprefix("yaml"))) == list(COMMON)
+    assert list(yaml.safe_load(advanced.split("```")[1].removeprefix("yaml"))) == list(ADVANCED)
+    assert len("".join(first.split("```")[:2]).splitlines()) <= 40  # a screen
 
 
 def test_the_published_schema_is_that_of_the_code() -> None:

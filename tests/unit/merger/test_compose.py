@@ -14,9 +14,9 @@ from merger.merge import MergeResult, merge
 from merger.plan import Request, draft_merge
 from merger.recipe.read import recipe_from
 from merger.recipe.recipe import Recipe
-from merger.recipe.yamlfile import parse_yaml
 from merger.report import CERTIFICATE
 from merger.target import Target
+from store.config_file import parse_yaml
 from store.errors import ConfigError, MergeError, NoStoreError, NothingToResumeError, UsageError
 from store.names import SaveId, Unit
 from tests.support.plain_stores import PlainStore, digest_of, rebuilt, same

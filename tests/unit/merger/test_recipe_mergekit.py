@@ -9,7 +9,7 @@ import pytest
 from merger.recipe.choice import choose
 from merger.recipe.read import recipe_from
 from merger.recipe.recipe import Recipe, SourceRef
-from merger.recipe.yamlfile import parse_yaml
+from store.config_file import parse_yaml
 from store.errors import ConfigError, DriftpointError, UnsupportedError
 from tests.support.recipe_models import layers_of, llama
 

@@ -10,7 +10,7 @@ import pytest
 from merger.recipe.read import read_recipe, recipe_from
 from merger.recipe.recipe import Recipe, SourceRef
 from merger.recipe.selections import Auxiliary, Blocks, EveryKth, Layers, Parameters
-from merger.recipe.yamlfile import parse_yaml
+from store.config_file import parse_yaml
 from store.errors import ConfigError
 
 SOURCES = "sources: {a: {path: run/a, step: 110}, b: run/b}\nrun_state: b\n"
@@ -89,7 +89,7 @@ def test_files_are_a_source_or_a_directory() -> None:
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("", "r.yaml must be a YAML mapping with `sources:`, or one as MergeKit has it"),
+        ("", "r.yaml must be a YAML mapping with `sources:`, or a MergeKit one with `slices:`"),
         ("- a", "must be a YAML mapping"),
         ("a: [", "r.yaml is not YAML: "),
         ("rest: a\nrest: b", "r.yaml:2: 'rest' is written twice (first in line 1)"),

@@ -153,7 +153,7 @@ def test_what_starves_is_told_and_max_staleness_is_what_helps(tmp_path: Path) ->
     finding = found(tmp_path, body)["no layer starves"]
     assert (finding.outcome, finding.detail) == (
         "take note",
-        "starves layer.0/exp_avg (and 2 more): not saved in 200 decisions; set bounds.max_staleness",
+        "starves layer.0/exp_avg and 2 more: not saved in 200 decisions; set bounds.max_staleness",
     )
     bounds = Bounds(max_staleness=100, interval=10, precision="any")
     finding = found(tmp_path, body, bounds)["no layer starves"]

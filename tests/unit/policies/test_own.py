@@ -130,9 +130,9 @@ def test_it_is_shown_what_it_cannot_change(tmp_path: Path) -> None:
     ("body", "settings", "message"),
     [
         (SOUND, {"evrey": 3}, "unknown parameter 'evrey': did you mean 'every'? Known: every, tag"),
-        (SOUND.replace(" = 2", ""), {}, "parameter 'every' is missing; it has no default"),
+        (SOUND.replace(" = 2", ""), {}, "missing a required argument: 'every'"),
         (selecting("pass"), {"a": 1}, "takes no parameters, and 'a' was given; remove it"),
-        (selecting("", more="def __init__(self, *, alpha, beta=2): pass"), {}, "parameter 'alpha' is missing"),
+        (selecting("", more="def __init__(self, *, alpha, beta=2): pass"), {}, "missing a required argument: 'alpha'"),
         (
             selecting("", more="def __init__(self, *, alpha=1, beta=2): pass"),
             {"betta": 3},
@@ -141,7 +141,7 @@ def test_it_is_shown_what_it_cannot_change(tmp_path: Path) -> None:
         (
             selecting("", more="def __init__(self, name): pass"),
             {},
-            "a parameter cannot be called 'name', which says what policy it is: rename it, or give it a default",
+            "missing a required argument: 'name'; `name:` in the settings is the policy's own name: rename",
         ),
         (
             selecting("", more="def __init__(self, a): raise ValueError('a is too small')"),

@@ -50,7 +50,7 @@ def test_settings_become_a_policy(settings: Any, policy: Policy) -> None:
         ({"name": "filter", "auxilary": "always"}, r"unknown parameter 'auxilary': did you mean 'auxiliary'\?"),
         ({"name": "parity", 3: 3}, r"policy parity: unknown parameter '3'"),
         ({"name": "full", "k": 3}, r"policy full takes no parameters, and 'k' was given; remove it"),
-        ("threshold", r"policy threshold: parameter 'threshold' is missing; it has no default"),
+        ("threshold", r"policy threshold: missing a required argument: 'threshold'"),
         ({"name": "parity", "k": 1}, r"policy parity: k must be an integer >= 2, not 1"),
         ({"name": "threshold", "threshold": -1}, r"threshold must be a finite number >= 0, not -1"),
         ({"k": 3}, r"policy needs a name \(it has none\); known: budget, filter, full"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,13 +10,22 @@ import pytest
 from store.mounts import Mount, mount_of
 
 TABLE = """\
-22 1 8:1 / / rw,relatime - overlay overlay rw,lowerdir=/a
-30 22 0:26 / /dev/shm rw,nosuid - tmpfs tmpfs rw
-31 22 0:27 / /data rw - lustre 10.0.0.1@tcp:/fs rw
-32 31 8:2 / /data/my\\040disk rw shared:3 master:1 - ext4 /dev/sda2 rw
-33 22 0:28 / /data rw - nfs4 server:/x rw
+overlay / overlay rw,lowerdir=/a 0 0
+tmpfs /dev/shm tmpfs rw,nosuid 0 0
+10.0.0.1@tcp:/fs /data lustre rw 0 0
+/dev/sda2 /data/my\\040disk ext4 rw 0 0
+server:/x /data nfs4 rw 0 0
+none /none ramfs rw 0 0
 odd line
 """
+
+
+@pytest.fixture
+def mounted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Has psutil read another table of mounts."""
+    (tmp_path / "proc" / "self").mkdir(parents=True)
+    monkeypatch.setattr("psutil.PROCFS_PATH", str(tmp_path / "proc"))
+    return (tmp_path / "proc" / "self" / "mounts").write_text  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize(
@@ -26,12 +36,12 @@ odd line
         ("/data", "nfs4", "shared"),  # what was mounted last on a point hides what was before
         ("/data/my disk/store", "ext4", "local"),
         ("/database", "overlay", "container"),
+        ("/none/x", "ramfs", "passing"),
     ],
 )
-def test_the_nearest_mount_above(tmp_path: Path, path: str, name: str, kind: str) -> None:
-    table = tmp_path / "mountinfo"
-    table.write_text(TABLE)
-    found = mount_of(path, table)
+def test_the_nearest_mount_above(mounted: Callable[[str], None], path: str, name: str, kind: str) -> None:
+    mounted(TABLE)
+    found = mount_of(path)
     assert found is not None
     assert (found.name, found.kind) == (name, kind)
 
@@ -42,16 +52,15 @@ def test_what_is_lost_without_a_disk_failing() -> None:
     assert Mount("ext4", "/").loss is None and Mount("fuse.somebody", "/").loss is None
 
 
-def test_a_link_is_followed(tmp_path: Path) -> None:
-    table = tmp_path / "mountinfo"
-    table.write_text(f"22 1 8:1 / / rw - ext4 x rw\n23 22 0:9 / {tmp_path}/there rw - nfs s rw\n")
+def test_a_link_is_followed(mounted: Callable[[str], None], tmp_path: Path) -> None:
+    mounted(f"x / ext4 rw 0 0\ns {tmp_path}/there nfs rw 0 0\n")
     (tmp_path / "link").symlink_to(tmp_path / "there")
-    found = mount_of(tmp_path / "link" / "store", table)
+    found = mount_of(tmp_path / "link" / "store")
     assert found is not None and found.name == "nfs"
 
 
-def test_no_table(tmp_path: Path) -> None:
-    assert mount_of("/", tmp_path / "missing") is None
+def test_no_table(mounted: Callable[[str], None]) -> None:
+    assert mounted is not None and mount_of("/") is None
 
 
 def test_here() -> None:

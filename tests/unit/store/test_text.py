@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from merger.listed import counted, listed
 from merger.recipe.opened import raise_all
 from store.errors import ConfigError, DriftpointError, MergeError
+from store.text import counted, listed
 
 
 def test_a_handful_and_how_many_more() -> None:

@@ -1,0 +1,104 @@
+"""``driftpoint estimate``: bytes, stall and risk of configurations for a large model, from stated assumptions."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Annotated
+
+import typer
+
+from deploy.cli import output
+from deploy.cli.options import DebugOption, JsonOption
+from deploy.cli.replay import (
+    BytesOption,
+    CopyOption,
+    ExactOption,
+    GpuPriceOption,
+    LossOption,
+    MtbfOption,
+    PlotOption,
+    PolicyOption,
+    RecommendOption,
+    RestartOption,
+    StallOption,
+    StorageOption,
+    WrittenPriceOption,
+    answer,
+    check_numbers,
+    check_options,
+)
+
+ModelArgument = Annotated[
+    str, typer.Argument(metavar="MODEL", help="llama-8b, llama-70b or llama-405b.", show_default=False)
+]
+GpusOption = Annotated[
+    int | None, typer.Option("--gpus", min=1, metavar="N", help="How many (1024).", show_default=False)
+]
+StepOption = Annotated[
+    float | None, typer.Option("--step-seconds", min=0, metavar="S", help="Of one step.", show_default=False)
+]
+DriftOption = Annotated[
+    float | None,
+    typer.Option("--drift", min=0, metavar="D", help="Of the weights, over 10 steps.", show_default=False),
+]
+RateOption = Annotated[
+    float | None,
+    typer.Option("--learning-rate", min=0, metavar="LR", help="In place of --drift (1e-4).", show_default=False),
+]
+EveryOption = Annotated[
+    int | None,
+    typer.Option("--every", min=1, metavar="N", help="Steps between decisions (25).", show_default=False),
+]
+HoursOption = Annotated[
+    float | None,
+    typer.Option("--hours", min=0, metavar="H", help="Of training (24).", show_default=False),
+]
+
+
+def estimate(
+    model: ModelArgument,
+    *,
+    gpus: GpusOption = None,
+    step_seconds: StepOption = None,
+    drift: DriftOption = None,
+    learning_rate: RateOption = None,
+    every: EveryOption = None,
+    hours: HoursOption = None,
+    policy: PolicyOption = None,
+    recommend: RecommendOption = False,
+    bytes_per_hour: BytesOption = None,
+    stall_share: StallOption = None,
+    max_loss_minutes: LossOption = None,
+    exact: ExactOption = False,
+    mtbf: MtbfOption = None,
+    restart_seconds: RestartOption = 600.0,
+    price_per_gpu_hour: GpuPriceOption = None,
+    price_per_tb_written: WrittenPriceOption = None,
+    storage_gbps: StorageOption = None,
+    copy_gbps: CopyOption = None,
+    plot: PlotOption = None,
+    json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Estimate for a model and a machine, from stated assumptions: bytes, stall, and the cost of a failure."""
+    del debug
+    with output.kept_for_answers():
+        from deploy.simulate.assumed import Assumptions, assumed_trace
+        from deploy.simulate.recommend import Limits
+        from deploy.simulate.simulation import simulated
+        from deploy.simulate.summary import Prices, Terms
+
+    given = {
+        "gpus": gpus, "step_seconds": step_seconds, "drift": drift, "learning_rate": learning_rate, "every": every,
+        "hours": hours, "storage_gbps": storage_gbps, "copy_gbps": copy_gbps,
+    }  # fmt: skip
+    check_numbers(given, above_zero=True)
+    limits = Limits(bytes_per_hour, stall_share, max_loss_minutes, exact)
+    terms = Terms(tuple(mtbf or ()) or None, restart_seconds, Prices(price_per_gpu_hour, price_per_tb_written))
+    check_options(limits, terms, recommend=recommend)
+    assumptions = Assumptions.of(model, given)
+    between = assumptions.mtbf_hours
+    terms = replace(terms, mtbf_hours=terms.mtbf_hours or (between, 4 * between, 16 * between))
+    speeds = {"storage_gbps": assumptions.storage_gbps, "copy_gbps": assumptions.copy_gbps}
+    found, chosen = simulated(assumed_trace(assumptions), policy or (), terms, limits if recommend else None, speeds)
+    answer(found, chosen, plot=plot, as_json=json, assumed=assumptions.told())

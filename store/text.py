@@ -1,0 +1,39 @@
+"""Format lists, counts and suggestions for messages."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+def listed(items: Iterable[object], limit: int = 3, between: str = ", ", rest: str = "more") -> str:
+    """Return the first items as text, and how many there are beyond them.
+
+    Args:
+        items: each is shown as ``str`` shows it.
+        limit: items shown.
+        between: separator.
+        rest: noun of those that are not shown.
+    """
+    texts = [str(item) for item in items]
+    beyond = len(texts) - limit
+    if beyond <= 0:
+        return between.join(texts)
+    return f"{between.join(texts[:limit])}{';' if between.startswith(';') else ''} and {beyond} {rest}"
+
+
+def counted(count: float, noun: str, nouns: str | None = None) -> str:
+    """Return a number and its noun: ``1 rank``, ``2 ranks``. nouns: the plural, where it is not formed with ``s``."""
+    number = str(count) if isinstance(count, int) else f"{count:g}"
+    return f"{number} {noun if count == 1 else nouns or noun + 's'}"
+
+
+def nearest(word: str, known: Iterable[str], cutoff: float = 0.0) -> str | None:
+    """Return the known word most like ``word``; None where none reaches ``cutoff``, between 0 and 1."""
+    return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)), None)
+
+
+def suggestion(word: str, known: Iterable[str], cutoff: float = 0.0) -> str:
+    """Return the question ``did you mean ...?`` about the nearest known word; empty where there is none."""
+    found = nearest(word, known, cutoff)
+    return "" if found is None else f"did you mean {found!r}?"
