@@ -28,6 +28,7 @@ import monitor
 from benchmarks.figures import Figure, report
 from monitor.drift.base import Signature
 from monitor.drift.ladder import Ladder
+from monitor.tracing import Tracer
 
 WIDTH = 4099
 ANCHORS = 6
@@ -88,7 +89,7 @@ def model(millions: float, count: int, rounds: int, goal: float | None) -> list[
                 checkpointer.step()
                 if turn >= CLIMBED:
                     times[name].append(time.thread_time() - began)
-        memory = on._job.tracer.memory_bytes
+        memory = next(one for one in on._job.listeners.all if isinstance(one, Tracer)).memory_bytes
         on.close()
         off.close()
         written = (path / "on.trace.jsonl").read_bytes().splitlines()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from monitor.adapters.select import adapter_for
@@ -16,6 +17,7 @@ from monitor.config import Config, load_config
 from monitor.daemon_link import DaemonLink
 from monitor.drift.buffers import BySlotMeter
 from monitor.drift.select import meter_for
+from monitor.events import Listeners
 from monitor.group import Group, current_group
 from monitor.hf.accelerator import is_accelerator, prepared
 from monitor.job import Job
@@ -25,12 +27,12 @@ from monitor.opened import open_existing, open_store
 from monitor.pacing import pace_for
 from monitor.rehearsing import rehearse_policy
 from monitor.run_state import UserState, to_tree
+from monitor.save_log import SaveLog
 from monitor.saying import say
 from monitor.spending import Spending
 from monitor.tracing import TracedJob, Tracer
 from monitor.units import UnitTable
 from policies.observe import Observe
-from store.place import store_place
 
 
 def attach(
@@ -66,7 +68,8 @@ def attach_counted(
     """:func:`attach`, for loops that count themselves. steps: optimizer steps taken so far, where the framework does
     not count them; None: every ``ckpt.step()`` is one."""
     group = current_group()
-    job = everywhere(group, lambda: _job(target, config, state, group, steps))
+    made = everywhere(group, lambda: _job(target, config, state, group, steps))
+    job, metrics = made.job, made.metrics
     require_alike(job)
     if isinstance(job.adapter, WithoutFrozen):
         job.adapter.agree(group)
@@ -74,19 +77,26 @@ def attach_counted(
     settings = job.config
     options = settings.s3.options()
     if job.observing:
-        return _told(Checkpointer(job, None, open_existing(settings.store, group, options)), job, False, config is None)
+        catalog = open_existing(settings.store, group, options)
+        return _told(Checkpointer(job, metrics, made.spending, None, catalog), job, False, config is None)
     opened = open_store(settings.store, group, settings.timeouts.lock, settings.every == "auto", options)
     if opened.incarnation is not None:
         job.pace.count(opened.incarnation.interruptions, opened.incarnation.rank_seconds)
-    store = str(store_place(settings.store))
-    job.daemon.begin(store, opened.catalog.store_id, opened.epoch, group.rank, group.world_size)
-    return _told(Checkpointer(job, opened, opened.catalog), job, opened.has_commits, config is None)
+    ckpt = Checkpointer(job, metrics, made.spending, opened, opened.catalog)
+    return _told(ckpt, job, opened.has_commits, config is None)
 
 
 def _told(made: Checkpointer, job: Job, has_commits: bool, unset: bool) -> Checkpointer:
     if job.group.rank == 0:
-        say(banner(job, has_commits=has_commits, unset=unset))
+        say(banner(job, made.metrics, has_commits=has_commits, unset=unset))
     return made
+
+
+@dataclass(frozen=True)
+class _Made:
+    job: Job
+    metrics: Metrics
+    spending: Spending
 
 
 def _job(
@@ -95,7 +105,7 @@ def _job(
     state: Sequence[Any],
     group: Group,
     steps: Callable[[], int] | None,
-) -> Job:
+) -> _Made:
     settings = load_config(config)
     adapter = adapter_for(target)
     if settings.frozen == "skip":
@@ -111,11 +121,11 @@ def _job(
     policy = settings.bounded_policy()
     observing = isinstance(policy, Observe)
     inner = policy.inner if isinstance(policy, Observe) else policy
-    metrics = Metrics(settings.metrics.layer_series)
+    metrics = Metrics(settings.metrics.layer_series, group.rank)
     spending = Spending(settings.budget.account(), metrics)
     tracer = Tracer(settings, TracedJob(adapter.framework, inner.name, observing), group, table, metrics)
     pace = pace_for(settings.every, settings.auto, settings.bounds.max_staleness, group.world_size, metrics)
     daemon = DaemonLink(settings.daemon, settings.memory.path, metrics, settings.metrics.security())
-    return Job(
-        settings, inner, group, adapter, table, meter, user, metrics, spending, tracer, pace, daemon, observing, steps
-    )
+    listeners = Listeners(spending, pace, metrics, SaveLog(settings, group.rank), tracer, daemon)
+    job = Job(settings, inner, group, adapter, table, meter, user, pace, listeners, observing, steps)
+    return _Made(job, metrics, spending)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from monitor.config import Config
 from monitor.job import Job
+from monitor.metrics import Metrics
 from store.encoding import encoding_named
 from store.mounts import mount_of
 
@@ -18,10 +19,10 @@ _FILE = "driftpoint.yaml"
 """What the command line takes where it is told nothing else."""
 
 
-def banner(job: Job, *, has_commits: bool, unset: bool) -> str:
+def banner(job: Job, metrics: Metrics, *, has_commits: bool, unset: bool) -> str:
     """What is saved where and when, where to look, and what a resume finds. unset: no configuration was given."""
     config = job.config
-    parts = [_what(job), *_besides(config), _metrics(job)]
+    parts = [_what(job), *_besides(config), _metrics(job.config, metrics)]
     if not job.observing:
         parts.append("ckpt.resume() goes on from its newest commit" if has_commits else "nothing to resume")
     if unset:
@@ -88,9 +89,9 @@ def _besides(config: Config) -> Iterator[str]:
         yield f"the newest state in {config.memory.path} besides"
 
 
-def _metrics(job: Job) -> str:
-    if not job.config.metrics.enabled:
+def _metrics(config: Config, metrics: Metrics) -> str:
+    if not config.metrics.enabled:
         return "no metrics (metrics.enabled: false)"
-    if job.metrics.url is None:
-        return f"no metrics: {job.metrics.trouble}"
-    return f"metrics at {job.metrics.url}"
+    if metrics.url is None:
+        return f"no metrics: {metrics.trouble}"
+    return f"metrics at {metrics.url}"

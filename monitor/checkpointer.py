@@ -22,9 +22,11 @@ from types import TracebackType
 from monitor.agree import said
 from monitor.decided import Decided, Demand
 from monitor.deciding import Decider
+from monitor.events import AttachEvent, DecisionEvent, MeasuredEvent, ResumeEvent
 from monitor.job import Job
 from monitor.last_save import LastSaves
 from monitor.memory import memory_tier
+from monitor.metrics import Metrics
 from monitor.observing import Observer
 from monitor.opened import OpenedStore
 from monitor.preemption import Preemption
@@ -32,15 +34,16 @@ from monitor.reading import Room
 from monitor.report import Preempted, StepReport
 from monitor.resume import Resumed, resume
 from monitor.saver import Saver
+from monitor.spending import Spending
 from monitor.standing import adopt, certified, resumed
 from monitor.survey import Surveyor
-from monitor.telling import begin_metrics, show_units, tell_resumed, tell_skipped, tell_unused
 from monitor.units import LocalUnit
 from store.catalog import Catalog
 from store.certificate import Certificate
 from store.commit import mark_proven
 from store.errors import ConfigError
 from store.names import Unit
+from store.place import store_place
 
 _log = logging.getLogger("driftpoint")
 
@@ -48,9 +51,11 @@ _log = logging.getLogger("driftpoint")
 class Checkpointer:
     """Made by :func:`monitor.attach`. Usable as a context manager, which closes it."""
 
-    def __init__(self, job: Job, opened: OpenedStore | None, catalog: Catalog | None) -> None:
+    def __init__(
+        self, job: Job, metrics: Metrics, spending: Spending, opened: OpenedStore | None, catalog: Catalog | None
+    ) -> None:
         self.config = job.config
-        self.metrics = job.metrics
+        self.metrics = metrics
         self.certificate: Certificate | None = None
         """What was resumed, on every rank; None where nothing was."""
         self.preempted = False
@@ -59,7 +64,9 @@ class Checkpointer:
         self._group = job.group
         self._opened = opened
         self._catalog = catalog
-        self._decider = Decider(job)
+        self._spending = spending
+        self._decider = Decider(job, spending)
+        self._listeners = job.listeners
         self._pace = job.pace
         saver = None if opened is None else Saver(job, opened)
         self._saver: Saver | Observer = saver or Observer(job)
@@ -72,14 +79,26 @@ class Checkpointer:
         self._updates = 0
         job.adapter.before_update(self._count_update)
         self._proven = False
-        self._told_unused = False
         self._closed = False
         self._process = os.getpid()
-        job.tracer.begin(opened.epoch if opened else 0)
         self._forget_exit = _close_at_exit(self)
         self._preemption = Preemption(job.config.preemption, job.group, active=opened is not None)
-        if job.group.rank == 0:
-            begin_metrics(job, opened.epoch if opened else 0)
+        self._attached(opened)
+
+    def _attached(self, opened: OpenedStore | None) -> None:
+        """Tell the listeners, and serve the metrics. Collective."""
+        self._listeners.on_attach(
+            AttachEvent(
+                rank=self._group.rank,
+                world_size=self._group.world_size,
+                store=str(store_place(self.config.store)),
+                store_id=None if opened is None else opened.catalog.store_id,
+                epoch=0 if opened is None else opened.epoch,
+            )
+        )
+        settings = self.config.metrics
+        if self._group.rank == 0 and settings.enabled:
+            self.metrics.serve(settings.host, settings.port, settings.security())
 
     @property
     def layers(self) -> tuple[str, ...]:
@@ -143,9 +162,21 @@ class Checkpointer:
         for unit, part in self._job.table.local().items():
             if unit in found.resolution.versions:
                 self._job.meter.reset(unit, part.tensors)
-        self._job.tracer.resumed(self._step, found.resolution.manifest.step)
-        if self._group.rank == 0:
-            tell_resumed(self._job, self._step, found, self.certificate)
+        manifest = found.resolution.manifest
+        self._listeners.on_resume(
+            ResumeEvent(
+                step=self._step,
+                commit=manifest.step,
+                created=manifest.created,
+                newest=self._job.ledger.newest,
+                certificate=self.certificate,
+                from_memory=found.memory is not None,
+                replicas=len(found.replicas),
+                fallbacks=len(found.resolution.fallbacks),
+                passed_over=found.passed_over,
+                notes=found.notes,
+            )
+        )
 
     def step(self) -> StepReport | None:
         """Call after every optimizer step. When it is time for that (``every``) it decides, and perhaps begins a save.
@@ -160,9 +191,7 @@ class Checkpointer:
             return None
         self._require_asked()
         self._mark_proven()
-        self._pace.timing.stepped(began)
-        if self._group.rank == 0:
-            self.metrics.stepped(self._step)
+        self._listeners.on_step(self._step, began)
         if self._preemption.agreed():
             return self._leave()
         with self._job.adapter.still():
@@ -240,15 +269,19 @@ class Checkpointer:
             self._saver.close(timeout, clean and not self.preempted)
             if self._memory is not None:
                 self._memory.close(remove=ended and not self.preempted)
-            self._job.daemon.close(ended and not self.preempted)
-            self._job.tracer.close(timeout)
-            self.metrics.close()
+            self._listeners.on_close(ended and not self.preempted, timeout)
             self._preemption.close(leaving=self.preempted and self.config.preemption.exit)
 
     def _leave(self) -> StepReport:
         """The last step: save what time allows. Where the process is to end, it ends in time whatever happens."""
         assert isinstance(self._saver, Saver)  # nothing is heeded where nothing is saved
-        last = LastSaves(self._job, self._saver, self._step, lambda demand: self._decide(time.perf_counter(), demand))
+        last = LastSaves(
+            self._job,
+            self._saver,
+            self._step,
+            lambda demand: self._decide(time.perf_counter(), demand),
+            self._spending.writing.affordable,
+        )
         deadline = self._preemption.deadline()
         with deadline.enforced() if self.config.preemption.exit else nullcontext():
             report = last.make(deadline)
@@ -319,10 +352,8 @@ class Checkpointer:
         decided = self._decider.decide(self._step, local, demand)
         self._pace.agreed(self._step, decided.interval)
         if self._group.rank == 0:
-            show_units(self._job, self._step, decided)
-            if not self._told_unused:
-                tell_unused(self.config, self._job.table)
-        self._told_unused = True
+            committed = self._job.ledger.versions.keys()
+            self._listeners.on_measured(MeasuredEvent(self._step, decided, self._job.table.sizes, committed))
         if decided.lacking:
             return self._skipped("withheld", began, decided)
         if not decided.saved:
@@ -354,20 +385,18 @@ class Checkpointer:
         for unit in self._job.table.agree(local):
             if unit in local:  # the old reference fits no more; the unit counts as lost until it is saved
                 self._job.meter.reset(unit, local[unit].tensors)
-        self._job.tracer.agreed(local)
+        self._listeners.on_units_changed(local)
 
     def _skipped(self, reason: str, began: float, decided: Decided | None, problem: str | None = None) -> StepReport:
-        if self._group.rank == 0:
-            tell_skipped(self.metrics, reason, self._step, problem, put_off=self.config.every == "auto")
-        return replace(self._report(reason, began, decided, 0), problem=problem)
+        return replace(self._report(reason, began, decided, 0, problem), problem=problem)
 
-    def _report(self, skipped: str | None, began: float, decided: Decided | None, staged: int) -> StepReport:
+    def _report(
+        self, skipped: str | None, began: float, decided: Decided | None, staged: int, problem: str | None = None
+    ) -> StepReport:
         stall = time.perf_counter() - began
-        self.metrics.stall.observe(stall)
-        self._job.spending.stalled(stall)
         why = None if skipped == "observe" else skipped
-        self._job.tracer.decided(self._step, why, stall, decided, self._job.ledger.commits)
-        self._pace.timing.stalled(stall, counts=decided is not None and not decided.forced)
+        commits = self._job.ledger.commits
+        self._listeners.on_decision(DecisionEvent(self._step, why, problem, stall, decided, commits))
         if decided is None:
             return StepReport(self._step, skipped, stall_seconds=stall)
         saved = decided.saved if skipped in (None, "observe") else {}

@@ -21,6 +21,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from typing_extensions import override
+
+from monitor.events import AttachEvent, CommitEvent, MemoryEvent, SaveListener
 from monitor.metrics import Metrics
 from monitor.settings import DaemonSettings
 from store.daemon.messages import LINE_LIMIT, Bye, Hello, Leaving, Message, Note, Refused, heard_from_daemon, to_line
@@ -29,7 +32,6 @@ from store.errors import DaemonError, DriftpointError, StorageError
 from store.memory.owner import Owner
 from store.memory.tier import home
 from store.metrics_server import EndpointSecurity
-from store.names import SaveId
 
 _log = logging.getLogger("driftpoint")
 
@@ -71,8 +73,8 @@ class _News:
     goodbye: Bye | None
 
 
-class DaemonLink:
-    """Of one rank. Does nothing before :meth:`begin`, or where the settings want no daemon. base: of shared memory.
+class DaemonLink(SaveListener):
+    """Of one rank. Does nothing before the job is attached, or if the settings want no daemon. base: of shared memory.
     security: of the metrics endpoint of a daemon that it starts."""
 
     def __init__(
@@ -91,33 +93,35 @@ class DaemonLink:
         self._may_start = settings.start
         self._told = ""
 
-    def begin(self, store: str, store_id: str, epoch: int, rank: int, world_size: int) -> None:
-        """The job has its store: connect, or have a daemon started, beside training."""
-        if not self._settings.enabled or self._thread is not None:
+    @override
+    def on_attach(self, event: AttachEvent) -> None:
+        if not self._settings.enabled or event.store_id is None or self._thread is not None:
             return
         self._hello = Hello(
             pid=self._pid,
-            rank=rank,
-            world_size=world_size,
-            store=store,
-            store_id=store_id,
-            epoch=epoch,
+            rank=event.rank,
+            world_size=event.world_size,
+            store=event.store,
+            store_id=event.store_id,
+            epoch=event.epoch,
             base=str(self._base),
         )
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._thread = threading.Thread(target=self._work, name="driftpoint-daemon-link", daemon=True)
         self._thread.start()
 
-    def committed(self, save: SaveId) -> None:
-        """Rank 0: a save is committed."""
-        self._tell(lambda note: note.model_copy(update={"committed": save.name}))
+    @override
+    def on_commit(self, event: CommitEvent) -> None:
+        self._tell(lambda note: note.model_copy(update={"committed": event.save.name}))
 
-    def remembered(self, save: SaveId) -> None:
-        """All ranks have a version in memory."""
-        self._tell(lambda note: note.model_copy(update={"memory": save.name}))
+    @override
+    def on_memory(self, event: MemoryEvent) -> None:
+        snapshot = event.snapshot
+        if snapshot is not None:
+            self._tell(lambda note: note.model_copy(update={"memory": snapshot.name}))
 
-    def close(self, clean: bool) -> None:
-        """Say goodbye. clean: nothing is left that anybody should write. Waits a moment at most."""
+    @override
+    def on_close(self, clean: bool, timeout: float) -> None:
         if self._thread is None or os.getpid() != self._pid:
             return
         with self._lock:
@@ -250,7 +254,7 @@ class DaemonLink:
     def _complain(self, text: str) -> None:
         """Once, until it is another trouble."""
         if text != self._told and self._news().goodbye is None:
-            self._metrics.failures.labels("daemon").inc()
+            self._metrics.counter("failures").labels("daemon").inc()
             _log.warning("%s", text)
         self._told = text
 

@@ -15,6 +15,7 @@ from monitor.drift.base import Measure
 from monitor.guard import Guard
 from monitor.job import Job
 from monitor.measuring import Measured, measure_all, unit_stats
+from monitor.spending import Spending
 from monitor.units import LocalUnit, is_moving
 from policies.base import Budget, Choice, Decision, History, UnitStats
 from policies.bounds import incomplete
@@ -24,16 +25,16 @@ from store.names import Unit
 
 
 class Decider:
-    """Asks the policy."""
+    """Asks the policy. spending: says what a decision may cost."""
 
-    def __init__(self, job: Job) -> None:
-        self._policy = Guard(job.policy, job.config, job.metrics)
+    def __init__(self, job: Job, spending: Spending) -> None:
+        self._policy = Guard(job.policy, job.config, job.listeners)
         self._sees_all = job.policy.needs_drift or job.observing
         self._meter = job.meter
         self._group = job.group
         self._table = job.table
         self._ledger = job.ledger
-        self._spending = job.spending
+        self._spending = spending
         self._pace = job.pace
         self._urgent = Urgent(job.config.in_bounds(Nothing()), job.config.encodings())
 

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Sequence
 
 from monitor.config import Config
-from monitor.metrics import Metrics
+from monitor.events import Listeners
 from policies.base import Budget, Decision, History, Policy, UnitStats
 from policies.failure import Failure, failure_of
 from policies.fallback import Fallback
@@ -24,10 +24,10 @@ _MOST_TOLD = 100
 class Guard:
     """Asks the policy of a job, and stands in for it where it raises or breaks its contract."""
 
-    def __init__(self, policy: Policy, config: Config, metrics: Metrics) -> None:
+    def __init__(self, policy: Policy, config: Config, listeners: Listeners) -> None:
         self._policy = policy
         self._config = config
-        self._metrics = metrics
+        self._listeners = listeners
         self._told: set[str] = set()
 
     def select(self, stats: Sequence[UnitStats], budget: Budget, history: History) -> Decision:
@@ -36,7 +36,7 @@ class Guard:
             return self._policy.select(stats, budget, history)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - the edge to the user's own code
             failure = failure_of(error)
-            self._metrics.policy_failures.inc()
+            self._listeners.on_policy_failed(error)
             self._tell(failure, error, history.step)
         fallback = Fallback(self._policy.name, failure)
         return fallback.named(self._config.in_bounds(fallback).select(stats, budget, history))

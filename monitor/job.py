@@ -7,27 +7,23 @@ from dataclasses import dataclass, field
 
 from monitor.adapters.base import Adapter
 from monitor.config import Config
-from monitor.daemon_link import DaemonLink
 from monitor.drift.base import DriftMeter
+from monitor.events import Listeners
 from monitor.group import Group
 from monitor.ledger import Ledger
-from monitor.metrics import Metrics
 from monitor.pacing import Pace
 from monitor.run_state import UserState
-from monitor.spending import Spending
-from monitor.tracing import Tracer
 from monitor.units import UnitTable
 from policies.base import Policy
-from policies.urgent import Writing
 
 
 @dataclass(frozen=True)
 class Job:
-    """The parts of one rank. ``ledger`` is kept on rank 0 (and after a resume stands alike everywhere), and so is
-    ``spending``; ``pace`` says on every rank when to decide.
+    """The parts of one rank. ``ledger`` is kept on rank 0 (and after a resume stands alike everywhere).
 
-    observing: nothing is written, everything is measured. steps: counts where the framework does not. writing: how
-    long units took to become durable, on rank 0."""
+    pace: says on every rank when to decide. listeners: what follows the job, see :mod:`monitor.events`.
+
+    observing: nothing is written, everything is measured. steps: counts where the framework does not."""
 
     config: Config
     policy: Policy
@@ -36,15 +32,11 @@ class Job:
     table: UnitTable
     meter: DriftMeter
     user: UserState
-    metrics: Metrics
-    spending: Spending
-    tracer: Tracer
     pace: Pace
-    daemon: DaemonLink
+    listeners: Listeners
     observing: bool = False
     steps: Callable[[], int] | None = None
     ledger: Ledger = field(default_factory=Ledger)
-    writing: Writing = field(default_factory=Writing)
 
     def completed_steps(self) -> int | None:
         """Optimizer steps taken so far, or None where nobody counts them."""

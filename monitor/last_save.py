@@ -14,13 +14,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from monitor.decided import Demand
+from monitor.events import PreemptedEvent
 from monitor.job import Job
 from monitor.preemption import Deadline
 from monitor.report import StepReport
 from monitor.saver import Saver
-from monitor.telling import tell_preempted
 from monitor.units import is_moving
 from policies.base import Choice
+from store.certificate import is_lossy
 from store.names import Unit
 
 _log = logging.getLogger("driftpoint")
@@ -31,12 +32,15 @@ _ROUNDS = 8
 
 @dataclass
 class LastSaves:
-    """Of one job, at ``step``. decide: measures, decides and begins a save; ``save`` and ``saver`` are its."""
+    """Of one job, at ``step``. decide: measures, decides and begins a save; ``save`` and ``saver`` are its.
+
+    affordable: bytes that are expected to become durable in so many seconds, on rank 0."""
 
     job: Job
     saver: Saver
     step: int
     decide: Callable[[Demand], StepReport]
+    affordable: Callable[[float], float]
 
     def make(self, deadline: Deadline) -> StepReport:
         """Save. Returns what was decided and became of it, alike on all ranks. Raises nothing that a rank that is gone
@@ -48,7 +52,7 @@ class LastSaves:
         return StepReport(self.step, "failed", saved={}, preempted=True)
 
     def _made(self, deadline: Deadline) -> StepReport:
-        demand = Demand("preempted", lambda: self.job.writing.affordable(deadline.left))
+        demand = Demand("preempted", lambda: self.affordable(deadline.left))
         saved: dict[Unit, Choice] = {}
         self.saver.wait(deadline.left)
         report = self._one(demand, deadline, saved)
@@ -56,7 +60,7 @@ class LastSaves:
         while report.skipped is None and rounds < _ROUNDS and not self._whole() and self._in_time(deadline):
             report, rounds = self._one(demand, deadline, saved), rounds + 1
         if self.job.group.rank == 0:
-            tell_preempted(self.job, self.step, deadline.passed, report.skipped)
+            self.job.listeners.on_preempted(self._outcome(deadline.passed, report.skipped))
         return replace(first, saved=saved, preempted=True)
 
     def _one(self, demand: Demand, deadline: Deadline, saved: dict[Unit, Choice]) -> StepReport:
@@ -73,6 +77,22 @@ class LastSaves:
 
     def _whole(self) -> bool:
         return bool(self.job.group.from_first(not stale_units(self.job, self.step)))
+
+    def _outcome(self, seconds: float, skipped: str | None) -> PreemptedEvent:
+        ledger, moving = self.job.ledger, [unit for unit in self.job.table.sizes if is_moving(unit)]
+        ages = [ledger.staleness(unit, self.step) for unit in moving]
+        whole = ages.count(0) == len(moving)
+        records = [ledger.versions[unit] for unit in moving] if whole else []
+        return PreemptedEvent(
+            step=self.step,
+            seconds=seconds,
+            skipped=skipped,
+            moving=len(moving),
+            fresh=ages.count(0),
+            oldest=max((age for age in ages if age is not None), default=0),
+            exact=whole and all(one.version == ledger.newest and not is_lossy(one.encoding) for one in records),
+            newest=ledger.newest,
+        )
 
     def _in_time(self, deadline: Deadline) -> bool:
         return bool(self.job.group.from_first(deadline.left > 0.0))

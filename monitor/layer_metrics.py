@@ -6,10 +6,10 @@ Layers have series of their own up to a number (see :mod:`monitor.shown`); the c
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 
-from prometheus_client import CollectorRegistry, Counter, Gauge
+from prometheus_client import Counter, Gauge
 
 from monitor.shown import Shown
 from monitor.units import is_moving
@@ -23,43 +23,19 @@ _NAMED = 6
 
 
 class LayerMetrics:
-    """most: units, (layer, slot), with series of their own."""
+    """gauge, counter: return a metric by its name. most: units, (layer, slot), with series of their own."""
 
-    def __init__(self, registry: CollectorRegistry, most: int) -> None:
-        unit = ("layer", "slot")
-        self.drift = Gauge(
-            "driftpoint_layer_drift_ratio",
-            "Relative distance of the live state to what a resume would give back, at the last decision",
-            unit,
-            registry=registry,
-        )
-        self.staleness = Gauge(
-            "driftpoint_layer_staleness_steps", "Steps since the newest committed version", unit, registry=registry
-        )
-        self.jump = Gauge(
-            "driftpoint_layer_drift_jump_ratio",
-            "Drift of weights against what this layer and the others are used to; a spike from 4 on",
-            unit,
-            registry=registry,
-        )
-        self.layer_sick = Gauge(
-            "driftpoint_layer_nonfinite",
-            "1 where a layer has NaN or Inf, 0 again when it is saved",
-            ("layer",),
-            registry=registry,
-        )
-        self.most_drift = Gauge("driftpoint_drift_max_ratio", "Largest drift of a moving unit", registry=registry)
-        self.most_staleness = Gauge(
-            "driftpoint_staleness_max_steps", "Largest staleness of a moving unit", registry=registry
-        )
-        self.sick = Gauge("driftpoint_nonfinite_layers", "Layers with NaN or Inf", registry=registry)
-        self.spikes = Counter(
-            "driftpoint_drift_spikes",
-            "Times that the weights of a layer jumped, an early sign of corruption",
-            registry=registry,
-        )
-        self.units = Gauge("driftpoint_units", "Layer slots of the job", registry=registry)
-        self.hidden = Gauge("driftpoint_units_hidden", "Layer slots without series of their own", registry=registry)
+    def __init__(self, gauge: Callable[[str], Gauge], counter: Callable[[str], Counter], most: int) -> None:
+        self.drift = gauge("layer_drift_ratio")
+        self.staleness = gauge("layer_staleness_steps")
+        self.jump = gauge("layer_drift_jump_ratio")
+        self.layer_sick = gauge("layer_nonfinite")
+        self.most_drift = gauge("drift_max_ratio")
+        self.most_staleness = gauge("staleness_max_steps")
+        self.sick = gauge("nonfinite_layers")
+        self.spikes = counter("drift_spikes")
+        self.units = gauge("units")
+        self.hidden = gauge("units_hidden")
         self._shown = Shown(most)
         self._most = most
         self._jumps = Spikes()

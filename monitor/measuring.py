@@ -18,7 +18,6 @@ from monitor.ledger import Ledger
 from monitor.units import LocalUnit, UnitTable, is_moving
 from policies.base import UnitStats
 from store.names import Unit
-from store.schema import MeasureRecord
 
 
 @dataclass(frozen=True)
@@ -76,18 +75,6 @@ def unit_stats(table: UnitTable, ledger: Ledger, step: int, measured: Mapping[Un
 def _untold(table: UnitTable, unit: Unit, found: Measured | None) -> bool:
     """Whether something that should stand still cannot be told to do so: then it has to be saved."""
     return not is_moving(unit) and (unit in table.lost or (found is not None and found.finite and found.drift is None))
-
-
-def measure_record(unit: Unit, measure: Measure) -> MeasureRecord:
-    """A local measure as the part keeps it. What is too large for a number counts as no distance."""
-    known = measure.finite and math.isfinite(measure.moved_sq) and math.isfinite(measure.reference_sq)
-    return MeasureRecord(
-        layer=unit.layer,
-        slot=unit.slot,
-        moved_sq=measure.moved_sq if known else 0.0,
-        reference_sq=measure.reference_sq if known else 0.0,
-        finite=measure.finite,
-    )
 
 
 def _row(measure: Measure | None) -> list[float]:

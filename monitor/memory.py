@@ -18,6 +18,7 @@ from dataclasses import astuple, dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from monitor.events import BackgroundFailureEvent, MemoryEvent
 from monitor.heading import Head
 from monitor.job import Job
 from monitor.keeping import Keeper
@@ -32,7 +33,7 @@ from monitor.staging import Copying
 from monitor.units import LocalUnit
 from monitor.writer import Done, Writer
 from store.catalog import Catalog
-from store.errors import DriftpointError, StorageError, StoreError
+from store.errors import StorageError, StoreError
 from store.memory.claimed import of_store
 from store.memory.cleaning import renew
 from store.memory.held import look
@@ -129,7 +130,7 @@ class MemoryTier:
                 self._give_up("; ".join(f"rank {rank}: {text}" for rank, text in enumerate(told) if text)[:600])
             else:
                 self._begin_peers(local, kept)
-            self._show_room(on=not any(told))
+            self._job.listeners.on_memory(MemoryEvent(not any(told), self._tier.base))
         self._head.begin()
         self._pace.restart()
 
@@ -259,7 +260,7 @@ class MemoryTier:
             began = time.perf_counter()
             copying.finish()
             waited = time.perf_counter() - began
-            self._job.metrics.copy_wait.observe(waited)
+            self._job.listeners.on_snapshot_copy_wait(waited)
             self._pace.stalled(waited)
 
     def _collect(self) -> None:
@@ -273,7 +274,8 @@ class MemoryTier:
     def _finish(self, pending: _Pending, outcome: Done[float] | None, any_failed: bool) -> None:
         arena = self._room.arena
         if outcome is not None and outcome.error is not None:
-            self._tell_failed(pending.save, outcome.error)
+            message = f"rank {self._group.rank}: no version of step {pending.save.step} in memory: {outcome.error}"
+            self._job.listeners.on_background_failure(BackgroundFailureEvent("memory", message, outcome.error))
         elif outcome is not None and outcome.result is not None:
             self._failures = 0
             self._pace.took(outcome.result)
@@ -282,10 +284,8 @@ class MemoryTier:
         elif arena is not None:
             first = self._whole is None
             self._whole = (pending.slot, pending.save)
-            self._job.daemon.remembered(pending.save)
-            if self._group.rank == 0:
-                self._job.metrics.remembered(pending.save.step, (outcome.result if outcome else None) or 0.0)
-                self._show_room(on=True)
+            seconds = (outcome.result if outcome else None) or 0.0
+            self._job.listeners.on_memory(MemoryEvent(True, self._tier.base, pending.save, seconds))
             if first and self._peers.on:
                 self._rest = True  # once this one is at its peers, too
             elif first:
@@ -307,28 +307,12 @@ class MemoryTier:
         elif self._pending is not None:
             self._pending = replace(self._pending, abandoned=True)
 
-    def _tell_failed(self, save: SaveId, error: BaseException) -> None:
-        expected = isinstance(error, DriftpointError)
-        self._job.metrics.failures.labels("memory").inc()
-        _log.warning(
-            "rank %d: no version of step %d in memory: %s",
-            self._group.rank,
-            save.step,
-            error,
-            exc_info=None if expected else error,
-        )
-
-    def _show_room(self, *, on: bool) -> None:
-        if self._group.rank == 0:
-            self._job.metrics.memory_on.set(on)
-            self._job.metrics.memory_room.look(self._tier.base)
-
     def _give_up(self, why: str) -> None:
         self._off = True
-        self._show_room(on=False)
+        self._job.listeners.on_memory(MemoryEvent(False, self._tier.base))
         if self._group.rank == 0:
-            self._job.metrics.failures.labels("memory").inc()
-            _log.error("the memory tier is off, saves go to the store alone: %s", why)
+            message = f"the memory tier is off, saves go to the store alone: {why}"
+            self._job.listeners.on_background_failure(BackgroundFailureEvent("memory", message, severe=True))
         self._peers.stop()
         if self._whole is None:
             self._peers.close(remove=True)

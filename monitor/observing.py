@@ -6,7 +6,6 @@ committed at once, so that drift is what it would be under that policy.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 
 import torch
@@ -14,6 +13,7 @@ import torch
 from monitor.decided import Decided
 from monitor.dtypes import dtype_name
 from monitor.encoders import decode, encode
+from monitor.events import SaveBeginEvent
 from monitor.job import Job
 from monitor.saver import Settled
 from monitor.trace_lines import Sizes
@@ -22,8 +22,6 @@ from policies.options import expected_bytes, expected_error
 from store.encoding import encoding_named
 from store.names import RAW, Fragment, SaveId, Unit
 from store.schema import UnitRecord
-
-_log = logging.getLogger("driftpoint")
 
 
 class Observer:
@@ -34,10 +32,7 @@ class Observer:
         self._table = job.table
         self._meter = job.meter
         self._ledger = job.ledger
-        self._metrics = job.metrics
-        self._spending = job.spending
-        self._tracer = job.tracer
-        self._would: tuple[int, Sizes] | None = None
+        self._listeners = job.listeners
 
     def reserve(self, local: Mapping[Unit, LocalUnit]) -> None:
         """Nothing is staged, so nothing is reserved."""
@@ -59,8 +54,7 @@ class Observer:
     def settle(self, step: int, changed: bool, trouble: bool = False) -> Settled:
         """Nothing is ever under way. Collective."""
         newest, oldest, any_changed, unsupported = self._group.largest([step, -step, changed, trouble])
-        self._trace()
-        self._tracer.moved()
+        self._listeners.on_settled({})
         skip = "disagree" if newest != -oldest else "unsupported" if unsupported else None
         return Settled(skip, bool(any_changed))
 
@@ -69,8 +63,7 @@ class Observer:
 
     def begin(self, step: int, decided: Decided, local: Mapping[Unit, LocalUnit]) -> int:
         """Move references and versions as the commit would have. Returns the bytes that it would have copied here."""
-        if self._group.rank == 0:
-            self._spending.begin(step, decided.stats, decided.saved, first=self._ledger.commits == 0)
+        first = self._ledger.commits == 0
         shown = {one.unit: one for one in decided.stats}
         for unit, choice in decided.saved.items():
             if unit in local:
@@ -93,8 +86,8 @@ class Observer:
         self._ledger.commits += 1
         self._table.lost -= decided.saved.keys()
         if self._group.rank == 0:
-            self._would = (step, self._sizes(decided))
-            self._tell(step, decided)
+            sizes = self._table.sizes
+            self._listeners.on_save_begin(SaveBeginEvent(step, decided, sizes, first, dry_run=self._sizes(decided)))
         return sum(
             tensor.numel() * tensor.element_size()
             for unit in decided.saved
@@ -102,29 +95,10 @@ class Observer:
             for tensor in local[unit].tensors
         )
 
-    def _tell(self, step: int, decided: Decided) -> None:
-        full = sum(size.nbytes for size in self._table.sizes.values())
-        would = sum(self._ledger.versions[unit].nbytes for unit in decided.saved)
-        self._metrics.observed(would, max(0, full - would))
-        _log.info(
-            "observe: step %d would have saved %d of %d layer slots, %d of %d bytes",
-            step,
-            len(decided.saved),
-            len(self._table.sizes),
-            would,
-            full,
-        )
-
     def _sizes(self, decided: Decided) -> Sizes:
         """What the save would hold, as far as is known without packing anything."""
         versions = [self._ledger.versions[unit] for unit in decided.saved]
         return {one.unit: (one.nbytes, one.encoding, one.error, decided.drift.get(one.unit)) for one in versions}
-
-    def _trace(self) -> None:
-        would, self._would = self._would, None
-        if would is not None:
-            step, sizes = would
-            self._tracer.committed(step, 0.0, sum(nbytes for nbytes, *_ in sizes.values()), sizes)
 
     def upkeep(self, job: Callable[[], None], what: str) -> None:
         """Nothing is kept up."""
@@ -137,7 +111,6 @@ class Observer:
     def close(self, timeout: float, clean: bool) -> None:
         """Nothing to let go of."""
         del timeout, clean
-        self._trace()
 
 
 def _decoded(tensor: torch.Tensor, encoding: str | None) -> torch.Tensor:

@@ -14,11 +14,10 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from monitor.drift.base import DriftMeter, Measure, Signature
+from monitor.drift.base import DriftMeter, Measure, Signature, measure_record
 from monitor.encoded_copy import EncodedCopy
 from monitor.encoding import encode_unit
 from monitor.ledger import CommitDraft, Drawn, draw
-from monitor.measuring import measure_record
 from monitor.packing import SavePacking
 from monitor.staging import Copying
 from store.catalog import Catalog

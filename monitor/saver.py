@@ -15,6 +15,8 @@ import torch
 
 from monitor.agree import on_first
 from monitor.decided import Decided
+from monitor.drift.base import Signature
+from monitor.events import BackgroundFailureEvent, CommitEvent, SaveBeginEvent, SaveFailedEvent
 from monitor.job import Job
 from monitor.ledger import CommitDraft, Drawn, JobFacts
 from monitor.opened import OpenedStore
@@ -23,8 +25,6 @@ from monitor.run_state import captured, to_tree
 from monitor.save import Committing, Saved, SaveJob, StagedUnit, discard, run, tidy
 from monitor.stager import Stager, encoded_bytes
 from monitor.staging import Copying
-from monitor.telling import failure_reason, tell_save, tell_segment, tell_upkeep
-from monitor.trace_lines import committed_sizes
 from monitor.units import LocalUnit
 from monitor.writer import Done, Writer
 from store.encoding import encoding_named
@@ -64,7 +64,7 @@ class Saver:
         self._job = job
         self._group = job.group
         self._meter = job.meter
-        self._metrics = job.metrics
+        self._listeners = job.listeners
         self._opened = opened
         self._facts = JobFacts(
             store_id=opened.catalog.store_id,
@@ -129,9 +129,7 @@ class Saver:
             if any_failed and pending is not None and pending.job.committing is not None:
                 pending.job.committing.give_up.set()  # a rank cannot deliver: rank 0 need not wait for it
             return Settled("unsupported" if unsupported else "busy", any_changed)
-        if pending is not None:
-            self._finish(pending, outcome)
-        self._job.tracer.moved()
+        self._listeners.on_settled({} if pending is None else self._finish(pending, outcome))
         if newest != -oldest:
             return Settled("disagree", any_changed)
         return Settled("unsupported" if unsupported else "fenced" if fenced else None, any_changed)
@@ -152,7 +150,8 @@ class Saver:
         committing = None
         if self._group.rank == 0:
             committing = self._committing(save, decided)
-            self._job.spending.begin(step, decided.stats, decided.saved, first=self._job.ledger.newest is None)
+            first = self._job.ledger.newest is None
+            self._listeners.on_save_begin(SaveBeginEvent(step, decided, self._job.table.sizes, first))
         segment, unstorable = self._segment(save, decided)
         packing = self._packing(save, staged, decided)
         job = SaveJob(self._opened.files, segment, staged, copying, self._meter, packing, committing, unstorable)
@@ -178,7 +177,7 @@ class Saver:
         try:
             self._renew_epoch()  # the job went back, or saves a step anew: newer has to mean a later epoch then
             self._highest_step = self._highest_kept = -1
-            self._metrics.resumed.epoch.set(self._opened.epoch)
+            self._listeners.on_epoch(self._opened.epoch)
         except FencedError:
             self._fenced = True
             return "fenced"
@@ -224,15 +223,14 @@ class Saver:
     def flush(self, timeout: float) -> None:
         """Wait for the save under way on this rank, and for upkeep; not collective. Rank 0 waits for the commit."""
         if not self._writer.join(timeout) and self.wait(0.0):
-            _log.warning("upkeep of the store is not finished after %.0f s, and is left to the next job", timeout)
-            self._metrics.failures.labels("close_timeout").inc()
+            message = f"upkeep of the store is not finished after {timeout:.0f} s, and is left to the next job"
+            self._listeners.on_background_failure(BackgroundFailureEvent("close_timeout", message))
         elif not self.wait(0.0):
-            _log.error(
-                "the save of step %s is not finished after %.0f s and is given up; the commit before it is intact",
-                self._pending.save.step if self._pending else "?",
-                timeout,
+            message = (
+                f"the save of step {self._pending.save.step if self._pending else '?'} is not finished after "
+                f"{timeout:.0f} s and is given up; the commit before it is intact"
             )
-            self._metrics.failures.labels("close_timeout").inc()
+            self._listeners.on_background_failure(BackgroundFailureEvent("close_timeout", message, severe=True))
         self._collect()
 
     def copied(self) -> None:
@@ -253,9 +251,9 @@ class Saver:
         self._opened.release()
 
     def _look_at_room(self) -> None:
-        root, room = self._root, self._metrics.room
+        root = self._root
         if root is not None and self._group.rank == 0:
-            self.upkeep(lambda: room.look(root), f"asking how much room {root} has")
+            self.upkeep(lambda: self._listeners.on_store_check(root), f"asking how much room {root} has")
 
     def _renew_epoch(self) -> None:
         store_id, files = self._opened.catalog.store_id, self._opened.files
@@ -273,11 +271,7 @@ class Saver:
         if copying is not None:
             began = time.perf_counter()
             copying.finish()
-            waited = time.perf_counter() - began
-            self._metrics.copy_wait.observe(waited)
-            self._job.spending.stalled(waited)
-            self._job.tracer.waited(waited)
-            self._job.pace.timing.waited(waited)
+            self._listeners.on_copy_wait(time.perf_counter() - began)
 
     def _collect(self) -> None:
         for done in self._writer.finished():
@@ -286,13 +280,14 @@ class Saver:
                 self._failed = done.error is not None
                 self._fenced = self._fenced or isinstance(done.error, FencedError)
             elif done.error is not None:
-                tell_upkeep(self._metrics, self._upkeep.get(done.number, "upkeep"), done.error)
+                message = f"{self._upkeep.get(done.number, 'upkeep')} failed: {done.error}"
+                self._listeners.on_background_failure(BackgroundFailureEvent("upkeep", message, done.error))
             self._upkeep.pop(done.number, None)
 
-    def _finish(self, pending: _Pending, outcome: Done[Saved | None] | None) -> None:
+    def _finish(self, pending: _Pending, outcome: Done[Saved | None] | None) -> Mapping[Unit, Signature]:
+        """Move the references if the save is committed. Return the signatures of what it staged. Collective."""
         drawn = self._told(pending, outcome) if outcome is not None else None
         early = {unit.unit: unit.signature for unit in pending.job.staged if unit.signature is not None}
-        self._job.tracer.measured({**early, **pending.job.progress.signatures})
         reached = tuple(self._job.ledger.groups)
         news = (drawn is not None, drawn.dropped if drawn else (), pending.job.progress.attempted, reached)
         committed, dropped, attempted, reached = self._group.from_first(news)
@@ -309,6 +304,7 @@ class Saver:
             files, save, rank = self._opened.files, pending.save, self._group.rank
             self.upkeep(lambda: discard(files, save, rank), f"removing what the failed save of step {save.step} left")
         self._pending = self._outcome = None
+        return {**early, **pending.job.progress.signatures}
 
     def _packing(self, save: SaveId, staged: Sequence[StagedUnit], decided: Decided) -> SavePacking:
         now, before = time.monotonic(), self._began
@@ -318,27 +314,20 @@ class Saver:
         return self._packer.begin(save, nbytes, interval, lasting=not decided.forced)
 
     def _told(self, pending: _Pending, outcome: Done[Saved | None]) -> Drawn | None:
-        if self._group.rank == 0:
-            if outcome.result is not None and outcome.result.drawn is not None:
-                self._job.spending.committed(outcome.result.written_bytes, outcome.result.seconds)
-                self._job.pace.timing.committed(outcome.result.seconds)
-                units = committed_sizes(outcome.result.drawn).values()
-                self._job.writing.learn(sum(nbytes for nbytes, *_ in units), outcome.result.seconds)
-            drawn = tell_save(self._metrics, self._job.ledger, pending.save.step, outcome)
-            self._trace(pending.save.step, outcome)
-            if drawn is not None:
-                self._job.daemon.committed(pending.save)
-            return drawn
-        if outcome.error is not None:
-            tell_segment(self._group.rank, pending.save.step, outcome.error)
-        return None
-
-    def _trace(self, step: int, outcome: Done[Saved | None]) -> None:
-        saved = outcome.result
+        """Advance the ledger to the commit, or report the failure. Return the commit, on rank 0."""
+        saved, step = outcome.result, pending.save.step
+        if self._group.rank != 0:
+            if outcome.error is not None:
+                self._listeners.on_save_failed(SaveFailedEvent(step, outcome.error))
+            return None
         if saved is None or saved.drawn is None:
-            self._job.tracer.failed(step, failure_reason(outcome.error))
-        else:
-            self._job.tracer.committed(step, saved.seconds, saved.written_bytes, committed_sizes(saved.drawn))
+            self._listeners.on_save_failed(SaveFailedEvent(step, outcome.error))
+            return None
+        ledger = self._job.ledger
+        staleness = {unit: ledger.staleness(unit, step) for unit in saved.drawn.drift}
+        ledger.advance(saved.drawn.manifest)
+        self._listeners.on_commit(CommitEvent(saved.drawn, saved.seconds, saved.written_bytes, staleness))
+        return saved.drawn
 
     def _segment(self, save: SaveId, decided: Decided) -> tuple[SegmentDraft, UsageError | None]:
         """The segment without its fragments; and what in the run state cannot be stored, if anything.

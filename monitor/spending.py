@@ -8,10 +8,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 
+from typing_extensions import override
+
+from monitor.events import CommitEvent, DecisionEvent, SaveBeginEvent, SaveListener
 from monitor.metrics import Metrics
 from policies.account import BYTES, STALL, STORAGE, Account, Widened
 from policies.base import Budget, Choice, UnitStats
 from policies.options import expected_bytes
+from policies.urgent import Writing
 from store.names import Unit
 
 _log = logging.getLogger("driftpoint")
@@ -25,8 +29,8 @@ _LONG = 3600.0
 _UNITS = {BYTES: "bytes", STALL: "seconds of stall", STORAGE: "seconds of writing"}
 
 
-class Spending:
-    """The account of a job, kept from the training thread."""
+class Spending(SaveListener):
+    """The account of a job, kept from the training thread, and what it learns about the speed of saves."""
 
     def __init__(self, account: Account, metrics: Metrics) -> None:
         self._account = account
@@ -35,6 +39,8 @@ class Spending:
         self._in_debt = 0
         self._told_slow = False
         self._widened: set[str] = set()
+        self.writing = Writing()
+        """Time that units took to become durable."""
 
     def offer(self, stats: Sequence[UnitStats]) -> Budget:
         """What a decision on these units may cost."""
@@ -77,6 +83,24 @@ class Spending:
         self._account.committed(written, seconds)
         self._show(None)
 
+    @override
+    def on_save_begin(self, event: SaveBeginEvent) -> None:
+        self.begin(event.step, event.decided.stats, event.decided.saved, event.first)
+
+    @override
+    def on_decision(self, event: DecisionEvent) -> None:
+        self.stalled(event.stall)
+
+    @override
+    def on_copy_wait(self, seconds: float) -> None:
+        self.stalled(seconds)
+
+    @override
+    def on_commit(self, event: CommitEvent) -> None:
+        self.committed(event.written_bytes, event.seconds)
+        units = event.drawn.manifest.units
+        self.writing.learn(sum(one.nbytes for one in units if one.save == event.save.name), event.seconds)
+
     def _tell_slow(self, largest: float) -> None:
         seconds = self._account.slowest(largest)
         if seconds < _LONG or self._told_slow:
@@ -105,12 +129,12 @@ class Spending:
         at_hand = self._account.at_hand()
         shown = at_hand if at_hand is not None else offered
         if shown is not None:
-            self._metrics.budget.set(shown)
+            self._metrics.gauge("budget_bytes").set(shown)
 
     def _tell_overdrawn(self, step: int, beyond: float) -> None:
         if beyond < 1.0:
             return
-        self._metrics.overdraft.inc(beyond)
+        self._metrics.counter("budget_overdraft_bytes").inc(beyond)
         if not self._owing:
             _log.warning(
                 "budget: the save of step %d takes %.0f bytes more than are at hand, since bounds, save() or a policy "

@@ -11,10 +11,9 @@ from typing import Literal
 
 import torch
 
-from monitor.drift.base import DriftMeter, Measure
+from monitor.drift.base import DriftMeter, Measure, measure_record
 from monitor.dtypes import dtype_name
 from monitor.encoded_copy import EncodedCopy
-from monitor.measuring import measure_record
 from monitor.save import StagedUnit
 from monitor.staging import Copying, StagingPool
 from monitor.units import LocalUnit

@@ -15,7 +15,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from monitor.metrics import Metrics
-from monitor.telling import tell_upkeep
 from monitor.writer import Writer
 from store.errors import StorageError
 
@@ -104,9 +103,8 @@ class TraceWriter:
     def _give_up(self, error: BaseException) -> None:
         if not self._over:
             self._over = True
-            tell_upkeep(
-                self._metrics, "the drift trace of this run ends here, training and saves go on: writing", error
-            )
+            what = "the drift trace of this run ends here, training and saves go on: writing"
+            self._metrics.background_failure(what, error)
 
 
 def _opened(path: Path) -> tuple[int, bool]:

@@ -13,15 +13,25 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from typing_extensions import override
 
 from monitor.config import Config
 from monitor.decided import Decided
 from monitor.drift.base import Signature
 from monitor.drift.ladder import Ladder
+from monitor.events import (
+    AttachEvent,
+    CommitEvent,
+    DecisionEvent,
+    ResumeEvent,
+    SaveBeginEvent,
+    SaveFailedEvent,
+    SaveListener,
+)
 from monitor.group import Group
 from monitor.metrics import Metrics
 from monitor.trace_file import TraceWriter
-from monitor.trace_lines import Sizes, commit_line, decision_line, moved_line, plain, traced_units
+from monitor.trace_lines import Sizes, commit_line, committed_sizes, decision_line, moved_line, plain, traced_units
 from monitor.units import LocalUnit, UnitTable, is_moving
 from store.names import Unit
 from store.trace import CommitLine, DecisionLine, FailedLine, JobLine, Line, ResumedLine, to_line
@@ -44,8 +54,8 @@ class _Noted:
     signatures: dict[Unit, Signature] = field(default_factory=dict)
 
 
-class Tracer:
-    """Told by the checkpointer what happens, on every rank alike."""
+class Tracer(SaveListener):
+    """Follows a job on every rank alike."""
 
     def __init__(self, config: Config, job: TracedJob, group: Group, table: UnitTable, metrics: Metrics) -> None:
         self._config = config
@@ -63,20 +73,21 @@ class Tracer:
         self._noted: _Noted | None = None
         self._untold: frozenset[Unit] = frozenset()
         self._copy_wait = 0.0
+        self._dry_run: tuple[int, Sizes] | None = None
 
-    def begin(self, epoch: int) -> None:
-        """The job is attached. Collective."""
+    @override
+    def on_attach(self, event: AttachEvent) -> None:
         path, sketched = self._config.trace_path(), self._config.drift.method == "sketch"
         anchors = self._group.from_first(self._config.trace.anchors if path is not None and sketched else 0)
         if anchors:
             self._ladder = Ladder(anchors, self._config.drift.width)
         if path is not None and self._group.rank == 0:
-            self._epoch = epoch
+            self._epoch = event.epoch
             self._writer = TraceWriter(Path(path), self._metrics)
             self._put_job()
 
-    def agreed(self, local: Mapping[Unit, LocalUnit]) -> None:
-        """The units of the table are others, or their pieces. local: this rank's."""
+    @override
+    def on_units_changed(self, local: Mapping[Unit, LocalUnit]) -> None:
         if self._ladder is not None:
             self._ladder.clear()
         self._noted = None
@@ -85,25 +96,26 @@ class Tracer:
         self._mine = tuple(unit for unit in self._moving if unit in local)
         self._put_job()
 
-    def decided(self, step: int, skipped: str | None, stall: float, decided: Decided | None, commits: int) -> None:
-        """A decision was taken, or skipped. commits: so far, where nothing was decided."""
+    @override
+    def on_decision(self, event: DecisionEvent) -> None:
+        decided = event.decided
         if decided is not None and self._ladder is not None:
             found = {unit: one.signature for unit, one in decided.mine.items() if one.signature is not None}
-            self._noted = _Noted(step, found)
+            self._noted = _Noted(event.step, found)
         if self._writer is None:
             return
-        if skipped == "fenced":
+        if event.skipped == "fenced":
             self._writer.stop()  # the store is another job's now, and so may be the file
             self._writer = None
             return
         waited, self._copy_wait = self._copy_wait, 0.0
         line = DecisionLine(
-            step=step,
+            step=event.step,
             seconds=self._seconds(),
-            commits=commits if decided is None else decided.commits,
+            commits=event.commits if decided is None else decided.commits,
             interval=self._interval(decided),
-            skipped=skipped,
-            stall=stall,
+            skipped=event.skipped,
+            stall=event.stall,
             copy_wait=waited,
         )
         if decided is None:
@@ -111,20 +123,27 @@ class Tracer:
             return
         untold = [one.unit for one in decided.seen if one.staleness is None or one.changed_shape]
         self._untold = frozenset(untold) | self._table.lost
-        self._put(lambda: decision_line(line, decided, begun=skipped is None))
+        self._put(lambda: decision_line(line, decided, begun=event.skipped is None))
 
     def _interval(self, decided: Decided | None) -> int | None:
         if self._config.every != "auto":
             return self._config.every
         return None if decided is None else decided.interval
 
-    def measured(self, signatures: Mapping[Unit, Signature]) -> None:
-        """What the save that is over measured of the values staged at the last decision."""
+    @override
+    def on_save_begin(self, event: SaveBeginEvent) -> None:
+        if event.dry_run is not None:
+            self._dry_run = event.step, event.dry_run
+
+    @override
+    def on_settled(self, signatures: Mapping[Unit, Signature]) -> None:
+        self._put_dry_run()
         if self._noted is not None:
             self._noted.signatures.update(signatures)
+        self._put_moved()
 
-    def moved(self) -> None:
-        """No save is under way any more: tell how far units had moved at the last decision. Collective."""
+    def _put_moved(self) -> None:
+        """Write how far units had moved at the last decision. Collective."""
         noted, self._noted = self._noted, None
         if noted is None or self._ladder is None:
             return
@@ -137,28 +156,31 @@ class Tracer:
         total, by_unit = self._group.total(rows), [places.get(unit) for unit in self._units]
         self._put(lambda: moved_line(noted.step, compared.steps, total, by_unit))
 
-    def committed(self, step: int, took: float, written: int, sizes: Sizes) -> None:
-        """A save is committed, or, where nothing is saved, would be."""
-        line = CommitLine(step=step, seconds=self._seconds(), took=took, written=written, sizes={})
-        units, untold = self._units, self._untold
-        self._put(lambda: commit_line(line, units, sizes, untold))
+    @override
+    def on_commit(self, event: CommitEvent) -> None:
+        self._put_commit(event.save.step, event.seconds, event.written_bytes, committed_sizes(event.drawn))
 
-    def failed(self, step: int, reason: str) -> None:
-        """A save failed."""
-        line = FailedLine(step=step, seconds=self._seconds(), reason=reason)
+    @override
+    def on_save_failed(self, event: SaveFailedEvent) -> None:
+        line = FailedLine(step=event.step, seconds=self._seconds(), reason=event.reason)
         self._put(lambda: line)
 
-    def waited(self, seconds: float) -> None:
-        """An optimizer step waited for copies."""
+    @override
+    def on_copy_wait(self, seconds: float) -> None:
         self._copy_wait += seconds
 
-    def resumed(self, step: int, newest: int) -> None:
-        """The job stands at ``step``, by the commit of step ``newest``: what it measured is of another branch."""
-        self._noted = None
+    @override
+    def on_resume(self, event: ResumeEvent) -> None:
+        self._noted = None  # the signatures are of another branch
         if self._ladder is not None:
             self._ladder.clear()
-        line = ResumedLine(step=step, newest=newest, seconds=self._seconds())
+        line = ResumedLine(step=event.step, newest=event.commit, seconds=self._seconds())
         self._put(lambda: line)
+
+    @override
+    def on_close(self, clean: bool, timeout: float) -> None:
+        self._put_dry_run()
+        self.close(timeout)
 
     def close(self, timeout: float) -> None:
         """Write what is left, for at most so many seconds. Not collective."""
@@ -186,6 +208,18 @@ class Tracer:
                 observing=self._job.observing,
             )
         )
+
+    def _put_dry_run(self) -> None:
+        """Write the commit that would be there by now. Its line follows that of its decision."""
+        dry_run, self._dry_run = self._dry_run, None
+        if dry_run is not None:
+            step, sizes = dry_run
+            self._put_commit(step, 0.0, sum(nbytes for nbytes, *_ in sizes.values()), sizes)
+
+    def _put_commit(self, step: int, took: float, written: int, sizes: Sizes) -> None:
+        line = CommitLine(step=step, seconds=self._seconds(), took=took, written=written, sizes={})
+        units, untold = self._units, self._untold
+        self._put(lambda: commit_line(line, units, sizes, untold))
 
     def _seconds(self) -> float:
         return time.monotonic() - self._began

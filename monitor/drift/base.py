@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 
 from store.names import Unit
+from store.schema import MeasureRecord
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,18 @@ def drift_ratio(moved_sq: float, reference_sq: float) -> float:
     if reference_sq <= 0.0:
         return 1.0
     return math.sqrt(moved_sq / reference_sq)
+
+
+def measure_record(unit: Unit, measure: Measure) -> MeasureRecord:
+    """Return a local measure as a part keeps it. A norm that is too large for a number counts as no distance."""
+    known = measure.finite and math.isfinite(measure.moved_sq) and math.isfinite(measure.reference_sq)
+    return MeasureRecord(
+        layer=unit.layer,
+        slot=unit.slot,
+        moved_sq=measure.moved_sq if known else 0.0,
+        reference_sq=measure.reference_sq if known else 0.0,
+        finite=measure.finite,
+    )
 
 
 class DriftMeter(Protocol):

@@ -6,11 +6,11 @@ them costs replicas, and is told. Training thread, but for :meth:`Peers.offer`.
 
 from __future__ import annotations
 
-import logging
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from monitor.events import BackgroundFailureEvent
 from monitor.job import Job
 from monitor.opened import OpenedStore
 from monitor.peers.address import own_address
@@ -24,8 +24,6 @@ from monitor.whereabouts import machine_name, node_name
 from store.memory.arena import Arena
 from store.memory.tier import Tier
 from store.names import SaveId
-
-_log = logging.getLogger("driftpoint")
 
 
 @dataclass(frozen=True)
@@ -119,19 +117,18 @@ class Peers:
             return Sending(False, True, False), []
         busy, (took, failed) = self._sender.busy, self._sender.collect()
         if self._group.rank == 0:
-            for seconds in took:
-                self._job.metrics.peer_duration.observe(seconds)
+            self._job.listeners.on_replication(took, None)
         return Sending(busy, self._sender.sent != latest, failed), took
 
     def agreed(self, sending: Sending, latest: SaveId | None) -> None:
         """How it stands over all ranks. latest: the version that all of them have in their own memory."""
         first = self._group.rank == 0
         if first and sending.failed:  # which rank's, and why, that rank says
-            self._job.metrics.failures.labels("peer").inc()
+            self._job.listeners.on_background_failure(BackgroundFailureEvent("peer"))
         if latest is not None and latest != self._replicated and not sending.busy and not sending.behind:
             self._replicated = latest
             if first:
-                self._job.metrics.replicated(latest.step)
+                self._job.listeners.on_replication((), latest.step)
 
     def standing_on(self, newest: SaveId | None) -> SaveId | None:
         """What peers must keep while a version is made and sent. newest: what stays in this rank's own memory."""
@@ -210,5 +207,4 @@ class Peers:
 
     def _tell(self, text: str) -> None:
         if self._group.rank == 0:
-            self._job.metrics.failures.labels("peer").inc()
-            _log.warning("%s", text)
+            self._job.listeners.on_background_failure(BackgroundFailureEvent("peer", text))

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import monitor
+from monitor.tracing import Tracer
 from tests.support.hooked import HookedFiles
 
 LAYERS = ("embed", "blocks.0", "blocks.1", "blocks.2", "head")
@@ -95,6 +96,11 @@ def job(store: Path, **settings: Any) -> Iterator[Job]:
         yield made
     finally:
         made.ckpt.close()
+
+
+def tracer_of(ckpt: monitor.Checkpointer) -> Tracer:
+    """The recorder of its drift trace."""
+    return next(one for one in ckpt._job.listeners.all if isinstance(one, Tracer))
 
 
 def same(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:

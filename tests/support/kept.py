@@ -8,7 +8,7 @@ from typing import Any
 from store.catalog import Catalog, open_catalog
 from store.files import LocalFiles
 from store.memory.tier import Tier
-from tests.support.jobs import Job
+from tests.support.jobs import Job, tracer_of
 
 
 def memory(store: Path, **more: Any) -> dict[str, Any]:
@@ -46,4 +46,4 @@ def abandoned(one: Job) -> None:
     assert arena is not None
     arena.close(remove=False)
     one.ckpt._saver._opened.release()  # type: ignore[union-attr]
-    one.ckpt._job.tracer.close(1.0)
+    tracer_of(one.ckpt).close(1.0)

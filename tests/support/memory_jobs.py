@@ -14,7 +14,7 @@ from store.memory.overlay import Overlay
 from store.memory.version import MemoryVersion, assembled, share_of
 from store.names import SaveId
 from store.segments import read_entry, read_leaves
-from tests.support.jobs import Job
+from tests.support.jobs import Job, tracer_of
 from tests.support.kept import memory, tier_of
 
 
@@ -37,7 +37,7 @@ def abandoned(one: Job) -> None:
     if arena is not None:
         arena.close(remove=False)
     one.ckpt._saver._opened.release()  # type: ignore[union-attr]
-    one.ckpt._job.tracer.close(1.0)
+    tracer_of(one.ckpt).close(1.0)
 
 
 def kept_steps(store: Path) -> list[int]:

@@ -18,7 +18,7 @@ from resume_jobs import Results, build, leave, rank, start_group
 
 import monitor
 from store.names import BUFFER, FROZEN
-from tests.support.jobs import Job
+from tests.support.jobs import Job, tracer_of
 
 STEPS = 8
 State = dict[str, torch.Tensor]
@@ -64,7 +64,7 @@ def _trained(ckpt: Any, step: Callable[[], Any], state: Callable[[], State], sto
         states[report.step] = state()
         ckpt.flush()
         dist.barrier()
-    memory = ckpt._job.tracer.memory_bytes
+    memory = tracer_of(ckpt).memory_bytes
     ckpt.close()
     torch.save(states, store.with_name(f"{store.name}.{rank()}.pt"))
     results.tell("done", name=store.name, layers=ckpt.layers, skipped=report.skipped, memory=memory)

@@ -12,9 +12,10 @@ import torch
 from torch import nn
 
 import monitor
-from monitor.metrics import Metrics
+from monitor.config import load_config
+from monitor.events import DecisionEvent
+from monitor.save_log import SaveLog
 from monitor.saying import say
-from monitor.telling import tell_skipped
 from store.mounts import Mount
 from tests.support.jobs import Model
 
@@ -74,10 +75,10 @@ def test_a_file_that_was_not_given(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_put_off_decision_is_no_warning(caplog: pytest.LogCaptureFixture) -> None:
-    for put_off, level in ((True, "INFO"), (False, "WARNING")):
+    for every, level in (("auto", "INFO"), (3, "WARNING")):
         caplog.clear()
         with caplog.at_level(logging.INFO, "driftpoint"):
-            tell_skipped(Metrics(), "busy", 6, None, put_off=put_off)
+            SaveLog(load_config({"every": every})).on_decision(DecisionEvent(6, "busy", None, 0.0, None, 0))
         assert [(one.levelname, one.getMessage()) for one in caplog.records] == [
             (level, "no save at step 6: the one before is still being written")
         ]

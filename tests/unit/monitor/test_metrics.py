@@ -13,9 +13,12 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from monitor.events import CommitEvent
+from monitor.ledger import Drawn
 from monitor.metrics import Metrics
-from store.names import Unit
+from store.names import SaveId, Unit
 from tests.support.jobs import job
+from tests.support.made_versions import head_of
 
 
 @pytest.fixture
@@ -38,9 +41,9 @@ def test_names_follow_the_rules_of_prometheus(served: Metrics) -> None:
     unit = Unit("a", "fp32")
     served.layers.know([unit])
     served.layers.show({unit: 0.1}, {unit: 3})
-    served.saves.skipped.labels("busy").inc()
-    served.failures.labels("StorageError").inc()
-    served.preemptions.labels("full").inc()
+    served.counter("saves_skipped").labels("busy").inc()
+    served.counter("failures").labels("StorageError").inc()
+    served.counter("preemptions").labels("full").inc()
     families = list(text_string_to_metric_families(scrape(served)))
     assert len(families) >= 20
     for family in families:
@@ -60,7 +63,8 @@ def test_names_follow_the_rules_of_prometheus(served: Metrics) -> None:
 
 
 def test_a_commit_is_counted(served: Metrics) -> None:
-    served.saves.committed(120, 2.5, 1000, 3000)
+    manifest = head_of(SaveId(120, 1), 1).model_copy(update={"bytes_avoided": 3000})
+    served.on_commit(CommitEvent(Drawn(manifest, (), {}), 2.5, 1000, {}))
     text = scrape(served)
     assert "driftpoint_saves_total 1.0" in text
     assert "driftpoint_written_bytes_total 1000.0" in text
@@ -113,5 +117,5 @@ def test_a_host_that_is_not_ours_costs_the_endpoint_only(caplog: pytest.LogCaptu
 
 def test_two_jobs_of_a_process_do_not_share_numbers() -> None:
     one, other = Metrics(), Metrics()
-    one.saves.saves.inc()
+    one.counter("saves").inc()
     assert other.registry.get_sample_value("driftpoint_saves_total") == 0

@@ -25,7 +25,7 @@ from store.prune import plan_prune
 from store.retention import Retention
 from store.trace import CommitLine, DecisionLine, FailedLine, MovedLine, ResumedLine
 from store.verify import verify
-from tests.support.jobs import LAYERS, Job, job, same
+from tests.support.jobs import LAYERS, Job, job, same, tracer_of
 from tests.support.traced import Traced, distances, shown, trace_of, traced
 
 WIDE: dict[str, Any] = {"width": 96}
@@ -352,7 +352,7 @@ def test_buffers_are_left_out_of_what_moved(store: Path) -> None:
 def test_the_exact_meter_has_nothing_to_compare(store: Path) -> None:
     with job(store, drift={"method": "exact"}) as one:
         trained(one, 3)
-        assert one.ckpt._job.tracer.memory_bytes == 0
+        assert tracer_of(one.ckpt).memory_bytes == 0
     assert len(only(store).of(CommitLine)) == 3 and only(store).of(MovedLine) == []
 
 
@@ -360,7 +360,7 @@ def test_the_exact_meter_has_nothing_to_compare(store: Path) -> None:
 def test_anchors_are_a_setting(store: Path, anchors: int) -> None:
     with job(store, trace={"anchors": anchors}) as one:
         trained(one, 12)
-        assert one.ckpt._job.tracer.memory_bytes <= (anchors + 2) * 15 * 4 * 4099 * (anchors > 0)
+        assert tracer_of(one.ckpt).memory_bytes <= (anchors + 2) * 15 * 4 * 4099 * (anchors > 0)
     assert [len(line.since) for line in only(store).of(MovedLine)] == [
         len(compared_with(number, anchors)) for number in range(1, 11) if anchors
     ]

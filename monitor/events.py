@@ -1,0 +1,254 @@
+"""Events of a job, and the listeners that follow them: budget, schedule, metrics, log, trace and daemon client.
+
+The training thread sends every event but one (:meth:`SaveListener.on_store_check`). A listener is part of the job: what
+it raises reaches the training loop, so listeners keep trouble with disks, ports and daemons to themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from monitor.decided import Decided
+from monitor.drift.base import Signature
+from monitor.ledger import Drawn
+from monitor.trace_lines import Sizes
+from monitor.units import LocalUnit, UnitSize
+from store.certificate import Certificate
+from store.errors import DriftpointError
+from store.names import SaveId, Unit
+
+
+@dataclass(frozen=True)
+class AttachEvent:
+    """The job is attached. ``epoch`` is 0 and ``store_id`` None where nothing is written."""
+
+    rank: int
+    world_size: int
+    store: str
+    store_id: str | None
+    epoch: int
+
+
+@dataclass(frozen=True)
+class MeasuredEvent:
+    """The units as a decision saw them. sizes: all units of the job. committed: units that have a version."""
+
+    step: int
+    decided: Decided
+    sizes: Mapping[Unit, UnitSize]
+    committed: Collection[Unit]
+
+
+@dataclass(frozen=True)
+class DecisionEvent:
+    """A decision ended, after ``stall`` seconds. skipped: why it began no save, None where it did, or would have.
+
+    decided: None where nothing was decided. problem: with ``unsupported``, what changed since the job was attached.
+    commits: so far."""
+
+    step: int
+    skipped: str | None
+    problem: str | None
+    stall: float
+    decided: Decided | None
+    commits: int
+
+
+@dataclass(frozen=True)
+class SaveBeginEvent:
+    """A save begins. first: the store has no commit yet. dry_run: where nothing is written, the units it would hold."""
+
+    step: int
+    decided: Decided
+    sizes: Mapping[Unit, UnitSize]
+    first: bool
+    dry_run: Sizes | None = None
+
+    @property
+    def dry_run_bytes(self) -> int:
+        """Bytes of the units in ``dry_run``."""
+        return sum(nbytes for nbytes, *_ in (self.dry_run or {}).values())
+
+
+@dataclass(frozen=True)
+class CommitEvent:
+    """A save is committed, ``seconds`` after it began. written_bytes: payload over all ranks.
+
+    staleness: of each unit of ``drawn.drift`` at this step, before the commit."""
+
+    drawn: Drawn
+    seconds: float
+    written_bytes: int
+    staleness: Mapping[Unit, int | None]
+
+    @property
+    def save(self) -> SaveId:
+        """Its name."""
+        return self.drawn.manifest.save
+
+
+@dataclass(frozen=True)
+class SaveFailedEvent:
+    """A save failed; the commit before it is intact."""
+
+    step: int
+    error: BaseException | None
+
+    @property
+    def reason(self) -> str:
+        """The error's name in metrics and traces."""
+        return type(self.error).__name__ if isinstance(self.error, DriftpointError) else "internal"
+
+
+@dataclass(frozen=True)
+class ResumeEvent:
+    """The job resumed, and continues from ``step``.
+
+    commit: step of the newest commit it consists of, made at ``created`` (ISO 8601). newest: the commit that the ledger
+    builds on. fallbacks: units resumed from an older version. passed_over: newer commits that were not used."""
+
+    step: int
+    commit: int
+    created: str
+    newest: SaveId | None
+    certificate: Certificate
+    from_memory: bool
+    replicas: int
+    fallbacks: int
+    passed_over: int
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class PreemptedEvent:
+    """The last save of a preempted job ended, ``seconds`` after the signal.
+
+    moving, fresh: moving units, and those committed at ``step``; ``oldest`` is the largest staleness of the others.
+    exact: one commit holds all of them without rounding. skipped: why nothing more was saved."""
+
+    step: int
+    seconds: float
+    skipped: str | None
+    moving: int
+    fresh: int
+    oldest: int
+    exact: bool
+    newest: SaveId | None
+
+    @property
+    def outcome(self) -> str:
+        """``full``, ``part`` or ``nothing``."""
+        return "full" if self.fresh == self.moving else "part" if self.fresh else "nothing"
+
+
+@dataclass(frozen=True)
+class MemoryEvent:
+    """The memory tier is on or off. snapshot: a version that all ranks have now, ``seconds`` after it was staged."""
+
+    on: bool
+    path: Path
+    snapshot: SaveId | None = None
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class BackgroundFailureEvent:
+    """Work beside training failed; it costs nothing else. reason: label in metrics. message: empty if logged before."""
+
+    reason: str
+    message: str = ""
+    error: BaseException | None = None
+    severe: bool = False
+
+
+def unexpected(error: BaseException | None) -> BaseException | None:
+    """Return the error if it is a bug, whose traceback belongs into the log; None for errors raised on purpose."""
+    return None if isinstance(error, DriftpointError) else error
+
+
+class SaveListener:
+    """Follows a job. Subclasses override the events that concern them. Those marked (0) are sent on rank 0 alone."""
+
+    def on_attach(self, event: AttachEvent) -> None:
+        """Collective."""
+
+    def on_epoch(self, epoch: int) -> None:
+        """The job claimed another epoch, to save a step anew."""
+
+    def on_step(self, step: int, at: float) -> None:
+        """Training reached ``step``; nothing is decided on it yet. at: seconds of ``time.perf_counter``."""
+
+    def on_units_changed(self, local: Mapping[Unit, LocalUnit]) -> None:
+        """The units of the job changed, or their pieces. local: those of this rank."""
+
+    def on_policy_failed(self, error: BaseException) -> None:
+        """(0) The policy raised or broke its contract, and everything is saved."""
+
+    def on_measured(self, event: MeasuredEvent) -> None:
+        """(0) Before a save begins."""
+
+    def on_decision(self, event: DecisionEvent) -> None:
+        """After the save began, if one did."""
+
+    def on_save_begin(self, event: SaveBeginEvent) -> None:
+        """(0) After staging."""
+
+    def on_copy_wait(self, seconds: float) -> None:
+        """An optimizer step waited for copies of the save under way."""
+
+    def on_snapshot_copy_wait(self, seconds: float) -> None:
+        """An optimizer step waited for copies of a version for the memory tier."""
+
+    def on_commit(self, event: CommitEvent) -> None:
+        """(0) After the ledger advanced."""
+
+    def on_save_failed(self, event: SaveFailedEvent) -> None:
+        """On rank 0, and on each rank whose own part failed."""
+
+    def on_settled(self, signatures: Mapping[Unit, Signature]) -> None:
+        """No save is under way. signatures: of the values that the last one staged on this rank. Collective."""
+
+    def on_store_check(self, root: Path) -> None:
+        """(0) In the background thread, which may block: the store at ``root`` may be asked for its free space."""
+
+    def on_background_failure(self, event: BackgroundFailureEvent) -> None:
+        """Upkeep, the memory tier or its replicas failed."""
+
+    def on_memory(self, event: MemoryEvent) -> None:
+        """The memory tier changed."""
+
+    def on_replication(self, seconds: Sequence[float], step: int | None) -> None:
+        """(0) Versions took ``seconds`` each to a peer. step: of one that all ranks have a replica of since now."""
+
+    def on_resume(self, event: ResumeEvent) -> None:
+        """After the ledger was reset."""
+
+    def on_preempted(self, event: PreemptedEvent) -> None:
+        """(0) Before the process leaves."""
+
+    def on_close(self, clean: bool, timeout: float) -> None:
+        """The job ends. clean: as it was meant to, so nothing needs to be rescued. timeout: seconds it may take."""
+
+
+class Listeners(SaveListener):
+    """The listeners of a job, called in the order given; at the end of the job in the opposite order."""
+
+    def __init__(self, *listeners: SaveListener) -> None:
+        self.all = listeners
+
+
+def _send(name: str) -> Callable[..., None]:
+    """Build the method of :class:`Listeners` that passes an event on."""
+
+    def send(self: Listeners, *event: Any) -> None:
+        for listener in reversed(self.all) if name == "on_close" else self.all:
+            getattr(listener, name)(*event)
+
+    return send
+
+
+for _name in [name for name in vars(SaveListener) if name.startswith("on_")]:
+    setattr(Listeners, _name, _send(_name))
