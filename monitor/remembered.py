@@ -18,7 +18,7 @@ from monitor.agree import everywhere, on_first
 from monitor.group import Group
 from monitor.lending import lent
 from monitor.peers.peers import Peers
-from monitor.peers.pieces import FarPayload
+from monitor.peers.replica_client import RemotePayload
 from monitor.whereabouts import node_name
 from store.catalog import Catalog
 from store.certificate import certify
@@ -194,7 +194,7 @@ def _reaching(found: MemoryVersion, sights: list[_Sight], peers: Peers) -> Memor
     name = found.save.name
     peers.show({(found.save, rank): payload for rank, payload in found.payloads.items()})
     far = peers.far([sight.lying(name) for sight in sights])
-    return replace(found, far={rank: FarPayload(door, found.save, rank) for rank, door in far.items()})
+    return replace(found, far={rank: RemotePayload(node, found.save, rank) for rank, node in far.items()})
 
 
 def _replicas_of(name: str, sights: list[_Sight]) -> frozenset[int]:

@@ -34,33 +34,31 @@ def top(
     json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Show whether a run is safe now, and age and drift of its layers, live. q or Ctrl-C ends it."""
+    """Show whether a run is safe now, and age and drift of its layers, live. Ctrl-C ends it."""
     del debug
     from deploy.report.made import trace_path
-    from deploy.top.watch import Watch
+    from deploy.top.app import FactsReader, run
 
     if trace is not None and not trace.is_file():
         raise UsageError(f"there is no trace at {trace}: leave --trace away, or name the file of the job")
-    watch = Watch(store, trace_path(store, trace), base_of(memory))
-    facts = watch.look()
+    reader = FactsReader(store, trace_path(store, trace), base_of(memory))
+    facts = reader.read()
     if json or once or not _interactive():
         output.answer(as_json(facts), lambda console: draw(console, facts), as_json=json)
     else:
-        from deploy.top.live import run
-
-        facts = run(Console(highlight=False, markup=False, emoji=False), watch, interval) or facts
+        facts = run(Console(highlight=False, markup=False, emoji=False), reader, interval) or facts
     raise typer.Exit(NothingToResumeError.exit_code if facts.status is None else facts.status.exit_code)
 
 
 def _interactive() -> bool:
-    """Whether a screen can be drawn and drawn over, and keys be read."""
-    return sys.stdout.isatty() and sys.stdin.isatty() and not Console().is_dumb_terminal
+    """Return whether stdout is a terminal whose screen can be drawn over."""
+    return sys.stdout.isatty() and not Console().is_dumb_terminal
 
 
 def as_json(facts: Facts) -> dict[str, Any]:
-    """The JSON object of the command."""
+    """Return the JSON object of the command."""
     from deploy.safety.verdict import judge
-    from deploy.top.rows import layer_rows, moving_slots
+    from deploy.top.view import layer_rows, moving_slots
 
     verdict = judge(facts)
     rows = layer_rows(facts, moving_slots(facts))
@@ -86,8 +84,7 @@ def as_json(facts: Facts) -> dict[str, Any]:
 
 
 def draw(console: Console, facts: Facts) -> None:
-    """One frame, all layers."""
-    from deploy.top.frame import View, frame
+    """Print one frame with all layers."""
+    from deploy.top.view import Dashboard
 
-    for line in frame(console, facts, View(), console.width, None).lines:
-        console.print(line, soft_wrap=True)
+    console.print(Dashboard(facts, all_layers=True))

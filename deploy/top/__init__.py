@@ -1,9 +1,6 @@
 """The live view of a store in a terminal.
 
-tail    the newest lines of a trace, read as they come
-watch   how things stand, looked at again and again at little cost
-rows    the layers of a frame
-frame   one frame as lines of text
-keys    what is typed
-live    the loop
+app     the live loop, and the thread that polls the store
+view    the screen
+tail    reads the newest lines of a trace
 """

@@ -1,16 +1,21 @@
-"""Which rank keeps whose replica: a rank of the next node, at the same place within it where there is one. Pure."""
+"""Places replicas: on a rank of the next node, at the same position within it if there is one. Pure functions."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 
-def keepers(nodes: Sequence[str], machines: Sequence[str] | None = None) -> list[int]:
-    """For every rank the one that keeps its replica. nodes: on which each rank is; two different ones at least.
+def replica_targets(nodes: Sequence[str], machines: Sequence[str] | None = None) -> list[int]:
+    """Return for every rank the one that keeps its replica.
 
-    machines: of each rank; nodes that share one are lost together, so the next node is one of another machine wherever
-    no machine has more than half of them. Nodes follow each other as their machines' and their own first ranks do, and
-    the last is followed by the first. Where the next node has fewer ranks, some of them keep several replicas."""
+    Nodes are ordered by the first rank of their machine, then by their own; the last one is followed by the first.
+    Nodes of one machine are lost together, so the next node is one of another machine wherever no machine has more than
+    half of them. Where the next node has fewer ranks, some of them keep several replicas.
+
+    Args:
+        nodes: Node of each rank; at least two different ones.
+        machines: Machine of each rank; by default every node is one.
+    """
     members: dict[str, list[int]] = {}
     together: dict[str, dict[str, None]] = {}
     for rank, node in enumerate(nodes):
@@ -27,6 +32,6 @@ def keepers(nodes: Sequence[str], machines: Sequence[str] | None = None) -> list
     return found
 
 
-def wards(kept_by: Sequence[int], rank: int) -> list[int]:
-    """Whose replicas ``rank`` keeps."""
-    return [other for other, keeper in enumerate(kept_by) if keeper == rank]
+def replica_sources(targets: Sequence[int], rank: int) -> list[int]:
+    """Return the ranks whose replicas ``rank`` keeps."""
+    return [source for source, target in enumerate(targets) if target == rank]

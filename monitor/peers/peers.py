@@ -13,13 +13,10 @@ from dataclasses import dataclass
 from monitor.events import BackgroundFailureEvent
 from monitor.job import Job
 from monitor.opened import OpenedStore
-from monitor.peers.address import own_address
-from monitor.peers.door import Door, Shown
-from monitor.peers.neighbours import keepers, wards
-from monitor.peers.pieces import Far
-from monitor.peers.replicas import Replicas
-from monitor.peers.sender import Sender, silence_of
-from monitor.peers.wire import Place
+from monitor.peers.neighbours import replica_sources, replica_targets
+from monitor.peers.replica_client import RemoteNode, ReplicaSender, silence_of
+from monitor.peers.replica_server import Replicas, ReplicaServer, ServedPayloads
+from monitor.peers.transport import Endpoint, own_address
 from monitor.whereabouts import machine_name, node_name
 from store.memory.arena import Arena
 from store.memory.tier import Tier
@@ -44,19 +41,19 @@ class Peers:
         self._timeout = job.config.timeouts.peer
         self._replicas = Replicas(job.config.memory.versions)
         self._met = not job.config.memory.peers
-        self._token = b""
+        self._key = b""
         self._nodes: Sequence[str] = ()
         self._machines: Sequence[str] = ()
-        self._places: Sequence[Place] = ()
-        self._door: Door | None = None
-        self._sender: Sender | None = None
-        self._doors: Sequence[Far] = ()
+        self._endpoints: Sequence[Endpoint] = ()
+        self._server: ReplicaServer | None = None
+        self._sender: ReplicaSender | None = None
+        self._remote_nodes: Sequence[RemoteNode] = ()
         self._replicated: SaveId | None = None
 
     @property
     def reachable(self) -> bool:
         """Whether ranks can read what lies on other nodes. Alike on all ranks."""
-        return self._door is not None
+        return self._server is not None
 
     @property
     def on(self) -> bool:
@@ -78,14 +75,14 @@ class Peers:
         if len(set(self._nodes)) < 2:
             self._tell("memory.peers: all ranks are on one node, so that there is no other one to keep replicas on")
             return
-        self._token = self._group.from_first(secrets.token_bytes(32) if self._group.rank == 0 else None)
-        door, problem = self._opened()
-        places = self._group.gather((None if door is None else door.place, problem))
-        if self._refused([why for _, why in places]):
-            if door is not None:
-                door.close()
+        self._key = self._group.from_first(secrets.token_bytes(32) if self._group.rank == 0 else None)
+        server, problem = self._opened()
+        endpoints = self._group.gather((None if server is None else server.endpoint, problem))
+        if self._refused([why for _, why in endpoints]):
+            if server is not None:
+                server.close()
             return
-        self._door, self._places = door, [place for place, _ in places]
+        self._server, self._endpoints = server, [endpoint for endpoint, _ in endpoints]
 
     def begin(self, tier: Tier, opened: OpenedStore, nbytes: int, kept: SaveId | None) -> None:
         """The job stands on ``kept``, or begins: have memory for what others send. nbytes: of a version of this rank.
@@ -96,14 +93,14 @@ class Peers:
         self._replicated = self._replicated if self._replicated == kept else None
         if self._sender is not None:
             self._replicas.stand_on(kept)
-        elif self._door is not None:
-            kept_by, rank = keepers(self._nodes, self._machines), self._group.rank
+        elif self._server is not None:
+            targets, rank = replica_targets(self._nodes, self._machines), self._group.rank
             needs = self._group.gather(nbytes)
-            mine = {ward: needs[ward] for ward in wards(kept_by, rank)}
+            mine = {source: needs[source] for source in replica_sources(targets, rank)}
             if self._refused(self._group.gather(self._replicas.take(tier, opened.epoch, mine, kept, opened.files))):
                 self._replicas.close(remove=True)
                 return
-            self._sender = Sender(rank, kept_by[rank], self._places[kept_by[rank]], self._token, self._timeout)
+            self._sender = ReplicaSender(rank, targets[rank], self._endpoints[targets[rank]], self._key, self._timeout)
 
     def offer(self, arena: Arena, slot: int, save: SaveId, keep: SaveId | None) -> None:
         """A version of this rank is whole: send it. keep: the one that all peers have. Returns at once."""
@@ -135,12 +132,12 @@ class Peers:
         self._replicated = self._replicated if self._replicated == newest else None
         return self._replicated
 
-    def show(self, payloads: Shown) -> None:
+    def show(self, payloads: ServedPayloads) -> None:
         """Have other ranks read these."""
-        if self._door is not None:
-            self._door.show(payloads)
+        if self._server is not None:
+            self._server.serve(payloads)
 
-    def far(self, lying: Sequence[Mapping[int, bool]]) -> dict[int, Far]:
+    def far(self, lying: Sequence[Mapping[int, bool]]) -> dict[int, RemoteNode]:
         """For each rank whose payload is not here, a node that has it: its own rather than a peer's.
 
         lying: for each rank, what its node has: of which ranks, and whether as a replica."""
@@ -150,13 +147,13 @@ class Peers:
             for owner, replica in there.items():
                 if owner not in lying[rank]:
                     holders.setdefault(owner, []).append((replica, holder))
-        doors: dict[int, Far] = {}
+        nodes: dict[int, RemoteNode] = {}
         found = {}
         for owner, known in holders.items():
             best = [holder for replica, holder in known if replica == min(known)[0]]
             holder = best[rank % len(best)]  # not all of them from the same one
-            found[owner] = doors.setdefault(holder, Far(self._places[holder], self._token, self._timeout))
-        self._doors = [*doors.values()]
+            found[owner] = nodes.setdefault(holder, RemoteNode(self._endpoints[holder], self._key, self._timeout))
+        self._remote_nodes = [*nodes.values()]
         return found
 
     def take_rest(self) -> bool:
@@ -169,8 +166,8 @@ class Peers:
         """End what is on its way, in and out. What is not whole by then is nobody's replica."""
         if self._sender is not None:
             self._sender.break_off()
-        if self._door is not None:
-            self._door.break_off()
+        if self._server is not None:
+            self._server.break_off()
 
     def stop(self) -> None:
         """Send no more."""
@@ -181,21 +178,21 @@ class Peers:
     def close(self, *, remove: bool) -> None:
         """Send and keep no more; ``remove``: and give the memory of replicas back."""
         self.stop()
-        if self._door is not None:
-            self._door.close()
-            self._door = None
+        if self._server is not None:
+            self._server.close()
+            self._server = None
         self._replicas.close(remove=remove)
 
     def _done_reading(self) -> None:
         """All ranks have what they resumed: nothing is read from other nodes any more."""
-        for far in self._doors:
-            far.close()
-        self._doors = ()
+        for node in self._remote_nodes:
+            node.close()
+        self._remote_nodes = ()
         self.show({})
 
-    def _opened(self) -> tuple[Door | None, str | None]:
+    def _opened(self) -> tuple[ReplicaServer | None, str | None]:
         try:
-            return Door(own_address(), self._token, self._replicas.receive, silence_of(self._timeout)), None
+            return ReplicaServer(own_address(), self._key, self._replicas, silence_of(self._timeout)), None
         except OSError as error:
             return None, f"cannot listen for peers: {error}"
 

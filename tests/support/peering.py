@@ -1,4 +1,4 @@
-"""One rank that keeps another one's replicas, in this process or in one of its own, and versions to send to it."""
+"""A rank that keeps another one's replicas, in this process or in one of its own, and versions to send to it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from monitor.peers.door import Door
-from monitor.peers.replicas import Replicas
-from monitor.peers.sender import Sender
-from monitor.peers.wire import Place
+from monitor.peers.replica_client import ReplicaSender
+from monitor.peers.replica_server import Replicas, ReplicaServer
+from monitor.peers.transport import Connection, Endpoint, new_connection
 from store.memory.arena import Arena
 from store.memory.held import look
 from store.memory.record import READER, VersionRecord
@@ -24,17 +23,17 @@ from store.schema import Entry
 from tests.support.cli import environment
 from tests.support.made_versions import CLAIM, head_of, part_of, tier_at
 
-TOKEN = b"t" * 32
+KEY = b"t" * 32
 LOCAL = (2, "127.0.0.1")
 
 
 @dataclass
-class Keeper:
-    """What keeps replicas, in this process. tier: of its node."""
+class ReplicaTarget:
+    """Keeps replicas in this process. tier: of its node."""
 
     tier: Tier
     replicas: Replicas
-    door: Door
+    server: ReplicaServer
 
     def versions(self, rank: int = 0) -> list[int]:
         """Steps of which there is a replica of the rank."""
@@ -43,41 +42,43 @@ class Keeper:
 
 
 @contextmanager
-def keeper(base: Path, nbytes: int = 256, wards: tuple[int, ...] = (0,), silence: float = 60.0) -> Iterator[Keeper]:
+def replica_target(
+    base: Path, nbytes: int = 256, sources: tuple[int, ...] = (0,), silence: float = 60.0
+) -> Iterator[ReplicaTarget]:
     replicas = Replicas(2)
     tier = tier_at(base)
-    assert replicas.take(tier, 1, dict.fromkeys(wards, nbytes), None) is None
-    door = Door(LOCAL, TOKEN, replicas.receive, silence)
+    assert replicas.take(tier, 1, dict.fromkeys(sources, nbytes), None) is None
+    server = ReplicaServer(LOCAL, KEY, replicas, silence)
     try:
-        yield Keeper(tier, replicas, door)
+        yield ReplicaTarget(tier, replicas, server)
     finally:
-        door.close()
+        server.close()
         replicas.close(remove=True)
 
 
-_KEEPER = """
+_TARGET = """
 import json, sys
 from pathlib import Path
-from tests.support.peering import keeper
-with keeper(Path(sys.argv[1]), int(sys.argv[2])) as one:
-    print(json.dumps(one.door.place), flush=True)
+from tests.support.peering import replica_target
+with replica_target(Path(sys.argv[1]), int(sys.argv[2])) as one:
+    print(json.dumps(one.server.endpoint), flush=True)
     sys.stdin.read()
 """
 
 
 @dataclass
-class Living:
-    """A keeper in a process of its own."""
+class TargetProcess:
+    """A replica target in a process of its own."""
 
     tier: Tier
-    place: Place
+    endpoint: Endpoint
     process: subprocess.Popen[str]
 
 
 @contextmanager
-def living_keeper(base: Path, nbytes: int) -> Iterator[Living]:
+def target_process(base: Path, nbytes: int) -> Iterator[TargetProcess]:
     process = subprocess.Popen(
-        [sys.executable, "-c", _KEEPER, str(base), str(nbytes)],
+        [sys.executable, "-c", _TARGET, str(base), str(nbytes)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -86,7 +87,7 @@ def living_keeper(base: Path, nbytes: int) -> Iterator[Living]:
     assert process.stdin is not None and process.stdout is not None
     try:
         family, host, port = json.loads(process.stdout.readline())
-        yield Living(tier_at(base), (family, host, port), process)
+        yield TargetProcess(tier_at(base), (family, host, port), process)
     finally:
         process.kill()
         process.wait(timeout=180)
@@ -94,9 +95,16 @@ def living_keeper(base: Path, nbytes: int) -> Iterator[Living]:
         process.stdout.close()
 
 
-def sender_to(place: Place, timeout: float = 120.0, token: bytes = TOKEN) -> Sender:
+def sender_to(endpoint: Endpoint, timeout: float = 120.0, key: bytes = KEY) -> ReplicaSender:
     """Of rank 0; rank 1 keeps its replica."""
-    return Sender(0, 1, place, token, timeout)
+    return ReplicaSender(0, 1, endpoint, key, timeout)
+
+
+def connected(endpoint: Endpoint, key: bytes = KEY, silence: float = 60.0) -> Connection:
+    """An authenticated connection. PeerError."""
+    connection = new_connection(endpoint, silence)
+    connection.connect(endpoint, key)
+    return connection
 
 
 def pattern(save: SaveId, nbytes: int) -> bytes:
@@ -118,7 +126,7 @@ def large(arena: Arena, slot: int, save: SaveId, nbytes: int) -> None:
     arena.seal(slot, VersionRecord(reader=READER, claim=CLAIM, part=part, head=head_of(save, 1, parts=[part])))
 
 
-def sent(sender: Sender, arena: Arena, slot: int, save: SaveId, keep: SaveId | None = None) -> bool:
+def sent(sender: ReplicaSender, arena: Arena, slot: int, save: SaveId, keep: SaveId | None = None) -> bool:
     """Send a version and wait for what becomes of it."""
     sender.offer(save, *arena.files(slot), keep)
     assert sender._writer.join(180)

@@ -23,7 +23,7 @@ from resume_train import hashes
 
 import monitor
 import monitor.memory
-import monitor.peers.sender
+import monitor.peers.replica_client
 from monitor.adapters.select import adapter_for
 from store.errors import StorageError
 from store.memory.tier import Tier
@@ -90,23 +90,23 @@ class Life:
         if memory is not None and str(rank()) in self.spec.get("paths", {}):
             memory._tier = Tier(Path(self.spec["paths"][str(rank())]), memory._tier.store_id)
         if "peer_seconds" in self.spec:
-            monitor.peers.sender._SILENCE = self.spec["peer_seconds"]
+            monitor.peers.replica_client._SILENCE = self.spec["peer_seconds"]
         if memory is not None and rank() == self.spec.get("relayed"):
-            self.relay_door(memory._peers)
+            self.relay_server(memory._peers)
         return ckpt
 
-    def relay_door(self, peers: Any) -> None:
+    def relay_server(self, peers: Any) -> None:
         """Others reach this rank through a process that can be stopped: a network that falls silent."""
         real = peers._opened
 
         def opened() -> Any:
-            door, problem = real()
-            family, host, port = door.place
+            server, problem = real()
+            family, host, port = server.endpoint
             relay = str(Path(__file__).with_name("relay.py"))
             self.relay = subprocess.Popen([sys.executable, relay, host, str(port)], stdout=subprocess.PIPE)
             assert self.relay.stdout is not None
-            door.place = (family, host, int(self.relay.stdout.readline()))
-            return door, problem
+            server.endpoint = (family, host, int(self.relay.stdout.readline()))
+            return server, problem
 
         peers._opened = opened
 

@@ -1,4 +1,4 @@
-"""``driftpoint top``: frames of exactly the terminal's size, lines as they come, and a real terminal."""
+"""``driftpoint top``: screens of exactly the terminal's size, the trace as it grows, and a real terminal."""
 
 from __future__ import annotations
 
@@ -18,13 +18,15 @@ from fcntl import ioctl
 from pathlib import Path
 
 import pytest
+from rich.cells import cell_len
 from rich.console import Console
+from rich.screen import Screen
 
 from deploy.safety.facts import Facts
-from deploy.top.frame import Frame, View, frame
-from deploy.top.keys import named
+from deploy.top.app import FactsPoller, FactsReader
 from deploy.top.tail import Tail
-from deploy.top.watch import Looker, Watch
+from deploy.top.view import Dashboard, Freshness, layer_rows
+from store.trace import DecisionLine
 from tests.support.cli import Here, environment
 from tests.support.processes import holding_lock
 from tests.support.seen_runs import SeenRun
@@ -49,39 +51,47 @@ def many_layers(folder: Path) -> SeenRun:
     return made
 
 
-def drawn(run: SeenRun, width: int, height: int | None, view: View | None = None) -> Frame:
-    facts = Watch(run.root, run.trace, run.root.parent).look()
-    return frame(Console(width=width), facts, view or View(keys=True), width, height)
+def facts_of(run: SeenRun) -> Facts:
+    return FactsReader(run.root, run.trace, run.root.parent).read()
 
 
-def text(found: Frame) -> str:
-    return "\n".join(line.plain for line in found.lines)
+def screen_lines(facts: Facts, width: int = 100, height: int = 30, freshness: Freshness | None = None) -> list[str]:
+    """What a terminal of this size shows."""
+    console = Console(width=width, height=height)
+    screen = Screen(Dashboard(facts, freshness or Freshness()))
+    return ["".join(segment.text for segment in line) for line in console.render_lines(screen)]
+
+
+def screen_text(facts: Facts, freshness: Freshness | None = None) -> str:
+    return "\n".join(screen_lines(facts, freshness=freshness))
 
 
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (200, 50), (60, 16), (120, 12), (40, 8), (20, 5), (300, 200)])
-def test_a_frame_is_as_large_as_the_terminal(still: SeenRun, width: int, height: int) -> None:
-    found = drawn(still, width, height)
-    assert len(found.lines) == height
-    assert max(len(line) for line in found.lines) <= width
+def test_a_screen_is_as_large_as_the_terminal(still: SeenRun, width: int, height: int) -> None:
+    lines = screen_lines(facts_of(still), width, height)
+    assert len(lines) == height
+    assert {cell_len(line) for line in lines} == {width}
 
 
-def test_the_layers_scroll(still: SeenRun) -> None:
-    first = drawn(still, 80, 24)
-    assert first.layers == 129 and "layers 1–" in text(first) and "embed_tokens" in text(first)
-    last = drawn(still, 80, 24, View(first=10**6, keys=True))
-    assert f"layers {130 - last.shown}–129 of 129" in text(last) and "lm_head" in text(last)
-
-
-def test_sorted_by_drift(run: SeenRun) -> None:
-    drifts = tuple(0.9 if one.layer == "layers.77" else 0.01 for one in run.traced)
-    run.decide(600, drift=None)
-    run.lines.clear()
-    from store.trace import DecisionLine
-
-    run.tell(DecisionLine(step=610, seconds=610.0, commits=2, drift=drifts))
-    lines = text(drawn(run, 80, 24, View(sorted=True, keys=True))).splitlines()
+def layers_in(lines: list[str]) -> list[str]:
     heading = next(i for i, line in enumerate(lines) if line.startswith("layer "))
-    assert lines[heading + 1].startswith("layers.77") and "0.900" in lines[heading + 1]
+    return [line.split()[0] for line in lines[heading + 1 : -1] if line.strip()]
+
+
+def test_the_layers_that_moved_most_are_shown_where_not_all_fit(run: SeenRun) -> None:
+    moved = {"layers.77": 0.9, "lm_head": 0.8, "layers.3": 0.7}
+    run.lines.clear()
+    run.tell(DecisionLine(step=610, seconds=610.0, commits=2, drift=[moved.get(one.layer, 0.01) for one in run.traced]))
+    facts = facts_of(run)
+    lines = screen_lines(facts, 80, 24)
+    shown = layers_in(lines)
+    assert shown[:3] == list(moved) and len(shown) < 24
+    assert f"{len(shown)} of 129 layers, those that drifted furthest first" in lines[-1]
+    assert any(line.startswith("layers.77") and "0.900" in line for line in lines)
+    lines = screen_lines(facts, 80, 200)
+    assert layers_in(lines)[:2] == ["embed_tokens", "layers.0"] and "129 of 129 layers ·" in "".join(lines)
+    lines = screen_lines(facts, 80, 24, Freshness("gone", 20.0))
+    assert layers_in(lines) == shown[: len(layers_in(lines))] and "Ctrl-C ends" in lines[-1]
 
 
 def test_once_prints_all_layers_and_leaves(here: Here, still: SeenRun) -> None:
@@ -102,9 +112,7 @@ def test_json_has_ages_and_drift_of_every_layer(here: Here, still: SeenRun) -> N
 
 def test_ages_grow_while_the_job_trains(still: SeenRun) -> None:
     with holding_lock(still.root):
-        facts = Watch(still.root, still.trace, still.root.parent).look()
-    from deploy.top.rows import layer_rows
-
+        facts = facts_of(still)
     row = next(one for one in layer_rows(facts, ["fp32"]) if one.layer == "layers.4")
     assert row.slots["fp32"].age == 20, "up to the next decision, long ago"
 
@@ -126,13 +134,13 @@ def test_hostile_names_reach_no_terminal(here: Here, tmp_path: Path) -> None:
     assert r"a\x1b[2Jb" in out and r"d\ne" in out
 
 
-def test_a_watch_sees_what_is_new_and_reads_nothing_twice(run: SeenRun) -> None:
-    watch = Watch(run.root, run.trace, run.root.parent)
-    first, again = watch.look(), watch.look()
+def test_a_reader_sees_what_is_new_and_reads_nothing_twice(run: SeenRun) -> None:
+    reader = FactsReader(run.root, run.trace, run.root.parent)
+    first, again = reader.read(), reader.read()
     assert first.status is not None and again.status is not None
     assert again.status.certificate is first.status.certificate
     save = run.save(600)
-    found = watch.look()
+    found = reader.read()
     assert found.newest is not None and found.newest.save == save
     assert found.pulse is not None and found.pulse.newest is not None and found.pulse.newest.step == 600
 
@@ -175,11 +183,6 @@ def last_step(tail: Tail) -> int:
     return found.newest.step
 
 
-def test_keys_of_a_terminal() -> None:
-    assert list(named("\x1b[A\x1b[Bj\x1b[6~sq")) == ["up", "down", "down", "page down", "sort", "quit"]
-    assert list(named("x\x1b[99z")) == []
-
-
 class Terminal:
     """A real one, with a program in it."""
 
@@ -196,10 +199,6 @@ class Terminal:
                     self.screen += os.read(self._descriptor, 1 << 16).decode("utf-8", "replace")
                 except OSError:  # the other side is closed
                     assert re.search(pattern, self.screen), self.screen[-3000:]
-
-    def type(self, text: bytes) -> None:
-        self.screen = ""
-        os.write(self._descriptor, text)
 
     def attributes(self) -> list[object]:
         return termios.tcgetattr(self._descriptor)
@@ -229,63 +228,50 @@ def terminal(*args: object) -> Iterator[Terminal]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("end", ["q", "Ctrl-C"])
-def test_in_a_terminal(run: SeenRun, end: str) -> None:
+def test_in_a_terminal(run: SeenRun) -> None:
     with terminal("top", run.root, "--interval", "0.2", "--memory", run.root.parent) as seen:
         before = seen.attributes()
-        seen.wait_for(r"layers 1–\d+ of 129")
-        seen.type(b"\x1b[F")
-        seen.wait_for("of 129")
-        seen.wait_for("lm_head")
+        seen.wait_for(r"\d+ of 129 layers")
         run.save(600)
         seen.wait_for("step 600")
-        seen.type(b"s")
-        seen.wait_for("s model order")
-        if end == "q":
-            seen.type(b"q")
-        else:
-            seen.process.send_signal(signal.SIGINT)
+        seen.process.send_signal(signal.SIGINT)
         assert seen.process.wait(180) == 0
         assert seen.attributes() == before, "the terminal is given back as it was"
 
 
 def test_a_store_that_goes_away_is_told_and_what_was_seen_stays(run: SeenRun) -> None:
-    looker = Looker(Watch(run.root, run.trace, run.root.parent), 0.05)
+    poller = FactsPoller(FactsReader(run.root, run.trace, run.root.parent), 0.05)
     try:
-        until(lambda: looker.seen.facts is not None)
+        until(lambda: poller.latest.facts is not None)
         away = run.root.rename(run.root.with_name("away"))
-        until(lambda: bool(looker.seen.trouble))
-        assert looker.seen.facts is not None
-        told = drawn_of(looker.seen.facts, View(trouble=looker.seen.trouble, age=20.0, keys=True))
+        until(lambda: bool(poller.latest.trouble))
+        assert poller.latest.facts is not None
+        told = screen_text(poller.latest.facts, Freshness(poller.latest.trouble, age=20.0))
         assert "As of 20 s ago:" in told
         assert " NOT KNOWN ANY MORE " in told and " SAFE " not in told
         away.rename(run.root)
-        until(lambda: not looker.seen.trouble)
+        until(lambda: not poller.latest.trouble)
     finally:
-        looker.end()
-    assert looker.error is None
+        poller.stop()
+    assert poller.error is None
 
 
 def test_looks_that_are_far_apart_are_not_old(still: SeenRun) -> None:
-    facts = Watch(still.root, still.trace, still.root.parent).look()
-    assert " SAFE " in drawn_of(facts, View(age=59.0, patience=90.0))
-    assert "does not answer" in drawn_of(facts, View(age=91.0, patience=90.0))
+    facts = facts_of(still)
+    assert " SAFE " in screen_text(facts, Freshness(age=59.0, patience=90.0))
+    assert "does not answer" in screen_text(facts, Freshness(age=91.0, patience=90.0))
 
 
 def test_letters_that_take_two_columns(tmp_path: Path) -> None:
     run = SeenRun(tmp_path / "store", [FakeLayer("層" * 30), FakeLayer("plain")])
     run.save(600)
-    lines = [line for line in drawn(run, 80, None).lines if "0.0100" in line.plain or "…層" in line.plain]
-    assert lines[0].plain.startswith("…層") and {line.cell_len for line in lines} == {lines[-1].cell_len}
+    wide, narrow = (line.rstrip() for line in screen_lines(facts_of(run), 80, 40) if line.startswith(("…層", "plain")))
+    assert "層" in wide and cell_len(wide) == cell_len(narrow)
 
 
 def test_a_trace_that_was_named_and_is_not_there(here: Here, still: SeenRun) -> None:
     answer = here("top", still.root, "--once", "--trace", still.root / "nothing")
     assert (answer.code, answer.out) == (2, "") and "there is no trace at" in answer.err
-
-
-def drawn_of(facts: Facts, view: View) -> str:
-    return text(frame(Console(width=100), facts, view, 100, 30))
 
 
 def until(condition: Callable[[], bool]) -> None:

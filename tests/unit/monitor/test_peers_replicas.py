@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-import monitor.peers.sender
-from monitor.peers.pieces import Far, FarPayload
-from monitor.peers.replicas import Replicas
-from monitor.peers.wire import Answer, Put, Request, connect
+import monitor.peers.replica_client
+from monitor.peers.replica_client import RemoteNode, RemotePayload
+from monitor.peers.replica_server import Replicas
+from monitor.peers.transport import Answer, Put, Request
 from store.errors import MissingError
 from store.memory.arena import Arena
 from store.memory.held import look
@@ -23,7 +23,17 @@ from store.memory.tier import Tier
 from store.names import SaveId
 from tests.support.made_versions import CLAIM, NBYTES, content, head_of, keep, part_of, tier_at
 from tests.support.mounts import tmpfs
-from tests.support.peering import TOKEN, Keeper, keeper, large, living_keeper, pattern, sender_to, sent
+from tests.support.peering import (
+    KEY,
+    ReplicaTarget,
+    connected,
+    large,
+    pattern,
+    replica_target,
+    sender_to,
+    sent,
+    target_process,
+)
 
 LARGE = 48 << 20
 """More than sockets hold by themselves."""
@@ -37,8 +47,8 @@ def mine(tmp_path: Path) -> Iterator[Arena]:
 
 
 @pytest.fixture
-def theirs(tmp_path: Path) -> Iterator[Keeper]:
-    with keeper(tmp_path / "theirs") as one:
+def theirs(tmp_path: Path) -> Iterator[ReplicaTarget]:
+    with replica_target(tmp_path / "theirs") as one:
         yield one
 
 
@@ -53,9 +63,9 @@ def replica(tier: Tier, save: SaveId, nbytes: int = NBYTES) -> bytes:
     return look(tier).versions[save][0].payload.read_bytes()[:nbytes]
 
 
-def test_versions_arrive_and_take_turns(mine: Arena, theirs: Keeper) -> None:
+def test_versions_arrive_and_take_turns(mine: Arena, theirs: ReplicaTarget) -> None:
     """The one that all ranks count on stays; the other one is written over."""
-    sender = sender_to(theirs.door.place)
+    sender = sender_to(theirs.server.endpoint)
     before = None
     for step in range(1, 6):
         save = SaveId(step, 1)
@@ -70,10 +80,10 @@ def test_versions_arrive_and_take_turns(mine: Arena, theirs: Keeper) -> None:
 
 
 def test_a_changed_byte_is_refused_and_the_older_replica_stays(
-    mine: Arena, theirs: Keeper, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    mine: Arena, theirs: ReplicaTarget, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(monitor.peers.sender, "_PAUSES", (0.0,))
-    sender = sender_to(theirs.door.place)
+    monkeypatch.setattr(monitor.peers.replica_client, "_RETRY_DELAYS", (0.0,))
+    sender = sender_to(theirs.server.endpoint)
     keep(mine, 0, SaveId(1, 1))
     assert sent(sender, mine, 0, SaveId(1, 1))
     for step in (2, 3):
@@ -89,21 +99,21 @@ def test_a_changed_byte_is_refused_and_the_older_replica_stays(
     sender.close()
 
 
-def test_what_is_not_its_to_keep_is_refused(mine: Arena, theirs: Keeper, tmp_path: Path) -> None:
+def test_what_is_not_its_to_keep_is_refused(mine: Arena, theirs: ReplicaTarget, tmp_path: Path) -> None:
     """Another store's version, another rank's, one of another job: none of it is taken, and the door stays open."""
     save, store_id = SaveId(1, 1), "cd" * 16
     other = Arena(Tier(tmp_path / "mine", store_id), 1, 0)
     part = part_of(save, 0, 1, store_id=store_id)
     other.room(0, NBYTES)
     other.seal(0, VersionRecord(reader=READER, claim=CLAIM, part=part, head=head_of(save, 1, store_id=store_id)))
-    assert not sent(sender_to(theirs.door.place), other, 0, SaveId(1, 1))
+    assert not sent(sender_to(theirs.server.endpoint), other, 0, SaveId(1, 1))
     keep(mine, 0, SaveId(2, 1), rank=3, world=4)
-    assert not sent(sender_to(theirs.door.place), mine, 0, SaveId(2, 1))
+    assert not sent(sender_to(theirs.server.endpoint), mine, 0, SaveId(2, 1))
     keep(mine, 0, SaveId(1, 1))
-    stranger = sender_to(theirs.door.place, token=b"x" * 32)
+    stranger = sender_to(theirs.server.endpoint, key=b"x" * 32)
     assert not sent(stranger, mine, 0, SaveId(1, 1))
     assert theirs.versions() == []
-    assert sent(sender_to(theirs.door.place), mine, 0, SaveId(1, 1))
+    assert sent(sender_to(theirs.server.endpoint), mine, 0, SaveId(1, 1))
     other.close(remove=True)
 
 
@@ -117,8 +127,8 @@ def test_without_room_nothing_is_kept_and_why_is_said(tmp_path: Path) -> None:
 
 
 def test_a_version_that_grew_too_large_is_refused(mine: Arena, tmp_path: Path) -> None:
-    with tmpfs(tmp_path / "small", "8M") as small, keeper(small) as theirs:
-        sender = sender_to(theirs.door.place)
+    with tmpfs(tmp_path / "small", "8M") as small, replica_target(small) as theirs:
+        sender = sender_to(theirs.server.endpoint)
         keep(mine, 0, SaveId(1, 1))
         assert sent(sender, mine, 0, SaveId(1, 1))
         large(mine, 1, SaveId(2, 1), 16 << 20)
@@ -131,9 +141,9 @@ def test_a_stopped_peer_costs_the_replica_only(
     mine: Arena, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is stopped in mid-transfer; whoever offers never waits, the replica before stays, and later ones arrive."""
-    monkeypatch.setattr(monitor.peers.sender, "_PAUSES", (0.0,))
-    with living_keeper(tmp_path / "theirs", LARGE) as theirs:
-        sender = sender_to(theirs.place, timeout=120.0)
+    monkeypatch.setattr(monitor.peers.replica_client, "_RETRY_DELAYS", (0.0,))
+    with target_process(tmp_path / "theirs", LARGE) as theirs:
+        sender = sender_to(theirs.endpoint, timeout=120.0)
         large(mine, 0, SaveId(1, 1), LARGE)
         assert sent(sender, mine, 0, SaveId(1, 1))
         sender._timeout = 1.5
@@ -145,7 +155,7 @@ def test_a_stopped_peer_costs_the_replica_only(
         assert sender.sent == SaveId(1, 1) and sender.collect()[1]
         assert "silent, or too slow" in caplog.text
         with pytest.raises(MissingError, match="silent"):  # nor does a resume wait for it
-            FarPayload(Far(theirs.place, TOKEN, 0.3), SaveId(1, 1), 0).read(0, memoryview(bytearray(8)))
+            RemotePayload(RemoteNode(theirs.endpoint, KEY, 0.3), SaveId(1, 1), 0).read(0, memoryview(bytearray(8)))
         assert SaveId(1, 1) in look(theirs.tier).versions
         os.kill(theirs.process.pid, signal.SIGCONT)
         sender._timeout = 600.0
@@ -154,7 +164,7 @@ def test_a_stopped_peer_costs_the_replica_only(
 
         os.kill(theirs.process.pid, signal.SIGSTOP)  # nobody who ends waits for it
         sender.offer(SaveId(2, 1), *mine.files(1), SaveId(1, 1))
-        until(lambda: sender._link is not None)
+        until(lambda: sender._connection is not None)
         thread = threading.Thread(target=sender.close)
         thread.start()
         thread.join(180)
@@ -164,19 +174,19 @@ def test_a_stopped_peer_costs_the_replica_only(
 
 @pytest.mark.slow
 def test_a_peer_that_is_killed_in_mid_transfer_leaves_the_older_replica(mine: Arena, tmp_path: Path) -> None:
-    with living_keeper(tmp_path / "theirs", LARGE) as theirs:
-        sender = sender_to(theirs.place)
+    with target_process(tmp_path / "theirs", LARGE) as theirs:
+        sender = sender_to(theirs.endpoint)
         for slot, step in ((0, 1), (1, 2)):
             large(mine, slot, SaveId(step, 1), LARGE)
             assert sent(sender, mine, slot, SaveId(step, 1), SaveId(1, 1) if step > 1 else None)
         large(mine, 0, SaveId(3, 1), LARGE)
         record, _ = mine.files(0)
-        link = connect(theirs.place, TOKEN, silence=120.0)
+        connection = connected(theirs.endpoint, silence=120.0)
         data = record.read_bytes()
-        link.tell(Request(request=Put(rank=0, keep=SaveId(2, 1).name, record=len(data), payload=LARGE)))
-        link.send(data)
-        assert link.hear(Answer).ok
-        link.send(pattern(SaveId(3, 1), LARGE)[: LARGE // 2])
+        connection.send(Request(request=Put(rank=0, keep=SaveId(2, 1).name, record=len(data), payload=LARGE)))
+        connection.send_bytes(data)
+        assert connection.receive(Answer).ok
+        connection.send_bytes(pattern(SaveId(3, 1), LARGE)[: LARGE // 2])
         place = theirs.tier.generation(1)
         half = pattern(SaveId(3, 1), 64)
         until(lambda: any(place.payload(0, slot).open("rb").read(64) == half for slot in (0, 1)))
@@ -185,35 +195,35 @@ def test_a_peer_that_is_killed_in_mid_transfer_leaves_the_older_replica(mine: Ar
         left = look(theirs.tier)
         assert [save.step for save in left.versions] == [2] and not left.problems
         assert replica(theirs.tier, SaveId(2, 1), LARGE) == pattern(SaveId(2, 1), LARGE)
-        link.close()
+        connection.close()
         sender.close()
 
 
-def test_payloads_are_read_from_afar_as_long_as_they_are_shown(mine: Arena, theirs: Keeper) -> None:
+def test_payloads_are_read_from_afar_as_long_as_they_are_shown(mine: Arena, theirs: ReplicaTarget) -> None:
     save = SaveId(4, 1)
     keep(mine, 0, save)
-    theirs.door.show({(save, 0): mine.files(0)[1]})
-    far = Far(theirs.door.place, TOKEN, 120.0)
-    payload, target = FarPayload(far, save, 0), bytearray(100)
+    theirs.server.serve({(save, 0): mine.files(0)[1]})
+    node = RemoteNode(theirs.server.endpoint, KEY, 120.0)
+    payload, target = RemotePayload(node, save, 0), bytearray(100)
     payload.read(50, memoryview(target))
     assert bytes(target) == content(save, 0)[50:150]
-    theirs.door.break_off()  # between two pieces: it connects anew
+    theirs.server.break_off()  # between two pieces: it connects anew
     payload.read(0, memoryview(target))
     assert bytes(target) == content(save, 0)[:100]
-    theirs.door.show({})
+    theirs.server.serve({})
     with pytest.raises(MissingError, match="not here"):
         payload.read(0, memoryview(target))
-    theirs.door.show({(save, 0): mine.files(0)[1]})
+    theirs.server.serve({(save, 0): mine.files(0)[1]})
     with pytest.raises(MissingError):  # what failed once is not asked again
         payload.read(0, memoryview(target))
-    far.close()
+    node.close()
 
 
-def test_an_end_beyond_the_payload_is_not_read(mine: Arena, theirs: Keeper) -> None:
+def test_an_end_beyond_the_payload_is_not_read(mine: Arena, theirs: ReplicaTarget) -> None:
     save = SaveId(4, 1)
     keep(mine, 0, save)
-    theirs.door.show({(save, 0): mine.files(0)[1]})
-    far = Far(theirs.door.place, TOKEN, 120.0)
+    theirs.server.serve({(save, 0): mine.files(0)[1]})
+    node = RemoteNode(theirs.server.endpoint, KEY, 120.0)
     with pytest.raises(MissingError, match="not so long"):
-        FarPayload(far, save, 0).read(0, memoryview(bytearray(1 << 20)))
-    far.close()
+        RemotePayload(node, save, 0).read(0, memoryview(bytearray(1 << 20)))
+    node.close()

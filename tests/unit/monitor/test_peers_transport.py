@@ -10,49 +10,48 @@ from collections.abc import Iterator
 
 import pytest
 
-from monitor.peers.address import own_address
-from monitor.peers.wire import Answer, Link, connect
+from monitor.peers.transport import Answer, Connection, own_address
 from store.errors import PeerError
-from tests.support.peering import LOCAL, TOKEN
+from tests.support.peering import KEY, LOCAL, connected
 
 
 @pytest.fixture
-def pair() -> Iterator[tuple[Link, socket.socket]]:
+def pair() -> Iterator[tuple[Connection, socket.socket]]:
     one, other = socket.socketpair()
-    yield Link(one, silence=0.2), other
+    yield Connection(one, silence=0.2), other
     one.close()
     other.close()
 
 
-def test_both_sides_prove_that_they_have_the_token() -> None:
+def test_both_sides_prove_that_they_have_the_key() -> None:
     listener = socket.create_server(("127.0.0.1", 0))
     _, port = listener.getsockname()
     heard: list[object] = []
 
-    def host(token: bytes) -> None:
-        link = Link(listener.accept()[0], 60.0)
+    def host(key: bytes) -> None:
+        connection = Connection(listener.accept()[0], 60.0)
         try:
-            link.welcome(token)
-            heard.append(link.hear(Answer).why)
+            connection.server_handshake(key)
+            heard.append(connection.receive(Answer).why)
         except PeerError as error:
             heard.append(error)
-        link.close()
+        connection.close()
 
-    for mine, theirs in ((TOKEN, TOKEN), (TOKEN, b"x" * 32)):
+    for mine, theirs in ((KEY, KEY), (KEY, b"x" * 32)):
         thread = threading.Thread(target=host, args=(mine,))
         thread.start()
         try:
-            link = connect((*LOCAL, port), theirs, silence=60.0)
-            link.tell(Answer(ok=True, why="hello"))
-            link.close()
+            connection = connected((*LOCAL, port), theirs)
+            connection.send(Answer(ok=True, why="hello"))
+            connection.close()
         except PeerError as error:
-            assert theirs != TOKEN and "no connection" in str(error)
+            assert theirs != KEY and "no connection" in str(error)
         thread.join(180)
     listener.close()
     assert heard[0] == "hello" and isinstance(heard[1], PeerError)
 
 
-def test_a_host_that_has_not_the_token_is_not_believed() -> None:
+def test_a_host_without_the_key_is_not_believed() -> None:
     """Whoever took over the port of a dead rank, say: it answers what it likes."""
     listener = socket.create_server(("127.0.0.1", 0))
 
@@ -66,7 +65,7 @@ def test_a_host_that_has_not_the_token_is_not_believed() -> None:
     thread = threading.Thread(target=impostor)
     thread.start()
     with pytest.raises(PeerError, match="not of this job"):
-        connect((*LOCAL, listener.getsockname()[1]), TOKEN, silence=60.0)
+        connected((*LOCAL, listener.getsockname()[1]))
     thread.join(180)
     listener.close()
 
@@ -76,24 +75,24 @@ def test_nobody_there() -> None:
         deaf.bind(("127.0.0.1", 0))
         port = deaf.getsockname()[1]
         with pytest.raises(PeerError, match=f"no connection to 127.0.0.1 port {port}"):
-            connect((*LOCAL, port), TOKEN, silence=60.0)
+            connected((*LOCAL, port))
 
 
-def test_silence_is_an_error(pair: tuple[Link, socket.socket]) -> None:
-    link, _ = pair
+def test_silence_is_an_error(pair: tuple[Connection, socket.socket]) -> None:
+    connection, _ = pair
     with pytest.raises(PeerError, match="silent"):
-        link.hear(Answer)
+        connection.receive(Answer)
 
 
-def test_a_peer_that_takes_nothing_is_an_error(pair: tuple[Link, socket.socket]) -> None:
-    link, _ = pair
+def test_a_peer_that_takes_nothing_is_an_error(pair: tuple[Connection, socket.socket]) -> None:
+    connection, _ = pair
     with pytest.raises(PeerError, match="silent"):
-        link.send(bytes(64 << 20))
+        connection.send_bytes(bytes(64 << 20))
 
 
 def test_a_trickle_ends_at_the_deadline() -> None:
     one, other = socket.socketpair()
-    link = Link(one, silence=60.0, deadline=time.monotonic() + 0.5)
+    connection = Connection(one, silence=60.0, deadline=time.monotonic() + 0.5)
     ended = threading.Event()
 
     def trickle() -> None:
@@ -103,10 +102,10 @@ def test_a_trickle_ends_at_the_deadline() -> None:
     thread = threading.Thread(target=trickle)
     thread.start()
     with pytest.raises(PeerError, match="too slow"):
-        link.receive(memoryview(bytearray(1 << 20)))
+        connection.receive_into(memoryview(bytearray(1 << 20)))
     ended.set()
     thread.join(180)
-    link.close()
+    connection.close()
     other.close()
 
 
@@ -120,20 +119,20 @@ def test_a_trickle_ends_at_the_deadline() -> None:
         (b"", "is gone"),
     ],
 )
-def test_what_is_not_a_message_is_an_error(pair: tuple[Link, socket.socket], sent: bytes, what: str) -> None:
-    link, other = pair
+def test_what_is_not_a_message_is_an_error(pair: tuple[Connection, socket.socket], sent: bytes, what: str) -> None:
+    connection, other = pair
     other.sendall(sent)
     other.shutdown(socket.SHUT_WR)
     with pytest.raises(PeerError, match=what):
-        link.hear(Answer)
+        connection.receive(Answer)
 
 
-def test_another_thread_can_end_it(pair: tuple[Link, socket.socket]) -> None:
-    link, _ = pair
-    link._silence = 600.0
-    threading.Timer(0.1, link.abort).start()
+def test_another_thread_can_end_it(pair: tuple[Connection, socket.socket]) -> None:
+    connection, _ = pair
+    connection._silence = 600.0
+    threading.Timer(0.1, connection.abort).start()
     with pytest.raises(PeerError, match="gone"):
-        link.hear(Answer)
+        connection.receive(Answer)
 
 
 def test_the_address_is_that_of_the_process_group(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,245 @@
+"""Authenticated connections between the ranks of a job, and the address to listen on.
+
+Messages are JSON with their length in front; records and payloads follow as raw bytes. Nothing is unpickled. The job's
+key is never sent: each side proves that it has it by an HMAC over the nonce of the other one. Bytes are not encrypted,
+as the process group's own traffic is not; receivers compare them with hashes. Every wait is bounded.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import secrets
+import socket
+import struct
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Annotated, Literal, TypeVar
+
+import psutil
+from pydantic import Field, ValidationError
+
+from store.errors import PeerError
+from store.schema import Natural, Record, SaveName
+
+_LENGTH = struct.Struct(">I")
+_MAX_MESSAGE = 1 << 16
+_CHUNK = 1 << 22
+_NONCE_BYTES = 32
+_PROOF_BYTES = 32
+_LOOPBACK = (int(socket.AF_INET), "127.0.0.1")
+
+Address = tuple[int, str]
+"""Address family, and an address of this machine."""
+
+Endpoint = tuple[int, str, int]
+"""Address family, address and port of a server."""
+
+R = TypeVar("R", bound=Record)
+
+
+class Put(Record):
+    """Announces a version of ``rank``: its record, then, once that is accepted, its payload; lengths in bytes.
+
+    keep: Replica that all ranks count on, which must not be overwritten."""
+
+    do: Literal["put"] = "put"
+    rank: Natural
+    keep: SaveName | None
+    record: Natural
+    payload: Natural
+
+
+class Get(Record):
+    """Requests bytes of the payload of ``rank`` in the version ``save``."""
+
+    do: Literal["get"] = "get"
+    rank: Natural
+    save: SaveName
+    offset: Natural
+    nbytes: Natural
+
+
+class Request(Record):
+    """A request to a server."""
+
+    request: Annotated[Put | Get, Field(discriminator="do")]
+
+
+class Answer(Record):
+    """Whether a request was accepted or succeeded, and why not."""
+
+    ok: bool
+    why: str = ""
+
+
+class Connection:
+    """One connection; client or server side. All methods raise PeerError. One thread at a time, except :meth:`abort`.
+
+    Args:
+        connection: The socket.
+        silence: Seconds without a byte after which the connection counts as broken.
+        deadline: ``time.monotonic()`` at which everything must be done, or None.
+    """
+
+    def __init__(self, connection: socket.socket, silence: float, deadline: float | None = None) -> None:
+        self._socket = connection
+        self._silence = silence
+        self._deadline = deadline
+        with suppress(OSError):
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def connect(self, endpoint: Endpoint, key: bytes) -> None:
+        """Connect to a server and authenticate both sides."""
+        _, host, port = endpoint
+        try:
+            with _as_peer_error():
+                self._apply_timeout()
+                self._socket.connect((host, port))
+            self.client_handshake(key)
+        except PeerError as error:
+            self.close()
+            raise PeerError(f"no connection to {host} port {port}: {error}") from error
+
+    def client_handshake(self, key: bytes) -> None:
+        """Prove that this client has the key, and check that the server has it."""
+        server_nonce, nonce = self._receive(_NONCE_BYTES), secrets.token_bytes(_NONCE_BYTES)
+        self.send_bytes(nonce + _proof(key, b"guest", server_nonce, nonce))
+        if not hmac.compare_digest(self._receive(_PROOF_BYTES), _proof(key, b"host", nonce, server_nonce)):
+            raise PeerError("the process that listens there is not of this job")
+
+    def server_handshake(self, key: bytes) -> None:
+        """Check that the client has the key, and prove that this server has it."""
+        nonce = secrets.token_bytes(_NONCE_BYTES)
+        self.send_bytes(nonce)
+        client_nonce, proof = self._receive(_NONCE_BYTES), self._receive(_PROOF_BYTES)
+        if not hmac.compare_digest(proof, _proof(key, b"guest", nonce, client_nonce)):
+            raise PeerError("a client does not have the key of this job")
+        self.send_bytes(_proof(key, b"host", client_nonce, nonce))
+
+    def send(self, message: Record) -> None:
+        """Send a message."""
+        data = message.model_dump_json().encode()
+        self.send_bytes(_LENGTH.pack(len(data)) + data)
+
+    def receive(self, kind: type[R], patience: float | None = None) -> R:
+        """Receive a message of this kind, whose first byte may take ``patience`` seconds; default: ``silence``."""
+        (length,) = _LENGTH.unpack(self._receive(_LENGTH.size, patience))
+        if length > _MAX_MESSAGE:
+            raise PeerError(f"a peer sends a message of {length} bytes")
+        data = self._receive(length)
+        try:
+            return kind.model_validate_json(data)
+        except ValidationError as error:
+            raise PeerError(f"a peer sends a message that is not understood: {bytes(data[:200])!r}") from error
+
+    def send_bytes(self, data: bytes | memoryview) -> None:
+        """Send raw bytes."""
+        view = memoryview(data)
+        with _as_peer_error():
+            while view:
+                self._apply_timeout()
+                view = view[self._socket.send(view[:_CHUNK]) :]
+
+    def send_file(self, path: Path, offset: int, nbytes: int) -> None:
+        """Send bytes of a file without copying them through the interpreter."""
+        end = offset + nbytes
+        with _as_peer_error(), path.open("rb", buffering=0) as file:
+            while offset < end:
+                self._apply_timeout()
+                sent = self._socket.sendfile(file, offset, min(_CHUNK, end - offset))
+                if not sent:
+                    raise PeerError(f"{path} ends at byte {offset}")
+                offset += sent
+
+    def receive_into(self, target: memoryview, patience: float | None = None) -> None:
+        """Fill ``target`` with raw bytes."""
+        with _as_peer_error():
+            while len(target):
+                self._apply_timeout(patience)
+                received = self._socket.recv_into(target[:_CHUNK])
+                if not received:
+                    raise PeerError("the peer is gone")
+                target, patience = target[received:], None
+
+    def abort(self) -> None:
+        """End the connection, also while another thread waits for it."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Shut down and close; a forked child, such as a data-loader worker, may hold the socket too."""
+        self.abort()
+        self._socket.close()
+
+    def _receive(self, nbytes: int, patience: float | None = None) -> bytearray:
+        data = bytearray(nbytes)
+        self.receive_into(memoryview(data), patience)
+        return data
+
+    def _apply_timeout(self, patience: float | None = None) -> None:
+        wait = self._silence if patience is None else patience
+        if self._deadline is not None:
+            left = self._deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError("deadline exceeded")
+            wait = min(wait, left)
+        self._socket.settimeout(max(wait, 1e-3))
+
+
+def new_connection(endpoint: Endpoint, silence: float, deadline: float | None = None) -> Connection:
+    """Return a connection that :meth:`Connection.connect` is to be called on; another thread can abort it before."""
+    return Connection(socket.socket(endpoint[0], socket.SOCK_STREAM), silence, deadline)
+
+
+def _proof(key: bytes, side: bytes, *nonces: bytes | bytearray) -> bytes:
+    return hmac.digest(key, b"driftpoint " + side + b"".join(nonces), "sha256")
+
+
+@contextmanager
+def _as_peer_error() -> Iterator[None]:
+    try:
+        yield
+    except TimeoutError as error:
+        raise PeerError("the peer is silent, or too slow") from error
+    except OSError as error:
+        raise PeerError(f"the peer is gone: {error.strerror or error}") from error
+
+
+def own_address() -> Address:
+    """Return the address that gloo uses for the process group, over which the ranks reach each other already.
+
+    It is that of the interface in GLOO_SOCKET_IFNAME, else of the host's name, else the loopback's. Raises OSError if
+    the interface does not exist.
+    """
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0].strip()
+    found = _interface_addresses(interface) if interface else _host_addresses()
+    return next((address for address in found if _can_bind(address)), _LOOPBACK)
+
+
+def _interface_addresses(name: str) -> list[Address]:
+    families = (socket.AF_INET, socket.AF_INET6)
+    known = psutil.net_if_addrs().get(name)
+    if known is None:
+        raise OSError(f"there is no network interface {name!r}, which GLOO_SOCKET_IFNAME names")
+    return [(int(family), one.address) for family in families for one in known if one.family == family]
+
+
+def _host_addresses() -> list[Address]:
+    try:
+        found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
+    except OSError:
+        return []
+    return [(int(family), str(address[0])) for family, _, _, _, address in found]
+
+
+def _can_bind(address: Address) -> bool:
+    family, host = address
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind((host, 0))
+    except OSError:
+        return False
+    return True
