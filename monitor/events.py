@@ -1,7 +1,7 @@
 """Events of a job, and the listeners that follow them: budget, schedule, metrics, log, trace and daemon client.
 
-The training thread sends every event but one (:meth:`SaveListener.on_store_check`). A listener is part of the job: what
-it raises reaches the training loop, so listeners keep trouble with disks, ports and daemons to themselves.
+The training thread sends all events except :meth:`SaveListener.on_store_check`. An exception of a listener reaches the
+training loop, so listeners handle errors of disks, ports and daemons themselves.
 """
 
 from __future__ import annotations
@@ -46,8 +46,7 @@ class MeasuredEvent:
 class DecisionEvent:
     """A decision ended, after ``stall`` seconds. skipped: why it began no save, None where it did, or would have.
 
-    decided: None where nothing was decided. problem: with ``unsupported``, what changed since the job was attached.
-    commits: so far."""
+    decided: None where nothing was decided. problem: details of ``unsupported``. commits: number so far."""
 
     step: int
     skipped: str | None
@@ -75,13 +74,11 @@ class SaveBeginEvent:
 
 @dataclass(frozen=True)
 class CommitEvent:
-    """A save is committed, ``seconds`` after it began. written_bytes: payload over all ranks.
-
-    staleness: of each unit of ``drawn.drift`` at this step, before the commit."""
+    """A save is committed, ``seconds`` after it began. staleness: of the units in ``drawn.drift``, before it."""
 
     drawn: Drawn
     seconds: float
-    written_bytes: int
+    written_bytes: int  # payload over all ranks
     staleness: Mapping[Unit, int | None]
 
     @property
@@ -107,8 +104,8 @@ class SaveFailedEvent:
 class ResumeEvent:
     """The job resumed, and continues from ``step``.
 
-    commit: step of the newest commit it consists of, made at ``created`` (ISO 8601). newest: the commit that the ledger
-    builds on. fallbacks: units resumed from an older version. passed_over: newer commits that were not used."""
+    commit: step of the newest commit that it consists of, made at ``created``. newest: the commit that saves build on.
+    fallbacks: units resumed from an older version. passed_over: newer commits that were not used."""
 
     step: int
     commit: int
@@ -124,10 +121,10 @@ class ResumeEvent:
 
 @dataclass(frozen=True)
 class PreemptedEvent:
-    """The last save of a preempted job ended, ``seconds`` after the signal.
+    """The last save of a preempted job ended, ``seconds`` after the signal. skipped: why nothing more was saved.
 
-    moving, fresh: moving units, and those committed at ``step``; ``oldest`` is the largest staleness of the others.
-    exact: one commit holds all of them without rounding. skipped: why nothing more was saved."""
+    fresh: of the ``moving`` units, those committed at ``step``. oldest: largest staleness of the others.
+    exact: one commit holds all of them without rounding."""
 
     step: int
     seconds: float
@@ -156,7 +153,7 @@ class MemoryEvent:
 
 @dataclass(frozen=True)
 class BackgroundFailureEvent:
-    """Work beside training failed; it costs nothing else. reason: label in metrics. message: empty if logged before."""
+    """Work beside training failed; saves continue. reason: label in metrics. message: empty if another rank logs it."""
 
     reason: str
     message: str = ""
@@ -165,7 +162,7 @@ class BackgroundFailureEvent:
 
 
 def unexpected(error: BaseException | None) -> BaseException | None:
-    """Return the error if it is a bug, whose traceback belongs into the log; None for errors raised on purpose."""
+    """Return the error if it is a bug, so that its traceback is logged; None for errors raised on purpose."""
     return None if isinstance(error, DriftpointError) else error
 
 
@@ -244,7 +241,7 @@ def _send(name: str) -> Callable[..., None]:
     """Build the method of :class:`Listeners` that passes an event on."""
 
     def send(self: Listeners, *event: Any) -> None:
-        for listener in reversed(self.all) if name == "on_close" else self.all:
+        for listener in self.all[::-1] if name == "on_close" else self.all:
             getattr(listener, name)(*event)
 
     return send
