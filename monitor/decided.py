@@ -9,6 +9,9 @@ from monitor.drift.base import Measure
 from policies.base import Choice, UnitStats
 from store.names import Unit
 
+Sizes = Mapping[Unit, tuple[int, str, float, float | None]]
+"""What a save holds: unit -> bytes, encoding, error, drift as staged."""
+
 
 @dataclass(frozen=True)
 class Demand:

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from monitor.decided import Decided
+from monitor.decided import Decided, Sizes
 from monitor.drift.base import Signature
 from monitor.ledger import Drawn
-from monitor.trace_lines import Sizes
 from monitor.units import LocalUnit, UnitSize
 from store.certificate import Certificate
 from store.errors import DriftpointError

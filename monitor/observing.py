@@ -10,13 +10,12 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from monitor.decided import Decided
+from monitor.decided import Decided, Sizes
 from monitor.dtypes import dtype_name
 from monitor.encoders import decode, encode
 from monitor.events import SaveBeginEvent
 from monitor.job import Job
 from monitor.saver import Settled
-from monitor.trace_lines import Sizes
 from monitor.units import LocalUnit, is_moving
 from policies.options import expected_bytes, expected_error
 from store.encoding import encoding_named

@@ -9,15 +9,12 @@ from typing import Any
 
 import torch
 
-from monitor.decided import Decided
+from monitor.decided import Decided, Sizes
 from monitor.drift.base import drift_ratio
 from monitor.ledger import Drawn
 from monitor.units import UnitTable, is_moving
 from store.names import Unit
 from store.trace import CommitLine, DecisionLine, MovedLine, TracedUnit
-
-Sizes = Mapping[Unit, tuple[int, str, float, float | None]]
-"""What a save holds: unit -> bytes, encoding, error, drift as staged."""
 
 _DIGITS = 6
 """Of a distance between two decisions: more than a sketch knows."""

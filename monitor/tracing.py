@@ -16,7 +16,7 @@ import torch
 from typing_extensions import override
 
 from monitor.config import Config
-from monitor.decided import Decided
+from monitor.decided import Decided, Sizes
 from monitor.drift.base import Signature
 from monitor.drift.ladder import Ladder
 from monitor.events import (
@@ -31,7 +31,7 @@ from monitor.events import (
 from monitor.group import Group
 from monitor.metrics import Metrics
 from monitor.trace_file import TraceWriter
-from monitor.trace_lines import Sizes, commit_line, committed_sizes, decision_line, moved_line, plain, traced_units
+from monitor.trace_lines import commit_line, committed_sizes, decision_line, moved_line, plain, traced_units
 from monitor.units import LocalUnit, UnitTable, is_moving
 from store.names import Unit
 from store.trace import CommitLine, DecisionLine, FailedLine, JobLine, Line, ResumedLine, to_line
