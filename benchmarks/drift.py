@@ -30,10 +30,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.figures import Figure, report
-from monitor.drift.base import drift_ratio
-from monitor.drift.exact import ExactMeter
-from monitor.drift.sketch import SketchMeter
-from monitor.layers import find_layers
+from monitor.observe.drift_meter import drift_ratio
+from monitor.observe.exact_meter import ExactMeter
+from monitor.observe.layers import find_layers
+from monitor.observe.sketch_meter import SketchMeter
 from store.names import Unit
 
 State = dict[Unit, list[torch.Tensor]]

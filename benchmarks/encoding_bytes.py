@@ -18,7 +18,7 @@ import monitor
 from benchmarks.learner import Course, Learner, Shape, at_rate
 from benchmarks.stored import SaveBytes, newest_save
 from benchmarks.turns import TurnsConfig
-from monitor.config import Config
+from monitor.config.load import Config
 from store.names import WEIGHTS
 
 EVERY = 10

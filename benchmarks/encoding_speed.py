@@ -15,10 +15,10 @@ import torch
 from benchmarks.encoding_bytes import attached
 from benchmarks.figures import Figure
 from benchmarks.learner import Learner
-from monitor.encoders import decode, encode_into
+from monitor.save.torch_codecs import decode, encode_into
 from store.encoding import BF16, BF16_INT8, CHUNK, INT8_BLOCK, INT8_SQRT_BLOCK, encoding_named
 from store.encoding.base import Bytes
-from store.encoding.packing import pack_chunk, unpack_chunk
+from store.encoding.compression import pack_chunk, unpack_chunk
 from store.encoding.stream import chunked, cut
 
 GOAL = 1.0

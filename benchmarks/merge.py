@@ -36,7 +36,7 @@ sys.path.insert(0, str(HERE.parent))
 from benchmarks.figures import Figure, report  # noqa: E402
 from benchmarks.planning import planning  # noqa: E402
 from merger.merge import merge  # noqa: E402
-from merger.recipe.read import read_recipe  # noqa: E402
+from merger.recipe.parse import read_recipe  # noqa: E402
 
 MiB = 1 << 20
 SOURCES = (2, 8, 18)

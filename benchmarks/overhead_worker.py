@@ -21,7 +21,7 @@ import monitor
 from benchmarks.blocks import cycle, rows_for
 from benchmarks.llama import llama_engine, train_step
 from benchmarks.ranks import hand_in
-from monitor.adapters.select import adapter_for
+from monitor.adapters import adapter_for
 
 OFF = "off"
 ALWAYS = (OFF, "full", "memory auto")

@@ -27,10 +27,8 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 from benchmarks.figures import Figure, report  # noqa: E402
 from merger.plan import Request, open_request, plan_merge  # noqa: E402
+from store.catalog import open_or_create  # noqa: E402
 from store.commit import commit  # noqa: E402
-from store.durable import ensure_dir  # noqa: E402
-from store.epochs import claim_epoch  # noqa: E402
-from store.files import LocalFiles  # noqa: E402
 from store.layout import manifest_path, part_path, payload_path, segment_dir  # noqa: E402
 from store.names import RAW, SaveId  # noqa: E402
 from store.schema import (  # noqa: E402
@@ -43,9 +41,11 @@ from store.schema import (  # noqa: E402
     UnitRecord,
     to_bytes,
 )
-from store.segments import parts_digest  # noqa: E402
-from store.store import open_or_create  # noqa: E402
-from store.tree import encode  # noqa: E402
+from store.segment import parts_digest  # noqa: E402
+from store.session import claim_epoch  # noqa: E402
+from store.state_tree import encode  # noqa: E402
+from store.storage.atomic import ensure_dir  # noqa: E402
+from store.storage.local import LocalFiles  # noqa: E402
 
 LAYERS = 126
 SLOTS = ("fp32", "exp_avg", "exp_avg_sq")

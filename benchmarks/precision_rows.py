@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.learner import Learner
 from benchmarks.turns import TurnsConfig
-from monitor.config import Config
+from monitor.config.load import Config
 from store.encoding import BLOCK
 
 EVERY = 10

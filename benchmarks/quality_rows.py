@@ -13,7 +13,7 @@ from typing import Any
 from benchmarks.learner import Learner
 from benchmarks.stepped import SteppedConfig, per_step
 from benchmarks.turns import TurnsConfig
-from monitor.config import Config
+from monitor.config.load import Config
 
 PERIODS = (10, 20, 40, 80)
 """In steps: how often everything is saved, raw, at the rates that are compared. Raw is 12 bytes a parameter."""

@@ -24,7 +24,7 @@ from benchmarks.quality_results import (
     slope_through_zero,
 )
 from benchmarks.quality_settings import MAKERS, Span, setting_named
-from policies.damage import LAG
+from policies.budget import LAG
 
 RAW, COMPACT = 12.0, 4.14
 """Bytes a parameter of a save of everything; compact's are taken from its row where there is one."""

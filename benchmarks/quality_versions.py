@@ -14,10 +14,10 @@ import torch
 
 from benchmarks.learner import Learner
 from store.catalog import open_catalog
-from store.files import LocalFiles
 from store.fragments import FragmentReader
 from store.names import WEIGHTS, Unit
-from store.versions import resolve
+from store.resolve import resolve
+from store.storage.local import LocalFiles
 
 Values = dict[str, torch.Tensor]
 """By parameter, flat, float32."""

@@ -17,11 +17,11 @@ import xxhash
 import monitor
 from benchmarks.llama import llama_engine, train_step
 from benchmarks.ranks import hand_in
-from monitor.adapters.select import adapter_for
+from monitor.adapters import adapter_for
 from store.catalog import open_catalog
-from store.files import LocalFiles
-from store.memory.held import look
-from store.memory.tier import Tier
+from store.memory.index import look
+from store.memory.layout import Tier
+from store.storage.local import LocalFiles
 
 COMMITTED, KEPT = 2, 3
 """Steps of the commit on disk, and of the version in memory that is newer."""

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 import monitor
 from benchmarks.llama import forward_backward, llama_engine, train_step
-from monitor.adapters.select import adapter_for
+from monitor.adapters import adapter_for
 
 
 def main() -> None:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from monitor.config import Config
-from monitor.settings import BudgetSettings
-from policies.account import Account
+from monitor.config.load import Config
+from monitor.config.schema import BudgetSettings
+from policies.accounting import Account
 
 
 class SteppedBudget(BudgetSettings):
@@ -20,7 +20,7 @@ class SteppedBudget(BudgetSettings):
     steps: Callable[[], float]
 
     def account(self, clock: Callable[[], float] = time.monotonic) -> Account:
-        """See :class:`monitor.settings.BudgetSettings`; the clock given is not looked at."""
+        """See :class:`monitor.config.schema.BudgetSettings`; the clock given is not looked at."""
         del clock
         return super().account(self.steps)
 

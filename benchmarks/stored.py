@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from store.catalog import open_catalog
-from store.files import LocalFiles
 from store.layout import manifest_path, part_path, segment_dir
 from store.schema import PartRecord, from_bytes
+from store.storage.local import LocalFiles
 
 
 @dataclass(frozen=True)

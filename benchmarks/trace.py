@@ -26,9 +26,9 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import monitor
 from benchmarks.figures import Figure, report
-from monitor.drift.base import Signature
-from monitor.drift.ladder import Ladder
-from monitor.tracing import Tracer
+from monitor.observe.drift_meter import Signature
+from monitor.telemetry.drift_history import Ladder
+from monitor.telemetry.trace import Tracer
 
 WIDTH = 4099
 ANCHORS = 6

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from monitor.config import Config
+from monitor.config.load import Config
 from policies.base import Budget, Choice, Decision, History, Policy, UnitStats
 from policies.bounds import Bounds, bound
-from policies.encoded import encoded
+from policies.registry import encoded
 from store.names import RAW, WEIGHTS
 
 
@@ -50,6 +50,6 @@ class TurnsConfig(Config):
     turns: int
 
     def bounded_policy(self) -> Policy:
-        """See :class:`monitor.config.Config`."""
+        """See :class:`monitor.config.load.Config`."""
         bounds = Bounds(precision="any", interval=self.every)
         return encoded(bound(MomentsInTurn(self.turns), bounds), self.encodings(), bounds)

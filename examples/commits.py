@@ -7,9 +7,9 @@ from pathlib import Path
 
 from store.catalog import Catalog, open_catalog
 from store.errors import DamagedError, NoStoreError
-from store.files import LocalFiles
 from store.names import SaveId, Unit
 from store.schema import ManifestRecord
+from store.storage.local import LocalFiles
 
 
 @dataclass(frozen=True)

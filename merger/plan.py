@@ -13,17 +13,16 @@ from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from merger.blocks import Block, Flaw
 from merger.checkpoint import Checkpoint
-from merger.containers.base import Hole, OutFile
-from merger.layouts.base import Laid
-from merger.layouts.select import layout_for
-from merger.recipe.assemble import Assembled, assemble
-from merger.recipe.opened import OpenSources, open_sources, raise_all
-from merger.recipe.recipe import Recipe, single
-from merger.report import SourceUse, certificate_file
-from merger.target import Target
-from merger.transfer import TransferPlan, plan_transfer
+from merger.io.blocks import Block, Flaw
+from merger.io.output_dir import SourceUse, certificate_file
+from merger.io.output_file import Hole, OutFile
+from merger.io.transfer import TransferPlan, plan_transfer
+from merger.layouts import layout_for
+from merger.layouts.base import Laid, Target
+from merger.recipe.compose import Assembled, assemble
+from merger.recipe.model import Recipe, single
+from merger.recipe.sources import OpenSources, open_sources, raise_all
 from store.errors import DriftpointError, StorageError, UsageError
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from store.errors import UnsupportedError
-from store.tree import Leaf
+from store.state_tree import Leaf
 
 _TORCH_OF: dict[str, torch.dtype] = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,

@@ -19,24 +19,23 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from monitor.attaching import attach
+    from monitor.api import attach
     from monitor.checkpointer import Checkpointer
-    from monitor.config import Config
-    from monitor.hf.callback import CheckpointCallback
-    from monitor.hf.resuming import resume_path
-    from monitor.report import Preempted, StepReport
+    from monitor.config.load import Config
+    from monitor.huggingface.callback import CheckpointCallback, resume_path
+    from monitor.types import Preempted, StepReport
 
 __all__ = ["CheckpointCallback", "Checkpointer", "Config", "Preempted", "StepReport", "attach", "resume_path"]
 
 # No name may be that of its own module: importing that would put the module in the name's place.
 _PLACES = {
-    "CheckpointCallback": "hf.callback",
+    "CheckpointCallback": "huggingface.callback",
     "Checkpointer": "checkpointer",
-    "Config": "config",
-    "Preempted": "report",
-    "StepReport": "report",
-    "attach": "attaching",
-    "resume_path": "hf.resuming",
+    "Config": "config.load",
+    "Preempted": "types",
+    "StepReport": "types",
+    "attach": "api",
+    "resume_path": "huggingface.callback",
 }
 
 

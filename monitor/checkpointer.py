@@ -19,31 +19,27 @@ from dataclasses import replace
 from functools import partial
 from types import TracebackType
 
-from monitor.agree import said
-from monitor.decided import Decided, Demand
-from monitor.deciding import Decider
+from monitor.context import Job
+from monitor.decide.budget_tracker import Spending
+from monitor.decide.decider import Decider
+from monitor.distributed import said
 from monitor.events import AttachEvent, DecisionEvent, MeasuredEvent, ResumeEvent
-from monitor.job import Job
-from monitor.last_save import LastSaves
-from monitor.memory import memory_tier
-from monitor.metrics import Metrics
-from monitor.observing import Observer
-from monitor.opened import OpenedStore
-from monitor.preemption import Preemption
-from monitor.reading import Room
-from monitor.report import Preempted, StepReport
-from monitor.resume import Resumed, resume
-from monitor.saver import Saver
-from monitor.spending import Spending
-from monitor.standing import adopt, certified, resumed
-from monitor.survey import Surveyor
-from monitor.units import LocalUnit
+from monitor.memory.tier import memory_tier
+from monitor.observe.units import LocalUnit, Surveyor
+from monitor.preemption import LastSaves, Preemption
+from monitor.resume.read import Room
+from monitor.resume.resume import Resumed, adopt, certified, resume, resumed
+from monitor.save.dry_run import Observer
+from monitor.save.saver import Saver
+from monitor.save.store_session import OpenedStore
+from monitor.telemetry.metrics import Metrics
+from monitor.types import Decided, Demand, Preempted, StepReport
 from store.catalog import Catalog
 from store.certificate import Certificate
 from store.commit import mark_proven
 from store.errors import ConfigError
+from store.location import store_place
 from store.names import Unit
-from store.place import store_place
 
 _log = logging.getLogger("driftpoint")
 

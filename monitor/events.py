@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from monitor.decided import Decided, Sizes
-from monitor.drift.base import Signature
 from monitor.ledger import Drawn
-from monitor.units import LocalUnit, UnitSize
+from monitor.observe.drift_meter import Signature
+from monitor.observe.units import LocalUnit, UnitSize
+from monitor.types import Decided, Sizes
 from store.certificate import Certificate
 from store.errors import DriftpointError
 from store.names import SaveId, Unit

@@ -11,17 +11,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
-from monitor.drift.base import drift_ratio
-from monitor.units import UnitSize, is_moving
+from monitor.observe.drift_meter import drift_ratio
+from monitor.observe.units import UnitSize, is_moving
 from policies.base import Choice
 from store.commit import Group
-from store.coverage import covered_numel
 from store.encoding import encoding_named
 from store.errors import DamagedError, NotFiniteError, SaveError
-from store.members import members_digest, members_of
+from store.fragments import covered_numel
 from store.names import SaveId, Unit
-from store.schema import Entry, GroupRecord, LayerRecord, ManifestRecord, TensorRecord, UnitRecord
-from store.versions import Resolution
+from store.resolve import Resolution
+from store.schema import (
+    Entry,
+    GroupRecord,
+    LayerRecord,
+    ManifestRecord,
+    TensorRecord,
+    UnitRecord,
+    members_digest,
+    members_of,
+)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,19 @@
-"""What a policy sees and what it answers.
+"""Policy protocol, UnitStats, Budget, Decision; non-finite layers.
+
+What a policy sees and what it answers.
 
 A policy is a pure function of its arguments: no clock, no I/O, no randomness, no memory of its own.
 Whatever it needs to know of the past is in :class:`History`, which survives a restart.
+
+Which layers hold non-finite values, and which units there is any use in saving.
+
+The gate works on whole layers: weights and moments belong together, and a layer whose second moment has
+overflowed has weights that the next step will spoil.
+
+Sentences that give the reason of a choice.
+
+A reason has to stay true when it is read: a drift of 0.0099999 must not be printed as "0.01 < threshold
+0.01". So a measured value gets as many digits as it takes to stand on the right side of its limit.
 """
 
 from __future__ import annotations
@@ -115,3 +127,41 @@ class Policy(Protocol):
     def select(self, stats: Sequence[UnitStats], budget: Budget, history: History) -> Decision:
         """Decide on every unit shown."""
         ...
+
+
+def sick_slots(stats: Sequence[UnitStats]) -> Mapping[str, tuple[str, ...]]:
+    """For every layer with NaN or infinity: the slots that have them, sorted by name."""
+    found: dict[str, list[str]] = {}
+    for one in stats:
+        if not one.finite:
+            found.setdefault(one.unit.layer, []).append(one.unit.slot)
+    return {layer: tuple(sorted(slots)) for layer, slots in found.items()}
+
+
+def worth_saving(stats: Sequence[UnitStats]) -> frozenset[Unit]:
+    """The units that move and whose layer is finite: the others are held back whatever a policy says."""
+    sick = sick_slots(stats)
+    return frozenset(one.unit for one in stats if one.moving and one.unit.layer not in sick)
+
+
+def compared(name: str, value: float, sign: str, limit_name: str, limit: float) -> str:
+    """For instance ``drift 0.0123 >= threshold 0.01``; the limit is written as it was set."""
+    return f"{name} {digits(value, limit)} {sign} {limit_name} {limit!r}"
+
+
+def digits(value: float, limit: float) -> str:
+    """``value`` with three significant digits, or more where rounding would change how it compares."""
+    for count in range(3, 17):
+        text = f"{value:.{count}g}"
+        if _order(float(text), limit) == _order(value, limit):
+            return text
+    return repr(value)
+
+
+def version(step: int, staleness: int | None) -> str:
+    """What a resume would give back of a unit: ``the version of step 110``, or that there is none."""
+    return "there is no version yet" if staleness is None else f"the version of step {step - staleness}"
+
+
+def _order(value: float, limit: float) -> int:
+    return (value > limit) - (value < limit)

@@ -1,8 +1,14 @@
-"""The bounds that every policy runs inside, and the gate that keeps broken values out of the store.
+"""Bounds, health gate, forced saves.
+
+The bounds that every policy runs inside, and the gate that keeps broken values out of the store.
 
 Pure, as all policies are. It does not know when decisions happen beyond ``Bounds.interval`` and
 ``History.interval``, nor whether a save comes about: a save that fails, or a commit that lands late, is the caller's
 to report.
+
+A save that somebody asked for: everything is saved, whatever the policy says, but what is not finite. Pure.
+
+And one that the end of the job asked for, as a replay has it: how much time there was is no matter of policy.
 """
 
 from __future__ import annotations
@@ -12,13 +18,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from policies.answer import check_shown, checked_answer
-from policies.base import Budget, Choice, Decision, History, Policy, UnitStats
-from policies.divisors import explosive
-from policies.health import sick_slots
-from policies.observe import Observe
-from policies.reason import compared, version
-from policies.setting import check_integer, check_number, check_one_of
+from policies.base import Budget, Choice, Decision, History, Policy, UnitStats, compared, sick_slots, version
+from policies.builtin import Observe
+from policies.encodings import explosive
+from policies.validation import check_integer, check_number, check_one_of, check_shown, checked_answer
 from store.encoding import ENCODINGS
 from store.errors import ConfigError
 from store.names import RAW, Unit
@@ -236,3 +239,26 @@ def _standing(one: UnitStats, step: int) -> Choice | None:
     if one.drift is None or one.drift == 0.0:
         return Choice(None, f"does not move; {version(step, one.staleness)} holds")
     return Choice(RAW, f"does not move, yet its drift is {one.drift:.3g}: it was changed")
+
+
+def forced(decision: Decision, stats: Sequence[UnitStats], reason: str) -> Decision:
+    """Every unit raw, for ``reason``; layers with NaN or infinity as ``decision`` has them, which the gate made."""
+    sick = {one.unit.layer for one in stats if not one.finite}
+    return Decision(
+        {one.unit: decision.choices[one.unit] if one.unit.layer in sick else Choice(RAW, reason) for one in stats}
+    )
+
+
+def hurried(decision: Decision, stats: Sequence[UnitStats], saved: Mapping[Unit, str]) -> Decision:
+    """What time allowed in the recorded run; and what no commit could do without, where other versions are held."""
+    sick = {one.unit.layer for one in stats if not one.finite}
+    return Decision({one.unit: _hurried(one, decision, saved, one.unit.layer in sick) for one in stats})
+
+
+def _hurried(one: UnitStats, decision: Decision, saved: Mapping[Unit, str], sick: bool) -> Choice:
+    if sick:
+        return decision.choices[one.unit]
+    if one.unit in saved:
+        return Choice(saved[one.unit], "preempted: there was time for it")
+    missing = one.staleness is None or one.changed_shape
+    return Choice(RAW if missing else None, "preempted: no version yet" if missing else "preempted: there was no time")

@@ -11,14 +11,14 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from store.durable import ensure_dir, replace_hint, write_new
-from store.epochs import require_newest
 from store.errors import DamagedError, ExistsError, SaveError
-from store.files import Files
 from store.layout import LATEST, MANIFESTS, PROVEN, manifest_path, part_path, proven_path, segment_dir
 from store.names import SaveId
 from store.schema import GroupRecord, ManifestRecord, PartRecord, ProvenRecord, from_bytes, to_bytes
-from store.segments import PART_LIMIT, check_payload_size, parse_part, parts_digest, present_parts
+from store.segment import PART_LIMIT, check_payload_size, parse_part, parts_digest, present_parts
+from store.session import require_newest
+from store.storage.atomic import ensure_dir, replace_hint, write_new
+from store.storage.local import Files
 
 
 @dataclass(frozen=True)

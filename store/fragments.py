@@ -1,26 +1,182 @@
-"""Stored fragments back to values, chunk by chunk: read, checked, unpacked, decoded.
+"""Coverage arithmetic, fragment reader, read-ahead.
+
+Interval arithmetic: which stored pieces fill a wanted fragment, and where there are holes.
+
+Every change of world size, of ZeRO stage or of framework is this and nothing else. Pure: no files, no bytes.
+
+Stored fragments back to values, chunk by chunk: read, checked, unpacked, decoded.
 
 Whether the bytes were right is known at the end: nobody may use a value before. Memory is a few chunks.
+
+Telling storage what will be read next, so that it fetches ahead while what came before is hashed and copied.
+
+A hint and nothing else: whether it is followed changes no byte that is read, and what is wrong with a file is told by
+the read itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Protocol
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Generic, Protocol, TypeVar, runtime_checkable
 
 import xxhash
 
-from store.coverage import Source
 from store.encoding import encoding_named
 from store.encoding.base import Values, chunk_sizes
 from store.encoding.stream import Stored, encoded_chunks
 from store.errors import DamagedError, StorageError
 from store.layout import payload_path
-from store.names import SaveId
+from store.names import Fragment, SaveId
+from store.schema import Entry, PartRecord
+from store.storage.local import Files
+
+
+class Span(Protocol):
+    """Elements [start, stop) of a flattened (fqn, slot), wherever they are kept."""
+
+    @property
+    def fqn(self) -> str:
+        """Full name of the parameter or buffer."""
+        ...
+
+    @property
+    def slot(self) -> str:
+        """The slot."""
+        ...
+
+    @property
+    def start(self) -> int:
+        """First element."""
+        ...
+
+    @property
+    def stop(self) -> int:
+        """One past the last element."""
+        ...
+
+    @property
+    def dtype(self) -> str:
+        """As safetensors names it."""
+        ...
+
+
+S = TypeVar("S", bound=Span)
+
+
+@dataclass(frozen=True)
+class Source:
+    """A stored fragment and the part that holds it. A :class:`Span`. base: what it is stored as the difference to."""
+
+    part: PartRecord
+    entry: Entry
+    base: Source | None = None
+
+    @property
+    def fqn(self) -> str:
+        """Full name of the parameter or buffer."""
+        return self.entry.fqn
+
+    @property
+    def slot(self) -> str:
+        """The slot."""
+        return self.entry.slot
+
+    @property
+    def start(self) -> int:
+        """First element."""
+        return self.entry.start
+
+    @property
+    def stop(self) -> int:
+        """One past the last element."""
+        return self.entry.stop
+
+    @property
+    def dtype(self) -> str:
+        """Of the values, before encoding."""
+        return self.entry.dtype
+
+
+@dataclass(frozen=True)
+class Copy(Generic[S]):
+    """``numel`` elements from ``source_start`` of the stored fragment go to ``target_start`` of the wanted one."""
+
+    source: S
+    source_start: int
+    target_start: int
+    numel: int
+
+
+class FragmentIndex(Generic[S]):
+    """Stored fragments by (fqn, slot), sorted by start."""
+
+    def __init__(self, sources: Iterable[S]) -> None:
+        self._by_name: dict[tuple[str, str], list[S]] = {}
+        for source in sources:
+            self._by_name.setdefault((source.fqn, source.slot), []).append(source)
+        for name, found in self._by_name.items():
+            # Empty fragments fill nothing and overlap nothing; one stays where it is all there is of a tensor.
+            found[:] = [source for source in found if source.stop > source.start] or found[:1]
+            found.sort(key=lambda source: source.start)
+            _refuse_overlap(name, found)
+
+    def names(self) -> Mapping[tuple[str, str], Sequence[S]]:
+        """All (fqn, slot) with their sources in order."""
+        return self._by_name
+
+    def dtype(self, fqn: str, slot: str) -> str | None:
+        """dtype of a stored (fqn, slot), None where none is stored."""
+        found = self._by_name.get((fqn, slot))
+        return found[0].dtype if found else None
+
+    def cover(self, wanted: Fragment) -> list[Copy[S]]:
+        """Copies that fill ``wanted`` completely. DamagedError, naming the hole, where something is missing."""
+        copies, position = [], wanted.start
+        found = self._by_name.get((wanted.fqn, wanted.slot), [])
+        first = max(0, bisect_right(found, wanted.start, key=lambda source: source.start) - 1)
+        for source in found[first:]:
+            if source.start > position or position >= wanted.stop:
+                break
+            if source.stop <= position:
+                continue
+            numel = min(source.stop, wanted.stop) - position
+            copies.append(Copy(source, position - source.start, position - wanted.start, numel))
+            position += numel
+        if position < wanted.stop:
+            raise DamagedError(
+                f"{wanted.fqn}/{wanted.slot}: elements {position} to {wanted.stop} are in no stored fragment"
+            )
+        return copies
+
+
+def covered_numel(entries: Iterable[Entry]) -> int:
+    """Elements in a set of fragments. DamagedError where two overlap."""
+    by_name: dict[tuple[str, str], list[Entry]] = {}
+    total = 0
+    for entry in entries:
+        if entry.numel == 0:
+            continue
+        by_name.setdefault((entry.fqn, entry.slot), []).append(entry)
+        total += entry.numel
+    for name, found in by_name.items():
+        found.sort(key=lambda entry: entry.start)
+        _refuse_overlap(name, found)
+    return total
+
+
+def _refuse_overlap(name: tuple[str, str], found: Sequence[Span]) -> None:
+    for before, after in pairwise(found):
+        if before.stop > after.start:
+            spans = f"[{before.start}, {before.stop}) and [{after.start}, {after.stop})"
+            raise DamagedError(f"{name[0]}/{name[1]}: stored fragments {spans} overlap")
 
 
 class Readable(Protocol):
-    """Where stored bytes are read from. :class:`store.files.Files` is one."""
+    """Where stored bytes are read from. :class:`store.storage.local.Files` is one."""
 
     def read_into(self, path: str, offset: int, target: memoryview) -> None:
         """Fill ``target`` from ``offset``. DamagedError where the file ends early, StorageError."""
@@ -113,3 +269,43 @@ class StoredBytes:
             raise DamagedError(
                 f"{self._path}: bytes {self._offset} to {self._offset + self._entry.nbytes} do not match their hash"
             )
+
+
+WINDOW = 256 << 20
+"""Bytes that are asked for ahead: far more than any disk has in flight, and little of a node's memory."""
+
+
+@runtime_checkable
+class Foresight(Protocol):
+    """Files that can use a hint."""
+
+    def expect(self, path: str, offset: int, nbytes: int) -> None:
+        """These bytes will be read soon. Raises nothing."""
+        ...
+
+
+class Ahead:
+    """sources: stored fragments in the order in which they will be read."""
+
+    def __init__(self, files: Files, sources: Iterable[Source]) -> None:
+        self._files = files if isinstance(files, Foresight) else None
+        self._rest = deque(sources if self._files is not None else ())
+        self._lead = -WINDOW
+
+    def reading(self, nbytes: int) -> None:
+        """The next so many stored bytes are about to be read."""
+        self._lead -= nbytes
+        while self._rest and self._lead < 0:
+            path, offset, end = _place(self._rest.popleft())
+            while self._rest and (path, end) == _place(self._rest[0])[:2]:  # neighbours in a file are one request
+                end = _place(self._rest.popleft())[2]
+            self._lead += end - offset
+            if self._files is not None:
+                self._files.expect(path, offset, end - offset)
+
+
+def _place(source: Source) -> tuple[str, int, int]:
+    """Path, first byte and the byte behind the last."""
+    part, entry = source.part, source.entry
+    first = part.header_bytes + entry.offset
+    return payload_path(part.save, part.rank), first, first + entry.nbytes

@@ -1,18 +1,75 @@
-"""The records of format 1, as frozen models: what their JSON must look like to be believed.
+"""Records of format 1; checksummed JSON; member digests.
+
+Self-checksummed JSON records: ``{"body":<JSON>,"xxh3_128":"<32 hex digits>"}``.
+
+The checksum covers the body's bytes exactly as they stand, and the bytes around it are fixed, so any flipped,
+missing or added byte is found before a value is looked at. Nothing but JSON is ever parsed.
+
+The records of format 1, as frozen models: what their JSON must look like to be believed.
 
 Validated when read and when built. Unknown keys are ignored on reading, so that a later release may add some
 without a new format; a change that an old reader must not overlook raises ``reader`` in STORE.json instead.
+
+Which tensors a unit is made of, as one digest: two versions of a unit are comparable only where it is equal.
+
+The number of elements is not enough: two tensors of equal size may have changed places.
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, TypeVar
 
+import xxhash
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
 from store.errors import DamagedError
 from store.names import Fragment, SaveId, Unit
-from store.record import seal, unseal
+
+_HEAD = b'{"body":'
+_MIDDLE = b',"xxh3_128":"'
+_TAIL = b'"}\n'
+_DIGEST_LENGTH = 32
+_FIXED = len(_HEAD) + len(_MIDDLE) + _DIGEST_LENGTH + len(_TAIL)
+
+
+def digest(data: bytes | bytearray | memoryview) -> str:
+    """xxh3-128 of the bytes, as 32 hex digits."""
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def as_json(value: Any) -> Any:
+    """``value`` as it comes back from a record; what JSON cannot say (objects, infinities, NaN) becomes a string."""
+    return json.loads(json.dumps(value, default=str), parse_constant=_SPELLED.__getitem__)
+
+
+_SPELLED = {"Infinity": "inf", "-Infinity": "-inf", "NaN": "nan"}
+
+
+def seal(body: Any) -> bytes:
+    """The file content for a JSON value, its keys in the order given. ValueError for NaN or infinity: JSON has none."""
+    text = json.dumps(body, separators=(",", ":"), allow_nan=False, ensure_ascii=True).encode()
+    return _HEAD + text + _MIDDLE + digest(text).encode() + _TAIL
+
+
+def unseal(data: bytes, what: str) -> Any:
+    """The JSON value in a sealed record. DamagedError, naming ``what``, unless every byte is right."""
+    end = len(data) - len(_MIDDLE) - _DIGEST_LENGTH - len(_TAIL)
+    text = data[len(_HEAD) : end]
+    framed = (
+        len(data) > _FIXED
+        and data.startswith(_HEAD)
+        and data[end : end + len(_MIDDLE)] == _MIDDLE
+        and data.endswith(_TAIL)
+    )
+    if not framed or digest(text).encode() != data[end + len(_MIDDLE) : -len(_TAIL)]:
+        raise DamagedError(f"{what} does not match its own checksum: it is damaged or was not written by driftpoint")
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DamagedError(f"{what} is not JSON that can be read: {error}") from error
+
 
 FORMAT = 1
 
@@ -222,7 +279,7 @@ class UnitRecord(Record):
     bases: tuple[SaveName, ...] = ()
     reason: str = ""
     members: str = ""
-    """:func:`store.members.members_digest` of what the unit was made of."""
+    """:func:`store.schema.members_digest` of what the unit was made of."""
 
     @property
     def unit(self) -> Unit:
@@ -294,3 +351,17 @@ def from_bytes(kind: type[_R], data: bytes, what: str) -> _R:
         first = error.errors()[0]
         where = ".".join(str(step) for step in first["loc"])
         raise DamagedError(f"{what} is no {kind.__name__}: {where}: {first['msg']}") from error
+
+
+def members_digest(members: Mapping[str, tuple[int, str]]) -> str:
+    """Digest of ``{fqn: (elements over all ranks, dtype)}``, in any order."""
+    return digest(seal(sorted([fqn, numel, dtype] for fqn, (numel, dtype) in members.items())))
+
+
+def members_of(entries: Iterable[Entry]) -> dict[str, tuple[int, str]]:
+    """The members that stored fragments of one unit make up."""
+    members: dict[str, tuple[int, str]] = {}
+    for entry in entries:
+        numel, dtype = members.get(entry.fqn, (0, entry.dtype))
+        members[entry.fqn] = (numel + entry.numel, dtype if dtype == entry.dtype else "mixed")
+    return members

@@ -17,23 +17,21 @@ from deploy.cli import (
     daemon,
     doctor,
     estimate,
-    import_,
+    import_checkpoint,
     init,
     memory,
     merge,
     policy,
     prune,
     report,
-    rescue,
     show,
     simulate,
     status,
-    top,
     verify,
 )
 from deploy.cli import run as run_
-from deploy.cli.exit_codes import BROKEN_PIPE, EPILOG, INTERRUPTED, OK
-from deploy.cli.output import ReaderLeftError, answer_error, note
+from deploy.console import ReaderLeftError, answer_error, note
+from deploy.exit_codes import BROKEN_PIPE, EPILOG, INTERRUPTED, OK
 from store.errors import DriftpointError, UsageError
 
 app = typer.Typer(
@@ -45,12 +43,12 @@ app = typer.Typer(
 )
 for _early in (init.init, doctor.doctor, init.schema):  # what comes before there is a store
     app.command(epilog=EPILOG)(_early)
-for _command in (status.status, show.show, verify.verify, merge.merge, prune.prune, rescue.rescue, simulate.simulate):
+for _command in (status.status, show.show, verify.verify, merge.merge, prune.prune, memory.rescue, simulate.simulate):
     app.command(epilog=EPILOG)(_command)
 app.command(epilog=EPILOG)(estimate.estimate)
 app.command(epilog=EPILOG)(report.report)
-app.command(epilog=EPILOG)(top.top)
-app.command("import", epilog=EPILOG)(import_.import_)
+app.command(epilog=EPILOG)(report.top)
+app.command("import", epilog=EPILOG)(import_checkpoint.import_)
 # What follows the first word that is no option belongs to the command that is run.
 app.command(epilog=EPILOG, context_settings={"allow_interspersed_args": False})(run_.run)
 app.add_typer(policy.app, name="policy")

@@ -13,13 +13,23 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from deploy.cli import output
-from deploy.cli.exit_codes import EPILOG
-from deploy.cli.options import DebugOption, JsonOption, MemoryOption
-from deploy.cli.text import plural, size_text
-from deploy.daemon.options import Options
-from store.daemon.messages import AskStatus, AskStop, JobReport, Leaving, Message, Refused, Report, Welcome
-from store.daemon.place import asked, make_home
+from deploy import console as output
+from deploy.console import DebugOption, JsonOption, MemoryOption
+from deploy.daemon.node import Options
+from deploy.exit_codes import EPILOG
+from deploy.format import plural, size_text
+from store.daemon_protocol import (
+    AskStatus,
+    AskStop,
+    JobReport,
+    Leaving,
+    Message,
+    Refused,
+    Report,
+    Welcome,
+    asked,
+    make_home,
+)
 from store.errors import DaemonError, StorageError
 from store.metrics_server import EndpointSecurity, Tls
 

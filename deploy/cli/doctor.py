@@ -14,19 +14,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from deploy.cli import output
-from deploy.cli.exit_codes import OK
-from deploy.cli.options import DebugOption, JsonOption, StorePath
-from deploy.cli.text import plural
+from deploy import console as output
+from deploy.console import DebugOption, JsonOption, StorePath
+from deploy.exit_codes import OK
+from deploy.format import plural
 from store.errors import DriftpointError
-from store.objects.options import ObjectOptions
-from store.place import ObjectUrl, is_url, place_of
+from store.location import ObjectUrl, is_url, place_of
+from store.storage.bucket import ObjectOptions
 
 if TYPE_CHECKING:
-    from deploy.doctor.finding import Finding
+    from deploy.doctor.base import Finding, Plan
     from deploy.doctor.nodes import Ranks
-    from deploy.doctor.plan import Plan
-    from monitor.config import Config
+    from monitor.config.load import Config
 
 CONFIG = Path("driftpoint.yaml")
 
@@ -73,10 +72,9 @@ def doctor(
 ) -> None:
     """Check this machine, the disk or bucket and the store, and say what to do. Leaves nothing behind."""
     del debug
-    from deploy.doctor.finding import healthy
-    from deploy.doctor.held import known_parameters
+    from deploy.doctor.base import Plan, healthy, parsed_count
     from deploy.doctor.nodes import launched
-    from deploy.doctor.plan import Plan, parsed_count
+    from deploy.doctor.store import known_parameters
 
     ranks, settings = launched(os.environ), _settings(config)
     root = store or place_of(settings.store).expanduser()
@@ -116,7 +114,7 @@ def _tidy() -> Iterator[None]:
 
 def as_json(root: Path, findings: list[Finding]) -> dict[str, Any]:
     """The JSON object of the command."""
-    from deploy.doctor.finding import healthy
+    from deploy.doctor.base import healthy
 
     rows = [{"check": one.check, "state": one.state, "seen": one.seen, "todo": one.todo} for one in findings]
     return {"store": str(root.absolute()), "ok": healthy(findings), "findings": rows}
@@ -141,7 +139,7 @@ def draw(console: Console, root: Path, findings: list[Finding]) -> None:
 
 
 def _settings(path: Path | None) -> Config:
-    from monitor.config import load_config
+    from monitor.config.load import load_config
 
     if path is None and CONFIG.exists():
         path = CONFIG
@@ -150,9 +148,9 @@ def _settings(path: Path | None) -> Config:
 
 def _findings(root: Path, plan: Plan, ranks: Ranks, patience: float) -> Iterator[Finding]:
     from deploy.doctor.disk import look_at_disk
-    from deploy.doctor.held import look_at_store
     from deploy.doctor.machine import look_at_machine
     from deploy.doctor.nodes import meet
+    from deploy.doctor.store import look_at_store
 
     met = meet(root, ranks, patience)
     if ranks.first:
@@ -166,9 +164,9 @@ def _findings(root: Path, plan: Plan, ranks: Ranks, patience: float) -> Iterator
 def _of_bucket(root: Path, options: ObjectOptions, plan: Plan, ranks: Ranks) -> Iterator[Finding]:
     """Every rank tries the bucket for itself: whether all reach it is what there is to know of nodes."""
     from deploy.doctor.bucket import look_at_bucket
-    from deploy.doctor.held import look_at_store
     from deploy.doctor.machine import look_at_machine
-    from store.objects.files import ObjectFiles
+    from deploy.doctor.store import look_at_store
+    from store.storage.object_store import ObjectFiles
 
     url = place_of(root)
     assert isinstance(url, ObjectUrl)

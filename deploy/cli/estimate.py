@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from deploy.cli import output
-from deploy.cli.options import DebugOption, JsonOption
+from deploy import console as output
 from deploy.cli.replay import (
     BytesOption,
     CopyOption,
@@ -27,6 +26,7 @@ from deploy.cli.replay import (
     check_numbers,
     check_options,
 )
+from deploy.console import DebugOption, JsonOption
 
 ModelArgument = Annotated[
     str, typer.Argument(metavar="MODEL", help="llama-8b, llama-70b or llama-405b.", show_default=False)
@@ -83,9 +83,8 @@ def estimate(
     """Estimate for a model and a machine, from stated assumptions: bytes, stall, and the cost of a failure."""
     del debug
     with output.kept_for_answers():
-        from deploy.simulate.assumed import Assumptions, assumed_trace
-        from deploy.simulate.recommend import Limits
-        from deploy.simulate.simulation import simulated
+        from deploy.simulate.assumptions import Assumptions, assumed_trace
+        from deploy.simulate.simulation import Limits, simulated
         from deploy.simulate.summary import Prices, Terms
 
     given = {

@@ -1,4 +1,11 @@
-"""``driftpoint init``: write a configuration to begin with. ``driftpoint schema``: what a configuration may say."""
+"""init, schema.
+
+``driftpoint init``: write a configuration to begin with. ``driftpoint schema``: what a configuration may say.
+
+Write settings as commented YAML, from the models that validate them, and their JSON schema for editors.
+
+docs/configuration.md shows this text, and ``driftpoint init`` writes it.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +17,9 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from deploy.cli import output
-from deploy.cli.options import DebugOption, JsonOption
-from deploy.cli.policy_settings import parameters
+from deploy import console as output
+from deploy.cli.policy import parameters
+from deploy.console import DebugOption, JsonOption
 from store.errors import ConfigError, StorageError, UsageError
 
 OutOption = Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="The file to write; it must not exist.")]
@@ -64,30 +71,30 @@ def init(
 
 def schema(*, json: JsonOption = True, debug: DebugOption = False) -> None:
     """Print the JSON schema of a configuration, for editors and validators. Always JSON."""
-    del json, debug
-    from deploy.settings_text import schema as found
+    from monitor.config.template import config_schema
 
-    output.answer(found(), lambda _: None, as_json=True)
+    del json, debug
+    output.answer(config_schema(), lambda _: None, as_json=True)
 
 
 def create(out: Path, values: Mapping[str, Any], *, schema: bool) -> list[Path]:
     """The files written: the configuration, and the schema beside it. Neither replaces what is not its like.
 
     ConfigError where the values make no sense; nothing is written then."""
-    from deploy import settings_text
-    from monitor.config import load_config
+    from monitor.config.load import load_config
+    from monitor.config.template import SCHEMA_FILE, TITLE, config_schema, written
 
     try:
         load_config(values)
     except ConfigError as error:
         raise UsageError(str(error).removeprefix("the configuration: ")) from error
-    beside = out.parent / settings_text.SCHEMA_FILE
+    beside = out.parent / SCHEMA_FILE
     if schema:
-        _require_ours(beside, settings_text.TITLE)
-    _write(out, settings_text.written(values, str(out), schema=schema), "x")
+        _require_ours(beside, TITLE)
+    _write(out, written(values, str(out), schema=schema), "x")
     if not schema:
         return [out]
-    _write(beside, json_.dumps(settings_text.schema(), indent=2) + "\n", "w")
+    _write(beside, json_.dumps(config_schema(), indent=2) + "\n", "w")
     return [out, beside]
 
 

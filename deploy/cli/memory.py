@@ -1,4 +1,9 @@
-"""``driftpoint memory``: what lies in the shared memory of this node, and giving it back."""
+"""memory, rescue.
+
+``driftpoint memory``: what lies in the shared memory of this node, and giving it back.
+
+``driftpoint rescue``: write out of memory what a dead job left there, where no daemon did.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +15,20 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from deploy.cli import output
+from deploy import console as output
 from deploy.cli.daemon import base_of
-from deploy.cli.exit_codes import EPILOG
-from deploy.cli.options import DebugOption, JsonOption, MemoryOption
-from deploy.cli.text import plural, size_text
+from deploy.console import DebugOption, JsonOption, MemoryOption, StoreArgument
+from deploy.exit_codes import EPILOG, OK
+from deploy.format import plural, size_text
+from deploy.store_status import open_store
 from store.catalog import open_catalog
-from store.errors import StoreError, UsageError
-from store.memory.cleaning import clear, used_bytes
-from store.memory.held import look
-from store.memory.owner import is_owned
-from store.memory.seen import seen_stores
-from store.memory.tier import Tier, tiers
-from store.place import files_at, is_url, place_of
+from store.errors import DriftpointError, StoreError, UsageError
+from store.location import files_at, is_url, place_of
+from store.memory.arena import is_owned
+from store.memory.cleanup import clear, used_bytes
+from store.memory.index import look, seen_stores
+from store.memory.layout import Tier, tiers
+from store.memory.rescue import INCOMPLETE, WRITTEN, Rescued, rescue_newest
 from store.text import listed
 
 app = typer.Typer(epilog=EPILOG, help="What lies in the shared memory of this node.", invoke_without_command=True)
@@ -166,3 +172,41 @@ def _chosen(base: Path, store: str | None, *, everything: bool) -> list[Tier]:
     if not found:
         raise UsageError(f"nothing of {store} lies in the memory at {base}; see `driftpoint memory --memory {base}`")
     return found
+
+
+def rescue(
+    store: StoreArgument,
+    *,
+    memory: MemoryOption = Path("/dev/shm"),
+    json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Write the newest version in this node's memory into the store, where its job is dead and no commit is as new."""
+    del debug
+    if is_url(store):
+        raise UsageError(
+            f"{store}: what dead jobs leave in memory is written into directories only. Start the job again on this "
+            "node, it resumes from memory itself; or merge a directory's store"
+        )
+    catalog = open_store(store)
+    done = rescue_newest(Tier(base_of(memory), catalog.store_id), catalog)
+    output.answer(rescue_json(store, done), lambda console: console.print(_text(done)), as_json=json)
+    raise typer.Exit(DriftpointError.exit_code if done.outcome == INCOMPLETE else OK)
+
+
+def rescue_json(store: Path, done: Rescued) -> dict[str, Any]:
+    """The JSON object of the command."""
+    save = None if done.manifest is None else done.manifest.save
+    return {
+        "store": str(store.absolute()),
+        "outcome": done.outcome,
+        "why": done.why,
+        "save": None if save is None else save.name,
+        "step": None if save is None else save.step,
+    }
+
+
+def _text(done: Rescued) -> str:
+    if done.outcome == WRITTEN and done.manifest is not None:
+        return f"Committed step {done.manifest.step} out of memory: {done.why}."
+    return f"Nothing written: {done.why}."

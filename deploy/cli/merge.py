@@ -1,13 +1,23 @@
-"""``driftpoint merge``: one complete checkpoint out of a store, of a framework's own one, or of several by recipe.
+"""merge and merge --plan.
+
+What damage means to a command that makes something of a source: nothing came of it.
+
+``DamagedError`` has the code for what is damaged but can be resumed. A merge and an import that can work around
+damage do so and end well; one that ends with damage has nothing to give.
+
+``driftpoint merge``: one complete checkpoint out of a store, of a framework's own one, or of several by recipe.
 
 The merger is imported when the command runs, because it brings torch with it.
+
+``driftpoint merge --plan``: what a merge would read and write, what it takes, and everything that is in its way.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,21 +26,40 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from deploy.cli import layers, output, slots
-from deploy.cli.merge_damage import damage_is_the_end
-from deploy.cli.options import DebugOption, JsonOption, StorePath
-from deploy.cli.progress import byte_progress
-from deploy.cli.text import drift_text, kind_text, plural, size_text
+from deploy import console as output
+from deploy import tables
+from deploy.console import DebugOption, JsonOption, StorePath, byte_progress
+from deploy.exit_codes import OK
+from deploy.format import drift_text, kind_text, plural, size_text
 from store.certificate import Certificate
-from store.errors import UsageError
-from store.place import is_url, place_of
+from store.errors import DamagedError, DriftpointError, NothingToResumeError, UsageError
+from store.location import is_url, place_of
 from store.text import listed
 
 if TYPE_CHECKING:
+    from merger.checkpoint import ChosenStep
+    from merger.io.output_dir import SourceUse
     from merger.merge import MergeResult
-    from merger.optimizer_steps import ChosenStep
-    from merger.plan import Request
-    from merger.report import SourceUse
+    from merger.plan import Draft, MergePlan, Request
+
+
+@contextmanager
+def damage_is_the_end() -> Iterator[None]:
+    """NothingToResumeError for a DamagedError that leaves the block."""
+    try:
+        yield
+    except DamagedError as error:
+        raise damage_error(error) from error
+
+
+def damage_error(error: DriftpointError) -> DriftpointError:
+    """The error as the command tells it."""
+    if not isinstance(error, DamagedError):
+        return error
+    return NothingToResumeError(
+        f"{error}; nothing stands in for it: name another checkpoint (--step), or put the file back from a copy"
+    )
+
 
 _SIZE = re.compile(r"(?P<count>\d+(?:\.\d+)?)\s*(?P<prefix>[KMGT]?)(?P<binary>i?)B?", re.IGNORECASE)
 _NAMED = 6
@@ -124,10 +153,10 @@ def merge(
         raise UsageError("missing option '--out': a new directory to write to; see `driftpoint merge --help`")
     if out is not None and is_url(place_of(out)):
         raise UsageError(f"--out {place_of(out)}: checkpoints are rebuilt in directories; copy it to the bucket after")
+    from merger.layouts.base import Target
     from merger.plan import Request
-    from merger.recipe.dtype import dtype_named
-    from merger.recipe.read import read_recipe
-    from merger.target import Target
+    from merger.recipe.model import dtype_named
+    from merger.recipe.parse import read_recipe
 
     given = None if dtype is None else dtype_named(dtype)
     size = None if shard_size is None else size_from(shard_size)
@@ -135,8 +164,6 @@ def merge(
     wanted = int(step) if step is not None and step.isascii() and step.isdigit() else step
     request = Request(source, wanted, target, None if recipe is None else read_recipe(recipe))
     if plan:
-        from deploy.cli.merge_plan import tell
-
         raise typer.Exit(tell(request, out, workers, as_json=json))
     assert out is not None  # checked above
     result = rebuild(request, out, workers)
@@ -199,11 +226,11 @@ def draw(console: Console, result: MergeResult) -> None:
 
 def print_certificate(console: Console, certificate: Certificate, parameters: int) -> None:
     """Per layer, then per slot, then the optimizer steps that are not those which the layers had."""
-    layers.print_layers(console, certificate.units)
+    tables.print_layers(console, certificate.units)
     console.print()
-    console.print(slots.slot_table(certificate.units, parameters))
+    console.print(tables.slot_table(certificate.units, parameters))
     console.print()
-    from merger.optimizer_steps import changed_steps
+    from merger.checkpoint import changed_steps
 
     if steps := changed_steps(certificate):
         console.print(step_table(steps))
@@ -224,8 +251,8 @@ def step_table(steps: Sequence[ChosenStep]) -> Table:
 
 def kind_of(certificate: Certificate) -> Text:
     """Exact, or how old, how new and how far moved."""
-    from merger.layouts.hf_certificate import working_dtypes
-    from merger.optimizer_steps import changed_steps
+    from merger.checkpoint import changed_steps
+    from merger.layouts.huggingface import working_dtypes
 
     if certificate.exact and (dtypes := working_dtypes(certificate)):
         # To the last bit what the run computes with, and yet not all that it keeps.
@@ -285,3 +312,113 @@ def size_from(text: str) -> int:
         raise UsageError(f"{text!r} is no size; write 5GB, 500MB or 4GiB")
     base = 1024 if match["binary"] else 1000
     return int(float(match["count"]) * base ** _POWER[match["prefix"].upper()])
+
+
+_FILES = 20
+"""Files, and things that are missing, listed one by one in the text."""
+
+
+@dataclass(frozen=True)
+class Told:
+    """A draft and where it would go. free: bytes there, None where no directory was named."""
+
+    draft: Draft
+    out: Path | None
+    workers: int
+    free: int | None
+
+
+def tell(request: Request, out: Path | None, workers: int | None, *, as_json: bool) -> int:
+    """Print the plan; returns the exit code that the merge would have. Writes nothing."""
+    from merger.plan import default_workers, draft_merge, free_bytes
+
+    with output.kept_for_answers():
+        draft = draft_merge(request, out)
+    draft = replace(draft, errors=tuple(damage_error(error) for error in draft.errors))
+    if request.recipe is None and not draft.sources:
+        raise draft.errors[0]
+    told = Told(draft, out, workers or default_workers(), None if out is None else free_bytes(out))
+    output.answer(to_json(told), lambda console: draw_plan(console, told), as_json=as_json)
+    return draft.errors[0].exit_code if draft.errors else OK
+
+
+def to_json(told: Told) -> dict[str, Any]:
+    """The JSON object of the command."""
+    draft, plan = told.draft, told.draft.plan
+    reads = {} if plan is None else plan.reads
+    return {
+        "out": None if told.out is None else str(told.out),
+        "possible": not draft.errors,
+        "missing": [{"type": type(error).__name__, "message": str(error)} for error in draft.errors],
+        "sources": [{**asdict(use), "bytes_to_read": reads.get(use.name)} for use in draft.sources],
+        "free_bytes": told.free,
+        **(_planned(plan, told) if plan is not None else {}),
+    }
+
+
+def draw_plan(console: Console, told: Told) -> None:
+    """The text of the command."""
+    draft, plan = told.draft, told.draft.plan
+    if plan is not None:
+        print_certificate(console, plan.checkpoint.certificate, plan.parameters)
+    if draft.sources:
+        console.print(source_table(draft.sources, None if plan is None else dict(plan.reads)))
+        console.print()
+    if plan is not None:
+        console.print(_file_table(plan))
+        console.print()
+        console.print(output.facts(_facts(plan, told)))
+        output.problems(console, plan.checkpoint.problems)
+        print_notes(console, plan.notes)
+        if told.out is not None:
+            print_load(console, plan.load(told.out))
+    if draft.errors:
+        output.problems(console, list(dict.fromkeys(map(str, draft.errors))), _FILES, "Missing")
+
+
+def _planned(plan: MergePlan, told: Told) -> dict[str, Any]:
+    return {
+        "tag": plan.laid.tag,
+        "framework": plan.checkpoint.framework,
+        "step": plan.checkpoint.step,
+        "parameters": plan.parameters,
+        "bytes_to_read": plan.bytes_to_read,
+        "bytes_to_write": plan.bytes_to_write,
+        "memory_bytes": plan.memory(told.workers),
+        "workers": told.workers,
+        "files": [{"path": file.path, "bytes": file.container.nbytes} for file in plan.files],
+        "load": [] if told.out is None else list(plan.load(told.out)),
+        "notes": list(plan.notes),
+        "certificate": plan.checkpoint.certificate.as_json(),
+        "problems": list(plan.checkpoint.problems),
+    }
+
+
+def _facts(plan: MergePlan, told: Told) -> dict[str, Text | str]:
+    certificate = plan.checkpoint.certificate
+    rows: dict[str, Text | str] = {
+        "Would be": f"{certificate.save}: step {certificate.step}",
+        "Kind": kind_of(certificate),
+        "Read": size_text(plan.bytes_to_read),
+        "Write": f"about {size_text(plan.bytes_to_write)} in {plural(len(plan.files), 'file')}",
+        "Memory": f"at most {size_text(plan.memory(told.workers))} for tensors, with {plural(told.workers, 'worker')}",
+    }
+    if told.free is not None:
+        enough = told.free >= plan.bytes_to_write
+        rows["Disk"] = Text(
+            f"{size_text(told.free)} free: {'enough' if enough else 'not enough'}", style="" if enough else "bold red"
+        )
+    return rows
+
+
+def _file_table(plan: MergePlan) -> Table:
+    table = output.table()
+    table.add_column("File", overflow="fold", ratio=1)
+    table.add_column("Bytes", justify="right", no_wrap=True)
+    for file in plan.files[:_FILES]:
+        table.add_row(output.cell(file.path), size_text(file.container.nbytes))
+    more = plan.files[_FILES:]
+    if more:
+        rest = sum(file.container.nbytes for file in more)
+        table.add_row(f"and {plural(len(more), 'more file')}; --json lists all", size_text(rest))
+    return table

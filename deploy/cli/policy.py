@@ -1,23 +1,147 @@
-"""``driftpoint policy check``: tries on a policy what every policy promises, before it decides in a real job."""
+"""policy check.
+
+``python -m deploy.cli.policy``: the digest of a policy's answers, in a process that has seen nothing else.
+
+Reads the policy's settings as YAML from stdin and writes one line, which is the last: the user's code may print too.
+
+From what was typed to a policy, the settings that name it and the bounds around it.
+
+``driftpoint policy check``: tries on a policy what every policy promises, before it decides in a real job.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+import yaml
 from rich.console import Console
 
-from deploy.cli import output
-from deploy.cli.exit_codes import EPILOG, OK
-from deploy.cli.options import DebugOption, JsonOption
-from deploy.cli.policy_again import another_process
-from deploy.cli.policy_settings import Named, named
-from deploy.cli.text import plural
-from policies.asked import BrokenError
-from policies.contract import Finding, digest, examine
-from store.errors import DriftpointError
+from deploy import console as output
+from deploy.console import DebugOption, JsonOption
+from deploy.exit_codes import EPILOG, OK
+from deploy.format import plural
+from policies.base import Policy
+from policies.bounds import Bounds
+from policies.conformance import ANY, BrokenError, Finding, digest, examine
+from policies.registry import anchored, policy_from
+from store.config_file import parse_value
+from store.errors import ConfigError, DriftpointError, UsageError
+
+PROMISE = "same answer in another process"
+_MARK = "driftpoint-digest "
+_PATIENCE = 300.0
+
+
+def another_process(settings: object, expected: str) -> Finding:
+    """Whether a fresh process with another hash seed answers alike. settings: a policy's, with absolute paths."""
+    seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
+    environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "deploy.cli.policy"],
+            input=yaml.safe_dump(settings),
+            capture_output=True,
+            text=True,
+            env=environment,
+            timeout=_PATIENCE,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return Finding(PROMISE, "broken", f"another process had no answer after {_PATIENCE:.0f} s")
+    last = done.stdout.splitlines()[-1:] or [""]
+    if done.returncode != 0 or not last[0].startswith(_MARK):
+        return Finding(PROMISE, "broken", f"in another process it fails: {done.stderr.strip()[-300:]}")
+    if last[0] != _MARK + expected:
+        return Finding(
+            PROMISE,
+            "broken",
+            f"with PYTHONHASHSEED={seed} it decides differently: does it go through a set, or keep something?",
+        )
+    return Finding(PROMISE, "holds", f"with another hash seed (PYTHONHASHSEED={seed})")
+
+
+def main() -> None:
+    """Entry point of the process."""
+    try:
+        told = digest(policy_from(parse_value(sys.stdin.read(), "the settings")))
+    except BrokenError as error:
+        sys.exit(str(error))
+    sys.stdout.write(f"\n{_MARK}{told}\n")
+
+
+_ODD_NUMBER = re.compile(r"[-+.]?\d")
+
+
+@dataclass(frozen=True)
+class Named:
+    """A policy to look at. settings: as a configuration has them, with the path of its file made absolute."""
+
+    policy: Policy
+    settings: object
+    bounds: Bounds = ANY
+
+
+def named(word: str, given: Sequence[str]) -> Named:
+    """The policy that ``word`` names: a built-in or registered one, a class, or the one of a YAML configuration.
+
+    given: ``key=value``, the value as JSON or YAML has it. ConfigError or UsageError where that is no policy."""
+    if word.endswith((".yaml", ".yml")):
+        if given:
+            raise UsageError(
+                f"--set goes with a policy's name or class: {word} has its parameters in it, edit them there"
+            )
+        return _configured(Path(word))
+    settings = anchored({"name": word, **parameters(given)} if given else word, Path.cwd())
+    return Named(policy_from(settings), settings)  # type: ignore[arg-type]
+
+
+def _configured(path: Path) -> Named:
+    from monitor.config.load import load_config
+
+    config = load_config(path)
+    return Named(policy_from(config.policy), config.policy, config.limits())
+
+
+def parameters(given: Sequence[str]) -> Mapping[str, Any]:
+    """What ``--set`` gave: ``key=value`` each, the value as JSON or YAML has it. UsageError for anything else."""
+    found: dict[str, Any] = {}
+    for one in given:
+        key, equals, value = one.partition("=")
+        if not equals or not key:
+            raise UsageError(f"--set takes key=value, such as --set k=4, not {one!r}")
+        if key == "name" or key in found:
+            what = "is the policy itself, which is given as POLICY" if key == "name" else "was given twice"
+            raise UsageError(f"--set {one}: {key!r} {what}")
+        found[key] = _value(one, value)
+    return found
+
+
+def _value(one: str, text: str) -> Any:
+    """JSON, in which 1e-3 is a number; else a YAML mapping or list, or a word."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        pass
+    if _ODD_NUMBER.match(text):
+        raise UsageError(
+            f"--set {one}: write numbers as 12, 0.5 or 1e-3, and a text that begins with a digit as '\"1a\"'"
+        )
+    if not text.startswith(("{", "[")):
+        return text
+    try:
+        return parse_value(text, "the value")
+    except ConfigError as error:
+        raise UsageError(f"--set {one}: neither JSON nor YAML: {error}") from error
+
 
 app = typer.Typer(epilog=EPILOG, help="Look at a policy outside of a job.", no_args_is_help=True)
 
@@ -112,3 +236,7 @@ def _verdict(checked: Checked) -> str:
     return f"policy {checked.policy}: nothing found broken" + (
         f"; {plural(notes, 'thing')} to take note of" if notes else ""
     )
+
+
+if __name__ == "__main__":
+    main()

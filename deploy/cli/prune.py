@@ -16,21 +16,19 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from deploy.cli import output
-from deploy.cli.door import holder, holder_text, open_store
-from deploy.cli.exit_codes import OK, health
-from deploy.cli.options import DebugOption, JsonOption, StoreArgument
-from deploy.cli.text import plural, size_text
+from deploy import console as output
+from deploy.console import DebugOption, JsonOption, StoreArgument
+from deploy.exit_codes import OK, health
+from deploy.format import plural, size_text
+from deploy.store_status import holder, holder_text, open_store
 from store.catalog import Catalog
-from store.epochs import newest_epoch, read_epoch
 from store.errors import DamagedError, NothingToResumeError, StorageError
-from store.lock import StoreLock
+from store.location import is_url
 from store.names import SaveId
-from store.place import is_url
-from store.prune import PrunePlan, execute, plan_prune
-from store.retention import Retention
+from store.resolve import newest_resumable
+from store.retention import PrunePlan, Retention, execute, plan_prune
+from store.session import StoreLock, newest_epoch, read_epoch
 from store.text import listed
-from store.versions import newest_resumable
 
 _DEFAULT = Retention()
 

@@ -11,24 +11,24 @@ from typing import Annotated, Any
 import typer
 from pydantic import ValidationError
 
-from deploy.cli.options import DebugOption, StorePath
-from deploy.cli.output import note
-from deploy.daemon.starting import ensure_daemon
-from deploy.sight import SeenStore
-from deploy.supervision import Limits
-from deploy.supervisor import Orders, Supervisor
-from deploy.telling import Teller
+from deploy.console import DebugOption, StorePath, note
+from deploy.daemon.server import ensure_daemon
+from deploy.supervisor.events import Teller
+from deploy.supervisor.restart_policy import Limits
+from deploy.supervisor.store_probe import SeenStore
+from deploy.supervisor.supervisor import Orders, Supervisor
 from store.errors import ConfigError, UsageError
+from store.location import place_of
 from store.metrics_server import LOOPBACK, EndpointSecurity
-from store.objects.options import ObjectOptions
-from store.place import place_of
+from store.storage.bucket import ObjectOptions
 
 CONFIG = Path("driftpoint.yaml")
 DEFAULT_STORE = "./driftpoint-checkpoints"
 DEFAULT_MEMORY = Path("/dev/shm")
 DEFAULT_DAEMON_PORT = 9465
 DEFAULT_EXIT_IDLE = 3600.0
-"""As in :class:`monitor.config.Config`, whose import would bring torch into a process that lives as long as the job."""
+"""As in :class:`monitor.config.load.Config`, whose import would bring torch into a process that lives as long as the
+job."""
 
 CommandArgument = Annotated[
     list[str], typer.Argument(metavar="-- COMMAND...", help="The command and its arguments.", show_default=False)
@@ -94,7 +94,7 @@ def run(
     limits = Limits(max_restarts, max_failures, backoff, max(backoff, backoff_max))
     metrics = None
     if metrics_port is not None:
-        from deploy.supervisor_metrics import SupervisorMetrics
+        from deploy.supervisor.events import SupervisorMetrics
 
         metrics = SupervisorMetrics(max_restarts)
     orders, teller = Orders(command, limits, grace, wait, notice), Teller(note, events, seen.root, metrics)

@@ -10,17 +10,18 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from deploy.cli import layers, output, slots
-from deploy.cli.door import find_save, goes_on_at, open_store, parameters
-from deploy.cli.exit_codes import health
-from deploy.cli.options import DebugOption, JsonOption, StoreArgument
-from deploy.cli.text import going_on_text, kind_text, plural, size_text
+from deploy import console as output
+from deploy import tables
+from deploy.console import DebugOption, JsonOption, StoreArgument
+from deploy.exit_codes import health
+from deploy.format import going_on_text, kind_text, plural, size_text
+from deploy.store_status import find_save, goes_on_at, open_store, parameters
 from store.catalog import Catalog
 from store.certificate import Certificate, CertifiedUnit, certify
 from store.errors import DamagedError, NothingToResumeError, StorageError
 from store.names import SaveId, Unit
+from store.resolve import Resolution, newest_resumable, resolve
 from store.schema import ManifestRecord, UnitRecord
-from store.versions import Resolution, newest_resumable, resolve
 
 StepArgument = Annotated[
     str | None,
@@ -115,7 +116,7 @@ def as_json(shown: Shown) -> dict[str, Any]:
         "goes_on_at": shown.goes_on_at,
         "parameters": shown.parameters,
         "nbytes": _nbytes(certificate),
-        "bytes_per_parameter": slots.bytes_per_parameter(_nbytes(certificate), shown.parameters),
+        "bytes_per_parameter": tables.bytes_per_parameter(_nbytes(certificate), shown.parameters),
         "bytes_written": shown.bytes_written,
         "bytes_avoided": shown.manifest.bytes_avoided,
         "units": units,
@@ -141,12 +142,12 @@ def draw(console: Console, shown: Shown, *, long: bool) -> None:
     console.print(output.facts(rows))
     console.print()
     if long:
-        console.print(layers.unit_table(certificate.units, shown.reasons))
+        console.print(tables.unit_table(certificate.units, shown.reasons))
         console.print()
     else:
-        layers.print_layers(console, certificate.units)
+        tables.print_layers(console, certificate.units)
         console.print()
-    console.print(slots.slot_table(certificate.units, shown.parameters))
+    console.print(tables.slot_table(certificate.units, shown.parameters))
     output.problems(console, shown.problems)
 
 
@@ -228,6 +229,6 @@ def _kind(shown: Shown) -> str:
 
 def _bytes(shown: Shown) -> str:
     own, kept = shown.bytes_written, shown.manifest.bytes_avoided
-    share = slots.bytes_per_parameter(own, shown.parameters)
+    share = tables.bytes_per_parameter(own, shown.parameters)
     each = "" if share is None else f" ({share:.2f} bytes a parameter)"
     return f"this save wrote {size_text(own)}{each}" + (f" and left out {size_text(kept)}" if kept else "")

@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from deploy.cli import output
-from deploy.cli.options import DebugOption, JsonOption
+from deploy import console as output
 from deploy.cli.replay import (
     BytesOption,
     CopyOption,
@@ -27,6 +26,7 @@ from deploy.cli.replay import (
     check_numbers,
     check_options,
 )
+from deploy.console import DebugOption, JsonOption
 
 TraceArgument = Annotated[
     Path, typer.Argument(metavar="TRACE", help="The trace that a job wrote, STORE.trace.jsonl.", show_default=False)
@@ -55,8 +55,7 @@ def simulate(
     """Replay a recorded run under other configurations: bytes, stall, and the cost of a failure."""
     del debug
     with output.kept_for_answers():
-        from deploy.simulate.recommend import Limits
-        from deploy.simulate.simulation import read_trace, simulated
+        from deploy.simulate.simulation import Limits, read_trace, simulated
         from deploy.simulate.summary import Prices, Terms
 
     speeds = {"storage_gbps": storage_gbps, "copy_gbps": copy_gbps}

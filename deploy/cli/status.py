@@ -11,11 +11,10 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from deploy.cli import output
-from deploy.cli.door import holder_text, open_store, parameters
-from deploy.cli.options import DebugOption, JsonOption, StoreArgument
-from deploy.cli.text import count_text, going_on_text, kind_text, plural, size_text
-from deploy.standing import StoreStatus, standing, written
+from deploy import console as output
+from deploy.console import DebugOption, JsonOption, StoreArgument
+from deploy.format import count_text, going_on_text, kind_text, plural, size_text
+from deploy.store_status import StoreStatus, holder_text, open_store, parameters, standing, written
 from store.schema import ManifestRecord
 
 

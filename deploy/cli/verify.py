@@ -11,12 +11,11 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from deploy.cli import output
-from deploy.cli.door import holder, open_store
-from deploy.cli.exit_codes import health
-from deploy.cli.options import DebugOption, JsonOption, StoreArgument
-from deploy.cli.progress import byte_progress, watched
-from deploy.cli.text import plural, size_text
+from deploy import console as output
+from deploy.console import DebugOption, JsonOption, StoreArgument, byte_progress, watched
+from deploy.exit_codes import health
+from deploy.format import plural, size_text
+from deploy.store_status import holder, open_store
 from store.names import SaveId
 from store.verify import CommitState, VerifyReport, total_bytes
 from store.verify import verify as verify_store

@@ -14,7 +14,7 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from deploy.daemon.rescuer import OUTCOMES
-from store.daemon.messages import Report
+from store.daemon_protocol import Report
 from store.errors import ConfigError
 from store.metrics_server import EndpointSecurity, MetricsServer
 

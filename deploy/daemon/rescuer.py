@@ -25,9 +25,9 @@ from store.errors import (
     SaveError,
     StoreInUseError,
 )
-from store.files import LocalFiles
+from store.memory.layout import Tier
 from store.memory.rescue import rescue_newest
-from store.memory.tier import Tier
+from store.storage.local import LocalFiles
 
 _log = logging.getLogger("driftpoint")
 

@@ -1,26 +1,45 @@
-"""The daemon's process: the socket and who talks over it, signals, and the clock.
+"""Socket server, single instance, start-up.
+
+One daemon for each user and base: the lock that tells, and the socket that stands for it.
+
+Whoever holds the lock is the daemon; a socket that is there already is then a dead one's, and replaced.
+
+Who is at the other end of a connection: the process, by the kernel's word, and how its end is seen.
+
+A forked child of a trainer (a data-loader worker) keeps the connection open when the trainer dies, so that the end of
+a connection says little. What is watched is the process itself, by a descriptor that no other process can take over.
+
+The daemon's process: the socket and who talks over it, signals, and the clock.
 
 One asyncio thread; see :mod:`deploy.daemon.node` for what it does. Nothing that a connection sends ends the daemon:
 what cannot be understood closes that connection and is counted.
+
+Starting the node's daemon where none answers, for whoever is there before the trainers are.
+
+The same command as a trainer's link gives (:mod:`monitor.daemon_client`), so that either finds the other's. It does not
+wait for the daemon: where it cannot begin, its log says why, and the trainers will.
 """
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import signal
+import socket
+import struct
+import subprocess
+import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
-from deploy.daemon.hold import Hold
-from deploy.daemon.jobs import Member, NodeJob
 from deploy.daemon.metrics import DaemonMetrics
-from deploy.daemon.node import Node
-from deploy.daemon.options import Options
-from deploy.daemon.peers import end_of, peer_of
-from store.daemon.messages import (
+from deploy.daemon.node import Member, Node, NodeJob, Options
+from store.daemon_protocol import (
     LINE_LIMIT,
     AskStatus,
     AskStop,
@@ -31,11 +50,102 @@ from store.daemon.messages import (
     Note,
     Refused,
     Welcome,
+    connected,
     heard_by_daemon,
+    lock_path,
+    log_path,
+    make_home,
+    socket_path,
     to_line,
 )
 from store.errors import DaemonError, StorageError
-from store.memory.cleaning import clear_old
+from store.memory.arena import Owner
+from store.memory.cleanup import clear_old
+
+
+class Hold:
+    """Held from construction until :meth:`release`. DaemonError where a daemon runs already; StorageError."""
+
+    def __init__(self, base: Path) -> None:
+        self._path = socket_path(base)
+        make_home(base)
+        try:
+            self._lock = Owner(lock_path(base))
+        except StorageError as error:
+            raise DaemonError(
+                f"a daemon runs already for {base}: see `driftpoint daemon status --memory {base}`"
+            ) from error
+        try:
+            self.socket = _listening(self._path)
+            self._inode = self._path.stat().st_ino
+        except OSError as error:
+            self._lock.release()
+            raise StorageError(f"cannot listen at {self._path}: {error.strerror or error}") from error
+
+    def stands(self) -> bool:
+        """Whether anybody can still reach it: the socket's name is there, and its own."""
+        try:
+            return self._path.stat().st_ino == self._inode
+        except OSError:
+            return False
+
+    def release(self) -> None:
+        """Let another daemon take the place."""
+        if self.stands():
+            with suppress(OSError):
+                self._path.unlink()
+        self.socket.close()
+        self._lock.release()
+
+
+def _listening(path: Path) -> socket.socket:
+    path.unlink(missing_ok=True)
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        before = os.umask(0o177)
+        try:
+            made.bind(str(path))
+        finally:
+            os.umask(before)
+        made.listen()
+        made.setblocking(False)
+    except OSError:
+        made.close()
+        raise
+    return made
+
+
+_PIDFD = getattr(socket, "SO_PEERPIDFD", 77)
+"""Of Linux 6.5; before that the descriptor is opened by number, and a process that ended just now could be missed."""
+
+
+def peer_of(connection: socket.socket) -> int:
+    """The process that connected. DaemonError unless it is of this user, and can be seen from here."""
+    data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    pid, uid, _ = struct.unpack("3i", data)
+    if uid != os.getuid():
+        raise DaemonError(f"this daemon serves user {os.getuid()}, and the caller is user {uid}: start one of your own")
+    if pid <= 0:
+        raise DaemonError(
+            "the caller's process cannot be seen from here (another container?): run the daemon in the same one"
+        )
+    return int(pid)
+
+
+def end_of(connection: socket.socket, pid: int) -> int | None:
+    """A descriptor that becomes readable when the process has ended; None where it has. DaemonError: cannot be had."""
+    try:
+        return connection.getsockopt(socket.SOL_SOCKET, _PIDFD)
+    except OSError as error:
+        if error.errno != errno.ENOPROTOOPT:
+            return None
+    try:
+        return os.pidfd_open(pid)
+    except ProcessLookupError:
+        return None
+    except OSError as error:
+        raise DaemonError(f"process {pid} cannot be watched: {error.strerror}") from error
+
 
 _log = logging.getLogger("driftpoint")
 
@@ -205,3 +315,32 @@ class Daemon:
             return
         if nbytes:
             _log.info("%d bytes of memory that nobody came back for were given back", nbytes)
+
+
+_ANSWERS = 1.0
+"""Seconds in which a daemon that is there answers."""
+
+
+def ensure_daemon(base: Path, port: int, exit_idle: float, more: Sequence[str] = ()) -> str | None:
+    """Have a daemon at ``base``. What is to be told: that it was started, or why it could not be; None where it ran.
+
+    more: options of ``daemon run``."""
+    try:
+        make_home(base)
+        connected(base, _ANSWERS).close()
+    except StorageError as error:
+        return f"no daemon: {error}"
+    except DaemonError:
+        return _started(base, port, exit_idle, more)
+    return None
+
+
+def _started(base: Path, port: int, exit_idle: float, more: Sequence[str]) -> str:
+    command = [sys.executable, "-m", "deploy.cli", "daemon", "run", "--memory", str(base), "--port", str(port)]
+    command += ["--exit-idle", str(exit_idle), "--log", str(log_path(base)), *more]
+    nothing = subprocess.DEVNULL
+    try:
+        process = subprocess.Popen(command, stdin=nothing, stdout=nothing, stderr=nothing, start_new_session=True)
+    except OSError as error:
+        return f"no daemon could be started: {error}"
+    return f"started the node's daemon (process {process.pid})"

@@ -21,8 +21,8 @@ import psutil
 
 from store.catalog import Catalog, open_catalog
 from store.errors import DriftpointError, StorageError
-from store.files import Files, LocalFiles, NewFile
 from store.names import SaveId
+from store.storage.local import Files, LocalFiles, NewFile
 from store.verify import GroupKey, VerifyReport, groups_of, verify
 
 _log = logging.getLogger("driftpoint")
@@ -172,27 +172,27 @@ class _Pace:
 
 
 class _Slow:
-    """:class:`store.files.Files` that are only read, at a pace."""
+    """:class:`store.storage.local.Files` that are only read, at a pace."""
 
     def __init__(self, inner: Files, pace: _Pace) -> None:
         self._inner, self._pace = inner, pace
 
     def list_dir(self, path: str) -> list[str]:
-        """See :class:`store.files.Files`."""
+        """See :class:`store.storage.local.Files`."""
         return self._inner.list_dir(path)
 
     def size(self, path: str) -> int:
-        """See :class:`store.files.Files`."""
+        """See :class:`store.storage.local.Files`."""
         return self._inner.size(path)
 
     def read(self, path: str, limit: int) -> bytes:
-        """See :class:`store.files.Files`."""
+        """See :class:`store.storage.local.Files`."""
         data = self._inner.read(path, limit)
         self._pace.passed(len(data))
         return data
 
     def read_into(self, path: str, offset: int, target: memoryview) -> None:
-        """See :class:`store.files.Files`."""
+        """See :class:`store.storage.local.Files`."""
         self._inner.read_into(path, offset, target)
         self._pace.passed(target.nbytes)
 

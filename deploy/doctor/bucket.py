@@ -14,15 +14,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 
-from deploy.cli.text import plural, size_text
+from deploy.doctor.base import Finding, Plan, Probe
 from deploy.doctor.disk import meaning
-from deploy.doctor.finding import Finding
-from deploy.doctor.plan import Plan
-from deploy.doctor.probe import Probe
-from store.durable import replace_hint, write_new
+from deploy.format import plural, size_text
 from store.errors import ExistsError, MissingError, StorageError
-from store.files import NewFile
-from store.objects.files import ObjectFiles
+from store.storage.atomic import replace_hint, write_new
+from store.storage.local import NewFile
+from store.storage.object_store import ObjectFiles
 
 _SKEW = 5.0
 """Seconds that the server's clock may be off."""

@@ -17,13 +17,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from deploy.cli.text import size_text
-from deploy.doctor.finding import Finding
-from deploy.doctor.plan import Plan
-from deploy.doctor.probe import Probe
+from deploy.doctor.base import Finding, Plan, Probe
+from deploy.format import size_text
 from store.errors import StorageError
-from store.files import LocalFiles
-from store.mounts import mount_of
+from store.location import mount_of
+from store.storage.local import LocalFiles
 
 _PIECE = 1 << 24
 _MOST_BYTES = 1 << 28

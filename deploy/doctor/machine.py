@@ -15,11 +15,10 @@ from pathlib import Path
 
 import psutil
 
-from deploy.cli.text import count_text, plural, size_text
-from deploy.doctor.finding import Finding, State
-from deploy.doctor.plan import Plan
+from deploy.doctor.base import Finding, Plan, State
+from deploy.format import count_text, plural, size_text
 from store.errors import StorageError
-from store.memory.room import free_bytes, group_room
+from store.memory.limits import free_bytes, group_room
 
 _TORCH = """
 import json, torch

@@ -15,9 +15,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from deploy.cli.text import plural
+from deploy.doctor.base import Finding
 from deploy.doctor.disk import place_of
-from deploy.doctor.finding import Finding
+from deploy.format import plural
 from store.text import listed
 
 _STALE = 300.0

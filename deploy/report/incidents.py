@@ -9,8 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from deploy.cli.text import plural
-from deploy.safety.words import span_text
+from deploy.format import plural, span_text
 from store.text import listed
 from store.trace import ResumedLine
 

@@ -13,14 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from monitor.config import Config, load_config
-from policies.account import Account
+from monitor.config.load import Config, load_config
+from policies.accounting import Account
 from policies.budget import spends
-from policies.moments import chosen, widest
-from policies.observe import Observe
-from policies.recorded import Costs, Run
-from policies.replayed import Plan
-from policies.select import POLICIES, policy_from
+from policies.builtin import Observe
+from policies.registry import POLICIES, policy_from
+from policies.replay.recorded_run import Costs, Run, chosen, widest
+from policies.replay.state import Plan
 from store.config_file import parse_yaml
 from store.errors import ConfigError, UsageError
 

@@ -1,16 +1,22 @@
-"""What a replay comes to: bytes, stall, what a failure costs, and money. Pure."""
+"""Costs and plot.
+
+What a replay comes to: bytes, stall, what a failure costs, and money. Pure.
+
+Configurations as points: bytes an hour against what a failure is expected to cost. Needs matplotlib.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
-from policies.course import Position
-from policies.exposure import Exposure, Spread, goodput
-from policies.recorded import Run
-from policies.replayed import Replayed
+from policies.replay.failure_cost import Exposure, Position, Spread, goodput
+from policies.replay.recorded_run import Run
+from policies.replay.state import Replayed
+from store.errors import UsageError
 from store.names import WEIGHTS
 
 
@@ -182,3 +188,28 @@ def rank(one: Summary) -> tuple[float, int]:
 
 def _spread(one: Spread) -> Mapping[str, float | None]:
     return {"mean": one.mean, "worst": one.worst} if one.weight else {"mean": None, "worst": None}
+
+
+def write_picture(summaries: Sequence[Summary], path: Path) -> None:
+    """Write it to ``path``, whose suffix names the format. UsageError without matplotlib, or where it cannot be."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise UsageError("--plot needs matplotlib: `pip install matplotlib`, or leave --plot out") from error
+    figure = Figure(figsize=(9, 4.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    damage, lost = figure.subplots(1, 2)
+    for axes, title, values in (
+        (damage, "expected damage", [one.exposure.total.mean for one in summaries]),
+        (lost, "steps lost, mean", [one.rewound.mean for one in summaries]),
+    ):
+        for one, value in zip(summaries, values, strict=True):
+            axes.scatter([one.bytes_per_hour / 1e9], [value], label=one.name)
+        axes.set(xlabel="GB an hour", ylabel=title, xscale="log", yscale="log")
+        axes.grid(visible=True, alpha=0.3)
+    lost.legend(fontsize=7)
+    try:
+        figure.savefig(path, dpi=140)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"cannot write the picture {path}: {error}") from error

@@ -15,16 +15,13 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from deploy.cli.door import holder, open_store
-from deploy.safety.disk import disk_of
-from deploy.safety.facts import Facts, gather
-from deploy.safety.memory import MemorySight
-from deploy.standing import StoreStatus, standing
-from deploy.top.tail import Tail
+from deploy.health.facts import Facts, MemorySight, disk_of, gather
+from deploy.health.trace_reader import Tail
+from deploy.store_status import StoreStatus, holder, open_store, standing
 from deploy.top.view import Dashboard, Freshness
 from store.catalog import Catalog
-from store.epochs import newest_epoch
 from store.errors import DamagedError, DriftpointError, NothingToResumeError
+from store.session import newest_epoch
 
 _REREAD_AFTER = 60.0
 """Seconds after which everything is read again."""

@@ -11,12 +11,10 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.table import Table
 from rich.text import Text
 
-from deploy.cli.layers import slots_of
-from deploy.cli.text import drift_text, plural, printable, tail
-from deploy.safety.check import Check
-from deploy.safety.facts import Facts
-from deploy.safety.verdict import Verdict, judge
-from deploy.safety.words import clock, span_text
+from deploy.format import clock, drift_text, plural, printable, span_text, tail
+from deploy.health.facts import Check, Facts
+from deploy.health.verdict import Verdict, judge
+from deploy.tables import slots_of
 from store.certificate import CertifiedUnit
 from store.names import BUFFER, FROZEN, Unit
 

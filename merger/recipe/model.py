@@ -1,17 +1,34 @@
-"""A model as recipes name its parts: blocks by position, auxiliary layers by what they are, parameters by name.
+"""Recipe, rules, selections, steps.
+
+A model as recipes name its parts: blocks by position, auxiliary layers by what they are, parameters by name.
 
 Found from names, shapes and the order of layers, never by the name of an architecture. Pure.
+
+Dtypes as people write them, in MergeKit's files and in torch: to the names that safetensors has.
+
+What a rule of a recipe can name: layers, blocks by position, every k-th block, parameters, auxiliary layers.
+
+Each gives the fqns that it names in a model, or a ConfigError for what the model has not. Pure.
+
+A recipe as the merger uses it: sources by name, rules that give each parameter its source, where the rest is from.
+
+Every way to write one (our own, the short forms, MergeKit's) ends here. It knows no file and opens no source.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
-from dataclasses import dataclass
+import fnmatch
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
+from typing import Protocol
 
 from merger.checkpoint import Checkpoint
+from store.errors import ConfigError, UsageError
 from store.schema import LayerRecord, TensorRecord
-from store.text import listed
+from store.text import listed, suggestion
 
 ROLES = ("embeddings", "norm", "head")
 """What an auxiliary layer (one that is no block) can be. See :meth:`Model.role`."""
@@ -100,3 +117,235 @@ def _outermost(name: str, blocks: Set[str]) -> str:
     parts = name.split(".")
     paths = (".".join(parts[:count]) for count in range(1, len(parts) + 1))
     return next(path for path in paths if path in blocks)
+
+
+_NAMES = {
+    "float32": "F32", "float": "F32", "fp32": "F32", "f32": "F32",
+    "bfloat16": "BF16", "bf16": "BF16",
+    "float16": "F16", "half": "F16", "fp16": "F16", "f16": "F16",
+}  # fmt: skip
+
+
+def dtype_named(text: str) -> str:
+    """The safetensors name. UsageError for one that weights are not exported in."""
+    found = _NAMES.get(text.lower().removeprefix("torch."))
+    if found is None:
+        raise UsageError(f"dtype {text!r} is not known; there are float32, bfloat16 and float16")
+    return found
+
+
+_RANGE = re.compile(r"(?P<head>.*?)(?P<first>\d+)-(?P<last>\d+)\Z")
+
+
+class Selection(Protocol):
+    """A part of a model."""
+
+    def fqns(self, model: Model, /) -> list[str]:
+        """The tensors it names. ConfigError where the model has no such part."""
+        ...
+
+
+@dataclass(frozen=True)
+class Layers:
+    """Layers at module paths and inside of them: ``model.norm``, ``model.layers.0-15`` (both ends), ``model.layers.*``.
+
+    Globs are matched against whole layer names.
+    """
+
+    patterns: tuple[str, ...]
+
+    def fqns(self, model: Model, /) -> list[str]:
+        """See :class:`Selection`."""
+        found = [fqn for pattern in self.patterns for layer in _layers(pattern, model) for fqn in model.members[layer]]
+        return list(dict.fromkeys(found))
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Blocks by position in model order, from ``first`` to ``last``, both of them; to the end where that is None."""
+
+    first: int
+    last: int | None
+
+    def fqns(self, model: Model, /) -> list[str]:
+        """See :class:`Selection`."""
+        last = model.blocks - 1 if self.last is None else self.last
+        if not model.blocks or last >= model.blocks:
+            there = f"blocks 0 to {model.blocks - 1}" if model.blocks else "no blocks"
+            raise ConfigError(f"blocks {self.first}-{last} are named, and the model has {there}")
+        return _of_blocks(model, lambda position: self.first <= position <= last)
+
+
+@dataclass(frozen=True)
+class EveryKth:
+    """Blocks whose position modulo ``k`` is ``turn``."""
+
+    k: int
+    turn: int
+
+    def fqns(self, model: Model, /) -> list[str]:
+        """See :class:`Selection`."""
+        if model.blocks < self.k:
+            raise ConfigError(f"parity over {self.k} sources needs at least {self.k} blocks; there are {model.blocks}")
+        return _of_blocks(model, lambda position: position % self.k == self.turn)
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Parameters and buffers by patterns on any of their names: globs, or regular expressions on the whole name."""
+
+    patterns: tuple[str, ...]
+    regex: bool = False
+
+    def fqns(self, model: Model, /) -> list[str]:
+        """See :class:`Selection`."""
+        found: dict[str, None] = {}
+        for pattern in self.patterns:
+            matching = re.compile(pattern if self.regex else fnmatch.translate(pattern))
+            hits = [fqn for fqn in model.tensors if any(matching.fullmatch(name) for name in model.names(fqn))]
+            if not hits:
+                raise ConfigError(f"{pattern!r} matches no parameter{_nearest(pattern, _all_names(model))}")
+            found |= dict.fromkeys(hits)
+        return list(found)
+
+
+@dataclass(frozen=True)
+class Auxiliary:
+    """Layers that are no blocks: all of them, those of a role, or one by its name or the end of it (``embed_tokens``).
+
+    required: whether it is an error if there is none.
+    """
+
+    name: str | None = None
+    required: bool = True
+
+    def fqns(self, model: Model, /) -> list[str]:
+        """See :class:`Selection`."""
+        found = [fqn for layer in model.auxiliary for fqn in model.members[layer] if self._named(layer, fqn, model)]
+        if not found and self.required:
+            what = "auxiliary layer" if self.name is None else repr(self.name)
+            roles = listed((f"{layer} ({model.role[layer]})" for layer in model.auxiliary), 6) or "none"
+            raise ConfigError(f"the model has no {what}; layers that are no blocks: {roles}{self._tied(model)}")
+        return found
+
+    def _named(self, layer: str, fqn: str, model: Model) -> bool:
+        if self.name is None:
+            return True
+        if self.name in ROLES:
+            return model.role[layer] == self.name
+        # A tied tensor belongs to the one layer, and is called by the module names of both.
+        return any(f".{self.name}." in f".{name}." for name in (layer, *model.names(fqn)))
+
+    def _tied(self, model: Model) -> str:
+        tied = [(fqn, alias) for fqn, record in model.tensors.items() for alias in record.aliases]
+        return "".join(f"; {alias} is tied to {fqn}" for fqn, alias in tied[:1]) if self.name == "head" else ""
+
+
+def minus(fqns: Sequence[str], globs: Iterable[str], model: Model) -> list[str]:
+    """Without those of which a name matches one of the globs. ConfigError for a glob that takes nothing away."""
+    left = list(fqns)
+    for glob in globs:
+        matching = re.compile(fnmatch.translate(glob))
+        taken = {fqn for fqn in left if any(matching.fullmatch(name) for name in model.names(fqn))}
+        if not taken:
+            raise ConfigError(f"except {glob!r} matches none of the parameters that the rule names")
+        left = [fqn for fqn in left if fqn not in taken]
+    return left
+
+
+def _of_blocks(model: Model, wanted: Callable[[int], bool]) -> list[str]:
+    return [fqn for layer, position in model.positions.items() if wanted(position) for fqn in model.members[layer]]
+
+
+def _layers(pattern: str, model: Model) -> list[str]:
+    exact = model.below(pattern)
+    if exact:
+        return list(exact)
+    match = _RANGE.match(pattern)
+    if match is not None:
+        return _range(pattern, match["head"], int(match["first"]), int(match["last"]), model)
+    found = [layer.name for layer in model.layers if fnmatch.fnmatchcase(layer.name, pattern)]
+    if found:
+        return found
+    inside = [fqn for fqn in model.tensors if fqn == pattern or fqn.startswith(f"{pattern}.")]
+    if inside:
+        record = model.tensors[inside[0]]
+        raise ConfigError(
+            f"{pattern!r} is only a part of the layer {record.layer}: name it with `parameters: "
+            f'"{pattern if inside[0] == pattern else pattern + ".*"}"`, or the whole layer'
+        )
+    names = [layer.name for layer in model.layers]
+    raise ConfigError(f"the model has no layer {pattern!r}{_nearest(pattern, names)}; its layers: {model.outline()}")
+
+
+def _range(pattern: str, head: str, first: int, last: int, model: Model) -> list[str]:
+    if first > last:
+        raise ConfigError(f"{pattern!r} ends before it begins; write the smaller number first")
+    reach = min(last, first + len(model.layers))  # beyond, something is missing for certain
+    found = {index: model.below(f"{head}{index}") for index in range(first, reach + 1)}
+    missing = [f"{head}{index}" for index, layers in found.items() if not layers]
+    if missing:
+        raise ConfigError(
+            f"{pattern!r} (both ends belong to it) names {listed(missing)}, which the model has not; its layers: "
+            f"{model.outline()}"
+        )
+    return [layer for layers in found.values() for layer in layers]
+
+
+def _all_names(model: Model) -> list[str]:
+    return [name for fqn in model.tensors for name in model.names(fqn)]
+
+
+def _nearest(pattern: str, names: Sequence[str]) -> str:
+    found = suggestion(pattern, names, cutoff=0.4)
+    return f" ({found})" if found else ""
+
+
+SINGLE = "source"
+"""Name of the one source of a merge without a recipe."""
+
+
+@dataclass(frozen=True)
+class SourceRef:
+    """A checkpoint to take from.
+
+    path: of a store or a checkpoint; None: the SOURCE of the command line. step: a step, a save's name, a tag, or a
+    bound such as ``<= 120``; None: the newest.
+    """
+
+    path: Path | None
+    step: int | str | None = None
+
+
+@dataclass(frozen=True)
+class Rule:
+    """``selection``, less what ``but`` (globs) names, comes from ``source``. where: what to call it in errors."""
+
+    source: str
+    selection: Selection
+    where: str
+    but: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a checkpoint is put together from.
+
+    rest: the source of what no rule names. run_state: of counters, schedule, random generators and layout facts;
+    None: of the source at the newest step, as long as that is one. files: a source's name, or a directory; None: the
+    run state's. dtype: of exported weights, a safetensors name. notes: what to tell the user about it.
+    """
+
+    sources: Mapping[str, SourceRef]
+    rules: tuple[Rule, ...] = ()
+    rest: str | None = None
+    run_state: str | None = None
+    files: str | Path | None = None
+    dtype: str | None = None
+    where: str = "the recipe"
+    notes: tuple[str, ...] = field(default=())
+
+
+def single(path: Path, step: int | str | None) -> Recipe:
+    """Everything from one source: a merge without a recipe."""
+    return Recipe({SINGLE: SourceRef(path, step)}, rest=SINGLE, run_state=SINGLE)

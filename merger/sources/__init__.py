@@ -1,0 +1,64 @@
+"""open_source().
+
+Telling what a path holds, and opening it as a source.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from merger.sources.base import Source
+from merger.sources.deepspeed import DeepSpeedSource, TrainerSource, is_output_folder, is_trainer_folder
+from merger.sources.deepspeed_files import is_checkpoint, is_universal
+from merger.sources.deepspeed_universal import UniversalSource
+from merger.sources.store import StoreSource
+from store.errors import NoStoreError, StorageError, UnsupportedError
+from store.location import is_url
+
+_MODEL_FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "adapter_model.safetensors")
+
+
+def open_source(path: Path) -> Source:
+    """The source at a path. NoStoreError where nothing known is there, UnsupportedError for what is not handled."""
+    try:
+        return _open(path)
+    except OSError as error:
+        raise StorageError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+def _open(path: Path) -> Source:
+    if is_url(path):
+        return StoreSource(path)
+    beside = path if is_trainer_folder(path) else None
+    known: tuple[tuple[Callable[[], bool], Callable[[], Source]], ...] = (
+        ((path / "STORE.json").is_file, lambda: StoreSource(path)),
+        (lambda: is_universal(path), lambda: UniversalSource(path)),
+        (lambda: is_checkpoint(path) or (path / "latest").is_file(), lambda: DeepSpeedSource(path, beside)),
+        ((path / "latest_universal").is_file, lambda: UniversalSource(path, beside)),
+        (lambda: is_output_folder(path), lambda: TrainerSource(path)),
+        (lambda: _holds(path, is_universal), lambda: UniversalSource(path, beside)),
+        (lambda: _holds(path, is_checkpoint), lambda: DeepSpeedSource(path, beside)),
+    )
+    for is_here, opened in known:
+        if is_here():
+            return opened()
+    if any((path / name).is_file() for name in _MODEL_FILES):
+        raise UnsupportedError(
+            f"{path} holds a model without a training state of DeepSpeed's: there is nothing to merge in it"
+        )
+    return _store(path)
+
+
+def _store(path: Path) -> Source:
+    try:
+        return StoreSource(path)
+    except NoStoreError as error:
+        raise NoStoreError(
+            f"{error}; nor is it a checkpoint: neither DeepSpeed's (latest, global_stepN, *_model_states.pt), nor a "
+            "universal one (latest_universal, zero/), nor a folder of the Trainer's (checkpoint-N)"
+        ) from error
+
+
+def _holds(path: Path, is_one: Callable[[Path], bool]) -> bool:
+    return path.is_dir() and any(is_one(inner) for inner in path.iterdir())

@@ -1,22 +1,108 @@
-"""DeepSpeed's own checkpoints as a source, as ``engine.save_checkpoint`` wrote them, at any stage and world size.
+"""DeepSpeed checkpoints and HF Trainer folders.
 
-Nothing of them is prepared, and nothing of DeepSpeed runs: see :mod:`merger.sources.pt`.
+From what DeepSpeed's files say to a checkpoint: the part that ordinary and universal ones have in common.
+
+DeepSpeed's own checkpoints as a source, as ``engine.save_checkpoint`` wrote them, at any stage and world size.
+
+Nothing of them is prepared, and nothing of DeepSpeed runs: see :mod:`merger.sources.torch_file`.
+
+Folders of the Hugging Face Trainer that hold checkpoints of DeepSpeed: ``checkpoint-N`` with ``global_stepN``.
+
+What else is in such a folder (configuration, tokenizer, trainer state) belongs beside the state.
 """
 
 from __future__ import annotations
 
-from collections.abc import Set
+import re
+from collections.abc import Sequence, Set
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from merger.blocks import Flaw
-from merger.checkpoint import Checkpoint
-from merger.sources.deepspeed_checkpoint import build
-from merger.sources.deepspeed_files import is_checkpoint, read_files
-from merger.sources.deepspeed_tags import Tags
-from merger.sources.deepspeed_zero import param_shapes
-from merger.sources.deepspeed_zero3 import zero3
-from merger.sources.deepspeed_zero12 import zero12
-from merger.sources.merged import as_merged
+from merger.checkpoint import Checkpoint, gradient_clipping, require_whole
+from merger.io.blocks import Flaw
+from merger.sources.certificates import as_merged, certificate, described
+from merger.sources.deepspeed_files import RankFiles, Tags, is_checkpoint, read_files
+from merger.sources.deepspeed_model import Model, client_state, engine_state, loss_scaler, run_states
+from merger.sources.deepspeed_zero import Optimized, Shape, param_shapes, zero3, zero12
+from store.errors import DamagedError, MergeError, StorageError, UnsupportedError
+from store.fragments import FragmentIndex
+from store.storage.local import LocalFiles
+from store.text import listed
+
+
+def build(files: RankFiles, shapes: Sequence[Sequence[Shape]], optimized: Optimized, beside: Path | None) -> Checkpoint:
+    """The checkpoint. shapes: of the parameters that the optimizer holds. beside: what belongs beside the state.
+
+    MergeError where anything is not whole or contradicts itself, UnsupportedError.
+    """
+    refuse_parallelism(files)
+    model = Model(files, {shape.fqn: shape for group in shapes for shape in group})
+    named = model.tensors()
+    index = FragmentIndex([*optimized.extents, *model.extents(named)])
+    tensors, layers = described(named)
+    state = {
+        "optimizer": _optimizer(files),
+        "param_groups": optimized.groups,
+        "scalars": optimized.scalars,
+        "slots": optimized.slots,
+        **engine_state(files),
+    }
+    step, tag = state["counters"]["global_steps"], files.folder.name
+    problems = (*optimized.problems, *model.problems)
+    checkpoint = Checkpoint(
+        origin=str(files.folder),
+        framework="deepspeed",
+        step=step,
+        tensors=tensors,
+        layers=layers,
+        index=index,
+        framework_state=state,
+        facts={**_engine_facts(files), **model.facts(named), **optimized.facts},
+        run_states=run_states(files),
+        certificate=certificate(tag, step, str(files.folder), tensors, index, problems=problems, exact=not problems),
+        files=beside,
+        client_state=client_state(files),
+        problems=problems,
+    )
+    require_whole(checkpoint)
+    return checkpoint
+
+
+def refuse_parallelism(files: RankFiles) -> None:
+    """UnsupportedError for tensor, pipeline and expert parallelism."""
+    if files.model.at("mp_world_size").natural() != 1:
+        raise UnsupportedError(f"{files.folder} is of tensor or pipeline parallelism: not handled")
+    experts = files.model.mapping().get("num_experts")
+    if experts:
+        raise UnsupportedError(f"{files.folder} is of a model with experts (MoE), which is not handled")
+
+
+def _optimizer(files: RankFiles) -> str:
+    """The base optimizer as the configuration names it; the files do not."""
+    section = files.model.at("ds_config").get("optimizer")
+    kind = None if section is None else section.get("type")
+    return "unknown" if kind is None else kind.text()
+
+
+def _engine_facts(files: RankFiles) -> dict[str, Any]:
+    first, config = files.optims[0].mapping(), files.model.at("ds_config")
+    half = config.get("fp16")
+    fp16 = half is not None and bool(half.mapping().get("enabled"))
+    return {
+        "framework": "deepspeed",
+        "ds_version": files.model.at("ds_version").text(),
+        "zero_stage": files.stage,
+        "world_size": files.world_size,
+        "mp_world_size": 1,
+        "dtype": "bf16" if files.bf16 else "fp16" if fp16 else "fp32",
+        "ds_config": config.value,
+        "optimizer": _optimizer(files),
+        "loss_scaler": loss_scaler(files),
+        "dynamic_loss_scale": bool(first.get("dynamic_loss_scale", False)),
+        "clip_grad": float(first["clip_grad"]) if "clip_grad" in first else gradient_clipping(config.value),
+        "elastic_checkpoint": False,
+    }
 
 
 class DeepSpeedSource:
@@ -40,3 +126,78 @@ class DeepSpeedSource:
         optimized = zero3(files) if files.stage == 3 else zero12(files)
         found = as_merged(build(files, param_shapes(files.model), optimized, self._files), files)
         return self._tags.verified(found, step)
+
+
+_FOLDER = re.compile(r"checkpoint-(\d{1,18})")
+STATE = "trainer_state.json"
+
+
+def is_trainer_folder(path: Path) -> bool:
+    """Whether a directory is one of the Trainer's, whatever it holds."""
+    return (path / STATE).is_file()
+
+
+def is_output_folder(path: Path) -> bool:
+    """Whether a directory holds folders ``checkpoint-N``."""
+    return path.is_dir() and bool(_folders(path))
+
+
+def _folders(root: Path) -> dict[int, Path]:
+    """By step, newest first; links are none."""
+    found = {}
+    for path in (root / name for name in LocalFiles(root).list_dir("")):
+        name = _FOLDER.fullmatch(path.name)
+        if name and path.is_dir() and not path.is_symlink():
+            found[int(name[1])] = path
+    return dict(sorted(found.items(), reverse=True))
+
+
+class TrainerSource:
+    """An output directory of the Trainer, with a folder per checkpoint."""
+
+    kind = "trainer"
+
+    def __init__(self, root: Path) -> None:
+        self._root = root.absolute()
+
+    def steps(self) -> tuple[int, ...]:
+        """See :class:`merger.sources.base.Source`."""
+        return tuple(_folders(self._root))
+
+    def checkpoint(self, step: int | str | None, _: Set[Flaw] = frozenset()) -> Checkpoint:
+        """See :class:`merger.sources.base.Source`. None: the newest that is complete; a step's may be ``checkpoint-N``.
+
+        The Trainer's own choice is the highest number, complete or not.
+        """
+        folders = _folders(self._root)
+        if step is not None:
+            wanted = next((path for number, path in folders.items() if str(step) in (str(number), path.name)), None)
+            if wanted is None:
+                raise MergeError(
+                    f"{self._root} has no checkpoint {step}; there are: "
+                    f"{listed((path.name for path in folders.values()), 6) or 'none'}"
+                )
+            return _of_its_step(wanted)
+        return self._newest(folders)
+
+    def _newest(self, folders: dict[int, Path]) -> Checkpoint:
+        passed_over: list[str] = []
+        for path in folders.values():
+            try:
+                found = _of_its_step(path)
+            except (MergeError, DamagedError, StorageError) as error:
+                passed_over.append(f"{path.name} is not complete: {error}")
+                continue
+            return replace(found, problems=(*passed_over, *found.problems))
+        raise MergeError(f"{self._root} has no complete checkpoint: {listed(passed_over, 3, '; ')}")
+
+
+def _of_its_step(path: Path) -> Checkpoint:
+    """The checkpoint in a folder ``checkpoint-N``. MergeError unless it is of step N."""
+    found = DeepSpeedSource(path, path).checkpoint(None)
+    if path.name != f"checkpoint-{found.step}":
+        raise MergeError(
+            f"{path} is called after another step than {found.step}, which {found.origin} in it holds: give it its own "
+            "name back, or name that directory itself to take it as it is"
+        )
+    return found

@@ -1,24 +1,37 @@
-"""The files of one DeepSpeed checkpoint: which ranks' there have to be, read and found to be of one save.
+"""Tags, rank files of one save, their consistency.
+
+The files of one DeepSpeed checkpoint: which ranks' there have to be, read and found to be of one save.
 
 Structure only, no tensor. It does not know how a ZeRO stage lays out its tensors.
+
+Whether DeepSpeed's files are of one save: what they count, and whether working weights are the masters' casts.
+
+A fixed tag that is overwritten, and interrupted, leaves files of two saves under one name, and nothing in them names
+the save. Steps are compared, and samples of weights. A sample can miss another save where no sampled element
+differs in the working dtype: tiny updates, embeddings of tokens that did not occur, a parameter not used. It says
+nothing about the optimizer's slots but that they lie in the same file as the masters.
+
+Directories of DeepSpeed's checkpoints: a tag each, and a file that names the newest.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from merger.sources.deepspeed_classes import STAND_INS, Kept, attributes
-from merger.sources.nest import Nest
-from merger.sources.pt import read_pt
-from merger.sources.tensor import FileTensor
-from store.errors import MergeError, UnsupportedError
-from store.files import LocalFiles
+from merger.checkpoint import Checkpoint
+from merger.io.blocks import Block, Extent
+from merger.sources.base import FileTensor, Nest, plain_name, read_name
+from merger.sources.torch_file import STAND_INS, Kept, attributes, read_pt
+from merger.tensors import memory_of, torch_dtype
+from store.errors import DamagedError, MergeError, UnsupportedError
+from store.names import WEIGHTS
+from store.storage.local import LocalFiles
 from store.text import counted, listed
 
 _OPTIM = re.compile(r"(bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
@@ -235,3 +248,195 @@ def comparable(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [comparable(item) for item in value]
     return value
+
+
+SAMPLE = 512
+"""Elements compared at the begin, the middle and the end of what each rank holds of a parameter."""
+CHUNK = 1 << 24
+"""Bytes read at once where a whole record has to be checked."""
+
+
+def step_problems(model: Nest, optimizer: str, steps: Iterable[float | None]) -> list[str]:
+    """What is doubtful about the optimizer's steps, against those that the engine took.
+
+    model: model states. optimizer: the file with the steps, for messages. steps: of each flat partition, None where
+    the optimizer keeps none; those that never stepped agree with anything. MergeError where the optimizer counts
+    more steps than the engine took: no run has that, but for one more, which older releases counted when they made
+    the state. Fewer is what a run has that loaded weights alone.
+    """
+    taken = model.at("global_steps").natural() - model.at("skipped_steps").natural()
+    found = sorted({step for step in steps if step})
+    if not found:
+        return []
+    if found[-1] > taken + 1:
+        raise MergeError(
+            f"{optimizer} counts {counted(found[-1], 'step')} of the optimizer, and {model.where} says that {taken} "
+            "were taken: they are of different saves; name a tag whose files are of one save"
+        )
+    if found[-1] != taken:
+        return [
+            (
+                f"the optimizer counts {counted(found[-1], 'step')}, the engine {taken}: the optimizer's state was "
+                f"made anew during the run, or {optimizer} is of another save than {model.where}"
+            )
+        ]
+    if len(found) > 1:
+        counts = listed((f"{step:g}" for step in found), 6)
+        return [
+            f"param groups of {optimizer} count different steps ({counts}): some were trained for a part of the run"
+        ]
+    return []
+
+
+def step_in(scalars: Mapping[str, Any], hyper: Mapping[str, Any]) -> float | None:
+    """The steps that an optimizer counts for a flat partition, in its state or in the param group; None for none."""
+    for values in (scalars, hyper):
+        step = values.get("step")
+        if isinstance(step, torch.Tensor) and step.numel() == 1:
+            return float(step)
+        if isinstance(step, int | float) and not isinstance(step, bool):
+            return float(step)
+    return None
+
+
+def weight_problems(module: Mapping[str, Any], extents: Iterable[Extent]) -> list[str]:
+    """Compare samples of the working weights with the masters, cast. Returns what could not be compared.
+
+    module: working weights as saved, by fqn. MergeError, naming the parameter, where they differ; DamagedError where
+    they do because a record is damaged; StorageError.
+    """
+    skipped = {}
+    for extent in extents:
+        weights = module.get(extent.fqn)
+        if extent.slot != WEIGHTS or not isinstance(weights, FileTensor):
+            continue
+        if not weights.contiguous or weights.lazy:
+            skipped[extent.fqn] = weights.where
+            continue
+        for start, stop in samples(extent.start, extent.stop):
+            _require_cast(
+                weights.extent(extent.fqn, "working", extent.start, extent.stop, extent.start), extent, start, stop
+            )
+    return [
+        f"{where}, the working weights of {fqn}, could not be compared with the optimizer's copy"
+        for fqn, where in skipped.items()
+    ]
+
+
+def samples(start: int, stop: int) -> list[tuple[int, int]]:
+    """The begin, the middle and the end of elements [start, stop); all of a few."""
+    if stop - start <= 3 * SAMPLE:
+        return [(start, stop)]
+    middle = (start + stop) // 2
+    return [(start, start + SAMPLE), (middle, middle + SAMPLE), (stop - SAMPLE, stop)]
+
+
+def _require_cast(working: Extent, master: Extent, start: int, stop: int) -> None:
+    one, other = elements(working, start, stop), elements(master, start, stop)
+    other = other.to(one.dtype)
+    if bool(((one == other) | (one.isnan() & other.isnan())).all()):
+        return
+    for block in (working.block, master.block):
+        require_whole(block)
+    raise MergeError(
+        f"{working.fqn}: the weights in {working.block.name} are not those in {master.block.name} (elements {start} to "
+        f"{stop}), as they are within one save: files of different saves are mixed, or weights were changed behind the "
+        "optimizer's back; name another tag"
+    )
+
+
+def elements(extent: Extent, start: int, stop: int) -> torch.Tensor:
+    """Elements [start, stop) of the parameter, unchecked."""
+    out = torch.empty(stop - start, dtype=torch_dtype(extent.dtype))
+    at = extent.block.offset + extent.offset + (start - extent.start) * out.element_size()
+    extent.block.files.read_into(extent.block.path, at, memory_of(out))
+    return out
+
+
+def require_whole(block: Block) -> None:
+    """Read a block, however large, in pieces. DamagedError unless it matches its checksum; StorageError."""
+    running = block.checksum()
+    for at in range(0, block.nbytes, CHUNK):
+        data = memoryview(bytearray(min(CHUNK, block.nbytes - at)))
+        block.files.read_into(block.path, block.offset + at, data)
+        running.update(data)
+    if running.hexdigest() != block.digest:
+        raise DamagedError(f"{block.name}: the bytes of the record do not match its checksum")
+
+
+_STEP_TAG = re.compile(r"global_step(\d{1,18})(_universal)?")
+
+
+@dataclass(frozen=True)
+class Tags:
+    """A directory that checkpoints were saved to, or one checkpoint's own.
+
+    latest: name of the file that names the newest. is_one: whether a directory is a checkpoint.
+    """
+
+    root: Path
+    latest: str
+    is_one: Callable[[Path], bool]
+
+    def all(self) -> list[str]:
+        """Names of all checkpoints in the directory; links are none."""
+        paths = (self.root / name for name in LocalFiles(self.root).list_dir(""))
+        return [path.name for path in paths if not path.is_symlink() and self.is_one(path)]
+
+    def steps(self) -> tuple[int, ...]:
+        """Steps of those whose tag says it, newest first."""
+        tags = [self.root.name] if self.is_one(self.root) else self.all()
+        found = {step for step in map(step_of, tags) if step is not None}
+        return tuple(sorted(found, reverse=True))
+
+    def folder(self, step: int | str | None) -> Path:
+        """The directory of the checkpoint at a step or tag, or of the newest for None.
+
+        MergeError, naming those that are there, for one that is not, and for a name that leads elsewhere.
+        """
+        if self.is_one(self.root):
+            if step is not None and not _means(step, self.root.name):
+                raise MergeError(f"{self.root} is one checkpoint, and not {step}; name the directory above it")
+            return self.root
+        name = self._newest() if step is None else plain_name(self._tag(step), "the tag asked for")
+        folder = self.root / name
+        if folder.is_symlink() or not self.is_one(folder):
+            by = f", which {self.latest} names" if step is None else ""
+            raise MergeError(f"{self.root} has no checkpoint {name}{by}; there are: {self._told()}")
+        return folder
+
+    def verified(self, checkpoint: Checkpoint, step: int | str | None) -> Checkpoint:
+        """The checkpoint found for ``step``, if its own counter says the step that its directory's name says.
+
+        MergeError, naming both, if not; a problem where the directory itself was named, and so no step was meant.
+        """
+        tag = checkpoint.certificate.save
+        told = step_of(tag)
+        if told in (None, checkpoint.step):
+            return checkpoint
+        line = f"{checkpoint.origin} is called after step {told} and holds step {checkpoint.step}"
+        if step is None and self.is_one(self.root):
+            return replace(checkpoint, problems=(*checkpoint.problems, line))
+        raise MergeError(f"{line}: give it its own name back, or name that directory itself to take it as it is")
+
+    def _newest(self) -> str:
+        found = read_name(self.root, self.latest)
+        if found is None:
+            raise MergeError(f"{self.root} has no file {self.latest!r}: name one of its checkpoints, {self._told()}")
+        return found
+
+    def _tag(self, step: int | str) -> str:
+        return next((tag for tag in self.all() if _means(step, tag)), str(step))
+
+    def _told(self) -> str:
+        return listed(self.all(), 6) or "none"
+
+
+def step_of(tag: str) -> int | None:
+    """The step that a tag of DeepSpeed's own naming says."""
+    found = _STEP_TAG.fullmatch(tag)
+    return int(found[1]) if found else None
+
+
+def _means(step: int | str, tag: str) -> bool:
+    return str(step) == tag or (step_of(tag) is not None and str(step) == str(step_of(tag)))

@@ -1,26 +1,64 @@
-"""Model states of DeepSpeed's checkpoints: names, shapes, buffers, frozen and tied parameters, and the run's state.
+"""Model states.
+
+What a checkpoint of DeepSpeed seems to lack, by names alone: ``exclude_frozen_parameters`` leaves no list behind.
+
+Pure. No name tells of a frozen parameter that every block lacks, or of one outside the blocks. Numbers that a list of
+single modules leaves out may be modules without parameters, such as activations: both leave the same names.
+
+Model states of DeepSpeed's checkpoints: names, shapes, buffers, frozen and tied parameters, and the run's state.
 
 At ZeRO-1/2 the trained weights in it are casts of the masters, bit for bit, and are not read here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from merger.blocks import Extent
-from merger.runstate import RankState
-from merger.sources.certified import NamedTensor
-from merger.sources.deepspeed_classes import Kept, attributes
+from merger.checkpoint import RankState
+from merger.io.blocks import Extent
+from merger.layers import layers_of
+from merger.sources.base import FileTensor, Nest, values
+from merger.sources.certificates import NamedTensor
 from merger.sources.deepspeed_files import RankFiles
-from merger.sources.deepspeed_left_out import left_out
-from merger.sources.deepspeed_zero import Shape
-from merger.sources.deepspeed_zero3 import own_slice, slice_numel
-from merger.sources.nest import Nest
-from merger.sources.tensor import FileTensor, values
+from merger.sources.deepspeed_zero import Shape, own_slice, slice_numel
+from merger.sources.torch_file import Kept, attributes
 from store.errors import DamagedError, MergeError, UnsupportedError
 from store.names import BUFFER, FROZEN
 from store.text import counted, listed
+
+_ADAPTER = "lora_"
+
+
+def left_out(shapes: Mapping[str, Sequence[int]], dangling: Mapping[str, str]) -> tuple[str, ...]:
+    """Parameters that are missing, or patterns of them, for messages.
+
+    shapes: of all parameters and buffers that are there. dangling: of tied parameters that are not, by the further
+    names that they are tied under. Found are these, numbers left out between the model's blocks, and what adapters
+    adapt.
+    """
+    found = dict.fromkeys(dangling.values())
+    found |= dict.fromkeys(_gaps(shapes))
+    if shapes and all(_ADAPTER in name for name in shapes):
+        found["all but the adapters"] = None
+    return tuple(found)
+
+
+def _gaps(shapes: Mapping[str, Sequence[int]]) -> list[str]:
+    """Blocks whose number is left out. Single modules count for blocks only where nothing larger is one."""
+    numbers: dict[bool, dict[str, set[int]]] = {True: {}, False: {}}
+    for layer in layers_of(shapes):
+        parent, _, number = layer.name.rpartition(".")
+        if layer.block and number.isdecimal():
+            large = any("." in fqn[len(layer.name) + 1 :] for fqn in layer.fqns)
+            numbers[large].setdefault(parent, set()).add(int(number))
+    return [
+        f"{parent}.{number}.*"
+        for parent, there in (numbers[True] or numbers[False]).items()
+        for number in range(max(there))
+        if number not in there
+    ]
+
 
 OWN_KEYS = frozenset({
     "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",

@@ -1,33 +1,260 @@
-"""Universal checkpoints as a source, as DeepSpeed's ``ds_to_universal`` makes them: a directory per parameter.
+"""Universal checkpoints and their consistency.
+
+Whether a universal checkpoint's parameters at ZeRO-3 are of one save: rank 0's own slices tell.
+
+Working weights are saved nowhere at ZeRO-3, and parameters have no ``step.pt``. But DeepSpeed's converter leaves rank
+0's optimizer state in ``optimizer_state.pt`` as it was, and so the first elements of every parameter in every slot.
+Samples of them are compared, and more where the optimizer never touched those: moments that are not zero change with
+every step, whatever the gradients. It cannot see another save's elements beyond rank 0's slice.
+
+Whether the parameters' directories of a universal checkpoint belong together: the same slots, steps and save.
+
+Each is a directory of its own, so that one may be missing, left from another save, or half copied. It reads no tensor.
+
+Universal checkpoints as a source, as DeepSpeed's ``ds_to_universal`` makes them: a directory per parameter.
 
 Tensors are whole in them; which parameter is in which param group still stands in the model states beside them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
-from merger.blocks import Extent, Flaw
 from merger.checkpoint import Checkpoint
-from merger.sources.deepspeed_checkpoint import build
-from merger.sources.deepspeed_classes import STAND_INS
-from merger.sources.deepspeed_files import RankFiles, is_universal, read_universal
-from merger.sources.deepspeed_one_save import weight_problems
-from merger.sources.deepspeed_tags import Tags
-from merger.sources.deepspeed_universal_slices import slice_problems
-from merger.sources.deepspeed_universal_whole import require_converted, require_one_save, require_whole
-from merger.sources.deepspeed_zero import Optimized, Shape, base_groups, param_shapes, scalars_of
-from merger.sources.deepspeed_zero12 import in_group_order, is_round_robin
-from merger.sources.folder import plain_name
-from merger.sources.merged import as_merged
-from merger.sources.nest import Nest
-from merger.sources.pt import read_pt
-from merger.sources.tensor import values
+from merger.io.blocks import Extent, Flaw
+from merger.sources.base import FileTensor, Nest, plain_name, values
+from merger.sources.certificates import as_merged
+from merger.sources.deepspeed import build
+from merger.sources.deepspeed_files import (
+    CHUNK,
+    RankFiles,
+    Tags,
+    comparable,
+    elements,
+    is_universal,
+    read_universal,
+    require_whole,
+    samples,
+    step_in,
+    weight_problems,
+)
+from merger.sources.deepspeed_zero import (
+    Optimized,
+    Shape,
+    base_groups,
+    in_group_order,
+    is_round_robin,
+    param_shapes,
+    scalars_of,
+    slice_numel,
+    state_of,
+)
+from merger.sources.torch_file import STAND_INS, read_pt
+from merger.tensors import memory_of
 from store.errors import DamagedError, MergeError
-from store.files import LocalFiles
 from store.names import BUFFER, FROZEN, WEIGHTS
+from store.storage.local import LocalFiles
+from store.text import listed
+
+_Pairs = Sequence[tuple[Extent, Extent]]
+"""Of one parameter, slot by slot: its own file, and rank 0's slice of it."""
+
+
+def slice_problems(files: RankFiles, shapes: Sequence[Sequence[Shape]], extents: Sequence[Extent]) -> list[str]:
+    """Compare the parameters' files with rank 0's slices. Returns what nothing tells.
+
+    shapes: by sub-group. extents: the parameters' files, each whole. MergeError, naming the parameter, where they
+    differ; DamagedError where they do because a record is damaged; StorageError.
+    """
+    found: dict[str, list[Extent]] = {}
+    for extent in extents:
+        found.setdefault(extent.fqn, []).append(extent)
+    unsaid = []
+    for index, group in enumerate(shapes):
+        kept, offset = _kept(files, index, group), 0
+        for shape in group:
+            part = min(slice_numel(shape.numel, files.world_size), shape.numel)
+            own = [one for one in found.get(shape.fqn, ()) if one.slot in kept]
+            pairs = [(one, kept[one.slot].extent(shape.fqn, one.slot, 0, part, offset)) for one in own]
+            if shape.numel and (len(own) < len(found.get(shape.fqn, ())) or not _is_told(pairs, part)):
+                unsaid.append(shape.fqn)
+            offset += slice_numel(shape.numel, files.world_size)
+    if not unsaid:
+        return []
+    line = (
+        f"nothing tells whether all files of {listed(unsaid, 6)} in {files.folder / 'zero'} are of one save: "
+        f"{files.optims[0].where} has nothing of the optimizer's to compare them with"
+    )
+    return [line]
+
+
+def _kept(files: RankFiles, index: int, group: Sequence[Shape]) -> Mapping[str, FileTensor]:
+    """Rank 0's flat partitions of a sub-group by slot; none where the converter left none."""
+    optim = files.optims[0]
+    masters, base = optim.get("fp32_flat_groups"), optim.get("optimizer_state_dict")
+    if masters is None or base is None or base.get("state") is None:
+        return {}
+    state, numel = state_of(base, index), sum(slice_numel(shape.numel, files.world_size) for shape in group)
+    tensors = {
+        key: nest.value for key, nest in state.items() if isinstance(nest.value, FileTensor) and nest.value.shape
+    }
+    out = {**tensors, WEIGHTS: masters.at(index).tensor()}
+    for slot, tensor in out.items():
+        if tensor.shape != (numel,):
+            raise MergeError(
+                f"{optim.where} has {tensor.shape} elements of {slot} in sub-group {index}, and rank 0's slices in "
+                f"{files.model.where} have {numel}: they are of different saves; convert the checkpoint again, into an "
+                "empty directory"
+            )
+    return out
+
+
+def _is_told(pairs: _Pairs, part: int) -> bool:
+    """Whether a comparison of the slices proves that the files are of the same save. part: elements of a slice."""
+    silent = {own.slot for own, _ in pairs if own.slot != WEIGHTS}
+    if not silent:
+        return False
+    for start, stop in (*samples(0, part), *_chunks(0, part)):
+        for own, slice_ in pairs:
+            silent -= {own.slot} if _require_same(own, slice_, start, stop) else set()
+        if not silent:
+            return True
+    # A parameter that takes no part in training has no moments anywhere, and its weights are those of any save.
+    return all(not _any(own, part) for own, _ in pairs if own.slot in silent)
+
+
+def _chunks(start: int, stop: int) -> Iterator[tuple[int, int]]:
+    count = CHUNK // 8
+    for at in range(start, stop, count):
+        yield at, min(at + count, stop)
+
+
+def _require_same(own: Extent, slice_: Extent, start: int, stop: int) -> bool:
+    """Compare elements [start, stop), bit for bit. Returns whether any of them is not zero."""
+    one, other = elements(own, start, stop), elements(slice_, start, stop)
+    if one.dtype == other.dtype and memory_of(one) == memory_of(other):
+        return bool(one.any())
+    for block in (own.block, slice_.block):
+        require_whole(block)
+    raise MergeError(
+        f"{own.fqn}: {own.slot} in {own.block.name} is not what {slice_.block.name} has of it (elements {start} to "
+        f"{stop}): files of different saves are mixed; convert the checkpoint again, into an empty directory"
+    )
+
+
+def _any(extent: Extent, start: int) -> bool:
+    return any(bool(elements(extent, *chunk).any()) for chunk in _chunks(start, extent.stop))
+
+
+CONVERTED = ("exp_avg", "exp_avg_sq")
+"""What DeepSpeed's converter writes for every parameter; it fails where an optimizer keeps anything else."""
+
+
+_UNFINISHED = "tmp"
+"""Where the converter works, beside ``zero``. It removes it when all of ``zero`` is written."""
+
+
+def require_converted(folder: Path) -> None:
+    """MergeError where the converter did not come to its end: it writes over what an earlier conversion left."""
+    if (folder / _UNFINISHED).is_dir():
+        raise MergeError(
+            f"{folder / _UNFINISHED} is where ds_to_universal works until it is done: the conversion was interrupted, "
+            f"and {folder / 'zero'} may hold files of an earlier one. Convert the checkpoint again, into an empty "
+            f"directory (or remove {_UNFINISHED} if you know that it was kept with --keep_temp_folder)"
+        )
+
+
+def require_one_save(found: Nest, own: Nest | None) -> None:
+    """A file's own note of its save, where a merge wrote it. own: that of ``optimizer_state.pt``."""
+    if own is None or not isinstance(found.value, dict):
+        return
+    noted, expected = found.get("driftpoint"), _told(own)
+    if noted is None or _told(noted) != expected:
+        told = "no save" if noted is None else f"step {noted.at('step').value} of {noted.at('save').value}"
+        if noted is not None and _told(noted)[:2] == expected[:2]:
+            told = f"another state that is called {told}, too"
+        raise MergeError(
+            f"{found.where} is of {told}, and {own.where} of step {expected[1]} of {expected[0]}: files of two saves "
+            "are mixed; copy the checkpoint again"
+        )
+
+
+def _told(own: Nest) -> tuple[Any, ...]:
+    """Save, step, and the checksum of what is in it, which early releases did not write."""
+    return own.at("save").value, own.at("step").value, own.mapping().get("contents")
+
+
+def require_whole_groups(
+    files: RankFiles, groups: Sequence[Sequence[str]], found: Optimized, own: Nest | None
+) -> list[str]:
+    """MergeError, naming the parameter, unless all of a param group have the same slots and step, and nothing is left
+    over. groups: parameters that have elements. Returns why what is there may not be one save."""
+    _refuse_surplus(files, found)
+    if own is not None and own.at("step").value != files.model.at("global_steps").natural():
+        raise MergeError(
+            f"{own.where} is of step {own.at('step').value}, and {files.model.where} of step "
+            f"{files.model.at('global_steps').value}: files of two saves are mixed; copy the checkpoint again"
+        )
+    for i, group in enumerate(groups):
+        expected = set(CONVERTED) if own is None else {slot.text() for slot in own.at("slots").at(i).entries()}
+        _require_alike(files, group, expected.union(*(found.slots[fqn] for fqn in group)), found.scalars)
+    return [] if own is not None else _doubts(files, found)
+
+
+def _refuse_surplus(files: RankFiles, found: Optimized) -> None:
+    """The converter gives whatever else is in the model (frozen parameters, buffers, other names of tied parameters)
+    a directory with only its value. Those are read from the model states, which have them in their own dtype."""
+    zero, local, module = files.folder / "zero", LocalFiles(files.folder), files.model.get("module")
+    of_the_model = set(module.mapping()) if module is not None else set()
+    for name in local.list_dir("zero"):
+        value_only = name in of_the_model and list(local.list_dir(f"zero/{name}")) == ["fp32.pt"]
+        if name not in found.slots and not value_only and (zero / name).is_dir():
+            raise MergeError(
+                f"{zero / name} is of no parameter that {files.model.where} names: it may be of another model or save; "
+                "remove it if it does not belong there"
+            )
+
+
+def _require_alike(files: RankFiles, group: Sequence[str], slots: set[str], scalars: dict[str, dict[str, Any]]) -> None:
+    held = {fqn: set(LocalFiles(files.folder).list_dir(f"zero/{fqn}")) for fqn in group}
+    for fqn in group:
+        missing = sorted(slot for slot in slots if f"{slot}.pt" not in held[fqn])
+        if missing:
+            raise MergeError(
+                f"{files.folder / 'zero' / fqn} has no {', '.join(f'{slot}.pt' for slot in missing)}, which every "
+                f"parameter of its param group has: the state of {fqn} is not whole; copy the checkpoint again"
+            )
+    first = group[0] if group else ""
+    for fqn in group[1:]:
+        if comparable(scalars[fqn]) != comparable(scalars[first]):
+            raise MergeError(
+                f"{files.folder / 'zero' / fqn} has the scalars {scalars[fqn]}, and {first} of the same param group "
+                f"{scalars[first]}: one of them is of another save; copy the checkpoint again"
+            )
+
+
+def _doubts(files: RankFiles, found: Optimized) -> list[str]:
+    """An optimizer that was not loaded with its model starts from 0 again, so that other steps prove nothing."""
+    counted = files.model.at("global_steps").natural() - files.model.at("skipped_steps").natural()
+    each = [step_in(found.scalars[fqn], group["hyper"]) for group in found.groups for fqn in group["params"]]
+    steps = {step for step in each if step is not None}
+    told = listed((f"{step:g}" for step in sorted(steps)), 6)
+    if not steps and each and files.stage == 3:
+        line = (
+            "the optimizer counts no steps, and ZeRO-3 saves the weights once: nothing tells whether "
+            f"{files.folder / 'zero'} and {files.model.where} are of one save"
+        )
+    elif steps <= {float(counted)}:
+        return []
+    else:
+        line = (
+            f"the optimizer in {files.folder / 'zero'} has made {told} steps, and {files.model.where} counts "
+            f"{counted}: it was started anew in between, or is of another save"
+        )
+    return [line]
+
 
 _STEP = "step"
 _FP32 = ("fp32", "float32", "float", "torch.float32")
@@ -75,7 +302,7 @@ def _optimized(files: RankFiles, shapes: list[list[Shape]]) -> Optimized:
             out.extents += found
     held = {shape.fqn for group in shapes for shape in group if shape.numel}
     whole = [[fqn for fqn in group["params"] if fqn in held] for group in out.groups]
-    out.problems += require_whole(files, whole, out, own)
+    out.problems += require_whole_groups(files, whole, out, own)
     if files.stage != 3:
         out.problems += weight_problems(files.model.at("module").mapping(), out.extents)
     elif own is None:

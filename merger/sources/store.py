@@ -6,20 +6,18 @@ from collections.abc import Set
 from dataclasses import replace
 from pathlib import Path
 
-from merger.blocks import Block, Extent, Flaw, xxh3
-from merger.checkpoint import Checkpoint, require_whole
-from merger.coded import StoredFragment
-from merger.runstate import RunStates, read_run_states
+from merger.checkpoint import Checkpoint, RunStates, read_run_states, require_whole
+from merger.io.blocks import Block, Extent, Flaw, StoredFragment, xxh3
 from store.catalog import Catalog, open_catalog
 from store.certificate import Certificate, certify
-from store.coverage import FragmentIndex, Source
 from store.encoding import itemsize
 from store.errors import DamagedError, MergeError, StorageError
+from store.fragments import FragmentIndex, Source
 from store.layout import payload_path
+from store.location import files_at
 from store.names import LEFT_OUT, RAW, SaveId
-from store.place import files_at
+from store.resolve import Bad, Resolution, newest_resumable, resolve
 from store.text import listed
-from store.versions import Bad, Resolution, newest_resumable, resolve
 
 
 class StoreSource:

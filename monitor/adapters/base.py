@@ -1,15 +1,23 @@
-"""The seam to a training framework: where its state lives, as fragments, and how to put it back.
+"""Adapter protocol, Piece, Place.
+
+The seam to a training framework: where its state lives, as fragments, and how to put it back.
 
 An adapter is used from the training thread only, between optimizer steps, when the state stands still.
 It leaves the user's param groups as they are.
+
+What is looked up once while a job stands still, and forgotten when it moves on.
+
+One decision asks a dozen times for the names of a model's parameters, and each answer is a walk over its module tree,
+which takes longer than everything else in a decision. Between two decisions a script may change anything, so nothing is
+kept for longer. Training thread only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -160,3 +168,34 @@ class Adapter(Protocol):
     def layout_facts(self) -> dict[str, Any]:
         """JSON values from which the merger lays out this framework's own checkpoint again."""
         ...
+
+
+T = TypeVar("T")
+
+
+class Still:
+    """Answers by key, kept during :meth:`period` only. They are shared: nobody changes them."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, Any] | None = None
+
+    @contextmanager
+    def period(self) -> Iterator[None]:
+        """The job stands still inside. One period inside another is part of it."""
+        if self._found is not None:
+            yield
+            return
+        self._found = {}
+        try:
+            yield
+        finally:
+            self._found = None
+
+    def once(self, key: str, look: Callable[[], T]) -> T:
+        """What ``look`` gives; in a period it is called once for each key, unless it raises."""
+        if self._found is None:
+            return look()
+        if key not in self._found:
+            self._found[key] = look()
+        found: T = self._found[key]
+        return found

@@ -1,15 +1,34 @@
-"""DeepSpeed engines: choosing the adapter of a ZeRO stage, and stage 0, which shards nothing."""
+"""Choose by ZeRO stage; ZeRO-1/2 and ZeRO-3 layouts.
+
+DeepSpeed engines: choosing the adapter of a ZeRO stage, and stage 0, which shards nothing.
+
+ZeRO stages 1 and 2: each param group is one flat tensor, cut into equal partitions, one per rank.
+
+Also the wrapper ``BF16_Optimizer``, which DeepSpeed builds for stage 1 in bf16 with fp32 gradient
+accumulation. A parameter's place is read off the memory that it views in the flat tensor, not from
+DeepSpeed's parameter mappings: with ``round_robin_gradients`` those are in another order than the data.
+
+ZeRO stage 3: every parameter is cut into ceil(numel / world size) slices, one per rank; the slices of a
+sub-group lie behind one another in one flat partition.
+
+The last ranks hold padding, which is cut off here. Parameters outside the optimizer (frozen ones) have
+their slice in ``param.ds_tensor``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
-from monitor.adapters.base import Adapter, Trail
-from monitor.adapters.deepspeed_engine import (
+from monitor.adapters.base import Adapter, Piece, Trail
+from monitor.adapters.deepspeed_base import (
+    Flat,
+    Placement,
+    ZeroAdapter,
     check_engine_state,
     engine_facts,
     engine_objects,
@@ -17,9 +36,10 @@ from monitor.adapters.deepspeed_engine import (
     load_engine_state,
     require_same_engine,
 )
-from monitor.adapters.inventory import Inventory
-from monitor.adapters.plain import PlainAdapter
+from monitor.adapters.module_tensors import Inventory, Names, slice_of, whole
+from monitor.adapters.pytorch import PlainAdapter
 from store.errors import UnsupportedError
+from store.names import FROZEN, WEIGHTS, Fragment
 
 
 def engine_adapter(engine: Any) -> Adapter:
@@ -32,12 +52,8 @@ def engine_adapter(engine: Any) -> Adapter:
     _refuse_model_parallelism(engine)
     stage, kind = int(engine.zero_optimization_stage()), type(engine.optimizer).__name__
     if kind in {"DeepSpeedZeroOptimizer", "BF16_Optimizer"}:
-        from monitor.adapters.deepspeed_zero12 import Zero12Adapter
-
         return Zero12Adapter(engine)
     if kind == "DeepSpeedZeroOptimizer_Stage3":
-        from monitor.adapters.deepspeed_zero3 import Zero3Adapter
-
         return Zero3Adapter(engine)
     if stage == 0 and engine.optimizer is engine.basic_optimizer:
         return Stage0Adapter(engine)
@@ -106,3 +122,195 @@ class Stage0Adapter(PlainAdapter):
     def layout_facts(self) -> dict[str, Any]:
         """See :class:`monitor.adapters.base.Adapter`."""
         return {**super().layout_facts(), **engine_facts(self.engine, self._inventory)}
+
+
+class Zero12Adapter(ZeroAdapter):
+    """Adapter of an engine at ZeRO stage 1 or 2."""
+
+    def _flats(self) -> list[Flat]:
+        """One per param group."""
+        names = self._inventory.names()
+        return [self._flat(index, names) for index in range(len(self._param_lists()))]
+
+    def finish_load(self) -> None:
+        """Working weights from the masters: each rank casts its partition, then all gather. Collective."""
+        self._zero.update_lp_params()
+
+    def _flat(self, index: int, names: Names) -> Flat:
+        masters, working = self._masters()[index], self._working()[index]
+        size = masters.numel()
+        first = dist.get_rank(self._zero.real_dp_process_group[index]) * size
+        placed = _in_memory_order(self._param_lists()[index], working, names)
+        placements = []
+        for fqn, offset, numel in placed:
+            start, stop = max(offset, first), min(offset + numel, first + size)
+            if start < stop:
+                placements.append(Placement(fqn, start - offset, start - first, stop - start))
+        return Flat(masters, index, tuple(fqn for fqn, _, _ in placed), tuple(placements))
+
+    def _outside(self) -> tuple[list[Piece], list[Piece]]:
+        inside = {id(parameter) for group in self._param_lists() for parameter in group}
+        replicated = [
+            whole(fqn, WEIGHTS if parameter.requires_grad else FROZEN, parameter)
+            for fqn, parameter in self._inventory.parameters().items()
+            if id(parameter) not in inside
+        ]
+        return replicated, []
+
+    def _refuse_this_stage(self) -> None:
+        self._need("real_dp_process_group", "update_lp_params", "partition_count")
+        if self._is_bf16_optimizer():
+            self._need("bf16_groups", "bf16_groups_flat", "fp32_groups_flat_partition")
+        else:
+            self._need("bit16_groups", "bit16_groups_flat", "single_partition_of_fp32_groups")
+        self.flats()
+
+    def _stage_facts(self) -> dict[str, Any]:
+        return {
+            "partition_count": [int(count) for count in self._zero.partition_count],
+            "nccl_start_alignment_factor": int(self._zero.nccl_start_alignment_factor),
+            "round_robin_gradients": bool(getattr(self._zero, "round_robin_gradients", False)),
+            "param_alignment_paddings": [
+                [int(padding) for padding in group] for group in getattr(self._zero, "round_robin_bit16_padding", [])
+            ],
+            "param_groups": [self._group_facts(index) for index in range(len(self._param_lists()))],
+        }
+
+    def _group_facts(self, index: int) -> dict[str, Any]:
+        names, working = self._inventory.names(), self._working()[index]
+        params = self._param_lists()[index]
+        placed = _in_memory_order(params, working, names)
+        size, count = self._masters()[index].numel(), int(self._zero.partition_count[index])
+        end = placed[-1][1] + placed[-1][2]
+        return {
+            "params": [names.of(parameter, "ZeRO") for parameter in params],
+            "layout": [{"fqn": fqn, "offset": offset, "numel": numel} for fqn, offset, numel in placed],
+            "flat_numel": working.numel(),
+            "partition_size": size,
+            # Elements behind the last parameter, on each rank.
+            "group_paddings": [min(size, max(0, (rank + 1) * size - end)) for rank in range(count)],
+        }
+
+    def _is_bf16_optimizer(self) -> bool:
+        return type(self._zero).__name__ == "BF16_Optimizer"
+
+    def _param_lists(self) -> Sequence[Sequence[nn.Parameter]]:
+        lists: Sequence[Sequence[nn.Parameter]] = (
+            self._zero.bf16_groups if self._is_bf16_optimizer() else self._zero.bit16_groups
+        )
+        return lists
+
+    def _working(self) -> Sequence[torch.Tensor]:
+        flats: Sequence[torch.Tensor] = (
+            self._zero.bf16_groups_flat if self._is_bf16_optimizer() else self._zero.bit16_groups_flat
+        )
+        return flats
+
+    def _masters(self) -> Sequence[torch.Tensor]:
+        name = "fp32_groups_flat_partition" if self._is_bf16_optimizer() else "single_partition_of_fp32_groups"
+        partitions: Sequence[torch.Tensor] = getattr(self._zero, name)
+        return partitions
+
+
+def _in_memory_order(params: Sequence[nn.Parameter], flat: torch.Tensor, names: Names) -> list[tuple[str, int, int]]:
+    """(fqn, offset in the flat tensor, numel) of each parameter, by offset. Raises UnsupportedError for a
+    parameter that is not a view of the flat tensor (states moved off the device, for one)."""
+    begin, width = flat.data_ptr(), flat.element_size()
+    out = []
+    for parameter in params:
+        fqn = names.of(parameter, "ZeRO")
+        offset, remainder = divmod(parameter.data_ptr() - begin, width)
+        if remainder or not 0 <= offset <= flat.numel() - parameter.numel() or not parameter.is_contiguous():
+            raise UnsupportedError(
+                f"{fqn} does not lie in its group's flat tensor; if states were offloaded, call "
+                "engine.reload_states() first"
+            )
+        out.append((fqn, offset, parameter.numel()))
+    return sorted(out, key=lambda placed: placed[1])
+
+
+class Zero3Adapter(ZeroAdapter):
+    """Adapter of an engine at ZeRO stage 3."""
+
+    def _flats(self) -> list[Flat]:
+        """One per sub-group (several in a param group that ``sub_group_size`` splits)."""
+        names = self._inventory.names()
+        return [self._flat(index, names) for index in range(len(self._zero.fp16_groups))]
+
+    def finish_load(self) -> None:
+        """Working slices from the masters, then the small parameters that stay gathered. Collective.
+
+        Everything gathered is let go first: it was gathered from what was there before the load.
+        """
+        self._zero.checkpoint_event_prologue()
+        for index in range(len(self._zero.fp16_groups)):
+            self._zero._reassign_or_swap_out_partitioned_parameters(index)
+        self._zero.checkpoint_event_epilogue()
+
+    def _flat(self, index: int, names: Names) -> Flat:
+        placements, fqns, offset = [], [], 0
+        for parameter in self._zero.fp16_groups[index]:
+            fqn = names.of(parameter, f"sub-group {index} of ZeRO-3")
+            start, numel = _own_slice(parameter)
+            fqns.append(fqn)
+            if numel:
+                placements.append(Placement(fqn, start, offset, numel))
+            offset += parameter.partition_numel()
+        group = int(self._zero.sub_group_to_group_id[index])
+        return Flat(self._zero.fp32_partitioned_groups_flat[index], group, tuple(fqns), tuple(placements))
+
+    def _outside(self) -> tuple[list[Piece], list[Piece]]:
+        inside = {id(parameter) for group in self._zero.fp16_groups for parameter in group}
+        sliced: list[Piece] = []
+        parameter: Any
+        for fqn, parameter in self._inventory.parameters().items():
+            start, numel = _own_slice(parameter)
+            if id(parameter) not in inside and numel:
+                slot = WEIGHTS if parameter.requires_grad else FROZEN
+                piece = slice_of(whole(fqn, slot, parameter.ds_tensor), 0, numel)
+                sliced.append(Piece(Fragment(fqn, slot, start, numel), piece.tensor))
+        return [], sliced
+
+    def _refuse_this_stage(self) -> None:
+        self._need("fp16_groups", "fp32_partitioned_groups_flat", "sub_group_to_group_id", "checkpoint_event_prologue")
+        zero = self._zero
+        if getattr(zero, "swap_optimizer", False) or getattr(zero, "params_in_nvme_and_cpu", False):
+            raise UnsupportedError("ZeRO-3 with offload to NVMe is not handled; offload to the CPU, or not at all")
+        if getattr(zero, "offload_optimizer", False) and getattr(zero, "partial_offload", 1.0) != 1.0:
+            raise UnsupportedError("partial optimizer offload (ratio below 1) is not handled; set its ratio to 1.0")
+        if getattr(zero, "use_muon", False):
+            raise UnsupportedError("Muon at ZeRO stage 3 is not handled; use stage 1 or 2")
+        for fqn, parameter in self._inventory.parameters().items():
+            self._refuse_parameter(fqn, parameter)
+
+    def _refuse_parameter(self, fqn: str, parameter: Any) -> None:
+        if not hasattr(parameter, "ds_tensor"):
+            raise UnsupportedError(f"{fqn} is not partitioned by ZeRO-3; was it added after the engine was built?")
+        if dist.get_world_size(parameter.ds_process_group) != self._world_size:
+            raise UnsupportedError(f"{fqn} is partitioned over a part of the ranks (MiCS or AutoEP): not handled")
+        if hasattr(parameter.ds_tensor, "ds_quant_scale"):
+            raise UnsupportedError(f"{fqn} is quantized; set zero_quantized_nontrainable_weights to false")
+
+    def _stage_facts(self) -> dict[str, Any]:
+        return {
+            "partition_count": int(self._zero.partition_count),
+            "param_groups": [{"params": fqns} for fqns, _ in self._groups()],
+            "sub_groups": [dict(facts) for facts in self._sub_group_facts()],
+        }
+
+    def _sub_group_facts(self) -> Iterator[dict[str, Any]]:
+        for flat, params in zip(self.flats(), self._zero.fp16_groups, strict=True):
+            slices = [int(parameter.partition_numel()) for parameter in params]
+            yield {
+                "params": list(flat.fqns),
+                "param_group": flat.group,
+                "partition_numels": slices,
+                "flat_numel": sum(slices),
+            }
+
+
+def _own_slice(parameter: Any) -> tuple[int, int]:
+    """(start, numel) of this rank's slice of a partitioned parameter, without padding."""
+    part, total = int(parameter.partition_numel()), int(parameter.ds_numel)
+    start = min(dist.get_rank(parameter.ds_process_group) * part, total)
+    return start, min(part, total - start)

@@ -1,19 +1,15 @@
 """How the values of a fragment become bytes: a registry of named encodings, defined in numpy to the bit.
 
-An encoding makes bytes of a size known beforehand; packing (:mod:`store.encoding.packing`) makes those smaller
+An encoding makes bytes of a size known beforehand; packing (:mod:`store.encoding.compression`) makes those smaller
 without losing any. Names that are not registered are refused when a decision is made and again when a part is
 read, never guessed. ``docs/encodings.md`` defines each encoding and its bound.
 """
 
 from __future__ import annotations
 
-from store.encoding.base import BLOCK, CHUNK, Encoding, Lane, ValuesError, chunk_sizes
-from store.encoding.bf16 import BF16, Bf16
-from store.encoding.bf16_int8 import BF16_INT8, Bf16Int8
-from store.encoding.dtypes import itemsize
-from store.encoding.int8_block import INT8_BLOCK, Int8Block
-from store.encoding.int8_sqrt_block import INT8_SQRT_BLOCK, Int8SqrtBlock
-from store.encoding.raw import Raw
+from store.encoding.base import BLOCK, CHUNK, Encoding, Lane, Raw, ValuesError, chunk_sizes, itemsize
+from store.encoding.bfloat16 import BF16, BF16_INT8, Bf16, Bf16Int8
+from store.encoding.int8 import INT8_BLOCK, INT8_SQRT_BLOCK, Int8Block, Int8SqrtBlock
 from store.errors import NewerFormatError
 from store.names import RAW
 

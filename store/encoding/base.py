@@ -1,10 +1,16 @@
-"""What an encoding is: values of a fragment to bytes of a size known beforehand, and back.
+"""Encoding protocol; raw; dtype sizes.
+
+What an encoding is: values of a fragment to bytes of a size known beforehand, and back.
 
 Everything works chunk by chunk. A fragment's encoded form is the concatenation of its encoded chunks, and each
 chunk stands for itself, so that encoding, packing, differences and decoding stream in bounded memory.
 
 It does not know packing, files, devices, or where a fragment lies. Bytes are little-endian, and so must the
 machine be, as everywhere in this project.
+
+How wide the elements of each dtype are. Dtypes are named as in safetensors. Knows no values.
+
+``raw``: the little-endian bytes as they are. Any dtype, nothing lost, nothing refused.
 """
 
 from __future__ import annotations
@@ -17,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from store.errors import DamagedError
+from store.names import RAW
 
 CHUNK = 1 << 20
 """Elements of every chunk of a fragment but the last. A constant of format 1; a multiple of BLOCK."""
@@ -135,3 +142,56 @@ def check_float32(encoding: Encoding, values: Values) -> NDArray[np.float32]:
             f"not {values.dtype} of shape {values.shape}"
         )
     return np.ascontiguousarray(values)
+
+
+_ITEMSIZE = {
+    "F64": 8, "F32": 4, "F16": 2, "BF16": 2,
+    "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1,
+    "C64": 8, "F8_E4M3": 1, "F8_E5M2": 1,
+}  # fmt: skip
+
+
+def known(dtype: str) -> bool:
+    """Whether this release knows the dtype."""
+    return dtype in _ITEMSIZE
+
+
+def itemsize(dtype: str) -> int:
+    """Bytes of one element; dtypes are named as in safetensors."""
+    if dtype not in _ITEMSIZE:
+        raise DamagedError(f"dtype {dtype!r} is unknown; known are {', '.join(_ITEMSIZE)}")
+    return _ITEMSIZE[dtype]
+
+
+@dataclass(frozen=True)
+class Raw:
+    """One lane, as wide as the dtype."""
+
+    name: str = RAW
+    lossless: bool = True
+    relative_bound: float = 0.0
+
+    def applies(self, dtype: str) -> bool:
+        """Any dtype that has a size."""
+        return known(dtype)
+
+    def stored_bytes(self, numel: int, dtype: str) -> int:
+        """See :class:`store.encoding.base.Encoding`."""
+        return numel * itemsize(dtype)
+
+    def lanes(self, numel: int, dtype: str) -> tuple[Lane, ...]:
+        """See :class:`store.encoding.base.Encoding`."""
+        return (Lane(numel, itemsize(dtype)),)
+
+    def encode(self, values: Values) -> Bytes:
+        """A view of the values' bytes; a copy only where they are not contiguous. Takes bytes too."""
+        return np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+
+    def decode(self, data: Bytes, numel: int, dtype: str) -> Values:
+        """The bytes themselves, as uint8: numpy has no type for some dtypes (BF16, F8), so the caller views them."""
+        check_size(self, data, numel, dtype)
+        return data
+
+    def error_bound(self, values: Values) -> NDArray[np.float64]:
+        """Zero everywhere."""
+        return np.zeros(values.size)

@@ -1,4 +1,18 @@
-"""One rank's memory, as its process writes it: two payloads by turns, and the record that makes one a version.
+"""One rank's shared-memory arena.
+
+How long ago a rank's memory was last written, by a clock that nobody sets: seconds since the machine started.
+
+It stands where a file's time of change does, on the file that the rank's process locks: that can be set without opening
+the file, which would cost the process its lock. What stands there may also be of the wall's clock, which is ahead of
+the machine's by decades, or of a start of the machine before this one: then the wall's clock has to do.
+
+Whether the process that writes a rank's memory still lives.
+
+A POSIX record lock, as for a store: the kernel drops it when the process dies however it dies, and forked children
+(data-loader workers) do not inherit it. Nothing else may open the file in a process that holds it: closing any
+descriptor of it would drop the lock, so what this process owns is remembered here.
+
+One rank's memory, as its process writes it: two payloads by turns, and the record that makes one a version.
 
 A payload is overwritten only after its record is gone, and its record written only when all of it is there. So
 whatever kills the process leaves the other version whole, if it was; and the hashes in a record tell whether the
@@ -11,23 +25,114 @@ payloads. What a living process owns is never taken, nor what jobs on a copy of 
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
+import struct
+import time
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from store.errors import MissingError, StorageError
-from store.files import Files
-from store.memory.age import date
-from store.memory.claimed import Share, share_of, strangers
-from store.memory.held import look, version_in
-from store.memory.owner import Owner, is_owned
-from store.memory.record import VersionRecord
-from store.memory.room import reserve
-from store.memory.tier import BRANCHES, SLOTS, Generation, Tier
+from store.memory.index import SnapshotKey, look, snapshot_key, strangers, version_in
+from store.memory.layout import BRANCHES, SLOTS, Generation, Tier, VersionRecord
+from store.memory.limits import reserve
 from store.names import SaveId
 from store.schema import to_bytes
+from store.storage.local import Files
+
+
+def boot_seconds() -> float:
+    """Since the machine started, while it slept, too."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def date(owner: Path) -> None:
+    """What the rank has counts as written now. OSError."""
+    now = boot_seconds()
+    os.utime(owner, (now, now))
+
+
+def age(place: Generation, rank: int, now: float) -> float:
+    """Seconds since a rank's memory was written. now: see :func:`boot_seconds`."""
+    written = _changed(place.owner(rank))
+    if 0.0 < written <= now:
+        return now - written
+    return time.time() - max(_changed(path) for path in place.of(rank))
+
+
+def _changed(path: Path) -> float:
+    with suppress(FileNotFoundError):
+        return path.stat().st_mtime
+    return 0.0
+
+
+_FLOCK = "hhqqi4x"
+"""C's struct flock on 64-bit Linux: type, whence, start, length, process."""
+
+_held: dict[Path, int] = {}
+"""Process that holds each lock: a forked child has a copy of this, but not of the lock."""
+
+
+class Owner:
+    """Held from construction until :meth:`release`. StorageError where another process holds it; MissingError where
+    its folder is not there, or the file was removed in between: then the lock would be on nothing that others see."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        if _held.get(path) == os.getpid():
+            raise StorageError(f"{path} is held by this process already: close the first checkpointer")
+        try:
+            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except FileNotFoundError as error:
+            raise MissingError(f"{path.parent} is not there") from error
+        except OSError as error:
+            raise StorageError(f"cannot open {path}: {error.strerror}") from error
+        try:
+            fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(self._descriptor)
+            raise StorageError(f"{path} is held by another process: two jobs on one store?") from error
+        if not _names(path, self._descriptor):
+            os.close(self._descriptor)
+            raise MissingError(f"{path} was removed by its owner before")
+        _held[path] = os.getpid()
+
+    def release(self) -> None:
+        """Let others take what is there. A second call changes nothing."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+            _held.pop(self._path, None)
+
+
+def _names(path: Path, descriptor: int) -> bool:
+    """Whether the file is still the one of that name."""
+    try:
+        return os.path.samestat(path.lstat(), os.fstat(descriptor))
+    except OSError:
+        return False
+
+
+def is_owned(path: Path) -> bool:
+    """Whether a living process holds it. Asks only: who tried to take the lock might be in the owner's way."""
+    if _held.get(path) == os.getpid():
+        return True
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True  # what cannot be told is left alone
+    try:
+        answer = fcntl.fcntl(descriptor, fcntl.F_GETLK, struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
+    return bool(struct.unpack(_FLOCK, answer)[0] != fcntl.F_UNLCK)
+
 
 _PAGE = mmap.PAGESIZE
 
@@ -51,7 +156,7 @@ class Arena:
         # What a later incarnation has is never ours to take, also where this process slept and that one is dead.
         self._earlier = tuple(one for one in tier.generations() if one.epoch < epoch)
         if files is not None:  # who lives and has no version yet does not say whose it is
-            self._strange |= _untold(self._earlier, {share_of(held) for held in node.everything()})
+            self._strange |= _untold(self._earlier, {snapshot_key(held) for held in node.everything()})
         branches = (tier.generation(epoch, branch) for branch in range(1 if files is None else BRANCHES))
         free = (one for one in branches if (one.folder, rank) not in self._strange)
         self._place, self._owner = _first_free(rank, free)
@@ -202,7 +307,7 @@ class Arena:
             os.close(descriptor)
 
 
-def _untold(places: Iterable[Generation], told: Collection[Share]) -> set[Share]:
+def _untold(places: Iterable[Generation], told: Collection[SnapshotKey]) -> set[SnapshotKey]:
     """What living processes have that has no record yet."""
     return {
         (one.folder, rank)

@@ -9,16 +9,17 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from store.ahead import Foresight
 from store.errors import MissingError, StorageError
-from store.files import Files, NewFile
+from store.fragments import Foresight
 from store.layout import MANIFESTS, manifest_path, part_path, payload_path, segment_dir
-from store.memory.version import MemoryVersion
+from store.memory.index import MemoryVersion
 from store.schema import ManifestRecord, to_bytes
+from store.storage.local import Files, NewFile
 
 
 class Overlay:
-    """See :class:`store.files.Files`; writing anything raises StorageError. manifest: shown instead of its own. alone:
+    """See :class:`store.storage.local.Files`; writing anything raises StorageError. manifest: shown instead of its
+    own. alone:
     as if there were no other commit: where any of the version is wrong there is nothing to resume."""
 
     def __init__(
@@ -83,7 +84,7 @@ class Overlay:
         self.read_payload(self._ranks[path], offset, target)
 
     def expect(self, path: str, offset: int, nbytes: int) -> None:
-        """See :class:`store.ahead.Foresight`; what is in memory need not be fetched."""
+        """See :class:`store.fragments.Foresight`; what is in memory need not be fetched."""
         if path not in self._ranks and isinstance(self._below, Foresight):
             self._below.expect(path, offset, nbytes)
 

@@ -30,8 +30,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from store.daemon.messages import AskStatus, AskStop, Report
-from store.daemon.place import asked
+from store.daemon_protocol import AskStatus, AskStop, Report, asked
 from store.errors import DriftpointError
 from tests.chaos.victims import DAEMON_VICTIMS, VICTIMS, Target, gone
 from tests.support.launch import ENVIRONMENT, ROOT

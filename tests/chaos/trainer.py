@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-from monitor.staging import as_bytes
+from monitor.save.staging import as_bytes
 from tests.support.jobs import Job
 
 

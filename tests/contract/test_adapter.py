@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from monitor.adapters import adapter_for
 from monitor.adapters.base import Adapter, Place
 from monitor.adapters.fsdp2 import ShardedInventory
-from monitor.adapters.select import adapter_for
-from monitor.dtypes import dtype_name
+from monitor.adapters.module_tensors import dtype_name
 from monitor.run_state import UserState, to_tree
 from store.errors import UnsupportedError
 from store.names import BUFFER, FROZEN, WEIGHTS, Fragment

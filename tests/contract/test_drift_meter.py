@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from monitor.drift.base import DriftMeter, drift_ratio
-from monitor.drift.exact import ExactMeter
-from monitor.drift.select import meter_for
-from monitor.drift.sketch import SketchMeter
+from monitor.observe import meter_for
+from monitor.observe.drift_meter import DriftMeter, drift_ratio
+from monitor.observe.exact_meter import ExactMeter
+from monitor.observe.sketch_meter import SketchMeter
 from store.errors import ConfigError
 from store.names import Unit
 

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from monitor import encoders
+from monitor.save import torch_codecs as encoders
 from store.encoding import BLOCK, CHUNK, ENCODINGS, INT8_SQRT_BLOCK, RAW, Encoding, ValuesError, chunk_sizes
 from store.encoding.base import PIECE, lanes_bytes
-from store.encoding.packing import frame_bound, pack_chunk, packed_bound, unpack_chunk
+from store.encoding.compression import frame_bound, pack_chunk, packed_bound, unpack_chunk
 from store.encoding.stream import Packing, Read, Stored, chunked, cut, decoded, encoded
 from store.errors import DamagedError
 

@@ -1,4 +1,4 @@
-"""What every implementation of ``store.files.Files`` does: the real one and the simulated disk."""
+"""What every implementation of ``store.storage.local.Files`` does: the real one and the simulated disk."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from store.errors import DamagedError, ExistsError, MissingError, StorageError
-from store.files import Files, LocalFiles
+from store.storage.local import Files, LocalFiles
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "crash"))
 

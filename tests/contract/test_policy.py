@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from policies.base import Budget, Decision, History, Policy, UnitStats
 from policies.bounds import Bounded, Bounds, bound, incomplete
 from policies.budget import spends
-from policies.contract import TIMED, examine
-from policies.observe import Observe, writes_nothing
-from policies.select import POLICIES, policy_from
+from policies.builtin import Observe, writes_nothing
+from policies.conformance import TIMED, examine
+from policies.registry import POLICIES, policy_from
 from store.names import FROZEN, RAW, WEIGHTS, Unit
 
 SLOTS = (WEIGHTS, "exp_avg", "exp_avg_sq")

@@ -1,4 +1,5 @@
-"""What every implementation of ``store.files.Files`` does for those who write through ``store.durable`` and read: a
+"""What every implementation of ``store.storage.local.Files`` does for those who write through
+``store.storage.atomic`` and read: a
 directory, the simulated disk, and an object store on a real server."""
 
 from __future__ import annotations
@@ -10,13 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from store.durable import ensure_dir, remove_all, replace_hint, write_new
+from store.catalog import open_or_create
 from store.errors import DamagedError, ExistsError, MissingError, StorageError
-from store.files import Files, LocalFiles, NewFile
-from store.objects.newfile import _Spooled, _Streamed
-from store.objects.options import ObjectOptions
-from store.place import files_at
-from store.store import open_or_create
+from store.location import files_at
+from store.storage.atomic import ensure_dir, remove_all, replace_hint, write_new
+from store.storage.bucket import ObjectOptions
+from store.storage.local import Files, LocalFiles, NewFile
+from store.storage.object_writer import _Spooled, _Streamed
 from tests.support.s3 import BUCKET, KEYS, Server, tiny_parts
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "crash"))

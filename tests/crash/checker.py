@@ -18,15 +18,14 @@ from models import PLAIN, RANKS, TENSORS, VARIED, Model, content
 from workload import Job, Memory, run_state
 
 from store.catalog import Catalog, open_catalog
-from store.coverage import FragmentIndex, Source
 from store.errors import DamagedError, NothingToResumeError
-from store.files import Files
-from store.fragments import FragmentReader
+from store.fragments import FragmentIndex, FragmentReader, Source
 from store.names import RAW, Fragment, SaveId, Unit
-from store.segments import read_entry, read_leaves
-from store.tree import decode
+from store.resolve import Bad, Resolution, Version, newest_resumable, resolve
+from store.segment import read_entry, read_leaves
+from store.state_tree import decode
+from store.storage.local import Files
 from store.verify import verify
-from store.versions import Bad, Resolution, Version, newest_resumable, resolve
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 from simulated import Op, SimulatedFiles
 
-from store.record import seal, unseal
+from store.schema import seal, unseal
 
 WHOLE = 1 << 30
 

@@ -12,10 +12,10 @@ from pathlib import Path
 
 from workload import Journal
 
-from store.files import LocalFiles
 from store.memory.arena import Arena
-from store.memory.tier import Tier
+from store.memory.layout import Tier
 from store.names import SaveId
+from store.storage.local import LocalFiles
 from tests.support.made_versions import NBYTES, STORE, content, record_of, tier_at, whole
 
 RANKS = 2

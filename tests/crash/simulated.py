@@ -233,7 +233,7 @@ class Fault:
 
 
 class SimulatedFiles:
-    """``store.files.Files`` on a :class:`Disk` in memory."""
+    """``store.storage.local.Files`` on a :class:`Disk` in memory."""
 
     def __init__(self, disk: Disk | None = None, faults: Sequence[Fault] = (), exists: bool = True) -> None:
         self.disk = disk or Disk()

@@ -31,8 +31,7 @@ from store.catalog import open_catalog
 from store.errors import NewerFormatError
 from store.layout import manifest_path, part_path
 from store.names import SaveId
-from store.prune import execute, plan_prune
-from store.retention import Retention
+from store.retention import Retention, execute, plan_prune
 from store.verify import verify
 
 __all__ = ["parsed_once"]

@@ -21,22 +21,18 @@ from simulated import SimulatedFiles, every_crash
 from test_mutants import Make, caught, patched_everywhere
 from workload import RETENTION, Job, Memory, Save
 
-import store.payload
-from store.bases import whole_key
+import store.segment
 from store.catalog import open_catalog
-from store.coverage import Source
-from store.durable import write_new
-from store.files import Files, NewFile
-from store.fragments import StoredBytes
+from store.fragments import Source, StoredBytes
 from store.layout import payload_path
 from store.names import SaveId, Unit
-from store.payload import Item, Payload, Placed
-from store.prune import execute, plan_prune
-from store.record import digest
-from store.schema import Entry, ManifestRecord, PartRecord
-from store.segments import read_part
+from store.resolve import newest_resumable, whole_key
+from store.retention import execute, plan_prune
+from store.schema import Entry, ManifestRecord, PartRecord, digest
+from store.segment import Item, Payload, Placed, read_part
+from store.storage.atomic import write_new
+from store.storage.local import Files, NewFile
 from store.verify import verify
-from store.versions import newest_resumable
 
 
 class Varied(Job):
@@ -199,12 +195,12 @@ def header_first(
     files: Files, path: str, items: Sequence[Item], meanwhile: Callable[[], None] = lambda: None
 ) -> Payload:
     """The header written before the data is known: with the sizes that were only reserved."""
-    header = store.payload._header(items, [item.nbytes for item in items], 0)
+    header = store.segment._header(items, [item.nbytes for item in items], 0)
     found: list[tuple[int, str]] = []
 
     def fill(file: NewFile) -> None:
         file.write(header)
-        found.extend(store.payload._stream(file, item) for item in items)
+        found.extend(store.segment._stream(file, item) for item in items)
         meanwhile()
 
     write_new(files, path, fill)

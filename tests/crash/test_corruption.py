@@ -23,15 +23,14 @@ from workload import Job, Memory
 
 import store.catalog
 import store.schema
-import store.segments
+import store.segment
 from store.catalog import open_catalog
 from store.errors import DamagedError, DriftpointError, MissingError, NewerFormatError, StoreError
-from store.files import LocalFiles
 from store.layout import manifest_path, part_path, payload_path
 from store.names import SaveId
-from store.prune import execute, plan_prune
-from store.record import digest
-from store.retention import Retention
+from store.retention import Retention, execute, plan_prune
+from store.schema import digest
+from store.storage.local import LocalFiles
 from store.verify import verify
 
 SILENT = ("LATEST", "proven/", "epochs/")
@@ -66,7 +65,7 @@ def parsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parsing is a pure function of the bytes: unchanged records need not be parsed for each flipped byte."""
     remembered = cache(store.schema.from_bytes)
     monkeypatch.setattr(store.catalog, "from_bytes", remembered)
-    monkeypatch.setattr(store.segments, "from_bytes", remembered)
+    monkeypatch.setattr(store.segment, "from_bytes", remembered)
 
 
 def outcome(files: SimulatedFiles) -> Reading | None:

@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 import torch
 
-import monitor.memory
-import monitor.remembering
-import store.payload
-from monitor.staging import Copying
+import monitor.memory.snapshot
+import monitor.memory.tier
+import store.segment
+from monitor.save.staging import Copying
 from store.errors import DamagedError, StoreError
 from store.memory.arena import Arena
-from store.memory.held import look
+from store.memory.index import look
 from store.names import SaveId
 from tests.support.jobs import Job, same
 from tests.support.kept import memory, tier_of
@@ -115,29 +115,29 @@ def _into_first(real: Any) -> Any:
 
 def do_not_wait_for_the_copies(patch: pytest.MonkeyPatch) -> None:
     """The record before the copy is complete: hashes of what is there by then."""
-    real = monitor.remembering.remember
+    real = monitor.memory.snapshot.remember
 
     def remember(version: Any) -> float:
         return real(replace(version, copying=Copying()))
 
-    patch.setattr(monitor.memory, "remember", remember)
+    patch.setattr(monitor.memory.tier, "remember", remember)
 
 
 def do_not_wait_before_the_update(patch: pytest.MonkeyPatch) -> None:
     """The optimizer does not wait for the copies, and nobody asks whether they are torn."""
-    patch.setattr(monitor.memory.MemoryTier, "_before_update", lambda _: None)
+    patch.setattr(monitor.memory.tier.MemoryTier, "_before_update", lambda _: None)
     patch.setattr(Copying, "require_whole", lambda _: None)
-    real = monitor.remembering.remember
+    real = monitor.memory.snapshot.remember
 
     def remember(version: Any) -> float:
         time.sleep(0.3)  # the mutant that copies late
         return real(version)
 
-    patch.setattr(monitor.memory, "remember", remember)
+    patch.setattr(monitor.memory.tier, "remember", remember)
 
 
 def do_not_check_hashes(patch: pytest.MonkeyPatch) -> None:
-    real = store.payload.read_piece
+    real = store.segment.read_piece
 
     def read_piece(*words: Any) -> None:
         try:
@@ -145,8 +145,7 @@ def do_not_check_hashes(patch: pytest.MonkeyPatch) -> None:
         except DamagedError:
             return
 
-    for module in (store.payload, store.segments):
-        patch.setattr(module, "read_piece", read_piece)
+    patch.setattr(store.segment, "read_piece", read_piece)
 
 
 MUTANTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {

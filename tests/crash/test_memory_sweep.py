@@ -19,10 +19,10 @@ import pytest
 from memory_workload import Keeper, prepared
 from runs import EXIT_TYPED_ERROR, Outcome, Zygote
 
-from store.files import LocalFiles
-from store.memory.held import look
-from store.memory.tier import Tier
+from store.memory.index import look
+from store.memory.layout import Tier
 from store.names import SaveId
+from store.storage.local import LocalFiles
 from tests.support.made_versions import STORE, wanted, whole
 
 pytestmark = pytest.mark.slow

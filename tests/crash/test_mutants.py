@@ -24,16 +24,15 @@ from models import RANKS
 from simulated import Disk, Op, SimulatedFiles, disk_after, every_crash
 from workload import Job, Memory, Save
 
-import store.prune
+import store.retention
 from store.catalog import open_catalog
 from store.commit import Expected, Group, commit
 from store.errors import DriftpointError, ExistsError, FencedError, SaveError
-from store.files import Files, NewFile
 from store.layout import payload_path
 from store.names import SaveId
-from store.payload import Placed
 from store.schema import GroupRecord, to_bytes
-from store.segments import parts_digest, present_parts, read_part
+from store.segment import Placed, parts_digest, present_parts, read_part
+from store.storage.local import Files, NewFile
 from store.verify import verify
 
 Make = Callable[[], SimulatedFiles]
@@ -292,11 +291,11 @@ def caught_with(monkeypatch: pytest.MonkeyPatch, layer: str, name: str, replacem
 
 
 def test_pruning_segments_before_manifests_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = store.prune.execute
+    real = store.retention.execute
 
     def backwards(files: Files, plan: Any) -> None:
         for group in plan.groups:
-            store.prune._remove_group(files, group)
+            store.retention._remove_group(files, group)
         real(files, plan)
 
     monkeypatch.setattr(workload, "execute", backwards)
@@ -341,6 +340,6 @@ def test_a_dropped_sync_is_caught_by_a_real_power_loss(
 
 
 def _local(place: Path) -> Files:
-    from store.files import LocalFiles
+    from store.storage.local import LocalFiles
 
     return LocalFiles(place)

@@ -22,14 +22,13 @@ from models import RANKS
 from runs import EXIT_TYPED_ERROR, Outcome, Zygote
 from workload import Job, Memory
 
-from store.durable import write_new
-from store.epochs import claim_epoch
+from store.catalog import open_or_create
 from store.errors import FencedError, StorageError
-from store.files import Files, LocalFiles
-from store.objects.bucket import Bucket
-from store.objects.options import ObjectOptions
-from store.place import files_at
-from store.store import open_or_create
+from store.location import files_at
+from store.session import claim_epoch
+from store.storage.atomic import write_new
+from store.storage.bucket import Bucket, ObjectOptions
+from store.storage.local import Files, LocalFiles
 from tests.support.faulty import Asked, Fault, Proxy, nth
 from tests.support.s3 import BUCKET, KEYS, Server, tiny_parts
 

@@ -20,7 +20,7 @@ from checker import check, promised, read_newest
 from runs import EXIT_TYPED_ERROR, Outcome, Zygote
 
 from store.catalog import open_catalog
-from store.files import LocalFiles
+from store.storage.local import LocalFiles
 
 pytestmark = [pytest.mark.slow, pytest.mark.needs_root]
 

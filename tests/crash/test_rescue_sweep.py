@@ -19,13 +19,12 @@ import pytest
 
 from store.catalog import open_catalog
 from store.errors import DriftpointError
-from store.files import LocalFiles
 from store.layout import segment_dir
+from store.memory.layout import Tier
 from store.memory.rescue import NOTHING, WRITTEN, rescue_newest
-from store.memory.tier import Tier
 from store.names import SaveId
-from store.prune import plan_prune
-from store.retention import Retention
+from store.retention import Retention, plan_prune
+from store.storage.local import LocalFiles
 from store.verify import verify
 from tests.support.jobs import Job
 from tests.support.kept import abandoned, kept_step, memory

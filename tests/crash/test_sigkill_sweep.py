@@ -23,7 +23,7 @@ from checker import check, promised, read_newest
 from runs import EXIT_TYPED_ERROR, Outcome, Zygote
 
 from store.catalog import open_catalog
-from store.files import LocalFiles
+from store.storage.local import LocalFiles
 
 pytestmark = pytest.mark.slow
 
@@ -153,8 +153,8 @@ def test_a_full_disk_can_still_be_pruned(place: Place) -> None:
     script = (
         "import sys, resource\n"
         "from store.catalog import open_catalog\n"
-        "from store.files import LocalFiles\n"
-        "from store.prune import execute, plan_prune\n"
+        "from store.storage.local import LocalFiles\n"
+        "from store.retention import execute, plan_prune\n"
         "from store.retention import Retention\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\n"
         "files = LocalFiles(sys.argv[1])\n"

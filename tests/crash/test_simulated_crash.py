@@ -21,9 +21,8 @@ from workload import Job, Memory, run
 
 from store.catalog import open_catalog
 from store.errors import NoStoreError
-from store.files import Files
-from store.prune import execute, plan_prune
-from store.retention import Retention
+from store.retention import Retention, execute, plan_prune
+from store.storage.local import Files
 
 pytestmark = pytest.mark.slow
 

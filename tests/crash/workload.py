@@ -21,23 +21,20 @@ from typing import Any, Protocol
 import numpy as np
 from models import PLAIN, RANKS, Model, content, encoding_of, piece, values
 
-from store.catalog import Catalog, open_catalog
+from store.catalog import Catalog, open_catalog, open_or_create
 from store.commit import Expected, Group, commit, hint_latest, mark_proven, wait_for_group
 from store.encoding import ENCODINGS
 from store.encoding.base import Bytes
-from store.encoding.stream import Packing
-from store.epochs import claim_epoch
+from store.encoding.stream import Encoded, Packing
 from store.errors import NothingToResumeError
-from store.files import Files
 from store.names import SaveId, Unit
-from store.packed import Encoded
-from store.prune import execute, plan_prune
-from store.retention import Retention
+from store.resolve import Resolution, newest_resumable
+from store.retention import Retention, execute, plan_prune
 from store.schema import GroupRecord, LayerRecord, ManifestRecord, TensorRecord, UnitRecord
-from store.segments import SegmentDraft, StagedFragment, write_segment
-from store.store import open_or_create
-from store.tree import encode
-from store.versions import Resolution, newest_resumable
+from store.segment import SegmentDraft, StagedFragment, write_segment
+from store.session import claim_epoch
+from store.state_tree import encode
+from store.storage.local import Files
 
 STEPS = 10
 PLAN = "0" * 32

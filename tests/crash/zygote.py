@@ -21,11 +21,10 @@ from models import RANKS, VARIED
 from workload import Job, Paper
 
 from store.errors import DriftpointError
-from store.files import Files, LocalFiles, NewFile
-from store.objects.bucket import Bucket
-from store.objects.files import ObjectFiles
-from store.objects.options import ObjectOptions
-from store.place import files_at
+from store.location import files_at
+from store.storage.bucket import Bucket, ObjectOptions
+from store.storage.local import Files, LocalFiles, NewFile
+from store.storage.object_store import ObjectFiles
 
 PR_SET_PTRACER = 0x59616D61
 EXT4_IOC_SHUTDOWN = 0x8004587D

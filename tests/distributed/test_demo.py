@@ -13,7 +13,7 @@ from examples.commits import Watcher
 from examples.journal import Reader
 from examples.story import Story, tell
 from store.catalog import open_catalog
-from store.files import LocalFiles
+from store.storage.local import LocalFiles
 
 ROOT = Path(__file__).parents[2]
 SMALL = ("--hidden", "128", "--blocks", "2", "--batch", "1")

@@ -13,7 +13,7 @@ import pytest
 
 from store.catalog import open_catalog
 from store.errors import StorageError
-from store.files import LocalFiles
+from store.storage.local import LocalFiles
 from store.verify import verify
 from tests.support.jobs import Job, job, same
 from tests.support.launch import alone

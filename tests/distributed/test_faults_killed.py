@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 
 from store.catalog import open_catalog
-from store.files import LocalFiles
+from store.storage.local import LocalFiles
 from store.verify import verify
 from tests.support.launch import Launched, torchrun
 

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from store.catalog import open_catalog
-from store.files import LocalFiles
+from store.storage.local import LocalFiles
 from tests.support.launch import ENVIRONMENT, ROOT, Launched, torchrun
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]

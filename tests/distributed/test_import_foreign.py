@@ -11,14 +11,13 @@ from typing import Any
 import pytest
 
 from merger.checkpoint import Checkpoint
-from merger.import_plan import plan_import
-from merger.importing import import_checkpoint
+from merger.import_checkpoint import import_checkpoint, plan_import
+from merger.io.output_dir import CERTIFICATE
 from merger.merge import merge
-from merger.report import CERTIFICATE
-from merger.sources.select import open_source
+from merger.sources import open_source
 from store.catalog import open_catalog
 from store.errors import UsageError
-from store.files import LocalFiles
+from store.storage.local import LocalFiles
 from store.verify import verify
 from tests.support.foreign import directory_differences, train_stock
 from tests.support.launch import WORKERS

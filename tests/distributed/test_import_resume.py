@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 
-from deploy.cli.exit_codes import OK
-from merger.import_plan import plan_import
-from merger.importing import import_checkpoint
+from deploy.exit_codes import OK
+from merger.import_checkpoint import import_checkpoint, plan_import
 from merger.merge import merge
 from store.catalog import open_catalog
-from store.files import LocalFiles
+from store.storage.local import LocalFiles
 from store.verify import verify
 from tests.support.cli import driftpoint
 from tests.support.foreign import directory_differences, run

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from store.catalog import open_catalog
-from store.files import LocalFiles
+from store.storage.local import LocalFiles
 from store.verify import verify
 from tests.support.launch import ROOT
 from tests.support.slurm import Batch, Slurm

@@ -10,9 +10,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from merger.layouts import dcp as layout
+from merger.layouts import torch_dcp as layout
+from merger.layouts.base import Target
 from merger.merge import MergeResult, merge
-from merger.target import Target
 from tests.support.launch import ROOT, WORKERS, launcher, python
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]

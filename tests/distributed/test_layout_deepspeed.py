@@ -26,13 +26,13 @@ from layout_cases import FAMILIES, LAST, SAVED, SOURCES, TARGETS, WORLDS, loads_
 from merge_cases import CASES
 
 from merger.checkpoint import Checkpoint
+from merger.io.output_dir import CERTIFICATE
+from merger.layouts.base import Target
 from merger.layouts.deepspeed_facts import engine_facts
-from merger.layouts.deepspeed_retarget import retarget
+from merger.layouts.deepspeed_reshard import retarget
 from merger.merge import MergeResult, merge
-from merger.report import CERTIFICATE
-from merger.target import Target
 from store.certificate import Certificate
-from store.coverage import FragmentIndex
+from store.fragments import FragmentIndex
 from store.schema import TensorRecord
 from tests.support.launch import torchrun
 from tests.support.pt_trees import differences, names, read

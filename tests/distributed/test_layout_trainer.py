@@ -15,8 +15,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from merger.layouts.base import Target
 from merger.merge import MergeResult, merge
-from merger.target import Target
 from tests.support.launch import ROOT, WORKERS, launcher, python
 
 pytest.importorskip("transformers")

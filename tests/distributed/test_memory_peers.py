@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from store.memory.held import look
+from store.memory.index import look
 from store.names import SaveId
 from tests.support.memory_places import DDP, Place, hashes, resumed, said
 from tests.support.mounts import tmpfs

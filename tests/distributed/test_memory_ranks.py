@@ -15,14 +15,13 @@ from typing import Any
 import pytest
 import torch
 
-from monitor.dtypes import torch_dtype
-from store.files import LocalFiles
-from store.memory.held import look
+from monitor.adapters.module_tensors import torch_dtype
+from store.memory.index import assembled, look, share_of
+from store.memory.layout import Tier
 from store.memory.overlay import Overlay
-from store.memory.tier import Tier
-from store.memory.version import assembled, share_of
 from store.names import SaveId
-from store.segments import read_entry
+from store.segment import read_entry
+from store.storage.local import LocalFiles
 from tests.support.launch import torchrun
 from tests.support.memory_places import DDP, FSDP2, ZERO2, ZERO3, Place, hashes, resumed, said
 

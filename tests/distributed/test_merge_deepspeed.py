@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
+from merger.io.output_dir import CERTIFICATE
 from merger.merge import MergeResult, merge
-from merger.report import CERTIFICATE
 from tests.support.launch import ROOT, WORKERS, launcher, python
 from tests.support.pt_trees import differences, read
 

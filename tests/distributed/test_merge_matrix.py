@@ -18,8 +18,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
+from merger.layouts.base import Target
 from merger.merge import merge
-from merger.target import Target
 from tests.support.launch import WORKERS, launcher, python
 
 pytest.importorskip("deepspeed")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from store.catalog import open_catalog
-from store.files import LocalFiles
+from store.storage.local import LocalFiles
 from store.verify import verify
 from tests.support.launch import Launched, torchrun
 from tests.support.s3 import BUCKET, KEYS, Server, tiny_parts

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from store.catalog import open_catalog
-from store.files import LocalFiles
 from store.names import SaveId
 from store.schema import Entry
+from store.storage.local import LocalFiles
 from tests.support.launch import Launched, torchrun
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]

@@ -10,9 +10,9 @@ import pytest
 
 from store.catalog import Catalog, open_catalog
 from store.certificate import certify
-from store.files import LocalFiles
+from store.resolve import resolve
+from store.storage.local import LocalFiles
 from store.verify import verify
-from store.versions import resolve
 from tests.support.launch import Launched, alone, torchrun
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from merger.layouts.base import Target
 from merger.merge import MergeResult, merge
-from merger.recipe.read import recipe_from
-from merger.target import Target
+from merger.recipe.parse import recipe_from
 from store.config_file import parse_yaml
 from tests.support.launch import ROOT, WORKERS, launcher, python
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from store.catalog import open_catalog
-from store.files import LocalFiles
+from store.storage.local import LocalFiles
 from tests.support.launch import Launched, torchrun
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from merger.checkpoint import Checkpoint
+from merger.io.output_dir import CERTIFICATE
 from merger.layouts.deepspeed_facts import engine_facts
 from merger.merge import merge
-from merger.report import CERTIFICATE
-from merger.sources.select import open_source
+from merger.sources import open_source
 from store.errors import MergeError
 from tests.support.foreign import directory_differences, read_tensors, train_stock
 from tests.support.launch import WORKERS

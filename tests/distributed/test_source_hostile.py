@@ -20,7 +20,7 @@ import torch
 from deepspeed.runtime.fp16.loss_scaler import LossScaler
 
 from merger.merge import merge
-from merger.sources.select import open_source
+from merger.sources import open_source
 from store.errors import DamagedError, DriftpointError, MergeError, NoStoreError, StorageError, UnsupportedError
 from tests.support.foreign import train_stock
 

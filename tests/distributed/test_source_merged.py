@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from merger.import_plan import plan_import
+from merger.import_checkpoint import plan_import
+from merger.io.output_dir import CERTIFICATE
+from merger.layouts.base import Target
 from merger.merge import merge
-from merger.recipe.read import recipe_from
-from merger.recipe.recipe import Recipe
-from merger.report import CERTIFICATE
-from merger.sources.select import open_source
-from merger.target import Target
+from merger.recipe.model import Recipe
+from merger.recipe.parse import recipe_from
+from merger.sources import open_source
 from store.certificate import Certificate
 from store.config_file import parse_yaml
 from store.errors import MergeError, UsageError

@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file
 
 from merger.checkpoint import Checkpoint
+from merger.layouts.base import Target
 from merger.merge import merge
-from merger.sources.select import open_source
-from merger.target import Target
+from merger.sources import open_source
 from store.errors import MergeError, UnsupportedError
 from tests.support.foreign import read_tensors, run
 from tests.support.launch import WORKERS, launcher

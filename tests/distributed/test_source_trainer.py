@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from merger.merge import merge
-from merger.sources.select import open_source
+from merger.sources import open_source
 from store.errors import DamagedError, MergeError, NoStoreError, UnsupportedError
 from tests.support.foreign import directory_differences, read_tensors, run
 from tests.support.launch import WORKERS, launcher

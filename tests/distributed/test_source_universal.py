@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from merger.layouts.base import Target
 from merger.merge import merge
-from merger.sources.select import open_source
-from merger.target import Target
+from merger.sources import open_source
 from store.errors import DamagedError, MergeError, UnsupportedError
 from tests.support.foreign import convert, directory_differences, read_tensors, train_stock
 from tests.support.pt_trees import same_bits

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from merger.checkpoint import Checkpoint
+from merger.layouts.base import Target
 from merger.merge import merge
-from merger.sources.select import open_source
-from merger.target import Target
+from merger.sources import open_source
 from store.errors import MergeError
 from tests.support.foreign import run, train_stock
 from tests.support.launch import WORKERS, python

@@ -16,7 +16,7 @@ import pytest
 
 from store.catalog import open_catalog
 from store.errors import NoStoreError
-from store.files import LocalFiles
+from store.storage.local import LocalFiles
 from tests.support.launch import ENVIRONMENT, ROOT
 
 TEXT = "".join((ROOT / "docs" / page).read_text() for page in ("start.md", "fsdp2.md", "huggingface.md"))

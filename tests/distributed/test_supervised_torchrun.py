@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from store.catalog import open_catalog
-from store.files import LocalFiles
+from store.storage.local import LocalFiles
 from store.verify import verify
 from tests.support.supervised import alive, supervised, training
 

@@ -15,14 +15,14 @@ from typing import Any
 
 import numpy as np
 
+from store.catalog import open_or_create
 from store.commit import Expected, commit, hint_latest, mark_proven, wait_for_group
-from store.epochs import claim_epoch
-from store.files import Files, LocalFiles
 from store.names import BUFFER, FROZEN, RAW, WEIGHTS, SaveId, Unit
 from store.schema import GroupRecord, LayerRecord, ManifestRecord, TensorRecord, UnitRecord
-from store.segments import SegmentDraft, StagedFragment, write_segment
-from store.store import open_or_create
-from store.tree import Leaf, encode
+from store.segment import SegmentDraft, StagedFragment, write_segment
+from store.session import claim_epoch
+from store.state_tree import Leaf, encode
+from store.storage.local import Files, LocalFiles
 
 WORLD = 2
 PLAN = "0123456789abcdef0123456789abcdef"

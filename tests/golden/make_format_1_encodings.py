@@ -19,21 +19,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from store.catalog import open_catalog
+from store.catalog import open_catalog, open_or_create
 from store.commit import Expected, commit, hint_latest, wait_for_group
-from store.coverage import Source
 from store.encoding import CHUNK, ENCODINGS
 from store.encoding.base import Bytes
-from store.encoding.stream import Packing, chunked
-from store.epochs import claim_epoch
-from store.files import LocalFiles
-from store.fragments import FragmentReader
+from store.encoding.stream import Encoded, Packing, chunked
+from store.fragments import FragmentReader, Source
 from store.names import SaveId, Unit
-from store.packed import Encoded
+from store.resolve import resolve
 from store.schema import GroupRecord, LayerRecord, ManifestRecord, TensorRecord, UnitRecord
-from store.segments import SegmentDraft, StagedFragment, write_segment
-from store.store import open_or_create
-from store.versions import resolve
+from store.segment import SegmentDraft, StagedFragment, write_segment
+from store.session import claim_epoch
+from store.storage.local import LocalFiles
 
 PLAN = "0123456789abcdef0123456789abcdef"
 NUMEL = {"block.weight": 130, "block.bias": 1, "long.weight": CHUNK + 3}

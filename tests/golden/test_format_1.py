@@ -14,17 +14,16 @@ from safetensors import safe_open
 
 from store.catalog import Catalog, open_catalog
 from store.certificate import certify
-from store.coverage import FragmentIndex
-from store.epochs import claim_epoch, read_epoch
-from store.files import LocalFiles
+from store.fragments import FragmentIndex
 from store.layout import payload_path
 from store.names import BUFFER, FROZEN, WEIGHTS, Fragment, SaveId, Unit
-from store.prune import execute, plan_prune
-from store.retention import Retention
-from store.segments import read_entry, read_leaves
-from store.tree import decode
+from store.resolve import Resolution, newest_resumable, resolve
+from store.retention import Retention, execute, plan_prune
+from store.segment import read_entry, read_leaves
+from store.session import claim_epoch, read_epoch
+from store.state_tree import decode
+from store.storage.local import LocalFiles
 from store.verify import verify
-from store.versions import Resolution, newest_resumable, resolve
 
 GOLDEN = Path(__file__).parent / "store-format-1"
 FIRST, SECOND = SaveId(10, 1), SaveId(20, 2)

@@ -17,13 +17,12 @@ from store.catalog import Catalog, open_catalog
 from store.certificate import certify
 from store.encoding import CHUNK, ENCODINGS
 from store.encoding.stream import chunked
-from store.files import LocalFiles
 from store.layout import payload_path
 from store.names import SaveId, Unit
-from store.prune import execute, plan_prune
-from store.retention import Retention
+from store.resolve import Bad, resolve
+from store.retention import Retention, execute, plan_prune
+from store.storage.local import LocalFiles
 from store.verify import verify
-from store.versions import Bad, resolve
 
 GOLDEN = Path(__file__).parent / "store-format-1-encodings"
 SAVES = [(name, SaveId(step, 1)) for name, (steps, _) in STORES.items() for step in steps]

@@ -18,10 +18,9 @@ from typing import Any
 import torch
 
 from store.catalog import Catalog, open_catalog
-from store.daemon.messages import AskStatus, Report
-from store.daemon.place import asked
+from store.daemon_protocol import AskStatus, Report, asked
 from store.errors import DriftpointError
-from store.files import LocalFiles
+from store.storage.local import LocalFiles
 from tests.support.cli import environment
 from tests.support.jobs import Job
 from tests.support.launch import ENVIRONMENT, WORKERS

@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from merger.blocks import Extent
-from merger.checkpoint import Checkpoint
-from merger.runstate import RankState
+from merger.checkpoint import Checkpoint, RankState
+from merger.io.blocks import Extent
 from store.certificate import Certificate
-from store.coverage import FragmentIndex
+from store.fragments import FragmentIndex
 from store.schema import LayerRecord, TensorRecord
 
 

@@ -10,13 +10,13 @@ from pathlib import Path
 import torch
 import xxhash
 
-from merger.blocks import Block, Crc32, Extent, Flaw, xxh3
-from merger.stored import Placed, Stored
+from merger.checkpoint import Placed, Stored
+from merger.io.blocks import Block, Crc32, Extent, Flaw, xxh3
 from merger.tensors import dtype_name, memory_of
-from store.coverage import FragmentIndex
-from store.files import LocalFiles
+from store.fragments import FragmentIndex
 from store.names import Fragment, SaveId, Unit
-from store.versions import Bad
+from store.resolve import Bad
+from store.storage.local import LocalFiles
 
 SLOT = "fp32"
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from merger.blocks import Extent
 from merger.checkpoint import Checkpoint
-from merger.report import CERTIFICATE
+from merger.io.blocks import Extent
+from merger.io.output_dir import CERTIFICATE
 from tests.support.launch import WORKERS, launcher, python
 from tests.support.pt_trees import differences
 

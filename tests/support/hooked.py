@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from store.files import Files, LocalFiles, NewFile
+from store.storage.local import Files, LocalFiles, NewFile
 
 Hook = Callable[[str, str], None]
 """Called with the operation's name and its path."""
@@ -16,7 +16,7 @@ def nothing(operation: str, path: str) -> None:
 
 
 class HookedFiles:
-    """:class:`store.files.LocalFiles` underneath; nothing else is changed."""
+    """:class:`store.storage.local.LocalFiles` underneath; nothing else is changed."""
 
     def __init__(self, inner: Files, before: Hook = nothing, after: Hook = nothing) -> None:
         self._inner = inner

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import monitor
-from monitor.tracing import Tracer
+from monitor.telemetry.trace import Tracer
 from tests.support.hooked import HookedFiles
 
 LAYERS = ("embed", "blocks.0", "blocks.1", "blocks.2", "head")

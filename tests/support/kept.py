@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from store.catalog import Catalog, open_catalog
-from store.files import LocalFiles
-from store.memory.tier import Tier
+from store.memory.layout import Tier
+from store.storage.local import LocalFiles
 from tests.support.jobs import Job, tracer_of
 
 

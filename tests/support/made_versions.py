@@ -7,17 +7,23 @@ from pathlib import Path
 from typing import Any
 
 from store.errors import StoreError
-from store.members import members_digest, members_of
 from store.memory.arena import Arena
-from store.memory.held import look
+from store.memory.index import MemoryVersion, assembled, look, share_of
+from store.memory.layout import READER, Tier, VersionRecord
 from store.memory.overlay import Overlay
-from store.memory.record import READER, VersionRecord
-from store.memory.tier import Tier
-from store.memory.version import MemoryVersion, assembled, share_of
 from store.names import RAW, SaveId
-from store.record import digest
-from store.schema import Entry, LayerRecord, ManifestRecord, PartRecord, TensorRecord, UnitRecord
-from store.segments import read_entry
+from store.schema import (
+    Entry,
+    LayerRecord,
+    ManifestRecord,
+    PartRecord,
+    TensorRecord,
+    UnitRecord,
+    digest,
+    members_digest,
+    members_of,
+)
+from store.segment import read_entry
 
 STORE = "ab" * 16
 CLAIM = "ef" * 16

@@ -7,13 +7,12 @@ from typing import Any
 
 import torch
 
-from monitor.dtypes import torch_dtype
-from store.files import LocalFiles
-from store.memory.held import look
+from monitor.adapters.module_tensors import torch_dtype
+from store.memory.index import MemoryVersion, assembled, look, share_of
 from store.memory.overlay import Overlay
-from store.memory.version import MemoryVersion, assembled, share_of
 from store.names import SaveId
-from store.segments import read_entry, read_leaves
+from store.segment import read_entry, read_leaves
+from store.storage.local import LocalFiles
 from tests.support.jobs import Job, tracer_of
 from tests.support.kept import memory, tier_of
 

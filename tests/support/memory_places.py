@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from store.catalog import open_catalog
-from store.files import LocalFiles
-from store.memory.tier import Tier
+from store.memory.layout import Tier
+from store.storage.local import LocalFiles
 from store.verify import verify
 from tests.support.launch import Launched, torchrun
 from tests.support.netns import Network, across

@@ -10,16 +10,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from monitor.peers.replica_client import ReplicaSender
-from monitor.peers.replica_server import Replicas, ReplicaServer
-from monitor.peers.transport import Connection, Endpoint, new_connection
+from monitor.memory.replica_client import ReplicaSender
+from monitor.memory.replica_server import Replicas, ReplicaServer
+from monitor.memory.transport import Connection, Endpoint, new_connection
 from store.memory.arena import Arena
-from store.memory.held import look
-from store.memory.record import READER, VersionRecord
-from store.memory.tier import Tier
+from store.memory.index import look
+from store.memory.layout import READER, Tier, VersionRecord
 from store.names import RAW, SaveId
-from store.record import digest
-from store.schema import Entry
+from store.schema import Entry, digest
 from tests.support.cli import environment
 from tests.support.made_versions import CLAIM, head_of, part_of, tier_at
 

@@ -12,8 +12,8 @@ import torch
 
 from store.commit import Expected, Group, wait_for_group
 from store.names import SaveId, Unit
-from store.segments import SegmentDraft, write_segment
-from store.tree import Leaf, encode
+from store.segment import SegmentDraft, write_segment
+from store.state_tree import Leaf, encode
 from tests.support.stores import SLOTS, StoreBuilder
 
 

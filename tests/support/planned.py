@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from merger.blocks import Block, Extent, xxh3
 from merger.checkpoint import SLOT_OF_KIND, Checkpoint
+from merger.io.blocks import Block, Extent, xxh3
 from store.certificate import Certificate
-from store.coverage import FragmentIndex
-from store.files import LocalFiles
+from store.fragments import FragmentIndex
 from store.schema import TensorRecord
+from store.storage.local import LocalFiles
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

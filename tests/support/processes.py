@@ -8,14 +8,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from store.memory.tier import Tier
+from store.memory.layout import Tier
 from store.names import SaveId
 from tests.support.cli import environment
 
 _HOLD = """
 import sys
 from pathlib import Path
-from store.lock import StoreLock
+from store.session import StoreLock
 lock = StoreLock(Path(sys.argv[1]), wait_seconds=0)
 print("held", flush=True)
 sys.stdin.read()
@@ -46,7 +46,7 @@ _KEEP = """
 import sys
 from pathlib import Path
 from store.memory.arena import Arena
-from store.memory.tier import Tier
+from store.memory.layout import Tier
 from store.names import SaveId
 from tests.support.made_versions import keep
 base, store_id, epoch, rank, world, step = sys.argv[1:]

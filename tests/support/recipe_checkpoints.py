@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from merger.blocks import Block, Extent, xxh3
 from merger.checkpoint import SLOT_OF_KIND, Checkpoint
+from merger.io.blocks import Block, Extent, xxh3
 from store.certificate import Certificate, CertifiedUnit
-from store.coverage import FragmentIndex
-from store.files import LocalFiles
+from store.fragments import FragmentIndex
 from store.schema import LayerRecord, TensorRecord
+from store.storage.local import LocalFiles
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

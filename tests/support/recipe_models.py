@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from merger.recipe.choice import Choice
+from merger.recipe.compose import Choice
 from merger.recipe.model import Model
 from store.schema import LayerRecord, TensorRecord
 

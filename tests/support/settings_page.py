@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 
-from deploy.settings_text import ADVANCED, COMMON, documented, schema
+from monitor.config.template import ADVANCED, COMMON, config_schema, documented
 from tests.support.cli import ROOT
 
 PAGE = ROOT / "docs" / "configuration.md"
@@ -22,7 +22,7 @@ def page() -> str:
 
 def schema_text() -> str:
     """The schema as it should be."""
-    return json.dumps(schema(), indent=2) + "\n"
+    return json.dumps(config_schema(), indent=2) + "\n"
 
 
 if __name__ == "__main__":

@@ -24,19 +24,17 @@ from pathlib import Path
 
 import numpy as np
 
+from store.catalog import open_or_create
 from store.commit import Expected, Group, commit, hint_latest, mark_proven, wait_for_group
 from store.encoding import encoding_named
 from store.encoding.base import Bytes
-from store.encoding.stream import Packing, chunked
-from store.epochs import claim_epoch
-from store.files import LocalFiles
+from store.encoding.stream import Encoded, Packing, chunked
 from store.layout import manifest_path, payload_path
 from store.names import BUFFER, FROZEN, RAW, WEIGHTS, SaveId, Unit
-from store.packed import Encoded
-from store.payload import Data
 from store.schema import GroupRecord, LayerRecord, ManifestRecord, TensorRecord, UnitRecord
-from store.segments import SegmentDraft, StagedFragment, write_segment
-from store.store import open_or_create
+from store.segment import Data, SegmentDraft, StagedFragment, write_segment
+from store.session import claim_epoch
+from store.storage.local import LocalFiles
 
 SLOTS = (WEIGHTS, "exp_avg", "exp_avg_sq")
 

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import torch
 
-from monitor.drift.base import drift_ratio
+from monitor.observe.drift_meter import drift_ratio
 from policies.base import UnitStats
 from store.names import Unit
 from store.trace import DecisionLine, JobLine, Line, Trace, incarnations, read_lines

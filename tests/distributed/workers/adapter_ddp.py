@@ -11,8 +11,8 @@ from adapter_model import ACCUMULATION, CLIP, Tiny, batches, param_groups
 from adapter_state import all_owned, leave, report, round_trip, same_losses, take, unequal
 from torch.nn.parallel import DistributedDataParallel
 
+from monitor.adapters import adapter_for
 from monitor.adapters.base import Adapter
-from monitor.adapters.select import adapter_for
 
 WIDE = 151
 """Wide enough that matrices are shared out in slices, with a last slice that is shorter."""

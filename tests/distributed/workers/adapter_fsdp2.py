@@ -19,8 +19,8 @@ from fsdp2_refused import refused
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from monitor.adapters import adapter_for
 from monitor.adapters.base import Adapter
-from monitor.adapters.select import adapter_for
 
 WIDE = 151
 """Wide enough that the replicas of hybrid sharding share out matrices in slices."""

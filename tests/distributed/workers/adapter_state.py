@@ -17,7 +17,7 @@ from adapter_model import batches
 from torch.distributed.tensor import DTensor
 
 from monitor.adapters.base import Adapter, Piece
-from monitor.dtypes import dtype_name
+from monitor.adapters.module_tensors import dtype_name
 
 Key = tuple[str, str]
 

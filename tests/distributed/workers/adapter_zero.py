@@ -20,8 +20,8 @@ from adapter_model import Tiny, batches, engine
 from adapter_state import Saved, differences, engine_steps, leave, put, report, round_trip, take, unequal
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
+from monitor.adapters import adapter_for
 from monitor.adapters.base import Adapter
-from monitor.adapters.select import adapter_for
 from store.errors import ModelMismatchError, UnsupportedError
 
 CPU = {"device": "cpu"}

@@ -18,13 +18,13 @@ import torch.distributed as dist
 import xxhash
 from resume_jobs import Results, leave, rank, start_group
 
-from monitor.adapters.select import adapter_for
-from monitor.staging import as_bytes
+from monitor.adapters import adapter_for
+from monitor.save.staging import as_bytes
 from store.catalog import Catalog, open_catalog
-from store.epochs import claim_epoch
 from store.errors import DriftpointError, StorageError
-from store.files import LocalFiles
 from store.names import Unit
+from store.session import claim_epoch
+from store.storage.local import LocalFiles
 from tests.support.hooked import HookedFiles
 from tests.support.jobs import Job, same
 
@@ -127,7 +127,7 @@ def other_path(s: Scenario) -> None:
     mine = s.store if rank() == 0 else s.store.with_name(f"{s.name}-elsewhere")
     s.refused(lambda: Job(mine))
     if rank() == 1:
-        from store.store import open_or_create
+        from store.catalog import open_or_create
 
         other = LocalFiles(mine)
         claim_epoch(other, open_or_create(other).store_id)

@@ -11,7 +11,7 @@ from pathlib import Path
 from resume_jobs import Results
 
 from store.catalog import open_catalog
-from store.files import LocalFiles
+from store.storage.local import LocalFiles
 from tests.support.jobs import Job
 
 

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from monitor.adapters.select import adapter_for
+from monitor.adapters import adapter_for
 from store.errors import UnsupportedError
 
 Target = tuple[nn.Module, torch.optim.Optimizer]

@@ -18,7 +18,7 @@ from merge_cases import build, leave, train, whole_state
 from merge_store import StoreWriter
 from torch.distributed.tensor import DTensor
 
-from monitor.adapters.select import adapter_for
+from monitor.adapters import adapter_for
 
 
 def keep(directory: Path, case: str, state: dict[str, dict[str, torch.Tensor]], module: Any) -> None:

@@ -19,8 +19,8 @@ from merge_cases import leave
 from merge_store import StoreWriter
 from transformers import TrainerCallback
 
-from monitor.adapters.plain import PlainAdapter
-from monitor.adapters.select import adapter_for
+from monitor.adapters import adapter_for
+from monitor.adapters.pytorch import PlainAdapter
 from store.names import Unit
 
 

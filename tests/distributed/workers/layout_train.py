@@ -22,7 +22,7 @@ from layout_state import collect
 from merge_cases import CASES, build, train
 from merge_store import StoreWriter
 
-from monitor.adapters.select import adapter_for
+from monitor.adapters import adapter_for
 
 
 def write(source: Source, directory: Path) -> None:

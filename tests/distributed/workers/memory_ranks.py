@@ -22,11 +22,11 @@ from resume_jobs import Results, Trainee, build, leave, rank, start_group
 from resume_train import hashes
 
 import monitor
-import monitor.memory
-import monitor.peers.replica_client
-from monitor.adapters.select import adapter_for
+import monitor.memory.replica_client
+import monitor.memory.tier
+from monitor.adapters import adapter_for
 from store.errors import StorageError
-from store.memory.tier import Tier
+from store.memory.layout import Tier
 
 
 class Moody:
@@ -90,7 +90,7 @@ class Life:
         if memory is not None and str(rank()) in self.spec.get("paths", {}):
             memory._tier = Tier(Path(self.spec["paths"][str(rank())]), memory._tier.store_id)
         if "peer_seconds" in self.spec:
-            monitor.peers.replica_client._SILENCE = self.spec["peer_seconds"]
+            monitor.memory.replica_client._SILENCE = self.spec["peer_seconds"]
         if memory is not None and rank() == self.spec.get("relayed"):
             self.relay_server(memory._peers)
         return ckpt
@@ -130,18 +130,18 @@ class Life:
                 self.results.tell("sent", step=step, busy=self.sending(ckpt._memory))
             dist.barrier()  # what is known at a step must not hang on the speed of a disk
 
-    def replicated(self, memory: monitor.memory.MemoryTier) -> None:
+    def replicated(self, memory: monitor.memory.tier.MemoryTier) -> None:
         """Until what was sent has arrived, as far as somebody takes it."""
         sender = memory._peers._sender
         if sender is not None:
             sender._writer.join(180)
 
-    def sending(self, memory: monitor.memory.MemoryTier) -> bool:
+    def sending(self, memory: monitor.memory.tier.MemoryTier) -> bool:
         sender = memory._peers._sender
         return sender is not None and sender.busy
 
     def dies_while_keeping(self, when: str) -> None:
-        real = monitor.memory.remember
+        real = monitor.memory.tier.remember
 
         def remember(version: Any) -> float:
             if when == "after":
@@ -149,7 +149,7 @@ class Life:
             os.kill(os.getpid(), signal.SIGKILL)
             raise AssertionError
 
-        monitor.memory.remember = remember
+        monitor.memory.tier.remember = remember
 
     def newest(self, ckpt: monitor.Checkpointer) -> int | None:
         found = None if ckpt._memory is None else ckpt._memory.newest
@@ -161,12 +161,12 @@ class Life:
 
 def without_agreement() -> None:
     """A mutant, to test the tests: what failed on another rank is taken for whole on this one."""
-    real = monitor.memory.MemoryTier._finish
+    real = monitor.memory.tier.MemoryTier._finish
 
     def finish(tier: Any, pending: Any, outcome: Any, _: bool) -> None:
         real(tier, pending, outcome, False)
 
-    monitor.memory.MemoryTier._finish = finish  # type: ignore[method-assign]
+    monitor.memory.tier.MemoryTier._finish = finish  # type: ignore[method-assign]
 
 
 def first(life: Life) -> None:

@@ -20,13 +20,13 @@ import xxhash
 from resume_jobs import Results, build, leave, rank, start_group
 
 import monitor
-from monitor.adapters.select import adapter_for
-from monitor.staging import Copying, as_bytes
-from store.memory.held import look
-from store.memory.tier import Tier
+from monitor.adapters import adapter_for
+from monitor.save.staging import Copying, as_bytes
+from store.memory.index import look
+from store.memory.layout import Tier
 from store.names import FROZEN, SaveId
 from store.schema import Entry
-from store.segments import read_part
+from store.segment import read_part
 
 Hashes = dict[str, str]
 

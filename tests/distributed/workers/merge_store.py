@@ -12,15 +12,15 @@ import torch
 import torch.distributed as dist
 
 from monitor.adapters.base import Adapter, Piece
-from monitor.dtypes import dtype_name
+from monitor.adapters.module_tensors import dtype_name
+from store.catalog import open_or_create
 from store.commit import Expected, Group, commit, wait_for_group
-from store.epochs import claim_epoch
-from store.files import Files, LocalFiles
 from store.names import FROZEN, RAW, SaveId, Unit
 from store.schema import GroupRecord, LayerRecord, ManifestRecord, TensorRecord, UnitRecord
-from store.segments import SegmentDraft, StagedFragment, write_segment
-from store.store import open_or_create
-from store.tree import Leaf, encode
+from store.segment import SegmentDraft, StagedFragment, write_segment
+from store.session import claim_epoch
+from store.state_tree import Leaf, encode
+from store.storage.local import Files, LocalFiles
 
 PLAN = "0" * 32
 USER = {"seen": [1, 2.5], "names": ("a", "b"), "matrix": np.arange(6, dtype=np.float32).reshape(2, 3)}

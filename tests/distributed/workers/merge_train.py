@@ -16,7 +16,7 @@ import torch.distributed as dist
 from merge_cases import CASES, COMPOSITES, EARLIER, LAST, SAVED, build, leave, train, whole_state
 from merge_store import StoreWriter
 
-from monitor.adapters.select import adapter_for
+from monitor.adapters import adapter_for
 from store.names import Unit
 
 

@@ -26,15 +26,15 @@ from resume_jobs import Results, Trainee, build, leave, rank, start_group
 from resume_reshard import differences, gathered, whole
 
 import monitor
+from monitor.adapters import adapter_for
 from monitor.adapters.base import Piece
-from monitor.adapters.select import adapter_for
-from monitor.config import ENCODINGS
+from monitor.config.load import ENCODINGS
 from store.catalog import open_catalog
 from store.encoding import RAW, encoding_named
 from store.encoding.base import ValuesError
 from store.encoding.stream import chunked
-from store.files import LocalFiles
 from store.names import WEIGHTS
+from store.storage.local import LocalFiles
 from store.verify import verify
 
 Case = Mapping[str, Any]

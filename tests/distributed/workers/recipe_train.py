@@ -15,7 +15,7 @@ import torch.distributed as dist
 from merge_cases import EARLIER, SAVED, build, leave, train, whole_state
 from merge_store import StoreWriter
 
-from monitor.adapters.select import adapter_for
+from monitor.adapters import adapter_for
 
 RUNS = {"zero1-bf16": 0, "zero3-bf16-sub-groups": 5}
 """Case, and the seed of its weights: the runs have nothing in common but the model."""

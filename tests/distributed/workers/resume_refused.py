@@ -18,7 +18,7 @@ from adapter_model import BATCH, Tiny, batches, config, param_groups
 from resume_jobs import ZERO, Results, leave, rank, start_group
 
 import monitor
-from monitor.adapters.select import adapter_for
+from monitor.adapters import adapter_for
 from tests.support.fingerprint import differing, fingerprint, of_generators, of_optimizer
 
 STEPS = 2

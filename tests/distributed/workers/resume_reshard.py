@@ -18,7 +18,7 @@ import torch.distributed as dist
 from resume_jobs import Results, Trainee, build, leave, rank, start_group
 
 import monitor
-from monitor.adapters.select import adapter_for
+from monitor.adapters import adapter_for
 from store.names import Fragment
 
 STEPS = 3

@@ -20,8 +20,8 @@ import xxhash
 from resume_jobs import Results, Trainee, build, leave, rank, start_group
 
 import monitor
-from monitor.adapters.select import adapter_for
-from monitor.staging import as_bytes
+from monitor.adapters import adapter_for
+from monitor.save.staging import as_bytes
 
 
 class Run:

@@ -20,7 +20,7 @@ from torch import nn
 
 import monitor
 from store.catalog import open_catalog
-from store.files import LocalFiles
+from store.storage.local import LocalFiles
 from tests.support.fingerprint import differing, fingerprint
 
 Undo = Callable[[], None]

@@ -14,8 +14,8 @@ import yaml
 
 from deploy.cli.app import app
 from deploy.daemon.metrics import DaemonMetrics
-from deploy.supervisor_metrics import SupervisorMetrics
-from monitor.metrics import Metrics
+from deploy.supervisor.events import SupervisorMetrics
+from monitor.telemetry.metrics import Metrics
 from tests.support.prometheus import DASHBOARD, PROMETHEUS, promtool
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -24,7 +24,7 @@ from typer.testing import CliRunner
 import store.errors
 from deploy.cli import status
 from deploy.cli.app import app
-from deploy.cli.exit_codes import EPILOG, MEANINGS
+from deploy.exit_codes import EPILOG, MEANINGS
 from tests.support.cli import ROOT, Here, driftpoint, environment
 from tests.support.stores import StoreBuilder
 

@@ -20,17 +20,16 @@ from pathlib import Path
 import pytest
 
 from deploy.doctor import disk, machine
+from deploy.doctor.base import Finding, Plan, bytes_each, parsed_count
 from deploy.doctor.disk import look_at_disk
-from deploy.doctor.finding import Finding
-from deploy.doctor.held import look_at_store
 from deploy.doctor.nodes import Ranks, launched, meet
-from deploy.doctor.plan import Plan, bytes_each, parsed_count
-from monitor.config import Config
+from deploy.doctor.store import look_at_store
+from monitor.config.load import Config
 from store.errors import StorageError, UsageError
-from store.files import LocalFiles
-from store.lock import StoreLock
-from store.record import seal, unseal
 from store.retention import Retention
+from store.schema import seal, unseal
+from store.session import StoreLock
+from store.storage.local import LocalFiles
 from tests.support.cli import ROOT, Here, driftpoint, environment
 from tests.support.mounts import tmpfs
 from tests.support.stores import StoreBuilder
@@ -106,9 +105,9 @@ import json, os, sys
 from dataclasses import asdict
 from pathlib import Path
 from deploy.doctor.disk import look_at_disk
-from deploy.doctor.held import look_at_store
-from deploy.doctor.plan import Plan
-from monitor.config import Config
+from deploy.doctor.store import look_at_store
+from deploy.doctor.base import Plan
+from monitor.config.load import Config
 from store.retention import Retention
 os.setgroups([])
 os.setresgid(65534, 65534, 65534)
@@ -259,8 +258,8 @@ class TestMachine:
         assert [(one.check, one.state) for one in machine._ports(both)] == [("metrics port", "ok")]
 
     def test_limits(self) -> None:
-        code = "from deploy.doctor.machine import _limits; from deploy.doctor.plan import Plan; "
-        code += "from monitor.config import Config; print([[o.check, o.state] for o in _limits(Plan(Config()))])"
+        code = "from deploy.doctor.machine import _limits; from deploy.doctor.base import Plan; "
+        code += "from monitor.config.load import Config; print([[o.check, o.state] for o in _limits(Plan(Config()))])"
 
         def limited() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from deploy.cli.exit_codes import OK
-from store.epochs import claim_epoch
-from store.files import LocalFiles
-from store.lock import StoreLock
-from store.store import open_or_create
+from deploy.exit_codes import OK
+from store.catalog import open_or_create
+from store.session import StoreLock, claim_epoch
+from store.storage.local import LocalFiles
 from tests.support.cli import Here, driftpoint, environment
 from tests.support.plain_stores import PlainStore, digest_of, rebuilt, same
 from tests.support.stores import flip_byte

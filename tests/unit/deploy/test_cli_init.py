@@ -10,8 +10,8 @@ import pytest
 import yaml
 from jsonschema import Draft202012Validator
 
-from deploy.settings_text import schema
-from monitor.config import Config, load_config
+from monitor.config.load import Config, load_config
+from monitor.config.template import config_schema
 from tests.support.cli import Here
 
 
@@ -31,7 +31,7 @@ def test_it_writes_the_defaults(here: Here) -> None:
     assert load_config("driftpoint.yaml") == Config()
     assert len(text.splitlines()) <= 120
     assert text.startswith("# yaml-language-server: $schema=./driftpoint.schema.json\n")
-    assert json.loads(Path("driftpoint.schema.json").read_text()) == schema()
+    assert json.loads(Path("driftpoint.schema.json").read_text()) == config_schema()
     assert _listed() == ["driftpoint.schema.json", "driftpoint.yaml"]
 
 
@@ -52,7 +52,7 @@ def test_what_is_commented_out_is_every_other_default(here: Here) -> None:
     text = Path("driftpoint.yaml").read_text()
     everything = re.sub(r"^#(?=(?:  )*\w)", "", text, flags=re.M)
     assert yaml.safe_load(everything) == Config().model_dump()
-    Draft202012Validator(schema()).validate(yaml.safe_load(everything))
+    Draft202012Validator(config_schema()).validate(yaml.safe_load(everything))
 
 
 @pytest.mark.parametrize(
@@ -92,9 +92,9 @@ def test_a_schema_of_somebody_else_is_not_replaced_and_ours_is(here: Here) -> No
     answer = here("init")
     assert (answer.code, _listed()) == (2, ["driftpoint.schema.json"])
     assert "--no-schema" in answer.err
-    Path("driftpoint.schema.json").write_text(json.dumps({"title": schema()["title"], "of": "an older release"}))
+    Path("driftpoint.schema.json").write_text(json.dumps({"title": config_schema()["title"], "of": "an older release"}))
     assert here("init").code == 0
-    assert json.loads(Path("driftpoint.schema.json").read_text()) == schema()
+    assert json.loads(Path("driftpoint.schema.json").read_text()) == config_schema()
 
 
 @pytest.mark.parametrize(
@@ -125,4 +125,4 @@ def test_as_json(here: Here) -> None:
 
 
 def test_schema_prints_it(here: Here) -> None:
-    assert here("schema").json == here("schema", "--json").json == schema()
+    assert here("schema").json == here("schema", "--json").json == config_schema()

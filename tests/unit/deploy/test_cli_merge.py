@@ -13,8 +13,8 @@ import torch
 from rich.console import Console
 
 from deploy.cli.merge import kind_of, print_certificate, size_from
-from merger.layouts.hf_certificate import WeightsCertificate, Written
-from merger.optimizer_steps import ChosenStep, Had, with_steps
+from merger.checkpoint import ChosenStep, Had, with_steps
+from merger.layouts.huggingface import WeightsCertificate, Written
 from store.certificate import Certificate
 from store.errors import UsageError
 from tests.support.cli import Here, driftpoint, environment

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from deploy.sight import SeenStore
-from store.objects.options import ObjectOptions
-from store.place import place_of
+from deploy.supervisor.store_probe import SeenStore
+from store.location import place_of
+from store.storage.bucket import ObjectOptions
 from tests.support.cli import Here
 from tests.support.s3 import BUCKET, Server
 from tests.support.stores import StoreBuilder

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from deploy.cli import prune as prune_command
-from store.files import LocalFiles
-from store.lock import StoreLock
-from store.store import open_or_create
+from store.catalog import open_or_create
+from store.session import StoreLock
+from store.storage.local import LocalFiles
 from tests.support.cli import Here
 from tests.support.processes import holding_lock
 from tests.support.stores import StoreBuilder, flip_byte

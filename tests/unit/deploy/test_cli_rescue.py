@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from store.epochs import claim_epoch
-from store.files import LocalFiles
-from store.memory.held import look
-from store.memory.seen import Seen
+from store.memory.index import Seen, look
 from store.names import SaveId
 from store.schema import to_bytes
+from store.session import claim_epoch
+from store.storage.local import LocalFiles
 from store.verify import verify
 from tests.support.cli import Here
 from tests.support.jobs import Job

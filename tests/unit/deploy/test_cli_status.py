@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from deploy.cli.status import look
-from store.files import LocalFiles
-from store.lock import StoreLock
-from store.store import open_or_create
+from store.catalog import open_or_create
+from store.session import StoreLock
+from store.storage.local import LocalFiles
 from tests.support.cli import Here, driftpoint
 from tests.support.processes import holding_lock
 from tests.support.stores import FakeLayer, StoreBuilder, flip_byte

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from deploy.cli.run import DEFAULT_MEMORY, DEFAULT_STORE, places
-from monitor.config import Config
+from monitor.config.load import Config
 from store.errors import ConfigError, UsageError
 from store.layout import suspect_path
+from store.marks import mark_suspect
 from store.names import SaveId
-from store.suspects import mark_suspect
 from tests.support.cli import Here, environment
 from tests.support.stores import StoreBuilder
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from deploy.cli.text import count_text, drift_text, kind_text, plural, printable, size_text, tail
+from deploy.format import count_text, drift_text, kind_text, plural, printable, size_text, tail
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from store.files import LocalFiles
-from store.store import open_or_create
+from store.catalog import open_or_create
+from store.storage.local import LocalFiles
 from tests.support.cli import Here, environment
 from tests.support.processes import holding_lock
 from tests.support.stores import StoreBuilder, flip_byte

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from store.daemon.place import socket_path
-from store.memory.tier import home
+from store.daemon_protocol import socket_path
+from store.memory.layout import home
 from store.verify import verify
 from tests.support.cli import driftpoint, environment
 from tests.support.daemons import (
@@ -231,7 +231,7 @@ def test_survivors_are_named_and_nothing_is_written_while_they_live(store: Path,
 _SUPERVISED = """
 import subprocess, sys, time
 from pathlib import Path
-from deploy.processes import adopt_orphans, end_below
+from deploy.supervisor.processes import adopt_orphans, end_below
 adopt_orphans()
 subprocess.run([sys.executable, "-c", "import subprocess, sys; subprocess.Popen(sys.argv[1:], "
     "stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)", *sys.argv[2:]])

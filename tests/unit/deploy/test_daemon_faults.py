@@ -12,8 +12,7 @@ import pytest
 
 from store.layout import payload_path
 from store.names import SaveId
-from store.prune import plan_prune
-from store.retention import Retention
+from store.retention import Retention, plan_prune
 from store.verify import verify
 from tests.support.cli import driftpoint
 from tests.support.control_groups import group

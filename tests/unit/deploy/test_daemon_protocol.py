@@ -18,10 +18,19 @@ from typing import Any
 import pytest
 
 from deploy.daemon.server import CONNECTIONS
-from store.daemon.messages import LINE_LIMIT, VERSION, Hello, Note, heard_by_daemon, heard_from_daemon, to_line
-from store.daemon.place import connected, socket_path
+from store.daemon_protocol import (
+    LINE_LIMIT,
+    VERSION,
+    Hello,
+    Note,
+    connected,
+    heard_by_daemon,
+    heard_from_daemon,
+    socket_path,
+    to_line,
+)
 from store.errors import DaemonError
-from store.memory.tier import home
+from store.memory.layout import home
 from tests.support.cli import driftpoint, environment
 from tests.support.daemons import Running, daemon, daemon_command, report, until
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from deploy.daemon.jobs import Jobs
-from store.daemon.messages import Hello
-from store.epochs import claim_epoch
-from store.files import LocalFiles
-from store.memory.seen import Seen, seen_stores
+from deploy.daemon.node import Jobs
+from store.daemon_protocol import Hello
+from store.memory.index import Seen, seen_stores
+from store.session import claim_epoch
+from store.storage.local import LocalFiles
 from store.verify import verify
 from tests.support.daemons import catalog_of, daemon, known, report, steps, trainer, until
 

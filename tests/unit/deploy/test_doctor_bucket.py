@@ -9,13 +9,12 @@ from pathlib import Path
 import pytest
 
 from deploy.doctor import bucket
+from deploy.doctor.base import Finding, Plan
 from deploy.doctor.bucket import look_at_bucket
-from deploy.doctor.finding import Finding
-from deploy.doctor.plan import Plan
-from monitor.config import Config
-from store.objects.files import ObjectFiles
-from store.objects.options import ObjectOptions
-from store.place import ObjectUrl, place_of
+from monitor.config.load import Config
+from store.location import ObjectUrl, place_of
+from store.storage.bucket import ObjectOptions
+from store.storage.object_store import ObjectFiles
 from tests.support.cli import Here
 from tests.support.faulty import Asked, Fault, Proxy
 from tests.support.s3 import BUCKET, KEYS, Server

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from deploy.cli.run import metrics_settings, places
-from monitor.config import load_config
+from monitor.config.load import load_config
 from store.errors import ConfigError
 from tests.support.cli import driftpoint
 from tests.support.daemons import daemon, report

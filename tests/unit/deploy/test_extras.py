@@ -26,7 +26,7 @@ DECLARED = {
     "safetensors",
     "torch",
 }
-DECLARED |= {"typer", "xxhash", "yaml", "zstandard"}
+DECLARED |= {"typer", "typing_extensions", "xxhash", "yaml", "zstandard"}
 """What ``pip install driftpoint`` brings; pydantic_core comes with pydantic."""
 
 HIDING = """
@@ -78,7 +78,7 @@ def test_what_is_imported_at_once_is_declared_or_the_file_is_named_after_it() ->
         for line, name in _at_import(path)
         if name not in DECLARED | {*PACKAGES} | sys.stdlib_module_names
         and not path.stem.startswith(name)
-        and not (path.parent.name == "hf" and name in HF)
+        and not (path.parent.name == "huggingface" and name in HF)
     ]
     assert strange == []
 

@@ -19,9 +19,9 @@ import typer
 import yaml
 
 from deploy.cli.app import app
-from deploy.stopping import KILL_AFTER
-from deploy.supervision import NO_PROGRESS
-from monitor.config import Config
+from deploy.supervisor.processes import KILL_AFTER
+from deploy.supervisor.restart_policy import NO_PROGRESS
+from monitor.config.load import Config
 from store.errors import PREEMPTED, UsageError
 
 ROOT = Path(__file__).parents[3]

@@ -9,20 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from deploy.report.made import make
-from deploy.safety.check import Check
-from deploy.safety.facts import Checked, Facts, gather
-from deploy.safety.memory import in_memory
-from deploy.safety.verdict import Verdict, judge
-from deploy.standing import standing
-from deploy.top.tail import Tail
+from deploy.health.facts import Check, Checked, Facts, gather, in_memory
+from deploy.health.trace_reader import Tail
+from deploy.health.verdict import Verdict, judge
+from deploy.report.page import make
+from deploy.store_status import standing
 from store.catalog import open_catalog
-from store.epochs import claim_epoch
-from store.files import LocalFiles
-from store.incarnations import Tally, mark_closed, new_incarnation
 from store.layout import manifest_path
+from store.location import store_place
 from store.names import SaveId
-from store.place import store_place
+from store.session import Tally, claim_epoch, mark_closed, new_incarnation
+from store.storage.local import LocalFiles
 from tests.support.processes import holding_lock
 from tests.support.seen_runs import SeenRun
 from tests.support.stores import StoreBuilder, flip_byte

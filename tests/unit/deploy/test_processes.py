@@ -19,7 +19,7 @@ def test_what_forks_while_it_is_ended_leaves_nothing(tmp_path: Path) -> None:
     it starts one more."""
     script = f"""
 import subprocess
-from deploy.processes import adopt_orphans, below, end_below
+from deploy.supervisor.processes import adopt_orphans, below, end_below
 assert adopt_orphans()
 storm = "trap '' TERM; echo; while :; do sleep 300 & sleep 0.005; done"
 for shell in [subprocess.Popen(["sh", "-c", storm], stdout=subprocess.PIPE) for _ in range({STORMS})]:

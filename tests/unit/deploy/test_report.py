@@ -10,16 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from deploy.report.bins import Bins
-from deploy.report.heat import heat_map
-from deploy.report.history import history_of, read_history
-from deploy.report.made import make
-from deploy.report.page import render
-from deploy.report.scale import LEVELS, scale_for, threshold_text
-from deploy.safety.facts import by_daemon
-from store.memory.seen import Seen
+from deploy.health.facts import by_daemon
+from deploy.report.charts import LEVELS, heat_map, scale_for, threshold_text
+from deploy.report.history import Bins, history_of, read_history
+from deploy.report.page import make, render
+from store.marks import mark_suspect
+from store.memory.index import Seen
 from store.names import Unit
-from store.suspects import mark_suspect
 from store.trace import CommitLine, DecisionLine, JobLine, Line, TracedUnit, each_line
 from tests.support.cli import ROOT, Here
 from tests.support.daemons import daemon, until
@@ -291,7 +288,7 @@ def test_a_long_run_of_many_layers_stays_small_and_loses_nothing(tmp_path: Path)
     assert bins.saved.sum() == sum(len(range(i % 4, 387, 4)) for i in range(decisions))
     assert totals.full == 387 * 1000 * decisions
     assert float(bins.drift.max()) == 0.097
-    from deploy.report.maps import maps_of
+    from deploy.report.charts import maps_of
 
     found = maps_of(history)
     size = sum(

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from deploy.report.made import make
+from deploy.report.page import make
 from tests.support.seen_runs import SeenRun
 from tests.support.stores import FakeLayer
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from store.catalog import Catalog, open_catalog
-from store.files import LocalFiles
+from store.marks import mark_suspect
 from store.names import SaveId
-from store.suspects import mark_suspect
+from store.storage.local import LocalFiles
 from store.verify import verify
 from tests.support.cli import driftpoint
 from tests.support.processes import holding_lock

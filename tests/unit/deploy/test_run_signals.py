@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from deploy.processes import catches, catching
+from deploy.supervisor.processes import catches, catching
 from tests.support.cli import environment
 from tests.support.supervised import PYTHON, Supervised, alive, supervised, training
 

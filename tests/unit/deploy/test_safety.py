@@ -8,20 +8,18 @@ from typing import Any
 
 import pytest
 
+from deploy.format import ago_text, span_text
+from deploy.health.checks import loss_of_node
+from deploy.health.facts import Check, Checked, Facts, MemorySight, gather, in_memory
+from deploy.health.verdict import Verdict, judge
 from deploy.report.history import read_history
-from deploy.safety.check import Check
-from deploy.safety.facts import Checked, Facts, gather
-from deploy.safety.loss import loss_of_node
-from deploy.safety.memory import MemorySight, in_memory
-from deploy.safety.verdict import Verdict, judge
-from deploy.safety.words import ago_text, span_text
 from store.catalog import open_catalog
-from store.epochs import read_epoch
-from store.files import LocalFiles
+from store.marks import mark_suspect
 from store.memory.arena import Arena
-from store.memory.tier import Generation, Tier
+from store.memory.layout import Generation, Tier
 from store.names import SaveId
-from store.suspects import mark_suspect
+from store.session import read_epoch
+from store.storage.local import LocalFiles
 from tests.support.made_versions import NBYTES, abandon, content, head_of, part_of
 from tests.support.processes import holding_lock
 from tests.support.seen_runs import SeenRun
@@ -329,7 +327,7 @@ def test_clocks_that_differ() -> None:
 
 def remember(run: SeenRun, save: SaveId, claim: str | None = None) -> Generation:
     """A version in memory as a dead process of the newest epoch leaves it."""
-    from store.memory.record import READER, VersionRecord
+    from store.memory.layout import READER, VersionRecord
 
     base = run.root.parent / "memory"
     base.mkdir(exist_ok=True)

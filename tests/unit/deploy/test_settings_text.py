@@ -11,8 +11,8 @@ import yaml
 from jsonschema import Draft202012Validator
 from pydantic import BaseModel
 
-from deploy.settings_text import ADVANCED, COMMON, documented, schema
-from monitor.config import Config, load_config
+from monitor.config.load import Config, load_config
+from monitor.config.template import ADVANCED, COMMON, config_schema, documented
 from store.errors import ConfigError
 from tests.support.cli import ROOT
 from tests.support.settings_page import PAGE, SCHEMA, page, schema_text
@@ -51,8 +51,8 @@ def _fields(model: type[BaseModel], above: str = "") -> Iterator[tuple[str, Any]
 
 
 def _validator() -> Draft202012Validator:
-    Draft202012Validator.check_schema(schema())
-    return Draft202012Validator(schema())
+    Draft202012Validator.check_schema(config_schema())
+    return Draft202012Validator(config_schema())
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=[path.name for path in EXAMPLES])

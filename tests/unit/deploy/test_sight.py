@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from deploy.sight import SeenStore
-from deploy.supervision import Sight
+from deploy.supervisor.restart_policy import Sight
+from deploy.supervisor.store_probe import SeenStore
 from store.catalog import open_catalog
 from store.errors import StorageError
-from store.files import LocalFiles
 from store.layout import manifest_path
-from store.lock import lock_holder
+from store.session import lock_holder
+from store.storage.local import LocalFiles
 from tests.support.stores import StoreBuilder
 from tests.support.supervised import PYTHON, supervised, training
 

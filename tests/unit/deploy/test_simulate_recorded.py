@@ -12,15 +12,14 @@ import pytest
 import torch
 
 from deploy.simulate.plans import Asked, plan_of, recorded_config
-from deploy.simulate.recommend import Limits, later_per_hour, recommend
-from deploy.simulate.simulation import read_trace
+from deploy.simulate.simulation import Limits, later_per_hour, read_trace, recommend
 from deploy.simulate.summary import Terms
-from monitor.config import load_config
+from monitor.config.load import load_config
 from policies.base import UnitStats
-from policies.movement import movement_of
-from policies.recorded import Costs, Run, run_of
-from policies.replay import replay
-from policies.replayed import Replayed
+from policies.replay.movement import movement_of
+from policies.replay.recorded_run import Costs, Run, run_of
+from policies.replay.replay import replay
+from policies.replay.state import Replayed
 from store.trace import CommitLine, DecisionLine, Trace
 from tests.support.jobs import Job, job
 from tests.support.kept import kept_step, memory

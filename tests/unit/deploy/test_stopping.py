@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from deploy.cli.run import places
-from deploy.stopping import ANSWERED, Manner, Stopping
+from deploy.supervisor.processes import ANSWERED, Manner, Stopping
 from store.errors import PREEMPTED, ConfigError
 
 HANDLES = """

@@ -8,7 +8,7 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deploy.supervision import Again, Attempt, Course, Limits, Sight, Stop, backoff, ending, judge
+from deploy.supervisor.restart_policy import Again, Attempt, Course, Limits, Sight, Stop, backoff, ending, judge
 from store.names import SaveId
 
 A, B, C, D = (SaveId(step, 1) for step in (10, 20, 30, 40))

@@ -22,9 +22,9 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.screen import Screen
 
-from deploy.safety.facts import Facts
+from deploy.health.facts import Facts
+from deploy.health.trace_reader import Tail
 from deploy.top.app import FactsPoller, FactsReader
-from deploy.top.tail import Tail
 from deploy.top.view import Dashboard, Freshness, layer_rows
 from store.trace import DecisionLine
 from tests.support.cli import Here, environment

@@ -12,9 +12,9 @@ import torch
 
 import monitor
 from store.catalog import open_catalog
-from store.files import LocalFiles
+from store.resolve import newest_resumable
+from store.storage.local import LocalFiles
 from store.verify import verify
-from store.versions import newest_resumable
 from tests.support.site import DOCS
 
 PAGE = (DOCS / "operations.md").read_text()

@@ -6,11 +6,11 @@ import re
 
 import pytest
 
-from store import catalog, epochs, layout, segments, suspects
+from store import catalog, layout, marks, segment, session
 from store.encoding import ENCODINGS
 from store.encoding.base import BLOCK, CHUNK
+from store.encoding.stream import PACKING
 from store.names import SaveId
-from store.packed import PACKING
 from store.schema import (
     ClosedRecord,
     Entry,
@@ -65,7 +65,7 @@ def test_every_encoding_is_decoded() -> None:
 def test_numbers_are_those_of_the_code() -> None:
     assert CHUNK == 1 << 20 and "2²⁰ elements" in PAGE
     assert BLOCK == 64 and "⌈n/64⌉" in PAGE
-    limits = {catalog._STORE_LIMIT, epochs._LIMIT, suspects._LIMIT}
+    limits = {catalog._STORE_LIMIT, session._LIMIT, marks._LIMIT}
     assert limits == {64 << 10} and "64 KiB (`STORE.json`, epochs, marks)" in PAGE
     assert catalog._MANIFEST_LIMIT == 64 << 20 and "64 MiB (manifests)" in PAGE
-    assert segments.PART_LIMIT == 256 << 20 and "256 MiB (parts)" in PAGE
+    assert segment.PART_LIMIT == 256 << 20 and "256 MiB (parts)" in PAGE

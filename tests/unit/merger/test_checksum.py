@@ -8,10 +8,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from merger.blocks import Crc32, xxh3
-from merger.checksum import Piece, combined, crc_of_zeros
-from merger.containers.base import Hole
-from merger.transfer import checksums
+from merger.io.blocks import Crc32, xxh3
+from merger.io.output_file import Hole
+from merger.io.transfer import Piece, checksums, combined, crc_of_zeros
 from store.errors import MergeError
 from tests.support.extents import wanted
 

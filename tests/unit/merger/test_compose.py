@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from merger.io.output_dir import CERTIFICATE
+from merger.layouts.base import Target
 from merger.merge import MergeResult, merge
 from merger.plan import Request, draft_merge
-from merger.recipe.read import recipe_from
-from merger.recipe.recipe import Recipe
-from merger.report import CERTIFICATE
-from merger.target import Target
+from merger.recipe.model import Recipe
+from merger.recipe.parse import recipe_from
 from store.config_file import parse_yaml
 from store.errors import ConfigError, MergeError, NoStoreError, NothingToResumeError, UsageError
 from store.names import SaveId, Unit
@@ -42,7 +42,7 @@ def run(folder: Path, text: str, **given: Any) -> MergeResult:
 
 
 def damage(store: PlainStore, save: SaveId, unit: Unit) -> None:
-    from store.segments import read_part
+    from store.segment import read_part
 
     part = read_part(store.files, store.store_id, save, 0)
     entry = next(entry for entry in part.entries if entry.unit == unit)

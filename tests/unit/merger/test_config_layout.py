@@ -13,7 +13,7 @@ pytest.importorskip("deepspeed")
 
 from deepspeed.runtime.config import DeepSpeedConfig
 
-from merger.layouts.deepspeed_config import ACCUMULATION, MICRO, TRAIN, batch_of, config_for
+from merger.layouts.deepspeed_facts import ACCUMULATION, MICRO, TRAIN, batch_of, config_for
 
 WORLDS = st.integers(1, 12)
 WAYS = [(TRAIN,), (MICRO,), (TRAIN, MICRO), (TRAIN, ACCUMULATION), (MICRO, ACCUMULATION), (TRAIN, MICRO, ACCUMULATION)]

@@ -15,15 +15,12 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from merger.checkpoint import Checkpoint
-from merger.containers.dcp import DcpFile, Item
-from merger.layouts import dcp as layout
-from merger.layouts.dcp import DcpLayout
-from merger.layouts.torch_optimizer import torch_hyper, with_torch_steps
+from merger.checkpoint import Checkpoint, Placed, Stored, changed_steps
+from merger.layouts import torch_dcp as layout
+from merger.layouts.base import Target
+from merger.layouts.torch_dcp import DcpLayout, torch_hyper, with_torch_steps
 from merger.merge import merge
-from merger.optimizer_steps import changed_steps
-from merger.stored import Placed, Stored
-from merger.target import Target
+from merger.writers.dcp import DcpFile, Item
 from store.errors import MergeError, UnsupportedError
 from store.names import Fragment
 from tests.support.described import described, tensor

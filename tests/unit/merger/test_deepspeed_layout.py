@@ -11,11 +11,10 @@ import torch
 
 pytest.importorskip("deepspeed")
 
-from merger.containers.pt import PtFile
-from merger.layouts.base import Laid
+from merger.checkpoint import Stored
+from merger.layouts.base import Laid, Target
 from merger.layouts.deepspeed import DeepSpeedLayout
-from merger.stored import Stored
-from merger.target import Target
+from merger.writers.torch_zip import PtFile
 from store.errors import UnsupportedError
 from tests.support.planned import MOMENTS, Tensor, planned
 

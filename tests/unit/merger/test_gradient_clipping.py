@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from merger.gradient_clipping import DEFAULT, gradient_clipping
+from merger.checkpoint import DEFAULT, gradient_clipping
 
 
 @pytest.mark.parametrize(

@@ -12,16 +12,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from merger.checkpoint import Checkpoint
-from merger.containers.safetensors import SafetensorsFile
-from merger.layouts.base import Laid
-from merger.layouts.hf import HfLayout, hf_weights
-from merger.layouts.names import model_names, unwrapped
+from merger.layouts.base import Laid, Target, model_names, unwrapped
+from merger.layouts.huggingface import HfLayout, hf_weights
 from merger.merge import merge
-from merger.recipe.read import read_recipe
-from merger.sources.certified import certificate
-from merger.target import Target
-from store.coverage import FragmentIndex
+from merger.recipe.parse import read_recipe
+from merger.sources.certificates import certificate
+from merger.writers.safetensors import SafetensorsFile
 from store.errors import MergeError, UnsupportedError, UsageError
+from store.fragments import FragmentIndex
 from tests.support.described import described, tensor
 from tests.support.plain_stores import PlainStore
 from tests.support.planned import Tensor, planned

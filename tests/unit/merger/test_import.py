@@ -14,14 +14,12 @@ import numpy as np
 import pytest
 import torch
 
-import merger.importing
-import merger.stream
-from merger.import_plan import plan_import
-from merger.importing import Imported, import_checkpoint
+import merger.import_checkpoint
+import merger.io.stream
+from merger.import_checkpoint import Imported, import_checkpoint, plan_import
 from merger.merge import merge
 from merger.sources.store import StoreSource
-from store.catalog import open_catalog
-from store.epochs import claim_epoch
+from store.catalog import open_catalog, open_or_create
 from store.errors import (
     DamagedError,
     FencedError,
@@ -32,12 +30,11 @@ from store.errors import (
     StoreInUseError,
     UsageError,
 )
-from store.files import LocalFiles
 from store.layout import payload_path
-from store.lock import StoreLock
 from store.names import SaveId, Unit
-from store.segments import SegmentDraft, read_part, write_segment
-from store.store import open_or_create
+from store.segment import SegmentDraft, read_part, write_segment
+from store.session import StoreLock, claim_epoch
+from store.storage.local import LocalFiles
 from store.verify import verify
 from tests.support.plain_stores import PlainStore, digest_of, rebuilt, same
 from tests.support.stores import FakeLayer, flip_byte
@@ -113,9 +110,9 @@ def test_it_is_a_commit_like_any_other(store: PlainStore, target: Path) -> None:
 def test_large_tensors_are_cut_so_that_ranks_need_not_read_all_of_them(
     store: PlainStore, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(merger.stream, "FRAGMENT_BYTES", 40)
-    monkeypatch.setattr(merger.stream, "CHUNK", 24)
-    monkeypatch.setattr(merger.importing, "CHUNK", 24)
+    monkeypatch.setattr(merger.io.stream, "FRAGMENT_BYTES", 40)
+    monkeypatch.setattr(merger.io.stream, "CHUNK", 24)
+    monkeypatch.setattr(merger.import_checkpoint, "CHUNK", 24)
     store.save(10)
     imported(store.root, target)
     catalog = open_catalog(LocalFiles(target))
@@ -242,7 +239,7 @@ def test_what_does_not_read_back_makes_no_commit(
         return write
 
     for position in (20, 4000, -1):  # the header, a tensor, run state
-        monkeypatch.setattr(merger.importing, "write_segment", spoiled(position))
+        monkeypatch.setattr(merger.import_checkpoint, "write_segment", spoiled(position))
         with pytest.raises(DamagedError):
             imported(store.root, target)
         assert (saves(target), segments(target)) == ([], [])
@@ -278,10 +275,10 @@ def test_a_job_that_takes_the_store_meanwhile_wins(store: PlainStore, target: Pa
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-import merger.stream
-from merger.import_plan import plan_import
-from merger.importing import import_checkpoint
-merger.stream.CHUNK = 64
+import merger.io.stream
+from merger.import_checkpoint import plan_import
+from merger.import_checkpoint import import_checkpoint
+merger.io.stream.CHUNK = 64
 left = [int(sys.argv[3])]
 def progress(count):
     left[0] -= count
@@ -314,8 +311,8 @@ def test_a_killed_import_leaves_no_commit_and_the_next_one_clears_it_away(
 FULL = """
 import resource, signal, sys
 from pathlib import Path
-from merger.import_plan import plan_import
-from merger.importing import import_checkpoint
+from merger.import_checkpoint import plan_import
+from merger.import_checkpoint import import_checkpoint
 from store.errors import StorageError
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 plan = plan_import(Path(sys.argv[1]))
@@ -337,7 +334,7 @@ def test_a_device_that_takes_no_more(store: PlainStore, target: Path) -> None:
 
 def test_a_device_without_room_is_told_first(store: PlainStore, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store.save(10)
-    monkeypatch.setattr(merger.importing.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 100})())
+    monkeypatch.setattr(merger.import_checkpoint.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 100})())
     with pytest.raises(StorageError, match="5472 bytes are needed and 100 are free"):
         imported(store.root, target)
     assert segments(target) == []
@@ -346,8 +343,8 @@ def test_a_device_without_room_is_told_first(store: PlainStore, target: Path, mo
 MEASURED = """
 import sys
 from pathlib import Path
-from merger.import_plan import plan_import
-from merger.importing import import_checkpoint
+from merger.import_checkpoint import plan_import
+from merger.import_checkpoint import import_checkpoint
 import_checkpoint(plan_import(Path(sys.argv[1])), Path(sys.argv[2]))
 
 def field(name):

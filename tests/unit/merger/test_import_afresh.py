@@ -12,10 +12,9 @@ import pytest
 import torch
 
 import monitor
-from merger.import_plan import ImportPlan, plan_import
-from merger.importing import import_checkpoint
+from merger.import_checkpoint import ImportPlan, import_checkpoint, plan_import
 from merger.tensors import to_leaf
-from store.tree import encode
+from store.state_tree import encode
 
 
 class Position:

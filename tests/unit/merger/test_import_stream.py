@@ -11,13 +11,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import merger.stream
-from merger.blocks import Extent
-from merger.stream import Flow, bytes_to_read, flows
+import merger.io.stream
+from merger.io.blocks import Extent
+from merger.io.stream import Flow, bytes_to_read, flows
 from merger.tensors import memory_of
 from store.errors import DamagedError, StorageError
-from store.files import LocalFiles
-from store.payload import Item, write_payload
+from store.segment import Item, write_payload
+from store.storage.local import LocalFiles
 from tests.support.extents import DTYPES, Spread, values
 
 
@@ -63,8 +63,8 @@ def test_any_tensors(
         spread.block(pieces, gap=gap, before=gap)
     told: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(merger.stream, "CHUNK", chunk)
-        patch.setattr(merger.stream, "FRAGMENT_BYTES", most)
+        patch.setattr(merger.io.stream, "CHUNK", chunk)
+        patch.setattr(merger.io.stream, "FRAGMENT_BYTES", most)
         found = flows(spread.extents, told.append)
         assert drawn(found) == expected(spread)
         assert all(flow.nbytes <= max(most, torch.float64.itemsize) for flow in found)

@@ -15,21 +15,20 @@ import numpy as np
 import pytest
 import torch
 
-import merger.transfer
-from merger.import_plan import plan_import
-from merger.importing import import_checkpoint
+import merger.io.transfer
+from merger.import_checkpoint import import_checkpoint, plan_import
+from merger.io.output_dir import CERTIFICATE
 from merger.merge import MergeResult, merge
 from merger.plan import Request, open_request, plan_merge
-from merger.report import CERTIFICATE
 from merger.sources.store import StoreSource
 from store.catalog import open_catalog
 from store.certificate import certify
 from store.errors import DamagedError, NothingToResumeError, UsageError
-from store.files import LocalFiles
 from store.names import SaveId, Unit
+from store.resolve import resolve
 from store.schema import Entry
-from store.segments import read_part
-from store.versions import resolve
+from store.segment import read_part
+from store.storage.local import LocalFiles
 from tests.support.plain_stores import PlainStore, digest_of, rebuilt, same
 from tests.support.stores import SLOTS, FakeLayer, How, flip_byte
 
@@ -117,7 +116,7 @@ def test_every_stored_byte_is_read_once_and_a_base_with_each_difference(store: P
     raw = PlainStore(store.root.parent / "raw")
     raw.save(10)
     request = Request(raw.root)
-    assert plan.memory(1) > plan_merge(open_request(request), request).memory(1) == 2 * merger.transfer.CHUNK
+    assert plan.memory(1) > plan_merge(open_request(request), request).memory(1) == 2 * merger.io.transfer.CHUNK
 
 
 def test_versions_stored_in_different_ways_make_one_checkpoint(store: PlainStore, tmp_path: Path) -> None:
@@ -148,7 +147,7 @@ def test_fragments_larger_than_a_chunk(large: PlainStore, tmp_path: Path) -> Non
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_elements_on_both_sides_of_a_chunk_border(large: PlainStore, tmp_path: Path, dtype: torch.dtype) -> None:
     """Pieces that begin and end anywhere, straddle chunks and fragments, and are wanted twice, with casts."""
-    from merger.containers.base import Hole
+    from merger.io.output_file import Hole
     from tests.support.extents import wanted
 
     index = StoreSource(large.root).checkpoint(None, frozenset()).index
@@ -171,19 +170,19 @@ def test_elements_on_both_sides_of_a_chunk_border(large: PlainStore, tmp_path: P
     stored = wanted(at, dtype, *places)
     path = tmp_path / "out"
     path.write_bytes(bytes(5 + stored.nbytes))
-    plan = merger.transfer.plan_transfer(index, [(0, Hole(5, stored))])
-    moved = merger.transfer.transfer(plan, [path], 2, lambda _: None)
+    plan = merger.io.transfer.plan_transfer(index, [(0, Hole(5, stored))])
+    moved = merger.io.transfer.transfer(plan, [path], 2, lambda _: None)
     assert not moved.flaws
     found = torch.frombuffer(bytearray(path.read_bytes()[5:]), dtype=dtype)
     for offset, piece in expected:
         assert torch.equal(found[offset : offset + piece.numel()], piece)
-    crcs = merger.transfer.checksums(moved.pieces[0], [Hole(5, stored)])
-    merger.transfer.check_hole(path, Hole(5, stored), crcs[5])
+    crcs = merger.io.transfer.checksums(moved.pieces[0], [Hole(5, stored)])
+    merger.io.transfer.check_hole(path, Hole(5, stored), crcs[5])
 
 
 def test_bf16_working_weights_stay_what_the_model_computed_with(store: PlainStore) -> None:
     """DeepSpeed's layouts derive working weights by casting masters: of masters rounded to bf16 too, bit for bit."""
-    from merger.stored import whole
+    from merger.checkpoint import whole
 
     for step, encoding in ((10, "bf16"), (20, "bf16+int8")):
         store.save(step, how={"fp32": How(encoding, 1)})
@@ -191,9 +190,9 @@ def test_bf16_working_weights_stay_what_the_model_computed_with(store: PlainStor
         stored = whole(checkpoint, "layers.1.weight", "fp32", torch.bfloat16)
         path = store.root.parent / "weights"
         path.write_bytes(bytes(stored.nbytes))
-        hole = merger.transfer.Hole(0, stored)
-        moved = merger.transfer.transfer(
-            merger.transfer.plan_transfer(checkpoint.index, [(0, hole)]), [path], 1, lambda _: None
+        hole = merger.io.transfer.Hole(0, stored)
+        moved = merger.io.transfer.transfer(
+            merger.io.transfer.plan_transfer(checkpoint.index, [(0, hole)]), [path], 1, lambda _: None
         )
         assert not moved.flaws
         found = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.bfloat16)
@@ -340,7 +339,7 @@ def test_large_fragments_are_cut_on_import(tmp_path: Path, monkeypatch: pytest.M
     """Flows begin and end inside decoded chunks."""
     store = PlainStore(tmp_path / "store", layers=[FakeLayer("one", 3000)])
     store.save(10, how=packed(dict.fromkeys(SLOTS, How())))
-    monkeypatch.setattr("merger.stream.FRAGMENT_BYTES", 404)
+    monkeypatch.setattr("merger.io.stream.FRAGMENT_BYTES", 404)
     import_checkpoint(plan_import(store.root), tmp_path / "target")
     merge(tmp_path / "target", tmp_path / "out")
     assert same(rebuilt(tmp_path / "out"), store.expected(10))
@@ -374,10 +373,10 @@ MEASURED = """
 import sys
 from pathlib import Path
 import torch
-from merger.containers.base import Hole
+from merger.io.output_file import Hole
 from merger.sources.store import StoreSource
-from merger.stored import whole
-from merger.transfer import plan_transfer, transfer
+from merger.checkpoint import whole
+from merger.io.transfer import plan_transfer, transfer
 
 root, out, workers = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
 checkpoint = StoreSource(root).checkpoint(None, frozenset())

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from merger.io.output_dir import CERTIFICATE
 from merger.merge import merge
-from merger.report import CERTIFICATE
 from store.errors import MergeError, NoStoreError, NothingToResumeError, StorageError, UnsupportedError, UsageError
 from store.names import SaveId, Unit
 from tests.support.plain_stores import PlainStore, digest_of, rebuilt, same
@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[3]
 
 def damage(store: PlainStore, save: SaveId, unit: Unit, rank: int = 0) -> None:
     """Flip a byte of a unit's fragment on a rank."""
-    from store.segments import read_part
+    from store.segment import read_part
 
     part = read_part(store.files, store.store_id, save, rank)
     entry = next(entry for entry in part.entries if entry.unit == unit)

@@ -15,12 +15,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from merger.containers.base import Container, Hole, OutFile
-from merger.containers.pt import PtFile
-from merger.containers.safetensors import SafetensorsFile
-from merger.containers.verbatim import Verbatim
-from merger.produce import produce
-from merger.stored import Stored
+from merger.checkpoint import Stored
+from merger.io.output_file import Container, Hole, OutFile, Verbatim
+from merger.merge import produce
+from merger.writers.safetensors import SafetensorsFile
+from merger.writers.torch_zip import PtFile
 from store.errors import DamagedError, MergeError, StorageError
 from tests.support.extents import Spread, all_of, some_flaw, values
 
@@ -71,10 +70,10 @@ def test_everything_is_there(spread: Spread, folder: Path, workers: int) -> None
 AS_ANOTHER_USER = """
 import os, sys
 from pathlib import Path
-from merger.containers.base import OutFile
-from merger.containers.verbatim import Verbatim
-from merger.produce import produce
-from store.coverage import FragmentIndex
+from merger.io.output_file import OutFile
+from merger.io.output_file import Verbatim
+from merger.merge import produce
+from store.fragments import FragmentIndex
 if os.getuid() == 0:
     os.setgid(65534)
     os.setuid(65534)
@@ -147,12 +146,12 @@ import resource, signal, sys
 from pathlib import Path
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
-from merger.containers.base import OutFile
-from merger.containers.dcp import DcpFile, Item
-from merger.containers.pt import PtFile
-from merger.containers.safetensors import SafetensorsFile
-from merger.containers.verbatim import Verbatim
-from merger.produce import produce
+from merger.io.output_file import OutFile
+from merger.writers.dcp import DcpFile, Item
+from merger.writers.torch_zip import PtFile
+from merger.writers.safetensors import SafetensorsFile
+from merger.io.output_file import Verbatim
+from merger.merge import produce
 from store.errors import StorageError
 from tests.support.extents import Spread, all_of
 root = Path(sys.argv[1])

@@ -16,11 +16,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from merger.containers.base import Hole
-from merger.containers.pt import PtFile
-from merger.stored import Stored
+from merger.checkpoint import Stored
+from merger.io.output_file import Hole
+from merger.io.transfer import check_hole
 from merger.tensors import memory_of
-from merger.transfer import check_hole
+from merger.writers.torch_zip import PtFile
 from store.errors import DamagedError, MergeError, UnsupportedError
 from tests.support.extents import DTYPES
 

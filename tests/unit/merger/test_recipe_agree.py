@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from merger.recipe.agree import Named, disagreements, optimizer_disagreements
+from merger.recipe.compose import Named, disagreements, optimizer_disagreements
 from store.schema import TensorRecord
 from tests.support.recipe_checkpoints import checkpoint, record, small_model
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from merger.recipe.choice import Choice, choose
+from merger.recipe.compose import Choice, choose
 from merger.recipe.model import Model
-from merger.recipe.read import recipe_from
+from merger.recipe.parse import recipe_from
 from store.config_file import parse_yaml
 from store.schema import LayerRecord, TensorRecord
 from tests.support.recipe_models import layers_of, llama

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from merger.recipe.choice import choose
-from merger.recipe.read import recipe_from
-from merger.recipe.recipe import Recipe, SourceRef
+from merger.recipe.compose import choose
+from merger.recipe.model import Recipe, SourceRef
+from merger.recipe.parse import recipe_from
 from store.config_file import parse_yaml
 from store.errors import ConfigError, DriftpointError, UnsupportedError
 from tests.support.recipe_models import layers_of, llama

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from merger.recipe.read import read_recipe, recipe_from
-from merger.recipe.recipe import Recipe, SourceRef
-from merger.recipe.selections import Auxiliary, Blocks, EveryKth, Layers, Parameters
+from merger.recipe.model import Auxiliary, Blocks, EveryKth, Layers, Parameters, Recipe, SourceRef
+from merger.recipe.parse import read_recipe, recipe_from
 from store.config_file import parse_yaml
 from store.errors import ConfigError
 

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import torch
 
-from merger.import_plan import plan_import
+from merger.import_checkpoint import plan_import
+from merger.io.output_dir import CERTIFICATE
+from merger.layouts.base import Target
 from merger.merge import merge
-from merger.report import CERTIFICATE
-from merger.sources.select import open_source
-from merger.target import Target
+from merger.sources import open_source
 from store.errors import UsageError
 from store.names import SaveId, Unit
 from store.schema import ManifestRecord

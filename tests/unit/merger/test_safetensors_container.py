@@ -13,12 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from merger.containers.base import Hole
-from merger.containers.safetensors import SafetensorsFile
-from merger.containers.verbatim import Verbatim
-from merger.stored import Stored
+from merger.checkpoint import Stored
+from merger.io.output_file import Hole, Verbatim
+from merger.io.transfer import check_hole
 from merger.tensors import memory_of
-from merger.transfer import check_hole
+from merger.writers.safetensors import SafetensorsFile
 from store.errors import MergeError, UnsupportedError
 from tests.support.extents import DTYPES
 

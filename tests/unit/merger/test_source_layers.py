@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from merger.layers import layers_of
-from monitor.layers import find_layers
+from monitor.observe.layers import find_layers
 
 transformers = pytest.importorskip("transformers")
 

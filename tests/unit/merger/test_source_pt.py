@@ -13,11 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from merger.sources.deepspeed_classes import STAND_INS
-from merger.sources.pt import read_pt
-from merger.sources.tensor import FileTensor, read_block, values
+from merger.sources.base import FileTensor, read_block, values
+from merger.sources.torch_file import STAND_INS, read_pt
 from store.errors import DamagedError, DriftpointError, MissingError, UnsupportedError
-from store.files import LocalFiles
+from store.storage.local import LocalFiles
 
 
 class Evil:

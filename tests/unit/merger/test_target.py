@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from merger.layouts.select import layout_for
-from merger.target import Target
+from merger.layouts import layout_for
+from merger.layouts.base import Target
 from store.errors import UsageError
 from tests.support.described import described, tensor
 

@@ -11,12 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from merger.layouts.trainer import TrainerLayout
-from merger.layouts.trainer_rng import rng_files
-from merger.layouts.trainer_state import moved_state, scheduler_file
+from merger.checkpoint import RankState
+from merger.layouts.base import Target
+from merger.layouts.trainer import TrainerLayout, moved_state, rng_files, scheduler_file
 from merger.merge import merge
-from merger.runstate import RankState
-from merger.target import Target
 from store.errors import MergeError, UnsupportedError, UsageError
 from tests.support.described import described, tensor
 from tests.support.plain_stores import PlainStore

@@ -16,16 +16,24 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import merger.outfiles
-import merger.transfer
-from merger.blocks import Block, Extent
-from merger.containers.base import Hole
-from merger.outfiles import OutputError
-from merger.parallel import go_on, in_parallel
-from merger.stored import Stored
-from merger.transfer import CHUNK, TransferPlan, Transferred, check_hole, checksums, plan_transfer, transfer
-from store.coverage import FragmentIndex
+import merger.io.output_file
+import merger.io.transfer
+from merger.checkpoint import Stored
+from merger.io.blocks import Block, Extent
+from merger.io.output_file import Hole, OutputError
+from merger.io.transfer import (
+    CHUNK,
+    TransferPlan,
+    Transferred,
+    check_hole,
+    checksums,
+    go_on,
+    in_parallel,
+    plan_transfer,
+    transfer,
+)
 from store.errors import DamagedError, MergeError, StorageError
+from store.fragments import FragmentIndex
 from tests.support.extents import DTYPES, Spread, all_of, some_flaw, values, wanted
 
 ROOT = Path(__file__).parents[3]
@@ -78,7 +86,7 @@ def test_casts_across_chunks(spread: Spread, source: torch.dtype, target: torch.
     spread.tensor("a", elements, before=13)
     content = [[(5, all_of("a", elements, target))]]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(merger.transfer, "CHUNK", 96)
+        patch.setattr(merger.io.transfer, "CHUNK", 96)
         require_right(spread, content, *carry_out(spread, content, workers=workers))
 
 
@@ -92,7 +100,7 @@ def test_elements_that_straddle_two_chunks(spread: Spread, gap: int, target: tor
     content = [[(0, all_of("a", one, target)), (1000, all_of("b", two, target))]]
     for chunk in (16, 20, 64):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(merger.transfer, "CHUNK", chunk)
+            patch.setattr(merger.io.transfer, "CHUNK", chunk)
             require_right(spread, content, *carry_out(spread, content))
 
 
@@ -112,7 +120,7 @@ def test_a_block_larger_than_a_chunk_at_an_odd_place(spread: Spread) -> None:
 
 @pytest.mark.parametrize("workers", [1, 4])
 def test_more_files_than_are_kept_open(spread: Spread, workers: int) -> None:
-    numel = 3 * merger.outfiles.OPEN_FILES
+    numel = 3 * merger.io.output_file.OPEN_FILES
     elements = values(2 * numel, torch.float32, 4)
     spread.tensor("a", elements)
     content = [[(0, wanted(2, torch.float32, ("a", 2 * i, 2, 0)))] for i in range(numel)]
@@ -192,8 +200,8 @@ def test_anything_from_anywhere_to_anywhere(
             offset += stored.nbytes + gap
         content.append(places)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(merger.transfer, "CHUNK", chunk)
-        patch.setattr(merger.outfiles, "OPEN_FILES", 2)
+        patch.setattr(merger.io.transfer, "CHUNK", chunk)
+        patch.setattr(merger.io.output_file, "OPEN_FILES", 2)
         told: list[int] = []
         paths, moved = carry_out(spread, content, workers=workers, told=told)
     # Planned tensors without elements share their place with the next one, and have no checksum of their own.
@@ -417,10 +425,10 @@ INTERRUPTED = """
 import os, signal, sys, threading, time
 from pathlib import Path
 import torch
-from merger.containers.base import Hole
-from merger.transfer import plan_transfer, transfer
+from merger.io.output_file import Hole
+from merger.io.transfer import plan_transfer, transfer
 from tests.support.extents import Spread, all_of
-from store.files import LocalFiles
+from store.storage.local import LocalFiles
 
 class Slow(LocalFiles):
     def read_into(self, path, offset, target):
@@ -464,9 +472,9 @@ LIMITED = """
 import resource, signal, sys
 from pathlib import Path
 import torch
-from merger.containers.base import Hole
-from merger.outfiles import OutputError
-from merger.transfer import plan_transfer, transfer
+from merger.io.output_file import Hole
+from merger.io.output_file import OutputError
+from merger.io.transfer import plan_transfer, transfer
 from tests.support.extents import Spread, all_of, some_flaw
 spread = Spread(Path(sys.argv[1]))
 elements = torch.zeros(5000)
@@ -491,12 +499,12 @@ MEASURED = """
 import sys, threading, time
 from pathlib import Path
 import torch, xxhash
-from merger.blocks import Block, Extent, xxh3
-from merger.containers.base import Hole
-from merger.parallel import in_parallel
-from merger.transfer import check_hole, checksums, plan_transfer, transfer
-from store.coverage import FragmentIndex
-from store.files import LocalFiles
+from merger.io.blocks import Block, Extent, xxh3
+from merger.io.output_file import Hole
+from merger.io.transfer import in_parallel
+from merger.io.transfer import check_hole, checksums, plan_transfer, transfer
+from store.fragments import FragmentIndex
+from store.storage.local import LocalFiles
 from tests.support.extents import all_of, wanted
 
 root, workers = Path(sys.argv[1]), int(sys.argv[2])

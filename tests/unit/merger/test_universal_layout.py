@@ -14,12 +14,11 @@ pytest.importorskip("deepspeed")
 
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
-from merger.containers.pt import PtFile
-from merger.layouts.base import Laid
+from merger.layouts.base import Laid, Target
 from merger.layouts.deepspeed_universal import UniversalLayout
-from merger.target import Target
-from store.coverage import FragmentIndex
+from merger.writers.torch_zip import PtFile
 from store.errors import UnsupportedError
+from store.fragments import FragmentIndex
 from tests.support.planned import Tensor, planned
 
 TAG = "global_step10_universal"

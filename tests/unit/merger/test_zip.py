@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from merger.containers.zip import patch_checksum, records
+from merger.writers.torch_zip import patch_checksum, records
 from store.errors import DamagedError
 
 CONTENT = {"one": b"first record", "folder/two": b"", "folder/three": bytes(range(256))}

@@ -10,11 +10,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from monitor.adapters.base import Piece
-from monitor.adapters.hyper import snapshot
-from monitor.adapters.inventory import Inventory, whole
-from monitor.adapters.optimizer_state import common_scalars
-from monitor.adapters.replicas import SMALL, even_slice, share
-from monitor.dtypes import dtype_name, torch_dtype
+from monitor.adapters.module_tensors import Inventory, dtype_name, torch_dtype, whole
+from monitor.adapters.optimizer_state import common_scalars, snapshot
+from monitor.adapters.pytorch import SMALL, even_slice, share
 from store.errors import ModelMismatchError, UnsupportedError
 from store.names import BUFFER, WEIGHTS, Fragment
 

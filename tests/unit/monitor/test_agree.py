@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from monitor.agree import everywhere, on_first
-from monitor.group import Alone, Group
+from monitor.distributed import Alone, Group, everywhere, on_first
 from store.errors import ConfigError, DriftpointError, StorageError
 
 

@@ -11,9 +11,8 @@ from types import FrameType
 import pytest
 
 import monitor
-from monitor.announced import ECHO, Announced
-from monitor.config import load_config
-from monitor.preemption import deadline
+from monitor.config.load import load_config
+from monitor.preemption import ECHO, Announced, deadline
 from store.errors import ConfigError
 from tests.support.jobs import Job
 

@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 
 import monitor
+from monitor.config.load import load_config
 from policies.interval import FIRST
 from store.catalog import open_catalog
 from store.errors import ConfigError, StorageError
-from store.files import LocalFiles
+from store.storage.local import LocalFiles
 from store.verify import verify
 from tests.support.jobs import Job, job
 from tests.support.launch import ENVIRONMENT
@@ -293,12 +294,12 @@ def test_a_mark_that_cannot_be_written_is_told_and_costs_nothing_else(
 )
 def test_what_makes_no_sense_is_refused(values: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        monitor.config.load_config(values)  # type: ignore[attr-defined]
+        load_config(values)
     assert told in str(caught.value)
 
 
 @pytest.mark.parametrize("every", ["auto", 7, "7", 7.0])
 def test_what_was_a_number_of_steps_still_is(every: Any) -> None:
-    from monitor.config import load_config
+    from monitor.config.load import load_config
 
     assert load_config({"every": every}).every == ("auto" if every == "auto" else 7)

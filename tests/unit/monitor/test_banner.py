@@ -12,11 +12,10 @@ import torch
 from torch import nn
 
 import monitor
-from monitor.config import load_config
+from monitor.config.load import load_config
 from monitor.events import DecisionEvent
-from monitor.save_log import SaveLog
-from monitor.saying import say
-from store.mounts import Mount
+from monitor.telemetry.log import SaveLog, say
+from store.location import Mount
 from tests.support.jobs import Model
 
 LOGGER = logging.getLogger("driftpoint")
@@ -36,7 +35,7 @@ def _unset_logging(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("monitor.banner.mount_of", lambda path: Mount("ext4", "/"))
+    monkeypatch.setattr("monitor.api.mount_of", lambda path: Mount("ext4", "/"))
 
 
 def _attached(config: Any = None) -> monitor.Checkpointer:
@@ -116,7 +115,7 @@ def test_it_says_what_was_decided(capsys: pytest.CaptureFixture[str], settings: 
 
 
 def test_a_store_that_something_empties(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("monitor.banner.mount_of", lambda path: Mount("overlay", "/"))
+    monkeypatch.setattr("monitor.api.mount_of", lambda path: Mount("overlay", "/"))
     assert "to ./driftpoint-checkpoints (on overlay: it goes with the container), every" in _said(capsys, QUIET)
 
 
@@ -159,7 +158,7 @@ def test_our_logger_can_be_silenced(capsys: pytest.CaptureFixture[str], monkeypa
 
 @pytest.mark.parametrize(("count", "told"), [(999, "999"), (999_900, "1 M"), (109_500_000, "110 M"), (405e9, "405 G")])
 def test_numbers_of_parameters(count: float, told: str) -> None:
-    from monitor.banner import shortened
+    from monitor.api import shortened
 
     assert shortened(int(count)) == told
 

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from monitor.config import ENCODINGS
-from policies.options import expected_bytes
+from monitor.config.load import ENCODINGS
+from policies.encodings import expected_bytes
 from store.catalog import open_catalog
 from store.certificate import certify
 from store.errors import ConfigError
-from store.files import LocalFiles
 from store.names import BUFFER, FROZEN, RAW, SaveId, Unit
+from store.resolve import newest_resumable
+from store.storage.local import LocalFiles
 from store.verify import verify
-from store.versions import newest_resumable
 from tests.support.jobs import Job, job
 
 RATE = 300_000.0

@@ -24,9 +24,9 @@ from store.errors import (
     StoreInUseError,
     UnsupportedError,
 )
-from store.files import LocalFiles
 from store.names import Unit
-from store.record import seal, unseal
+from store.schema import seal, unseal
+from store.storage.local import LocalFiles
 from store.verify import verify
 from tests.support.jobs import LAYERS, Job, Model, job, same
 from tests.support.launch import ENVIRONMENT

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from monitor.config import Config, load_config
-from policies.observe import Observe
+from monitor.config.load import Config, load_config
+from policies.builtin import Observe
 from store.errors import ConfigError
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from store.daemon.place import make_home, socket_path
+from store.daemon_protocol import make_home, socket_path
 from tests.support.daemons import until
 from tests.support.jobs import Job
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from deploy.supervisor_metrics import SupervisorMetrics
-from monitor.metrics import Metrics
+from deploy.supervisor.events import SupervisorMetrics
+from monitor.telemetry.metrics import Metrics
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
 

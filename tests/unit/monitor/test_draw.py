@@ -5,13 +5,12 @@ from __future__ import annotations
 import pytest
 
 from monitor.ledger import CommitDraft, JobFacts, draw
-from monitor.units import UnitSize
+from monitor.observe.units import UnitSize
 from policies.base import Choice
 from store.commit import Group
 from store.errors import DamagedError, SaveError
-from store.members import members_digest
 from store.names import SaveId, Unit
-from store.schema import Entry, GroupRecord, LayerRecord, MeasureRecord, PartRecord, TensorRecord
+from store.schema import Entry, GroupRecord, LayerRecord, MeasureRecord, PartRecord, TensorRecord, members_digest
 
 DIGEST = "0" * 32
 UNIT = Unit("block", "fp32")

@@ -12,18 +12,17 @@ import pytest
 import torch
 
 import monitor
-from monitor.layers import find_layers
+from monitor.observe.layers import find_layers
 from store.catalog import Catalog, open_catalog
 from store.certificate import certify
 from store.errors import ModelMismatchError
-from store.files import LocalFiles
 from store.layout import part_path, payload_path
 from store.names import SaveId
-from store.prune import plan_prune
-from store.retention import Retention
-from store.segments import read_part
+from store.resolve import newest_resumable
+from store.retention import Retention, plan_prune
+from store.segment import read_part
+from store.storage.local import LocalFiles
 from store.verify import verify
-from store.versions import newest_resumable
 from tests.support.jobs import Model
 
 Seen = Mapping[str, Any]

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 import monitor
-from monitor.packing import Packer
+from monitor.save.encode import Packer
 from store.catalog import open_catalog
 from store.errors import StorageError
-from store.files import LocalFiles
 from store.names import SaveId
 from store.schema import Entry
+from store.storage.local import LocalFiles
 from store.verify import verify
 from tests.support.hooked import Hook, HookedFiles, nothing
 

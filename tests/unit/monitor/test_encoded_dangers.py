@@ -12,15 +12,15 @@ import torch
 from torch import nn
 
 import monitor
-from monitor.encoded_copy import EncodedCopy
-from monitor.packing import LIFE
+from monitor.save.encode import LIFE
+from monitor.save.staging import EncodedCopy
 from store.catalog import open_catalog
 from store.certificate import certify
 from store.errors import ConfigError
-from store.files import LocalFiles
 from store.names import FROZEN, SaveId
+from store.resolve import newest_resumable
+from store.storage.local import LocalFiles
 from store.verify import verify
-from store.versions import newest_resumable
 
 
 class Job:
@@ -196,7 +196,7 @@ def test_bytes_that_an_encoder_does_not_vouch_for_are_never_committed(
     """The check beforehand and the encoder's own may come apart one day: then the save fails, and is reported."""
     with Job(tmp_path) as job:
         job.train(2)
-    monkeypatch.setattr("monitor.encoding.within_reach", lambda values, unsigned: torch.ones((), dtype=torch.bool))
+    monkeypatch.setattr("monitor.save.encode.within_reach", lambda values, unsigned: torch.ones((), dtype=torch.bool))
     with Job(tmp_path, encoding={"exp_avg": "int8-sqrt-block"}) as job:  # holds no negative values
         job.update()
         job.ckpt.step()

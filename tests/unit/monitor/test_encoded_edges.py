@@ -13,13 +13,13 @@ import torch
 from torch import nn
 
 import monitor
-from monitor.config import ENCODINGS
-from monitor.encoding import _squared
+from monitor.config.load import ENCODINGS
+from monitor.save.encode import _squared
 from store.catalog import open_catalog
 from store.encoding import RAW, encoding_named
-from store.files import LocalFiles
+from store.resolve import newest_resumable
+from store.storage.local import LocalFiles
 from store.verify import verify
-from store.versions import newest_resumable
 
 DIFFERENCES = {"packing": 1, "differences": True}
 DTYPES = [

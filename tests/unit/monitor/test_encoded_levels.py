@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from monitor.levels import LEVELS, SHARE, LevelChooser
+from monitor.save.encode import LEVELS, SHARE, LevelChooser
 
 NBYTES = 1_000_000_000
 

@@ -7,11 +7,11 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from monitor.packing import LIFE, Packer, SavePacking
+from monitor.save.encode import LIFE, Packer, SavePacking
 from store.encoding import BF16, INT8_BLOCK, RAW, encoding_named
 from store.encoding.base import CHUNK, Bytes
+from store.encoding.stream import Encoded
 from store.names import Fragment, SaveId, Unit
-from store.packed import Encoded
 
 UNIT = Unit("layer", "fp32")
 NUMEL = 1 << 15
@@ -99,7 +99,7 @@ def test_a_new_base_is_made_when_the_next_difference_would_exceed_the_mean() -> 
 
 
 def test_growing_differences_cost_less_than_never_making_a_new_base(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("monitor.packing.LIFE", 1 << 30)  # the rule of the mean by itself
+    monkeypatch.setattr("monitor.save.encode.LIFE", 1 << 30)  # the rule of the mean by itself
 
     def total(renew: bool) -> int:
         run, values, written = Run(), normal(1), 0

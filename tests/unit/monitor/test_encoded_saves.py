@@ -13,15 +13,15 @@ import torch
 from torch import nn
 
 import monitor
-from monitor.config import ENCODINGS
+from monitor.config.load import ENCODINGS
 from store.catalog import open_catalog
 from store.encoding import RAW, encoding_named
 from store.errors import ConfigError
-from store.files import LocalFiles
 from store.names import SaveId
+from store.resolve import newest_resumable
 from store.schema import Entry
+from store.storage.local import LocalFiles
 from store.verify import verify
-from store.versions import newest_resumable
 
 SLOTS = ("fp32", "exp_avg", "exp_avg_sq")
 WAYS: dict[str, dict[str, Any]] = {

@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 import monitor
-from monitor.encoders.blocks import Int8SqrtBlockEncoder
+from monitor.save.torch_codecs import Int8SqrtBlockEncoder
 from store.encoding.base import BLOCK
-from store.encoding.int8_sqrt_block import Int8SqrtBlock
+from store.encoding.int8 import Int8SqrtBlock
 
 SAVED_AT, WATCHED, MOST = 30, 20, 1.5
 ROWS, WIDTH = 192, 32

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from monitor import encoders
+from monitor.save import torch_codecs as encoders
 from store.encoding import CHUNK, ENCODINGS, encoding_named
 from store.encoding.stream import chunked
 from store.errors import DamagedError, StoreError

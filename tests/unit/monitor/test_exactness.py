@@ -14,7 +14,7 @@ import monitor
 from merger.merge import merge
 from store.catalog import open_catalog
 from store.errors import ModelMismatchError, UnsupportedError
-from store.files import LocalFiles
+from store.storage.local import LocalFiles
 from store.verify import verify
 from tests.support.jobs import same
 

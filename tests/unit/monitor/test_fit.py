@@ -10,7 +10,7 @@ from torch import nn
 
 import monitor
 from monitor.adapters.base import Place
-from monitor.fit import loss
+from monitor.resume.read import loss
 from store.errors import ModelMismatchError, UnsupportedError
 from store.names import BUFFER, WEIGHTS, Fragment
 

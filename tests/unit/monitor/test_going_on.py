@@ -14,7 +14,7 @@ from torch import nn
 import monitor
 from store.catalog import open_catalog
 from store.errors import ConfigError, ModelMismatchError, StorageError
-from store.files import LocalFiles
+from store.storage.local import LocalFiles
 from store.verify import verify
 from tests.support.hooked import HookedFiles
 from tests.support.jobs import Job, job, same

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from monitor.group import Alone, current_group
+from monitor.distributed import Alone, current_group
 
 
 def test_without_a_process_group_a_job_is_alone() -> None:

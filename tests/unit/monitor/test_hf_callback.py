@@ -17,13 +17,13 @@ from transformers import Trainer, TrainerCallback, TrainerState, TrainingArgumen
 from transformers.trainer_utils import compare_trainer_and_checkpoint_args
 
 import monitor
-from monitor.foresight import Foreseen
-from monitor.group import current_group
-from monitor.hf.resuming import _trainer_state
+from monitor.distributed import current_group
+from monitor.huggingface.resume import _trainer_state
+from monitor.resume.predict import Foreseen
 from store.catalog import open_catalog
 from store.errors import ModelMismatchError, StoreError, UsageError
-from store.files import LocalFiles
 from store.names import SaveId
+from store.storage.local import LocalFiles
 from tests.support.trainers import Flushing
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -18,7 +18,7 @@ from torch.utils.data import Dataset, IterableDataset
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
 
 import monitor
-from monitor.hf.state_text import StateText
+from monitor.huggingface.trainer_state import StateText
 from tests.support.trainers import Flushing
 
 EVALUATING = {"eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "loss", "greater_is_better": False}

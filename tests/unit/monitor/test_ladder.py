@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from monitor.drift.base import Signature
-from monitor.drift.ladder import Compared, Ladder, compared_with
+from monitor.observe.drift_meter import Signature
+from monitor.telemetry.drift_history import Compared, Ladder, compared_with
 
 WIDTH = 8
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from monitor.metrics import Metrics
+from monitor.telemetry.metrics import Metrics
 from policies.interval import FIRST
 from store.names import Unit
 from tests.support.jobs import Job, job

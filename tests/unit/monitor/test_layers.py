@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from monitor.layers import Layer, find_layers
+from monitor.observe.layers import Layer, find_layers
 from store.errors import ConfigError
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 import monitor
-from monitor.adapters.plain import PlainAdapter
-from monitor.staging import Copying
+from monitor.adapters.pytorch import PlainAdapter
+from monitor.save.staging import Copying
 from store.catalog import open_catalog
-from store.files import LocalFiles
-from store.segments import read_entry
-from store.versions import newest_resumable
+from store.resolve import newest_resumable
+from store.segment import read_entry
+from store.storage.local import LocalFiles
 
 
 def training(store: Path, staging: str) -> tuple[torch.nn.Linear, torch.optim.Optimizer, monitor.Checkpointer]:

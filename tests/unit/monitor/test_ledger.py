@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from monitor.ledger import CommitDraft, Drawn, JobFacts, Ledger, draw
-from monitor.units import UnitSize
+from monitor.observe.units import UnitSize
 from policies.base import Choice
 from store.commit import Group
-from store.members import members_digest
 from store.names import SaveId, Unit
+from store.resolve import Resolution, Version
 from store.schema import (
     Entry,
     GroupRecord,
@@ -17,8 +17,8 @@ from store.schema import (
     PartRecord,
     TensorRecord,
     UnitRecord,
+    members_digest,
 )
-from store.versions import Resolution, Version
 
 DIGEST = "0" * 32
 A, B = Unit("a", "fp32"), Unit("b", "fp32")

@@ -10,9 +10,9 @@ import torch
 import monitor
 from store.catalog import open_catalog
 from store.errors import ConfigError
-from store.files import LocalFiles
-from store.memory.held import look
+from store.memory.index import look
 from store.names import SaveId
+from store.storage.local import LocalFiles
 from store.verify import verify
 from tests.support.jobs import Job, same
 from tests.support.kept import memory, tier_of

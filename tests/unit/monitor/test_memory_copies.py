@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from deploy.sight import SeenStore
+from deploy.supervisor.store_probe import SeenStore
 from store.layout import manifest_path
 from store.memory.rescue import NOTHING, rescue_newest
 from store.names import SaveId

@@ -13,14 +13,14 @@ import torch
 
 from store.catalog import open_catalog
 from store.errors import DamagedError
-from store.files import LocalFiles
 from store.layout import payload_path
-from store.memory.held import look
+from store.memory.index import look
+from store.memory.layout import Generation
 from store.memory.overlay import Overlay
-from store.memory.tier import Generation
 from store.names import SaveId
-from store.payload import Placed, read_piece
 from store.schema import Entry, PartRecord, StateTensor
+from store.segment import Placed, read_piece
+from store.storage.local import LocalFiles
 from store.verify import verify
 from tests.support.jobs import Job, same
 from tests.support.kept import catalog_of, memory, tier_of

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 import torch
 
-import monitor.memory
+import monitor.memory.tier
 from store.catalog import open_catalog
 from store.errors import StorageError
-from store.files import LocalFiles
 from store.memory.arena import Arena
-from store.memory.cleaning import clear_old
-from store.memory.tier import Generation
+from store.memory.cleanup import clear_old
+from store.memory.layout import Generation
+from store.storage.local import LocalFiles
 from tests.support.jobs import Job, same
 from tests.support.kept import catalog_of, memory, tier_of
 from tests.support.memory_jobs import (
@@ -305,17 +305,17 @@ def test_a_version_that_is_not_finished_when_the_job_goes_back_is_not_written_ov
         one.step(flush=False)
         settled(one)
     begun, go_on = threading.Event(), threading.Event()
-    real = monitor.memory.remember
+    real = monitor.memory.tier.remember
 
     def slow(version: Any) -> float:
         begun.set()
         assert go_on.wait(60)
         return real(version)
 
-    monkeypatch.setattr(monitor.memory, "remember", slow)
+    monkeypatch.setattr(monitor.memory.tier, "remember", slow)
     one.step(flush=False)
     assert begun.wait(60)
-    monkeypatch.setattr(monitor.memory, "remember", real)
+    monkeypatch.setattr(monitor.memory.tier, "remember", real)
     assert one.ckpt.resume() == 4
     for _ in range(3):
         one.step(flush=False)

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from store.lock import lock_holder
-from store.memory.owner import is_owned
+from store.memory.arena import is_owned
+from store.session import lock_holder
 from tests.support.jobs import Job
 from tests.support.kept import memory, tier_of
 from tests.support.memory_jobs import kept_steps, settled

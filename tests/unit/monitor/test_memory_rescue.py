@@ -11,17 +11,16 @@ import torch
 
 from store.catalog import open_catalog
 from store.certificate import certify
-from store.epochs import claim_epoch
 from store.errors import DamagedError, FencedError, StoreInUseError
-from store.files import LocalFiles
 from store.layout import payload_path, segment_dir
-from store.memory.held import look
+from store.memory.index import look
 from store.memory.rescue import NOTHING, REASON, WRITTEN, rescue_newest
 from store.names import SaveId
-from store.prune import execute, plan_prune
-from store.retention import Retention
+from store.resolve import resolve
+from store.retention import Retention, execute, plan_prune
+from store.session import claim_epoch
+from store.storage.local import LocalFiles
 from store.verify import verify
-from store.versions import resolve
 from tests.support.hooked import HookedFiles
 from tests.support.jobs import Job, same
 from tests.support.kept import abandoned, catalog_of, kept_step, memory, tier_of

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from store.catalog import open_catalog
-from store.files import LocalFiles
-from store.memory.held import look
+from store.memory.index import look
 from store.names import FROZEN, SaveId
+from store.storage.local import LocalFiles
 from store.verify import verify
 from tests.support import jobs
 from tests.support.jobs import Job, same

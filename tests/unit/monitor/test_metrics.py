@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from monitor.events import CommitEvent
 from monitor.ledger import Drawn
-from monitor.metrics import Metrics
+from monitor.telemetry.metrics import Metrics
 from store.names import SaveId, Unit
 from tests.support.jobs import job
 from tests.support.made_versions import head_of

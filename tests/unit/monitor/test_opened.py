@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from monitor.group import Alone
-from monitor.opened import open_existing, open_store
-from store.epochs import newest_epoch
+from monitor.distributed import Alone
+from monitor.save.store_session import open_existing, open_store
 from store.errors import StorageError, StoreInUseError
-from store.lock import lock_holder
+from store.session import lock_holder, newest_epoch
 from tests.support.jobs import Job, job
 from tests.support.processes import holding_lock
 

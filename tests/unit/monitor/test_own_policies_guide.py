@@ -7,8 +7,8 @@ from pathlib import Path
 
 import yaml
 
-from policies.contract import TIMED, examine
-from policies.select import policy_from
+from policies.conformance import TIMED, examine
+from policies.registry import policy_from
 from store.names import WEIGHTS
 from tests.support.jobs import job
 

@@ -12,11 +12,11 @@ import torch
 from store.catalog import open_catalog
 from store.certificate import certify
 from store.errors import ConfigError
-from store.files import LocalFiles
 from store.names import Unit
+from store.resolve import newest_resumable
 from store.schema import ManifestRecord
+from store.storage.local import LocalFiles
 from store.verify import verify
-from store.versions import newest_resumable
 from tests.support.jobs import LAYERS, Job, job, same
 from tests.support.policies import policy_file, selecting
 
@@ -199,7 +199,7 @@ def test_bytes_saved_in_its_place_are_owed(tmp_path: Path) -> None:
 
 
 def test_ours_are_guarded_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from policies.parity import Parity
+    from policies.builtin import Parity
 
     with job(tmp_path / "store", policy="parity") as one:
         one.ckpt.resume()

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from monitor.metrics import Metrics
-from monitor.pacing import Adaptive, Steady, pace_for
-from monitor.settings import AutoSettings
+from monitor.config.schema import AutoSettings
+from monitor.decide.schedule import Adaptive, Steady, pace_for
+from monitor.telemetry.metrics import Metrics
 from policies.interval import daly
 
 

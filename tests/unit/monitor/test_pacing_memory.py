@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from monitor.pacing_memory import FIRST, MemoryPace
+from monitor.decide.schedule import FIRST_SNAPSHOT, MemoryPace
 
 
 class Clock:
@@ -18,14 +18,14 @@ def learned(stall: float, work: float, sends: float = 0.0) -> int:
     """Steps of a second each between versions, once they were seen to cost so many seconds."""
     clock = Clock()
     pace = MemoryPace("auto", 0.02, clock)
-    assert pace.wanted() == FIRST
-    for step in range(0, 60, FIRST):
-        pace.agreed(step, FIRST)
+    assert pace.wanted() == FIRST_SNAPSHOT
+    for step in range(0, 60, FIRST_SNAPSHOT):
+        pace.agreed(step, FIRST_SNAPSHOT)
         pace.stalled(stall)
         pace.took(work)
         if sends:
             pace.sent(sends)
-        clock.now += FIRST
+        clock.now += FIRST_SNAPSHOT
     return pace.wanted()
 
 

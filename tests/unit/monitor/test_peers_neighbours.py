@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from monitor.peers.neighbours import replica_sources, replica_targets
+from monitor.memory.replication import replica_sources, replica_targets
 
 
 @pytest.mark.parametrize(

@@ -11,15 +11,14 @@ from pathlib import Path
 
 import pytest
 
-import monitor.peers.replica_client
-from monitor.peers.replica_client import RemoteNode, RemotePayload
-from monitor.peers.replica_server import Replicas
-from monitor.peers.transport import Answer, Put, Request
+import monitor.memory.replica_client
+from monitor.memory.replica_client import RemoteNode, RemotePayload
+from monitor.memory.replica_server import Replicas
+from monitor.memory.transport import Answer, Put, Request
 from store.errors import MissingError
 from store.memory.arena import Arena
-from store.memory.held import look
-from store.memory.record import READER, VersionRecord, parse_record
-from store.memory.tier import Tier
+from store.memory.index import look
+from store.memory.layout import READER, Tier, VersionRecord, parse_record
 from store.names import SaveId
 from tests.support.made_versions import CLAIM, NBYTES, content, head_of, keep, part_of, tier_at
 from tests.support.mounts import tmpfs
@@ -82,7 +81,7 @@ def test_versions_arrive_and_take_turns(mine: Arena, theirs: ReplicaTarget) -> N
 def test_a_changed_byte_is_refused_and_the_older_replica_stays(
     mine: Arena, theirs: ReplicaTarget, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(monitor.peers.replica_client, "_RETRY_DELAYS", (0.0,))
+    monkeypatch.setattr(monitor.memory.replica_client, "_RETRY_DELAYS", (0.0,))
     sender = sender_to(theirs.server.endpoint)
     keep(mine, 0, SaveId(1, 1))
     assert sent(sender, mine, 0, SaveId(1, 1))
@@ -141,7 +140,7 @@ def test_a_stopped_peer_costs_the_replica_only(
     mine: Arena, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is stopped in mid-transfer; whoever offers never waits, the replica before stays, and later ones arrive."""
-    monkeypatch.setattr(monitor.peers.replica_client, "_RETRY_DELAYS", (0.0,))
+    monkeypatch.setattr(monitor.memory.replica_client, "_RETRY_DELAYS", (0.0,))
     with target_process(tmp_path / "theirs", LARGE) as theirs:
         sender = sender_to(theirs.endpoint, timeout=120.0)
         large(mine, 0, SaveId(1, 1), LARGE)

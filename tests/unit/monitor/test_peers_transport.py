@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from monitor.peers.transport import Answer, Connection, own_address
+from monitor.memory.transport import Answer, Connection, own_address
 from store.errors import PeerError
 from tests.support.peering import KEY, LOCAL, connected
 

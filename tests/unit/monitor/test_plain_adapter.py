@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
+from monitor.adapters import adapter_for
 from monitor.adapters.base import Adapter
-from monitor.adapters.select import adapter_for
-from monitor.dtypes import dtype_name
+from monitor.adapters.module_tensors import dtype_name
 from store.errors import ModelMismatchError, UnsupportedError
 from store.names import Fragment
 
@@ -365,7 +365,7 @@ def test_layout_facts_and_steps() -> None:
 
 def test_deepspeed_is_not_imported() -> None:
     program = (
-        "import sys, torch; from monitor.adapters.select import adapter_for; m = torch.nn.Linear(2, 2);"
+        "import sys, torch; from monitor.adapters import adapter_for; m = torch.nn.Linear(2, 2);"
         "adapter_for((m, torch.optim.SGD(m.parameters(), lr=1))); sys.exit('deepspeed' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

@@ -12,7 +12,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement
 
-from monitor.adapters.runs import Run, rows_of
+from monitor.adapters.fsdp2 import Run, rows_of
 
 meshes = st.lists(st.integers(1, 5), min_size=1, max_size=3)
 shapes = st.lists(st.integers(1, 7), min_size=1, max_size=3)

@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from monitor.shown import Shown
+from monitor.telemetry.layer_metrics import Shown
 from store.names import Unit
 
 SLOTS = ("fp32", "exp_avg", "exp_avg_sq")

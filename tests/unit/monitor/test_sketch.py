@@ -12,11 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from monitor.drift.base import drift_ratio
-from monitor.drift.exact import ExactMeter
-from monitor.drift.projection import Projection
-from monitor.drift.sketch import SketchMeter
-from monitor.layers import find_layers
+from monitor.observe.drift_meter import drift_ratio
+from monitor.observe.exact_meter import ExactMeter
+from monitor.observe.layers import find_layers
+from monitor.observe.sketch_meter import Projection, SketchMeter
 from store.names import Unit
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

@@ -10,12 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from monitor.metrics import Metrics
-from monitor.spending import Spending
-from policies.account import BYTES, STALL, Account
+from monitor.decide.budget_tracker import Spending
+from monitor.telemetry.metrics import Metrics
+from policies.accounting import BYTES, STALL, Account, TokenBucket
 from policies.base import Choice, History, UnitStats
 from policies.bounds import Bounded, Bounds
-from policies.bucket import TokenBucket
 from policies.budget import Budgeted
 from store.names import RAW, WEIGHTS, Unit
 

@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from monitor.staging import Copying, StagingPool, as_bytes
+from monitor.save.staging import Copying, StagingPool, as_bytes
 from store.errors import SaveError
 from store.names import Unit
 

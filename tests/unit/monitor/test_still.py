@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from monitor.adapters.inventory import Inventory
-from monitor.adapters.plain import PlainAdapter
-from monitor.adapters.still import Still
+from monitor.adapters.base import Still
+from monitor.adapters.module_tensors import Inventory
+from monitor.adapters.pytorch import PlainAdapter
 
 
 def test_nothing_is_kept_outside_a_period() -> None:

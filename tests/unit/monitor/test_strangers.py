@@ -16,7 +16,7 @@ from torch import nn
 import monitor
 from store.catalog import open_catalog
 from store.errors import ModelMismatchError, UnsupportedError
-from store.files import LocalFiles
+from store.storage.local import LocalFiles
 from tests.support.fingerprint import differing, of_job
 from tests.support.jobs import Job, job, same
 

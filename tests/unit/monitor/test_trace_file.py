@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from monitor.metrics import Metrics
-from monitor.trace_file import TraceFile, TraceWriter
+from monitor.telemetry.metrics import Metrics
+from monitor.telemetry.trace import TraceFile, TraceWriter
 from store.errors import StorageError
 from tests.support.launch import ENVIRONMENT
 
@@ -51,7 +51,7 @@ def test_a_torn_line_is_closed_off(path: Path, torn: bytes, closed: bytes) -> No
 HOLD = """
 import sys
 from pathlib import Path
-from monitor.trace_file import TraceFile
+from monitor.telemetry.trace import TraceFile
 file = TraceFile(Path(sys.argv[1]))
 file.append(b"theirs\\n")
 print("held", flush=True)
@@ -105,8 +105,8 @@ def test_a_file_that_cannot_be_is_told(tmp_path: Path, trouble: str) -> None:
 FULL = """
 import resource, signal, sys
 from pathlib import Path
-from monitor.metrics import Metrics
-from monitor.trace_file import TraceWriter
+from monitor.telemetry.metrics import Metrics
+from monitor.telemetry.trace import TraceWriter
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (25, resource.RLIM_INFINITY))
 metrics = Metrics()
@@ -156,7 +156,7 @@ def test_a_disk_that_does_not_answer_holds_nobody(path: Path, monkeypatch: pytes
         answers.wait(180)
         return b"a\n"
 
-    monkeypatch.setattr("monitor.trace_file._BACKLOG", 5)
+    monkeypatch.setattr("monitor.telemetry.trace._BACKLOG", 5)
     metrics = Metrics()
     writer = TraceWriter(path, metrics)
     for _ in range(20):

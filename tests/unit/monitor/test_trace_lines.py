@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from monitor.trace_lines import moved_line, plain
+from monitor.telemetry.trace import moved_line, plain
 
 
 def test_settings_are_json_whatever_they_hold() -> None:

@@ -11,18 +11,17 @@ from typing import Any
 import pytest
 import torch
 
-from monitor.config import load_config
-from monitor.drift.ladder import compared_with
-from monitor.drift.projection import Projection
-from monitor.report import StepReport
+from monitor.config.load import load_config
+from monitor.observe.sketch_meter import Projection
+from monitor.telemetry.drift_history import compared_with
+from monitor.types import StepReport
 from policies.base import Budget, History
-from policies.observe import Observe
+from policies.builtin import Observe
 from store.catalog import open_catalog
 from store.errors import ConfigError, StorageError
-from store.files import LocalFiles
 from store.names import BUFFER, Unit
-from store.prune import plan_prune
-from store.retention import Retention
+from store.retention import Retention, plan_prune
+from store.storage.local import LocalFiles
 from store.trace import CommitLine, DecisionLine, FailedLine, MovedLine, ResumedLine
 from store.verify import verify
 from tests.support.jobs import LAYERS, Job, job, same, tracer_of
@@ -412,7 +411,7 @@ def test_a_trace_that_cannot_be_written_costs_a_warning_and_nothing_else(
 def test_a_job_that_lost_its_store_writes_no_more(store: Path) -> None:
     with job(store) as one:
         trained(one, 2)
-        from store.epochs import claim_epoch
+        from store.session import claim_epoch
 
         claim_epoch(LocalFiles(store), open_catalog(LocalFiles(store)).store_id)
         for _ in range(4):

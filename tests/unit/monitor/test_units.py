@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from monitor.adapters.select import adapter_for
-from monitor.group import Alone
-from monitor.layers import find_layers
-from monitor.units import UnitSize, UnitTable, is_moving
-from store.members import members_digest
+from monitor.adapters import adapter_for
+from monitor.distributed import Alone
+from monitor.observe.layers import find_layers
+from monitor.observe.units import UnitSize, UnitTable, is_moving
 from store.names import BUFFER, FROZEN, WEIGHTS, Unit
+from store.schema import members_digest
 from tests.support.jobs import LAYERS, Model
 
 

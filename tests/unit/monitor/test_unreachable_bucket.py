@@ -12,10 +12,10 @@ import torch
 import monitor
 from store.catalog import open_catalog
 from store.errors import UnreachableError
-from store.objects.options import ObjectOptions
-from store.place import files_at
+from store.location import files_at
+from store.resolve import newest_resumable
+from store.storage.bucket import ObjectOptions
 from store.verify import verify
-from store.versions import newest_resumable
 from tests.support.faulty import Fault, Proxy
 from tests.support.s3 import BUCKET, KEYS, Server
 

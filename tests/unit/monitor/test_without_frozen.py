@@ -11,10 +11,10 @@ from torch import nn
 
 import monitor
 from merger.merge import merge
-from monitor.adapters.fingerprint import fingerprint
+from monitor.adapters.frozen import fingerprint
 from store.catalog import open_catalog
 from store.errors import MergeError, ModelMismatchError
-from store.files import LocalFiles
+from store.storage.local import LocalFiles
 
 
 class Tuned(nn.Module):

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from monitor.writer import Writer
+from monitor.background import Writer
 
 
 @pytest.fixture

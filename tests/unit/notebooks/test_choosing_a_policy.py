@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from monitor.config import load_config
+from monitor.config.load import load_config
 from tests.support.notebooks import executed
 
 RATES = (0.6, 0.3, 0.15, 0.075, 0.0375)

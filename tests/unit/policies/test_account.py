@@ -9,9 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from policies.account import BYTES, STALL, STORAGE, Account
-from policies.bucket import TokenBucket
-from policies.pricing import Excess, Fitted
+from policies.accounting import BYTES, STALL, STORAGE, Account, Excess, Fitted, TokenBucket
 
 
 class Clock:

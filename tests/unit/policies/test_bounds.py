@@ -6,11 +6,10 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from policies.answer import PolicyError
 from policies.base import Budget, Choice, Decision, History, Policy, UnitStats
 from policies.bounds import Bounded, Bounds, bound, incomplete
-from policies.full import Full
-from policies.threshold import Threshold
+from policies.builtin import Full, Threshold
+from policies.validation import PolicyError
 from store.errors import ConfigError, UsageError
 from store.names import Unit
 

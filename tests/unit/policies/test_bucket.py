@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.bucket import TokenBucket
+from policies.accounting import TokenBucket
 
 
 class Clock:

@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 from policies.base import Budget, Decision, History, UnitStats
 from policies.bounds import Bounded, Bounds, bound
 from policies.budget import Budgeted
-from policies.encoded import encoded
-from policies.observe import Observe
-from policies.options import expected_bytes
-from policies.select import policy_from
+from policies.builtin import Observe
+from policies.encodings import expected_bytes
+from policies.registry import encoded, policy_from
 from store.encoding import BF16, BF16_INT8, INT8_BLOCK, INT8_SQRT_BLOCK
 from store.errors import ConfigError
 from store.names import RAW, WEIGHTS, Unit

@@ -14,11 +14,9 @@ import numpy as np
 import pytest
 
 from policies.base import Budget, History, Policy, UnitStats
-from policies.budget import Budgeted
-from policies.damage import LAG
-from policies.options import Option, expected_bytes, expected_error, options
-from policies.parity import Parity
-from policies.threshold import Threshold
+from policies.budget import LAG, Budgeted
+from policies.builtin import Parity, Threshold
+from policies.encodings import Option, expected_bytes, expected_error, options
 from store.encoding import BF16
 from store.names import RAW, WEIGHTS, Unit
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from policies import contract
+from policies import conformance as contract
 from policies.bounds import Bounds
-from policies.contract import Finding, digest, examine
-from policies.made_up import any_case, edge_cases, usual_units
-from policies.select import policy_from
+from policies.conformance import Finding, digest, examine
+from policies.registry import policy_from
+from policies.synthetic import any_case, edge_cases, usual_units
 from store.encoding import ENCODINGS
 from tests.support.policies import SOUND, policy_file, selecting
 

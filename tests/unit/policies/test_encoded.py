@@ -6,10 +6,8 @@ import pytest
 
 from policies.base import Budget, History, UnitStats
 from policies.bounds import Bounds, bound
-from policies.encoded import encoded
-from policies.full import Full
-from policies.observe import Observe
-from policies.threshold import Threshold
+from policies.builtin import Full, Observe, Threshold
+from policies.registry import encoded
 from store.errors import ConfigError
 from store.names import FROZEN, Unit
 

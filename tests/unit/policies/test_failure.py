@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.failure import failure_of
+from policies.validation import failure_of
 
 
 @given(st.text(st.characters(exclude_categories=())))

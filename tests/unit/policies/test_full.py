@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from policies.base import Budget, Choice, History, UnitStats
-from policies.full import Full
+from policies.builtin import Full
 from store.names import Unit
 
 

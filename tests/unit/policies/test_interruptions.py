@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.interruptions import Prior
+from policies.interval import Prior
 
 ORDINARY = Prior(50_000.0, 0.0, gpus=64)
 

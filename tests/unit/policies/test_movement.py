@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from policies.movement import EXPONENT, Movement, movement_of
-from policies.recorded import run_of
+from policies.replay.movement import EXPONENT, Movement, movement_of
+from policies.replay.recorded_run import run_of
 from store.names import BUFFER, WEIGHTS, Unit
 from store.trace import DecisionLine, Trace
 from tests.support.traces import Mover, decisions, job_line, moved_line, power, trace_of

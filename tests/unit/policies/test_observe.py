@@ -5,12 +5,10 @@ from dataclasses import dataclass
 
 import pytest
 
-from policies.answer import PolicyError
 from policies.base import Budget, Choice, Decision, History, UnitStats
 from policies.bounds import Bounded, Bounds, bound
-from policies.full import Full
-from policies.observe import Observe, writes_nothing
-from policies.threshold import Threshold
+from policies.builtin import Full, Observe, Threshold, writes_nothing
+from policies.validation import PolicyError
 from store.errors import ConfigError
 from store.names import Unit
 

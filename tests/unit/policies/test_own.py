@@ -12,9 +12,8 @@ import pytest
 
 from policies.base import Budget, History, UnitStats
 from policies.budget import spends
-from policies.observe import Observe
-from policies.own import Own, anchored
-from policies.select import policy_from
+from policies.builtin import Observe
+from policies.registry import Own, anchored, policy_from
 from store.errors import ConfigError
 from store.names import Unit
 from tests.support.policies import HEAD, SOUND, policy_file, selecting
@@ -87,7 +86,7 @@ def test_a_registered_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_the_running_script_is_not_run_again(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(
-        HEAD + "print('begun')\n" + SOUND + "\nfrom policies.select import policy_from\n"
+        HEAD + "print('begun')\n" + SOUND + "\nfrom policies.registry import policy_from\n"
         f"assert type(policy_from({str(script) + ':Mine'!r}).inner) is Mine\n"
     )
     done = subprocess.run(

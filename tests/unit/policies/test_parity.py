@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from policies.base import Budget, Choice, History, UnitStats
-from policies.parity import Parity
+from policies.builtin import Parity
 from store.errors import ConfigError
 from store.names import Unit
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.reason import compared, digits, version
+from policies.base import compared, digits, version
 
 numbers = st.floats(0, 1e9)
 

@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 
 from deploy.simulate.plans import Asked, plan_of
-from monitor.config import load_config
-from policies.course import latest_first
-from policies.exposure import goodput
-from policies.pricing import Fitted
-from policies.recorded import Costs, Run, run_of
-from policies.replay import replay
-from policies.replayed import Replayed
+from monitor.config.load import load_config
+from policies.accounting import Fitted
+from policies.replay.failure_cost import goodput, latest_first
+from policies.replay.recorded_run import Costs, Run, run_of
+from policies.replay.replay import replay
+from policies.replay.state import Replayed
 from store.errors import UsageError
 from store.names import WEIGHTS, Unit
 from store.trace import CommitLine, DecisionLine, FailedLine, Line, MovedLine, ResumedLine, Trace

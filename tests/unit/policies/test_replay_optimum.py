@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from deploy.simulate.plans import Asked, plan_of
-from monitor.config import load_config
-from policies.recorded import Run, run_of
-from policies.replay import replay
-from policies.replayed import Replayed
+from monitor.config.load import load_config
+from policies.replay.recorded_run import Run, run_of
+from policies.replay.replay import replay
+from policies.replay.state import Replayed
 from tests.support.traces import Mover, power, trace_of
 from tests.unit.policies.test_budget_optimum import CASES, Source, affordable, optimum
 

@@ -7,12 +7,8 @@ from typing import Any
 import pytest
 
 from policies.base import Policy
-from policies.filter import Filter
-from policies.full import Full
-from policies.observe import Observe
-from policies.parity import Parity
-from policies.select import POLICIES, policy_from
-from policies.threshold import Threshold
+from policies.builtin import Filter, Full, Observe, Parity, Threshold
+from policies.registry import POLICIES, policy_from
 from store.errors import ConfigError
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies.spikes import FACTOR, LEAST, Reading, Spike, Spikes
+from policies.anomaly import FACTOR, LEAST, Reading, Spike, Spikes
 from store.names import WEIGHTS, Unit
 
 UNITS = [Unit(f"blocks.{i}", WEIGHTS) for i in range(12)]

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from policies.base import Budget, Choice, History, UnitStats
-from policies.threshold import Threshold
+from policies.builtin import Threshold
 from store.errors import ConfigError
 from store.names import Unit
 

@@ -10,15 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies.base import Budget, Decision, History, UnitStats
-from policies.bounds import Bounds, bound, incomplete
-from policies.damage import scales
-from policies.encoded import encoded
-from policies.forced import hurried
-from policies.health import sick_slots
-from policies.made_up import any_case, edge_cases, unversioned, usual_units
-from policies.options import expected_bytes, options
-from policies.urgent import SAFETY, UNKNOWN, Nothing, Urgent, Writing
+from policies.base import Budget, Decision, History, UnitStats, sick_slots
+from policies.bounds import Bounds, bound, hurried, incomplete
+from policies.budget import scales
+from policies.deadline import SAFETY, UNKNOWN, Nothing, Urgent, Writing
+from policies.encodings import expected_bytes, options
+from policies.registry import encoded
+from policies.synthetic import any_case, edge_cases, unversioned, usual_units
 from store.encoding import BF16, BF16_INT8, INT8_BLOCK, INT8_SQRT_BLOCK
 from store.names import RAW, WEIGHTS, Unit
 

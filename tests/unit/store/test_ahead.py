@@ -6,13 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from store import ahead
-from store.ahead import Ahead
+from store import fragments as ahead
 from store.catalog import open_catalog
-from store.coverage import Source
-from store.files import LocalFiles
+from store.fragments import Ahead, Source
 from store.layout import payload_path
-from store.versions import resolve
+from store.resolve import resolve
+from store.storage.local import LocalFiles
 from tests.support.stores import StoreBuilder
 
 

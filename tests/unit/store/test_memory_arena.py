@@ -10,8 +10,8 @@ import pytest
 
 from store.errors import DamagedError, StorageError
 from store.memory.arena import Arena
-from store.memory.held import look
-from store.memory.tier import SLOTS, Tier
+from store.memory.index import look
+from store.memory.layout import SLOTS, Tier
 from store.names import SaveId
 from tests.support.made_versions import (
     NBYTES,

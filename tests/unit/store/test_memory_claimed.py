@@ -7,14 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from store.epochs import claim_epoch
-from store.files import LocalFiles
+from store.catalog import open_or_create
 from store.memory.arena import Arena
-from store.memory.claimed import of_store
-from store.memory.held import look
-from store.memory.tier import Tier
+from store.memory.index import look, of_store
+from store.memory.layout import Tier
 from store.names import SaveId
-from store.store import open_or_create
+from store.session import claim_epoch
+from store.storage.local import LocalFiles
 from tests.support.made_versions import NBYTES, abandon, content, record_of, tier_at
 
 WORLD = 2

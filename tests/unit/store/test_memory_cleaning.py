@@ -11,11 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from store.memory.age import boot_seconds
-from store.memory.arena import Arena
-from store.memory.cleaning import KEEP_SECONDS, clear, clear_old, used_bytes
-from store.memory.held import look
-from store.memory.tier import Tier, home, tiers
+from store.memory.arena import Arena, boot_seconds
+from store.memory.cleanup import KEEP_SECONDS, clear, clear_old, used_bytes
+from store.memory.index import look
+from store.memory.layout import Tier, home, tiers
 from store.names import SaveId
 from tests.support.made_versions import abandon, keep, tier_at, values, wanted, whole
 from tests.support.processes import living

@@ -10,16 +10,13 @@ import pytest
 
 from store.catalog import Catalog
 from store.errors import DamagedError, NewerFormatError, StorageError
-from store.files import LocalFiles
 from store.memory.arena import Arena
-from store.memory.held import look
+from store.memory.index import Share, assembled, look, share_of
+from store.memory.layout import READER, Tier, VersionRecord, parse_record
 from store.memory.overlay import Overlay
-from store.memory.record import READER, VersionRecord, parse_record
-from store.memory.tier import Tier
-from store.memory.version import Share, assembled, share_of
 from store.names import SaveId
-from store.record import seal
-from store.schema import StoreRecord, to_bytes
+from store.schema import StoreRecord, seal, to_bytes
+from store.storage.local import LocalFiles
 from tests.support.made_versions import (
     CLAIM,
     NBYTES,

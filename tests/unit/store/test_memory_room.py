@@ -14,7 +14,7 @@ import pytest
 
 from store.errors import StorageError
 from store.memory.arena import Arena
-from store.memory.room import free_bytes, group_room, reserve
+from store.memory.limits import free_bytes, group_room, reserve
 from store.names import SaveId
 from tests.support.cli import environment
 from tests.support.control_groups import group
@@ -184,7 +184,7 @@ arena.close(remove=False)
     subprocess.run(["mount", "-o", "remount,ro", small], check=True)
     said = in_process(
         """
-from store.memory.cleaning import clear_old
+from store.memory.cleanup import clear_old
 assert values(tier, SaveId(1, 1)) == wanted(SaveId(1, 1))
 for attempt in (lambda: Arena(tier, 2, 0), lambda: Arena(tier, 1, 0)):
     try:
@@ -240,7 +240,7 @@ RANK = """
 import os, sys
 from pathlib import Path
 from store.errors import StorageError
-from store.memory.room import reserve
+from store.memory.limits import reserve
 Path(sys.argv[1]).write_text(str(os.getpid()))
 path = Path(sys.argv[2])
 descriptor = os.open(path, os.O_RDWR | os.O_CREAT)

@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 from store.errors import StorageError
-from store.memory.arena import Arena
-from store.memory.held import look
-from store.memory.owner import Owner, is_owned
-from store.memory.tier import Tier, home
+from store.memory.arena import Arena, Owner, is_owned
+from store.memory.index import look
+from store.memory.layout import Tier, home
 from store.names import SaveId
 from tests.support.made_versions import abandon, keep, tier_at, values, wanted
 from tests.support.processes import living

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from store.errors import ConfigError
-from store.files import LocalFiles
-from store.place import ObjectUrl, files_at, is_url, place_of, store_place
+from store.location import ObjectUrl, files_at, is_url, place_of, store_place
+from store.storage.local import LocalFiles
 
 
 @pytest.mark.parametrize("given", ["s3://bucket/a/b", "s3://bucket/a/b/", "S3://bucket/a/b", Path("s3://bucket/a/b")])
@@ -69,7 +69,7 @@ def test_what_is_no_place_is_refused_by_name(given: str, said: str) -> None:
 BARRED = """
 import sys
 sys.modules["obstore"] = None
-from store.place import files_at
+from store.location import files_at
 import monitor
 files_at("checkpoints")
 try:

@@ -13,16 +13,15 @@ from workload import Job, Memory, Save
 
 from store.catalog import open_catalog
 from store.commit import commit
+from store.encoding.stream import Encoded
 from store.errors import DamagedError, NothingToResumeError, SaveError
 from store.layout import part_path, payload_path, segment_dir
 from store.names import SaveId, Unit
-from store.packed import Encoded
-from store.prune import execute, plan_prune
-from store.retention import Retention
+from store.resolve import Bad, resolve
+from store.retention import Retention, execute, plan_prune
 from store.schema import Entry
-from store.segments import parts_digest, read_part
+from store.segment import parts_digest, read_part
 from store.verify import verify
-from store.versions import Bad, resolve
 
 ONE = Retention(keep_last=1, log_spaced=False)
 BF16, SQRT = Unit("few.0", "fp32"), Unit("few.0", "exp_avg_sq")

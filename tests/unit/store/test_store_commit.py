@@ -10,10 +10,10 @@ from workload import PLAN, RANKS, Job, Memory, Save
 
 from store.catalog import open_catalog
 from store.commit import Expected, commit, hint_latest, mark_proven, wait_for_group
-from store.durable import is_temporary
 from store.errors import DamagedError, ExistsError, SaveError, StorageError
 from store.layout import part_path, payload_path
-from store.segments import present_parts
+from store.segment import present_parts
+from store.storage.atomic import is_temporary
 
 
 class Clock:

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from store.coverage import FragmentIndex, Source, covered_numel
 from store.errors import DamagedError
+from store.fragments import FragmentIndex, Source, covered_numel
 from store.names import Fragment
 from store.schema import Entry, PartRecord
 

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 from simulated import Fault, SimulatedFiles
 
-from store.durable import ensure_dir, final_name, is_temporary, replace_hint, write_new
 from store.errors import ExistsError, StorageError
+from store.storage.atomic import ensure_dir, final_name, is_temporary, replace_hint, write_new
 
 
 def verbs(files: SimulatedFiles) -> list[str]:

@@ -11,11 +11,21 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from store.catalog import open_catalog
-from store.certificate import certify
-from store.effective import RULES, Aged, Rule, by_elements, by_pace, effective_step, newest, oldest, run_saves
-from store.files import LocalFiles
+from store.certificate import (
+    RULES,
+    Aged,
+    Rule,
+    by_elements,
+    by_pace,
+    certify,
+    effective_step,
+    newest,
+    oldest,
+    run_saves,
+)
 from store.names import SaveId
-from store.versions import Resolution, newest_resumable
+from store.resolve import Resolution, newest_resumable
+from store.storage.local import LocalFiles
 from tests.support.stores import FakeLayer, How, StoreBuilder
 
 STEP = 1000

@@ -8,14 +8,13 @@ from damage import flip, put, remove
 from simulated import Fault, Op, SimulatedFiles
 from workload import Job, Memory
 
-from store.catalog import open_catalog
+from store.catalog import open_catalog, open_or_create
 from store.commit import commit
-from store.epochs import claim_epoch, newest_epoch, read_epoch, require_newest
 from store.errors import DamagedError, ExistsError, FencedError, MissingError, StorageError
-from store.files import LocalFiles
 from store.layout import epoch_path, manifest_path
 from store.names import SaveId
-from store.store import open_or_create
+from store.session import claim_epoch, newest_epoch, read_epoch, require_newest
+from store.storage.local import LocalFiles
 
 
 def test_each_claim_takes_the_next_number(files: SimulatedFiles) -> None:

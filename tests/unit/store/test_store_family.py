@@ -18,20 +18,16 @@ from simulated import SimulatedFiles
 from workload import PLAN, Job, Memory
 
 from store.catalog import open_catalog
-from store.coverage import Source
 from store.encoding import CHUNK, ENCODINGS
 from store.encoding.base import Bytes
-from store.encoding.stream import Packing, chunked
+from store.encoding.stream import Encoded, Packing, chunked
 from store.errors import StorageError
-from store.family import check_family, check_stored
-from store.fragments import FragmentReader
+from store.fragments import FragmentReader, Source
 from store.layout import part_path
 from store.names import SaveId
-from store.packed import Encoded
-from store.record import digest
-from store.schema import PartRecord
-from store.segments import SegmentDraft, StagedFragment, write_segment
-from store.verify import verify
+from store.schema import PartRecord, digest
+from store.segment import SegmentDraft, StagedFragment, write_segment
+from store.verify import check_family, check_stored, verify
 
 STORE = "0" * 32
 NUMEL = CHUNK + 77

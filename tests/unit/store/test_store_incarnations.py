@@ -9,12 +9,19 @@ from damage import flip, put, remove
 from simulated import SimulatedFiles
 from workload import Job, Memory
 
-from store.catalog import Catalog, open_catalog
-from store.epochs import claim_epoch, newest_epoch, read_epoch
-from store.incarnations import Tally, begin_incarnation, mark_closed, new_incarnation, tally
+from store.catalog import Catalog, open_catalog, open_or_create
 from store.layout import closed_path, epoch_path
 from store.schema import IncarnationRecord
-from store.store import open_or_create
+from store.session import (
+    Tally,
+    begin_incarnation,
+    claim_epoch,
+    mark_closed,
+    new_incarnation,
+    newest_epoch,
+    read_epoch,
+    tally,
+)
 
 HOUR = 3600.0
 """All commits of these jobs are of midnight, 1 January 2000."""

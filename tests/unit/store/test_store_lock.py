@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from store.errors import StorageError, StoreInUseError
-from store.lock import StoreLock, lock_holder
+from store.session import StoreLock, lock_holder
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from store.lock import StoreLock
+from store.session import StoreLock
 lock = StoreLock(Path(sys.argv[1]), 0)
 print("held", flush=True)
 sys.stdin.readline()
@@ -120,7 +120,7 @@ TRY = """
 import sys
 from pathlib import Path
 from store.errors import StoreInUseError
-from store.lock import StoreLock
+from store.session import StoreLock
 try:
     StoreLock(Path(sys.argv[1]), 0)
 except StoreInUseError:

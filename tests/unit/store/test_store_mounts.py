@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from store.mounts import Mount, mount_of
+from store.location import Mount, mount_of
 
 TABLE = """\
 overlay / overlay rw,lowerdir=/a 0 0

@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 from store import layout
 from store.errors import DamagedError
 from store.names import Fragment, SaveId, Unit
-from store.record import seal
-from store.schema import ManifestRecord, from_bytes, to_bytes
+from store.schema import ManifestRecord, from_bytes, seal, to_bytes
 
 STEPS = st.integers(0, 10**12 - 1)
 EPOCHS = st.integers(0, 10**9 - 1)

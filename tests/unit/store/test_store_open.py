@@ -10,13 +10,12 @@ from damage import flip, forge, put, remove
 from simulated import Op, SimulatedFiles
 from workload import Job, Memory
 
-from store.catalog import open_catalog
-from store.durable import write_new
+from store.catalog import open_catalog, open_or_create
 from store.errors import DamagedError, NewerFormatError, NoStoreError, NothingToResumeError, StorageError
-from store.files import LocalFiles
+from store.resolve import newest_resumable
 from store.schema import StoreRecord, to_bytes
-from store.store import open_or_create
-from store.versions import newest_resumable
+from store.storage.atomic import write_new
+from store.storage.local import LocalFiles
 
 ROOT = Path(__file__).parents[3]
 
@@ -144,11 +143,11 @@ def test_a_read_only_directory(tmp_path: Path) -> None:
 READ_ONLY = """
 import os, sys
 from store.catalog import open_catalog
-from store.epochs import claim_epoch
+from store.session import claim_epoch
 from store.errors import StorageError
-from store.files import LocalFiles
-from store.store import open_or_create
-from store.versions import newest_resumable
+from store.storage.local import LocalFiles
+from store.catalog import open_or_create
+from store.resolve import newest_resumable
 if os.geteuid() == 0:
     os.setuid(65534)
 catalog = open_or_create(LocalFiles(sys.argv[1]))

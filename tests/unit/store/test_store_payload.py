@@ -13,10 +13,10 @@ from safetensors import safe_open
 from safetensors.numpy import load
 from simulated import Fault, SimulatedFiles
 
-from store.durable import is_temporary
 from store.errors import DamagedError, ExistsError, StorageError
-from store.files import LocalFiles
-from store.payload import Item, check_header, read_piece, write_payload
+from store.segment import Item, check_header, read_piece, write_payload
+from store.storage.atomic import is_temporary
+from store.storage.local import LocalFiles
 
 ITEMS = st.lists(
     st.builds(

@@ -6,14 +6,12 @@ from damage import flip, put, remove
 from simulated import Fault, SimulatedFiles
 from workload import RETENTION, Job, Memory
 
-from store.catalog import open_catalog
-from store.durable import is_temporary
+from store.catalog import open_catalog, open_or_create
 from store.errors import StorageError
 from store.layout import manifest_path, part_path, payload_path, segment_dir
 from store.names import SaveId
-from store.prune import PrunePlan, execute, plan_prune
-from store.retention import Retention
-from store.store import open_or_create
+from store.retention import PrunePlan, Retention, execute, plan_prune
+from store.storage.atomic import is_temporary
 
 TWO = Retention(keep_last=2, log_spaced=False)
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from store.errors import DamagedError
-from store.record import as_json, digest, seal, unseal
+from store.schema import as_json, digest, seal, unseal
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),

@@ -10,15 +10,14 @@ from simulated import SimulatedFiles, every_crash
 from workload import Job, Memory
 
 from store.catalog import open_catalog
-from store.durable import write_new
 from store.layout import suspect_path
+from store.marks import mark_suspect, resume_order, withdraw_suspect
 from store.names import SaveId
-from store.prune import execute, plan_prune
-from store.retention import Retention, kept
+from store.resolve import newest_resumable
+from store.retention import Retention, execute, kept, plan_prune
 from store.schema import SuspectRecord, to_bytes
-from store.suspects import mark_suspect, resume_order, withdraw_suspect
+from store.storage.atomic import write_new
 from store.verify import verify
-from store.versions import newest_resumable
 
 SAVES = st.lists(st.builds(SaveId, st.integers(0, 5000), st.integers(1, 3)), max_size=30, unique=True)
 

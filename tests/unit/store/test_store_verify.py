@@ -4,11 +4,10 @@ import pytest
 from damage import edit, flip, put, remove
 from workload import Job
 
-from store.catalog import open_catalog
+from store.catalog import open_catalog, open_or_create
 from store.layout import manifest_path, part_path, payload_path
 from store.names import SaveId
-from store.segments import read_part
-from store.store import open_or_create
+from store.segment import read_part
 from store.verify import VerifyReport, total_bytes, verify
 
 

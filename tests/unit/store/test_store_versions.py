@@ -12,8 +12,8 @@ from store.certificate import certify
 from store.errors import DamagedError, NothingToResumeError, StorageError
 from store.layout import manifest_path, part_path, payload_path
 from store.names import SaveId, Unit
-from store.segments import read_part
-from store.versions import Bad, newest_resumable, resolve
+from store.resolve import Bad, newest_resumable, resolve
+from store.segment import read_part
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from merger.recipe.opened import raise_all
+from merger.recipe.sources import raise_all
 from store.errors import ConfigError, DriftpointError, MergeError
 from store.text import counted, listed
 

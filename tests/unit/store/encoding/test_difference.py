@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from store.encoding.base import Lane, lanes_bytes
-from store.encoding.difference import difference, restored
+from store.encoding.compression import difference, restored
 
 
 @given(

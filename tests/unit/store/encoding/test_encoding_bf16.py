@@ -8,8 +8,7 @@ import torch
 from numpy.typing import NDArray
 
 from store.encoding import CHUNK, ValuesError
-from store.encoding.bf16 import TOO_LARGE, Bf16
-from store.encoding.bf16_int8 import Bf16Int8
+from store.encoding.bfloat16 import TOO_LARGE, Bf16, Bf16Int8
 from store.errors import DamagedError
 
 

@@ -9,10 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from store.encoding import BLOCK, ValuesError
-from store.encoding.blocks import GRID, split_lanes
-from store.encoding.int8_block import LEAST_SCALE, Int8Block
-from store.encoding.int8_sqrt_block import LEAST_SCALE as LEAST_SQRT_SCALE
-from store.encoding.int8_sqrt_block import Int8SqrtBlock
+from store.encoding.int8 import GRID, LEAST_SCALE, LEAST_SQRT_SCALE, Int8Block, Int8SqrtBlock, split_lanes
 from store.errors import DamagedError
 
 Floats = NDArray[np.float32]

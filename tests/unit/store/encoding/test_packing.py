@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from store.encoding import CHUNK, ENCODINGS
 from store.encoding.base import Lane, lanes_bytes
-from store.encoding.packing import frame_bound, pack_chunk, packed_bound, unpack_chunk
+from store.encoding.compression import frame_bound, pack_chunk, packed_bound, unpack_chunk
 from store.errors import DamagedError
 
 STORED, ZSTD = 0, 1

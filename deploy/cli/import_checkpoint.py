@@ -1,0 +1,108 @@
+"""``driftpoint import``: make a store of a checkpoint that something else wrote, for a job to resume from.
+
+The merger is imported when the command runs, because it brings torch with it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from deploy import console as output
+from deploy.cli.merge import damage_is_the_end
+from deploy.console import DebugOption, JsonOption, StorePath, byte_progress
+from deploy.format import plural, size_text
+from store.location import place_of
+
+if TYPE_CHECKING:
+    from merger.import_checkpoint import Imported, ImportPlan
+
+CheckpointArgument = Annotated[
+    StorePath,
+    typer.Argument(
+        parser=place_of,
+        metavar="CHECKPOINT",
+        help="A checkpoint directory of DeepSpeed, a universal one, a folder of the Trainer's, or another store.",
+        show_default=False,
+    ),
+]
+StoreOption = Annotated[
+    StorePath,
+    typer.Option(
+        metavar="STORE",
+        parser=place_of,
+        help="The store to make: a new or empty directory or s3:// prefix, or one without a commit.",
+        show_default=False,
+    ),
+]
+StepOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="STEP",
+        help="A step, a tag or a save's name. Without it: what `latest` names in a directory of DeepSpeed's, elsewhere "
+        "the newest.",
+        show_default=False,
+    ),
+]
+
+
+def import_(
+    checkpoint: CheckpointArgument,
+    *,
+    store: StoreOption,
+    step: StepOption = None,
+    json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Make a store of a checkpoint, bit for bit, so that a job resumes from it. The checkpoint stays as it is."""
+    del debug
+    from merger.import_checkpoint import import_checkpoint, plan_import
+
+    with damage_is_the_end():
+        plan = plan_import(checkpoint, step)
+        with byte_progress("Importing", plan.bytes_to_read) as progress:
+            found = import_checkpoint(plan, store, progress)
+    output.answer(as_json(plan, found), lambda console: draw(console, plan, found), as_json=json)
+
+
+def as_json(plan: ImportPlan, found: Imported) -> dict[str, Any]:
+    """The JSON object of the command."""
+    return {
+        "store": str(found.store),
+        "save": found.save.name,
+        "step": found.save.step,
+        "source": plan.checkpoint.origin,
+        "kind": plan.kind,
+        "framework": plan.checkpoint.framework,
+        "layers": len(plan.checkpoint.layers),
+        "bytes_written": found.bytes_written,
+        "certificate": found.certificate.as_json(),
+        "notes": list(found.notes),
+        "problems": list(found.problems),
+    }
+
+
+def draw(console: Console, plan: ImportPlan, found: Imported) -> None:
+    """The text of the command."""
+    checkpoint = plan.checkpoint
+    console.print(
+        output.facts(
+            {
+                "Imported": f"{checkpoint.origin} ({plan.kind})",
+                "As": f"{found.save} in {found.store}",
+                "Kind": Text("exact", style="green"),
+                "Wrote": f"{size_text(found.bytes_written)}, {plural(len(checkpoint.layers), 'layer')}",
+            }
+        )
+    )
+    for note in found.notes:
+        console.print()
+        console.print(output.cell(note, "yellow"))
+    output.problems(console, found.problems)
+    console.print()
+    console.print("Resume from it with this in the job's YAML:")
+    console.print()
+    console.print(Text(f"    store: {found.store}", style="bold"), soft_wrap=True)

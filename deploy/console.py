@@ -1,0 +1,184 @@
+"""Answers, tables, progress bar, shared options.
+
+How a command answers: one JSON object or text on stdout, errors in one line on stderr.
+
+The only place of the command line that writes. Text is laid out completely before its first byte goes out, so
+that a reader who leaves early (``| head``) is noticed here and nowhere else.
+
+Arguments and options that several commands share, declared once.
+
+A progress bar over bytes, on stderr, and only where someone is watching.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from deploy.format import printable
+from store.location import place_of
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+
+_PIECE = 1024  # characters, of 4 bytes at most
+
+
+class ReaderLeftError(Exception):
+    """Nobody reads stdout any more. No OSError, so that no layer between takes it for its own."""
+
+
+def answer(body: Mapping[str, Any], render: Callable[[Console], None], *, as_json: bool) -> None:
+    """Print a command's result: ``body`` as JSON, or what ``render`` draws."""
+    if as_json:
+        _write(json.dumps(body, indent=2, allow_nan=False) + "\n")
+        return
+    console = Console(highlight=False, markup=False, emoji=False)
+    with console.capture() as drawn:
+        render(console)
+    text = drawn.get()
+    _write(text if console.is_terminal else "".join(f"{line.rstrip()}\n" for line in text.splitlines()))
+
+
+@contextmanager
+def kept_for_answers() -> Iterator[None]:
+    """Keep stdout for the answer: what libraries print while the block runs (DeepSpeed logs there) goes to stderr."""
+    with redirect_stdout(sys.stderr):
+        yield
+
+
+def answer_error(kind: str, message: str, *, as_json: bool) -> None:
+    """Tell what went wrong: ``error: …`` on stderr, or as JSON on stdout."""
+    if as_json:
+        _write(json.dumps({"error": {"type": kind, "message": message}}, indent=2) + "\n")
+        return
+    sys.stderr.write(f"error: {printable(message)}\n")
+    sys.stderr.flush()
+
+
+def note(message: str) -> None:
+    """A line on stderr beside the result."""
+    sys.stderr.write(f"{printable(message)}\n")
+    sys.stderr.flush()
+
+
+def table(**options: Any) -> Table:
+    """An empty table in the style of all tables here."""
+    return Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold", **options)
+
+
+def facts(rows: Mapping[str, Text | str]) -> Table:
+    """Names and values, one a line."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="bold", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for name, value in rows.items():
+        grid.add_row(name, cell(value))
+    return grid
+
+
+def cell(value: Text | str, style: str = "") -> Text:
+    """A piece of text in which nothing is markup and no control character is left."""
+    return value if isinstance(value, Text) else Text(printable(value), style=style)
+
+
+def problems(console: Console, found: Sequence[str], limit: int = 20, heading: str = "Problems") -> None:
+    """A list of what is wrong, cut where it gets too long to read."""
+    if not found:
+        return
+    console.print()
+    console.print(Text(heading, style="bold red"))
+    lines = Table.grid(padding=(0, 1))
+    lines.add_column(no_wrap=True)
+    lines.add_column(overflow="fold")
+    for text in found[:limit]:
+        lines.add_row(" -", cell(text))
+    console.print(lines)
+    if len(found) > limit:
+        console.print(f" … and {len(found) - limit} more; --json lists all")
+
+
+def _write(text: str) -> None:
+    try:
+        # An unbuffered stdout (PYTHONUNBUFFERED) loses the rest of a write that the system carries out in part;
+        # pieces of at most PIPE_BUF bytes are written whole or not at all.
+        for start in range(0, len(text), _PIECE):
+            sys.stdout.write(text[start : start + _PIECE])
+        sys.stdout.flush()
+    except BrokenPipeError as error:
+        raise ReaderLeftError from error
+
+
+if TYPE_CHECKING:
+    StorePath = Path
+else:  # typer would make a plain path again of what the parser gives
+    StorePath = object
+
+StoreArgument = Annotated[
+    StorePath,
+    typer.Argument(
+        metavar="STORE", parser=place_of, help="Directory of the store, or s3://BUCKET/PREFIX.", show_default=False
+    ),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
+DebugOption = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+MemoryOption = Annotated[
+    Path, typer.Option("--memory", metavar="PATH", help="Where shared memory is, the `memory: {path: ...}` of a job.")
+]
+
+
+class ByteBar:
+    """Call it with the bytes just done."""
+
+    def __call__(self, count: int) -> None:
+        """``count`` more bytes are done."""
+
+    def begin(self, total: int) -> None:
+        """Start from nothing: there are ``total`` bytes to do."""
+
+
+class _DrawnBar(ByteBar):
+    def __init__(self, bar: Progress, task: TaskID) -> None:
+        self._bar, self._task = bar, task
+
+    def __call__(self, count: int) -> None:
+        self._bar.advance(self._task, count)
+
+    def begin(self, total: int) -> None:
+        self._bar.reset(self._task, total=total)
+
+
+def watched() -> bool:
+    """Whether stderr is a terminal."""
+    return sys.stderr.isatty()
+
+
+@contextmanager
+def byte_progress(label: str, total: int | None = None) -> Iterator[ByteBar]:
+    """A bar for the time of the block; None: the total is told later, with :meth:`ByteBar.begin`."""
+    if not watched():
+        yield ByteBar()
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        yield _DrawnBar(bar, bar.add_task(label, total=total))

@@ -1,0 +1,174 @@
+"""What a store that is there holds: whether a resume works, what is suspect, left over or off. Reads records only.
+
+It opens no lock and writes nothing, so a store in use is in no danger.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+
+from deploy.doctor.base import Finding
+from deploy.format import kind_text, plural, size_text
+from deploy.store_status import StoreStatus, holder_text, open_store, parameters, standing
+from store.catalog import Catalog, open_catalog
+from store.errors import DamagedError, NewerFormatError, NoStoreError, NothingToResumeError, StoreError
+from store.layout import EPOCHS, MANIFESTS, PROVEN, SEGMENTS, STORE
+from store.location import files_at, is_url
+from store.retention import Retention, plan_prune
+from store.storage.atomic import is_temporary
+from store.storage.bucket import ObjectOptions
+from store.text import listed
+
+_FUTURE = 60.0
+"""Seconds that a commit may lie ahead of this machine's clock."""
+
+
+def look_at_store(root: Path, retention: Retention, options: ObjectOptions | None = None) -> Iterator[Finding]:
+    """Every check of the store at ``root``, or that there is none yet. options: of one in a bucket."""
+    try:
+        obstacle = None if is_url(root) else _obstacle(root)
+        if obstacle is not None:
+            yield Finding("store", "fail", obstacle, "name a directory as `store:`, or one to be")
+            return
+        if all(is_temporary(name) for name in _names(root, options)):
+            yield Finding("store", "ok", f"{root} holds nothing yet: a job makes it")
+            return
+        catalog = _catalog(root, options)
+        found = standing(catalog, root)
+    except NoStoreError as error:
+        yield Finding("store", "fail", str(error), "name an empty or new directory as `store:`")
+        return
+    except (NewerFormatError, DamagedError, NothingToResumeError) as error:
+        todo = "until then name another directory as `store:`; in this one nothing is changed, and nothing is lost"
+        if not isinstance(error, NewerFormatError):
+            todo = f"put {STORE} back from a copy of the store, or name another directory as `store:`"
+        yield Finding("store", "fail", str(error), todo)
+        return
+    except (StoreError, OSError) as error:
+        yield Finding("store", "fail", str(error), f"this user must be able to read it; see `driftpoint status {root}`")
+        return
+    yield _usable(found, root)
+    yield _resume(found)
+    yield from _age(found)
+    yield _leftovers(catalog, root, retention)
+    if not is_url(root):
+        yield _allowed(root)
+
+
+def _obstacle(root: Path) -> str | None:
+    """What is in the way of a directory there; None where one is there, or can be made."""
+    for place in (root.absolute(), *root.absolute().parents):
+        try:
+            place.lstat()
+        except (FileNotFoundError, NotADirectoryError, PermissionError):
+            continue
+        except OSError as error:
+            return f"{place}: {error.strerror}"
+        return None if os.path.isdir(place) else f"{place} is there, and is no directory"  # noqa: PTH112
+    return None
+
+
+def known_parameters(root: Path, options: ObjectOptions | None = None) -> int | None:
+    """Of the model whose state the store at ``root`` holds; None where it holds none that can be read. options: of one
+    in a bucket."""
+    try:
+        newest = standing(_catalog(root, options), root, counted=False).newest
+    except (StoreError, OSError):
+        return None
+    return None if newest is None else parameters(newest)
+
+
+def _names(root: Path, options: ObjectOptions | None) -> list[str]:
+    if is_url(root):
+        return files_at(root, options).list_dir("")
+    return os.listdir(root) if os.path.isdir(root) else []  # noqa: PTH112, PTH208
+
+
+def _catalog(root: Path, options: ObjectOptions | None) -> Catalog:
+    return open_catalog(files_at(root, options)) if is_url(root) else open_store(root)
+
+
+def _usable(found: StoreStatus, root: Path) -> Finding:
+    user = holder_text(root, found.in_use_by)
+    seen = f"{plural(len(found.saves), 'commit')}, {size_text(found.size_bytes)}; in use {user}"
+    if not found.suspects:
+        return Finding("store", "ok", seen)
+    named = ", ".join(save.name for save in found.suspects)
+    return Finding("store", "warn", f"{seen}; suspect: {named}", "jobs died of them: see docs/recovery.md")
+
+
+def _resume(found: StoreStatus) -> Finding:
+    resume = found.resume
+    if resume is None:
+        if not found.saves:
+            return Finding("resume", "ok", "there is no commit yet: a job begins at step 0")
+        return Finding(
+            "resume", "fail", listed(found.problems, 3, "; "), f"see what is left: driftpoint verify {found.root}"
+        )
+    kind = kind_text(
+        exact=resume.exact, max_staleness=resume.max_staleness, max_drift=resume.max_drift, lossy=resume.lossy
+    )
+    seen = f"from step {resume.step}, {kind}"
+    if found.problems:
+        return Finding(
+            "resume", "warn", f"{seen}; {listed(found.problems, 3, '; ')}", f"see all: driftpoint verify {found.root}"
+        )
+    return Finding("resume", "ok", f"{seen} (by its records: `driftpoint verify` reads every byte)")
+
+
+def _age(found: StoreStatus) -> Iterator[Finding]:
+    if found.newest is None:
+        return
+    seconds = (datetime.now(UTC) - datetime.fromisoformat(found.newest.created)).total_seconds()
+    if seconds < -_FUTURE:
+        yield Finding(
+            "age",
+            "warn",
+            f"the newest commit is {-seconds:.0f} s in this machine's future",
+            "set clocks by NTP (chronyd, systemd-timesyncd); resumes go by steps and are not affected",
+        )
+        return
+    yield Finding("age", "ok", f"the newest commit is {_ago(seconds)} old")
+
+
+def _leftovers(catalog: Catalog, root: Path, retention: Retention) -> Finding:
+    try:
+        plan = plan_prune(catalog, retention)
+    except (StoreError, OSError) as error:
+        return Finding("leftovers", "warn", f"they cannot be told: {error}", f"see `driftpoint verify {root}`")
+    if plan.unrecognised:
+        return Finding(
+            "leftovers",
+            "warn",
+            f"what no store has: {listed(plan.unrecognised, 5)}",
+            "it is never deleted: move it out of the store",
+        )
+    gone = len(plan.groups) + len(plan.temporaries)
+    if gone and plan.freed_bytes:
+        return Finding("leftovers", "ok", f"{size_text(plan.freed_bytes)} that the next save prunes")
+    return Finding(
+        "leftovers", "ok", "none" if not gone else f"{plural(gone, 'trace')} of interrupted saves, to be pruned"
+    )
+
+
+def _allowed(root: Path) -> Finding:
+    folders = [root, *(root / name for name in (EPOCHS, SEGMENTS, MANIFESTS, PROVEN) if (root / name).is_dir())]
+    closed = [str(one) for one in folders if not os.access(one, os.R_OK | os.W_OK | os.X_OK)]
+    if closed:
+        return Finding(
+            "permissions",
+            "fail",
+            f"this user may not read and write {', '.join(closed)}",
+            "run as the store's owner, or change it: chown -R, chmod -R u+rwX",
+        )
+    return Finding("permissions", "ok", "this user may read and write it")
+
+
+def _ago(seconds: float) -> str:
+    for unit, length in (("day", 86400.0), ("hour", 3600.0), ("minute", 60.0)):
+        if seconds >= 2 * length:
+            return plural(int(seconds / length), unit)
+    return plural(max(0, int(seconds)), "second")

@@ -1,0 +1,346 @@
+"""Latest state of a job from its trace.
+
+What the newest lines of a trace say of a job: how far it is, how fast, what its last saves came to.
+
+A :class:`Listener` is told lines in their order and keeps the last few; it never holds a trace. It knows no store and
+no clock but the trace's own. Owned by whoever reads the trace.
+
+Which lines of a trace make sense: a trace is a plain file, and anybody may have written into it.
+
+What a line says may be wrong; but it must not be able to stop whoever reads it. Numbers are finite and within bounds,
+lists are as long as they should be. What does not hold counts as a line that cannot be read.
+
+The newest lines of a trace, read as they come: the end of the file at first, then only what was appended.
+
+However long a trace is, the first look reads a few megabytes of its end, and what goes before it only to find the line
+that names its units. A file that was replaced or cut is begun anew. Owned by one thread.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import BinaryIO
+
+from store.names import Unit
+from store.trace import CommitLine, DecisionLine, FailedLine, JobLine, Line, ResumedLine, each_line
+
+_FEW = 32
+"""Saves, and gaps between decisions, that rates are told from."""
+
+
+@dataclass(frozen=True)
+class Decided:
+    """A decision, by unit. at: seconds since 1970. drift: as measured then, or when its save was staged."""
+
+    step: int
+    at: float
+    drift: Mapping[Unit, float]
+    sick: frozenset[Unit]
+    skipped: str | None
+    stall: float
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A commit. full: what everything, raw, would have taken in its place. gap: seconds since the one before it, None
+    where there is none in this incarnation."""
+
+    step: int
+    at: float
+    written: int
+    full: int
+    gap: float | None
+
+
+@dataclass(frozen=True)
+class Pulse:
+    """Of the newest incarnation. decisions, saves: the last few, newest last.
+
+    failed: reasons of the saves that failed since the newest commit. step_seconds: of a step; None where too little was
+    seen. full_bytes: of a save of all that moves, raw. began: when the incarnation did."""
+
+    job: JobLine
+    began: float
+    heard: float
+    decisions: Sequence[Decided]
+    saves: Sequence[Saved]
+    failed: tuple[str, ...]
+    step_seconds: float | None
+    decision_gap: float | None
+    interval: int | None
+    full_bytes: int
+
+    @property
+    def newest(self) -> Decided | None:
+        """The last decision."""
+        return self.decisions[-1] if self.decisions else None
+
+    @property
+    def save_gap(self) -> float | None:
+        """Seconds between two commits, usually; None where there were not two."""
+        gaps = [one.gap for one in self.saves if one.gap is not None]
+        return median(gaps) if gaps else None
+
+    @property
+    def stall_share(self) -> float | None:
+        """Of wall time, over the decisions at hand."""
+        if len(self.decisions) < 2 or self.decisions[-1].at <= self.decisions[0].at:
+            return None
+        stalled = sum(one.stall for one in self.decisions[1:])
+        return stalled / (self.decisions[-1].at - self.decisions[0].at)
+
+    @property
+    def sick(self) -> frozenset[Unit]:
+        """Units that were not finite at the last decision that measured anything."""
+        measured = next((one for one in reversed(self.decisions) if one.drift or one.sick), None)
+        return frozenset() if measured is None else measured.sick
+
+    @property
+    def next_gap(self) -> float | None:
+        """Seconds from the last decision to the next one, by what the job said: under ``every: auto`` the interval
+        grows fourfold at a time, so that what was usual is no measure."""
+        if self.interval is None or self.step_seconds is None:
+            return None
+        return self.interval * self.step_seconds
+
+    def step_at(self, now: float) -> float | None:
+        """The step that the job is at, as far as can be told: no further than where its next decision would be."""
+        last = self.newest
+        if last is None or self.step_seconds is None:
+            return None if last is None else float(last.step)
+        ahead = max(0.0, now - last.at) / self.step_seconds if self.step_seconds else 0.0
+        most = self.interval if self.interval is not None else ahead
+        return last.step + min(ahead, float(most))
+
+
+class Listener:
+    """keep: decisions that are remembered."""
+
+    def __init__(self, keep: int = 64) -> None:
+        self._keep = keep
+        self._job: JobLine | None = None
+        self._units: tuple[Unit, ...] = ()
+        self._full = 0
+        self._heard = 0.0
+        self._decisions: deque[Decided] = deque(maxlen=keep)
+        self._gaps: deque[tuple[int, float]] = deque(maxlen=_FEW)
+        self._saves: deque[Saved] = deque(maxlen=_FEW)
+        self._failed: list[str] = []
+        self._interval: int | None = None
+
+    def hear(self, line: Line) -> None:
+        """The next line."""
+        if isinstance(line, JobLine):
+            self._begun(line)
+        elif self._job is None:
+            return
+        elif isinstance(line, DecisionLine):
+            self._decided(line, self._at(line.seconds))
+        elif isinstance(line, CommitLine):
+            self._committed(line, self._at(line.seconds))
+        elif isinstance(line, FailedLine):
+            self._failed.append(line.reason)
+            self._at(line.seconds)
+        elif isinstance(line, ResumedLine):
+            self._gaps.clear()
+            self._at(line.seconds)
+
+    def pulse(self) -> Pulse | None:
+        """None where no job was heard of."""
+        job = self._job
+        if job is None:
+            return None
+        steps = [(later[0] - earlier[0], later[1] - earlier[1]) for earlier, later in pairwise(self._gaps)]
+        paces = [seconds / count for count, seconds in steps if count > 0]
+        return Pulse(
+            job=job,
+            began=job.started,
+            heard=self._heard,
+            decisions=tuple(self._decisions),
+            saves=tuple(self._saves),
+            failed=tuple(self._failed[-_FEW:]),
+            step_seconds=median(paces) if paces else None,
+            decision_gap=median(seconds for _, seconds in steps) if steps else None,
+            interval=self._interval,
+            full_bytes=self._full,
+        )
+
+    def _at(self, seconds: float) -> float:
+        started = 0.0 if self._job is None else self._job.started
+        self._heard = max(self._heard, started + seconds)
+        return started + seconds
+
+    def _begun(self, line: JobLine) -> None:
+        if self._job is None or line.started != self._job.started:
+            self._gaps.clear()
+            self._saves.clear()
+            self._failed.clear()
+            self._heard = line.started
+        self._job = line
+        self._units = tuple(one.unit for one in line.units)
+        self._full = sum(one.nbytes for one in line.units if one.moving)
+        self._at(line.seconds)
+
+    def _decided(self, line: DecisionLine, at: float) -> None:
+        self._interval = line.interval if line.interval is not None else self._interval
+        drift = {unit: value for unit, value in zip(self._units, line.drift, strict=False) if value is not None}
+        sick = frozenset(self._named(line.sick))
+        self._decisions.append(Decided(line.step, at, drift, sick, line.skipped, line.stall + line.copy_wait))
+        self._gaps.append((line.step, at))
+
+    def _committed(self, line: CommitLine, at: float) -> None:
+        gap = at - self._saves[-1].at if self._saves else None
+        besides = max(0, line.written - sum(size[0] for size in line.sizes.values()))
+        self._saves.append(Saved(line.step, at, line.written, self._full + besides, gap))
+        self._failed.clear()
+        for place in range(len(self._decisions) - 1, -1, -1):
+            one = self._decisions[place]
+            if one.step == line.step:
+                staged = {
+                    self._units[index]: size[3]
+                    for index, size in line.sizes.items()
+                    if size[3] is not None and 0 <= index < len(self._units)
+                }
+                self._decisions[place] = Decided(
+                    one.step, one.at, {**staged, **one.drift}, one.sick, one.skipped, one.stall
+                )
+                return
+
+    def _named(self, indices: Iterable[int]) -> Iterable[Unit]:
+        return (self._units[index] for index in indices if 0 <= index < len(self._units))
+
+
+_LATEST = 253_000_000_000.0
+"""Seconds since 1970 that a calendar has."""
+
+_MOST = float(1 << 60)
+"""Steps, bytes, seconds."""
+
+
+class Sceptic:
+    """Told the lines of one trace in their order."""
+
+    def __init__(self) -> None:
+        self._units = 0
+
+    def believe(self, lines: Iterable[Line | None]) -> Iterator[Line | None]:
+        """The same, None for each line that makes no sense."""
+        for line in lines:
+            if line is None or not _sensible(line, self._units):
+                yield None
+                continue
+            if isinstance(line, JobLine):
+                self._units = len(line.units)
+            yield line
+
+
+def _sensible(line: Line, units: int) -> bool:
+    if isinstance(line, JobLine):
+        return _within((line.started, line.seconds), _LATEST) and _within(_sizes(line), _MOST)
+    if isinstance(line, DecisionLine):
+        named = (*line.saved, *line.sick, *line.changed)
+        right = len(line.drift) in (0, units) and all(0 <= index < units for index in named)
+        return right and _within((line.step, line.seconds, line.stall, line.copy_wait, line.interval or 0), _MOST)
+    if isinstance(line, CommitLine):
+        sizes = (size[0] for size in line.sizes.values())
+        right = all(0 <= index < units for index in line.sizes)
+        return right and _within((line.step, line.seconds, line.took, line.written, *sizes), _MOST)
+    if isinstance(line, FailedLine):
+        return _within((line.step, line.seconds), _MOST)
+    return not isinstance(line, ResumedLine) or _within((line.step, line.newest, line.seconds), _MOST)
+
+
+def _sizes(line: JobLine) -> Iterator[int]:
+    for unit in line.units:
+        yield unit.nbytes
+        yield abs(unit.position)
+
+
+def _within(numbers: Iterable[float], most: float) -> bool:
+    """Not of what is no number, either."""
+    return all(0 <= number <= most for number in numbers)
+
+
+_END = 4 << 20
+"""Bytes of the end that are read at first."""
+
+_BLOCK = 1 << 20
+_JOB = b'\n{"kind":"job"'
+
+
+class Tail:
+    """Of the trace at ``path``, which need not be there yet."""
+
+    def __init__(self, path: Path, end: int = _END) -> None:
+        self.path = path
+        self.trouble = ""
+        self._end = end
+        self._begin()
+
+    def look(self) -> Pulse | None:
+        """What it says now; None where there is no trace, or none that can be read, and ``trouble`` says why."""
+        try:
+            with self.path.open("rb") as file:
+                self._read(file)
+        except OSError as error:
+            self._begin()
+            self.trouble = error.strerror or str(error)
+            return None
+        self.trouble = ""
+        return self._listener.pulse()
+
+    def _begin(self) -> None:
+        self._listener, self._sceptic = Listener(), Sceptic()
+        self._offset = 0
+        self._torn = b""
+        self._inode = -1
+
+    def _read(self, file: BinaryIO) -> None:
+        size, inode = file.seek(0, os.SEEK_END), os.fstat(file.fileno()).st_ino
+        if inode != self._inode or size < self._offset:
+            self._begin()
+            self._inode = inode
+            self._skip(file, size)
+        file.seek(self._offset)
+        data = self._torn + file.read()
+        self._offset = file.tell()
+        whole, newline, self._torn = data.rpartition(b"\n")
+        if newline:
+            self._hear(whole.split(b"\n"))
+
+    def _skip(self, file: BinaryIO, size: int) -> None:
+        """To the end of a long file, having heard of the job that it is of."""
+        start = size - self._end
+        if start <= 0:
+            return
+        file.seek(start)
+        start += len(file.readline())
+        self._hear([_job_before(file, start)])
+        self._offset = start
+
+    def _hear(self, raw: Iterable[bytes]) -> None:
+        for line in self._sceptic.believe(each_line(raw)):
+            if line is not None:
+                self._listener.hear(line)
+
+
+def _job_before(file: BinaryIO, end: int) -> bytes:
+    """The last job line that begins before ``end``; empty where there is none."""
+    stop = end
+    while stop > 0:
+        start = max(0, stop - _BLOCK)
+        file.seek(start)
+        block = file.read(min(end, stop + len(_JOB)) - start)
+        block = b"\n" + block if start == 0 else block
+        found = block.rfind(_JOB)
+        if found >= 0:
+            file.seek(start + found + (0 if start == 0 else 1))
+            return file.readline()
+        stop = start
+    return b""

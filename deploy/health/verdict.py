@@ -1,0 +1,95 @@
+"""All judgements in one honest sentence: is the run safe now. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from deploy.format import plural, span_text, steps_text
+from deploy.health.checks import Loss, checks, loss_of_node, loss_of_process
+from deploy.health.facts import ORDER, Check, Facts, Level
+
+_TITLES: dict[Level, str] = {"good": "Safe", "look": "Needs a look", "bad": "Not safe"}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """level: the worst of the checks. title: in two words. sentence: what a failure now would do. concerns: the checks
+    that are not as they should be, worst first."""
+
+    level: Level
+    title: str
+    sentence: str
+    checks: tuple[Check, ...]
+
+    @property
+    def concerns(self) -> tuple[Check, ...]:
+        """What is not as it should be."""
+        found = [check for check in self.checks if check.level in ("look", "bad")]
+        return tuple(sorted(found, key=lambda check: -ORDER.index(check.level)))
+
+
+def judge(facts: Facts) -> Verdict:
+    """The verdict."""
+    found = tuple(checks(facts))
+    level = max((check.level for check in found), key=ORDER.index)
+    level = "good" if level == "plain" else level
+    return Verdict(level, _TITLES[level], sentence(facts), found)
+
+
+def sentence(facts: Facts) -> str:
+    """What a failure now would do, or what a start now would."""
+    status = facts.status
+    if status is None:
+        return f"The store cannot be opened: {facts.trouble}"
+    node = loss_of_node(facts)
+    if status.resume is None:
+        return _nothing(facts, node)
+    how = _how(facts)
+    if not facts.running:
+        behind = (
+            f", {steps_text(node.steps)} before where training last was" if node.steps and round(node.steps) else ""
+        )
+        seen = (
+            "No job is running" if not facts.unlocked or facts.current or facts.closed else "No job is seen from here"
+        )
+        return f"{seen}. A start now goes on at step {node.back_to}{behind}, {how}."
+    process = loss_of_process(facts)
+    if process.memory is not None:
+        return (
+            f"If the job failed now it would go on from memory at step {process.back_to}{_lost(process)}; were this "
+            f"node lost, at step {node.back_to}{_lost(node)}, {how}."
+        )
+    return f"If the job failed now it would go back to step {node.back_to}{_lost(node)}, {how}."
+
+
+def _nothing(facts: Facts, node: Loss) -> str:
+    status = facts.status
+    assert status is not None
+    if status.saves:
+        return f"None of {plural(len(status.saves), 'commit')} can be resumed: a start now would lose all of the run."
+    so_far = f" ({steps_text(node.steps)} so far)" if node.steps else ""
+    if facts.running:
+        return f"Nothing is saved yet: if the job failed now it would begin again at step 0{so_far}."
+    return "Nothing is saved in this store yet: a start now begins at step 0."
+
+
+def _lost(loss: Loss) -> str:
+    if loss.steps is None:
+        return "" if loss.seconds is None else f" and lose up to {span_text(loss.seconds)} of training"
+    if round(loss.steps) == 0:
+        return " and lose nothing"
+    took = f" ({span_text(loss.seconds)})" if loss.seconds is not None else ""
+    return f" and lose {steps_text(loss.steps)}{took}"
+
+
+def _how(facts: Facts) -> str:
+    assert facts.status is not None and facts.status.resume is not None
+    resume = facts.status.resume
+    if resume.exact:
+        return "exact to the last bit"
+    if resume.fallbacks:
+        units = plural(len(resume.fallbacks), "layer slot")
+        return f"with {units} in an older version because newer bytes are damaged"
+    if resume.max_staleness > 0:
+        return f"as a composite whose layers are up to {plural(resume.max_staleness, 'step')} old"
+    return "rounded as the job is set to"

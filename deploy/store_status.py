@@ -1,0 +1,269 @@
+"""Open a store; commits, owner, what a resume takes.
+
+From what the user typed to a store and a commit in it.
+
+How a store stands: its commits, who owns it, what a resume would take. For ``status``, ``report`` and ``top``.
+
+Reads records only, no payload: quick on any store, and blind to bytes that rotted (that is ``verify``). It knows no
+job, no memory and no trace.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from deploy.exit_codes import health
+from store.catalog import Catalog, open_catalog
+from store.certificate import Certificate, certify, run_saves
+from store.errors import DamagedError, NoStoreError, NothingToResumeError, StorageError, UsageError
+from store.layout import LOCK, STORE
+from store.location import files_at, is_url
+from store.names import SaveId
+from store.resolve import Resolution, newest_resumable
+from store.schema import EpochRecord, ManifestRecord
+from store.session import lock_holder, newest_epoch, read_epoch
+from store.storage.bucket import ObjectOptions
+from store.text import listed
+
+_PATIENCE = ObjectOptions(retry_seconds=15.0)
+"""Of a command, at which somebody looks; a job has more."""
+
+
+def open_store(root: Path) -> Catalog:
+    """The catalog of the store at ``root``. NoStoreError where there is none, NothingToResumeError without its head."""
+    if not root.is_dir() and not is_url(root):
+        found = "is a file" if root.exists() else "does not exist"
+        raise NoStoreError(f"{root.absolute()} {found}: give the directory of a store, the `store:` of its job")
+    try:
+        return open_catalog(files_at(root, _PATIENCE))
+    except NoStoreError as error:
+        raise NoStoreError(f"{error}{'' if is_url(root) else _nearby(root)}") from error
+    except DamagedError as error:
+        raise NothingToResumeError(
+            f"{error}; nothing can be read without it: put {STORE} back from a copy of the store"
+        ) from error
+
+
+def find_save(catalog: Catalog, wanted: str) -> SaveId:
+    """The commit of a step number (of the newest epoch that has it) or of a save name. UsageError without one."""
+    saves = catalog.saves()
+    if not saves:
+        raise NothingToResumeError("the store holds no commit yet")
+    if wanted.isascii() and wanted.isdigit():
+        found = next((save for save in saves if save.step == int(wanted)), None)
+    else:
+        found = next((save for save in saves if save.name == wanted), None)
+    if found is None:
+        raise UsageError(f"there is no commit {wanted!r}; {_what_there_is(saves)}")
+    return found
+
+
+def holder(root: Path) -> int | None:
+    """Process id of the job of this machine that is using the store, 0 where its id is not known; of a store in a
+    bucket nobody can tell."""
+    return None if is_url(root) else lock_holder(root)
+
+
+def holder_text(root: Path, pid: int | None) -> str:
+    """Who is using the store, in words."""
+    if is_url(root):
+        return "not known: an object store has no locks, see the newest epoch"
+    if pid is not None:
+        return f"by process {pid} on this machine" if pid > 0 else "by another process"
+    lock = root / LOCK
+    if lock.exists() and not os.access(lock, os.R_OK | os.W_OK):
+        return f"not known: {LOCK} cannot be opened by this user"
+    return "by no process on this machine"
+
+
+def goes_on_at(catalog: Catalog, resolution: Resolution) -> int:
+    """The step that a job goes on from which resumes this, by default (``resume: {at: effective}``). Whether the run
+    state there is sound, and fits the job, only the resume itself finds out."""
+    for save, record in run_saves(resolution, certify(resolution).effective_step).items():
+        if not catalog.group(save, record).problems:
+            return save.step
+    return resolution.manifest.step
+
+
+def parameters(manifest: ManifestRecord) -> int:
+    """Parameters of the model, tied ones once, buffers not at all."""
+    return sum(math.prod(tensor.shape) for tensor in manifest.tensors.values() if tensor.kind != "buffer")
+
+
+def _nearby(root: Path) -> str:
+    for place in (*sorted(root.glob(f"*/{STORE}"))[:1], root.absolute().parent / STORE):
+        if place.is_file():
+            return f"; there is one in {place.parent}"
+    return ""
+
+
+def _what_there_is(saves: list[SaveId]) -> str:
+    return f"there is {listed((save.name for save in saves), 5, rest='older ones')}"
+
+
+_TRIES = 4
+"""Times that a store is read which changes meanwhile."""
+
+
+@dataclass(frozen=True)
+class Resume:
+    """What a resume would take now. effective_step: where its weights stand. goes_on_at: the step that a job goes on
+    from, unless it is set to another. lossy: encodings that rounded values. fallbacks: units of an older version than
+    committed."""
+
+    save: str
+    step: int
+    effective_step: float
+    goes_on_at: int
+    exact: bool
+    max_staleness: int
+    max_drift: float | None
+    lossy: tuple[str, ...]
+    fallbacks: tuple[str, ...]
+    proven: bool
+
+
+@dataclass(frozen=True)
+class StoreStatus:
+    """All of it. in_use_by: process id, 0 where it is not known, None where nobody is. size_bytes: 0 where nobody
+    counted. resumed, certificate: of the commit that a resume would take; None where there is none."""
+
+    root: Path
+    store_id: str
+    saves: tuple[SaveId, ...]
+    suspects: tuple[SaveId, ...]
+    newest: ManifestRecord | None
+    epoch: int
+    owner: EpochRecord | None
+    in_use_by: int | None
+    size_bytes: int
+    resume: Resume | None
+    problems: tuple[str, ...]
+    resumed: ManifestRecord | None = None
+    certificate: Certificate | None = None
+
+    @property
+    def exit_code(self) -> int:
+        """See :func:`health`."""
+        return health(resumable=self.resume is not None, damaged=bool(self.problems))
+
+
+def standing(catalog: Catalog, root: Path, *, counted: bool = True) -> StoreStatus:
+    """Of the store at ``root``. counted: add up the bytes of its files.
+
+    What a job prunes while this reads is not there any more, and no damage: then all is read again."""
+    for _ in range(_TRIES):
+        before = catalog.saves()
+        found = _standing(catalog, root, counted=counted)
+        if not found.problems or catalog.saves() == before:
+            break
+        catalog.forget()
+    return found
+
+
+def _standing(catalog: Catalog, root: Path, *, counted: bool) -> StoreStatus:
+    problems: list[str] = []
+    resume, resumed, certificate = _resume(catalog, problems)
+    newest = _newest_readable(catalog, problems)
+    epoch = newest_epoch(catalog.files)
+    suspects = catalog.suspects().saves
+    saves = tuple(catalog.saves())
+    return StoreStatus(
+        root=root.absolute(),
+        store_id=catalog.store_id,
+        saves=saves,
+        suspects=tuple(save for save in saves if save in suspects),
+        newest=newest,
+        epoch=epoch,
+        owner=_owner(catalog, epoch, problems),
+        in_use_by=holder(root),
+        size_bytes=_counted(catalog, root) if counted else 0,
+        resume=resume,
+        problems=tuple(dict.fromkeys(problems)),
+        resumed=resumed,
+        certificate=certificate,
+    )
+
+
+def written(manifest: ManifestRecord) -> int:
+    """Payload bytes of a save's own segments."""
+    own = manifest.groups.get(manifest.save.name)
+    return 0 if own is None else own.payload_bytes
+
+
+def _resume(
+    catalog: Catalog, problems: list[str]
+) -> tuple[Resume, ManifestRecord, Certificate] | tuple[None, None, None]:
+    try:
+        resolution, passed_over = newest_resumable(catalog)
+    except NothingToResumeError as error:
+        if catalog.saves():
+            problems.append(str(error))
+        return None, None, None
+    problems.extend(passed_over)
+    problems.extend(resolution.problems)
+    certificate = certify(resolution)
+    resume = Resume(
+        save=certificate.save,
+        step=certificate.step,
+        effective_step=certificate.effective_step,
+        goes_on_at=goes_on_at(catalog, resolution),
+        exact=certificate.exact,
+        max_staleness=certificate.max_staleness,
+        max_drift=certificate.max_drift,
+        lossy=certificate.lossy,
+        fallbacks=tuple(str(version.record.unit) for version in resolution.fallbacks),
+        proven=resolution.manifest.save in catalog.proven(),
+    )
+    return resume, resolution.manifest, certificate
+
+
+def _newest_readable(catalog: Catalog, problems: list[str]) -> ManifestRecord | None:
+    newest = None
+    for save in catalog.saves():
+        try:
+            newest = newest or catalog.manifest(save)
+            catalog.manifest(save)
+        except (DamagedError, StorageError) as error:
+            if not any(str(error) in known for known in problems):
+                problems.append(str(error))
+    return newest
+
+
+def _owner(catalog: Catalog, epoch: int, problems: list[str]) -> EpochRecord | None:
+    if epoch == 0:
+        return None
+    try:
+        return read_epoch(catalog.files, epoch)
+    except (DamagedError, StorageError) as error:
+        problems.append(str(error))
+        return None
+
+
+def _counted(catalog: Catalog, root: Path) -> int:
+    return _reached(catalog) if is_url(root) else _size(root)
+
+
+def _reached(catalog: Catalog) -> int:
+    """Payload bytes of all commits: in a bucket, looking at every object would take a request for a thousand."""
+    groups = {}
+    for save in catalog.saves():
+        with suppress(DamagedError, StorageError):
+            groups.update(catalog.manifest(save).groups)
+    return sum(record.payload_bytes for record in groups.values())
+
+
+def _size(root: Path) -> int:
+    """Bytes of all files. What a running job deletes meanwhile is not counted."""
+    total = 0
+    for folder, _, names in os.walk(root):
+        for name in names:
+            try:
+                total += (Path(folder) / name).lstat().st_size
+            except FileNotFoundError:
+                continue
+    return total

@@ -1,0 +1,232 @@
+"""Event log and metrics.
+
+What the supervisor tells: a line for people and, where a file is given, a JSON line for machines, an event each.
+
+Owned by the supervisor's thread. Nobody who stopped reading, and no full disk, may end the supervision of a job: a line
+that cannot be written is lost, and of the file that is said once.
+
+What ``driftpoint run`` serves to Prometheus: attempts, how they ended, and how long nothing got further.
+
+A registry of its own. Told by the supervisor's thread. A port that is taken costs the endpoint, nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge
+
+from deploy.supervisor.restart_policy import NO_PROGRESS, OK, Attempt, Course, Sight, Stop
+from store.errors import PREEMPTED, ConfigError
+from store.metrics_server import EndpointSecurity, MetricsServer
+from store.names import SaveId
+
+if TYPE_CHECKING:
+    pass
+
+
+_LISTED = 8
+
+
+class Teller:
+    """line: writes a line for people. events: file that JSON lines are appended to. metrics: for dashboards."""
+
+    def __init__(
+        self,
+        line: Callable[[str], None],
+        events: Path | None = None,
+        root: Path | None = None,
+        metrics: SupervisorMetrics | None = None,
+    ) -> None:
+        self._line = line
+        self._metrics = metrics
+        self._events = events
+        self._root = root
+        self._ends: list[str] = []
+
+    def say(self, text: str) -> None:
+        """A line for people."""
+        with suppress(OSError, ValueError):  # nobody reads, or the terminal is gone
+            self._line(f"driftpoint run: {text}")
+
+    def began(self, number: int, seconds: float, sight: Sight) -> None:
+        """An attempt is about to begin."""
+        after = f" (after {seconds:.3g} s)" if number > 1 else ""
+        self.say(f"attempt {number}{after}: {_from(sight)}")
+        if self._metrics is not None:
+            self._metrics.began()
+        self._event("begin", attempt=number, commit=_name(sight.resumes), trouble=sight.trouble or None)
+
+    def ended(self, number: int, attempt: Attempt) -> None:
+        """An attempt is over."""
+        newest = attempt.after.newest
+        new = f"; kept up to step {newest.step}" if attempt.committed and newest is not None else ""
+        unknown = f"; the store cannot be read: {attempt.after.trouble}" if attempt.after.trouble else ""
+        self.say(f"attempt {number} ended: {attempt.end}{new}{unknown}")
+        self._ends.append(f"attempt {number}: {attempt.end}, {_from(attempt.before)}")
+        self._ends = self._ends[-_LISTED:]
+        if self._metrics is not None:
+            self._metrics.over(attempt)
+        self._event("end", attempt=number, code=attempt.code, commit=_name(newest), committed=attempt.committed)
+
+    def judged(self, course: Course) -> None:
+        """What the attempts so far come to."""
+        if self._metrics is not None:
+            self._metrics.judged(course)
+
+    def marked(self, save: SaveId, instead: SaveId | None, trouble: str) -> None:
+        """A commit was marked as suspect, or could not be."""
+        if trouble:
+            self.say(f"commit {save} could not be marked as suspect: {trouble}")
+            return
+        to = "" if instead is None else f": falling back to step {instead.step}"
+        self.say(f"commit {save} is suspect, resumed from it died twice without a commit{to}")
+        if self._metrics is not None:
+            self._metrics.suspects.inc()
+        self._event("suspect", commit=save.name, instead=_name(instead))
+
+    def withdrew(self, save: SaveId, trouble: str) -> None:
+        """The mark was taken back, or could not be."""
+        if trouble:
+            self.say(f"commit {save} is not to blame, but its mark could not be removed: {trouble}")
+            return
+        self.say(f"commit {save} is suspect no more: falling back from it did not help")
+        self._event("withdrawn", commit=save.name)
+
+    def stopped(self, stop: Stop) -> None:
+        """That was the last attempt."""
+        self._event("stop", code=stop.code, why=stop.why)
+        if stop.code == 0:
+            return
+        self.say(f"stopped (exit code {stop.code}): {stop.why}")
+        if stop.code == NO_PROGRESS:
+            for end in self._ends:
+                self.say(f"  {end}")
+            self.say(
+                "what it died of is in the command's own output above. To see what it starts from: "
+                f"`driftpoint show {self._root}`, `driftpoint verify {self._root}`. Then give the same command again"
+            )
+
+    def _event(self, kind: str, **facts: Any) -> None:
+        if self._events is None:
+            return
+        now = datetime.fromtimestamp(time.time(), UTC).isoformat(timespec="milliseconds")
+        try:
+            with self._events.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"event": kind, "time": now, **facts}) + "\n")
+        except OSError as error:
+            self._events = None
+            self.say(f"events are written no more: {error}")
+
+
+def _from(sight: Sight) -> str:
+    if sight.trouble:
+        return f"the store cannot be read: {sight.trouble}"
+    if sight.resumes is None:
+        return "from the beginning" if sight.newest is None else "no commit can be resumed"
+    return f"resuming from step {sight.resumes.step}"
+
+
+def _name(save: SaveId | None) -> str | None:
+    return None if save is None else save.name
+
+
+ENDS = ("done", "preempted", "failed", "killed")
+"""How attempts end: with 0, with 75, with another code, of a signal."""
+
+
+class SupervisorMetrics:
+    """The metric set. Without :meth:`serve` it only counts. restarts: in a row without progress, that are allowed."""
+
+    def __init__(self, restarts: int) -> None:
+        registry = CollectorRegistry()
+        self.registry = registry
+        self.up = Gauge("driftpoint_supervisor_up", "1 as long as the supervisor runs", registry=registry)
+        self.attempts = Counter("driftpoint_supervisor_attempts", "Times that the command was begun", registry=registry)
+        self.running = Gauge("driftpoint_supervisor_running", "1 while the command runs", registry=registry)
+        self.ended = Counter(
+            "driftpoint_supervisor_attempts_ended", "Times that the command ended, by how", ("end",), registry=registry
+        )
+        self.in_a_row = Gauge(
+            "driftpoint_supervisor_attempts_without_progress",
+            "Attempts since the last one that got further",
+            registry=registry,
+        )
+        self.limit = Gauge(
+            "driftpoint_supervisor_restarts_limit",
+            "Restarts in a row without progress, after which it stops",
+            registry=registry,
+        )
+        self.step = Gauge(
+            "driftpoint_supervisor_step", "Furthest step in the store when it looked last, -1: none", registry=registry
+        )
+        self.began_at = Gauge(
+            "driftpoint_supervisor_attempt_timestamp_seconds", "When the newest attempt began", registry=registry
+        )
+        self.suspects = Counter("driftpoint_supervisor_suspects", "Commits marked as suspect", registry=registry)
+        self.blind = Gauge(
+            "driftpoint_supervisor_store_unreadable", "1 where the store could not be read last", registry=registry
+        )
+        for end in ENDS:
+            self.ended.labels(end)
+        self.limit.set(restarts)
+        self.step.set(-1)
+        self.up.set(1)
+        self._server: MetricsServer | None = None
+
+    @property
+    def url(self) -> str | None:
+        """That a scraper asks; None where nobody listens."""
+        return None if self._server is None else self._server.url
+
+    def serve(self, host: str, port: int, security: EndpointSecurity, say: Callable[[str], None]) -> None:
+        """Listen; 0 takes a free port. Signals are the supervisor's: no other thread of its process takes one."""
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        try:
+            self._server = MetricsServer(self.registry, host, port, security)
+        except OSError as error:
+            why = error.strerror or error
+            say(f"no metrics: cannot listen on {host} port {port} ({why}); give another --metrics-port")
+        except ConfigError as error:
+            say(f"no metrics: {error}")
+        else:
+            say(f"metrics at {self.url}")
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    def began(self) -> None:
+        """An attempt begins."""
+        self.attempts.inc()
+        self.running.set(1)
+        self.began_at.set(time.time())
+
+    def over(self, attempt: Attempt) -> None:
+        """An attempt ended."""
+        self.running.set(0)
+        self.ended.labels(_end(attempt.code)).inc()
+        self.blind.set(bool(attempt.after.trouble))
+        if not attempt.after.trouble:
+            self.step.set(attempt.after.step)
+
+    def judged(self, course: Course) -> None:
+        """What that means for the job."""
+        self.in_a_row.set(course.in_a_row)
+
+    def close(self) -> None:
+        """Stop listening."""
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+
+
+def _end(code: int) -> str:
+    if code < 0:
+        return "killed"
+    return {OK: "done", PREEMPTED: "preempted"}.get(code, "failed")

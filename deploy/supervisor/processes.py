@@ -1,0 +1,254 @@
+"""Signals, process trees, orphans.
+
+Trees of processes: who catches a signal, who is left when the command has ended, and how they are ended.
+
+Linux. Knows nothing of jobs and stores. A process that is gone in the meantime is no error anywhere here.
+
+What a signal to the supervisor means for the command that runs, and what follows if it does not end. One attempt.
+
+Owned by the supervisor's thread; it sends signals and waits for nothing. The trainer's own handler gets its notice
+(SIGUSR1, unless the job's settings name another) before anything else gets SIGTERM, because a launcher that is told to
+terminate gives its workers little time to save.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from deploy.supervisor.restart_policy import INTERRUPTED
+from store.errors import PREEMPTED
+
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def adopt_orphans() -> bool:
+    """From now on what this process's descendants leave behind becomes its child. False where the system refuses."""
+    return ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0  # type: ignore[no-any-return]
+
+
+def catches(pid: int, number: signal.Signals) -> bool:
+    """Whether the process has a handler for the signal, so that it does not simply die of it."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return False
+    caught = next((line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")), "0")
+    return bool(int(caught, 16) >> (number - 1) & 1)
+
+
+def catching(top: int, number: signal.Signals) -> list[psutil.Process]:
+    """The processes of the tree under ``top``, itself included, that catch the signal; nothing below one that does.
+
+    Forked children (data-loader workers) inherit their parent's handler, and a launcher that has one passes it on.
+    """
+    with suppress(psutil.NoSuchProcess):
+        return list(_catching(psutil.Process(top), number))
+    return []
+
+
+def send(processes: Iterable[psutil.Process], number: signal.Signals) -> int:
+    """Send a signal to each; returns to how many."""
+    sent = 0
+    for process in processes:
+        with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            process.send_signal(number)
+            sent += 1
+    return sent
+
+
+def is_daemon(process: psutil.Process) -> bool:
+    """Whether it is the daemon of a node, which a trainer may have started: see :mod:`monitor.daemon_client`."""
+    with suppress(psutil.Error):
+        return process.cmdline()[1:5] == ["-m", "deploy.cli", "daemon", "run"]
+    return False
+
+
+def children() -> frozenset[psutil.Process]:
+    """The children of this process. One that was started by ``exec`` keeps those of the shell before it."""
+    return frozenset(psutil.Process().children())
+
+
+def below(but: Collection[psutil.Process] = ()) -> list[psutil.Process]:
+    """All descendants of this process that still run, except those children and what is below them.
+
+    Daemons are not among them: those are there for what comes after."""
+    found, spared = psutil.Process().children(recursive=True), set(but)
+    for one in but:
+        with suppress(psutil.NoSuchProcess):
+            spared.update(one.children(recursive=True))
+    return [process for process in found if process not in spared and _runs(process) and not is_daemon(process)]
+
+
+def reap(but: int) -> None:
+    """Take note of the end of adopted processes. ``but``: a child that someone else waits for."""
+    with suppress(ChildProcessError):
+        while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
+            if ended.si_pid == but:
+                return
+            os.waitpid(ended.si_pid, os.WNOHANG)
+
+
+def end_below(term_seconds: float, kill_seconds: float, but: Collection[psutil.Process] = ()) -> tuple[int, int]:
+    """End what :func:`below` finds: SIGTERM, then SIGKILL. Returns how many there were and how many will not go."""
+    left = below(but)
+    if not left:
+        reap(but=0)
+        return 0, 0
+    send(left, signal.SIGTERM)
+    psutil.wait_procs(left, timeout=term_seconds)
+    last = time.monotonic() + kill_seconds
+    while survivors := below(but):  # again: one may fork between being seen and being killed
+        send(survivors, signal.SIGKILL)
+        psutil.wait_procs(survivors, timeout=max(0.0, last - time.monotonic()))
+        if time.monotonic() >= last:
+            break
+    reap(but=0)
+    return len(left), len(below(but))
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _catching(process: psutil.Process, number: signal.Signals) -> Iterator[psutil.Process]:
+    if is_daemon(process):
+        return
+    if catches(process.pid, number):
+        yield process
+        return
+    with suppress(psutil.NoSuchProcess):
+        for child in process.children():
+            yield from _catching(child, number)
+
+
+NOTICES = (signal.SIGUSR1, signal.SIGUSR2)
+ENDS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+KILL_AFTER = 10.0
+"""Seconds from the SIGTERM after the grace to SIGKILL."""
+ANSWERED = 600.0
+"""Seconds after a notice, besides the grace, in which the end of the command is the answer to it: launchers hide the
+code that would tell. A signal may be there for something else, and the job dies of something else days later."""
+
+
+@dataclass(frozen=True)
+class _Due:
+    at: float
+    act: Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Manner:
+    """How a command is ended. grace: seconds for its last save. notice: what the trainer heeds. others: children of
+    this process that are not the command's."""
+
+    grace: float = 30.0
+    notice: signal.Signals = signal.SIGUSR1
+    others: Collection[psutil.Process] = ()
+
+
+class Stopping:
+    """The signals of one attempt. clock: seconds, never going back."""
+
+    def __init__(
+        self, pid: int, manner: Manner, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._pid = pid
+        self._manner = manner
+        self._say = say
+        self._clock = clock
+        self._told_to: int | None = None
+        self._noticed: float | None = None
+        self._asked = 0
+        self._due: list[_Due] = []
+
+    @property
+    def seconds(self) -> float | None:
+        """Until something is due; None where nothing is."""
+        return max(0.0, min(due.at for due in self._due) - self._clock()) if self._due else None
+
+    def told_to(self, code: int) -> int | None:
+        """The command ended with ``code`` just now: what the supervisor is to end with; None where no signal says."""
+        if self._told_to is not None or self._noticed is None:
+            return self._told_to
+        answers = code == PREEMPTED or self._clock() - self._noticed <= self._manner.grace + ANSWERED
+        return PREEMPTED if answers else None
+
+    def act(self) -> None:
+        """Do what is due."""
+        now = self._clock()
+        ready = [due for due in self._due if due.at <= now]
+        self._due = [due for due in self._due if due.at > now]
+        for due in ready:
+            due.act()
+
+    def take(self, number: signal.Signals) -> None:
+        """A signal came."""
+        if number in NOTICES:
+            self._notify(number)
+            return
+        self._asked += 1
+        if self._told_to is None or number == signal.SIGINT:
+            self._told_to = INTERRUPTED if number == signal.SIGINT else PREEMPTED
+        if self._asked == 1:
+            self._ask(number)
+        elif self._asked == 2:
+            self._terminate(f"a second {number.name}")
+        else:
+            self._kill(f"a third {number.name}")
+
+    def _notify(self, number: signal.Signals) -> None:
+        told = send(catching(self._pid, number), number)
+        if told == 0:
+            self._say(f"{number.name}: no process of the command has a handler for it, so it is passed on to none")
+            return
+        self._noticed = self._clock()
+        self._say(f"{number.name}: passed on to {_processes(told)}")
+
+    def _ask(self, number: signal.Signals) -> None:
+        if number == signal.SIGINT:
+            self._send(number)
+            self._say("SIGINT: passed on; a second one ends the command with SIGTERM, a third with SIGKILL")
+            return
+        grace, notice = self._manner.grace, self._manner.notice
+        told = send(catching(self._pid, notice), notice) if notice != signal.SIGTERM else 0
+        if told:
+            self._say(f"{number.name}: {notice.name} to {_processes(told)}; SIGTERM in {grace:g} s")
+            self._later(grace, lambda: self._terminate(f"{grace:g} s are over"))
+            return
+        self._send(signal.SIGTERM)
+        self._say(f"{number.name}: passed on; SIGKILL in {grace + KILL_AFTER:g} s")
+        self._later(grace + KILL_AFTER, lambda: self._kill("it did not end"))
+
+    def _terminate(self, why: str) -> None:
+        self._say(f"{why}: SIGTERM to the command; SIGKILL in {KILL_AFTER:g} s")
+        self._send(signal.SIGTERM)
+        self._due = []
+        self._later(KILL_AFTER, lambda: self._kill("it did not end"))
+
+    def _kill(self, why: str) -> None:
+        self._say(f"{why}: SIGKILL to all processes of the command")
+        self._due = []
+        send(below(self._manner.others), signal.SIGKILL)
+
+    def _send(self, number: signal.Signals) -> None:
+        with suppress(psutil.NoSuchProcess):
+            send([psutil.Process(self._pid)], number)
+
+    def _later(self, seconds: float, act: Callable[[], None]) -> None:
+        self._due.append(_Due(self._clock() + seconds, act))
+
+
+def _processes(count: int) -> str:
+    return "1 process" if count == 1 else f"{count} processes"

@@ -1,0 +1,147 @@
+"""What the supervisor sees of a store, between two attempts and never while the command runs.
+
+Reads records only. A store that is not there yet is an empty one; one that cannot be read, or does not answer in time,
+is no reason to stop: then nothing is known, and that is said. What hangs stays behind in a thread that
+nobody waits for.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from deploy.supervisor.restart_policy import Sight
+from store.catalog import Catalog, open_catalog
+from store.errors import DamagedError, DriftpointError, NoStoreError, NothingToResumeError, StorageError, StoreError
+from store.location import files_at, is_url
+from store.marks import mark_suspect, withdraw_suspect
+from store.memory.index import look as look_at_memory
+from store.memory.index import of_store
+from store.memory.layout import Tier
+from store.names import SaveId
+from store.resolve import newest_resumable
+from store.session import lock_holder, newest_epoch
+from store.storage.bucket import ObjectOptions
+
+_T = TypeVar("_T")
+
+
+class SeenStore:
+    """The store at ``root``, as the supervisor uses it. memory: where its job keeps versions in shared memory, None
+    where it does not. patience: seconds that storage may take to answer. options: of an object store."""
+
+    def __init__(
+        self, root: Path, memory: Path | None = None, patience: float = 120.0, options: ObjectOptions | None = None
+    ) -> None:
+        self.root = root
+        self._options = options
+        self._memory = memory
+        self._patience = patience
+
+    def look(self) -> Sight:
+        """What is there now. Never raises for anything that a store can be."""
+        try:
+            return self._within(lambda: _look(self.root, self._memory, self._options))
+        except (DriftpointError, OSError) as error:
+            return Sight(trouble=str(error))
+
+    def holder(self) -> int | None:
+        """Process of this machine that owns the store, 0 where its id is not known; None where there is none."""
+        try:
+            return None if is_url(self.root) else self._within(lambda: lock_holder(self.root))
+        except (DriftpointError, OSError):  # what hangs is told by look()
+            return None
+
+    def mark(self, save: SaveId, why: str) -> str:
+        """Mark a commit as suspect. Returns what went wrong, '' where nothing did."""
+        return self._changed(lambda catalog: mark_suspect(catalog.files, catalog.store_id, save, why))
+
+    def withdraw(self, save: SaveId) -> str:
+        """Take the mark back. Returns what went wrong, '' where nothing did."""
+        return self._changed(lambda catalog: withdraw_suspect(catalog.files, save))
+
+    def _changed(self, change: Callable[[Catalog], None]) -> str:
+        try:
+            self._within(lambda: change(open_catalog(files_at(self.root, self._options))))
+        except (DriftpointError, OSError) as error:
+            return str(error)
+        return ""
+
+    def _within(self, ask: Callable[[], _T]) -> _T:
+        answers: list[_T] = []
+        errors: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                answers.append(ask())
+            except BaseException as error:  # noqa: BLE001 - a thread's edge: raised again by who asked
+                errors.append(error)
+
+        thread = threading.Thread(target=run, name="driftpoint-look", daemon=True)
+        thread.start()
+        thread.join(self._patience)
+        if errors:
+            raise errors[0]
+        if not answers:
+            raise StorageError(f"the storage of {self.root} did not answer within {self._patience:g} s")
+        return answers[0]
+
+
+def _look(root: Path, memory: Path | None, options: ObjectOptions | None) -> Sight:
+    try:
+        catalog = open_catalog(files_at(root, options))
+    except NoStoreError:
+        return Sight()
+    commits, suspects = catalog.saves(), catalog.suspects().saves
+    committed, versions = _resumes(catalog, frozenset()), _remembered(catalog, memory)
+    least = max([*suspects, *([] if committed is None else [committed])], default=None)
+    order = sorted((save for save in versions if least is None or save > least), reverse=True)
+    order += [] if committed is None else [committed]
+    return Sight(
+        newest=max([*commits, *versions], default=None),
+        step=max((save.step for save in (*commits, *versions)), default=-1),
+        resumes=order[0] if order else None,
+        instead=_instead(catalog, order, committed),
+        epoch=newest_epoch(catalog.files),
+    )
+
+
+def _remembered(catalog: Catalog, memory: Path | None) -> list[SaveId]:
+    """Versions in memory. What cannot be read there is not resumed from either."""
+    if memory is None:
+        return []
+    try:
+        return list(of_store(look_at_memory(Tier(memory, catalog.store_id)), catalog.files).versions)
+    except (StoreError, OSError):
+        return []
+
+
+def _resumes(catalog: Catalog, skip: frozenset[SaveId]) -> SaveId | None:
+    try:
+        return newest_resumable(catalog, skip=skip)[0].manifest.save
+    except NothingToResumeError:
+        return None
+
+
+def _instead(catalog: Catalog, order: list[SaveId], committed: SaveId | None) -> SaveId | None:
+    """What would be resumed from, were the first of the order suspect; see
+    :class:`deploy.supervisor.restart_policy.Sight`. Not what
+    else is in memory: that goes with it."""
+    suspects = catalog.suspects().saves
+    if not order or order[0] in suspects or _led_on(catalog, order[0]):
+        return None
+    found = committed if order[0] != committed else _resumes(catalog, frozenset({order[0]}))
+    return None if found in suspects else found
+
+
+def _led_on(catalog: Catalog, resumed: SaveId) -> bool:
+    """Whether a later job resumed from the commit and came as far as another one."""
+    for save in catalog.saves():
+        try:
+            if save.epoch > resumed.epoch and catalog.manifest(save).previous == resumed.name:
+                return True
+        except (DamagedError, StorageError):
+            continue
+    return False

@@ -1,0 +1,216 @@
+"""Runs a command until it is done: starts it, passes signals on, cleans up after it, starts it again as the rules say.
+
+One thread, which takes signals by waiting for them, never in a handler, so that none is lost between two looks. The
+rules are in :mod:`deploy.supervisor.restart_policy`; this knows processes and the store's marks, and writes nothing
+else into it.
+If this process is killed the command goes on by itself.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import FrameType
+
+from deploy.supervisor.events import Teller
+from deploy.supervisor.processes import ENDS, NOTICES, Manner, Stopping, adopt_orphans, children, end_below, reap
+from deploy.supervisor.restart_policy import INTERRUPTED, Again, Attempt, Course, Limits, Sight, Stop, judge
+from deploy.supervisor.store_probe import SeenStore
+from store.errors import PREEMPTED, StoreInUseError, UsageError
+
+_ORPHANS_TERM = 5.0
+_ORPHANS_KILL = 10.0
+_OTHER_NODES = 1800.0
+"""Seconds to wait for the store before a restart: some file servers show the lock of rank 0 on another node, which may
+hang in a collective until that times out."""
+_CANNOT_START = 127
+"""Code of an attempt whose command could not be started, as shells have it."""
+_LOOK_UP = 60.0
+"""Seconds after which the wait for a signal is interrupted to look, whatever was missed."""
+
+
+@dataclass(frozen=True)
+class Orders:
+    """What to run. grace: seconds that the trainer has to save after a signal. wait: for a store that is in use.
+    notice: the signal that the trainer heeds."""
+
+    command: Sequence[str]
+    limits: Limits = field(default_factory=Limits)
+    grace: float = 30.0
+    wait: float = 0.0
+    notice: signal.Signals = signal.SIGUSR1
+
+
+class Supervisor:
+    """One supervised job on one store."""
+
+    def __init__(self, orders: Orders, store: SeenStore, teller: Teller) -> None:
+        self._orders = orders
+        self._store = store
+        self._teller = teller
+        self._signals = {number for number in (*ENDS, *NOTICES) if signal.getsignal(number) != signal.SIG_IGN}
+        self._mask: set[signal.Signals] = set()
+        self._known = Sight()
+        self._gone: Sight | None = None
+        self._others = children()  # of a script that became this process by `exec`
+
+    def run(self) -> int:
+        """The exit code, when all is over. StoreInUseError where another job has the store, UsageError where the
+        command cannot be started."""
+        if not adopt_orphans():
+            self._teller.say("the system does not say which processes a dead command leaves: they are not ended")
+        with self._signals_held():
+            stop = self._attempts()
+            self._teller.stopped(stop)
+        return stop.code
+
+    def _attempts(self) -> Stop:
+        course, again, number = Course(), Again(0.0, counted=False), 0
+        while True:
+            patience = self._orders.wait if number == 0 else max(self._orders.wait, _OTHER_NODES)
+            stop = self._wait(again.seconds) or self._wait_for_store(patience)
+            if stop is not None:
+                return stop
+            number += 1
+            attempt = self._attempt(number, again.seconds)
+            course, verdict = judge(course, attempt, self._orders.limits, random.random)
+            self._teller.judged(course)
+            if isinstance(verdict, Stop):
+                for save in verdict.withdrawn:
+                    self._teller.withdrew(save, self._store.withdraw(save))
+                return verdict
+            if verdict.suspect is not None:
+                trouble = self._store.mark(verdict.suspect, f"two attempts died, the last of {attempt.end}")
+                self._teller.marked(verdict.suspect, attempt.after.instead, trouble)
+            again = verdict
+
+    def _attempt(self, number: int, waited: float) -> Attempt:
+        before = self._looked()
+        self._teller.began(number, waited, before)
+        code, told_to = (_CANNOT_START, None) if before is self._gone else self._ran(number)
+        left, stuck = end_below(_ORPHANS_TERM, _ORPHANS_KILL, self._others)
+        if left:
+            self._teller.say(f"ended {left} processes that the command left behind")
+        if stuck:
+            self._teller.say(f"{stuck} of them do not end, not even of SIGKILL: a device or a disk holds them")
+        attempt = Attempt(code, before, self._looked(), told_to)
+        self._teller.ended(number, attempt)
+        return attempt
+
+    def _looked(self) -> Sight:
+        """What the store holds. Where it is gone (its disk is not mounted, say) that is trouble, and no attempt begins:
+        a job that finds nothing would begin anew, and train into whatever lies at the same path."""
+        sight = self._store.look()
+        if not sight.trouble and self._known.newest is not None and sight.epoch < self._known.epoch:
+            self._gone = Sight(
+                trouble=f"{self._store.root} held step {self._known.step}, and is empty or another store now: is its "
+                "disk mounted? The command is not started. To begin anew on purpose, end this and give it again"
+            )
+            return self._gone
+        if not sight.trouble:
+            self._known = sight
+        return sight
+
+    def _ran(self, number: int) -> tuple[int, int | None]:
+        """The command's code, and the one that a signal meanwhile told the supervisor to end with."""
+        try:
+            child = self._start()
+        except UsageError as error:
+            if number == 1:
+                raise
+            self._teller.say(str(error))  # it could be started before: a disk or a machine that is short of something
+            return _CANNOT_START, None
+        manner = Manner(self._orders.grace, self._orders.notice, self._others)
+        stopping = Stopping(child.pid, manner, self._teller.say)
+        code = self._watch(child, stopping)
+        return code, stopping.told_to(code)
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        command = list(self._orders.command)
+        try:
+            # Nothing but this system call runs before the command does.
+            return subprocess.Popen(
+                command,
+                start_new_session=True,
+                preexec_fn=self._unhold,  # noqa: PLW1509
+            )
+        except (OSError, ValueError) as error:
+            raise UsageError(f"cannot start {command[0]!r}: {error}; give the command after `--`") from error
+
+    def _unhold(self) -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
+
+    def _watch(self, child: subprocess.Popen[bytes], stopping: Stopping) -> int:
+        while (code := child.poll()) is None:
+            reap(but=child.pid)
+            stopping.act()
+            due = stopping.seconds
+            number = self._next_signal(_LOOK_UP if due is None else due)
+            if number is not None and number != signal.SIGCHLD:
+                stopping.take(number)
+        return code
+
+    def _wait(self, seconds: float) -> Stop | None:
+        """Between two attempts. Whatever signal comes then is the end: there is nothing to pass it on to."""
+        deadline = time.monotonic() + seconds
+        while True:
+            number = self._next_signal(max(0.0, deadline - time.monotonic()))
+            if number is None and time.monotonic() >= deadline:
+                return None
+            if number not in (None, signal.SIGCHLD):
+                return _ended_by(number)
+
+    def _wait_for_store(self, seconds: float) -> Stop | None:
+        deadline, told = time.monotonic() + seconds, False
+        while (holder := self._store.holder()) is not None:
+            who = f"process {holder}" if holder else "another process"
+            if time.monotonic() >= deadline:
+                raise StoreInUseError(
+                    f"the store {self._store.root} is in use by {who} on this machine: the job of a supervisor that "
+                    "was killed goes on by itself. Wait for it (`--wait SECONDS`), or end it first"
+                )
+            if not told:
+                self._teller.say(f"the store is in use by {who}: waiting for {seconds:g} s at most")
+            told = True
+            if stop := self._wait(min(1.0, max(0.0, deadline - time.monotonic()))):
+                return stop
+        return None
+
+    def _next_signal(self, seconds: float) -> signal.Signals | None:
+        """The next one; None where none came for so many seconds, or for a minute: longer waits are for the caller."""
+        taken = signal.sigtimedwait({*self._signals, signal.SIGCHLD}, min(seconds, _LOOK_UP))
+        return None if taken is None else signal.Signals(taken.si_signo)
+
+    @contextmanager
+    def _signals_held(self) -> Iterator[None]:
+        """Signals wait to be taken, and the end of a child is one.
+
+        They have handlers, too, which are never called: from outside it is to be seen that this process takes them, so
+        that a supervisor around this one leaves it to this one what becomes of its command."""
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {*self._signals, signal.SIGCHLD})
+        self._mask = {signal.Signals(number) for number in before}
+        handlers = {number: signal.signal(number, _untaken) for number in self._signals}
+        handlers[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        try:
+            yield
+        finally:
+            while self._next_signal(0.0) is not None:  # it is over: what still comes must not change how it ended
+                pass
+            for number, handler in handlers.items():
+                signal.signal(number, signal.SIG_DFL if handler is None else handler)
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _untaken(number: int, frame: FrameType | None) -> None:
+    """Signals are blocked while this is their handler."""
+
+
+def _ended_by(number: signal.Signals | None) -> Stop:
+    if number == signal.SIGINT:
+        return Stop(INTERRUPTED, "interrupted")
+    return Stop(PREEMPTED, f"{number.name if number else 'a signal'} came while no attempt was running")

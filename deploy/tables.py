@@ -1,0 +1,322 @@
+"""Certificate tables.
+
+Tables of a certificate: one row per layer with its slots side by side, one row per unit.
+
+Knows no store: only certified units, in the order of their layers.
+
+Table of a certificate with one row per slot: how old, how far moved, how large; by encoding where that rounded.
+
+Knows no store: only certified units, in the order of their layers.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from deploy import console as output
+from deploy.format import drift_text, printable, size_text, tail
+from store.certificate import CertifiedUnit, is_lossy, most
+from store.names import BUFFER, FROZEN, WEIGHTS, Unit
+
+_GAP = 3
+_BYTES_WIDTH = 8
+_NAME_WIDTH = 14
+_STALE = "yellow"
+_FALLBACK = "bold red"
+
+Row = tuple[str, str, int]
+"""A layer, the source that a part of it comes from, and a number where that source has several versions of it."""
+
+LEGEND = (
+    "age: steps from the version to the commit. drift: how far the values had moved from the version by then, "
+    "relative to its norm; ? where that is not known."
+)
+ERROR_LEGEND = (
+    "error: how far what is stored lies from what was to be stored, because its encoding rounds, relative to its norm."
+)
+NEWER_LEGEND = "A negative age: newer than the run state, whose counters and schedule it goes on with."
+FALLBACK_LEGEND = "!: an older version than was committed, because that one is damaged."
+
+
+def print_layers(console: Console, units: Sequence[CertifiedUnit]) -> None:
+    """One row per layer (and source, where there are several), the age and drift of each slot in columns.
+
+    Slots that do not fit side by side go into tables of their own, each with the layers that have them.
+    """
+    by_row = _by_row(units)
+    widths = _widths(units)
+    name_width = max((len(name) for name, _, _ in by_row), default=0)
+    source_width = _source_width(units)
+    room = console.width - _BYTES_WIDTH - _GAP - (source_width + _GAP if source_width else 0)
+    for slots in _that_fit(slots_of(units), widths, room, name_width):
+        taken = sum(widths.of(slot) + _GAP for slot in slots)
+        names = max(room - taken, _NAME_WIDTH)
+        console.print(_layer_table(by_row, slots, widths, (names, source_width)))
+        console.print()
+    console.print(LEGEND, style="dim")
+    if widths.errors:
+        console.print(ERROR_LEGEND, style="dim")
+    if any(unit.moving and unit.staleness < 0 for unit in units):
+        console.print(NEWER_LEGEND, style="dim")
+    if any(unit.fallback for unit in units):
+        console.print(FALLBACK_LEGEND, style="dim")
+
+
+def unit_table(units: Sequence[CertifiedUnit], reasons: Mapping[Unit, str]) -> Table:
+    """One row per layer and slot, with everything known of it."""
+    table = output.table()
+    table.add_column("Layer\n  slot", overflow="fold", min_width=12)
+    lossy = any(is_lossy(unit.encoding) for unit in units)
+    for name in ("Step", "Age", "Drift", "Bytes"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("Encoding", overflow="fold")
+    if lossy:
+        table.add_column("Error", justify="right", no_wrap=True)
+    table.add_column("Reason", overflow="fold", ratio=1)
+    layer = None
+    for unit in units:
+        if unit.layer != layer:
+            table.add_row(output.cell(unit.layer, "bold"))
+            layer = unit.layer
+        age, drift = _age(unit)
+        reason = "does not move" if not unit.moving else reasons.get(Unit(unit.layer, unit.slot), "")
+        reason = "damaged: an older version" if unit.fallback else reason
+        based = f"base {', '.join(unit.bases)}" if unit.bases else ""
+        reason = "; ".join(filter(None, (reason, based)))
+        table.add_row(
+            output.cell(f"  {unit.slot}"),
+            str(unit.step),
+            age,
+            drift,
+            size_text(unit.nbytes),
+            output.cell(unit.encoding),
+            *([_error(unit)] if lossy else []),
+            output.cell(reason, _style(unit)),
+        )
+    return table
+
+
+def _by_row(units: Sequence[CertifiedUnit]) -> dict[Row, dict[str, CertifiedUnit]]:
+    rows: dict[Row, dict[str, CertifiedUnit]] = {}
+    for unit in units:
+        number = 0
+        while unit.slot in rows.get((unit.layer, unit.source, number), {}):
+            number += 1
+        rows.setdefault((unit.layer, unit.source, number), {})[unit.slot] = unit
+    return rows
+
+
+def _source_width(units: Sequence[CertifiedUnit]) -> int:
+    """Of the column that names sources; 0 where there is but one."""
+    sources = {unit.source for unit in units}
+    return 0 if len(sources) < 2 else min(_NAME_WIDTH, max(len("Source"), *map(len, sources)))
+
+
+def _layer_table(
+    by_row: Mapping[Row, Mapping[str, CertifiedUnit]],
+    slots: Sequence[str],
+    widths: _Widths,
+    name_widths: tuple[int, int],
+) -> Table:
+    table = output.table()
+    table.add_column("Layer", no_wrap=True)
+    if name_widths[1]:
+        table.add_column("Source", no_wrap=True)
+    for slot in slots:
+        table.add_column(Text(widths.heading(slot)), justify="right", no_wrap=True)
+    table.add_column("Bytes", justify="right", no_wrap=True)
+    for (layer, source, _), all_units in by_row.items():
+        units = {slot: all_units[slot] for slot in slots if slot in all_units}
+        if not units:
+            continue
+        names = [output.cell(tail(layer, name_widths[0]))]
+        if name_widths[1]:
+            names.append(output.cell(tail(source, name_widths[1])))
+        cells = [_unit_cell(units.get(slot), widths) for slot in slots]
+        total = sum(unit.nbytes for unit in units.values())
+        table.add_row(*names, *cells, size_text(total))
+    return table
+
+
+def _unit_cell(unit: CertifiedUnit | None, widths: _Widths) -> Text:
+    if unit is None:
+        return Text("")
+    age, drift = _age(unit)
+    if not unit.moving and not unit.fallback:
+        return Text(age, style="dim")
+    error = _error_in(unit, widths.lossy.get(unit.slot, ())) if widths.errors.get(unit.slot) else ""
+    return Text(widths.line(unit.slot, age, drift, error), style=_style(unit))
+
+
+def _age(unit: CertifiedUnit) -> tuple[str, str]:
+    if not unit.moving and not unit.fallback:
+        return "fixed", ""
+    return f"{unit.staleness}{'!' if unit.fallback else ''}", drift_text(unit.drift)
+
+
+def _style(unit: CertifiedUnit) -> str:
+    if unit.fallback:
+        return _FALLBACK
+    return _STALE if unit.moving and unit.staleness else ""
+
+
+@dataclass(frozen=True)
+class _Widths:
+    """Of the columns of a slot. lossy: the lossy encodings of each slot that has any; errors: for those slots."""
+
+    age: int
+    drift: int
+    lossy: Mapping[str, Sequence[str]]
+    errors: Mapping[str, int]
+
+    def line(self, slot: str, age: str, drift: str, error: str) -> str:
+        """The columns of a slot, side by side."""
+        own = self.errors.get(slot)
+        return f"{age:>{self.age}}  {drift:>{self.drift}}" + (f"  {error:>{own}}" if own else "")
+
+    def heading(self, slot: str) -> str:
+        """Name, encoding where that is one for all that is not as it was, and the columns' names."""
+        if slot == FROZEN:
+            return slot
+        names = self.lossy.get(slot, ())
+        lines = [slot, *([names[0] if len(names) == 1 else ""] if self.errors else [])]
+        return "\n".join([*lines, self.line(slot, "age", "drift", "error")])
+
+    def of(self, slot: str) -> int:
+        """Of all that a slot takes."""
+        return max(len(line) for line in (*self.heading(slot).splitlines(), self.line(slot, "", "", "")))
+
+
+def _widths(units: Sequence[CertifiedUnit]) -> _Widths:
+    pairs = [_age(unit) for unit in units if unit.moving or unit.fallback]
+    lossy: dict[str, list[str]] = {}
+    for unit in units:
+        if is_lossy(unit.encoding) and unit.encoding not in lossy.setdefault(unit.slot, []):
+            lossy[unit.slot].append(unit.encoding)
+    return _Widths(
+        max([len("age"), *(len(age) for age, _ in pairs)]),
+        max([len("drift"), *(len(drift) for _, drift in pairs)]),
+        lossy,
+        {
+            slot: max([len("error"), *(len(_error_in(unit, names)) for unit in units if unit.slot == slot)])
+            for slot, names in lossy.items()
+        },
+    )
+
+
+def _error(unit: CertifiedUnit) -> str:
+    return drift_text(unit.error) if is_lossy(unit.encoding) else ""
+
+
+def _error_in(unit: CertifiedUnit, lossy: Sequence[str]) -> str:
+    """What the unit lost, beside units of these lossy encodings; the encoding where the heading does not say it."""
+    if len(lossy) == 1 and unit.encoding == lossy[0]:
+        return _error(unit)
+    return " ".join(filter(None, (_error(unit), printable(unit.encoding))))
+
+
+def _that_fit(slots: Sequence[str], widths: _Widths, room: int, name_width: int) -> Iterator[list[str]]:
+    """The slots in runs that fit side by side next to the layer's name."""
+    room -= min(name_width, max(_NAME_WIDTH, room // 4))
+    run: list[str] = []
+    used = 0
+    for slot in slots:
+        width = widths.of(slot) + _GAP
+        if run and used + width > room:
+            yield run
+            run, used = [], 0
+        run.append(slot)
+        used += width
+    if run:
+        yield run
+
+
+def slots_of(units: Sequence[CertifiedUnit]) -> list[str]:
+    """Slots as they come, weights first, what hardly moves last."""
+    place = {WEIGHTS: 0, FROZEN: 2, BUFFER: 3}
+    return sorted(dict.fromkeys(unit.slot for unit in units), key=lambda slot: place.get(slot, 1))
+
+
+def slot_table(units: Sequence[CertifiedUnit], parameters: int) -> Table:
+    """One row per slot: encoding, ages, drift and bytes as stored, and a total. ``parameters`` is the model's number.
+
+    Where encodings rounded anything, one row per slot and encoding, with what was lost.
+    """
+    if any(is_lossy(unit.encoding) for unit in units):
+        return _rounded_table(units, parameters)
+    table = output.table()
+    table.add_column("Slot", no_wrap=True, min_width=8)
+    table.add_column("Units", justify="right")
+    table.add_column("Encoding", overflow="fold")
+    for name in ("Oldest", "Newest", "Max drift", "Bytes", "B/param"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for slot in slots_of(units):
+        own = [unit for unit in units if unit.slot == slot]
+        table.add_row(output.cell(slot), *_unit_cells(own), *span(own), max_drift(own), *sizes(own, parameters))
+    table.add_section()
+    table.add_row("all", *_unit_cells(units), *span(units), max_drift(units), *sizes(units, parameters), style="bold")
+    return table
+
+
+def _rounded_table(units: Sequence[CertifiedUnit], parameters: int) -> Table:
+    table = output.table()
+    table.add_column("Slot\n  encoding", overflow="fold", min_width=8)
+    for name in ("Oldest", "Newest", "Max drift", "Error", "Bytes", "B/param"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for slot in slots_of(units):
+        table.add_row(output.cell(slot, "bold"))
+        own = [unit for unit in units if unit.slot == slot]
+        for encoding in dict.fromkeys(unit.encoding for unit in own):
+            same = [unit for unit in own if unit.encoding == encoding]
+            table.add_row(output.cell(f"  {encoding}"), *_rounded_row(same, parameters))
+    table.add_section()
+    table.add_row("all", *_rounded_row(units, parameters), style="bold")
+    return table
+
+
+def _rounded_row(units: Sequence[CertifiedUnit], parameters: int) -> list[str]:
+    error = drift_text(most(unit.error for unit in units))
+    return [*span(units), max_drift(units), error, *sizes(units, parameters)]
+
+
+def bytes_per_parameter(nbytes: int, parameters: int) -> float | None:
+    """None for a model without parameters."""
+    return nbytes / parameters if parameters else None
+
+
+def _unit_cells(units: Sequence[CertifiedUnit]) -> list[str | Text]:
+    return [str(len(units)), output.cell(_encodings(units))]
+
+
+def span(units: Sequence[CertifiedUnit]) -> list[str]:
+    """The oldest step and the newest."""
+    return [str(of((unit.step for unit in units), default="")) for of in (min, max)]
+
+
+def max_drift(units: Sequence[CertifiedUnit]) -> str:
+    """Of what moves: the largest; ``?`` where any is unknown."""
+    drifts = [unit.drift for unit in units if unit.moving]
+    known = [drift for drift in drifts if drift is not None]
+    if not drifts:
+        return "fixed"
+    return drift_text(None if len(known) < len(drifts) else max(known, default=0.0))
+
+
+def sizes(units: Sequence[CertifiedUnit], parameters: int) -> list[str]:
+    """Bytes as stored, and their share for each parameter of the model."""
+    nbytes = sum(unit.nbytes for unit in units)
+    share = bytes_per_parameter(nbytes, parameters)
+    return [size_text(nbytes), "" if share is None else f"{share:.2f}"]
+
+
+def _encodings(units: Sequence[CertifiedUnit]) -> str:
+    counts = Counter(unit.encoding for unit in units)
+    if len(counts) == 1:
+        return next(iter(counts))
+    return ", ".join(f"{name} {count}" for name, count in counts.most_common())

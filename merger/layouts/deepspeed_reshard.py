@@ -1,0 +1,370 @@
+"""Flat layout at another stage and world size.
+
+The flat layout that DeepSpeed 0.19 builds at another ZeRO stage and world size.
+
+Computed from the param groups (which parameters, in which order), their shapes and the configuration; the rules are
+those of ``zero/stage_1_and_2.py``, ``zero/stage3.py``, ``zero/partition_parameters.py``, ``bf16_optimizer.py`` and
+``engine.py``. Pure: it moves no element and writes nothing.
+
+One optimizer step for each flat partition, where the parameters that share it bring several.
+
+DeepSpeed keeps one step count for a whole flat partition. The layers of a composite may have been saved with
+different ones: then the step of the run whose counters and schedule go on is taken, and certificate and notes say so.
+It knows no files.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
+from typing import Any
+
+import torch
+from deepspeed.runtime.config import DtypeEnum
+
+from merger.checkpoint import Checkpoint, chosen_steps, gradient_clipping, with_steps
+from merger.layouts.deepspeed_facts import (
+    EngineFacts,
+    GroupFacts,
+    PlacedParameter,
+    SubGroupFacts,
+    config_for,
+    zero_section,
+)
+from merger.tensors import torch_dtype
+from store.errors import UnsupportedError
+from store.text import counted, listed
+
+ALIGNMENT = 2
+"""``nccl_start_alignment_factor``: a flat group is a multiple of this many elements per rank."""
+
+PARAMETER_ALIGNMENT = 16
+"""Bytes; ``zero_optimization.parameter_alignment`` starts every parameter but a group's first at a multiple."""
+
+SUB_GROUP_SIZE = 10**9
+"""Default of ``zero_optimization.sub_group_size``, in elements."""
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+BF16_OPTIMIZER, ZERO_12, ZERO_3 = "BF16_Optimizer", "DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3"
+
+
+def retarget(facts: EngineFacts, checkpoint: Checkpoint, zero_stage: int, world_size: int) -> EngineFacts:
+    """The facts of an engine at ``zero_stage`` on ``world_size`` ranks that trains what the checkpoint holds.
+
+    facts: of the engine that was saved; its param groups and configuration are used, its layout is not.
+    MergeError for a parameter that the checkpoint does not know, UnsupportedError where DeepSpeed cannot build such
+    an engine.
+    """
+    _require_handled(facts, zero_stage)
+    config = config_for(facts.ds_config, (facts.zero_stage, facts.world_size), (zero_stage, world_size))
+    engine = {
+        "zero_stage": zero_stage,
+        "world_size": world_size,
+        "ds_config": config,
+        "clip_grad": clip_grad(facts) if zero_stage else facts.clip_grad,
+        "frozen": _left_out(checkpoint),
+        "partition_count": 1,
+        "round_robin_gradients": False,
+        "param_alignment_paddings": (),
+        "sub_groups": (),
+    }
+    groups = [_optimized(checkpoint, group.params) for group in facts.param_groups]
+    if zero_stage == 3:
+        _require_a_place(checkpoint, groups)
+    if zero_stage == 0:
+        engine |= {"param_groups": facts.param_groups, "zero_optimizer": facts.zero_optimizer}
+    elif zero_stage == 3:
+        engine |= _zero3(checkpoint, groups, world_size, config)
+    else:
+        engine |= _zero12(checkpoint, groups, engine, facts.dtype)
+    return facts.model_copy(update=engine)
+
+
+def wrapper(zero_stage: int, dtype: str, config: Any) -> str:
+    """The class that DeepSpeed's engine wraps the optimizer in (``_do_optimizer_sanity_check``)."""
+    if zero_stage == 3:
+        return ZERO_3
+    types = config.get("data_types") if isinstance(config, Mapping) else None
+    named = types.get("grad_accum_dtype") if isinstance(types, Mapping) else None
+    accumulation = _DTYPES[dtype] if named is None else DtypeEnum(named).value
+    offload = zero_section(config).get("offload_optimizer")
+    on_host = isinstance(offload, Mapping) and offload.get("device") == "cpu"
+    if zero_stage == 1 and dtype == "bf16" and accumulation == torch.float32 and not on_host:
+        return BF16_OPTIMIZER
+    return ZERO_12
+
+
+def data_order(params: Sequence[str], zero_stage: int, world_size: int, dtype: str, config: Any) -> list[str]:
+    """A param group's parameters in the order in which a flat group holds them.
+
+    With ``round_robin_gradients`` they are dealt out to the ranks like cards, then laid down hand after hand.
+    """
+    if not _deals(zero_stage, dtype, config):
+        return list(params)
+    return list(chain.from_iterable(params[first::world_size] for first in range(world_size)))
+
+
+def _deals(zero_stage: int, dtype: str, config: Any) -> bool:
+    dealt = bool(zero_section(config).get("round_robin_gradients"))
+    return dealt and wrapper(zero_stage, dtype, config) == ZERO_12
+
+
+def _zero12(
+    checkpoint: Checkpoint, groups: Sequence[tuple[str, ...]], engine: Mapping[str, Any], dtype: str
+) -> dict[str, Any]:
+    stage, world_size, config = engine["zero_stage"], engine["world_size"], engine["ds_config"]
+    kind = wrapper(stage, dtype, config)
+    aligned = kind == ZERO_12 and bool(zero_section(config).get("parameter_alignment"))
+    laid, paddings = [], []
+    for index, params in enumerate(groups):
+        if not params:
+            raise UnsupportedError(
+                f"no parameter of param group {index} is trained, and DeepSpeed builds no engine of ZeRO stage 1 or 2 "
+                "with such a group; write stage 3, or train without the group"
+            )
+        order = data_order(params, stage, world_size, dtype, config)
+        behind = _paddings(checkpoint, order) if aligned else [0] * len(order)
+        laid.append(_group(checkpoint, params, order, behind, world_size))
+        paddings.append(tuple(behind))
+    return {
+        "zero_optimizer": kind,
+        "param_groups": tuple(laid),
+        "partition_count": (world_size,) * len(groups),
+        "round_robin_gradients": _deals(stage, dtype, config),
+        "param_alignment_paddings": tuple(paddings) if kind == ZERO_12 else (),
+    }
+
+
+def _paddings(checkpoint: Checkpoint, order: Sequence[str]) -> list[int]:
+    """Elements left free behind each parameter, so that the next one is aligned; none behind the last."""
+    itemsize = torch_dtype(checkpoint.record(order[0]).dtype).itemsize
+    alignment = PARAMETER_ALIGNMENT // math.gcd(PARAMETER_ALIGNMENT, itemsize)
+    return [*(-checkpoint.numel(fqn) % alignment for fqn in order[:-1]), 0]
+
+
+def _group(
+    checkpoint: Checkpoint, params: tuple[str, ...], order: Sequence[str], paddings: Sequence[int], world_size: int
+) -> GroupFacts:
+    layout, end = [], 0
+    for fqn, padding in zip(order, paddings, strict=True):
+        numel = checkpoint.numel(fqn)
+        layout.append(PlacedParameter(fqn=fqn, offset=end, numel=numel))
+        end += numel + padding
+    size = -(-end // (ALIGNMENT * world_size)) * ALIGNMENT
+    return GroupFacts(
+        params=params,
+        layout=tuple(layout),
+        flat_numel=size * world_size,
+        partition_size=size,
+        group_paddings=tuple(min(size, max(0, (rank + 1) * size - end)) for rank in range(world_size)),
+    )
+
+
+def _zero3(checkpoint: Checkpoint, groups: Sequence[tuple[str, ...]], world_size: int, config: Any) -> dict[str, Any]:
+    limit = zero_section(config).get("sub_group_size")
+    limit = SUB_GROUP_SIZE if limit is None else int(limit)
+    sub_groups = []
+    for index, params in enumerate(groups):
+        slices = [(fqn, -(-checkpoint.numel(fqn) // world_size)) for fqn in params]
+        for members in _cut(slices, limit):
+            numels = tuple(numel for _, numel in members)
+            names = tuple(fqn for fqn, _ in members)
+            sub_groups.append(
+                SubGroupFacts(params=names, param_group=index, partition_numels=numels, flat_numel=sum(numels))
+            )
+    return {
+        "zero_optimizer": ZERO_3,
+        "param_groups": tuple(GroupFacts(params=params) for params in groups),
+        "partition_count": world_size,
+        "sub_groups": tuple(sub_groups),
+    }
+
+
+def _cut(slices: Sequence[tuple[str, int]], limit: int) -> list[list[tuple[str, int]]]:
+    """Sub-groups of a param group: each ends with the slice that makes it reach the limit."""
+    out: list[list[tuple[str, int]]] = []
+    held = limit
+    for fqn, numel in slices:
+        if held >= limit:
+            out.append([])
+            held = 0
+        out[-1].append((fqn, numel))
+        held += numel
+    return out
+
+
+def _optimized(checkpoint: Checkpoint, params: Iterable[str]) -> tuple[str, ...]:
+    """Those that DeepSpeed's wrappers take in: trained, and with at least one element."""
+    return tuple(fqn for fqn in params if checkpoint.record(fqn).kind == "trainable" and checkpoint.numel(fqn))
+
+
+def _left_out(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """Parameters that no wrapper takes in, in model order."""
+    return tuple(
+        fqn
+        for fqn, record in checkpoint.tensors.items()
+        if record.kind == "frozen" or (record.kind == "trainable" and 0 in record.shape)
+    )
+
+
+def _require_a_place(checkpoint: Checkpoint, groups: Iterable[tuple[str, ...]]) -> None:
+    inside = set(chain.from_iterable(groups))
+    for fqn, record in checkpoint.tensors.items():
+        if record.kind == "trainable" and checkpoint.numel(fqn) and fqn not in inside:
+            raise UnsupportedError(
+                f"{fqn} can be trained but is in no param group, and DeepSpeed's ZeRO-3 files have no place for such a "
+                "parameter: it would be lost; write stage 1 or 2"
+            )
+
+
+def _require_handled(facts: EngineFacts, zero_stage: int) -> None:
+    """Variants of DeepSpeed's that lay their state out in another way."""
+    zero = zero_section(facts.ds_config)
+    offloads = [zero.get(name) for name in ("offload_optimizer", "offload_param")]
+    optimizer = facts.ds_config.get("optimizer") if isinstance(facts.ds_config, Mapping) else None
+    variants = {
+        "tensor or pipeline parallelism": facts.mp_world_size != 1,
+        "zero_optimization.zenflow": zero.get("zenflow") is not None,
+        "zero_optimization.mics_shard_size": zero_stage == 3 and int(zero.get("mics_shard_size") or 0) > 0,
+        "offload to NVMe": any(isinstance(one, Mapping) and one.get("device") == "nvme" for one in offloads),
+        "SuperOffload": any(isinstance(one, Mapping) and one.get("super_offload") for one in offloads),
+        "the optimizer Muon at stage 3": zero_stage == 3 and _kind(optimizer) == "muon",
+    }
+    found = [name for name, there in variants.items() if there]
+    if found:
+        raise UnsupportedError(
+            f"the run's configuration has {' and '.join(found)}, for which the layout at another stage or world size "
+            "is not known; write the stage and world size of the run, or layout 'universal' or 'hf'"
+        )
+
+
+def _kind(optimizer: Any) -> str:
+    return str(optimizer.get("type", "")).lower() if isinstance(optimizer, Mapping) else ""
+
+
+def clip_grad(facts: EngineFacts) -> float:
+    """The bound on the gradient's norm. An engine without ZeRO does not keep it in its optimizer."""
+    if facts.zero_stage:
+        return facts.clip_grad
+    return gradient_clipping(facts.ds_config)
+
+
+STEP = "step"
+_NAMED = 6
+"""Layers that a note names before it only counts them."""
+
+
+def flats(facts: EngineFacts) -> list[tuple[int, tuple[str, ...]]]:
+    """(param group, its parameters in the order of the data) of every flat partition; none without ZeRO."""
+    if facts.zero_stage == 0:
+        return []
+    if facts.zero_stage == 3:
+        return [(one.param_group, one.params) for one in facts.sub_groups]
+    return [(i, tuple(placed.fqn for placed in group.layout)) for i, group in enumerate(facts.param_groups)]
+
+
+def with_common_steps(
+    checkpoint: Checkpoint, shared: Iterable[tuple[int, Sequence[str]]]
+) -> tuple[Checkpoint, tuple[str, ...]]:
+    """The checkpoint with the same scalars for all parameters that share a flat partition, and notes on what changed;
+    its certificate has the steps (:class:`merger.checkpoint.StepsCertificate`).
+
+    shared: as :func:`flats` gives them. Parameters that the optimizer keeps nothing at all for stay without.
+    UnsupportedError, naming it, for a scalar other than ``step`` that differs.
+    """
+    scalars = dict(checkpoint.framework_state["scalars"])
+    notes: dict[str, None] = {}
+    chosen: list[tuple[int, float, list[tuple[str, float]]]] = []
+    for group, fqns in shared:
+        known = [fqn for fqn in fqns if has_state(checkpoint, fqn)]
+        if known:
+            _require_same_but_step(checkpoint, known)
+            own = {fqn: scalars[fqn][STEP] for fqn in known if STEP in scalars.get(fqn, {})}
+            common = dict(scalars.get(known[0], {}))
+            if own:
+                common[STEP] = common_step(checkpoint, own)
+                had = [(checkpoint.record(fqn).layer, float(step)) for fqn, step in own.items()]
+                chosen.append((group, float(common[STEP]), had))
+                if any(step != chosen[-1][1] for _, step in had):
+                    notes[_note_on_steps(checkpoint, group, own, float(common[STEP]))] = None
+            scalars |= dict.fromkeys(known, common)
+        if known and len(known) < len(fqns):
+            notes[_note_on_missing(checkpoint, group, [fqn for fqn in fqns if fqn not in set(known)])] = None
+    state = {**checkpoint.framework_state, "scalars": scalars}
+    certificate = with_steps(checkpoint.certificate, chosen_steps(chosen))
+    return replace(checkpoint, framework_state=state, certificate=certificate), tuple(notes)
+
+
+def has_state(checkpoint: Checkpoint, fqn: str) -> bool:
+    """Whether the optimizer kept anything for a parameter."""
+    state = checkpoint.framework_state
+    return bool(state["scalars"].get(fqn) or state["slots"].get(fqn))
+
+
+def common_step(checkpoint: Checkpoint, fqns: Iterable[str]) -> Any:
+    """The one step for parameters that share it, as the optimizer kept it; None where none has one.
+
+    Where they bring several, it is the newest that any of them has in the run that goes on.
+    """
+    fqns = list(fqns)
+    scalars = checkpoint.framework_state["scalars"]
+    own = [scalars[fqn][STEP] for fqn in fqns if STEP in scalars.get(fqn, {})]
+    run = [checkpoint.run_steps[fqn] for fqn in fqns if fqn in checkpoint.run_steps]
+    several = len({float(step) for step in own}) > 1
+    return max(run if several and run else own, key=float, default=None)
+
+
+def layers_named(checkpoint: Checkpoint, fqns: Iterable[str]) -> str:
+    """The layers of parameters, for people."""
+    return listed(dict.fromkeys(checkpoint.record(fqn).layer for fqn in fqns), _NAMED)
+
+
+def _require_same_but_step(checkpoint: Checkpoint, fqns: Sequence[str]) -> None:
+    scalars = checkpoint.framework_state["scalars"]
+    first = scalars.get(fqns[0], {})
+    for fqn in fqns[1:]:
+        other = scalars.get(fqn, {})
+        if first is other:
+            continue
+        for key in sorted(first.keys() | other.keys()):
+            absent = key not in first or key not in other
+            if absent or (key != STEP and not same_value(first[key], other[key])):
+                raise UnsupportedError(
+                    f"{fqns[0]} and {fqn} share a flat partition of DeepSpeed's, which has one {key!r} for both, but "
+                    f"their optimizer state {key!r} differs: {_shown(first, key)} and {_shown(other, key)}; merge "
+                    "them from one save, or write a layout with state by parameter, such as 'torch'"
+                )
+
+
+def same_value(one: Any, other: Any) -> bool:
+    """Whether two scalars of an optimizer's state are equal; tensors and numbers compare by value."""
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        return torch.equal(torch.as_tensor(one), torch.as_tensor(other))
+    return bool(one == other)
+
+
+def _shown(scalars: Mapping[str, Any], key: str) -> str:
+    return str(scalars[key]) if key in scalars else "none"
+
+
+def _note_on_steps(checkpoint: Checkpoint, group: int, own: Mapping[str, Any], chosen: float) -> str:
+    others: dict[float, list[str]] = {}
+    for fqn, step in own.items():
+        if float(step) != chosen:
+            others.setdefault(float(step), []).append(fqn)
+    told = listed((f"{step:g} in {layers_named(checkpoint, fqns)}" for step, fqns in sorted(others.items())), 4, "; ")
+    return (
+        f"DeepSpeed keeps one optimizer step for parameters that share a flat partition: those of param group {group} "
+        f"get the run's, {chosen:g}; it was {told}. Only Adam's bias correction depends on it"
+    )
+
+
+def _note_on_missing(checkpoint: Checkpoint, group: int, fqns: Sequence[str]) -> str:
+    return (
+        f"the optimizer had no state yet for {layers_named(checkpoint, fqns)} ({counted(len(fqns), 'parameter')} of "
+        f"param group {group}): their moments start as zeros, at the step of the others, which share their flat "
+        "partition"
+    )

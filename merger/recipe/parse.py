@@ -1,0 +1,170 @@
+"""From a recipe file to a :class:`Recipe`: our own form with its short forms; MergeKit's goes its own way.
+
+Checks everything that can be known without a model: names of sources, patterns, bounds.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from merger.recipe.mergekit import from_mergekit
+from merger.recipe.model import (
+    Auxiliary,
+    Blocks,
+    EveryKth,
+    Layers,
+    Parameters,
+    Recipe,
+    Rule,
+    Selection,
+    SourceRef,
+    dtype_named,
+)
+from merger.recipe.schema import EVERY, RecipeFile, TakeSection, folder, validated
+from merger.recipe.sources import check_step
+from store.config_file import YamlFile, read_yaml
+from store.errors import ConfigError, UsageError
+from store.text import listed
+
+_MERGEKIT = ("slices", "models", "modules", "merge_method")
+"""Keys that only MergeKit's files have."""
+
+_NEWEST = "newest"
+
+
+def read_recipe(path: Path) -> Recipe:
+    """The recipe in a YAML file, in our form or in MergeKit's. ConfigError, naming the line, for a senseless one."""
+    return recipe_from(read_yaml(path, "recipe"))
+
+
+def recipe_from(file: YamlFile) -> Recipe:
+    """As :func:`read_recipe`."""
+    if not file.values:
+        raise ConfigError(f"{file.name} must be a YAML mapping with `sources:`, or a MergeKit one with `slices:`")
+    return from_mergekit(file) if any(key in file.values for key in _MERGEKIT) else _own(file)
+
+
+def _own(file: YamlFile) -> Recipe:
+    values = validated(file)
+    if values.newest is not None:
+        return _newest(file, values)
+    if not values.sources:
+        raise ConfigError(f"{file.name}: it names no `sources`; each has a name, a `path` and perhaps a `step`")
+    sources = {
+        name: SourceRef(folder(one.path), _checked(file, ("sources", name), one.tag or one.step))
+        for name, one in values.sources.items()
+    }
+    recipe = Recipe(
+        sources,
+        rules=tuple(_rules(file, values)),
+        rest=values.rest,
+        run_state=values.run_state or _only(sources),
+        files=_files(values, sources),
+        dtype=_dtype(file, values.dtype),
+        where=file.name,
+    )
+    _require_known(file, values, sources)
+    if recipe.run_state is None:
+        raise ConfigError(
+            f"{file.name}: it does not say where the run state (counters, schedule, random generators) comes from: add "
+            f"`run_state:` with one of {listed(sources, 6)}"
+        )
+    return recipe
+
+
+def _newest(file: YamlFile, values: RecipeFile) -> Recipe:
+    assert values.newest is not None
+    others = [key for key in ("sources", "take", "parity", "auxiliary", "rest", "run_state") if getattr(values, key)]
+    if others:
+        raise ConfigError(f"{file.at(('newest',))}: `newest` takes everything from one source; leave out {others[0]!r}")
+    step = _checked(file, (_NEWEST,), values.newest.step)
+    return Recipe(
+        {_NEWEST: SourceRef(folder(values.newest.source), step)},
+        rest=_NEWEST,
+        run_state=_NEWEST,
+        files=folder(values.files),
+        dtype=_dtype(file, values.dtype),
+        where=file.name,
+    )
+
+
+def _rules(file: YamlFile, values: RecipeFile) -> Iterator[Rule]:
+    for index, entry in enumerate(values.take):
+        where = f"take[{index}] ({file.at(('take', index))})"
+        for selection in _selections(file, index, entry):
+            yield Rule(entry.source, selection, where, entry.but or ())
+    for turn, source in enumerate(values.parity or ()):
+        yield Rule(source, EveryKth(len(values.parity or ()), turn), f"parity ({file.at(('parity',))})")
+    for name, source in (values.auxiliary or {}).items():
+        place = ("auxiliary",) if name == EVERY else ("auxiliary", name)
+        yield Rule(source, Auxiliary(None if name == EVERY else name), f"{'.'.join(place)} ({file.at(place)})")
+
+
+def _selections(file: YamlFile, index: int, entry: TakeSection) -> list[Selection]:
+    if entry.layers is not None:
+        return [Layers(entry.layers)]
+    if entry.parameters is not None:
+        return [Parameters(entry.parameters)]
+    if entry.regex is not None:
+        for pattern in entry.regex:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                where = file.at(("take", index, "regex"))
+                raise ConfigError(f"{where}: {pattern!r} is no regular expression: {error}") from error
+        return [Parameters(entry.regex, regex=True)]
+    found: list[Selection] = []
+    for text in entry.blocks or ():
+        first, _, last = text.partition("-")
+        if last and int(last) < int(first):
+            raise ConfigError(f"{file.at(('take', index, 'blocks'))}: blocks {text} end before they begin")
+        found.append(Blocks(int(first), int(last or first)))
+    return found
+
+
+def _checked(file: YamlFile, loc: tuple[str, ...], step: int | str | None) -> int | str | None:
+    try:
+        check_step(step)
+    except UsageError as error:
+        raise ConfigError(f"{file.at((*loc, 'step'))}: {error}") from error
+    return step
+
+
+def _dtype(file: YamlFile, text: str | None) -> str | None:
+    try:
+        return None if text is None else dtype_named(text)
+    except UsageError as error:
+        raise ConfigError(f"{file.at(('dtype',))}: {error}") from error
+
+
+def _only(sources: dict[str, SourceRef]) -> str | None:
+    return next(iter(sources)) if len(sources) == 1 else None
+
+
+def _files(values: RecipeFile, sources: dict[str, SourceRef]) -> str | Path | None:
+    return values.files if values.files in sources else folder(values.files)
+
+
+def _require_known(file: YamlFile, values: RecipeFile, sources: dict[str, SourceRef]) -> None:
+    named: list[tuple[tuple[str | int, ...], str | None]] = [
+        (("rest",), values.rest),
+        (("run_state",), values.run_state),
+        *((("take", index, "from"), entry.source) for index, entry in enumerate(values.take)),
+        *((("parity", index), name) for index, name in enumerate(values.parity or ())),
+        *((("auxiliary",) if key == EVERY else ("auxiliary", key), name) for key, name in _pairs(values)),
+    ]
+    for loc, name in named:
+        if name is not None and name not in sources:
+            where = ".".join(map(str, loc))
+            raise ConfigError(
+                f"{file.at(loc)}: {where} names the source {name!r}, which is not among `sources`: {listed(sources, 6)}"
+            )
+    doubled = [name for name in values.parity or () if (values.parity or ()).count(name) > 1]
+    if doubled:
+        raise ConfigError(f"{file.at(('parity',))}: parity names the source {doubled[0]!r} twice")
+
+
+def _pairs(values: RecipeFile) -> list[tuple[str, str]]:
+    return list((values.auxiliary or {}).items())

@@ -1,0 +1,167 @@
+"""What a recipe file may say, in our own form: validated, with errors that name the line and the nearest known key."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    StrictStr,
+    StringConstraints,
+    ValidationError,
+    model_validator,
+)
+
+from store.config_file import YamlFile
+from store.errors import ConfigError
+from store.location import place_of
+from store.text import listed, suggestion
+
+EVERY = "(all)"
+"""Key of ``auxiliary`` that stands for all such layers."""
+
+Text = Annotated[StrictStr, StringConstraints(min_length=1)]
+
+
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str | int) else value
+
+
+def _step(value: Any) -> int | str | None:
+    if isinstance(value, str) and value.strip():
+        text = value.strip()
+        return int(text) if text.isascii() and text.isdigit() else text
+    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 0):
+        return value
+    raise ValueError(f"a step is a number, a save's name, a tag or a bound such as '<= 120' (it is {value!r})")
+
+
+def _for_all(value: Any) -> Any:
+    return {EVERY: value} if isinstance(value, str) else value
+
+
+Texts = Annotated[tuple[Text, ...], BeforeValidator(_as_list), Field(min_length=1)]
+"""One pattern, or a list of them."""
+
+Ranges = Annotated[
+    tuple[Annotated[str, StringConstraints(pattern=r"^\d+(-\d+)?$")], ...],
+    BeforeValidator(lambda value: [str(item) for item in _as_list(value)] if not isinstance(value, dict) else value),
+    Field(min_length=1),
+]
+
+Step = Annotated[int | str | None, PlainValidator(_step)]
+
+
+class Section(BaseModel):
+    """Base of all sections: frozen, and an unknown key is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class SourceSection(Section):
+    """One of ``sources``."""
+
+    path: Text | None = None
+    step: Step = None
+    tag: Text | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _path_alone(cls, value: Any) -> Any:
+        return {"path": value} if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _one_step(self) -> SourceSection:
+        if self.step is not None and self.tag is not None:
+            raise ValueError("give `step` or `tag`, not both")
+        return self
+
+
+class TakeSection(Section):
+    """One of ``take``: what, and where it comes from."""
+
+    source: Text = Field(alias="from")
+    layers: Texts | None = None
+    blocks: Ranges | None = None
+    parameters: Texts | None = None
+    regex: Texts | None = None
+    but: Texts | None = Field(default=None, alias="except")
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> TakeSection:
+        given = [kind for kind in ("layers", "blocks", "parameters", "regex") if getattr(self, kind) is not None]
+        if len(given) != 1:
+            raise ValueError(
+                "name what to take with one of `layers`, `blocks`, `parameters`, `regex`"
+                + (f", not with {' and '.join(given)}: write an entry for each" if given else "")
+            )
+        return self
+
+
+class NewestSection(Section):
+    """The short form ``newest``."""
+
+    source: Text
+    step: Step = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _source_alone(cls, value: Any) -> Any:
+        return {"source": value} if isinstance(value, str) else value
+
+
+class RecipeFile(Section):
+    """A recipe in our own form."""
+
+    sources: dict[Text, SourceSection] = {}
+    take: tuple[TakeSection, ...] = ()
+    parity: Annotated[tuple[Text, ...], Field(min_length=2)] | None = None
+    newest: NewestSection | None = None
+    auxiliary: Annotated[dict[Text, Text] | None, BeforeValidator(_for_all)] = None
+    rest: Text | None = None
+    run_state: Text | None = None
+    files: Text | None = None
+    dtype: Text | None = None
+
+
+def validated(file: YamlFile, kind: type[RecipeFile] = RecipeFile) -> RecipeFile:
+    """The file's values. ConfigError that lists everything that is wrong with them."""
+    try:
+        return kind.model_validate(dict(file.values))
+    except ValidationError as error:
+        raise ConfigError(listed(dict.fromkeys(_explained(file, item) for item in error.errors()), 3, "; ")) from error
+
+
+def unknown_key(where: str, key: str, known: Sequence[str]) -> str:
+    """A message about a key that means nothing."""
+    return f"{where}: unknown key {key!r}: {suggestion(key, known)} Known here: {', '.join(sorted(known))}"
+
+
+def folder(path: str | None) -> Path | None:
+    """A path of a recipe: relative to the current directory, ``~`` understood."""
+    return None if path is None else place_of(path).expanduser()
+
+
+def _explained(file: YamlFile, item: Any) -> str:
+    loc, where = item["loc"], file.at(item["loc"])
+    if item["type"] == "extra_forbidden":
+        return unknown_key(where, str(loc[-1]), _known_keys(loc[:-1]))
+    name = ".".join(str(step) for step in loc)
+    if item["type"] == "missing":
+        return f"{where}: {name} is missing"
+    message = item["msg"].removeprefix("Value error, ")
+    message = (message[:1].lower() + message[1:]).replace("dictionary", "mapping")
+    shown = "" if item["type"] == "value_error" else f" (it is {item['input']!r})"
+    return f"{where}: {name}: {message}{shown}"
+
+
+def _known_keys(loc: Sequence[str | int]) -> list[str]:
+    kinds: dict[str, type[Section]] = {"sources": SourceSection, "take": TakeSection, "newest": NewestSection}
+    model = kinds.get(str(loc[0]), RecipeFile) if loc else RecipeFile
+    return [field.alias or name for name, field in model.model_fields.items()]

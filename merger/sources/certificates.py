@@ -1,0 +1,255 @@
+"""Certificates of foreign and of our own merged output.
+
+What a merge says of its own output, read where that output is a source again: a composite stays one in any file.
+
+It says so in the client state, which a run may hand on to checkpoints of its own, and in a certificate beside the
+files, which may be left behind. Either is believed where it speaks of the very step that is there, and can only make
+a checkpoint less than exact. It does not know who wrote them.
+
+What a source without a record of drift can certify: everything of one step, as it was.
+
+Pure: from tensors and where their values lie to layers, records and a certificate.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from merger.checkpoint import SLOT_OF_KIND, Checkpoint
+from merger.io.blocks import Extent
+from merger.io.output_dir import CERTIFICATE
+from merger.layers import layers_of
+from merger.sources.base import Nest, values
+from merger.sources.deepspeed_files import RankFiles, step_of
+from merger.tensors import torch_dtype
+from store.certificate import Certificate, CertifiedUnit, is_lossy
+from store.errors import DamagedError, MissingError, StorageError
+from store.fragments import FragmentIndex
+from store.names import RAW, SaveId
+from store.schema import LayerRecord, TensorRecord
+from store.storage.local import LocalFiles
+
+_LIMIT = 1 << 26
+_TRAINER = re.compile(r"checkpoint-\d{1,18}")
+_Step = Annotated[int, Field(ge=0, lt=1 << 62)]
+
+
+class _Row(BaseModel):
+    """A row of a certificate, as far as it is believed."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
+
+    layer: str
+    slot: str
+    step: _Step
+    save: str
+    encoding: str
+    drift: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None
+    moving: bool
+    fallback: bool
+    error: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+
+
+class _Claim(BaseModel):
+    """What a merge says of a checkpoint."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
+
+    step: _Step
+    exact: bool
+    units: list[_Row]
+
+
+class _Document(_Claim):
+    """The same in the file beside it. tag: which checkpoint it is about."""
+
+    tag: str
+
+
+def as_merged(checkpoint: Checkpoint, files: RankFiles) -> Checkpoint:
+    """The checkpoint with what merges said of it taken into account.
+
+    Random states and objects of another step are left out; a composite is not exact and has the staleness and drift
+    of its rows. A problem tells each. Never raises for what merges said.
+    """
+    problems: list[str] = []
+    rows: list[_Row] = []
+    exact = True
+    for claim in (*_in_client_state(checkpoint, files, problems), *_beside(checkpoint, files.folder, problems)):
+        if claim is None or not claim.exact:
+            exact = False
+            rows += [] if claim is None else claim.units
+    states = checkpoint.run_states
+    stale = _stale(checkpoint, files)
+    if stale is not None:
+        states = {}
+        problems.append(stale)
+    certificate = checkpoint.certificate
+    if not exact:
+        units = tuple(_certified(unit, rows, checkpoint.step) for unit in certificate.units)
+        certificate = replace(certificate, exact=False, units=units, problems=(*certificate.problems, *problems))
+    return replace(checkpoint, run_states=states, certificate=certificate, problems=(*checkpoint.problems, *problems))
+
+
+def _stale(checkpoint: Checkpoint, files: RankFiles) -> str | None:
+    """What is wrong with the random states and objects of a client state that a run handed on."""
+    for model in files.models:
+        ours = model.get("driftpoint")
+        if ours is not None and checkpoint.run_states and _step_told(ours) != checkpoint.step:
+            told = _step_told(ours)
+            return (
+                f"{ours.where} is of {'another save' if told is None else f'step {told}'}, handed on by the run that "
+                f"saved step {checkpoint.step}: its random states and the user's objects are left out and start afresh"
+            )
+    return None
+
+
+def _step_told(ours: Nest) -> int | None:
+    step, save = ours.mapping().get("step"), ours.mapping().get("save")
+    if isinstance(step, int) and not isinstance(step, bool):
+        return step
+    if not isinstance(save, str):
+        return None
+    try:
+        return SaveId.parse(save).step
+    except ValueError:
+        return step_of(save)
+
+
+def _in_client_state(checkpoint: Checkpoint, files: RankFiles, problems: list[str]) -> Iterator[_Claim | None]:
+    for model in files.models:
+        ours = model.get("driftpoint")
+        if ours is None or "exact" not in ours.mapping() or _step_told(ours) != checkpoint.step:
+            continue
+        try:
+            claim = _Claim.model_validate(values(dict(ours.mapping())))
+        except ValidationError:
+            problems.append(f"{ours.where} does not say what it should: whether this is a composite is not known")
+            yield None
+            return
+        if not claim.exact:
+            problems.append(f"{checkpoint.origin} is not exact: the merge that wrote it says so in its client state")
+        yield claim
+        return  # all ranks' say the same
+
+
+def _beside(checkpoint: Checkpoint, folder: Path, problems: list[str]) -> Iterator[_Claim | None]:
+    places = [(folder.parent, folder.name)]
+    if _TRAINER.fullmatch(folder.parent.name):
+        places.append((folder.parent.parent, folder.parent.name))
+    for place, tag in places:
+        try:
+            found = _Document.model_validate_json(LocalFiles(place).read(CERTIFICATE, _LIMIT))
+        except MissingError:
+            continue
+        except (ValidationError, DamagedError, StorageError):
+            problems.append(
+                f"{place / CERTIFICATE} cannot be read, so whether {checkpoint.origin} is a composite is not known; "
+                "merge what it was made from, or remove that file if you know that it is none"
+            )
+            yield None
+            continue
+        if found.tag != tag:
+            continue
+        if found.step != checkpoint.step:
+            problems.append(
+                f"{place / CERTIFICATE} is of step {found.step}, and {checkpoint.origin} of step {checkpoint.step}: "
+                "one of them was replaced"
+            )
+            yield None
+            continue
+        if not found.exact:
+            problems.append(f"{checkpoint.origin} is not exact: see {place / CERTIFICATE}")
+        yield found
+
+
+def _certified(unit: CertifiedUnit, rows: Sequence[_Row], step: int) -> CertifiedUnit:
+    """A (layer, slot) as its worst row has it; of unknown drift where there is none."""
+    own = [row for row in rows if (row.layer, row.slot) == (unit.layer, unit.slot)]
+    if not own:
+        return replace(unit, drift=None)
+    worst = max(own, key=lambda row: (abs(step - row.step), row.drift is None, row.drift or 0.0))
+    return replace(
+        unit,
+        step=worst.step,
+        save=worst.save,
+        staleness=step - worst.step,
+        encoding=next((row.encoding for row in own if is_lossy(row.encoding)), worst.encoding),
+        error=max(row.error for row in own),
+        drift=None if any(row.drift is None for row in own) else worst.drift,
+        moving=unit.moving or any(row.moving for row in own),
+        fallback=any(row.fallback for row in own),
+    )
+
+
+@dataclass(frozen=True)
+class NamedTensor:
+    """A parameter or buffer. dtype: of the working copy, as safetensors names it. kind: as in TensorRecord."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    kind: str
+    aliases: tuple[str, ...] = ()
+
+
+def described(tensors: Mapping[str, NamedTensor]) -> tuple[dict[str, TensorRecord], tuple[LayerRecord, ...]]:
+    """Records of all tensors, in the order given, and of the layers that their names make."""
+    layers = layers_of({fqn: tensor.shape for fqn, tensor in tensors.items()})
+    home = {fqn: layer.name for layer in layers for fqn in layer.fqns}
+    records = {
+        fqn: TensorRecord(
+            layer=home[fqn], shape=tensor.shape, dtype=tensor.dtype, kind=tensor.kind, aliases=tensor.aliases
+        )
+        for fqn, tensor in tensors.items()
+    }
+    return records, tuple(LayerRecord(name=layer.name, block=layer.block) for layer in layers)
+
+
+def certificate(
+    save: str,
+    step: int,
+    source: str,
+    tensors: Mapping[str, TensorRecord],
+    index: FragmentIndex[Extent],
+    *,
+    problems: Iterable[str] = (),
+    exact: bool = True,
+) -> Certificate:
+    """Every (layer, slot) is of ``step``, and is stored as it was. source: its path, for people.
+
+    exact: False where a problem leaves that in doubt, or where something is missing.
+    """
+    nbytes: dict[tuple[str, str], int] = {}
+    numel: dict[tuple[str, str], int] = {}
+    for (fqn, slot), extents in index.names().items():
+        unit = (tensors[fqn].layer, slot)
+        numel[unit] = numel.get(unit, 0) + sum(extent.stop - extent.start for extent in extents)
+        nbytes[unit] = nbytes.get(unit, 0) + sum(
+            (extent.stop - extent.start) * torch_dtype(extent.dtype).itemsize for extent in extents
+        )
+    still = {SLOT_OF_KIND["frozen"], SLOT_OF_KIND["buffer"]}
+    order = {layer: i for i, layer in enumerate(dict.fromkeys(tensor.layer for tensor in tensors.values()))}
+    units = tuple(
+        CertifiedUnit(
+            layer=layer,
+            slot=slot,
+            step=step,
+            save=save,
+            staleness=0,
+            encoding=RAW,
+            drift=0.0,
+            moving=slot not in still,
+            fallback=False,
+            nbytes=nbytes[layer, slot],
+            source=source,
+            numel=numel[layer, slot],
+        )
+        for layer, slot in sorted(nbytes, key=lambda unit: (order[unit[0]], unit[1]))
+    )
+    return Certificate("", save, step, exact, units, tuple(problems))

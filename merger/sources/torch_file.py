@@ -1,0 +1,251 @@
+""".pt files without unpickling code.
+
+``.pt`` files of others, opened without trust: structure checked first, nothing executed, no tensor read.
+
+What is pickled in such a file may name classes. Those outside an explicit list are refused by name before the
+pickle is looked into; the few of a framework's own are replaced by stand-ins of ours, so no code of the framework
+runs, and it need not be installed. Tensors become :class:`merger.sources.base.FileTensor`, each record of the
+file one block with its CRC-32.
+
+Torch keeps the list of allowed classes for the whole process: one thread at a time.
+
+Stand-ins for the classes of DeepSpeed that its checkpoints are pickled with.
+
+They hold what was pickled and do nothing, so that reading a checkpoint runs no code of DeepSpeed's and does not
+need it installed. A stand-in's name in messages is DeepSpeed's own.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import pickletools
+import re
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from isal import isal_zlib
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from merger.io.blocks import Block, Crc32
+from merger.sources.base import FileTensor
+from merger.tensors import dtype_name
+from merger.writers.torch_zip import Record, records
+from store.errors import DamagedError, StorageError, UnsupportedError
+from store.storage.local import LocalFiles
+
+STRUCTURE_LIMIT = 1 << 28
+"""Bytes of a record that is not a tensor's."""
+
+_PLAIN = re.compile(
+    r"collections OrderedDict|torch Size|torch Tensor|torch device|_codecs encode|torch\.nn\.parameter Parameter|"
+    r"(__builtin__|builtins) (set|bytearray|complex)|torch \w+Storage|torch\.storage UntypedStorage|"
+    r"torch (bfloat16|float\w*|u?int\d+|complex\d+|bool|half|double|long|short)|"
+    r"torch\._tensor _rebuild_from_type_v2|torch\._utils _rebuild_(tensor|tensor_v[23]|parameter|parameter_with_state)"
+)
+"""What tensors and plain values are pickled with: module and name."""
+
+StandIns = Mapping[str, type]
+"""A class of ours for the full name of a framework's."""
+
+
+@dataclass(frozen=True)
+class _Archive:
+    """The records of a file. data: those of tensors, by the offset of their bytes."""
+
+    files: LocalFiles
+    name: str
+    data: Mapping[int, Block]
+
+    @property
+    def path(self) -> str:
+        return str(self.files.root / self.name)
+
+
+@dataclass(frozen=True)
+class PtContent:
+    """What a file holds. archive: the name that torch gave its records: the file's own when it was saved, if any."""
+
+    value: Any
+    archive: str
+
+
+def read_pt(files: LocalFiles, name: str, stand_ins: StandIns) -> PtContent:
+    """What ``torch.load`` would give, with :class:`FileTensor` for every tensor.
+
+    name: of a file below ``files``. Raises DamagedError, naming the file, where its structure is not whole;
+    UnsupportedError, naming file and class, where it asks for any other class; StorageError.
+    """
+    files.size(name)  # refuses links, directories and what is not there
+    path = files.root / name
+    try:
+        found = records(path)
+    except OSError as error:
+        raise StorageError(f"cannot read {path}: {error.strerror or error}") from error
+    structure = _check_structure(files, name, found)
+    _refuse_classes(str(path), structure, stand_ins)
+    blocks = {record.offset: _block(files, name, record) for record in found if _is_data(record)}
+    value = _Converted(_Archive(files, name, blocks), stand_ins).of(_load(str(path), stand_ins))
+    return PtContent(value, found[0].name.partition("/")[0])
+
+
+def _is_data(record: Record) -> bool:
+    return record.name.split("/", 1)[-1].startswith("data/")
+
+
+def _block(files: LocalFiles, name: str, record: Record) -> Block:
+    what = f"{files.root / name}, record {record.name}"
+    return Block(files, name, record.offset, record.nbytes, Crc32, f"{record.crc:08x}", what)
+
+
+def _check_structure(files: LocalFiles, name: str, found: list[Record]) -> bytes:
+    """Read and check every record that is no tensor's. Returns the pickle."""
+    path = files.root / name
+    names = [record.name for record in found]
+    if len(set(names)) != len(names) or len({one.partition("/")[0] for one in names}) != 1:
+        raise DamagedError(f"{path}: records of the same name, or of several archives: torch writes no such file")
+    small = {}
+    for record in found:
+        if _is_data(record):
+            continue
+        if record.nbytes > STRUCTURE_LIMIT:
+            raise DamagedError(f"{path}: {record.name} has {record.nbytes} bytes, more than any structure needs")
+        data = bytearray(record.nbytes)
+        files.read_into(name, record.offset, memoryview(data))
+        if isal_zlib.crc32(data) != record.crc:
+            raise DamagedError(f"{path}: {record.name} does not match its checksum")
+        small[record.name.partition("/")[2]] = bytes(data)
+    if "data.pkl" not in small:
+        raise DamagedError(f"{path} has no record data.pkl: torch.save did not write it, or not all of it")
+    if small.get("byteorder", b"little") != b"little":
+        raise UnsupportedError(f"{path} was written on a big-endian machine, which is not handled")
+    return small["data.pkl"]
+
+
+def _refuse_classes(path: str, structure: bytes, stand_ins: StandIns) -> None:
+    try:
+        for opcode, argument, _ in pickletools.genops(io.BytesIO(structure)):
+            if opcode.name in ("STACK_GLOBAL", "INST", "OBJ", "EXT1", "EXT2", "EXT4"):
+                raise UnsupportedError(f"{path} names a class in a way that torch.save never does: nothing was run")
+            if opcode.name == "GLOBAL" and not _is_known(str(argument), stand_ins):
+                raise UnsupportedError(
+                    f"{path} asks for {str(argument).replace(' ', '.')}, which is none of the classes that a "
+                    "checkpoint is read with; nothing of it was run. If it is yours, save again without it (it is "
+                    "often in the client state)"
+                )
+    except (ValueError, UnicodeDecodeError, IndexError, MemoryError, OverflowError) as error:
+        raise DamagedError(f"{path}: data.pkl is no pickle: {error}") from error
+
+
+def _is_known(argument: str, stand_ins: StandIns) -> bool:
+    return bool(_PLAIN.fullmatch(argument)) or argument.replace(" ", ".") in stand_ins
+
+
+def _load(path: str, stand_ins: StandIns) -> Any:
+    allowed: list[Any] = [(kind, name) for name, kind in stand_ins.items()]
+    try:
+        with torch.serialization.safe_globals(allowed), FakeTensorMode():
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise StorageError(f"cannot read {path}: {error.strerror or error}") from error
+    except (
+        pickle.UnpicklingError,
+        RuntimeError,
+        EOFError,
+        LookupError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        AssertionError,
+        OverflowError,
+    ) as error:
+        raise DamagedError(f"{path} does not hold what torch.save writes: {error}") from error
+
+
+class _Converted:
+    """Nests of one file, with tensors by their place. Shared parts stay shared."""
+
+    def __init__(self, archive: _Archive, stand_ins: StandIns) -> None:
+        self._archive = archive
+        self._own = tuple(stand_ins.values())
+        self._seen: dict[int, Any] = {}
+        self._kept: list[Any] = []
+
+    def of(self, value: Any) -> Any:
+        try:
+            return self._of(value)
+        except RecursionError as error:
+            raise DamagedError(f"{self._archive.path} holds a value that contains itself") from error
+
+    def _of(self, value: Any) -> Any:
+        if id(value) not in self._seen:
+            self._seen[id(value)] = self._new(value)
+            self._kept.append(value)  # an id is one only while its object lives
+        return self._seen[id(value)]
+
+    def _new(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value)
+        if isinstance(value, torch.Size):
+            return tuple(value)
+        if isinstance(value, OrderedDict) or type(value) is dict:
+            return type(value)((key, self._of(item)) for key, item in value.items())
+        if type(value) in (list, tuple, set):
+            return type(value)(self._of(item) for item in value)
+        plain = value is None or isinstance(value, bool | int | float | complex | str | bytes | bytearray)
+        if plain or isinstance(value, (*self._own, torch.dtype, torch.device)):
+            return value
+        raise DamagedError(f"{self._archive.path} holds a {type(value).__name__} where only plain values belong")
+
+    def _tensor(self, tensor: torch.Tensor) -> FileTensor:
+        # Attributes pickled with a tensor may hide its methods: the class's own are asked.
+        storage = torch.Tensor.untyped_storage(tensor)
+        dtype, shape = dtype_name(tensor.dtype), tuple(tensor.shape)
+        offset = getattr(storage, "_checkpoint_offset", None)
+        block = self._archive.data.get(-1 if offset is None else int(offset))
+        contiguous = torch.Tensor.is_contiguous(tensor)
+        if block is None:
+            raise DamagedError(f"{self._archive.path}: a tensor of shape {shape} has no record in the file")
+        first = int(torch.Tensor.storage_offset(tensor)) * tensor.dtype.itemsize
+        if storage.nbytes() > block.nbytes or (
+            contiguous and first + torch.Tensor.numel(tensor) * tensor.dtype.itemsize > block.nbytes
+        ):
+            raise DamagedError(f"{block.name} has {block.nbytes} bytes, fewer than the tensor in it, of shape {shape}")
+        lazy = "conj" if torch.Tensor.is_conj(tensor) else "neg" if torch.Tensor.is_neg(tensor) else ""
+        return FileTensor(block, first, dtype, shape, contiguous, block.name, lazy)
+
+
+class Kept:
+    """An object as its attributes."""
+
+
+class LossScaler(Kept):
+    """``deepspeed.runtime.fp16.loss_scaler.LossScaler``."""
+
+
+class DynamicLossScaler(Kept):
+    """``deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler``."""
+
+
+class FragmentAddress(Kept):
+    """``deepspeed.utils.tensor_fragment.fragment_address``: ``numel`` and ``start``."""
+
+
+class Stage(int):
+    """``deepspeed.runtime.zero.config.ZeroStageEnum``."""
+
+
+STAND_INS: dict[str, type] = {
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler": LossScaler,
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler": DynamicLossScaler,
+    "deepspeed.utils.tensor_fragment.fragment_address": FragmentAddress,
+    "deepspeed.runtime.zero.config.ZeroStageEnum": Stage,
+}
+
+
+def attributes(kept: Kept) -> dict[str, Any]:
+    """What was pickled with an object."""
+    return dict(vars(kept))

@@ -1,0 +1,78 @@
+"""safetensors files: a JSON header with every tensor's dtype, shape and place, then their bytes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from merger.checkpoint import Stored
+from merger.io.output_file import Hole
+from merger.tensors import dtype_name
+from store.errors import MergeError, UnsupportedError
+
+_ALIGN = 8
+
+_METADATA = "__metadata__"
+
+
+@dataclass(frozen=True)
+class SafetensorsFile:
+    """One safetensors file. metadata: strings for the header.
+
+    Tensors are written largest element first, else in the order given: then each lies at a multiple of its element's
+    size, as readers that map the file want it. UnsupportedError for a name or dtype that the format has not.
+    """
+
+    tensors_by_name: Mapping[str, Stored]
+    metadata: Mapping[str, str]
+
+    @cached_property
+    def header(self) -> bytes:
+        """All bytes before the first tensor."""
+        if _METADATA in self.tensors_by_name:
+            raise UnsupportedError(f"a tensor cannot be called {_METADATA}: safetensors keeps that name for itself")
+        table: dict[str, object] = {_METADATA: dict(self.metadata)} if self.metadata else {}
+        end = 0
+        for name, stored in self._in_order():
+            start, end = end, end + stored.nbytes
+            table[name] = {"dtype": dtype_name(stored.dtype), "shape": stored.shape, "data_offsets": [start, end]}
+        text = json.dumps(table, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % _ALIGN)
+        return len(text).to_bytes(8, "little") + text
+
+    @property
+    def nbytes(self) -> int:
+        """See :class:`merger.io.output_file.Container`."""
+        return len(self.header) + sum(stored.nbytes for stored in self.tensors_by_name.values())
+
+    def tensors(self) -> Iterable[Stored]:
+        """See :class:`merger.io.output_file.Container`."""
+        return self.tensors_by_name.values()
+
+    def make(self, path: Path) -> tuple[Hole, ...]:
+        """See :class:`merger.io.output_file.Container`."""
+        with path.open("xb") as file:
+            file.write(self.header)
+            file.truncate(self.nbytes)
+        holes, offset = [], len(self.header)
+        for _, stored in self._in_order():
+            if stored.nbytes:
+                holes.append(Hole(offset, stored))
+            offset += stored.nbytes
+        return tuple(holes)
+
+    def _in_order(self) -> list[tuple[str, Stored]]:
+        return sorted(self.tensors_by_name.items(), key=lambda item: -item[1].dtype.itemsize)
+
+    def seal(self, path: Path, checksums: Mapping[int, int]) -> None:
+        """Nothing to do: the format has no checksums."""
+
+    def check(self, path: Path) -> None:
+        """See :class:`merger.io.output_file.Container`."""
+        with path.open("rb") as file:
+            found = file.read(len(self.header))
+        if found != self.header or path.stat().st_size != self.nbytes:
+            raise MergeError(f"{path} does not read back as it was written: the storage under it is not to be trusted")

@@ -1,0 +1,301 @@
+""".pt files.
+
+The records of an uncompressed zip file, as ``torch.save`` writes it: where they lie, and their checksums.
+
+Reads the directory at the end of the file and each record's own header. Layout of the structures: PKWARE's
+APPNOTE 6.3, sections 4.3.7 (local header), 4.3.9 (data descriptor) and 4.3.12 (directory entry).
+
+``.pt`` files: the nest of plain values that ``torch.load`` gives back, with planned tensors inside.
+
+``torch.save`` itself writes the file, without the tensors' bytes; the zip's checksums are put in when those are
+there, so that the file is one that ``torch.save`` could have written. Peak memory: the plain values.
+It does not know what the values mean.
+"""
+
+from __future__ import annotations
+
+import errno
+import pickle
+import struct
+import zipfile
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from isal import isal_zlib
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from merger.checkpoint import Stored
+from merger.io.output_file import Hole, refusal
+from merger.tensors import memory_of
+from store.errors import DamagedError, MergeError, UnsupportedError
+
+_LOCAL, _DESCRIPTOR, _ENTRY = b"PK\x03\x04", b"PK\x07\x08", b"PK\x01\x02"
+
+
+@dataclass(frozen=True)
+class Record:
+    """A record of a zip file: ``nbytes`` bytes from ``offset``.
+
+    crc: CRC-32 as the directory has it. header, entry: offsets of its local header and of its directory entry.
+    """
+
+    name: str
+    offset: int
+    nbytes: int
+    crc: int
+    header: int
+    entry: int
+
+
+def records(path: Path) -> list[Record]:
+    """All records, in the order of the directory.
+
+    DamagedError for a file that is no whole, uncompressed zip. Other errors of the system, as OSError, pass through.
+    """
+    with path.open("rb") as file:
+        return records_in(file, path)
+
+
+def records_in(file: BinaryIO, path: Path) -> list[Record]:
+    """:func:`records` of a zip that is open for reading. path: what to call it in an error."""
+    try:
+        with zipfile.ZipFile(file) as directory:
+            found = []
+            entry = directory.start_dir
+            for info in directory.infolist():
+                if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
+                    raise DamagedError(f"{path}: {info.filename} is compressed, which torch never writes")
+                offset = info.header_offset + _header_bytes(file, info.header_offset, path)
+                if offset + info.file_size > directory.start_dir:
+                    raise DamagedError(f"{path}: {info.filename} lies beyond the end of the file's data")
+                found.append(Record(info.filename, offset, info.file_size, info.CRC, info.header_offset, entry))
+                entry += _entry_bytes(file, entry, path)
+            return found
+    except (zipfile.BadZipFile, struct.error, NotImplementedError, ValueError, OverflowError) as error:
+        raise DamagedError(f"{path} is truncated or damaged: {error}") from error
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        raise DamagedError(f"{path} is damaged: it names a place before its own beginning") from error
+
+
+def patch_checksum(file: BinaryIO, record: Record, crc: int) -> None:
+    """Set a record's CRC-32 wherever the file has it. file: open for reading and writing."""
+    value = struct.pack("<I", crc)
+    _write(file, record.entry + 16, value)
+    file.seek(record.header)
+    flags = struct.unpack("<4sHH", file.read(8))[2]
+    if not flags & 8:
+        _write(file, record.header + 14, value)
+        return
+    file.seek(record.offset + record.nbytes)
+    if file.read(4) != _DESCRIPTOR:
+        raise DamagedError(f"{record.name}: there is no data descriptor behind it")
+    file.write(value)
+
+
+def _write(file: BinaryIO, offset: int, data: bytes) -> None:
+    file.seek(offset)
+    file.write(data)
+
+
+def _header_bytes(file: BinaryIO, offset: int, path: Path) -> int:
+    file.seek(offset)
+    head = file.read(30)
+    if head[:4] != _LOCAL:
+        raise DamagedError(f"{path}: there is no record at byte {offset}")
+    name, extra = struct.unpack("<HH", head[26:30])
+    return 30 + int(name) + int(extra)
+
+
+def _entry_bytes(file: BinaryIO, offset: int, path: Path) -> int:
+    file.seek(offset)
+    head = file.read(46)
+    if head[:4] != _ENTRY:
+        raise DamagedError(f"{path}: there is no directory entry at byte {offset}")
+    name, extra, comment = struct.unpack("<HHH", head[28:34])
+    return 46 + int(name) + int(extra) + int(comment)
+
+
+_NESTS = (dict, OrderedDict, list, tuple)
+_PLAIN = (int, float, str, bool, type(None), bytes)
+
+
+@dataclass
+class PtFile:
+    """One ``.pt`` file. value: dicts, lists, tuples, plain values, tensors and :class:`Stored`.
+
+    classes: what may occur in it besides; whoever loads it with ``weights_only=True`` has to allow these.
+    """
+
+    value: Any
+    classes: Sequence[Any] = ()
+    _literals: dict[int, int] = field(default_factory=dict, init=False)
+    """CRC-32 of the tensors that were there already, by offset."""
+    _data: tuple[tuple[int, int], ...] = field(default=(), init=False)
+    """Where all tensors are: (offset, bytes), in the order of the file."""
+    _rest: tuple[int, int] = field(default=(0, 0), init=False)
+    """Size of the file, and CRC-32 of all that is no tensor, as last written."""
+
+    def tensors(self) -> Iterable[Stored]:
+        """See :class:`merger.io.output_file.Container`."""
+        return {id(leaf): leaf for leaf in self._leaves if isinstance(leaf, Stored)}.values()
+
+    @property
+    def nbytes(self) -> int:
+        """See :class:`merger.io.output_file.Container`."""
+        leaves: dict[int, int] = {id(leaf): leaf.nbytes for leaf in self._leaves}
+        return 1024 + sum(nbytes + 256 for nbytes in leaves.values())
+
+    @cached_property
+    def _leaves(self) -> list[Any]:
+        """All tensors. The random states of very many ranks are millions of plain numbers: they are seen once."""
+        return list(_leaves(self.value))
+
+    def make(self, path: Path) -> tuple[Hole, ...]:
+        """See :class:`merger.io.output_file.Container`."""
+        if path.exists() or path.is_symlink():
+            raise FileExistsError("the name is taken")
+        own: dict[int, Any] = {}
+        value = _hollow(self.value, FakeTensorMode(), own)
+        try:
+            with torch.serialization.skip_data(materialize_fake_tensors=True):
+                torch.save(value, path)
+        except RuntimeError as error:  # how torch tells that the system refused to write
+            raise refusal(path, self.nbytes, error) from error
+        leaves = self._leaves
+        offsets = _offsets(path, self.classes, leaves)
+        self._data = _data(path, leaves, offsets)
+        holes: dict[int, Hole] = {}
+        with path.open("r+b") as file:
+            for leaf, offset in zip(leaves, offsets, strict=True):
+                if isinstance(leaf, Stored):
+                    holes[offset] = Hole(offset, leaf)
+                elif leaf.numel():
+                    data = memory_of(own[id(leaf)])
+                    self._literals[offset] = isal_zlib.crc32(data)
+                    file.seek(offset)
+                    file.write(data)
+            self._rest = _rest(file, self._data)
+        return tuple(hole for hole in holes.values() if hole.stored.nbytes)
+
+    def seal(self, path: Path, checksums: Mapping[int, int]) -> None:
+        """See :class:`merger.io.output_file.Container`."""
+        crcs = {**self._literals, **checksums}
+        with path.open("r+b") as file:
+            if _rest(file, self._data) != self._rest:  # or the damage would become what is meant
+                raise _damaged(path)
+            for record in _records(path):
+                if record.offset in crcs and record.nbytes:
+                    patch_checksum(file, record, crcs[record.offset])
+            self._rest = _rest(file, self._data)
+
+    def check(self, path: Path) -> None:
+        """See :class:`merger.io.output_file.Container`."""
+        planned = {offset for offset, _ in self._data} - self._literals.keys()
+        with path.open("rb") as file:
+            sound = _rest(file, self._data) == self._rest
+            for record in _records(path) if sound else ():
+                if record.offset not in planned:
+                    file.seek(record.offset)
+                    crc = isal_zlib.crc32(file.read(record.nbytes))
+                    sound = sound and crc == record.crc == self._literals.get(record.offset, crc)
+        if not sound:
+            raise _damaged(path)
+
+
+def _hollow(value: Any, mode: FakeTensorMode, seen: dict[int, Any]) -> Any:
+    """``value`` with tensors that hold no memory in the place of planned ones."""
+    if isinstance(value, Stored):
+        if id(value) not in seen:
+            with mode:
+                seen[id(value)] = torch.empty(value.shape, dtype=value.dtype)
+        return seen[id(value)]
+    if isinstance(value, torch.Tensor):
+        if id(value) not in seen:
+            seen[id(value)] = _own_copy(value)
+        return seen[id(value)]
+    if type(value) is OrderedDict:
+        return OrderedDict((key, _hollow(item, mode, seen)) for key, item in value.items())
+    if type(value) is dict:
+        return {key: _hollow(item, mode, seen) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_hollow(item, mode, seen) for item in value)
+    return value
+
+
+def _own_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """Memory of its own, in order: what the tensor was a view of is not part of the file."""
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
+        raise UnsupportedError(
+            f"a tensor of shape {tuple(tensor.shape)} and dtype {tensor.dtype} is not plain memory (sparse, quantized, "
+            "nested), which is all that these files are written with: keep it dense"
+        )
+    return tensor.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """Tensors, planned ones and others, in the order in which they are met: wherever :func:`_hollow` looks."""
+    if isinstance(value, Stored | torch.Tensor):
+        yield value
+    elif type(value) in _NESTS:
+        for item in value.values() if hasattr(value, "values") else value:
+            if type(item) not in _PLAIN:
+                yield from _leaves(item)
+
+
+def _offsets(path: Path, classes: Sequence[Any], leaves: Sequence[Any]) -> list[int]:
+    """Where the tensors' bytes begin, in the same order, as torch reads the file: nothing of its format is guessed."""
+    try:
+        # pickle writes b"" as a call of bytes, which weights_only does not know by itself.
+        with torch.serialization.safe_globals([*classes, bytes]), FakeTensorMode():
+            value = torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        raise MergeError(f"{path} cannot be read back: {error}") from error
+    found = list(_leaves(value))
+    if [(one.shape, one.dtype) for one in found] != [(one.shape, one.dtype) for one in leaves]:
+        raise MergeError(f"{path} holds other tensors than planned: they do not load in the order they are saved in")
+    return [int(leaf.untyped_storage()._checkpoint_offset) for leaf in found]
+
+
+def _data(path: Path, leaves: Sequence[Any], offsets: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """Where all tensors of the file are. MergeError unless they are just the leaves."""
+    known = {offset: leaf.nbytes for leaf, offset in zip(leaves, offsets, strict=True)}
+    found = {record.offset: record.nbytes for record in _records(path) if "/data/" in record.name}
+    if known != found:
+        raise MergeError(
+            f"{path} would hold tensors inside of sets or objects, whose bytes would be lost: keep tensors in dicts, "
+            "lists and tuples"
+        )
+    return tuple(sorted(found.items()))
+
+
+def _rest(file: BinaryIO, data: Iterable[tuple[int, int]]) -> tuple[int, int]:
+    """Size of a file, and CRC-32 of all of it but the tensors."""
+    crc, position = 0, 0
+    for offset, nbytes in data:
+        file.seek(position)
+        crc = isal_zlib.crc32(file.read(offset - position), crc)
+        position = offset + nbytes
+    file.seek(position)
+    crc = isal_zlib.crc32(file.read(), crc)
+    return file.tell(), crc
+
+
+def _records(path: Path) -> list[Record]:
+    try:
+        return records(path)
+    except DamagedError as error:
+        raise _damaged(path) from error
+
+
+def _damaged(path: Path) -> MergeError:
+    return MergeError(
+        f"{path} does not read back as it was written: the storage under it is not to be trusted; check `dmesg`, or "
+        "name an output directory elsewhere"
+    )

@@ -1,0 +1,457 @@
+"""Engine state and what ZeRO stages share.
+
+What a DeepSpeed engine keeps besides tensors: counters, scheduler, loss scaler; and facts about itself.
+
+The same for every ZeRO stage; it does not know how any of them lays out its tensors.
+
+What the ZeRO stages have in common.
+
+A stage says where its flat fp32 partitions are and which piece of which parameter lies where in them
+(:class:`Flat`); everything else here follows from that. Parameters that the optimizer does not hold
+(frozen ones, mostly) are the stage's too. Reads and writes DeepSpeed's tensors in place, from the training
+thread, between optimizer steps. It knows neither tensor nor pipeline nor expert parallelism, and refuses them.
+"""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from monitor.adapters.base import Piece, Place, TensorInfo, Trail
+from monitor.adapters.module_tensors import Inventory, whole
+from monitor.adapters.optimizer_state import (
+    common_scalars,
+    complete_state,
+    describe_group,
+    fit_slots,
+    match_groups,
+    require_by_parameter,
+    restore_groups,
+    restore_scalar,
+    scalar_device,
+    slots_of,
+    slots_to_be,
+    snapshot,
+)
+from monitor.adapters.pytorch import share
+from store.errors import ModelMismatchError, UnsupportedError
+from store.names import BUFFER, WEIGHTS, Fragment
+from store.schema import as_json
+
+_COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
+_SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+_AUTOCAST_STATE = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+
+
+def engine_state(engine: Any) -> dict[str, Any]:
+    """The engine's own run state: ``counters``, ``loss_scaler``, ``lr_scheduler``."""
+    counters = {name: int(getattr(engine, name)) for name in _COUNTERS}
+    counters["gradient_accumulation_steps"] = int(engine.gradient_accumulation_steps())
+    scheduler = engine.lr_scheduler
+    return {
+        "counters": counters,
+        "loss_scaler": _scaler_state(engine.optimizer),
+        "lr_scheduler": None if scheduler is None else copy.deepcopy(scheduler.state_dict()),
+    }
+
+
+def require_same_engine(engine: Any, module: Any, optimizer: Any) -> None:
+    """UnsupportedError where the engine has another module or optimizer than when it was attached."""
+    for what, live, attached in (("module", engine.module, module), ("optimizer", engine.optimizer, optimizer)):
+        if live is not attached:
+            raise UnsupportedError(
+                f"the engine's {what} is another object ({type(live).__name__}) than when it was attached "
+                f"({type(attached).__name__}): close() and attach the engine anew"
+            )
+
+
+def engine_objects(engine: Any) -> dict[str, Any]:
+    """The scheduler, which may be anybody's: see :meth:`monitor.adapters.base.Adapter.objects`."""
+    return {} if engine.lr_scheduler is None else {"lr_scheduler": engine.lr_scheduler}
+
+
+def check_engine_state(engine: Any, state: Mapping[str, Any]) -> None:
+    """Raise whatever :func:`load_engine_state` would raise. Changes nothing."""
+    _counters(engine, state)
+    _scaler_values(engine.optimizer, state.get("loss_scaler"))
+
+
+def load_engine_state(engine: Any, state: Mapping[str, Any]) -> None:
+    """The inverse of :func:`engine_state` but for the scheduler. State that no engine saved has its counters derived
+    from ``step``."""
+    values = _scaler_values(engine.optimizer, state.get("loss_scaler"))
+    for name, value in _counters(engine, state).items():
+        setattr(engine, name, value)
+    _load_scaler(engine.optimizer, values)
+
+
+def _counters(engine: Any, state: Mapping[str, Any]) -> dict[str, int]:
+    saved = state.get("counters") or _counters_from_steps(engine, state)
+    missing = sorted({*_COUNTERS, "gradient_accumulation_steps"} - saved.keys())
+    if missing:
+        raise ModelMismatchError(f"the saved counters lack {', '.join(missing)}: they are not those of this DeepSpeed")
+    counters = {name: int(saved[name]) for name in _COUNTERS}
+    # Gradients accumulated in part are not saved: the window starts anew, and boundaries must stay boundaries.
+    windows = counters["micro_steps"] // int(saved["gradient_accumulation_steps"])
+    return {**counters, "micro_steps": windows * int(engine.gradient_accumulation_steps())}
+
+
+def _counters_from_steps(engine: Any, state: Mapping[str, Any]) -> dict[str, int]:
+    steps = max((int(scalars.get("step", 0)) for scalars in state["scalars"].values()), default=0)
+    accumulation = int(engine.gradient_accumulation_steps())
+    return {
+        "global_steps": steps,
+        "global_samples": steps * int(engine.train_batch_size()),
+        "skipped_steps": 0,
+        "micro_steps": steps * accumulation,
+        "gradient_accumulation_steps": accumulation,
+    }
+
+
+def _scaler_state(optimizer: Any) -> dict[str, Any] | None:
+    autocast = getattr(optimizer, "torch_autocast_gradscaler", None)
+    if autocast is not None:
+        return {"class": type(autocast).__name__, **autocast.state_dict()}
+    scaler = getattr(optimizer, "loss_scaler", None)
+    if scaler is None:
+        return None
+    plain = {key: value for key, value in vars(scaler).items() if isinstance(value, bool | int | float)}
+    return {"class": type(scaler).__name__, **plain}
+
+
+def _live_scaler(optimizer: Any) -> tuple[Any, tuple[str, ...]]:
+    """The loss scaler, and the keys of its state that move; none where it is static."""
+    autocast = getattr(optimizer, "torch_autocast_gradscaler", None)
+    if autocast is not None:
+        return autocast, _AUTOCAST_STATE if autocast.is_enabled() else ()
+    scaler = getattr(optimizer, "loss_scaler", None)
+    return scaler, _SCALER_STATE if getattr(scaler, "dynamic", False) else ()
+
+
+def _scaler_values(optimizer: Any, saved: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What the live scaler takes of the saved one's state. Another precision scales in its own way, and starts with
+    its own configuration."""
+    scaler, keys = _live_scaler(optimizer)
+    if saved is None or scaler is None or type(scaler).__name__ != saved["class"]:
+        return {}
+    missing = [key for key in keys if key not in saved]
+    if missing:
+        raise ModelMismatchError(
+            f"the saved state of the loss scaler {saved['class']} lacks {', '.join(missing)}: it was saved by a scaler "
+            "with other settings; configure it as in the run that wrote the state"
+        )
+    return {key: saved[key] for key in keys}
+
+
+def _load_scaler(optimizer: Any, values: Mapping[str, Any]) -> None:
+    scaler, _ = _live_scaler(optimizer)
+    if values and isinstance(scaler, torch.amp.GradScaler):
+        scaler.load_state_dict(dict(values))
+    else:
+        for name, value in values.items():
+            setattr(scaler, name, value)
+
+
+def engine_facts(engine: Any, inventory: Inventory) -> dict[str, Any]:
+    """What a writer of DeepSpeed's own files needs from the engine, whatever the stage. JSON values."""
+    optimizer = engine.optimizer
+    return {
+        "framework": "deepspeed",
+        "ds_version": str(deepspeed.__version__),
+        "zero_stage": int(engine.zero_optimization_stage()),
+        "world_size": dist.get_world_size(),
+        "mp_world_size": int(engine.mp_world_size),
+        "dtype": _precision(engine),
+        "ds_config": as_json(engine._config._param_dict),
+        "zero_optimizer": type(optimizer).__name__,
+        "optimizer": type(engine.basic_optimizer).__name__,
+        "loss_scaler": _scaler_state(optimizer),
+        "dynamic_loss_scale": bool(getattr(optimizer, "dynamic_loss_scale", False)),
+        "clip_grad": float(getattr(optimizer, "clip_grad", 0.0)),
+        "elastic_checkpoint": bool(getattr(optimizer, "elastic_checkpoint", False)),
+        "state_dict_names": inventory.state_dict_names(),
+        # As DeepSpeed has it: whatever the optimizer wrappers do not take in, parameters without elements too.
+        "frozen": [
+            fqn
+            for fqn, parameter in inventory.parameters().items()
+            if not parameter.requires_grad or not getattr(parameter, "ds_numel", parameter.numel())
+        ],
+        "buffer_names": list(engine._get_buffer_names()),
+        "shared_params": {alias: fqn for fqn, names in inventory.aliases().items() for alias in names},
+    }
+
+
+def _precision(engine: Any) -> str:
+    if engine.bfloat16_enabled():
+        return "bf16"
+    return "fp16" if engine.fp16_enabled() else "fp32"
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a piece of a parameter lies: elements [start, start + numel) of the flattened parameter are
+    elements [offset, offset + numel) of this rank's flat partition."""
+
+    fqn: str
+    start: int
+    offset: int
+    numel: int
+
+
+@dataclass(frozen=True)
+class Flat:
+    """One flat partition of master weights on this rank, 1-d, to which the base optimizer's state is keyed.
+
+    group: index of its param group. fqns: every parameter laid out in it over all ranks, in that order.
+    placements: the pieces on this rank; what is between and behind them is padding.
+    """
+
+    tensor: torch.Tensor
+    group: int
+    fqns: tuple[str, ...]
+    placements: tuple[Placement, ...]
+
+
+class ZeroAdapter(ABC):
+    """What every ZeRO stage shares; a subclass per family of stages says where things are."""
+
+    framework = "deepspeed"
+    state_is_private = True
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+        self.module: nn.Module = engine.module
+        self._zero = engine.optimizer
+        self._inventory = Inventory(self.module)
+        self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
+        self._refuse_this_stage()
+        self._wrapped, self._group_count = self._base(), len(self._base().param_groups)
+
+    # ---- what a stage says
+
+    @abstractmethod
+    def _flats(self) -> list[Flat]:
+        """The flat partitions of this rank, in the order of DeepSpeed's own (sub-)groups."""
+
+    @abstractmethod
+    def _outside(self) -> tuple[list[Piece], list[Piece]]:
+        """Pieces of the parameters that no flat partition holds: (replicated whole, this rank's own slices)."""
+
+    @abstractmethod
+    def _refuse_this_stage(self) -> None:
+        """Raise UnsupportedError, naming it, for a variant of the stage that is not handled."""
+
+    @abstractmethod
+    def _stage_facts(self) -> dict[str, Any]:
+        """JSON values of the stage's own layout, the same on all ranks."""
+
+    @abstractmethod
+    def finish_load(self) -> None:
+        """See :class:`monitor.adapters.base.Adapter`."""
+
+    # ---- the adapter's contract
+
+    def completed_steps(self) -> int | None:
+        """Steps at accumulation boundaries, those skipped for an overflow included, as DeepSpeed counts."""
+        return int(self.engine.global_steps)
+
+    def still(self) -> AbstractContextManager[None]:
+        """See :class:`monitor.adapters.base.Adapter`."""
+        return self._inventory.still.period()
+
+    def flats(self) -> list[Flat]:
+        """The flat partitions of this rank."""
+        return self._inventory.still.once("flats", self._flats)
+
+    def check_attached(self) -> None:
+        """See :class:`monitor.adapters.base.Adapter`: ZeRO itself would not update what was added behind its back."""
+        require_same_engine(self.engine, self.module, self._zero)
+        if self._base() is not self._wrapped:
+            raise UnsupportedError(
+                "ZeRO's inner optimizer is another object than when it was attached: close() and attach the engine anew"
+            )
+        self._refuse_this_stage()
+        require_by_parameter(self._base())
+        known, groups = {id(flat.tensor) for flat in self.flats()}, self._base().param_groups
+        strangers = [
+            index for index, group in enumerate(groups) if any(id(one) not in known for one in group["params"])
+        ]
+        if strangers or len(groups) != self._group_count:
+            raise UnsupportedError(
+                f"{type(self._base()).__name__} has param groups or parameters that ZeRO does not know (group "
+                f"{(strangers or [len(groups) - 1])[0]}), so they would not be saved; give them to "
+                "deepspeed.initialize, or take them out"
+            )
+
+    def trail(self) -> Trail | None:
+        """None: the engine says which optimizer it has."""
+        return None
+
+    def before_update(self, hook: Callable[[], None]) -> None:
+        """Master weights and moments change only in the optimizer that ZeRO wraps."""
+        optimizer: torch.optim.Optimizer = self._zero.optimizer
+        optimizer.register_step_pre_hook(lambda *_: hook())
+
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """See :class:`monitor.adapters.base.Adapter`."""
+        return self._inventory.infos(frozenset(fqn for flat in self.flats() for fqn in flat.fqns))
+
+    def owned(self) -> list[Piece]:
+        """Pieces of the flat partitions and of their optimizer state, and a share of what is replicated."""
+        replicated, sliced = self._outside()
+        return [*self._flat_pieces(), *sliced, *share([*replicated, *self._buffers()], self._rank, self._world_size)]
+
+    def held(self) -> list[Piece]:
+        """As :meth:`owned`, with what is replicated whole on every rank."""
+        replicated, sliced = self._outside()
+        pieces = [*self._flat_pieces(), *sliced, *replicated, *self._buffers()]
+        return [piece for piece in pieces if piece.fragment.numel]
+
+    def expected(self, slots: Mapping[str, Mapping[str, str]]) -> list[Place]:
+        """See :class:`monitor.adapters.base.Adapter`."""
+        replicated, sliced = self._outside()
+        places = [Place(piece.fragment, piece.tensor.dtype) for piece in [*sliced, *replicated, *self._buffers()]]
+        for flat in self.flats():
+            planned = slots_to_be(self._states().get(flat.tensor, {}), flat.tensor, _wanted(flat, slots))
+            for slot, dtype in {WEIGHTS: flat.tensor.dtype, **planned}.items():
+                places += [Place(Fragment(one.fqn, slot, one.start, one.numel), dtype) for one in flat.placements]
+        return [place for place in places if place.fragment.numel]
+
+    def prepare_load(self, slots: Mapping[str, Mapping[str, str]]) -> None:
+        """Make the slots of each flat partition those that ``slots`` names for any parameter in it.
+
+        Missing ones are created with zeros, others dropped; where ``slots`` names one for some parameters of
+        a partition only, the others' pieces become zeros.
+        """
+        for flat in self.flats():
+            fit_slots(self._base(), flat.tensor, _wanted(flat, slots))
+            state = self._states().get(flat.tensor, {})
+            for slot in slots_of(state, flat.tensor):
+                for place in flat.placements:
+                    if slot not in slots.get(place.fqn, {}):
+                        state[slot].narrow(0, place.offset, place.numel).zero_()
+
+    def run_state(self) -> dict[str, Any]:
+        """See :class:`monitor.adapters.base.Adapter`. The same on all ranks."""
+        scalars: dict[str, dict[str, Any]] = {}
+        slots: dict[str, list[str]] = {}
+        for flat in self.flats():
+            names, values = self._state_of(flat)
+            for fqn in flat.fqns:
+                slots[fqn], scalars[fqn] = names, values  # one copy, taken above, serves all of them
+        return {
+            "optimizer": type(self._base()).__name__,
+            "param_groups": [describe_group(fqns, group) for fqns, group in self._groups()],
+            "scalars": scalars,
+            "slots": slots,
+            **engine_state(self.engine),
+        }
+
+    def objects(self) -> Mapping[str, Any]:
+        """See :class:`monitor.adapters.base.Adapter`."""
+        return engine_objects(self.engine)
+
+    def check_run_state(self, state: Mapping[str, Any]) -> None:
+        """See :class:`monitor.adapters.base.Adapter`."""
+        match_groups(state["param_groups"], self._groups())
+        check_engine_state(self.engine, state)
+        for flat in self.flats():
+            self._scalars_to_be(flat, common_scalars(flat.fqns, state)[1], state)
+
+    def load_run_state(self, state: Mapping[str, Any]) -> None:
+        """See :class:`monitor.adapters.base.Adapter`. Call it on every rank, after :meth:`prepare_load`."""
+        common = {flat.fqns: common_scalars(flat.fqns, state) for flat in self.flats()}
+        restore_groups(state["param_groups"], self._groups())
+        load_engine_state(self.engine, state)
+        for flat in self.flats():
+            slots, saved = common[flat.fqns]
+            scalars = self._scalars_to_be(flat, saved, state)
+            if complete_state(self._base(), flat.tensor, slots, bool(scalars)):
+                self._states()[flat.tensor].update(scalars)
+
+    def layout_facts(self) -> dict[str, Any]:
+        """See :class:`monitor.adapters.base.Adapter`."""
+        facts = {**engine_facts(self.engine, self._inventory), **self._stage_facts()}
+        for group, live in zip(facts["param_groups"], self._base().param_groups, strict=True):
+            group["hyper"] = as_json({key: value for key, value in live.items() if key != "params"})
+        return facts
+
+    # ---- shared parts
+
+    def _base(self) -> torch.optim.Optimizer:
+        optimizer: torch.optim.Optimizer = self._zero.optimizer
+        return optimizer
+
+    def _states(self) -> Any:
+        return self._base().state
+
+    def _groups(self) -> list[tuple[list[str], dict[str, Any]]]:
+        fqns: dict[int, list[str]] = {}
+        for flat in self.flats():
+            fqns.setdefault(flat.group, []).extend(flat.fqns)
+        return [(fqns.get(index, []), group) for index, group in enumerate(self._base().param_groups)]
+
+    def _flat_pieces(self) -> Iterator[Piece]:
+        for flat in self.flats():
+            tensors = {WEIGHTS: flat.tensor}
+            state = self._states().get(flat.tensor, {})
+            tensors |= {slot: state[slot] for slot in slots_of(state, flat.tensor)}
+            for place in flat.placements:
+                for slot, tensor in tensors.items():
+                    fragment = Fragment(place.fqn, slot, place.start, place.numel)
+                    yield Piece(fragment, tensor.detach().narrow(0, place.offset, place.numel))
+
+    def _buffers(self) -> list[Piece]:
+        return [whole(fqn, BUFFER, buffer) for fqn, buffer in self._inventory.buffers().items()]
+
+    def _state_of(self, flat: Flat) -> tuple[list[str], dict[str, Any]]:
+        """(slots, scalars) of a flat partition's optimizer state."""
+        state = self._states().get(flat.tensor, {})
+        slots, scalars = slots_of(state, flat.tensor), {}
+        for key, value in state.items():
+            if key in slots:
+                continue
+            if isinstance(value, torch.Tensor) and value.ndim:
+                raise UnsupportedError(
+                    f"{type(self._base()).__name__} keeps {key!r} of shape {tuple(value.shape)} for a flat partition "
+                    f"of {flat.tensor.numel()} elements: it cannot be taken apart by parameter; use an optimizer with "
+                    "state per element, such as AdamW"
+                )
+            scalars[key] = snapshot(value, f"optimizer state {key!r} of the partition with {flat.fqns[0]}")
+        return slots, scalars
+
+    def _scalars_to_be(self, flat: Flat, scalars: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+        live, group = self._states().get(flat.tensor, {}), self._base().param_groups[flat.group]
+        return {
+            key: restore_scalar(
+                key,
+                value,
+                live=live.get(key),
+                optimizer=self._base(),
+                saved_by=saved.get("optimizer"),
+                device=scalar_device(value, group, flat.tensor),
+            )
+            for key, value in scalars.items()
+        }
+
+    def _need(self, *attributes: str) -> None:
+        for name in attributes:
+            if not hasattr(self._zero, name):
+                raise UnsupportedError(
+                    f"{type(self._zero).__name__} of DeepSpeed {deepspeed.__version__} has no {name!r}: this release "
+                    "is not handled; 0.19 is"
+                )
+
+
+def _wanted(flat: Flat, slots: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
+    """The slots that any parameter in a flat partition has."""
+    return {slot: dtype for fqn in flat.fqns for slot, dtype in slots.get(fqn, {}).items()}

@@ -1,0 +1,279 @@
+"""The settings of a job: what the YAML may say, its defaults, and errors that name the nearest known key.
+
+Validated once, where it is read. It knows no store and no policy beyond their settings' names.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
+from pydantic_core import PydanticCustomError
+
+from monitor.config.schema import (
+    ENCODINGS,
+    SIGNALS,
+    AutoSettings,
+    BoundSettings,
+    BudgetSettings,
+    DaemonSettings,
+    DriftSettings,
+    LayerSettings,
+    MemorySettings,
+    MetricsSettings,
+    PreemptionSettings,
+    ResumeSettings,
+    RetentionSettings,
+    S3Settings,
+    Settings,
+    TimeoutSettings,
+    TraceSettings,
+    encodings_schema,
+    policies_schema,
+)
+from policies.base import Policy
+from policies.bounds import Bounds, bound
+from policies.budget import Budgeted, spends
+from policies.builtin import Observe
+from policies.encodings import explosive
+from policies.registry import anchored, encoded, policy_from
+from store.config_file import read_yaml
+from store.encoding import ENCODINGS as BY_NAME
+from store.encoding import encoding_named
+from store.errors import ConfigError
+from store.location import beside, is_url, store_place
+from store.metrics_server import LOOPBACK
+from store.retention import Retention
+from store.text import suggestion
+
+
+def _interval(value: Any, validated: ValidatorFunctionWrapHandler) -> Any:
+    """One message instead of one for each kind of value that it could have been."""
+    try:
+        return validated(value)
+    except ValidationError as error:
+        raise PydanticCustomError("interval", "it must be a number of steps >= 1, or auto") from error
+
+
+class Config(Settings):
+    """All settings of a job: the YAML file that `monitor.attach` takes; see docs/configuration.md."""
+
+    store: str = Field(
+        default="./driftpoint-checkpoints",
+        min_length=1,
+        description="a directory of its own, the same for all ranks, on a disk that all nodes share; or s3://BUCKET/PREFIX",
+    )
+    every: Annotated[Annotated[int, Field(ge=1)] | Literal["auto"], WrapValidator(_interval)] = Field(
+        default="auto",
+        description="optimizer steps between two decisions; auto: as measured to lose the least, see docs/interval.md",
+    )
+    policy: str | dict[str, Any] = Field(
+        default="full",
+        description="a name, or a mapping: {name: threshold, threshold: 0.01}; see docs/policies.md",
+        json_schema_extra=policies_schema,
+    )
+    staging: Literal["auto", "eager", "lazy"] = Field(
+        default="auto",
+        description="eager: copied before step() returns. lazy: copied beside the next forward and backward",
+    )
+    encoding: str | dict[str, str] = Field(
+        default="raw",
+        description="or compact, careful, or a mapping: {exp_avg: int8-block}; see docs/encodings.md",
+        json_schema_extra=encodings_schema,
+    )
+    encode: Literal["staging", "saving"] = Field(
+        default="saving",
+        description="in the background. staging: while state is copied, where it lies (on CUDA: a third to copy)",
+    )
+    packing: Literal["auto", "none"] | Annotated[int, Field(ge=1, le=19)] = Field(
+        default="none", description="zstd level 1 to 19 on byte planes; auto: as hard as fits between two saves"
+    )
+    differences: bool = Field(
+        default=False, description="store what changed since an earlier save where that is smaller; needs packing"
+    )
+    frozen: Literal["save", "skip"] = Field(
+        default="save",
+        description="skip: frozen weights stay out of the store, for scripts that bring them; see docs/huggingface.md",
+    )
+    auto: AutoSettings = AutoSettings()
+    bounds: BoundSettings = BoundSettings()
+    budget: BudgetSettings = BudgetSettings()
+    drift: DriftSettings = DriftSettings()
+    layers: LayerSettings = LayerSettings()
+    memory: MemorySettings = MemorySettings()
+    daemon: DaemonSettings = DaemonSettings()
+    retention: RetentionSettings = RetentionSettings()
+    resume: ResumeSettings = ResumeSettings()
+    preemption: PreemptionSettings = PreemptionSettings()
+    trace: TraceSettings = TraceSettings()
+    s3: S3Settings = S3Settings()
+    metrics: MetricsSettings = MetricsSettings()
+    timeouts: TimeoutSettings = TimeoutSettings()
+
+    def bounded_policy(self) -> Policy:
+        """The policy inside its bounds. ConfigError where they are senseless or contradict each other."""
+        policy = policy_from(self.policy)
+        self._require_budget(policy)
+        return self.in_bounds(policy)
+
+    def in_bounds(self, policy: Policy) -> Policy:
+        """Any policy inside the bounds, stored in the encodings. ConfigError where they contradict each other."""
+        encodings, bounds = self.encodings(), self.limits()
+        _require_divisors(encodings)
+        return encoded(bound(policy, bounds), encodings, bounds)
+
+    def limits(self) -> Bounds:
+        """The bounds. ConfigError where they are senseless."""
+        settings = self.bounds
+        lossy = any(not encoding_named(name).lossless for name in self.encodings().values())
+        precision = settings.precision or ("any" if lossy else "exact")
+        # Under auto an interval is never longer than the bound: the most that can lie between two decisions.
+        most = settings.max_staleness if self.every == "auto" else self.every
+        return Bounds(settings.max_staleness, settings.max_drift, precision, most)
+
+    def _require_budget(self, policy: Policy) -> None:
+        limited = self.budget.limited
+        if isinstance(policy.inner if isinstance(policy, Observe) else policy, Budgeted) and not limited:
+            raise ConfigError(
+                "policy budget needs what it may spend: set `budget: {bytes_per_hour: 2.0e+10}`, or stall_share, or "
+                "storage_share"
+            )
+        if limited and not spends(policy):
+            raise ConfigError(
+                "budget holds only under a policy that spends (budget, or your own with `spends = True`), and the "
+                f"policy is {policy.name}: set `policy: budget`, or remove the section"
+            )
+
+    def encodings(self) -> Mapping[str, str]:
+        """The encoding of each slot that is not raw. ConfigError for names that there are not."""
+        return _encodings("encoding", self.encoding)
+
+    def memory_encodings(self) -> Mapping[str, str]:
+        """The same of versions in memory. ConfigError where they lose bits and the bounds forbid that."""
+        found = _encodings("memory.encoding", self.memory.encoding)
+        _require_divisors(found)
+        if self.limits().precision == "exact" and self.bounds.precision == "exact":
+            lossy = [name for name in found.values() if not encoding_named(name).lossless]
+            if lossy:
+                raise ConfigError(
+                    f"bounds.precision: exact forbids memory.encoding {lossy[0]}, which loses bits: remove one"
+                )
+        return found
+
+    def trace_path(self) -> Path | None:
+        """Where the drift trace is written, absolute; None where it is not. ConfigError for a path in the store."""
+        if not self.trace.enabled:
+            return None
+        store = store_place(self.store)
+        if self.trace.path is None:
+            return beside(store, ".trace.jsonl")
+        path = Path(os.path.abspath(os.path.expanduser(self.trace.path)))  # noqa: PTH100, PTH111
+        if path.is_relative_to(store):
+            raise ConfigError(f"trace.path {path} lies in the store, which holds nothing else: set one beside it")
+        return path
+
+    def retention_rule(self) -> Retention:
+        """The retention rule. ConfigError where it would keep nothing."""
+        return Retention(**self.retention.model_dump())
+
+
+def load_config(source: str | os.PathLike[str] | Mapping[str, Any] | Config | None) -> Config:
+    """A validated configuration from a YAML file, a mapping, or nothing (the defaults)."""
+    if isinstance(source, Config):
+        config = source
+    elif source is None or isinstance(source, Mapping):
+        config = _validated(source or {}, "the configuration")
+    else:
+        config = _validated(_anchored(read_yaml(Path(source)).values, Path(source).parent), str(source))
+    config.bounded_policy()
+    config.retention_rule()
+    _require_place(config)
+    config.trace_path()
+    config.memory_encodings()
+    _check_endpoints(config)
+    _require_known("preemption.signals", config.preemption.signals, SIGNALS)
+    if config.every != "auto" and config.auto != AutoSettings():
+        raise ConfigError(
+            f"auto: the section holds under `every: auto` only, and every is {config.every}: set `every: auto`, or "
+            "remove it"
+        )
+    if config.memory.peers and not config.memory.enabled:
+        raise ConfigError("memory.peers replicates the memory tier, which is off: set `memory: {enabled: true}`, too")
+    if config.differences and config.packing == "none":
+        raise ConfigError("differences: true saves bytes only where they are packed: set `packing: auto` or a level")
+    return config
+
+
+def _require_place(config: Config) -> None:
+    """ConfigError for a URL that is no store's place, and for what holds for one kind of place only."""
+    place = store_place(config.store)
+    if is_url(place) and config.daemon.enabled:
+        raise ConfigError(
+            f"daemon: it writes what dead jobs leave in memory into directories only, and the store is {place}: remove "
+            "the section. With `memory: {enabled: true}` a job that comes back on this node resumes from memory itself"
+        )
+    if not is_url(place) and config.s3 != S3Settings():
+        raise ConfigError(f"s3: the section holds for a store in s3:// only, and the store is {place}: remove it")
+
+
+def _check_endpoints(config: Config) -> None:
+    """Raise ConfigError if an endpoint that other machines reach has neither TLS nor ``insecure: true``."""
+    security, metrics, daemon = config.metrics.security(), config.metrics, config.daemon
+    security.check(metrics.host if metrics.enabled else LOOPBACK, "metrics.host")
+    security.check(daemon.host if daemon.enabled else LOOPBACK, "daemon.host")
+
+
+def _anchored(values: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:
+    """With a policy's file, where it names one, beside the configuration's."""
+    return {**values, "policy": anchored(values["policy"], folder)} if "policy" in values else values
+
+
+def _require_divisors(encodings: Mapping[str, str]) -> None:
+    """An encoding that rounds small values to zero is none for what updates are divided by: they would explode."""
+    for slot, encoding in encodings.items():
+        told = explosive(slot, encoding)
+        if told is not None:
+            raise ConfigError(f"encoding: {told}")
+
+
+def _encodings(key: str, value: str | dict[str, str]) -> Mapping[str, str]:
+    if isinstance(value, dict):
+        _require_known(key, value.values(), BY_NAME)
+        return value
+    _require_known(key, [value], ENCODINGS)
+    return ENCODINGS[value]
+
+
+def _require_known(key: str, names: Iterable[str], known: Iterable[str]) -> None:
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"{key}: unknown {name!r}: {suggestion(name, known)} Known: {', '.join(known)}")
+
+
+def _validated(values: Mapping[str, Any], where: str) -> Config:
+    try:
+        return Config.model_validate(dict(values))
+    except ValidationError as error:
+        raise ConfigError(f"{where}: " + "; ".join(_explained(item) for item in error.errors())) from error
+
+
+def _explained(item: Any) -> str:
+    path = [str(step) for step in item["loc"]]
+    if item["type"] != "extra_forbidden":
+        return f"{'.'.join(path)}: {item['msg'].lower()} (it is {item['input']!r})"
+    known = _known_keys(path[:-1])
+    hint = suggestion(path[-1], known)
+    return f"unknown key {'.'.join(path)!r}: {hint} Known here: {', '.join(sorted(known))}"
+
+
+def _known_keys(path: list[str]) -> list[str]:
+    model: type[BaseModel] = Config
+    for step in path:
+        kind = model.model_fields[step].annotation
+        if not (isinstance(kind, type) and issubclass(kind, BaseModel)):
+            return []
+        model = kind
+    return list(model.model_fields)

@@ -1,0 +1,238 @@
+"""Sends this rank's newest version to the rank that keeps its replica, and reads payloads from other nodes.
+
+One version is sent at a time, in a background thread. The memory tier begins no version while one is being sent, so the
+payload does not change meanwhile. A failure costs the replica and is logged once, until the error changes. After a
+failure the next attempt waits, longer each time, so that a peer that hangs does not hold up new versions.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from monitor.background import Writer
+from monitor.memory.transport import Answer, Connection, Endpoint, Get, Put, Request, new_connection
+from store.errors import DriftpointError, MissingError, PeerError
+from store.memory.layout import RECORD_LIMIT, parse_record, read_whole
+from store.names import SaveId
+
+_log = logging.getLogger("driftpoint")
+
+_SILENCE = 10.0
+"""Seconds without a byte after which a peer counts as gone."""
+
+_RETRY_DELAYS = (5.0, 20.0, 60.0, 300.0)
+"""Seconds without another attempt, by the number of failures in a row."""
+
+_JOIN_TIMEOUT = 2.0
+
+
+def silence_of(timeout: float) -> float:
+    """Return after how many seconds without a byte a connection is broken, if a version may take ``timeout``."""
+    return min(_SILENCE, timeout)
+
+
+class _AbortedError(PeerError):
+    """This rank ended the transfer itself."""
+
+
+@dataclass(frozen=True)
+class _Offer:
+    turn: int
+    save: SaveId
+    record: Path
+    payload: Path
+    keep: SaveId | None
+
+
+class ReplicaSender:
+    """Sends the versions of one rank.
+
+    Args:
+        rank: This rank.
+        target: Rank that keeps the replica.
+        endpoint: Of the target's server.
+        key: Of the job.
+        timeout: Seconds that a version may take.
+    """
+
+    def __init__(self, rank: int, target: int, endpoint: Endpoint, key: bytes, timeout: float) -> None:
+        self._rank, self._target, self._endpoint, self._key, self._timeout = rank, target, endpoint, key, timeout
+        self._writer: Writer[float] = Writer(f"driftpoint-sender-{rank}")
+        self._lock = threading.Lock()
+        self._connection: Connection | None = None
+        self._turn = 0
+        """Offers made before its last change are not sent any more."""
+        self._stopped = False
+        self._retry_at = 0.0
+        self._failures = 0
+        self._logged = ""
+        self.sent: SaveId | None = None
+        """Newest version that the target has of this rank."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether a version is being sent."""
+        return not self._writer.join(0.0)
+
+    def offer(self, save: SaveId, record: Path, payload: Path, keep: SaveId | None) -> None:
+        """Send a version, unless an attempt failed a short time ago. Any thread; returns at once.
+
+        Args:
+            save: The version.
+            record: File with its record.
+            payload: File with its payload.
+            keep: Replica that the target must not overwrite.
+        """
+        if time.monotonic() >= self._retry_at and not self._stopped:
+            self._writer.submit(partial(self._send, _Offer(self._turn, save, record, payload, keep)))
+
+    def collect(self) -> tuple[list[float], bool]:
+        """Return the seconds that versions took since the last call, and whether any failed. Training thread."""
+        took, failed = [], False
+        for done in self._writer.finished():
+            if done.result is not None:
+                took.append(done.result)
+                self._logged = ""
+            elif not isinstance(done.error, _AbortedError):
+                failed = True
+                self._log_failure(done.error)
+        return took, failed
+
+    def break_off(self) -> None:
+        """Abort the transfers that are running or waiting."""
+        with self._lock:
+            self._turn += 1
+            if self._connection is not None:
+                self._connection.abort()
+        self._writer.join(_JOIN_TIMEOUT)
+
+    def close(self) -> None:
+        """Abort all transfers and accept no more."""
+        self._stopped = True
+        self.break_off()
+        self._writer.stop()
+
+    # Background thread.
+
+    def _send(self, offer: _Offer) -> float:
+        began = time.monotonic()
+        try:
+            self._transfer(offer, began + self._timeout)
+        except Exception as error:
+            if offer.turn != self._turn:
+                raise _AbortedError("the transfer was aborted") from error
+            self._retry_at = time.monotonic() + _RETRY_DELAYS[min(self._failures, len(_RETRY_DELAYS) - 1)]
+            self._failures += 1
+            raise
+        if self._failures:
+            _log.warning("rank %d: step %d is at its peer, rank %d, again", self._rank, offer.save.step, self._target)
+        self._failures, self.sent = 0, offer.save
+        return time.monotonic() - began
+
+    def _transfer(self, offer: _Offer, deadline: float) -> None:
+        record = read_whole(offer.record, RECORD_LIMIT)
+        nbytes = parse_record(record, str(offer.record)).part.payload_bytes
+        keep = None if offer.keep is None else offer.keep.name
+        connection = new_connection(self._endpoint, silence_of(self._timeout), deadline)
+        try:
+            with self._lock:
+                if offer.turn != self._turn:
+                    raise _AbortedError("the transfer was aborted")
+                self._connection = connection
+            connection.connect(self._endpoint, self._key)
+            connection.send(Request(request=Put(rank=self._rank, keep=keep, record=len(record), payload=nbytes)))
+            connection.send_bytes(record)
+            self._require_ok(connection)
+            connection.send_file(offer.payload, 0, nbytes)
+            self._require_ok(connection)
+        finally:
+            with self._lock:
+                self._connection = None
+            connection.close()
+
+    def _require_ok(self, connection: Connection) -> None:
+        answer = connection.receive(Answer, self._timeout)  # the peer reserves memory, or hashes all of it
+        if not answer.ok:
+            raise PeerError(answer.why)
+
+    def _log_failure(self, error: BaseException | None) -> None:
+        expected, text = isinstance(error, DriftpointError), str(error)
+        if text != self._logged:
+            _log.warning(
+                "rank %d: its memory is not replicated to rank %d: %s. Until it is, the loss of a node takes the job "
+                "back to the store; training is not affected",
+                self._rank,
+                self._target,
+                text if expected else repr(error),
+                exc_info=None if expected else error,
+            )
+        self._logged = text
+
+
+class RemoteNode:
+    """Reads payloads that another node's server serves, piece by piece. Training thread, at a resume.
+
+    The caller compares each piece with its hash. After two failures in a row the node is not asked again; its layers
+    then come from their next newest version, on all ranks alike.
+
+    Args:
+        endpoint: Of the node's server.
+        key: Of the job.
+        timeout: See :func:`silence_of`.
+    """
+
+    def __init__(self, endpoint: Endpoint, key: bytes, timeout: float) -> None:
+        self._endpoint, self._key, self._silence = endpoint, key, silence_of(timeout)
+        self._connection: Connection | None = None
+        self._failure: str | None = None
+        self.nbytes = 0
+        """Bytes read so far."""
+
+    def read(self, save: SaveId, rank: int, offset: int, target: memoryview) -> None:
+        """Fill ``target`` from a payload. Raises MissingError if that fails."""
+        for last in (False, True):
+            if self._failure is not None:
+                break
+            try:
+                self._fetch(Get(rank=rank, save=save.name, offset=offset, nbytes=target.nbytes), target)
+                self.nbytes += target.nbytes
+                return
+            except PeerError as error:
+                self.close()
+                if last:
+                    self._failure = str(error)
+                    _log.warning("version %s of rank %d cannot be read from its peer: %s", save, rank, error)
+        raise MissingError(f"version {save} of rank {rank} cannot be read from another node: {self._failure}")
+
+    def close(self) -> None:
+        """Close the connection."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def _fetch(self, request: Get, target: memoryview) -> None:
+        if self._connection is None:
+            connection = new_connection(self._endpoint, self._silence)
+            connection.connect(self._endpoint, self._key)
+            self._connection = connection
+        self._connection.send(Request(request=request))
+        answer = self._connection.receive(Answer)
+        if not answer.ok:
+            raise PeerError(answer.why)
+        self._connection.receive_into(target.cast("B") if target.nbytes else target)
+
+
+class RemotePayload:
+    """One rank's payload of one version, on another node."""
+
+    def __init__(self, node: RemoteNode, save: SaveId, rank: int) -> None:
+        self._node, self._save, self._rank = node, save, rank
+
+    def read(self, offset: int, target: memoryview) -> None:
+        """Fill ``target`` from ``offset``. Raises MissingError if that fails."""
+        self._node.read(self._save, self._rank, offset, target)

@@ -1,0 +1,279 @@
+"""Receives the replicas that this rank keeps for others, and serves payloads that lie on its node.
+
+A replica is written over a payload that its owner does not count on. Every byte is compared with the hashes in the
+record, and only then is the record written. So if this process or the connection ends in between, the replica before
+is intact.
+
+A lock for each owner separates the server's threads from the training thread, which waits for it a moment at most.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+
+import xxhash
+
+from monitor.memory.buffers import trying
+from monitor.memory.transport import Address, Answer, Connection, Endpoint, Get, Put, Request
+from store.errors import DamagedError, PeerError, StorageError, StoreError
+from store.memory.arena import Arena
+from store.memory.layout import RECORD_LIMIT, Tier, VersionRecord, parse_record
+from store.names import SaveId
+from store.schema import to_bytes
+from store.segment import parse_part
+from store.storage.local import Files
+
+_log = logging.getLogger("driftpoint")
+
+_LOCK_TIMEOUT = 5.0
+"""Seconds that the training thread waits for a transfer that was just aborted."""
+
+_HASH_CHUNK = 1 << 20
+
+_MAX_CONNECTIONS = 256
+_ACCEPT_RETRY = 1.0
+_IDLE_TIMEOUT = 900.0
+"""Seconds between two requests of a peer; in a resume all ranks may wait for one of them."""
+
+ServedPayloads = Mapping[tuple[SaveId, int], Path]
+"""Files of payloads by version and rank."""
+
+
+@dataclass
+class _Source:
+    """Replicas of one owner."""
+
+    arena: Arena
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+class Replicas:
+    """Memory for the replicas of other ranks, ``versions`` side by side of each."""
+
+    def __init__(self, versions: int) -> None:
+        self._versions = versions
+        self._sources: dict[int, _Source] = {}
+        self._tier: Tier | None = None
+
+    def take(
+        self, tier: Tier, epoch: int, needs: Mapping[int, int], kept: SaveId | None, files: Files | None = None
+    ) -> str | None:
+        """Reserve memory. Training thread.
+
+        Args:
+            tier: Of this node.
+            epoch: Of this incarnation.
+            needs: Bytes of a version, by rank.
+            kept: Version that the job resumed; replicas of it stay.
+            files: See :class:`store.memory.arena.Arena`.
+
+        Returns:
+            The problem, or None.
+        """
+        self._tier = tier
+        try:
+            for rank, nbytes in needs.items():
+                arena = Arena(tier, epoch, rank, self._versions, files)
+                self._sources[rank] = _Source(arena)
+                arena.take_over(kept)
+                for slot in arena.slots[: -1 if arena.spares(kept) else None]:
+                    arena.room(slot, nbytes)
+        except (StoreError, OSError) as error:
+            return str(error)
+        return None
+
+    def stand_on(self, kept: SaveId | None) -> None:
+        """Drop all replicas except those of the version that the job went back to. Training thread."""
+        for arena in self._locked_arenas():
+            for slot in (one for one in arena.slots if kept is None or arena.holding(kept) != one):
+                trying(lambda slot=slot, arena=arena: arena.drop(slot))  # type: ignore[misc]
+
+    def take_rest(self, world_size: int) -> bool:
+        """Call :meth:`store.memory.arena.Arena.take_rest`. Return False, without waiting, during a transfer."""
+        for source in self._sources.values():
+            if not source.lock.acquire(blocking=False):
+                return False
+            try:
+                trying(lambda arena=source.arena: arena.take_rest(world_size))  # type: ignore[misc]
+            finally:
+                source.lock.release()
+        return True
+
+    def close(self, *, remove: bool) -> None:
+        """Close the memory, and give it back if ``remove``. Training thread."""
+        for arena in self._locked_arenas():
+            trying(lambda arena=arena: arena.close(remove=remove))  # type: ignore[misc]
+        self._sources.clear()
+
+    def receive(self, put: Put, connection: Connection) -> None:
+        """Receive an announced replica and answer whether it is kept. Raises PeerError if the connection breaks."""
+        try:
+            record = self._receive_record(put, connection)
+            with self._locked(put.rank) as arena:
+                self._receive_payload(arena, put, record, connection)
+        except StoreError as error:
+            connection.send(Answer(ok=False, why=str(error)))
+        else:
+            connection.send(Answer(ok=True))
+
+    def _receive_record(self, put: Put, connection: Connection) -> VersionRecord:
+        """Raise DamagedError if it is not a record that its owner may send."""
+        if put.record > RECORD_LIMIT or self._tier is None:
+            raise PeerError(f"a peer sends a record of {put.record} bytes")
+        data = bytearray(put.record)
+        connection.receive_into(memoryview(data))
+        record = parse_record(bytes(data), f"the version that rank {put.rank} sends")
+        parse_part(to_bytes(record.part), self._tier.store_id, record.save, put.rank)
+        if record.part.payload_bytes != put.payload:
+            raise DamagedError(
+                f"the version that rank {put.rank} sends has {record.part.payload_bytes} bytes by its record, and "
+                f"{put.payload} are announced"
+            )
+        return record
+
+    def _receive_payload(self, arena: Arena, put: Put, record: VersionRecord, connection: Connection) -> None:
+        kept = None if put.keep is None else arena.holding(SaveId.parse(put.keep))
+        slot = next((one for one in arena.slots if one != kept), arena.slots[0])
+        with memoryview(arena.room(slot, put.payload)) as memory:
+            connection.send(Answer(ok=True))
+            with memory[: put.payload] as payload:
+                connection.receive_into(payload)
+                _verify(record, payload)
+        arena.seal(slot, record.model_copy(update={"replica": True}))
+
+    @contextmanager
+    def _locked(self, rank: int) -> Iterator[Arena]:
+        source = self._sources.get(rank)
+        if source is None:
+            raise StorageError(f"no replica of rank {rank} is kept here")
+        if not source.lock.acquire(timeout=_LOCK_TIMEOUT):
+            raise StorageError(f"another version of rank {rank} is being received")
+        try:
+            if self._sources.get(rank) is not source:
+                raise StorageError("no replicas are kept here any more")
+            yield source.arena
+        finally:
+            source.lock.release()
+
+    def _locked_arenas(self) -> Iterator[Arena]:
+        """Yield the arenas, except those that a transfer still writes to."""
+        for rank, source in list(self._sources.items()):
+            if not source.lock.acquire(timeout=_LOCK_TIMEOUT):
+                trying(lambda rank=rank: _raise_in_use(rank))  # type: ignore[misc]
+                continue
+            try:
+                yield source.arena
+            finally:
+                source.lock.release()
+
+
+def _raise_in_use(rank: int) -> None:
+    raise StorageError(f"the replica of rank {rank} is still being written, and its memory is left as it is")
+
+
+def _verify(record: VersionRecord, memory: memoryview) -> None:
+    """Raise DamagedError unless all bytes that the record describes match their hashes."""
+    pieces: Sequence[tuple[int, int, str, str]] = [
+        *((one.offset, one.nbytes, one.xxh3_128, f"{one.fqn} ({one.slot})") for one in record.part.entries),
+        *((one.offset, one.nbytes, one.xxh3_128, "the run state") for one in record.part.run_tensors),
+    ]
+    for offset, nbytes, expected, what in pieces:
+        state = xxhash.xxh3_128()
+        for begin in range(offset, offset + nbytes, _HASH_CHUNK):
+            state.update(memory[begin : min(begin + _HASH_CHUNK, offset + nbytes)])
+        if state.hexdigest() != expected:
+            raise DamagedError(f"{what} did not arrive as rank {record.part.rank} has it: it was changed on the way")
+
+
+class ReplicaServer:
+    """Listens for peers until :meth:`close`, with a thread for each connection. Raises OSError if it cannot listen.
+
+    A peer's error or a broken connection ends that connection only. The training thread opens and closes the server.
+
+    Args:
+        address: Address to listen on; the system chooses the port.
+        key: Of the job.
+        replicas: Receives versions.
+        silence: See :class:`monitor.memory.transport.Connection`.
+    """
+
+    def __init__(self, address: Address, key: bytes, replicas: Replicas, silence: float) -> None:
+        family, host = address
+        self._listener = socket.create_server((host, 0), family=socket.AddressFamily(family), backlog=128)
+        self.endpoint: Endpoint = (family, host, int(self._listener.getsockname()[1]))
+        self._key, self._replicas, self._silence = key, replicas, silence
+        self._served: ServedPayloads = MappingProxyType({})
+        self._connections: set[Connection] = set()
+        self._lock = threading.Lock()
+        self._closing = threading.Event()
+        threading.Thread(target=self._accept, name="driftpoint-replica-server", daemon=True).start()
+
+    def serve(self, payloads: ServedPayloads) -> None:
+        """Let peers read these payloads and no others."""
+        self._served = dict(payloads)
+
+    def break_off(self) -> None:
+        """End all open connections. Later ones are served."""
+        with self._lock:
+            for connection in self._connections:
+                connection.abort()
+
+    def close(self) -> None:
+        """Stop listening and end all connections."""
+        self._closing.set()
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the accepting thread
+        self._listener.close()
+        self.break_off()
+
+    def _accept(self) -> None:
+        while not self._closing.is_set():
+            try:
+                accepted, _ = self._listener.accept()
+            except OSError as error:
+                if not self._closing.is_set():
+                    _log.warning("cannot accept a peer's connection: %s", error.strerror or error)
+                    self._closing.wait(_ACCEPT_RETRY)  # for example, too many open files
+                continue
+            threading.Thread(target=self._handle, args=(accepted,), name="driftpoint-replica", daemon=True).start()
+
+    def _handle(self, accepted: socket.socket) -> None:
+        connection = Connection(accepted, self._silence)
+        try:
+            with self._lock:
+                if self._closing.is_set() or len(self._connections) >= _MAX_CONNECTIONS:
+                    return
+                self._connections.add(connection)
+            connection.server_handshake(self._key)
+            while True:
+                request = connection.receive(Request, _IDLE_TIMEOUT).request
+                if isinstance(request, Put):
+                    self._replicas.receive(request, connection)
+                else:
+                    self._send_payload(request, connection)
+        except PeerError as error:
+            _log.debug("a peer's connection ended: %s", error)  # the peer reports it
+        except Exception:  # noqa: BLE001 - the thread's edge: a peer must not end the server
+            _log.exception("serving a peer failed")
+        finally:
+            with self._lock:
+                self._connections.discard(connection)
+            connection.close()
+
+    def _send_payload(self, get: Get, connection: Connection) -> None:
+        path = self._served.get((SaveId.parse(get.save), get.rank))
+        try:
+            if path is None or get.offset + get.nbytes > path.stat().st_size:
+                raise PeerError(f"version {get.save} of rank {get.rank} is not here, or not so long")
+        except (PeerError, OSError) as error:
+            connection.send(Answer(ok=False, why=str(error)))
+            return
+        connection.send(Answer(ok=True))
+        connection.send_file(path, get.offset, get.nbytes)

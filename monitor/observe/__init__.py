@@ -1,0 +1,24 @@
+"""meter_for().
+
+The drift meter by its name in the configuration.
+
+Drift meters: ``exact`` keeps a copy, ``sketch`` keeps a few kilobytes a unit.
+"""
+
+from __future__ import annotations
+
+from monitor.observe.drift_meter import DriftMeter
+from monitor.observe.exact_meter import ExactMeter
+from monitor.observe.sketch_meter import SketchMeter
+from store.errors import ConfigError
+
+METHODS = ("exact", "sketch")
+
+
+def meter_for(method: str, width: int, seed: int) -> DriftMeter:
+    """``exact`` (width and seed do not matter) or ``sketch``. Raises ConfigError for any other name."""
+    if method == "exact":
+        return ExactMeter()
+    if method == "sketch":
+        return SketchMeter(width, seed)
+    raise ConfigError(f"there is no drift method {method!r}; choose one of {', '.join(METHODS)}")

@@ -1,0 +1,189 @@
+"""The few lines that whoever starts a job wants to see, also where nobody set logging up: as in most training scripts.
+
+They go to the log ``driftpoint`` at level INFO, and to stderr where nobody would see that; never to both.
+
+Logs the outcome of decisions, saves and resumes.
+
+Storage trouble never reaches the training loop as an exception, and never passes silently: it ends up here.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+from typing_extensions import override
+
+from monitor.config.load import Config
+from monitor.events import (
+    CommitEvent,
+    DecisionEvent,
+    MeasuredEvent,
+    PreemptedEvent,
+    ResumeEvent,
+    SaveBeginEvent,
+    SaveFailedEvent,
+    SaveListener,
+    unexpected,
+)
+from store.certificate import MEMORY, PEER, Certificate
+
+_log = logging.getLogger("driftpoint")
+
+
+def say(text: str) -> None:
+    """To the log where that is shown or was set up on purpose, else to stderr."""
+    shown = _log.isEnabledFor(logging.INFO) and _log.hasHandlers()
+    if shown or _log.level != logging.NOTSET:  # whoever gave our logger a level gets what it lets through
+        _log.info("%s", text)
+        return
+    sys.stderr.write(f"driftpoint: {text}\n")
+    sys.stderr.flush()
+
+
+_NAMED = 6
+"""Units that a line names, at most."""
+
+
+class SaveLog(SaveListener):
+    """Writes to the log ``driftpoint``; on ranks other than 0 only what rank 0 cannot know."""
+
+    def __init__(self, config: Config, rank: int = 0) -> None:
+        self._config = config
+        self._rank = rank
+        self._encodings_checked = False
+
+    @override
+    def on_measured(self, event: MeasuredEvent) -> None:
+        if self._encodings_checked:
+            return
+        self._encodings_checked = True
+        slots = {unit.slot for unit in event.sizes}
+        config = self._config
+        unused = sorted(config.encodings().keys() - slots) if isinstance(config.encoding, dict) else []
+        if unused:
+            _log.warning("encoding: there is no slot %s; this job has %s", ", ".join(unused), ", ".join(sorted(slots)))
+
+    @override
+    def on_decision(self, event: DecisionEvent) -> None:
+        if event.skipped is None or self._rank != 0:
+            return
+        level, text = _WHY_SKIPPED[event.skipped]
+        if event.skipped == "busy" and self._config.every == "auto":  # it is made again soon, so nothing is amiss
+            level = logging.INFO
+        _log.log(level, text, *[value for value in (event.step, event.problem) if value is not None])
+
+    @override
+    def on_save_begin(self, event: SaveBeginEvent) -> None:
+        if event.dry_run is not None:
+            _log.info(
+                "observe: step %d would have saved %d of %d layer slots, %d of %d bytes",
+                event.step,
+                len(event.dry_run),
+                len(event.sizes),
+                event.dry_run_bytes,
+                sum(size.nbytes for size in event.sizes.values()),
+            )
+
+    @override
+    def on_commit(self, event: CommitEvent) -> None:
+        step, dropped = event.save.step, event.drawn.dropped
+        if dropped:
+            _log.error(
+                "health gate: NaN or Inf in %s at step %d; the versions before stay",
+                ", ".join(str(unit) for unit in dropped[:_NAMED]),
+                step,
+            )
+        _log.info("committed step %d: %d bytes, %.2f s", step, event.written_bytes, event.seconds)
+
+    @override
+    def on_save_failed(self, event: SaveFailedEvent) -> None:
+        step, error = event.step, event.error
+        if self._rank == 0:
+            text, values = "the save of step %d failed, the commit before it is intact: %s", (step, error)
+        else:
+            text, values = f"rank {self._rank} could not write its segment of step %d: %s", (step, error)
+        _log.warning(text, *values, exc_info=unexpected(error))
+
+    @override
+    def on_resume(self, event: ResumeEvent) -> None:
+        if self._rank != 0:
+            return
+        certificate = event.certificate
+        where = self._config.store
+        if event.from_memory:
+            sources = {unit.source for unit in certificate.units if unit.moving}
+            where = "memory" if sources <= {MEMORY, PEER} else f"memory and {where}"
+        if event.replicas:
+            where += f", {event.replicas} of its ranks from what peers had kept"
+        say(f"resumed step {certificate.step} from {where} ({_kind(certificate)})")
+        if event.step != certificate.step:
+            _log.warning(
+                "resume: its weights stand at step %.4g on average, so counters and schedules go on from the save of "
+                "step %d: the steps since are done again; see `resume:` in the configuration",
+                certificate.effective_step,
+                event.step,
+            )
+        for note in event.notes:
+            _log.warning("resume: %s", note)
+        if event.fallbacks:
+            _log.error("resume: %d layer slots fell back to an older version; see driftpoint show", event.fallbacks)
+
+    @override
+    def on_preempted(self, event: PreemptedEvent) -> None:
+        step, seconds = event.step, event.seconds
+        if event.exact:
+            _log.warning("preempted: full save of step %d committed %.1f s after the signal", step, seconds)
+        elif event.outcome == "full":
+            _log.warning(
+                "preempted: all of step %d committed %.1f s after the signal, in parts or rounded: not exact",
+                step,
+                seconds,
+            )
+        elif event.outcome == "part":
+            _log.warning(
+                "preempted: part of step %d committed %.1f s after the signal: %d of %d layer slots, the rest up to %d "
+                "steps stale",
+                *(step, seconds, event.fresh, event.moving, event.oldest),
+            )
+        else:
+            newest = event.newest
+            stands = "there is no commit yet" if newest is None else f"the commit of step {newest.step} is intact"
+            why = _WHY_NOTHING.get(event.skipped or "", event.skipped)
+            _log.error("preempted: nothing new is saved at step %d: %s; %s", step, why, stands)
+
+
+def _kind(certificate: Certificate) -> str:
+    if certificate.exact:
+        return "exact"
+    if certificate.max_staleness == 0:
+        return "all of one step, not to the last bit"
+    return f"a composite, up to {certificate.max_staleness} steps stale"
+
+
+_WHY_NOTHING = {
+    None: "nothing moved",
+    "busy": "not enough time",
+    "nothing": "not enough time",
+    "failed": "the save failed",
+    "withheld": "layers without any version have NaN or Inf",
+    "fenced": "another job has taken the store over",
+    "disagree": "ranks are at different steps",
+    "unsupported": "the job is not what was attached",
+}
+
+_WHY_SKIPPED = {
+    "busy": (logging.WARNING, "no save at step %d: the one before is still being written"),
+    "fenced": (logging.ERROR, "no save at step %d: another job has taken the store over; stop one of the two"),
+    "withheld": (logging.ERROR, "no save at step %d: layers without any version have NaN or Inf"),
+    "storage": (logging.ERROR, "no save at step %d: the store could not be claimed for a second save of this step"),
+    "disagree": (
+        logging.ERROR,
+        "no save at step %d: ranks are at different steps; call ckpt.step() alike on all of them",
+    ),
+    "unsupported": (
+        logging.ERROR,
+        "no save at step %d: the job is not what was attached, and a part would pass for the whole. %s",
+    ),
+    "nothing": (logging.DEBUG, "no save at step %d: no layer needs it"),
+}

@@ -1,0 +1,312 @@
+"""Conformance suite and pre-training check.
+
+Asks a policy about a made-up case, and tells what it did wrong in a way that its author can act on.
+
+What every policy promises, tried on made-up models and runs: the suite behind ``driftpoint policy check``.
+
+Seeded, so that a finding can be had again. It cannot prove a promise, only find where one is broken; and a policy that
+never comes back is never found: it has no clock but for one measurement.
+
+A policy's rehearsal on the units of a real job, before anything depends on it.
+
+It finds what fails at once on this model: code that raises, answers that are none. What takes long to show is for
+:mod:`policies.conformance`. It writes nothing.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from policies.base import Budget, Decision, History, Policy, UnitStats, sick_slots, worth_saving
+from policies.bounds import Bounded, Bounds, incomplete
+from policies.budget import spends
+from policies.builtin import Observe
+from policies.encodings import expected_bytes
+from policies.synthetic import Case, SimulatedRun, any_case, edge_cases, unversioned, usual_units, versioned
+from policies.validation import checked_answer, failure_of
+from store.errors import ConfigError
+from store.text import listed
+
+ANY = Bounds(precision="any")
+"""Bounds that leave everything to the policy but what nobody may do."""
+
+
+class BrokenError(Exception):
+    """A promise that a policy does not keep; the message says on what, and what it did."""
+
+
+def answered(policy: Policy, case: Case, bounds: Bounds = ANY, stats: Sequence[UnitStats] | None = None) -> Decision:
+    """The policy's answer, found to be one. stats: instead of the case's own. Raises BrokenError."""
+    shown = case.stats if stats is None else stats
+    try:
+        return checked_answer(policy.name, case.stats, policy.select(shown, case.budget, case.history), bounds.refusal)
+    except (Exception, SystemExit) as error:
+        failure = failure_of(error)
+        at = f" at {failure.place}" if failure.place else ""
+        raise BrokenError(f"{case}: it {failure.what}{at}") from error
+
+
+def difference(one: Decision, other: Decision) -> str | None:
+    """The first unit that two decisions on the same units differ in, and how; None where they are equal."""
+    for unit, choice in one.choices.items():
+        found = other.choices[unit]
+        if found != choice:
+            return f"{unit}: {_shown(choice.encoding, choice.reason)}, and then {_shown(found.encoding, found.reason)}"
+    return None
+
+
+def _shown(encoding: str | None, reason: str) -> str:
+    return f"{encoding or 'skip'} ({reason[:80]})"
+
+
+Outcome = Literal["holds", "broken", "not checked", "take note"]
+
+MODELS = 120
+"""Made-up models that every promise about single decisions is tried on."""
+
+PATIENCE = 200
+"""Decisions within which a unit that keeps drifting should be saved again."""
+
+LARGE = 10_000
+"""Units of the large model: more than the largest models have. LIMIT: seconds that a decision on them may take."""
+
+LIMIT = 5.0
+
+TIMED = "decides on 10 000 units in time"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What became of one promise. take note: it is not broken, and yet the user should do something."""
+
+    promise: str
+    outcome: Outcome
+    detail: str
+
+
+class _Note(Exception):  # noqa: N818 - no error: how a trial ends that neither holds nor is broken
+    def __init__(self, outcome: Outcome, detail: str) -> None:
+        super().__init__(detail)
+        self.outcome: Outcome = outcome
+
+
+def examine(policy: Policy, bounds: Bounds = ANY) -> tuple[Finding, ...]:
+    """Every promise, tried on the policy inside ``bounds``; of ``observe``, on the policy that it observes."""
+    inner = policy.inner if isinstance(policy, Observe) else policy
+    return tuple(_found(promise, trial, inner, bounds) for promise, trial in TRIALS.items())
+
+
+def digest(policy: Policy) -> str:
+    """A digest of the policy's answers, the same in every process. Raises BrokenError where it has none."""
+    inner = policy.inner if isinstance(policy, Observe) else policy
+    told = hashlib.sha256()
+    for case in _cases():
+        for unit, choice in answered(inner, case).choices.items():
+            told.update(repr((unit.layer, unit.slot, choice.encoding, choice.reason)).encode())
+    return told.hexdigest()
+
+
+def _found(promise: str, trial: Callable[[Policy, Bounds], str], policy: Policy, bounds: Bounds) -> Finding:
+    try:
+        return Finding(promise, "holds", trial(policy, bounds))
+    except _Note as note:
+        return Finding(promise, note.outcome, str(note))
+    except BrokenError as error:
+        return Finding(promise, "broken", str(error))
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - the edge to the user's own code, in a simulated run
+        failure = failure_of(error)
+        return Finding(
+            promise, "broken", f"in a made-up run it {failure.what}" + (f" at {failure.place}" if failure.place else "")
+        )
+
+
+def _cases() -> list[Case]:
+    return [*edge_cases(), *(any_case(seed) for seed in range(MODELS))]
+
+
+def _answers(policy: Policy, bounds: Bounds) -> str:
+    lossy = set()
+    for seed in range(MODELS):
+        case = any_case(seed)
+        for choice in answered(policy, case, bounds).choices.values():
+            lossy |= {choice.encoding} - {None, "raw"}
+    used = f"; it chooses {', '.join(sorted(map(str, lossy)))}: needs `bounds: {{precision: any}}`" if lossy else ""
+    return f"on {MODELS} made-up models{used}"
+
+
+def _edges(policy: Policy, bounds: Bounds) -> str:
+    cases = list(edge_cases())
+    for case in cases:
+        answered(policy, case, bounds)
+    return ", ".join(case.title for case in cases)
+
+
+def _repeats(policy: Policy, bounds: Bounds) -> str:
+    cases = _cases()
+    first = [answered(policy, case, bounds) for case in cases]
+    for case, before in reversed(list(zip(cases, first, strict=True))):
+        differs = difference(before, answered(policy, case, bounds))
+        if differs is not None:
+            raise BrokenError(f"{case}: asked again after other calls, it says of {differs}")
+    return "asked twice, in another order of calls"
+
+
+def _unordered(policy: Policy, bounds: Bounds) -> str:
+    for seed in range(MODELS):
+        case = any_case(seed)
+        mixed = random.Random(seed).sample(case.stats, len(case.stats))
+        differs = difference(answered(policy, case, bounds), answered(policy, case, bounds, mixed))
+        if differs is not None:
+            raise BrokenError(f"{case}: with its units in another order, it says of {differs}")
+    return "shown in another order, each unit gets the same choice"
+
+
+def _leaves_alone(policy: Policy, bounds: Bounds) -> str:
+    for seed in range(MODELS):
+        case = any_case(seed)
+        stats = list(case.stats)
+        before = copy.deepcopy((stats, case.budget, case.history))
+        answered(policy, case, bounds, stats)
+        if (stats, case.budget, case.history) != before:
+            raise BrokenError(f"{case}: what it was given is not the same after the call; work on a copy")
+    return "units, budget and history are the same after a call"
+
+
+def _needs_drift(policy: Policy, bounds: Bounds) -> str:
+    if policy.needs_drift:
+        raise _Note("not checked", "it says needs_drift, so drift is measured before each decision")
+    for seed in range(MODELS):
+        case = any_case(seed)
+        blind = [replace(one, drift=None) if one.moving else one for one in case.stats]
+        differs = difference(answered(policy, case, bounds), answered(policy, case, bounds, blind))
+        if differs is not None:
+            raise BrokenError(f"{case}: needs_drift is False, and with and without drift it says of {differs}")
+    return "without drift it decides the same, as needs_drift = False says"
+
+
+def _spends(policy: Policy, bounds: Bounds) -> str:
+    if not spends(policy):
+        raise _Note("not checked", "it does not say `spends = True`, so nothing is promised about bytes")
+    for seed in range(MODELS):
+        case = any_case(seed)
+        if case.budget.bytes is not None:
+            spent = _optional_bytes(case.stats, case.budget, answered(policy, case, bounds))
+            if spent > max(0.0, case.budget.bytes):
+                at_hand = f"{case.budget.bytes:.0f} are at hand"
+                raise BrokenError(f"{case}: it chooses {spent:.0f} bytes that nobody demands, and {at_hand}")
+    return "beyond what is demanded or new, it chooses no more than the bytes at hand"
+
+
+def _optional_bytes(stats: Sequence[UnitStats], budget: Budget, decision: Decision) -> float:
+    worth = worth_saving(stats)
+    return sum(
+        expected_bytes(one, encoding)
+        for one in stats
+        if one.unit in worth and one.unit not in budget.demanded and one.staleness is not None
+        if (encoding := decision.choices[one.unit].encoding) is not None
+    )
+
+
+def _first_save(policy: Policy, bounds: Bounds) -> str:
+    bounded = Bounded(policy, bounds)
+    for seed in range(MODELS):
+        case = any_case(seed)
+        sick = sick_slots(case.stats)
+        for unit in incomplete(case.stats, answered(bounded, case, bounds)):
+            if unit.layer not in sick:
+                raise BrokenError(f"{case}: {unit} is left without a version")
+    return "bounds save whatever has no version"
+
+
+def _bounds(policy: Policy, bounds: Bounds) -> str:
+    limits = Bounds(max_staleness=40, max_drift=0.3, precision=bounds.precision, interval=10)
+    run = SimulatedRun(Bounded(policy, limits), 10, spends(policy), sick=range(300, 360))
+    for _ in range(100):
+        run.decide()
+        for one in run.units.values():
+            stale = one.moving and (one.staleness or 0) > 40 - 10
+            if not run.is_sick(one) and (stale or (one.drift or 0.0) > 0.3):
+                raise BrokenError(f"step {run.step} of a made-up run: {one.unit} is {one.staleness} steps old")
+    return "in 100 decisions with max_staleness 40 and max_drift 0.3, with NaN in a layer for a while"
+
+
+def _starves(policy: Policy, bounds: Bounds) -> str:
+    run = SimulatedRun(Bounded(policy, bounds), bounds.interval or 10, spends(policy))
+    run.decide()
+    gaps = longest = {unit: 0 for unit, one in run.units.items() if one.moving}
+    for _ in range(3 * PATIENCE):
+        saved = set(run.decide().saved)
+        gaps = {unit: 0 if unit in saved else gap + 1 for unit, gap in gaps.items()}
+        longest = {unit: max(longest[unit], gap) for unit, gap in gaps.items()}
+    starved = sorted(unit for unit, gap in longest.items() if gap >= PATIENCE)
+    if not starved:
+        return f"whatever drifts was saved again within {max(longest.values()) + 1} decisions"
+    raise _Note(
+        "take note", f"starves {listed(starved, 1)}: not saved in {PATIENCE} decisions; set bounds.max_staleness"
+    )
+
+
+def _in_time(policy: Policy, bounds: Bounds) -> str:
+    case = Case("a large model", usual_units(1 + LARGE // 3)[:LARGE], Budget(1e9), History(1000, 10))
+    began = time.perf_counter()
+    answered(policy, case, bounds)
+    took = time.perf_counter() - began
+    if took > LIMIT:
+        raise BrokenError(f"{case}: it took {took:.1f} s, during which training waits; {LIMIT:.0f} s at most")
+    return f"{took:.2f} s"
+
+
+TRIALS: dict[str, Callable[[Policy, Bounds], str]] = {
+    "one choice a unit, with a reason": _answers,
+    "takes whatever it is shown": _edges,
+    "same answer when asked again": _repeats,
+    "order of units does not matter": _unordered,
+    "leaves its arguments alone": _leaves_alone,
+    "says whether it needs drift": _needs_drift,
+    "keeps to the bytes at hand": _spends,
+    "first save is full": _first_save,
+    "bounds hold": _bounds,
+    "no layer starves": _starves,
+    TIMED: _in_time,
+}
+"""Every promise that one process can try, in the order told."""
+
+
+def rehearse(policy: Policy, stats: Sequence[UnitStats], *, measured: bool, limited: bool) -> None:
+    """Ask ``policy``, inside its bounds, at a first save and in mid-run.
+
+    measured: whether drift is known when it decides. limited: whether it is told of a budget. Raises ConfigError where
+    it raises, breaks its contract, answers differently when asked again, or would leave the first save incomplete.
+    """
+    try:
+        for case in _check_cases(stats, measured, limited):
+            decision = answered(policy, case)
+            differs = difference(decision, answered(policy, case))
+            if differs is not None:
+                raise BrokenError(f"{case}: asked twice, it says of {differs}")
+            if case.history.commits == 0 and incomplete(case.stats, decision):
+                raise BrokenError(f"{case}: {incomplete(case.stats, decision)[0]} is left without a version")
+    except BrokenError as error:
+        raise ConfigError(
+            f"policy {policy.name} was rehearsed on the layers of this job before training, and failed: {error}; mend "
+            "it, and look at all of it with `driftpoint policy check`"
+        ) from error
+
+
+def _check_cases(stats: Sequence[UnitStats], measured: bool, limited: bool) -> Iterator[Case]:
+    fresh, later = unversioned(stats), versioned(stats, measured)
+    yield Case("first save", fresh, Budget(), History(1, 0))
+    yield Case("in mid-run", later, Budget(), History(1000, 7))
+    if limited:
+        total = sum(one.nbytes for one in later)
+        yield Case("half of the bytes at hand", later, Budget(total / 2), History(1000, 7))
+        yield Case("bytes not paid for yet", later, Budget(-1.0), History(1000, 7))
+    sick = next((one.unit for one in later if one.moving), None)
+    broken = tuple(replace(one, finite=False, drift=None) if one.unit == sick else one for one in later)
+    yield Case("NaN in one layer", broken, Budget(), History(1010, 8))

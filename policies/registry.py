@@ -1,0 +1,324 @@
+"""Policies by name, file or entry point; fixed encodings.
+
+Policies of the user's: a class in a file, in an installed module, or registered under an entry point.
+
+Their code runs only where settings name it; reading a store never does. A file is run once for each content it has.
+It does not know what makes a policy good: :mod:`policies.conformance` does.
+
+Which encoding a policy's choices are stored in, where the configuration names one for each slot.
+
+Named policies choose what to save and say ``raw``; here raw becomes the encoding of the slot. What does not move
+(frozen parameters, buffers) stays raw: it is stored once. A policy that names other encodings itself keeps them, and
+``budget``, which weighs encodings against each other, is told which one is the coarsest that each slot may have.
+
+From settings to a policy: ``{"name": "threshold", "threshold": 0.01}`` or just ``"full"``.
+
+The parameters of a policy are the fields of its class, which checks their values itself; here only names are
+matched. A name that is not ours is a class of the user's, see :mod:`policies.registry`. Bounds are not a policy's
+setting:
+see :func:`policies.bounds.bound`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from types import MappingProxyType, ModuleType
+from typing import Any, TypeVar
+
+from policies.base import Budget, Choice, Decision, History, Policy, UnitStats
+from policies.bounds import Bounded, Bounds
+from policies.budget import Budgeted
+from policies.builtin import Filter, Full, Observe, Parity, Threshold
+from policies.validation import check_parameters, described, failure_of
+from store.encoding import encoding_named
+from store.errors import ConfigError
+from store.names import RAW
+from store.text import suggestion
+
+GROUP = "driftpoint.policies"
+"""Entry points by which a package registers policies: name -> class."""
+
+_GUIDE = "docs/own-policies.md shows one"
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Own:
+    """A policy of the user's. What it says of itself is asked once, when it is made."""
+
+    inner: Any
+    name: str
+    needs_drift: bool
+    spends: bool = False
+
+    def select(self, stats: Sequence[UnitStats], budget: Budget, history: History) -> Decision:
+        """The user's answer, not yet checked."""
+        answer: Decision = self.inner.select(tuple(stats), budget, history)
+        return answer
+
+
+def own_policy(reference: str, parameters: Mapping[str, Any], taken: Sequence[str]) -> Policy:
+    """The policy that ``reference`` names: ``my.py:Mine``, ``package.module:Mine``, or a registered name.
+
+    It is made with the parameters. taken: names that it may not call itself.
+
+    Raises ConfigError: no such file, module, class or name, code that raises, unknown or missing parameters, or an
+    object that is no policy."""
+    kind = _class(reference, taken)
+    check_parameters(reference, kind, parameters)
+    made = _run(reference, "cannot be made", lambda: kind(**parameters))
+    return _run(reference, "does not say what it is", lambda: _described(reference, made, taken))
+
+
+def anchored(settings: object, folder: Path) -> object:
+    """The settings of a policy with the path of its file, where they name one, taken from ``folder``."""
+    if isinstance(settings, str):
+        place, colon, name = settings.rpartition(":")
+        return f"{folder.absolute() / Path(place).expanduser()}:{name}" if colon and _is_file(place) else settings
+    if isinstance(settings, Mapping):
+        within = {key: anchored(settings[key], folder) for key in ("name", "inner") if key in settings}
+        return {**settings, **within}
+    return settings
+
+
+def _class(reference: str, taken: Sequence[str]) -> type[Any]:
+    place, colon, name = reference.rpartition(":")
+    if not colon:
+        return _require_class(reference, _registered(reference, taken))
+    if not name.isidentifier() or not place:
+        raise ConfigError(f"policy {reference}: after the last colon comes the name of a class, such as my.py:Mine")
+    module = _file(reference, Path(place).expanduser().absolute()) if _is_file(place) else _module(reference, place)
+    if not hasattr(module, name):
+        raise ConfigError(f"policy {reference}: {_what_there_is(module, name)}")
+    return _require_class(reference, getattr(module, name))
+
+
+def _is_file(place: str) -> bool:
+    return place.endswith(".py") or "/" in place or "\\" in place
+
+
+def _registered(name: str, taken: Sequence[str]) -> object:
+    found: dict[str, list[EntryPoint]] = {}
+    for one in entry_points(group=GROUP):
+        found.setdefault(one.name, []).append(one)
+    if name not in found:
+        known = sorted({*taken, *found})
+        own = f"; a class of your own is named as {name}:Mine" if _is_file(name) else ""
+        raise ConfigError(f"unknown policy {name!r}: {suggestion(name, known)} Known: {', '.join(known)}{own}")
+    places = sorted({one.value for one in found[name]})
+    if len(places) > 1:
+        raise ConfigError(
+            f"policy {name}: several installed packages register it, as {' and '.join(places)}: name the class itself, "
+            f"`policy: {places[0]}`"
+        )
+    return _run(name, f"({places[0]}) cannot be imported", found[name][0].load)
+
+
+def _module(reference: str, place: str) -> ModuleType:
+    try:
+        return _run(reference, "cannot be imported", lambda: importlib.import_module(place))
+    except ConfigError as error:
+        cause = error.__cause__
+        if isinstance(cause, ModuleNotFoundError) and f"{place}.".startswith(f"{cause.name}."):
+            raise ConfigError(
+                f"policy {reference}: there is no module {cause.name}: is it installed, or on PYTHONPATH? A file is "
+                f"named by its path, such as {place}.py:{reference.rpartition(':')[2]}"
+            ) from cause
+        raise
+
+
+def _file(reference: str, path: Path) -> ModuleType:
+    try:
+        source = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(
+            f"policy {reference}: cannot read {path} ({error.strerror}): a path is taken from the folder of the "
+            "configuration's file, or where there is none from the working directory"
+        ) from error
+    script = sys.modules.get("__main__")
+    if (
+        script is not None
+        and getattr(script, "__file__", None)
+        and Path(str(script.__file__)).resolve() == path.resolve()
+    ):
+        return script  # the script that is running: importing it would begin it anew
+    name = f"driftpoint_policy_{hashlib.sha256(str(path).encode() + source).hexdigest()[:16]}"
+    return sys.modules.get(name) or _run(reference, "cannot be imported", lambda: _executed(name, path, source))
+
+
+def _executed(name: str, path: Path, source: bytes) -> ModuleType:
+    """Run the bytes that were read: no compiled file of an older content, and none left beside it."""
+    loader = SourceFileLoader(name, str(path))
+    module = importlib.util.module_from_spec(ModuleSpec(name, loader, origin=str(path)))
+    module.__file__ = str(path)
+    sys.modules[name] = module  # dataclasses look their module up there
+    try:
+        exec(loader.source_to_code(source, str(path)), module.__dict__)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _what_there_is(module: ModuleType, name: str) -> str:
+    there = getattr(module, "__file__", None) or module.__name__
+    classes = [key for key, value in vars(module).items() if isinstance(value, type) and hasattr(value, "select")]
+    if classes:
+        return f"{there} has no {name}: {suggestion(name, classes)}"
+    own = ", above the call of monitor.attach" if module.__name__ == "__main__" else ""
+    return f"{there} has no {name}, nor another class with select: define it there{own}; {_GUIDE}"
+
+
+def _require_class(reference: str, found: object) -> type[Any]:
+    if not isinstance(found, type):
+        raise ConfigError(f"policy {reference}: it is {described(found)[:80]}, not a class; {_GUIDE}")
+    return found
+
+
+def _described(reference: str, made: Any, taken: Sequence[str]) -> Own:
+    lacking = [word for word in ("name", "needs_drift", "select") if not hasattr(made, word)]
+    if lacking:
+        raise ConfigError(f"policy {reference} is no policy: it lacks {', '.join(lacking)}; {_GUIDE}")
+    name, drift, spends = made.name, made.needs_drift, getattr(made, "spends", False)
+    if not isinstance(name, str) or not name.isprintable() or not 0 < len(name) <= 64:
+        raise ConfigError(f"policy {reference}: its name must be a short text, not {described(name)[:80]}")
+    if name in taken:
+        raise ConfigError(
+            f"policy {reference}: it calls itself {name!r}, which is another policy: give it its own name"
+        )
+    for word, value in (("needs_drift", drift), ("spends", spends)):
+        if not isinstance(value, bool):
+            raise ConfigError(f"policy {reference}: its {word} must be True or False, not {described(value)[:80]}")
+    if not callable(made.select):
+        raise ConfigError(f"policy {reference}: its select must be a method, not {described(made.select)[:80]}")
+    return Own(made, str.__str__(name), drift, spends)
+
+
+def _run(reference: str, trouble: str, action: Callable[[], T]) -> T:
+    """Run something of the user's. What it raises becomes a ConfigError."""
+    try:
+        return action()
+    except ConfigError:
+        raise
+    except (Exception, SystemExit) as error:
+        failure = failure_of(error)
+        at = f" at {failure.place}" if failure.place else ""
+        raise ConfigError(f"policy {reference} {trouble}: it {failure.what}{at}; mend that first") from error
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A policy whose raw choices are stored in the encodings of their slots; a policy itself.
+
+    Goes around the bounds, so that what they demand is encoded too."""
+
+    policy: Policy
+    encodings: Mapping[str, str]
+
+    @property
+    def name(self) -> str:
+        """The inner policy's."""
+        return self.policy.name
+
+    @property
+    def needs_drift(self) -> bool:
+        """The inner policy's."""
+        return self.policy.needs_drift
+
+    def select(self, stats: Sequence[UnitStats], budget: Budget, history: History) -> Decision:
+        """The inner policy's decision, encoded."""
+        inner = self.policy.select(stats, budget, history)
+        return Decision({one.unit: self._encoded(one, inner.choices[one.unit]) for one in stats})
+
+    def _encoded(self, one: UnitStats, choice: Choice) -> Choice:
+        encoding = self.encodings.get(one.unit.slot, RAW)
+        if choice.encoding != RAW or not one.moving or encoding == RAW:
+            return choice
+        return Choice(encoding, choice.reason)
+
+
+def encoded(policy: Policy, encodings: Mapping[str, str], bounds: Bounds) -> Policy:
+    """The policy with encodings by slot. Observe stays outermost. ConfigError where the bounds forbid what is lossy.
+
+    What an encoding loses is drift from the moment it is stored, so max_drift has to be at least what it may lose."""
+    lossy = sorted({name for name in encodings.values() if not encoding_named(name).lossless})
+    if lossy and bounds.precision == "exact":
+        raise ConfigError(
+            f"encoding {', '.join(lossy)} loses bits, and bounds.precision is 'exact': drop one of the two"
+        )
+    for slot, name in encodings.items():
+        most = encoding_named(name).relative_bound
+        if bounds.max_drift is not None and most > bounds.max_drift:
+            raise ConfigError(
+                f"bounds.max_drift {bounds.max_drift!r} cannot hold: {slot} stored as {name} may be off by {most:.2g}; "
+                "raise max_drift, or take a finer encoding for the slot"
+            )
+    if not encodings:
+        return policy
+    if isinstance(policy, Observe):
+        return Observe(_encoded(policy.inner, encodings))
+    return _encoded(policy, encodings)
+
+
+def _encoded(policy: Policy, encodings: Mapping[str, str]) -> Policy:
+    if isinstance(policy, Bounded) and isinstance(policy.policy, Budgeted):
+        # Its raw is a choice like another, so only what the bounds demand is theirs to encode.
+        return replace(policy, policy=replace(policy.policy, encodings=encodings), encodings=encodings)
+    return Encoded(policy, encodings)
+
+
+POLICIES: Mapping[str, type[Any]] = MappingProxyType(
+    {
+        "budget": Budgeted,
+        "filter": Filter,
+        "full": Full,
+        "observe": Observe,
+        "parity": Parity,
+        "threshold": Threshold,
+    }
+)
+"""Every policy that settings can name. Each is a frozen dataclass; its fields are its parameters, but for those
+whose metadata say that they are not ``setting``."""
+
+
+def policy_from(settings: Mapping[str, Any] | str) -> Policy:
+    """The policy that the settings describe: a name, or a mapping with ``name`` and the parameters.
+
+    Runs the user's code where the name is that of a class of theirs. Raises ConfigError: unknown name or parameter
+    (the message names the nearest known one), a missing parameter, a senseless value (the message says what is
+    allowed), and what :func:`policies.registry.own_policy` raises.
+    """
+    name, parameters = _parts(settings)
+    kind = POLICIES.get(name)
+    if kind is None:
+        return own_policy(name, parameters, taken=sorted(POLICIES))
+    check_parameters(name, kind, parameters)
+    if isinstance(parameters.get("inner"), str | Mapping):
+        parameters["inner"] = policy_from(parameters["inner"])
+    elif "inner" in parameters:
+        raise ConfigError(f"policy {name}: inner must be a policy, such as full, not {described(parameters['inner'])}")
+    policy: Policy = kind(**parameters)
+    return policy
+
+
+def _parts(settings: object) -> tuple[str, dict[str, Any]]:
+    if isinstance(settings, str):
+        return settings, {}
+    if not isinstance(settings, Mapping):
+        raise ConfigError(
+            "policy must be a name, or a mapping such as {name: parity, k: 2}, "
+            f"not {described(settings)}; known names: {', '.join(sorted(POLICIES))}"
+        )
+    name = settings.get("name")
+    if not isinstance(name, str):
+        found = "it has none" if name is None else f"not {described(name)}"
+        raise ConfigError(f"policy needs a name ({found}); known: {', '.join(sorted(POLICIES))}")
+    return name, {str(key): value for key, value in settings.items() if key != "name"}

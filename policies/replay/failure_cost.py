@@ -1,0 +1,237 @@
+"""Expected cost of a failure.
+
+What a failure would cost: averages over all moments at which one may come, of what lies in the store then.
+
+A failure comes at a moment that has nothing to do with saves, so that the average over all steps is what is expected.
+Damage is that of docs/budget.md. Pure; it does not know how versions came about.
+
+What the store of a replay held, stretch by stretch, and what a failure finds from some moment on.
+
+Configurations are compared from one moment on, alike for all: what came before the first commit of the latest of them
+would count for some only. Pure; it does not know how versions came about.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from policies.budget import LAG
+from policies.replay.movement import Movement, Vector
+from store.names import BUFFER, FROZEN, WEIGHTS
+from store.trace import TracedUnit
+
+
+@dataclass
+class Spread:
+    """Mean, weighed by steps, and greatest."""
+
+    total: float = 0.0
+    weight: float = 0.0
+    worst: float = 0.0
+
+    def add(self, mean: float, worst: float, weight: float) -> None:
+        """Over ``weight`` steps."""
+        self.total += mean * weight
+        self.weight += weight
+        self.worst = max(self.worst, worst)
+
+    @property
+    def mean(self) -> float:
+        """0 where nothing was added."""
+        return self.total / self.weight if self.weight else 0.0
+
+
+@dataclass
+class Exposure:
+    """What a failure finds, over a run. By slot: damage, summed over layers; drift and staleness of single units.
+
+    lost: steps since the newest commit. rewound: steps since that less the staleness of its weights, weighed by their
+    pace and size, which is where a resume goes on (the effective step). unprotected: steps without any commit."""
+
+    damage: dict[str, Spread] = field(default_factory=dict)
+    total: Spread = field(default_factory=Spread)
+    drift: dict[str, Spread] = field(default_factory=dict)
+    staleness: Spread = field(default_factory=Spread)
+    lost: Spread = field(default_factory=Spread)
+    rewound: Spread = field(default_factory=Spread)
+    unprotected: float = 0.0
+    unknown: int = 0
+    """Units at stretches whose movement is not known: they are left out."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """What the store gives back between two steps. By unit: step of the version, the step since which live values
+    moved away from it, and its error. newest: step of the commit."""
+
+    steps: Vector
+    since: Vector
+    errors: Vector
+    newest: float
+
+
+class Exposed:
+    """Adds up an era. Only what moves counts: weights, and the optimizer's slots."""
+
+    def __init__(self, units: Sequence[TracedUnit], movement: Movement, sums: Exposure) -> None:
+        self._movement = movement
+        self._sums = sums
+        counted = [unit.moving and unit.slot not in (BUFFER, FROZEN) for unit in units]
+        self._counted = np.array(counted, dtype=bool)
+        self._slots = {
+            slot: np.array([one and unit.slot == slot for one, unit in zip(counted, units, strict=True)])
+            for slot in sorted({unit.slot for one, unit in zip(counted, units, strict=True) if one})
+        }
+        layers = {layer: index for index, layer in enumerate(dict.fromkeys(unit.layer for unit in units))}
+        self._layer = np.array([layers[unit.layer] for unit in units], dtype=np.int64)
+        self._layers = len(layers)
+        self._weights = self._slots.get(WEIGHTS, np.zeros(len(units), dtype=bool))
+        self._numel = np.array([max(1, unit.numel or unit.nbytes // 4) for unit in units], dtype=np.float64)
+
+    def between(self, begin: float, end: float, held: Held) -> None:
+        """``held`` is what the store gives back from ``begin`` to ``end``."""
+        if end <= begin:
+            return
+        middle = (begin + end) / 2
+        first, inner, last = (self._squares(step, held) for step in (begin, middle, end))
+        mean = _mean(first, inner, last, begin - held.since, end - held.since)
+        error_sq = held.errors**2
+        worst = np.maximum(first, last)
+        scale, pace_sq = self._scales(end)
+        self._add(scale, mean + error_sq, worst + error_sq, end - begin)
+        self._add_ages(held, begin, end, pace_sq)
+
+    def _squares(self, step: float, held: Held) -> Vector:
+        moved: Vector = self._movement.distance(step, held.since) ** 2
+        return moved
+
+    def _scales(self, step: float) -> tuple[Vector, Vector]:
+        """Damage of a squared drift of 1, by unit; and the squared pace of each unit's layer."""
+        own = self._movement.pace_squared(step)
+        paces = np.full(self._layers, np.nan)
+        paces[self._layer[self._weights]] = own[self._weights]
+        known = np.isfinite(paces) & (paces > 0)
+        usual = float(paces[known].mean()) if known.any() else 1.0
+        paces = np.where(known, paces, usual)[self._layer]
+        return np.where(self._weights, 1.0, LAG * LAG * paces), paces
+
+    def _add(self, scale: Vector, mean: Vector, worst: Vector, steps: float) -> None:
+        known = self._counted & np.isfinite(mean)
+        self._sums.unknown += int((self._counted & ~known).sum())
+        totals = [0.0, 0.0]
+        for slot, chosen in self._slots.items():
+            among = chosen & known
+            if not among.any():
+                continue
+            costs = float((scale * mean)[among].sum()), float((scale * worst)[among].sum())
+            totals = [totals[0] + costs[0], totals[1] + costs[1]]
+            self._sums.damage.setdefault(slot, Spread()).add(*costs, steps)
+            drift = np.sqrt(mean[among])
+            self._sums.drift.setdefault(slot, Spread()).add(
+                float(drift.mean()), float(np.sqrt(worst[among]).max()), steps
+            )
+        self._sums.total.add(totals[0], totals[1], steps)
+
+    def _add_ages(self, held: Held, begin: float, end: float, pace_sq: Vector) -> None:
+        steps, middle = end - begin, (begin + end) / 2
+        ages = middle - held.steps[self._counted]
+        if ages.size:
+            self._sums.staleness.add(float(ages.mean()), float(ages.max() + steps / 2), steps)
+        self._sums.lost.add(middle - held.newest, end - held.newest, steps)
+        behind = self._behind(held, pace_sq)
+        self._sums.rewound.add(middle - held.newest + behind, end - held.newest + behind, steps)
+
+    def _behind(self, held: Held, pace_sq: Vector) -> float:
+        """Steps by which the effective step lies behind the newest commit."""
+        chosen = self._weights & self._counted
+        if not chosen.any():
+            return 0.0
+        weight = self._numel[chosen] * np.sqrt(pace_sq[chosen])
+        if not weight.sum() > 0:
+            weight = self._numel[chosen]
+        return float((weight * (held.newest - held.steps[chosen])).sum() / weight.sum())
+
+
+def _mean(first: Vector, middle: Vector, last: Vector, young: npt.ArrayLike, old: npt.ArrayLike) -> Vector:
+    """Mean of what grows like a power of age from ``young`` to ``old``: exact for a power, whatever its exponent."""
+    young, old = np.maximum(np.asarray(young, dtype=np.float64), 0.0), np.asarray(old, dtype=np.float64)
+    with np.errstate(all="ignore"):
+        new = young <= 0.0
+        power = np.where(new, np.log2(last / middle), np.log(last / first) / np.log(old / young))
+        exact = (old * last - young * first) / ((power + 1.0) * (old - young))
+        usual = (first + 4.0 * middle + last) / 6.0
+        fits = np.isfinite(exact) & np.isfinite(power) & (power > -0.5) & (power < 4.0)
+        return np.where(fits, exact, usual)
+
+
+def goodput(*, stall_share: float, lost_seconds: float, restart_seconds: float, mtbf_seconds: float) -> float:
+    """Share of wall time that training keeps: neither waiting for saves, nor redone, nor spent restarting.
+
+    In every ``mtbf_seconds`` of running, one failure: (1 - stall) * (mtbf - lost) / (mtbf + restart), at least 0. The
+    same terms as in Young (1974) and Daly (2006), with the time that is redone taken from the replay."""
+    kept = max(0.0, mtbf_seconds - lost_seconds) / (mtbf_seconds + restart_seconds)
+    return max(0.0, 1.0 - stall_share) * kept
+
+
+Position = tuple[int, float]
+"""A moment of a run: number of the era, and step. Steps alone go back where a job resumes."""
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """From step ``begin`` to ``end`` of an era the store held this; None: no commit."""
+
+    era: int
+    begin: float
+    end: float
+    held: Held | None
+
+
+@dataclass(frozen=True)
+class Course:
+    """A whole replay. eras: units of each, and how they moved. stretches: in order, without gaps within an era."""
+
+    eras: Sequence[tuple[Sequence[TracedUnit], Movement]]
+    stretches: Sequence[Stretch]
+
+    @property
+    def first(self) -> Position | None:
+        """Since when there is a commit. None: there never is."""
+        return next(((one.era, one.begin) for one in self.stretches if one.held is not None), None)
+
+    @property
+    def end(self) -> Position:
+        """The last recorded decision."""
+        return (self.stretches[-1].era, self.stretches[-1].end) if self.stretches else (0, 0.0)
+
+    def steps(self, since: Position | None = None) -> float:
+        """Steps of training from ``since`` on; None: all of them."""
+        return sum(one.end - one.begin for one in self._after(since))
+
+    def exposure(self, since: Position | None = None) -> Exposure:
+        """What a failure finds from ``since`` on; steps without a commit are counted over the whole of it."""
+        sums = Exposure()
+        adding: dict[int, Exposed] = {}
+        for one in self._after(since):
+            if one.held is None:
+                continue
+            if one.era not in adding:
+                adding[one.era] = Exposed(*self.eras[one.era], sums)
+            adding[one.era].between(one.begin, one.end, one.held)
+        sums.unprotected = sum(one.end - one.begin for one in self.stretches if one.held is None)
+        return sums
+
+    def _after(self, since: Position | None) -> Iterable[Stretch]:
+        for one in self.stretches:
+            begin = one.begin if since is None or one.era > since[0] else max(one.begin, since[1])
+            if (since is None or one.era >= since[0]) and begin < one.end:
+                yield Stretch(one.era, begin, one.end, one.held)
+
+
+def latest_first(courses: Iterable[Course]) -> Position | None:
+    """Since when all of those that ever commit have a commit. None: none does."""
+    return max((one.first for one in courses if one.first is not None), default=None)

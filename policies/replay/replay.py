@@ -1,0 +1,379 @@
+"""A recorded run under another configuration: the same decisions' moments, the same policy code, a clock that is read.
+
+Where the replay stands where the recorded run stood, what was recorded is used: a unit whose version is the recorded
+one has the recorded drift; a unit that is stored as it was recorded takes the recorded bytes; a decision that comes out
+as recorded has the recorded stall and write time; and while everything did, the recorded offers of the budget. So the
+recorded configuration gives the recorded run, to the byte. The rest is estimated: movement between any two steps
+(:mod:`policies.replay.movement`), bytes (:mod:`policies.encodings`), seconds (:mod:`policies.accounting`).
+docs/simulate.md.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from policies.base import Budget, Decision, History, UnitStats
+from policies.bounds import forced, hurried, incomplete
+from policies.builtin import Fallback
+from policies.encodings import expected_bytes, expected_error
+from policies.replay.failure_cost import Course, Held, Stretch
+from policies.replay.movement import Movement, movement_of
+from policies.replay.recorded_run import Era, Moment, Run, chosen
+from policies.replay.state import Made, Pending, Plan, Replayed, State, Version
+from policies.validation import Failure, failure_of
+from store.names import Unit
+
+_OUTSIDE = frozenset({"disagree", "unsupported", "fenced", "storage"})
+"""Why no save began, where that is no matter of policy."""
+
+
+def replay(run: Run, plan: Plan) -> Replayed:
+    """Replay it. Deterministic."""
+    return _Replay(run, plan).result()
+
+
+class _Replay:
+    def __init__(self, run: Run, plan: Plan) -> None:
+        self._run = run
+        self._plan = plan
+        self._costs = plan.costs or run.costs
+        self._sees_all = plan.policy.needs_drift or plan.sees_all
+        self._state = State()
+        self._now = 0.0
+        self._account = plan.account(lambda: self._now)
+        self._made: list[Made] = []
+        self._committed: list[Made] = []
+        self._failures: list[Failure] = []
+        self._stretches: list[Stretch] = []
+        self._movements: list[Movement] = []
+
+    def result(self) -> Replayed:
+        for number, era in enumerate(self._run.eras):
+            self._begin_era(era, first=number == 0)
+            _EraReplay(self, era, number).run()
+            self._end_era(era, self._run.eras[number + 1] if number + 1 < len(self._run.eras) else None)
+        eras = tuple((era.units, movement) for era, movement in zip(self._run.eras, self._movements, strict=True))
+        course = Course(eras, tuple(self._stretches))
+        made, committed, failures = tuple(self._made), tuple(self._committed), tuple(self._failures)
+        return Replayed(self._plan, made, committed, course, self._state.on_path, failures)
+
+    def _begin_era(self, era: Era, first: bool) -> None:
+        state = self._state
+        line = era.moments[0].line
+        if era.process:
+            self._now = 0.0
+            self._account = self._plan.account(lambda: self._now)
+        anew = bool(line.staleness) and all(one is None for one in line.staleness)
+        if first or (anew and not era.resumed and era.process):
+            state.begin(era)
+        elif era.resumed:
+            state.resume(era, self._plan.goes_back)
+        else:
+            state.durable, state.durable_newest = dict(state.versions), state.newest
+
+    def _end_era(self, era: Era, following: Era | None) -> None:
+        pending, self._state.pending = self._state.pending, None
+        if pending is not None and not pending.failed and self._lasts(pending, era, following):
+            self._commit(pending)
+
+    def _lasts(self, pending: Pending, era: Era, following: Era | None) -> bool:
+        """Whether the save that is under way when an era ends becomes durable.
+
+        The trace tells of a commit when training learns of it: of the last save of a job that was killed it may not,
+        though there is one. What was resumed next says. Steps beyond the era are of commits before it."""
+        last = next((moment for moment in reversed(era.moments) if moment.saved), None)
+        cut = last is not None and last.commit is None and not last.failed
+        if last is None or not cut or following is None or era.job.observing:
+            return True
+        final = era.moments[-1].line
+        if following.newest is not None and last.line.step <= following.newest <= final.step:
+            return pending.made.step <= following.newest
+        return pending.made.step < last.line.step and pending.done_at <= final.seconds
+
+    def _commit(self, pending: Pending) -> None:
+        state, made = self._state, pending.made
+        state.versions.update(pending.versions)
+        state.commits += 1
+        state.newest = made.step
+        state.durable, state.durable_newest = dict(state.versions), state.newest
+        self._committed.append(made)
+
+
+class _EraReplay:
+    """One era of a replay."""
+
+    def __init__(self, owner: _Replay, era: Era, number: int) -> None:
+        self._owner = owner
+        self._era = era
+        self._number = number
+        self._plan = owner._plan
+        self._state = owner._state
+        self._movement: Movement = movement_of(era)
+        owner._movements.append(self._movement)
+        self._copied = 0.0
+
+    def run(self) -> None:
+        """Every step between recorded decisions is exposed, whichever of them this configuration decides at."""
+        moments = self._era.moments
+        deciding = {id(moment) for moment in chosen(moments, self._plan.every)}
+        self._between(self._begin(), float(moments[0].line.step))
+        for number, moment in enumerate(moments):
+            if id(moment) in deciding:
+                self._owner._now = moment.line.seconds
+                self._decide(moment)
+            if number + 1 < len(moments):
+                then = moments[number + 1]
+                self._expose(moment, then, id(then) in deciding)
+
+    def _begin(self) -> float:
+        """Where it is looked at from: where it resumed, or from its beginning where nothing is held yet."""
+        era = self._era
+        known = era.resumed or (era.process and self._held() is None)
+        return float(min(era.start, era.moments[0].line.step) if known else era.moments[0].line.step)
+
+    def _between(self, begin: float, end: float) -> None:
+        if begin < end:
+            self._owner._stretches.append(Stretch(self._number, begin, end, self._held()))
+
+    def _decide(self, moment: Moment) -> None:
+        line, account, state = moment.line, self._owner._account, self._state
+        if self._copied:
+            account.stalled(self._copied)
+            self._copied = 0.0
+        if not self._settled(moment):
+            self._add(Made(line.step, line.seconds, None, (), {}, "busy"), moment)
+            return
+        if line.skipped in _OUTSIDE:
+            self._add(Made(line.step, line.seconds, None, (), {}, line.skipped), moment)
+            return
+        stats = self._stats(moment)
+        budget = self._offer(moment, stats)
+        decision = self._select(stats, budget, moment)
+        saved = {unit: choice.encoding for unit, choice in decision.choices.items() if choice.encoding is not None}
+        skipped = "withheld" if incomplete(stats, decision) else None if saved else "nothing"
+        made = Made(line.step, line.seconds, budget.bytes, stats, {} if skipped else saved, skipped)
+        if skipped is None:
+            made = self._save(made, moment)
+        state.on_path = state.on_path and self._as_recorded(made, moment)
+        self._add(made, moment)
+
+    def _settled(self, moment: Moment) -> bool:
+        """Whether no save is under way any more; what was, is committed."""
+        state, pending, line = self._state, self._state.pending, moment.line
+        if pending is None:
+            return True
+        late = line.skipped == "busy" if state.on_path else pending.done_at > line.seconds
+        if late and not line.forced:
+            return False
+        state.pending = None
+        if not pending.failed:
+            self._owner._account.committed(pending.made.written, pending.made.took)
+            self._owner._commit(pending)
+        return True
+
+    def _stats(self, moment: Moment) -> tuple[UnitStats, ...]:
+        state, line = self._state, moment.line
+        names = [unit.unit for unit in self._era.units]
+        self._note_changes(moment, names)
+        versions = [self._version(unit, line.step) for unit in names]
+        since = np.array([np.inf if one is None else one.since for one in versions])
+        moved = self._movement.distance(line.step, since)
+        sick = set(line.sick)
+        if self._owner._sees_all:
+            sick |= self._found_sick(moment)
+        shown = []
+        for index, (traced, version) in enumerate(zip(self._era.units, versions, strict=True)):
+            seen = self._owner._sees_all or not traced.moving
+            drift = None
+            if version is not None and seen and index not in sick:
+                drift = self._recorded_drift(moment, index, version)
+                if drift is None and np.isfinite(moved[index]) and not self._untold(moment, index, version):
+                    drift = float(np.hypot(moved[index], version.error))
+            size = (traced.nbytes, traced.numel)
+            changed = version is not None and (
+                version.size != size or version.marked != state.changes.get(traced.unit, 0)
+            )
+            shown.append(
+                UnitStats(
+                    unit=traced.unit,
+                    position=traced.position,
+                    block=traced.block,
+                    nbytes=traced.nbytes,
+                    drift=drift,
+                    staleness=None if version is None else line.step - version.step,
+                    finite=not seen or index not in sick,
+                    moving=traced.moving,
+                    changed_shape=changed,
+                    error=0.0 if version is None else version.error,
+                    numel=traced.numel,
+                    encoding=None if version is None else version.encoding,
+                    stored_bytes=0 if version is None else version.nbytes,
+                )
+            )
+        return tuple(shown)
+
+    def _note_changes(self, moment: Moment, names: Sequence[Unit]) -> None:
+        """Units whose set of parameters changed at this decision are no more what any version before holds."""
+        state, now = self._state, frozenset(names[index] for index in moment.line.changed)
+        for unit in now - state.changed:
+            state.changes[unit] = state.changes.get(unit, 0) + 1
+        state.changed = now
+
+    def _version(self, unit: Unit, step: int) -> Version | None:
+        found = self._state.versions.get(unit)
+        return None if found is None or found.step > step else found
+
+    def _recorded_drift(self, moment: Moment, index: int, version: Version) -> float | None:
+        return moment.line.drift[index] if self._is_recorded(moment, index, version) else None
+
+    def _untold(self, moment: Moment, index: int, version: Version) -> bool:
+        """Nobody knew how far the unit was: the job went on from memory, and this version is of before that."""
+        before = self._era.resumed and version.step <= self._era.start
+        return before and self._is_recorded(moment, index, version) and moment.line.drift[index] is None
+
+    def _is_recorded(self, moment: Moment, index: int, version: Version) -> bool:
+        """Whether this is the version that the recorded run had then."""
+        line = moment.line
+        if index >= len(line.drift) or index >= len(line.staleness):
+            return False
+        staleness = line.staleness[index]
+        found = None if staleness is None else (line.step - staleness, line.encoding[index])
+        return found == (version.step, version.encoding)
+
+    def _offer(self, moment: Moment, stats: tuple[UnitStats, ...]) -> Budget:
+        account = self._owner._account
+        if not account.limited:
+            return Budget()
+        account.make_room(max((one.nbytes for one in stats), default=0), sum(one.nbytes for one in stats))
+        offered = account.offer()
+        if self._state.on_path and self._plan.same_offers and moment.line.staleness:
+            return Budget(moment.line.offered)
+        return Budget(None if offered == math.inf else offered)
+
+    def _select(self, stats: tuple[UnitStats, ...], budget: Budget, moment: Moment) -> Decision:
+        line = moment.line
+        history = History(line.step, self._state.commits, line.interval if self._plan.varying else None)
+        decision = self._asked(stats, budget, history)
+        if line.preempted:
+            saved = {self._era.units[index].unit: encoding for index, encoding in line.saved.items()}
+            return hurried(decision, stats, saved)
+        return forced(decision, stats, "asked for by save()") if line.forced else decision
+
+    def _asked(self, stats: tuple[UnitStats, ...], budget: Budget, history: History) -> Decision:
+        """The policy's decision; where it fails everything is saved, as live."""
+        policy = self._plan.policy
+        try:
+            return policy.select(stats, budget, history)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - the edge to the user's own code
+            failure = failure_of(error)
+        self._owner._failures.append(failure)
+        fallback = Fallback(policy.name, failure)
+        return fallback.named(self._plan.bounded(fallback).select(stats, budget, history))
+
+    def _save(self, made: Made, moment: Moment) -> Made:
+        account, state = self._owner._account, self._state
+        shown = {one.unit: one for one in made.stats}
+        expected = sum(expected_bytes(shown[unit], encoding) for unit, encoding in made.saved.items())
+        account.begin(expected, free=state.newest is None)
+        versions = self._stored(made, moment, shown)
+        same = self._same_save(made, moment)
+        written = sum(one.nbytes for one in versions.values()) + round(self._owner._costs.overhead)
+        commit = moment.commit
+        if same and commit is not None and self._plan.same_sizes:
+            written = commit.written
+        took = self._owner._costs.write.cost(written)
+        if same and commit is not None and self._plan.costs is None:
+            took = commit.took
+        made = replace(made, written=written, took=took)
+        dropped = self._dropped(moment)
+        kept = {unit: one for unit, one in versions.items() if unit.layer not in dropped}
+        failed = moment.failed or not kept
+        state.pending = Pending(made, kept, moment.line.seconds + took, failed)
+        return made
+
+    def _stored(self, made: Made, moment: Moment, shown: Mapping[Unit, UnitStats]) -> dict[Unit, Version]:
+        sizes = moment.commit.sizes if moment.commit is not None and self._plan.same_sizes else {}
+        found = {}
+        for index, traced in enumerate(self._era.units):
+            unit, encoding = traced.unit, made.saved.get(traced.unit)
+            if encoding is None:
+                continue
+            error, nbytes, stored_as = expected_error(shown[unit], encoding), expected_bytes(shown[unit], encoding), ""
+            if index in sizes and moment.line.saved.get(index) == encoding:
+                nbytes, stored_as, error, _ = sizes[index]
+            found[unit] = Version(
+                made.step,
+                made.step,
+                stored_as or encoding,
+                error,
+                int(nbytes),
+                (traced.nbytes, traced.numel),
+                self._state.changes.get(unit, 0),
+            )
+        return found
+
+    def _dropped(self, moment: Moment) -> set[str]:
+        """Layers that are not finite, so that they are left out where they are saved nevertheless."""
+        return {self._era.units[index].layer for index in (*moment.line.sick, *self._found_sick(moment))}
+
+    def _found_sick(self, moment: Moment) -> set[int]:
+        """Units that turned out not to be finite only while they were saved."""
+        commit = moment.commit
+        return set() if commit is None else {index for index in moment.line.saved if index not in commit.sizes}
+
+    def _same_save(self, made: Made, moment: Moment) -> bool:
+        if not moment.saved:
+            return False
+        names = self._era.units
+        return {names[index].unit: encoding for index, encoding in moment.line.saved.items()} == dict(made.saved)
+
+    def _as_recorded(self, made: Made, moment: Moment) -> bool:
+        return self._same_save(made, moment) if moment.saved else not made.saved
+
+    def _add(self, made: Made, moment: Moment) -> None:
+        """Charge the stall of a decision. A recorded one where the decision came out as recorded."""
+        line, costs = moment.line, self._owner._costs
+        if self._plan.costs is None and self._as_recorded(made, moment):
+            stall, self._copied = line.stall, moment.copied
+        else:
+            raw = {unit.unit: unit.nbytes for unit in self._era.units}
+            stall, self._copied = costs.stall.cost(sum(raw[unit] for unit in made.saved)), 0.0
+        self._owner._account.stalled(stall)
+        self._owner._made.append(replace(made, stall=stall + self._copied))
+
+    def _expose(self, moment: Moment, then: Moment, deciding: bool) -> None:
+        """The steps up to the next recorded decision: what a failure would find, before and after the save is durable.
+
+        deciding: this configuration decides there too."""
+        state, begin, end = self._state, float(moment.line.step), float(then.line.step)
+        pending = state.pending
+        if pending is None or pending.failed:
+            self._between(begin, end)
+            return
+        span = then.line.seconds - moment.line.seconds
+        busy = state.on_path and deciding
+        late = then.line.skipped == "busy" if busy else pending.done_at > then.line.seconds
+        share = 1.0 if late or span <= 0 else min(1.0, max(0.0, (pending.done_at - moment.line.seconds) / span))
+        durable_at = begin + share * (end - begin)
+        self._between(begin, durable_at)
+        if share < 1.0 or not late:
+            state.durable = {**state.versions, **pending.versions}
+            state.durable_newest = pending.made.step
+            self._between(durable_at, end)
+
+    def _held(self) -> Held | None:
+        newest, versions = self._state.durable_newest, self._state.durable
+        found = [versions.get(unit.unit) for unit in self._era.units]
+        if newest is None or any(one is None for one in found):
+            return None
+        known = [one for one in found if one is not None]
+        return Held(
+            np.array([float(one.step) for one in known]),
+            np.array([float(one.since) for one in known]),
+            np.array([one.error for one in known]),
+            float(newest),
+        )

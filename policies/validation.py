@@ -1,0 +1,234 @@
+"""Check settings and policy answers; describe failures.
+
+Checks of single settings. What arrives here was typed by a user, so any type is possible.
+
+Every message names the setting, what is allowed and what was given. ``where`` says whose setting it is, such
+as ``policy parity``.
+
+Checks what a policy answered before anything acts on it.
+
+A policy may come from a user. A unit it forgot would silently grow stale, and an encoding that loses bits
+would break a promise of exactness: both are refused here, by name, not found at the resume. What passes is taken over
+as plain values, so that nothing of the user's own classes goes further.
+
+What a policy did wrong, in one line: for error messages, logs and manifests.
+
+What the user's code raised may be of the user's own class, so even asking it for its text can fail.
+
+Check the names of the parameters that settings give a policy's class, against its signature. Values are not seen.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from policies.base import Choice, Decision, UnitStats
+from store.errors import ConfigError, UsageError
+from store.names import Unit
+from store.text import suggestion
+
+
+def check_integer(where: str, name: str, value: object, least: int) -> None:
+    """Raises ConfigError unless ``value`` is an integer >= ``least``. True and False are no integers here."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(f"{where}: {name} must be an integer >= {least}, not {described(value)}")
+
+
+def check_number(where: str, name: str, value: object) -> None:
+    """Raises ConfigError unless ``value`` is a finite number >= 0."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not math.isfinite(value) or value < 0:  # type: ignore[arg-type, operator]
+        raise ConfigError(f"{where}: {name} must be a finite number >= 0, not {described(value)}")
+
+
+def check_one_of(where: str, name: str, value: object, allowed: Iterable[str]) -> None:
+    """Raises ConfigError unless ``value`` is one of the words ``allowed``."""
+    words = tuple(allowed)
+    if value not in words:
+        raise ConfigError(f"{where}: {name} must be {' or '.join(map(repr, words))}, not {described(value)}")
+
+
+def described(value: object) -> str:
+    """A value as an error message shows it; explains the one way in which YAML turns a number into text."""
+    if isinstance(value, str) and _is_number(value):
+        return f"the text {value!r} (YAML takes 1e-3 for text: write 1.0e-3, without quotes)"
+    return repr(value)
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+Refusal = Callable[[str, str], str | None]
+"""(slot, encoding) -> why it may not be, or None."""
+
+_LONGEST = 1000
+"""Characters of a reason: every manifest carries one for each unit that its save wrote."""
+
+
+class PolicyError(UsageError):
+    """A policy broke its contract, or was shown what it cannot decide on. unit: None where it is about no single one.
+
+    what: the message without policy and unit."""
+
+    def __init__(self, policy: str, unit: Unit | None, what: str) -> None:
+        super().__init__(f"policy {policy}: {what}" if unit is None else f"policy {policy}: {unit}: {what}")
+        self.policy = policy
+        self.unit = unit
+        self.what = what
+
+
+def check_shown(policy: str, stats: Sequence[UnitStats]) -> None:
+    """Raises PolicyError where a unit is shown twice."""
+    seen: set[Unit] = set()
+    for one in stats:
+        if one.unit in seen:
+            raise PolicyError(policy, one.unit, "shown twice in one decision; sum it over ranks before deciding")
+        seen.add(one.unit)
+
+
+def checked_answer(policy: str, stats: Sequence[UnitStats], answer: object, refusal: Refusal | None) -> Decision:
+    """The answer as a decision in the order shown.
+
+    Raises PolicyError unless every unit shown, and no other, has a choice with a reason and an encoding that
+    ``refusal`` (None: any name) does not refuse."""
+    choices = _choices(policy, answer)
+    for one in stats:
+        if one.unit not in choices:
+            raise PolicyError(policy, one.unit, "shown but not decided on; give it a choice, a skip at least")
+    shown = {one.unit for one in stats}
+    for unit in choices:
+        if unit not in shown:
+            raise _stranger(policy, unit)
+    return Decision({one.unit: _checked(policy, one.unit, choices[one.unit], refusal) for one in stats})
+
+
+def _choices(policy: str, answer: object) -> dict[object, object]:
+    if not isinstance(answer, Decision):
+        what = f"select returned {described(answer)[:80]}, not a Decision; return Decision({{unit: Choice(...), ...}})"
+        raise PolicyError(policy, None, what)
+    found: object = answer.choices
+    if not isinstance(found, Mapping):
+        raise PolicyError(policy, None, f"Decision.choices must map units to choices, not {described(found)[:80]}")
+    return dict(found)
+
+
+def _stranger(policy: str, unit: object) -> PolicyError:
+    if isinstance(unit, Unit):
+        return PolicyError(policy, unit, "decided on but never shown; choose among the units given to select")
+    return PolicyError(policy, None, f"Decision.choices has the key {described(unit)[:80]}; keys are the units shown")
+
+
+def _checked(policy: str, unit: Unit, choice: object, refusal: Refusal | None) -> Choice:
+    if not isinstance(choice, Choice):
+        raise PolicyError(policy, unit, f"its choice is {described(choice)[:80]}; make it Choice(encoding, reason)")
+    reason, encoding = _text(choice.reason), _text(choice.encoding)
+    if not reason:
+        raise PolicyError(policy, unit, "its choice has no reason; say why it is saved or skipped")
+    if len(reason) > _LONGEST:
+        raise PolicyError(policy, unit, f"its reason has {len(reason)} characters; {_LONGEST} at most, please")
+    if choice.encoding is not None and not encoding:
+        raise PolicyError(policy, unit, f"encoding {choice.encoding!r} is no name; use None to skip the unit")
+    told = None if encoding is None or refusal is None else refusal(unit.slot, encoding)
+    if told is not None:
+        raise PolicyError(policy, unit, told)
+    return Choice(encoding, reason)
+
+
+def _text(value: object) -> str | None:
+    """A plain str of it that UTF-8 can hold; None where it is none."""
+    if not isinstance(value, str):
+        return None
+    return str.__str__(value).encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+_LONGEST_FAILURE = 200
+
+
+@dataclass(frozen=True)
+class Failure:
+    """what: ``raised ValueError('x')``, or how the contract was broken. place: ``file:line`` where it was raised, or
+    empty. Two failures are the same one if :attr:`kind` is equal: texts may hold a step or a value."""
+
+    what: str
+    place: str
+    kind: str
+
+
+def failure_of(error: BaseException) -> Failure:
+    """The failure that an error tells of."""
+    if isinstance(error, PolicyError):
+        about = "" if error.unit is None else f"{error.unit}: "
+        return Failure(f"broke its contract ({_line(about + error.what)})", "", error.what)
+    place = _place(error)
+    return Failure(f"raised {raised(error)}", place, f"{type(error).__name__} at {place}")
+
+
+def raised(error: BaseException) -> str:
+    """Class and text of an error in one printable line."""
+    try:
+        text = str(error)
+    except Exception:  # noqa: BLE001 - the edge to the user's own class of errors: its text cannot be had
+        text = "?"
+    return _line(f"{type(error).__name__}({text!r})" if text else f"{type(error).__name__}()")
+
+
+def _place(error: BaseException) -> str:
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{Path(error.filename).name}:{error.lineno}"
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
+
+
+def _line(text: str) -> str:
+    flat = " ".join(text.encode("utf-8", "backslashreplace").decode("utf-8").split())
+    return flat if len(flat) <= _LONGEST_FAILURE else flat[: _LONGEST_FAILURE - 1] + "…"
+
+
+def check_parameters(policy: str, kind: type[Any], given: Mapping[str, Any]) -> None:
+    """Check that a class can be called with the given parameters.
+
+    A field of a dataclass whose metadata say ``setting: False`` cannot be given.
+
+    Raises:
+        ConfigError: a parameter is unknown, or one without a default is missing.
+    """
+    try:
+        signature = _signature(kind)
+    except (TypeError, ValueError):  # a class written in C may have none
+        return
+    try:
+        signature.bind(**given)
+    except TypeError as error:
+        named = [
+            one for one in signature.parameters.values() if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
+        ]
+        raise ConfigError(f"policy {policy}{_reason(str(error), [one.name for one in named], given)}") from error
+
+
+def _signature(kind: type[Any]) -> inspect.Signature:
+    signature = inspect.signature(kind)
+    fields = dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ()
+    fixed = {one.name for one in fields if not one.metadata.get("setting", True)}
+    return signature.replace(parameters=[one for one in signature.parameters.values() if one.name not in fixed])
+
+
+def _reason(error: str, known: list[str], given: Mapping[str, Any]) -> str:
+    unknown = next((key for key in given if key not in known), None)
+    if unknown is not None and not known:
+        return f" takes no parameters, and {unknown!r} was given; remove it"
+    if unknown is not None and "unexpected" in error:
+        return f": unknown parameter {unknown!r}: {suggestion(unknown, known)} Known: {', '.join(known)}"
+    rename = "; `name:` in the settings is the policy's own name: rename the parameter" if "'name'" in error else ""
+    return f": {error}{rename}"

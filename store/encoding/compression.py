@@ -1,0 +1,216 @@
+"""zstd on byte planes, deltas.
+
+The difference of an encoded chunk to an older one of the same kind, and back. Lossless.
+
+Lane by lane, as little-endian integers of the lane's width: subtract, wrapping around, then zigzag, so that small
+differences of either sign have zeros in their high bytes and byte planes of those pack to nothing. Zigzag is what
+Protocol Buffers and Parquet do with signed integers. Widths other than 1, 2, 4 and 8 go byte by byte.
+
+It knows neither files nor compression, and checks nothing but sizes.
+
+Packing: encoded chunks made smaller without losing a bit; the size is known only afterwards.
+
+    frame = u32 length of what follows, then one plane for each byte of each lane
+    plane = u8 method (0 stored, 1 zstd), u32 length, bytes
+
+Byte k of all elements of a lane makes one plane: signs and exponents of training state repeat, and so pack, while
+low bytes are close to noise. A plane that would not get at least 3 % smaller is stored. With a base, what is packed
+is the difference to it (:mod:`store.encoding.compression`).
+
+Byte planes are the shuffle filter of HDF5 and Blosc, applied to model weights by ZipNN (arXiv:2411.05239); zstd is
+RFC 8878. It does not know files or dtypes. Reading trusts nothing: every length is checked before it is allocated.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import zstandard
+from numpy.typing import NDArray
+
+from store.encoding.base import CHUNK, PIECE, Bytes, Encoding, Lane, lanes_bytes
+from store.errors import DamagedError
+
+_SIGNED = {1: "<i1", 2: "<i2", 4: "<i4", 8: "<i8"}
+
+Integers = NDArray[np.signedinteger[Any]]
+
+
+def difference(chunk: Bytes, base: Bytes, lanes: Sequence[Lane]) -> Bytes:
+    """What leads from ``base`` to ``chunk``; both hold one encoded chunk of these lanes, and so does the result."""
+    result = np.empty_like(chunk)
+    for new, old, out in _pieces((chunk, base, result), lanes):
+        delta = new - old
+        np.bitwise_xor(delta << 1, delta >> (8 * delta.itemsize - 1), out=out)
+    return result
+
+
+def restored(delta: Bytes, base: Bytes, lanes: Sequence[Lane]) -> Bytes:
+    """The chunk that ``difference`` was made of, given the same base."""
+    result = np.empty_like(delta)
+    for zigzag, old, out in _pieces((delta, base, result), lanes):
+        half = (zigzag.view(zigzag.dtype.str.replace("i", "u")) >> 1).view(zigzag.dtype)
+        np.add(half ^ -(zigzag & 1), old, out=out)
+    return result
+
+
+def _pieces(arrays: tuple[Bytes, Bytes, Bytes], lanes: Sequence[Lane]) -> Iterator[list[Integers]]:
+    """The arrays' lanes as integers, a piece at a time."""
+    if any(array.size != lanes_bytes(lanes) for array in arrays):
+        raise ValueError(f"chunks of {[array.size for array in arrays]} bytes for lanes of {lanes_bytes(lanes)}")
+    start = 0
+    for lane in lanes:
+        stop = start + lane.nbytes
+        typed = [array[start:stop].view(_SIGNED.get(lane.width, "<i1")) for array in arrays]
+        for first in range(0, typed[0].size, PIECE):
+            yield [one[first : first + PIECE] for one in typed]
+        start = stop
+
+
+FRAME_HEADER = 4
+"""Bytes of the length that a frame begins with."""
+
+_LENGTH = struct.Struct("<I")
+_PLANE = struct.Struct("<BI")
+_STORED, _ZSTD = 0, 1
+
+_WORTH = 0.97
+"""A plane is compressed if that leaves at most this share of it."""
+
+_PROMISING = 0.985
+"""A plane is tried as a whole if its sample packs to this share."""
+
+_SAMPLE_RUN = 8192
+_SAMPLE_RUNS = 4
+
+_local = threading.local()
+
+
+def pack_chunk(encoded: Bytes, lanes: Sequence[Lane], level: int, base: Bytes | None = None) -> bytes:
+    """One frame that holds an encoded chunk. ``level`` is zstd's; ``base`` an encoded chunk of the same lanes."""
+    content = encoded if base is None else difference(encoded, base, lanes)
+    parts = [part for plane in _split(content, lanes) for part in _packed_plane(plane, level)]
+    return b"".join((_LENGTH.pack(sum(map(len, parts))), *parts))
+
+
+def unpack_chunk(frame: bytes | memoryview, lanes: Sequence[Lane], base: Bytes | None = None) -> Bytes:
+    """The encoded chunk of these lanes in a frame. DamagedError unless the frame is whole and holds just that."""
+    view = memoryview(frame)
+    if len(view) < FRAME_HEADER or frame_length(view[:FRAME_HEADER], lanes) != len(view) - FRAME_HEADER:
+        raise DamagedError(f"a packed chunk of {len(view)} bytes is cut off or too long")
+    return unpack_body(view[FRAME_HEADER:], lanes, base)
+
+
+def frame_length(header: bytes | memoryview, lanes: Sequence[Lane]) -> int:
+    """Bytes that follow a frame's first four. DamagedError where no frame of these lanes can be that long."""
+    length: int = _LENGTH.unpack(header)[0]
+    if length > frame_bound(lanes) - FRAME_HEADER:
+        raise DamagedError(f"a packed chunk claims {length} bytes; it can have {frame_bound(lanes) - FRAME_HEADER}")
+    return length
+
+
+def frame_bound(lanes: Sequence[Lane]) -> int:
+    """The most bytes that a frame of these lanes takes: everything stored."""
+    return FRAME_HEADER + lanes_bytes(lanes) + _PLANE.size * sum(lane.width for lane in lanes)
+
+
+def packed_bound(encoding: Encoding, numel: int, dtype: str) -> int:
+    """The most bytes that a packed fragment takes. 0 for an empty one."""
+    whole, rest = divmod(numel, CHUNK)  # not chunk by chunk: a damaged part may claim any size
+    last = frame_bound(encoding.lanes(rest, dtype)) if rest else 0
+    return last + whole * frame_bound(encoding.lanes(CHUNK, dtype))
+
+
+def unpack_body(body: memoryview, lanes: Sequence[Lane], base: Bytes | None = None) -> Bytes:
+    """As ``unpack_chunk``, of what follows the frame's first four bytes."""
+    content = np.empty(lanes_bytes(lanes), np.uint8)
+    start = at = 0
+    for lane in lanes:
+        target = content[start : start + lane.nbytes].reshape(lane.count, lane.width)
+        for k in range(lane.width):
+            plane, at = _plane_at(body, at, lane.count)
+            target[:, k] = plane
+        start += lane.nbytes
+    if at != len(body):
+        raise DamagedError(f"a packed chunk has {len(body) - at} bytes more than its planes")
+    return content if base is None else restored(content, base, lanes)
+
+
+def _split(content: Bytes, lanes: Sequence[Lane]) -> Iterator[Bytes]:
+    """The byte planes, lane by lane, lowest byte first; each contiguous."""
+    if content.size != lanes_bytes(lanes):
+        raise ValueError(f"a chunk of {content.size} bytes for lanes of {lanes_bytes(lanes)}")
+    start = 0
+    for lane in lanes:
+        elements = content[start : start + lane.nbytes].reshape(lane.count, lane.width)
+        for k in range(lane.width):
+            yield np.ascontiguousarray(elements[:, k])
+        start += lane.nbytes
+
+
+def _packed_plane(plane: Bytes, level: int) -> tuple[bytes, bytes | memoryview]:
+    if _promising(plane, level):
+        packed = _compressor(level).compress(plane.data)
+        if len(packed) <= _WORTH * plane.size:
+            return _PLANE.pack(_ZSTD, len(packed)), packed
+    return _PLANE.pack(_STORED, plane.size), plane.data
+
+
+def _promising(plane: Bytes, level: int) -> bool:
+    """Whether a few runs out of the plane pack at all; noise, which most low bytes are, ends here at little cost."""
+    if plane.size <= 2 * _SAMPLE_RUN * _SAMPLE_RUNS:
+        return True
+    step = plane.size // _SAMPLE_RUNS
+    sample = np.concatenate([plane[k * step : k * step + _SAMPLE_RUN] for k in range(_SAMPLE_RUNS)])
+    return len(_compressor(level).compress(sample.data)) <= _PROMISING * sample.size
+
+
+def _plane_at(body: memoryview, at: int, count: int) -> tuple[Bytes, int]:
+    """The plane of ``count`` bytes that begins at ``at``, and where it ends."""
+    if len(body) - at < _PLANE.size:
+        raise DamagedError("a packed chunk ends within the head of a plane")
+    method, length = _PLANE.unpack_from(body, at)
+    start, stop = at + _PLANE.size, at + _PLANE.size + length
+    if stop > len(body):
+        raise DamagedError(f"a plane of a packed chunk claims {length} bytes where {len(body) - start} are left")
+    data = body[start:stop]
+    if method == _STORED:
+        if length != count:
+            raise DamagedError(f"a stored plane of a packed chunk has {length} bytes instead of {count}")
+        return np.frombuffer(data, np.uint8), stop
+    if method != _ZSTD:
+        raise DamagedError(f"a plane of a packed chunk has method {method}, which this release does not know")
+    return np.frombuffer(_decompressed(data, count), np.uint8), stop
+
+
+def _decompressed(data: memoryview, count: int) -> bytes:
+    """``count`` bytes. The frame's own idea of its size is checked first, for it is what zstd would allocate."""
+    try:
+        promised = zstandard.get_frame_parameters(data).content_size
+        if promised != count:
+            raise DamagedError(f"a packed plane promises {promised} bytes instead of {count}")
+        plain = _decompressor().decompress(data, max_output_size=count, allow_extra_data=False)
+    except zstandard.ZstdError as error:
+        raise DamagedError(f"a packed plane cannot be decompressed: {error}") from error
+    if len(plain) != count:
+        raise DamagedError(f"a packed plane holds {len(plain)} bytes instead of {count}")
+    return plain
+
+
+def _compressor(level: int) -> zstandard.ZstdCompressor:
+    """This thread's, made once: the objects are not safe to share, and making one costs more than a small plane."""
+    made: dict[int, zstandard.ZstdCompressor] = _local.__dict__.setdefault("compressors", {})
+    if level not in made:
+        made[level] = zstandard.ZstdCompressor(level=level, write_checksum=False, write_content_size=True)
+    return made[level]
+
+
+def _decompressor() -> zstandard.ZstdDecompressor:
+    made: dict[str, zstandard.ZstdDecompressor] = _local.__dict__
+    if "decompressor" not in made:
+        made["decompressor"] = zstandard.ZstdDecompressor()
+    return made["decompressor"]

@@ -1,0 +1,339 @@
+"""Options, requests, retries, error mapping (obstore).
+
+What an object store's refusals are in our words, and which of them may pass.
+
+Goes by the library's classes, and where those say no more than that something went wrong by what the server answered.
+
+What a bucket is reached with. Values only; credentials are never among them: they come from the environment.
+
+Requests to one bucket: retried, bounded in time, their errors in our words. The one user of obstore.
+
+An answer that did not come says nothing about what happened. So an object that must not exist yet is put on the
+condition that it does not, and where the answer is no, or none comes, it is read: what has our very bytes is ours. It
+does not know what objects mean. Any thread may use it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+from store.errors import ExistsError, MissingError, StorageError, UnreachableError, UnsupportedError
+
+_STATUS = re.compile(r"status code: (\d{3})")
+_CODE = re.compile(r"<Code>(\w+)</Code>")
+
+_LOST = "Received redirect without LOCATION"
+"""How the library says that the bucket is in another region."""
+
+_PASSING = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
+
+_CHECK_KEYS = (
+    "check the credentials (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a web identity, or the instance's role) and "
+    "what they permit in this bucket: get, put, delete and list"
+)
+_CHECK_BUCKET = "there is no such bucket: make it, or check its name and `s3: {endpoint: ..., region: ...}`"
+_CHECK_REGION = "the bucket is in another region: set `s3: {region: ...}`, or AWS_REGION"
+_ADVICE = {
+    "NoSuchBucket": _CHECK_BUCKET,
+    "AccessDenied": _CHECK_KEYS,
+    "InvalidAccessKeyId": _CHECK_KEYS,
+    "SignatureDoesNotMatch": _CHECK_KEYS,
+    "ExpiredToken": _CHECK_KEYS,
+    "PermanentRedirect": _CHECK_REGION,
+    "AuthorizationHeaderMalformed": _CHECK_REGION,
+    "NotImplemented": "the server cannot put on a condition (If-None-Match), which a commit needs: take one that can",
+    "SlowDown": "the server asks for fewer requests, and did so until the time was up",
+    "RequestTimeTooSkewed": "the clock of this machine is wrong: set it",
+    "EntityTooLarge": "the object is too large for the server",
+    "QuotaExceeded": "the quota is used up: free space or run `driftpoint prune STORE`",
+}
+_SIGNS = (
+    (("169.254.", "/latest/api/token"), f"there are no credentials, or they could not be got; {_CHECK_KEYS}"),
+    ((_LOST,), _CHECK_REGION),
+    (
+        ("invalid path",),
+        "an object is in the way whose key is no path (an empty name, or a dot, between slashes): remove it",
+    ),
+    (
+        ("timed out", "kind: Timeout"),
+        "the server did not answer in time: check the endpoint, or raise `s3: {request_seconds: ...}`",
+    ),
+    (
+        ("error sending request", "Connect"),
+        "the server cannot be reached: check `s3: {endpoint: ...}`, or AWS_ENDPOINT_URL",
+    ),
+)
+"""What the library says, where the server says nothing, and what to do then."""
+
+
+def library() -> Any:
+    """obstore. UnsupportedError, with what to type, where it is not installed."""
+    try:
+        import obstore
+        import obstore.exceptions
+        import obstore.store
+    except ImportError as error:
+        raise UnsupportedError(f"stores in s3:// need obstore ({error}): run `pip install 'driftpoint[s3]'`") from error
+    return obstore
+
+
+def is_taken(error: BaseException) -> bool:
+    """Whether a put was refused because something is there, or is being put there at this moment."""
+    return isinstance(error, _exceptions().AlreadyExistsError | _exceptions().PreconditionError)
+
+
+def is_passing(error: BaseException) -> bool:
+    """Whether another try may go better: no answer came, or one that says so."""
+    found = _exceptions()
+    refused = found.PermissionDeniedError, found.UnauthenticatedError, found.NotSupportedError, found.InvalidPathError
+    if isinstance(error, (*refused, FileNotFoundError)):
+        return False
+    if _LOST in str(error):
+        return False
+    status = _STATUS.search(str(error))
+    if status is not None:
+        return int(status[1]) in _PASSING
+    return isinstance(error, found.GenericError | OSError)
+
+
+def told(error: BaseException, verb: str, where: str) -> StorageError:
+    """The error to raise instead. where: bucket and key."""
+    text = str(error)
+    code = _CODE.search(text)
+    advice = _ADVICE.get(code[1] if code else "") or _advice(error, text)
+    if isinstance(error, FileNotFoundError) and not (code and code[1] == "NoSuchBucket"):
+        return MissingError(f"cannot {verb} {where}: it is not there")
+    if is_taken(error):
+        return ExistsError(f"cannot {verb} {where}: another object is there already")
+    return StorageError(f"cannot {verb} {where}: {advice or _short(text)}" + (f" ({_short(text)})" if advice else ""))
+
+
+def _advice(error: BaseException, text: str) -> str:
+    found = _exceptions()
+    if isinstance(error, found.PermissionDeniedError | found.UnauthenticatedError):
+        return _CHECK_KEYS
+    if "scheme" in text.lower() and "http" in text:
+        return "the endpoint is not https: set `s3: {allow_http: true}`, or AWS_ALLOW_HTTP=true, where that is meant"
+    return next((advice for signs, advice in _SIGNS if any(sign in text for sign in signs)), "")
+
+
+def _short(text: str) -> str:
+    """An answer without the library's own view of it, on one line."""
+    plain = text.split("\n\nDebug source", 1)[0]
+    return " ".join(re.sub(r"<[^>]*>", " ", plain).split())[:240]
+
+
+def _exceptions() -> Any:
+    return library().exceptions
+
+
+MIB = 1 << 20
+_PARTS = 9000
+
+
+@dataclass(frozen=True)
+class ObjectOptions:
+    """endpoint, region, allow_http: None: what the environment says (``AWS_ENDPOINT_URL``, ``AWS_REGION``,
+    ``AWS_ALLOW_HTTP``). virtual_hosted: the bucket is part of the host's name.
+
+    request_seconds: for one request and its answer. retry_seconds: from the first try of an operation until it fails.
+    part_mib: size of the parts that large payloads go in; what is no larger goes in one request. connections: parts on
+    their way at once, or ranges. spool: directory for payloads whose header is known last; None: the system's for
+    temporary files."""
+
+    endpoint: str | None = None
+    region: str | None = None
+    allow_http: bool | None = None
+    virtual_hosted: bool = False
+    request_seconds: float = 30.0
+    retry_seconds: float = 60.0
+    part_mib: float = 16
+    connections: int = 8
+    spool: str | None = None
+
+    def part_bytes(self, most: int = 0) -> int:
+        """Bytes of each part of a payload that may come to ``most``: S3 takes 10 000 of them."""
+        return max(int(self.part_mib * MIB), -(-most // _PARTS))
+
+
+T = TypeVar("T")
+
+OWNER = "driftpoint-write"
+"""Key of the metadata by which an upload in parts is known again."""
+
+
+class Bucket:
+    """One bucket. UnsupportedError where obstore is not installed, StorageError for what it cannot be reached with."""
+
+    def __init__(self, name: str, options: ObjectOptions) -> None:
+        self.name, self.options = name, options
+        self._lib = library()
+        self._failures = (self._lib.exceptions.BaseError, OSError)
+        try:
+            self._store = self._opened()
+        except (*self._failures, ValueError) as error:
+            raise told(error, "open", self.where("")) from error
+
+    def where(self, key: str) -> str:
+        """An object, for people."""
+        return f"s3://{self.name}/{key}"
+
+    def create(self, key: str, data: bytes) -> None:
+        """Have an object of just these bytes under a name that was free. ExistsError where others are there."""
+        deadline = self._deadline()
+        for pause in _pauses():
+            try:
+                self._lib.put(self._store, key, data, mode="create", use_multipart=False)
+            except self._failures as error:
+                if not is_taken(error) and not is_passing(error):
+                    raise told(error, "put", self.where(key)) from error
+                found = self._holds(key, data)
+                if found is False:
+                    raise ExistsError(f"cannot put {self.where(key)}: another object is there already") from error
+                if found is None and time.monotonic() >= deadline:
+                    raise self._gave_up(error, "put", key) from error
+                if found is None:
+                    time.sleep(pause)
+                    continue
+            return
+
+    def replace(self, key: str, data: bytes) -> None:
+        """Put an object, whatever is there."""
+        self._asked("put", key, lambda: self._lib.put(self._store, key, data, use_multipart=False))
+
+    def get(self, key: str, limit: int) -> bytes | None:
+        """A whole object; None where it has more than ``limit`` bytes. MissingError where there is none."""
+
+        def ask() -> bytes | None:
+            found = self._lib.get(self._store, key)
+            return bytes(found.bytes()) if found.meta["size"] <= limit else None
+
+        return self._asked("read", key, ask)
+
+    def get_range(self, key: str, start: int, stop: int) -> memoryview:
+        """Bytes [start, stop) of an object; it must have them."""
+        return memoryview(
+            self._asked("read", key, lambda: self._lib.get_range(self._store, key, start=start, end=stop))
+        )
+
+    def size(self, key: str) -> int:
+        """Bytes of an object. MissingError where there is none."""
+        found = self._asked("look at", key, lambda: self._lib.head(self._store, key))
+        return int(found["size"])
+
+    def modified(self, key: str) -> float:
+        """When an object was put, by the server's clock, in seconds since 1970. MissingError where there is none."""
+        found = self._asked("look at", key, lambda: self._lib.head(self._store, key))
+        return float(found["last_modified"].timestamp())
+
+    def upload_at(self, key: str) -> tuple[str | None, int]:
+        """What an upload left as its :data:`OWNER`, and its bytes. MissingError where there is no object."""
+        found = self._asked("look at", key, lambda: self._lib.get(self._store, key, options={"head": True}))
+        return dict(found.attributes).get(OWNER), int(found.meta["size"])
+
+    def names(self, prefix: str) -> list[str]:
+        """What stands directly below a prefix (ending in ``/``, or empty), however much it is, sorted."""
+        folder = prefix.rstrip("/")
+        found = self._asked("list", prefix, lambda: self._lib.list_with_delimiter(self._store, folder or None))
+        below = [*found["common_prefixes"], *(one["path"] for one in found["objects"])]
+        # Consoles make a folder of an empty object that is called like it: that is not in it.
+        return sorted({key.rstrip("/").rpartition("/")[2] for key in below if key.rstrip("/") != folder})
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """Remove objects, those of them that are there, a thousand in a request."""
+        if not keys:
+            return
+        with suppress(MissingError):
+            self._asked("delete", keys[0], lambda: self._lib.delete(self._store, list(keys)))
+
+    def writer(self, key: str, owner: str, part_bytes: int) -> Any:
+        """An upload in parts, replacing what is there when its ``with`` ends well: takes ``write(bytes)``."""
+        return self._lib.open_writer(
+            self._store,
+            key,
+            attributes={OWNER: owner},
+            buffer_size=part_bytes,
+            max_concurrency=self.options.connections,
+        )
+
+    def upload(self, key: str, owner: str, source: Any, part_bytes: int) -> None:
+        """Put a file's bytes, in parts, replacing what is there."""
+        self._lib.put(
+            self._store,
+            key,
+            source,
+            attributes={OWNER: owner},
+            use_multipart=True,
+            chunk_size=part_bytes,
+            max_concurrency=self.options.connections,
+        )
+
+    def failed(self, error: BaseException, verb: str, key: str) -> StorageError:
+        """An error of :meth:`writer` or :meth:`upload` in our words."""
+        return told(error, verb, self.where(key))
+
+    @property
+    def failures(self) -> tuple[type[BaseException], ...]:
+        """What :meth:`writer` and :meth:`upload` may raise."""
+        return self._failures
+
+    def _holds(self, key: str, data: bytes) -> bool | None:
+        """Whether an object is these bytes; None where there is none."""
+        try:
+            return self.get(key, len(data)) == data
+        except MissingError:
+            return None
+
+    def _asked(self, verb: str, key: str, ask: Callable[[], T]) -> T:
+        """The answer to what may be asked twice. The library asks again by itself, but not where the server may have
+        carried out a request that it takes to be a change."""
+        deadline = self._deadline()
+        for pause in _pauses():
+            try:
+                return ask()
+            except self._failures as error:
+                if not is_passing(error):
+                    raise told(error, verb, self.where(key)) from error
+                if time.monotonic() >= deadline:
+                    raise self._gave_up(error, verb, key) from error
+            time.sleep(pause)
+        raise AssertionError("there is always another pause")
+
+    def _deadline(self) -> float:
+        return time.monotonic() + self.options.retry_seconds
+
+    def _gave_up(self, error: BaseException, verb: str, key: str) -> StorageError:
+        """A refusal that might have passed and did not: never that a name is free or taken."""
+        found = told(error, verb, self.where(key))
+        contradicted = "" if type(found) is StorageError else ", and the answers contradict each other"
+        return UnreachableError(f"{found}{contradicted}")
+
+    def _opened(self) -> Any:
+        given = self.options
+        config: dict[str, Any] = {"virtual_hosted_style_request": given.virtual_hosted}
+        if given.endpoint is not None:
+            config["endpoint"] = given.endpoint
+        if given.region is not None:
+            config["region"] = given.region
+        # The library takes this from the environment only where it is given no other option of the client.
+        plain = os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("1", "true")
+        client: dict[str, Any] = {
+            "timeout": timedelta(seconds=given.request_seconds),
+            "allow_http": plain if given.allow_http is None else given.allow_http,
+        }
+        retry = {"max_retries": 1000, "retry_timeout": timedelta(seconds=given.retry_seconds)}
+        return self._lib.store.S3Store(self.name, config=config, client_options=client, retry_config=retry)
+
+
+def _pauses() -> Iterator[float]:
+    """Seconds between tries, without end."""
+    yield from (0.1, 0.2, 0.5, 1.0, 2.0)
+    while True:
+        yield 5.0

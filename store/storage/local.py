@@ -1,0 +1,354 @@
+"""The one interface through which a store touches storage.
+
+Everything that writes or deletes goes through :class:`Files`, so that a test can put a simulated disk in its
+place and enumerate what a crash may leave behind. Paths are relative, with ``/`` between names; a path that
+would leave the store (absolute, ``..``, through a symbolic link) is refused here and nowhere else.
+
+It does not know what is stored: no format, no names, no order of operations. That is ``durable``'s room.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+from store.errors import DamagedError, ExistsError, MissingError, StorageError
+
+
+class NewFile(Protocol):
+    """A file being written. After an error it must be abandoned: a failed fsync is never tried again."""
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        """Append all of ``data``."""
+        ...
+
+    def write_at(self, offset: int, data: bytes | bytearray | memoryview) -> None:
+        """Overwrite bytes that were written before, from ``offset``. ValueError beyond what was written."""
+        ...
+
+    def sync(self) -> None:
+        """Return when the bytes would survive a power loss."""
+        ...
+
+    def close(self) -> None:
+        """Give the descriptor back."""
+        ...
+
+
+class Files(Protocol):
+    """File operations below one root. Raises :class:`StorageError` and its children only."""
+
+    def create(self, path: str) -> NewFile:
+        """Open a new file for writing. ExistsError where the name is taken."""
+        ...
+
+    def link(self, source: str, target: str) -> None:
+        """Give the file a second name. ExistsError where it is taken: this is how nothing gets replaced."""
+        ...
+
+    def rename(self, source: str, target: str) -> None:
+        """Move a file, replacing the target."""
+        ...
+
+    def unlink(self, path: str) -> None:
+        """Remove one name of a file. MissingError where there is none."""
+        ...
+
+    def make_dir(self, path: str) -> bool:
+        """Make one directory; False where it was there already."""
+        ...
+
+    def remove_dir(self, path: str) -> None:
+        """Remove an empty directory."""
+        ...
+
+    def sync_dir(self, path: str) -> None:
+        """Return when the names in the directory would survive a power loss. ``""`` is the root."""
+        ...
+
+    def list_dir(self, path: str) -> list[str]:
+        """Names in the directory, sorted. MissingError where it is not there."""
+        ...
+
+    def size(self, path: str) -> int:
+        """Bytes in a regular file. MissingError where there is none."""
+        ...
+
+    def read(self, path: str, limit: int) -> bytes:
+        """A whole small file. DamagedError where it is larger than ``limit`` bytes."""
+        ...
+
+    def read_into(self, path: str, offset: int, target: memoryview) -> None:
+        """Fill ``target`` from ``offset``. DamagedError where the file ends early."""
+        ...
+
+
+@runtime_checkable
+class WholeFiles(Protocol):
+    """Besides, storage under whose names files only ever show whole, and that needs no temporary ones for it."""
+
+    def put_new(self, path: str, fill: Callable[[NewFile], None], *, patched: bool, most: int) -> None:
+        """Write a file under a name that must be free; durable on return. ExistsError where another file has it.
+
+        patched: ``fill`` may call ``write_at``. most: bytes that a payload may come to; 0: a record."""
+        ...
+
+    def replace(self, path: str, data: bytes) -> None:
+        """Write or replace a small file; durable on return."""
+        ...
+
+    def unlink_all(self, paths: Sequence[str]) -> None:
+        """Remove files, those of them that are there, in no order."""
+        ...
+
+
+class LocalFiles:
+    """A directory of this machine, or of a shared filesystem mounted on it."""
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        self.root = Path(root).absolute()
+
+    def create(self, path: str) -> NewFile:
+        """See :class:`Files`."""
+        with self._told("create", path):
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+            return _LocalNewFile(os.open(self._at(path), flags, 0o644), str(self.root / path))
+
+    def link(self, source: str, target: str) -> None:
+        """See :class:`Files`."""
+        with self._told("link", target):
+            os.link(self._at(source), self._at(target), follow_symlinks=False)
+
+    def rename(self, source: str, target: str) -> None:
+        """See :class:`Files`."""
+        with self._told("rename", target):
+            os.replace(self._at(source), self._at(target))  # noqa: PTH105 - a string: this runs by the ten thousand
+
+    def unlink(self, path: str) -> None:
+        """See :class:`Files`."""
+        with self._told("unlink", path):
+            os.unlink(self._at(path))  # noqa: PTH108
+
+    def make_dir(self, path: str) -> bool:
+        """See :class:`Files`. The root itself is ``""``; its missing parents are made and synced too."""
+        if path == "":
+            return self._make_root()
+        with self._told("mkdir", path):
+            try:
+                os.mkdir(self._at(path))  # noqa: PTH102
+            except FileExistsError:
+                return False
+            return True
+
+    def remove_dir(self, path: str) -> None:
+        """See :class:`Files`."""
+        with self._told("rmdir", path):
+            os.rmdir(self._directory_at(path))  # noqa: PTH106
+
+    def sync_dir(self, path: str) -> None:
+        """See :class:`Files`."""
+        with self._told("fsync directory", path):
+            _sync_directory(self._directory_at(path))
+
+    def list_dir(self, path: str) -> list[str]:
+        """See :class:`Files`."""
+        with self._told("list", path):
+            return sorted(os.listdir(self._directory_at(path)))  # noqa: PTH208 - names, not paths
+
+    def size(self, path: str) -> int:
+        """See :class:`Files`."""
+        with self._told("stat", path):
+            status = os.lstat(self._at(path))
+        self._require_regular(status, path)
+        return status.st_size
+
+    def read(self, path: str, limit: int) -> bytes:
+        """See :class:`Files`."""
+        with self._opened(path) as descriptor:
+            size = os.fstat(descriptor).st_size
+            if size > limit:
+                raise DamagedError(f"{self.root / path} has {size} bytes, more than the {limit} such a file can have")
+            data = bytearray(size)
+            _fill(descriptor, 0, memoryview(data), self.root / path)
+            return bytes(data)
+
+    def read_into(self, path: str, offset: int, target: memoryview) -> None:
+        """See :class:`Files`."""
+        with self._opened(path) as descriptor:
+            _fill(descriptor, offset, target, self.root / path)
+
+    def expect(self, path: str, offset: int, nbytes: int) -> None:
+        """See :class:`store.fragments.Foresight`: the kernel reads it into the page cache."""
+        with suppress(StorageError, DamagedError), self._opened(path) as descriptor:
+            os.posix_fadvise(descriptor, offset, nbytes, os.POSIX_FADV_WILLNEED)
+
+    def _make_root(self) -> bool:
+        with self._told("mkdir", ""):
+            missing = [p for p in (self.root, *self.root.parents) if not p.exists()]
+            # The deepest directory that is there may be the work of a process that was killed before it synced.
+            _sync_parent_if_allowed(missing[-1].parent if missing else self.root)
+            for directory in reversed(missing):
+                directory.mkdir(exist_ok=True)
+                _sync_directory(directory.parent)
+            return bool(missing)
+
+    def _at(self, path: str) -> str:
+        names = path.split("/") if path else []
+        if any(name in ("", ".", "..") or "\0" in name for name in names):
+            raise DamagedError(f"{path!r} is no name inside the store {self.root}")
+        place = str(self.root)
+        for name in names[:-1]:
+            place = f"{place}/{name}"
+            _refuse_link(place)
+        return f"{place}/{names[-1]}" if names else place
+
+    def _directory_at(self, path: str) -> str:
+        place = self._at(path)
+        if path:
+            _refuse_link(place)
+        return place
+
+    @contextmanager
+    def _opened(self, path: str) -> Iterator[int]:
+        with self._told("read", path):
+            descriptor = os.open(self._at(path), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            try:
+                self._require_regular(os.fstat(descriptor), path)
+                yield descriptor
+            finally:
+                os.close(descriptor)
+
+    def _require_regular(self, status: os.stat_result, path: str) -> None:
+        if not stat.S_ISREG(status.st_mode):
+            raise DamagedError(f"{self.root / path} is not a regular file")
+
+    @contextmanager
+    def _told(self, verb: str, path: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise _translated(error, verb, self.root / path) from error
+
+
+_HAND_ON = 1 << 24
+
+
+class _LocalNewFile:
+    def __init__(self, descriptor: int, path: str) -> None:
+        self._descriptor = descriptor
+        self._path = path
+        self._written = 0
+        self._handed_on = 0
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        view = memoryview(data)
+        rest = view.cast("B") if view.nbytes else memoryview(b"")  # an empty view of several dimensions has no cast
+        descriptor = self._opened("write")
+        with self._told("write"):
+            while len(rest):
+                done = os.write(descriptor, rest[: 1 << 24])
+                if done == 0:  # never on a sane filesystem; asking again for ever would hang the saver
+                    raise OSError(errno.EIO, os.strerror(errno.EIO))
+                rest = rest[done:]
+                self._written += done
+                self._hand_on(descriptor)
+
+    def write_at(self, offset: int, data: bytes | bytearray | memoryview) -> None:
+        rest = memoryview(data).cast("B") if memoryview(data).nbytes else memoryview(b"")
+        if offset < 0 or offset + len(rest) > self._written:
+            raise ValueError(f"bytes {offset} to {offset + len(rest)} of {self._path} were never written")
+        descriptor = self._opened("write")
+        with self._told("write"):
+            while len(rest):
+                done = os.pwrite(descriptor, rest[: 1 << 24], offset)
+                if done == 0:
+                    raise OSError(errno.EIO, os.strerror(errno.EIO))
+                rest, offset = rest[done:], offset + done
+
+    def sync(self) -> None:
+        descriptor = self._opened("fsync")
+        with self._told("fsync"):
+            os.fsync(descriptor)
+            found = os.fstat(descriptor).st_size
+        if found != self._written:
+            raise StorageError(f"{self._path} has {found} bytes after {self._written} were written: check the device")
+
+    def close(self) -> None:
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor < 0:
+            return
+        with self._told("close"):
+            os.close(descriptor)
+
+    def _hand_on(self, descriptor: int) -> None:
+        # The kernel would begin to write only when fsync asks: the device would idle while we copy and hash.
+        # The advice starts write-back; errors of it still reach fsync.
+        ready = self._written - self._handed_on
+        if ready >= _HAND_ON:
+            os.posix_fadvise(descriptor, self._handed_on, ready, os.POSIX_FADV_DONTNEED)
+            self._handed_on = self._written
+
+    def _opened(self, verb: str) -> int:
+        if self._descriptor < 0:
+            raise StorageError(f"cannot {verb} {self._path}: it is closed")
+        return self._descriptor
+
+    @contextmanager
+    def _told(self, verb: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise _translated(error, verb, Path(self._path)) from error
+
+
+def _sync_directory(path: str | Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _sync_parent_if_allowed(directory: Path) -> None:
+    # A directory that this user may pass through but not read was made, and synced, by somebody else.
+    with suppress(PermissionError):
+        _sync_directory(directory.parent)
+
+
+def _refuse_link(place: str) -> None:
+    if stat.S_ISLNK(os.lstat(place).st_mode):
+        raise DamagedError(f"{place} leads out of the store through a symbolic link; put the directory itself there")
+
+
+def _fill(descriptor: int, offset: int, target: memoryview, path: Path) -> None:
+    rest = target.cast("B") if target.nbytes else memoryview(b"")
+    while len(rest):
+        got = os.preadv(descriptor, [rest[: 1 << 26]], offset)
+        if got == 0:
+            raise DamagedError(f"{path} ends at byte {offset}, {len(rest)} bytes too early")
+        rest, offset = rest[got:], offset + got
+
+
+_ADVICE = {
+    errno.ENOSPC: "the filesystem is full: free space or run `driftpoint prune STORE`",
+    errno.EDQUOT: "the disk quota is used up: free space or run `driftpoint prune STORE`",
+    errno.EROFS: "the filesystem is read-only: check the mount",
+    errno.EACCES: "permission denied: check the owner and mode",
+    errno.EPERM: "not permitted: check the owner, and that the filesystem has hard links",
+    errno.EFBIG: "the file-size limit is reached: raise `ulimit -f`",
+    errno.EMFILE: "too many open files: raise `ulimit -n`",
+    errno.EIO: "the device reported an I/O error: check `dmesg`",
+    errno.ELOOP: "it is a symbolic link, and the store follows none",
+}
+
+
+def _translated(error: OSError, verb: str, path: Path) -> StorageError:
+    number = error.errno or 0
+    reason = _ADVICE.get(number, os.strerror(number) if number else str(error))
+    kind = {errno.ENOENT: MissingError, errno.EEXIST: ExistsError}.get(number, StorageError)
+    return kind(f"cannot {verb} {path}: {reason}")

@@ -1,0 +1,219 @@
+"""Files on an object store; range reads.
+
+Reading objects by ranges: what is read front to back comes ahead of being asked for, several ranges at once.
+
+A block read ahead belongs to one thread and goes when it is used up; nothing is kept that could be given twice. Objects
+are never changed, so what was read of one stays right. It does not know what is read.
+
+A store's files as objects: whole ones, put once each, under keys that look like paths.
+
+There are no temporary names: an object shows when all of it is there, and an acknowledged put is durable. So links,
+renames and syncs have nothing to do here. Directories are what keys have in common: one in which nothing is stands for
+one that is there and empty, which is why no list is ever missing.
+
+Invariant: but for :meth:`ObjectFiles.replace` (hints), and for large payloads, whose names are one writer's own, no put
+can replace an object.
+
+Stores in an object store: ``store.storage.local.Files`` by whole objects, put once each.
+
+options   what a bucket is reached with
+bucket    requests to one bucket: retried, bounded in time, their errors in our words; the one user of obstore
+newfile   a file while it is written: in memory, streamed, or spooled
+reader    ranges read ahead
+files     the operations of a store's files, by requests
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from store.errors import DamagedError, ExistsError, StorageError, UnsupportedError
+from store.layout import PROBE
+from store.storage.bucket import MIB, Bucket, ObjectOptions
+from store.storage.local import NewFile
+from store.storage.object_writer import NewObject
+
+_LARGEST = 4 * MIB
+"""Bytes of one request."""
+
+
+@dataclass
+class _Place:
+    """Where a thread's last read ended, and what was read beyond it. size: of the object. window: bytes read ahead."""
+
+    key: str
+    size: int
+    position: int
+    window: int = 0
+    block: memoryview = field(default_factory=lambda: memoryview(b""))
+
+
+class Reader:
+    """Of one bucket. Any thread."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        self._bucket = bucket
+        self._piece = min(_LARGEST, bucket.options.part_bytes())
+        self._own = threading.local()
+        self._lock = threading.Lock()
+        self._pool: ThreadPoolExecutor | None = None
+
+    def read_into(self, key: str, offset: int, target: memoryview) -> None:
+        """Fill ``target`` from ``offset``. DamagedError where the object ends early; MissingError without one."""
+        rest = target.cast("B") if target.nbytes else memoryview(b"")
+        place = self._place(key, offset)
+        if offset + len(rest) > place.size:
+            short = offset + len(rest) - place.size
+            raise DamagedError(f"{self._bucket.where(key)} ends at byte {place.size}, {short} bytes too early")
+        while len(rest):
+            if not len(place.block):
+                self._read_on(place, len(rest))
+            count = min(len(rest), len(place.block))
+            rest[:count] = place.block[:count]
+            rest, place.block = rest[count:], place.block[count:]
+            place.position += count
+
+    def _place(self, key: str, offset: int) -> _Place:
+        place: _Place | None = getattr(self._own, "place", None)
+        if place is not None and (place.key, place.position) == (key, offset):
+            place.window = min(max(2 * place.window, self._piece), self._piece * self._bucket.options.connections)
+            return place
+        size = place.size if place is not None and place.key == key else self._bucket.size(key)
+        self._own.place = place = _Place(key, size, offset)
+        return place
+
+    def _read_on(self, place: _Place, wanted: int) -> None:
+        most = self._piece * self._bucket.options.connections
+        count = min(max(min(wanted, most), place.window), place.size - place.position)
+        end = place.position + count
+        stops = [*range(place.position + self._piece, end, self._piece), end]
+        starts = [place.position, *stops[:-1]]
+        if len(starts) == 1:
+            place.block = self._bucket.get_range(place.key, starts[0], stops[0])
+        else:
+            keys = [place.key] * len(starts)
+            place.block = memoryview(b"".join(self._threads().map(self._bucket.get_range, keys, starts, stops)))
+        if len(place.block) != count:
+            raise DamagedError(f"{self._bucket.where(place.key)} gave {len(place.block)} bytes instead of {count}")
+
+    def _threads(self) -> ThreadPoolExecutor:
+        with self._lock:
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(self._bucket.options.connections, "driftpoint-ranges")
+            return self._pool
+
+
+class ObjectFiles:
+    """See :class:`store.storage.local.Files` and :class:`store.storage.local.WholeFiles`. root: for people."""
+
+    def __init__(self, root: Path, bucket: str, prefix: str, options: ObjectOptions) -> None:
+        self.root = root
+        self._bucket = Bucket(bucket, options)
+        self._reader = Reader(self._bucket)
+        self._prefix = f"{prefix}/" if prefix else ""
+
+    def put_new(self, path: str, fill: Callable[[NewFile], None], *, patched: bool, most: int) -> None:
+        """See :class:`store.storage.local.WholeFiles`."""
+        file = NewObject(self._bucket, self._key(path), patched=patched, most=most)
+        try:
+            fill(file)
+            file.publish()
+        finally:
+            file.close()
+
+    def replace(self, path: str, data: bytes) -> None:
+        """See :class:`store.storage.local.WholeFiles`."""
+        self._bucket.replace(self._key(path), data)
+
+    def require_conditional_puts(self) -> None:
+        """Try whether the server keeps a condition. UnsupportedError where it replaces what it must not."""
+        for _ in range(2):
+            try:
+                self._bucket.create(self._key(PROBE), secrets.token_hex(16).encode())
+            except ExistsError:
+                return
+        raise UnsupportedError(
+            f"the server of {self.root} puts objects over others although it is told not to (If-None-Match: *): two "
+            "jobs could commit over one another. Use S3 itself, or a server with conditional writes"
+        )
+
+    def create(self, path: str) -> NewFile:
+        """Refused: files are put whole."""
+        raise self._refused("create", path)
+
+    def link(self, source: str, target: str) -> None:  # noqa: ARG002
+        """Refused."""
+        raise self._refused("link", target)
+
+    def rename(self, source: str, target: str) -> None:  # noqa: ARG002
+        """Refused."""
+        raise self._refused("rename", target)
+
+    def unlink(self, path: str) -> None:
+        """Remove a file. Nothing is said where there is none."""
+        self._bucket.delete([self._key(path)])
+
+    def unlink_all(self, paths: Sequence[str]) -> None:
+        """See :class:`store.storage.local.WholeFiles`."""
+        self._bucket.delete([self._key(path) for path in paths])
+
+    def make_dir(self, path: str) -> bool:
+        """Nothing to make. False: it is there."""
+        self._checked(path)
+        return False
+
+    def remove_dir(self, path: str) -> None:
+        """Nothing to remove: it is gone with what was in it."""
+        self._checked(path)
+
+    def sync_dir(self, path: str) -> None:
+        """Nothing to wait for."""
+        self._checked(path)
+
+    def list_dir(self, path: str) -> list[str]:
+        """See :class:`store.storage.local.Files`; empty where there is nothing."""
+        self._checked(path)
+        return self._bucket.names(f"{self._prefix}{path}/" if path else self._prefix)
+
+    def size(self, path: str) -> int:
+        """See :class:`store.storage.local.Files`."""
+        return self._bucket.size(self._key(path))
+
+    def modified(self, path: str) -> float:
+        """When a file was put, by the server's clock, in seconds since 1970."""
+        return self._bucket.modified(self._key(path))
+
+    @property
+    def part_bytes(self) -> int:
+        """Payloads that are no larger go in one request."""
+        return self._bucket.options.part_bytes()
+
+    def read(self, path: str, limit: int) -> bytes:
+        """See :class:`store.storage.local.Files`."""
+        data = self._bucket.get(self._key(path), limit)
+        if data is None:
+            raise DamagedError(f"{self.root}/{path} has more than the {limit} bytes such a file can have")
+        return data
+
+    def read_into(self, path: str, offset: int, target: memoryview) -> None:
+        """See :class:`store.storage.local.Files`."""
+        self._reader.read_into(self._key(path), offset, target)
+
+    def _key(self, path: str) -> str:
+        if not path:
+            raise StorageError(f"{self.root} itself is no file")
+        return self._prefix + self._checked(path)
+
+    def _checked(self, path: str) -> str:
+        names = path.split("/") if path else []
+        if any(name in ("", ".", "..") or "\0" in name for name in names):
+            raise DamagedError(f"{path!r} is no name inside the store {self.root}")
+        return path
+
+    def _refused(self, verb: str, path: str) -> StorageError:
+        return StorageError(f"cannot {verb} {self.root}/{path}: in an object store files are put whole")
