@@ -19,7 +19,7 @@ from monitor.save.torch_codecs import decode, encode_into
 from store.encoding import BF16, BF16_INT8, CHUNK, INT8_BLOCK, INT8_SQRT_BLOCK, encoding_named
 from store.encoding.base import Bytes
 from store.encoding.compression import pack_chunk, unpack_chunk
-from store.encoding.stream import chunked, cut
+from store.encoding.stream import chunked, split_chunks
 
 GOAL = 1.0
 """Seconds for a gigabyte of float32: 1 GB/s."""
@@ -165,7 +165,7 @@ def _in_torch(name: str, values: torch.Tensor) -> tuple[Callable[[], object], Ca
 def _encoded(name: str, values: torch.Tensor) -> list[Bytes]:
     encoding = encoding_named(name)
     whole = np.concatenate([encoding.encode(chunk) for chunk in chunked(values.numpy())])
-    return list(cut(whole, encoding, values.numel(), "F32"))
+    return list(split_chunks(whole, encoding, values.numel(), "F32"))
 
 
 def _speed(

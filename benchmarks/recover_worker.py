@@ -19,7 +19,7 @@ from benchmarks.llama import llama_engine, train_step
 from benchmarks.ranks import hand_in
 from monitor.adapters import adapter_for
 from store.catalog import open_catalog
-from store.memory.index import look
+from store.memory.index import scan_node
 from store.memory.layout import Tier
 from store.storage.local import LocalFiles
 
@@ -79,7 +79,7 @@ class Worker:
     def until_kept(self) -> None:
         tier = Tier(self.options.shared, open_catalog(LocalFiles(self.options.store)).store_id)
         until, ranks = time.monotonic() + 60, set(range(dist.get_world_size()))
-        while not any(save.step == KEPT and set(held) == ranks for save, held in look(tier).versions.items()):
+        while not any(save.step == KEPT and set(held) == ranks for save, held in scan_node(tier).versions.items()):
             if time.monotonic() > until:
                 raise RuntimeError(f"no version of step {KEPT} of all ranks in memory after 60 s")
             time.sleep(0.05)

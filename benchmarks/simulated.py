@@ -24,7 +24,7 @@ import monitor  # noqa: E402
 from benchmarks.figures import Figure, report  # noqa: E402
 from deploy.simulate.simulation import (  # noqa: E402
     Limits,
-    Recommended,
+    Recommendation,
     read_trace,
     recommend,
 )
@@ -99,7 +99,7 @@ def compared(name: str, run: Run, share: int, exact: bool) -> list[Figure]:
     ]
 
 
-def best_of(found: Recommended) -> dict[str, float]:
+def best_of(found: Recommendation) -> dict[str, float]:
     """Least expected damage of each family."""
     best: dict[str, float] = {}
     for one in found.tried:

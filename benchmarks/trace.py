@@ -27,8 +27,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import monitor
 from benchmarks.figures import Figure, report
 from monitor.observe.drift_meter import Signature
-from monitor.telemetry.drift_history import Ladder
-from monitor.telemetry.trace import Tracer
+from monitor.telemetry.drift_history import DriftHistory
+from monitor.telemetry.trace import TraceRecorder
 
 WIDTH = 4099
 ANCHORS = 6
@@ -89,7 +89,7 @@ def model(millions: float, count: int, rounds: int, goal: float | None) -> list[
                 checkpointer.step()
                 if turn >= CLIMBED:
                     times[name].append(time.thread_time() - began)
-        memory = next(one for one in on._job.listeners.all if isinstance(one, Tracer)).memory_bytes
+        memory = next(one for one in on._job.listeners.all if isinstance(one, TraceRecorder)).memory_bytes
         on.close()
         off.close()
         written = (path / "on.trace.jsonl").read_bytes().splitlines()
@@ -107,7 +107,7 @@ def model(millions: float, count: int, rounds: int, goal: float | None) -> list[
 
 def ladder(units: int) -> list[Figure]:
     """The part in the training thread that grows with units, not with parameters."""
-    kept = Ladder(ANCHORS, WIDTH)
+    kept = DriftHistory(ANCHORS, WIDTH)
     times = []
     for number in range(2 * CLIMBED):
         found = [Signature(torch.randn(WIDTH), (WIDTH,), True) for _ in range(units)]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from monitor.config.load import Config
 from policies.base import Budget, Choice, Decision, History, Policy, UnitStats
 from policies.bounds import Bounds, bound
-from policies.registry import encoded
+from policies.registry import with_fixed_encoding
 from store.names import RAW, WEIGHTS
 
 
@@ -52,4 +52,4 @@ class TurnsConfig(Config):
     def bounded_policy(self) -> Policy:
         """See :class:`monitor.config.load.Config`."""
         bounds = Bounds(precision="any", interval=self.every)
-        return encoded(bound(MomentsInTurn(self.turns), bounds), self.encodings(), bounds)
+        return with_fixed_encoding(bound(MomentsInTurn(self.turns), bounds), self.encodings(), bounds)

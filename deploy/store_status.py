@@ -62,13 +62,13 @@ def find_save(catalog: Catalog, wanted: str) -> SaveId:
     return found
 
 
-def holder(root: Path) -> int | None:
+def lock_owner(root: Path) -> int | None:
     """Process id of the job of this machine that is using the store, 0 where its id is not known; of a store in a
     bucket nobody can tell."""
     return None if is_url(root) else lock_holder(root)
 
 
-def holder_text(root: Path, pid: int | None) -> str:
+def lock_owner_text(root: Path, pid: int | None) -> str:
     """Who is using the store, in words."""
     if is_url(root):
         return "not known: an object store has no locks, see the newest epoch"
@@ -80,7 +80,7 @@ def holder_text(root: Path, pid: int | None) -> str:
     return "by no process on this machine"
 
 
-def goes_on_at(catalog: Catalog, resolution: Resolution) -> int:
+def resume_step(catalog: Catalog, resolution: Resolution) -> int:
     """The step that a job goes on from which resumes this, by default (``resume: {at: effective}``). Whether the run
     state there is sound, and fits the job, only the resume itself finds out."""
     for save, record in run_saves(resolution, certify(resolution).effective_step).items():
@@ -152,7 +152,7 @@ class StoreStatus:
         return health(resumable=self.resume is not None, damaged=bool(self.problems))
 
 
-def standing(catalog: Catalog, root: Path, *, counted: bool = True) -> StoreStatus:
+def store_status(catalog: Catalog, root: Path, *, counted: bool = True) -> StoreStatus:
     """Of the store at ``root``. counted: add up the bytes of its files.
 
     What a job prunes while this reads is not there any more, and no damage: then all is read again."""
@@ -180,7 +180,7 @@ def _standing(catalog: Catalog, root: Path, *, counted: bool) -> StoreStatus:
         newest=newest,
         epoch=epoch,
         owner=_owner(catalog, epoch, problems),
-        in_use_by=holder(root),
+        in_use_by=lock_owner(root),
         size_bytes=_counted(catalog, root) if counted else 0,
         resume=resume,
         problems=tuple(dict.fromkeys(problems)),
@@ -211,7 +211,7 @@ def _resume(
         save=certificate.save,
         step=certificate.step,
         effective_step=certificate.effective_step,
-        goes_on_at=goes_on_at(catalog, resolution),
+        goes_on_at=resume_step(catalog, resolution),
         exact=certificate.exact,
         max_staleness=certificate.max_staleness,
         max_drift=certificate.max_drift,

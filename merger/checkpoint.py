@@ -203,7 +203,7 @@ def gradient_clipping(config: Any) -> float:
 
 
 @dataclass(frozen=True)
-class Had:
+class HeldSteps:
     """A step, and the layers that brought parameters with it."""
 
     step: float
@@ -216,7 +216,7 @@ class ChosenStep:
 
     param_group: int
     chosen: float
-    had: tuple[Had, ...]
+    had: tuple[HeldSteps, ...]
 
     @property
     def changes(self) -> bool:
@@ -242,7 +242,7 @@ def chosen_steps(found: Iterable[tuple[int, float, Sequence[tuple[str, float]]]]
         for layer, step in steps:
             theirs.setdefault(step, {})[layer] = None
     return tuple(
-        ChosenStep(group, chosen, tuple(Had(step, tuple(layers)) for step, layers in sorted(theirs.items())))
+        ChosenStep(group, chosen, tuple(HeldSteps(step, tuple(layers)) for step, layers in sorted(theirs.items())))
         for (group, chosen), theirs in had.items()
     )
 

@@ -26,7 +26,7 @@ import xxhash
 
 from merger.checkpoint import Checkpoint, RankState
 from merger.io.blocks import Progress
-from merger.io.stream import CHUNK, bytes_to_read, flows
+from merger.io.stream import CHUNK, bytes_to_read, fragment_streams
 from merger.sources import open_source
 from merger.tensors import to_leaf
 from store.catalog import Catalog, open_or_create
@@ -82,7 +82,7 @@ class ImportPlan:
     @cached_property
     def bytes_to_read(self) -> int:
         """Of the source: every block once, mostly."""
-        return bytes_to_read(flows(self._extents(), lambda _: None))
+        return bytes_to_read(fragment_streams(self._extents(), lambda _: None))
 
     def fragments(self, progress: Progress) -> list[StagedFragment]:
         """All tensors, in the order in which they have to be written."""
@@ -97,7 +97,7 @@ class ImportPlan:
                 encoding=RAW,
                 data=flow,
             )
-            for flow in flows(self._extents(), progress)
+            for flow in fragment_streams(self._extents(), progress)
         ]
 
     def _extents(self) -> list[Any]:

@@ -21,10 +21,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from merger.io.blocks import Extent, Flaw, Progress
+from merger.io.blocks import Damage, Extent, Progress
 from merger.io.output_dir import Output, SourceUse, early_writeback
 from merger.io.output_file import Hole, OutFile, OutputError, advice
-from merger.io.transfer import Transferred, check_hole, checksums, in_parallel, plan_transfer, transfer
+from merger.io.transfer import Transferred, check_hole, checksums, plan_transfer, run_parallel, transfer
 from merger.layouts.base import Target
 from merger.plan import MergePlan, Request, default_workers, open_request, plan_merge
 from merger.recipe.model import Recipe
@@ -44,7 +44,7 @@ class _Made:
 
 def produce(
     folder: Path, files: Sequence[OutFile], index: FragmentIndex[Extent], workers: int, progress: Progress
-) -> tuple[int, dict[Flaw, str]]:
+) -> tuple[int, dict[Damage, str]]:
     """Write all files below an empty directory. Returns (bytes written, versions of a store that are not whole).
 
     Where any version is not whole the files are not complete and must be thrown away. Everything is durable on
@@ -81,8 +81,8 @@ def _finish(made: Sequence[_Made], moved: Transferred, workers: int) -> None:
         one.file.container.seal(one.path, crcs)
         checks += [(one, hole, crcs[hole.offset]) for hole in one.holes]
         checks.append((one, None, 0))
-    in_parallel(_sync, made, workers)
-    in_parallel(_check, checks, workers)
+    run_parallel(_sync, made, workers)
+    run_parallel(_check, checks, workers)
 
 
 def _check(what: tuple[_Made, Hole | None, int], stop: threading.Event) -> None:
@@ -225,7 +225,7 @@ class _Attempts:
 
     def __init__(self, sources: OpenSources, request: Request) -> None:
         self._sources, self._request = sources, request
-        self._flaws: set[Flaw] = set()
+        self._flaws: set[Damage] = set()
         self._damage: list[str] = []
         self.plan = plan_merge(sources, request)
 

@@ -14,12 +14,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from merger.checkpoint import Checkpoint
-from merger.io.blocks import Block, Flaw
+from merger.io.blocks import Block, Damage
 from merger.io.output_dir import SourceUse, certificate_file
 from merger.io.output_file import Hole, OutFile
 from merger.io.transfer import TransferPlan, plan_transfer
 from merger.layouts import layout_for
-from merger.layouts.base import Laid, Target
+from merger.layouts.base import LayoutResult, Target
 from merger.recipe.compose import Assembled, assemble
 from merger.recipe.model import Recipe, single
 from merger.recipe.sources import OpenSources, open_sources, raise_all
@@ -71,7 +71,7 @@ class MergePlan:
     """
 
     checkpoint: Checkpoint
-    laid: Laid
+    laid: LayoutResult
     files: tuple[OutFile, ...]
     bytes_to_read: int
     bytes_to_write: int
@@ -127,7 +127,7 @@ def open_request(request: Request) -> OpenSources:
     return opened
 
 
-def plan_merge(sources: OpenSources, request: Request, flaws: Set[Flaw] = frozenset()) -> MergePlan:
+def plan_merge(sources: OpenSources, request: Request, flaws: Set[Damage] = frozenset()) -> MergePlan:
     """The plan. Raises what sources, recipes and layouts raise: NothingToResumeError, ConfigError, MergeError,
     UnsupportedError.
     """
@@ -159,7 +159,7 @@ def default_workers() -> int:
     return min(8, len(os.sched_getaffinity(0)))
 
 
-def _draft(sources: OpenSources, request: Request, flaws: Set[Flaw] = frozenset()) -> Draft:
+def _draft(sources: OpenSources, request: Request, flaws: Set[Damage] = frozenset()) -> Draft:
     target = _target(request)
     assembled = assemble(sources, flaws, weights_only=target.layout == "hf")
     errors = list(assembled.errors)

@@ -28,12 +28,12 @@ from monitor.adapters import adapter_for
 from monitor.adapters.frozen import WithoutFrozen
 from monitor.checkpointer import Checkpointer
 from monitor.config.load import Config, load_config
-from monitor.context import Job
-from monitor.daemon_client import DaemonLink
-from monitor.decide.budget_tracker import Spending
-from monitor.decide.schedule import pace_for
+from monitor.context import JobContext
+from monitor.daemon_client import DaemonClient
+from monitor.decide.budget_tracker import BudgetTracker
+from monitor.decide.schedule import schedule_for
 from monitor.decide.statistics import unit_stats
-from monitor.distributed import Group, current_group, everywhere, on_first
+from monitor.distributed import Group, current_group, run_on_all_ranks, run_on_rank0
 from monitor.events import Listeners
 from monitor.huggingface.accelerator import is_accelerator, prepared
 from monitor.ledger import Ledger
@@ -42,12 +42,12 @@ from monitor.observe.drift_meter import BySlotMeter
 from monitor.observe.layers import find_layers
 from monitor.observe.units import UnitTable
 from monitor.run_state import UserState, to_tree
-from monitor.save.store_session import open_existing, open_store
-from monitor.telemetry.log import SaveLog, say
+from monitor.save.store_session import open_existing_store, open_store
+from monitor.telemetry.log import SaveLog, log_startup
 from monitor.telemetry.metrics import Metrics
-from monitor.telemetry.trace import TracedJob, Tracer, plain
+from monitor.telemetry.trace import TracedJob, TraceRecorder, plain
 from policies.builtin import Observe
-from policies.conformance import rehearse
+from policies.conformance import check_before_training
 from store.encoding import encoding_named
 from store.errors import ConfigError
 from store.location import mount_of
@@ -55,14 +55,14 @@ from store.location import mount_of
 _KEYS = ("every", "auto", "bounds", "budget", "resume", "layers", "encoding", "frozen", "preemption")
 
 
-def require_alike(job: Job) -> None:
+def check_same_config(job: JobContext) -> None:
     """Raises ConfigError, on all ranks, where one is set otherwise than rank 0."""
     mine = _settings(job)
-    first: Mapping[str, Any] = job.group.from_first(mine)
-    everywhere(job.group, lambda: _require(mine, first))
+    first: Mapping[str, Any] = job.group.broadcast(mine)
+    run_on_all_ranks(job.group, lambda: _require(mine, first))
 
 
-def _settings(job: Job) -> dict[str, Any]:
+def _settings(job: JobContext) -> dict[str, Any]:
     """A policy's parameters matter on rank 0 only, and may be anything; a path to it may differ between machines."""
     settings = plain(job.config.model_dump(include={*_KEYS}))
     settings["memory"] = plain(job.config.memory.model_dump(include={"enabled", "every", "versions", "peers"}))
@@ -83,7 +83,7 @@ _FILE = "driftpoint.yaml"
 """What the command line takes where it is told nothing else."""
 
 
-def banner(job: Job, metrics: Metrics, *, has_commits: bool, unset: bool) -> str:
+def startup_message(job: JobContext, metrics: Metrics, *, has_commits: bool, unset: bool) -> str:
     """What is saved where and when, where to look, and what a resume finds. unset: no configuration was given."""
     config = job.config
     parts = [_what(job), *_besides(config), _metrics(job.config, metrics)]
@@ -111,7 +111,7 @@ def shortened(count: int) -> str:
     return f"{value:.3g}{unit}"
 
 
-def _what(job: Job) -> str:
+def _what(job: JobContext) -> str:
     config, count = job.config, len(job.table.layers)
     layers = "1 layer" if count == 1 else f"{count} layers"
     parameters = f"{_parameters(job)} parameters"
@@ -122,13 +122,13 @@ def _what(job: Job) -> str:
     return f"saving {chosen} to {_store(config)}, {_every(config)}"
 
 
-def _parameters(job: Job) -> str:
+def _parameters(job: JobContext) -> str:
     """Tied ones count once, buffers not at all."""
     count = sum(math.prod(info.shape) for info in job.adapter.tensors().values() if info.kind != "buffer")
     return shortened(count)
 
 
-def _exactness(job: Job) -> str:
+def _exactness(job: JobContext) -> str:
     lossy = sorted({name for name in job.config.encodings().values() if not encoding_named(name).lossless})
     if lossy:
         return f"not exact: rounded to {', '.join(lossy)}"
@@ -161,16 +161,18 @@ def _metrics(config: Config, metrics: Metrics) -> str:
     return f"metrics at {metrics.url}"
 
 
-def rehearse_policy(job: Job) -> None:
+def check_policy(job: JobContext) -> None:
     """Raises ConfigError, on all ranks, where the policy fails on what this job is going to show it."""
     table = UnitTable(job.adapter, job.table.layers, job.group)  # the job's own learns its units at the first decision
     table.agree(table.local())
 
     def rehearsed() -> None:
         measured = job.policy.needs_drift or job.observing
-        rehearse(job.policy, unit_stats(table, Ledger(), 0, {}), measured=measured, limited=job.config.budget.limited)
+        check_before_training(
+            job.policy, unit_stats(table, Ledger(), 0, {}), measured=measured, limited=job.config.budget.limited
+        )
 
-    on_first(job.group, rehearsed)
+    run_on_rank0(job.group, rehearsed)
 
 
 def attach(
@@ -206,16 +208,16 @@ def attach_counted(
     """:func:`attach`, for loops that count themselves. steps: optimizer steps taken so far, where the framework does
     not count them; None: every ``ckpt.step()`` is one."""
     group = current_group()
-    made = everywhere(group, lambda: _job(target, config, state, group, steps))
+    made = run_on_all_ranks(group, lambda: _job(target, config, state, group, steps))
     job, metrics = made.job, made.metrics
-    require_alike(job)
+    check_same_config(job)
     if isinstance(job.adapter, WithoutFrozen):
         job.adapter.agree(group)
-    rehearse_policy(job)
+    check_policy(job)
     settings = job.config
     options = settings.s3.options()
     if job.observing:
-        catalog = open_existing(settings.store, group, options)
+        catalog = open_existing_store(settings.store, group, options)
         return _told(Checkpointer(job, metrics, made.spending, None, catalog), job, False, config is None)
     opened = open_store(settings.store, group, settings.timeouts.lock, settings.every == "auto", options)
     if opened.incarnation is not None:
@@ -224,17 +226,17 @@ def attach_counted(
     return _told(ckpt, job, opened.has_commits, config is None)
 
 
-def _told(made: Checkpointer, job: Job, has_commits: bool, unset: bool) -> Checkpointer:
+def _told(made: Checkpointer, job: JobContext, has_commits: bool, unset: bool) -> Checkpointer:
     if job.group.rank == 0:
-        say(banner(job, made.metrics, has_commits=has_commits, unset=unset))
+        log_startup(startup_message(job, made.metrics, has_commits=has_commits, unset=unset))
     return made
 
 
 @dataclass(frozen=True)
 class _Made:
-    job: Job
+    job: JobContext
     metrics: Metrics
-    spending: Spending
+    spending: BudgetTracker
 
 
 def _job(
@@ -260,10 +262,10 @@ def _job(
     observing = isinstance(policy, Observe)
     inner = policy.inner if isinstance(policy, Observe) else policy
     metrics = Metrics(settings.metrics.layer_series, group.rank)
-    spending = Spending(settings.budget.account(), metrics)
-    tracer = Tracer(settings, TracedJob(adapter.framework, inner.name, observing), group, table, metrics)
-    pace = pace_for(settings.every, settings.auto, settings.bounds.max_staleness, group.world_size, metrics)
-    daemon = DaemonLink(settings.daemon, settings.memory.path, metrics, settings.metrics.security())
+    spending = BudgetTracker(settings.budget.account(), metrics)
+    tracer = TraceRecorder(settings, TracedJob(adapter.framework, inner.name, observing), group, table, metrics)
+    pace = schedule_for(settings.every, settings.auto, settings.bounds.max_staleness, group.world_size, metrics)
+    daemon = DaemonClient(settings.daemon, settings.memory.path, metrics, settings.metrics.security())
     listeners = Listeners(spending, pace, metrics, SaveLog(settings, group.rank), tracer, daemon)
-    job = Job(settings, inner, group, adapter, table, meter, user, pace, listeners, observing, steps)
+    job = JobContext(settings, inner, group, adapter, table, meter, user, pace, listeners, observing, steps)
     return _Made(job, metrics, spending)

@@ -1,6 +1,7 @@
 """The one background thread that does a rank's slow work: segments, commits, pruning, marks.
 
-One job at a time, in order. The training thread submits and asks; it never waits except in :meth:`Writer.join`.
+One job at a time, in order. The training thread submits and asks; it never waits except in
+:meth:`BackgroundWorker.join`.
 The thread is a daemon: a storage that hangs cannot keep the process from ending. What a job raises is kept and
 handed to the training thread, nothing is swallowed.
 """
@@ -21,7 +22,7 @@ _LAST = 2.0
 
 
 @dataclass(frozen=True)
-class Done(Generic[T]):
+class TaskResult(Generic[T]):
     """A finished job, by its number: its result, or what it raised."""
 
     number: int
@@ -29,12 +30,12 @@ class Done(Generic[T]):
     error: BaseException | None
 
 
-class Writer(Generic[T]):
+class BackgroundWorker(Generic[T]):
     """Runs jobs beside training."""
 
     def __init__(self, name: str) -> None:
         self._jobs: queue.SimpleQueue[tuple[int, Callable[[], T]] | None] = queue.SimpleQueue()
-        self._finished: queue.SimpleQueue[Done[T]] = queue.SimpleQueue()
+        self._finished: queue.SimpleQueue[TaskResult[T]] = queue.SimpleQueue()
         self._lock = threading.Condition()
         self._open: set[int] = set()
         self._last = 0
@@ -55,7 +56,7 @@ class Writer(Generic[T]):
         self._jobs.put((number, job))
         return number
 
-    def finished(self) -> list[Done[T]]:
+    def finished(self) -> list[TaskResult[T]]:
         """What finished since the last call, in order."""
         done = []
         while True:
@@ -87,9 +88,9 @@ class Writer(Generic[T]):
         while (item := self._jobs.get()) is not None:
             number, job = item
             try:
-                done = Done(number, job(), None)
+                done = TaskResult(number, job(), None)
             except BaseException as error:  # noqa: BLE001 - the thread's edge: kept for the training thread
-                done = Done(number, None, error)
+                done = TaskResult(number, None, error)
             self._finished.put(done)
             with self._lock:
                 self._open.discard(number)

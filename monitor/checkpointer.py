@@ -19,21 +19,21 @@ from dataclasses import replace
 from functools import partial
 from types import TracebackType
 
-from monitor.context import Job
-from monitor.decide.budget_tracker import Spending
+from monitor.context import JobContext
+from monitor.decide.budget_tracker import BudgetTracker
 from monitor.decide.decider import Decider
-from monitor.distributed import said
+from monitor.distributed import collect_messages
 from monitor.events import AttachEvent, DecisionEvent, MeasuredEvent, ResumeEvent
 from monitor.memory.tier import memory_tier
 from monitor.observe.units import LocalUnit, Surveyor
-from monitor.preemption import LastSaves, Preemption
-from monitor.resume.read import Room
-from monitor.resume.resume import Resumed, adopt, certified, resume, resumed
-from monitor.save.dry_run import Observer
+from monitor.preemption import FinalSave, Preemption
+from monitor.resume.read import ReadBuffers
+from monitor.resume.resume import ResumeResult, build_certificate, reset_ledger, resume, resumed
+from monitor.save.dry_run import DryRunSaver
 from monitor.save.saver import Saver
-from monitor.save.store_session import OpenedStore
+from monitor.save.store_session import StoreSession
 from monitor.telemetry.metrics import Metrics
-from monitor.types import Decided, Demand, Preempted, StepReport
+from monitor.types import DecisionResult, Preempted, SaveRequest, StepReport
 from store.catalog import Catalog
 from store.certificate import Certificate
 from store.commit import mark_proven
@@ -48,7 +48,12 @@ class Checkpointer:
     """Made by :func:`monitor.attach`. Usable as a context manager, which closes it."""
 
     def __init__(
-        self, job: Job, metrics: Metrics, spending: Spending, opened: OpenedStore | None, catalog: Catalog | None
+        self,
+        job: JobContext,
+        metrics: Metrics,
+        spending: BudgetTracker,
+        opened: StoreSession | None,
+        catalog: Catalog | None,
     ) -> None:
         self.config = job.config
         self.metrics = metrics
@@ -65,12 +70,12 @@ class Checkpointer:
         self._listeners = job.listeners
         self._pace = job.pace
         saver = None if opened is None else Saver(job, opened)
-        self._saver: Saver | Observer = saver or Observer(job)
+        self._saver: Saver | DryRunSaver = saver or DryRunSaver(job)
         self._saver.reserve(job.table.local())
         self._memory = memory_tier(job, opened, saver)
         self._surveyor = Surveyor(job.adapter, job.table)
         self._step = job.completed_steps() or 0
-        self._resumed: Resumed | None = None
+        self._resumed: ResumeResult | None = None
         self._asked_to_resume = False
         self._updates = 0
         job.adapter.before_update(self._count_update)
@@ -81,7 +86,7 @@ class Checkpointer:
         self._preemption = Preemption(job.config.preemption, job.group, active=opened is not None)
         self._attached(opened)
 
-    def _attached(self, opened: OpenedStore | None) -> None:
+    def _attached(self, opened: StoreSession | None) -> None:
         """Tell the listeners, and serve the metrics. Collective."""
         self._listeners.on_attach(
             AttachEvent(
@@ -107,7 +112,7 @@ class Checkpointer:
         return self._group.rank
 
     @property
-    def resumed(self) -> Resumed | None:
+    def resumed(self) -> ResumeResult | None:
         """What the job was brought back to, in full; see ``certificate`` for what to tell of it."""
         return self._resumed
 
@@ -132,7 +137,7 @@ class Checkpointer:
             self.flush()
             self._saver.settle(self._step, False)
         job, found = self._job, None
-        room = Room(self._saver.lend(job.table.local()))
+        room = ReadBuffers(self._saver.lend(job.table.local()))
         if self._catalog is not None:
             remembered = self._memory.find(self._catalog) if memory and self._memory is not None else None
             live = partial(resume, adapter=job.adapter, group=self._group, user=job.user, room=room)
@@ -148,13 +153,13 @@ class Checkpointer:
             self._memory.begin(job.table.local(), None if found is None else found.memory)
         return self._step
 
-    def _stand_on(self, found: Resumed, catalog: Catalog) -> None:
+    def _stand_on(self, found: ResumeResult, catalog: Catalog) -> None:
         """The job is what was resumed: count from there, and measure from there."""
         self._resumed = found
         self._saver.went_back()
         self._step = found.onward.save.step
-        self.certificate = certified(found)
-        adopt(self._job, catalog, found, self._step)
+        self.certificate = build_certificate(found)
+        reset_ledger(self._job, catalog, found, self._step)
         for unit, part in self._job.table.local().items():
             if unit in found.resolution.versions:
                 self._job.meter.reset(unit, part.tensors)
@@ -205,11 +210,11 @@ class Checkpointer:
         self._step = self._job.completed_steps() or self._step
         self.flush()
         with self._job.adapter.still():
-            report = self._decide(time.perf_counter(), Demand("asked for by save()"))
+            report = self._decide(time.perf_counter(), SaveRequest("asked for by save()"))
         if wait:
             self.flush()
             self._saver.settle(self._step, False)
-            if self._group.largest([self._saver.failed])[0]:
+            if self._group.all_reduce_max([self._saver.failed])[0]:
                 return replace(report, skipped="failed", saved={})
         return report
 
@@ -271,7 +276,7 @@ class Checkpointer:
     def _leave(self) -> StepReport:
         """The last step: save what time allows. Where the process is to end, it ends in time whatever happens."""
         assert isinstance(self._saver, Saver)  # nothing is heeded where nothing is saved
-        last = LastSaves(
+        last = FinalSave(
             self._job,
             self._saver,
             self._step,
@@ -334,14 +339,14 @@ class Checkpointer:
                 "marking the commit proven",
             )
 
-    def _decide(self, began: float, demand: Demand | None) -> StepReport:
+    def _decide(self, began: float, demand: SaveRequest | None) -> StepReport:
         survey = self._surveyor.survey(stepped=demand is None)
         local, trouble = survey.local, survey.trouble is not None
         settled = self._saver.settle(self._step, not trouble and self._job.table.changed(local), trouble)
         if settled.skip is not None:
             if demand is None:
                 self._pace.put_off(self._step, busy=settled.skip == "busy")
-            problem = said(self._group, survey.trouble) if settled.skip == "unsupported" else None
+            problem = collect_messages(self._group, survey.trouble) if settled.skip == "unsupported" else None
             return self._skipped(settled.skip, began, None, problem)
         if settled.changed:
             self._agree(local)
@@ -383,11 +388,13 @@ class Checkpointer:
                 self._job.meter.reset(unit, local[unit].tensors)
         self._listeners.on_units_changed(local)
 
-    def _skipped(self, reason: str, began: float, decided: Decided | None, problem: str | None = None) -> StepReport:
+    def _skipped(
+        self, reason: str, began: float, decided: DecisionResult | None, problem: str | None = None
+    ) -> StepReport:
         return replace(self._report(reason, began, decided, 0, problem), problem=problem)
 
     def _report(
-        self, skipped: str | None, began: float, decided: Decided | None, staged: int, problem: str | None = None
+        self, skipped: str | None, began: float, decided: DecisionResult | None, staged: int, problem: str | None = None
     ) -> StepReport:
         stall = time.perf_counter() - began
         why = None if skipped == "observe" else skipped

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from monitor.adapters.base import Adapter
 from monitor.config.load import Config
-from monitor.decide.schedule import Pace
+from monitor.decide.schedule import Schedule
 from monitor.distributed import Group
 from monitor.events import Listeners
 from monitor.ledger import Ledger
@@ -18,7 +18,7 @@ from policies.base import Policy
 
 
 @dataclass(frozen=True)
-class Job:
+class JobContext:
     """The parts of one rank. ``ledger`` is kept on rank 0 (and after a resume stands alike everywhere).
 
     pace: says on every rank when to decide. listeners: what follows the job, see :mod:`monitor.events`.
@@ -32,7 +32,7 @@ class Job:
     table: UnitTable
     meter: DriftMeter
     user: UserState
-    pace: Pace
+    pace: Schedule
     listeners: Listeners
     observing: bool = False
     steps: Callable[[], int] | None = None

@@ -28,16 +28,16 @@ from monitor.events import AttachEvent, CommitEvent, MemoryEvent, SaveListener
 from monitor.telemetry.metrics import Metrics
 from store.daemon_protocol import (
     LINE_LIMIT,
-    Bye,
-    Hello,
-    Leaving,
     Message,
-    Note,
     Refused,
-    connected,
-    heard_from_daemon,
+    Register,
+    ShuttingDown,
+    StatusUpdate,
+    Unregister,
+    connect,
     log_path,
     make_home,
+    parse_daemon_message,
     to_line,
 )
 from store.errors import DaemonError, DriftpointError, StorageError
@@ -81,11 +81,11 @@ class _EndedError(Exception):
 class _News:
     """What is to be told. goodbye: and then nothing more."""
 
-    note: Note
-    goodbye: Bye | None
+    note: StatusUpdate
+    goodbye: Unregister | None
 
 
-class DaemonLink(SaveListener):
+class DaemonClient(SaveListener):
     """Of one rank. Does nothing before the job is attached, or if the settings want no daemon. base: of shared memory.
     security: of the metrics endpoint of a daemon that it starts."""
 
@@ -97,10 +97,10 @@ class DaemonLink(SaveListener):
         self._pid = os.getpid()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
-        self._note, self._fresh = Note(), False
-        self._goodbye: Bye | None = None
+        self._note, self._fresh = StatusUpdate(), False
+        self._goodbye: Unregister | None = None
         self._wake = -1
-        self._hello: Hello | None = None
+        self._hello: Register | None = None
         self._starter = _Starter(self._base, settings, security or EndpointSecurity())
         self._may_start = settings.start
         self._told = ""
@@ -109,7 +109,7 @@ class DaemonLink(SaveListener):
     def on_attach(self, event: AttachEvent) -> None:
         if not self._settings.enabled or event.store_id is None or self._thread is not None:
             return
-        self._hello = Hello(
+        self._hello = Register(
             pid=self._pid,
             rank=event.rank,
             world_size=event.world_size,
@@ -137,11 +137,11 @@ class DaemonLink(SaveListener):
         if self._thread is None or os.getpid() != self._pid:
             return
         with self._lock:
-            self._goodbye = self._goodbye or Bye(clean=clean)
+            self._goodbye = self._goodbye or Unregister(clean=clean)
         self._ring()
         self._thread.join(_LAST)
 
-    def _tell(self, change: Callable[[Note], Note]) -> None:
+    def _tell(self, change: Callable[[StatusUpdate], StatusUpdate]) -> None:
         if self._thread is None or os.getpid() != self._pid:
             return
         with self._lock:
@@ -185,7 +185,7 @@ class DaemonLink(SaveListener):
 
     def _connected(self) -> socket.socket:
         try:
-            return connected(self._base, _CONNECTING)
+            return connect(self._base, _CONNECTING)
         except DaemonError:
             if not self._may_start or not self._starter.may_start():
                 raise
@@ -225,11 +225,11 @@ class DaemonLink(SaveListener):
                 "the daemon of this node is gone: what is in memory is not written if this job dies now, saves go on"
             )
         for line in lines.of(data):
-            said = heard_from_daemon(line)
+            said = parse_daemon_message(line)
             if isinstance(said, Refused):
                 self._may_start = False
                 raise _EndedError(f"the daemon of this node refused this job: {said.why}")
-            if isinstance(said, Leaving):
+            if isinstance(said, ShuttingDown):
                 self._may_start = False  # somebody asked it to, or nobody needs it
                 raise _EndedError(f"the daemon of this node (process {said.pid}) was asked to end: no other is started")
 
@@ -337,7 +337,7 @@ class _Starter:
         deadline = time.monotonic() + _STARTING
         while True:
             try:
-                return connected(self._base, _CONNECTING)
+                return connect(self._base, _CONNECTING)
             except DaemonError as error:
                 code = None if process is None else process.poll()
                 if code is not None or time.monotonic() >= deadline or ended():

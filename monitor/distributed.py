@@ -36,73 +36,73 @@ class Group(Protocol):
     rank: int
     world_size: int
 
-    def largest(self, values: Sequence[int]) -> list[int]:
+    def all_reduce_max(self, values: Sequence[int]) -> list[int]:
         """Element-wise maximum over ranks."""
         ...
 
-    def total(self, values: torch.Tensor) -> torch.Tensor:
+    def all_reduce_sum(self, values: torch.Tensor) -> torch.Tensor:
         """Element-wise sum over ranks of a float64 tensor."""
         ...
 
-    def from_first(self, value: Any) -> Any:
+    def broadcast(self, value: Any) -> Any:
         """Rank 0's value, on every rank. Plain data only."""
         ...
 
-    def gather(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any) -> list[Any]:
         """Every rank's value, on every rank, in rank order. Plain data only."""
         ...
 
-    def relay(self) -> Relay:
+    def async_flag(self) -> AsyncFlag:
         """A new one; collective."""
         ...
 
 
-class Relay(Protocol):
+class AsyncFlag(Protocol):
     """Passes a flag on from one call to the next, over all ranks."""
 
-    def swap(self, flag: bool) -> bool:
+    def exchange(self, flag: bool) -> bool:
         """Whether any rank gave True in the call before; then ``flag`` is not sent. Every rank calls it equally often.
 
         Waits for ranks that have not made the call before, and for none that has. RuntimeError where one is gone."""
         ...
 
 
-class Alone:
+class SingleProcessGroup:
     """A job of one process."""
 
     rank = 0
     world_size = 1
 
-    def largest(self, values: Sequence[int]) -> list[int]:
+    def all_reduce_max(self, values: Sequence[int]) -> list[int]:
         """See :class:`Group`."""
         return list(values)
 
-    def total(self, values: torch.Tensor) -> torch.Tensor:
+    def all_reduce_sum(self, values: torch.Tensor) -> torch.Tensor:
         """See :class:`Group`."""
         return values
 
-    def from_first(self, value: Any) -> Any:
+    def broadcast(self, value: Any) -> Any:
         """See :class:`Group`."""
         return value
 
-    def gather(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any) -> list[Any]:
         """See :class:`Group`."""
         return [value]
 
-    def relay(self) -> Relay:
+    def async_flag(self) -> AsyncFlag:
         """See :class:`Group`."""
-        return _Direct()
+        return _ImmediateFlag()
 
 
-class _Direct:
+class _ImmediateFlag:
     """There is nobody to wait for."""
 
-    def swap(self, flag: bool) -> bool:
-        """See :class:`Relay`."""
+    def exchange(self, flag: bool) -> bool:
+        """See :class:`AsyncFlag`."""
         return flag
 
 
-class Gloo:
+class GlooGroup:
     """All ranks of the default process group, over gloo. Making one is collective."""
 
     def __init__(self) -> None:
@@ -110,36 +110,36 @@ class Gloo:
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
 
-    def largest(self, values: Sequence[int]) -> list[int]:
+    def all_reduce_max(self, values: Sequence[int]) -> list[int]:
         """See :class:`Group`."""
         tensor = torch.tensor(list(values), dtype=torch.int64)
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group)
         return [int(value) for value in tensor.tolist()]
 
-    def total(self, values: torch.Tensor) -> torch.Tensor:
+    def all_reduce_sum(self, values: torch.Tensor) -> torch.Tensor:
         """See :class:`Group`."""
         summed = values.to(torch.float64).clone()
         dist.all_reduce(summed, op=dist.ReduceOp.SUM, group=self._group)
         return summed
 
-    def from_first(self, value: Any) -> Any:
+    def broadcast(self, value: Any) -> Any:
         """See :class:`Group`."""
         box = [value]
         dist.broadcast_object_list(box, src=0, group=self._group)
         return box[0]
 
-    def gather(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any) -> list[Any]:
         """See :class:`Group`."""
         boxes: list[Any] = [None] * self.world_size
         dist.all_gather_object(boxes, value, group=self._group)
         return boxes
 
-    def relay(self) -> Relay:
+    def async_flag(self) -> AsyncFlag:
         """See :class:`Group`. It has a process group of its own: its reductions outlast calls."""
-        return _GlooRelay()
+        return _GlooAsyncFlag()
 
 
-class _GlooRelay:
+class _GlooAsyncFlag:
     """One reduction under way between two calls."""
 
     def __init__(self) -> None:
@@ -147,8 +147,8 @@ class _GlooRelay:
         self._flag = torch.zeros(1, dtype=torch.int64)
         self._work: dist.Work | None = None
 
-    def swap(self, flag: bool) -> bool:
-        """See :class:`Relay`."""
+    def exchange(self, flag: bool) -> bool:
+        """See :class:`AsyncFlag`."""
         if self._work is not None:
             self._work.wait()
             if int(self._flag.item()):
@@ -162,14 +162,14 @@ class _GlooRelay:
 def current_group() -> Group:
     """The ranks of this job: those of the default process group, or this process alone."""
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        return Gloo()
-    return Alone()
+        return GlooGroup()
+    return SingleProcessGroup()
 
 
 T = TypeVar("T")
 
 
-def everywhere(group: Group, action: Callable[[], T]) -> T:
+def run_on_all_ranks(group: Group, action: Callable[[], T]) -> T:
     """The action's result on this rank, once it succeeded on every rank. Else an error on every rank."""
     result: T | None = None
     mine: Exception | None = None
@@ -177,7 +177,7 @@ def everywhere(group: Group, action: Callable[[], T]) -> T:
         result = action()
     except Exception as error:  # noqa: BLE001 - this rank's edge: raised again once the others know
         mine = error
-    told = group.gather(None if mine is None else _packed(mine))
+    told = group.all_gather(None if mine is None else _packed(mine))
     if mine is not None:
         raise mine
     failed = [(rank, packed) for rank, packed in enumerate(told) if packed is not None]
@@ -187,7 +187,7 @@ def everywhere(group: Group, action: Callable[[], T]) -> T:
     return result  # type: ignore[return-value]
 
 
-def on_first(group: Group, action: Callable[[], T]) -> T:
+def run_on_rank0(group: Group, action: Callable[[], T]) -> T:
     """Rank 0's result on every rank, or rank 0's error on every rank. The result must be plain data."""
     packed: tuple[T | None, tuple[str, str] | None] = (None, None)
     mine: Exception | None = None
@@ -197,7 +197,7 @@ def on_first(group: Group, action: Callable[[], T]) -> T:
         except Exception as error:  # noqa: BLE001 - this rank's edge: raised again once the others know
             mine = error
             packed = (None, _packed(error))
-    result, failed = group.from_first(packed)
+    result, failed = group.broadcast(packed)
     if mine is not None:
         raise mine
     if failed is not None:
@@ -205,10 +205,10 @@ def on_first(group: Group, action: Callable[[], T]) -> T:
     return result  # type: ignore[no-any-return]
 
 
-def said(group: Group, mine: str | None) -> str:
+def collect_messages(group: Group, mine: str | None) -> str:
     """What any rank has to say, and which; collective. Alike on all of them, most of the time."""
     told: dict[str, int] = {}
-    for rank, text in enumerate(group.gather(mine)):
+    for rank, text in enumerate(group.all_gather(mine)):
         if text is not None:
             told.setdefault(text, rank)
     return "; ".join(f"rank {rank}: {text}" if group.world_size > 1 else text for text, rank in told.items())
@@ -225,12 +225,12 @@ def _unpacked(kind: str, message: str) -> DriftpointError:
     return found(message) if known else DriftpointError(message)
 
 
-def node_name(tier: Tier) -> str:
+def node_id(tier: Tier) -> str:
     """Alike for ranks that share memory, and for no others."""
-    return f"{socket.gethostname()} {machine_name()} {tier.folder} {_mount(tier)}"
+    return f"{socket.gethostname()} {machine_id()} {tier.folder} {_mount(tier)}"
 
 
-def machine_name() -> str:
+def machine_id() -> str:
     """Alike for all that is lost when a machine is, and for nothing else; empty where that cannot be told."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from monitor.ledger import Drawn
+from monitor.ledger import PreparedCommit
 from monitor.observe.drift_meter import Signature
 from monitor.observe.units import LocalUnit, UnitSize
-from monitor.types import Decided, Sizes
+from monitor.types import DecisionResult, Sizes
 from store.certificate import Certificate
 from store.errors import DriftpointError
 from store.names import SaveId, Unit
@@ -36,7 +36,7 @@ class MeasuredEvent:
     """The units as a decision saw them. sizes: all units of the job. committed: units that have a version."""
 
     step: int
-    decided: Decided
+    decided: DecisionResult
     sizes: Mapping[Unit, UnitSize]
     committed: Collection[Unit]
 
@@ -51,7 +51,7 @@ class DecisionEvent:
     skipped: str | None
     problem: str | None
     stall: float
-    decided: Decided | None
+    decided: DecisionResult | None
     commits: int
 
 
@@ -60,7 +60,7 @@ class SaveBeginEvent:
     """A save begins. first: the store has no commit yet. dry_run: where nothing is written, the units it would hold."""
 
     step: int
-    decided: Decided
+    decided: DecisionResult
     sizes: Mapping[Unit, UnitSize]
     first: bool
     dry_run: Sizes | None = None
@@ -75,7 +75,7 @@ class SaveBeginEvent:
 class CommitEvent:
     """A save is committed, ``seconds`` after it began. staleness: of the units in ``drawn.drift``, before it."""
 
-    drawn: Drawn
+    drawn: PreparedCommit
     seconds: float
     written_bytes: int  # payload over all ranks
     staleness: Mapping[Unit, int | None]

@@ -62,7 +62,7 @@ class CommitDraft:
 
 
 @dataclass(frozen=True)
-class Drawn:
+class PreparedCommit:
     """A manifest ready to be committed; units that the health gate held back; drift of each unit as staged."""
 
     manifest: ManifestRecord
@@ -128,7 +128,7 @@ class Ledger:
         }
 
 
-def draw(draft: CommitDraft, group: Group) -> Drawn:
+def build_manifest(draft: CommitDraft, group: Group) -> PreparedCommit:
     """The manifest that commits a complete segment group.
 
     SaveError or DamagedError where the segments do not hold exactly what was decided, or where a unit would be
@@ -167,7 +167,7 @@ def draw(draft: CommitDraft, group: Group) -> Drawn:
         groups=groups,
         units=tuple(units),
     )
-    return Drawn(manifest, dropped, drift)
+    return PreparedCommit(manifest, dropped, drift)
 
 
 def _unit_record(

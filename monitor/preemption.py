@@ -42,12 +42,12 @@ from types import FrameType
 from typing import Any
 
 from monitor.config.schema import PreemptionSettings
-from monitor.context import Job
-from monitor.distributed import Group, Relay
+from monitor.context import JobContext
+from monitor.distributed import AsyncFlag, Group
 from monitor.events import PreemptedEvent
 from monitor.observe.units import is_moving
 from monitor.save.saver import Saver
-from monitor.types import Demand, StepReport
+from monitor.types import SaveRequest, StepReport
 from policies.base import Choice
 from store.certificate import is_lossy
 from store.errors import PREEMPTED, ConfigError
@@ -62,7 +62,7 @@ pass it on."""
 _DEFAULTS = (signal.SIG_DFL, signal.default_int_handler)
 
 
-class Announced:
+class SignalWatcher:
     """Listens for these signals until it is closed. ``clock``: seconds, never going back."""
 
     def __init__(self, names: Sequence[str], clock: Callable[[], float] = time.monotonic) -> None:
@@ -117,7 +117,7 @@ class Announced:
 class _Handler:
     """One signal's. It holds no more than a weak reference: a checkpointer that was dropped listens no more."""
 
-    def __init__(self, owner: Announced, number: signal.Signals, previous: Any) -> None:
+    def __init__(self, owner: SignalWatcher, number: signal.Signals, previous: Any) -> None:
         self._owner = weakref.ref(owner)
         self._number = number
         self._previous = previous
@@ -207,8 +207,8 @@ class Preemption:
         self._settings = settings
         self._group = group
         self._active = active and bool(settings.signals)
-        self._relay: Relay | None = group.relay() if self._active else None
-        self._announced = Announced(settings.signals if self._active else ())
+        self._relay: AsyncFlag | None = group.async_flag() if self._active else None
+        self._announced = SignalWatcher(settings.signals if self._active else ())
 
     def preempt(self) -> None:
         """See :meth:`monitor.Checkpointer.preempt`."""
@@ -224,7 +224,7 @@ class Preemption:
         if self._relay is None:
             return False
         try:
-            found = self._relay.swap(self._announced.first is not None)
+            found = self._relay.exchange(self._announced.first is not None)
         except RuntimeError as error:  # what torch raises where another rank is gone
             self._relay = None
             _log.warning("preemption: the ranks cannot agree any more, signals are not heeded from now on: %s", error)
@@ -238,7 +238,7 @@ class Preemption:
         first = self._announced.first
         passed = 0.0 if first is None else time.monotonic() - first
         with suppress(RuntimeError):  # another rank is gone; whoever needs it will find out
-            passed = self._group.largest([int(1e6 * passed)])[0] / 1e6
+            passed = self._group.all_reduce_max([int(1e6 * passed)])[0] / 1e6
         return deadline(self._settings.grace_seconds, passed)
 
     def close(self, leaving: bool) -> None:
@@ -258,15 +258,15 @@ _ROUNDS = 8
 
 
 @dataclass
-class LastSaves:
+class FinalSave:
     """Of one job, at ``step``. decide: measures, decides and begins a save; ``save`` and ``saver`` are its.
 
     affordable: bytes that are expected to become durable in so many seconds, on rank 0."""
 
-    job: Job
+    job: JobContext
     saver: Saver
     step: int
-    decide: Callable[[Demand], StepReport]
+    decide: Callable[[SaveRequest], StepReport]
     affordable: Callable[[float], float]
 
     def make(self, deadline: Deadline) -> StepReport:
@@ -279,7 +279,7 @@ class LastSaves:
         return StepReport(self.step, "failed", saved={}, preempted=True)
 
     def _made(self, deadline: Deadline) -> StepReport:
-        demand = Demand("preempted", lambda: self.affordable(deadline.left))
+        demand = SaveRequest("preempted", lambda: self.affordable(deadline.left))
         saved: dict[Unit, Choice] = {}
         self.saver.wait(deadline.left)
         report = self._one(demand, deadline, saved)
@@ -290,20 +290,20 @@ class LastSaves:
             self.job.listeners.on_preempted(self._outcome(deadline.passed, report.skipped))
         return replace(first, saved=saved, preempted=True)
 
-    def _one(self, demand: Demand, deadline: Deadline, saved: dict[Unit, Choice]) -> StepReport:
+    def _one(self, demand: SaveRequest, deadline: Deadline, saved: dict[Unit, Choice]) -> StepReport:
         report = self.decide(demand)
         if report.skipped is not None:
             return report
         self.saver.wait(deadline.left)
         busy = self.saver.settle(self.step, False).skip == "busy"
-        failed = bool(self.job.group.largest([self.saver.failed])[0])
+        failed = bool(self.job.group.all_reduce_max([self.saver.failed])[0])
         if busy or failed:
             return replace(report, skipped="busy" if busy else "failed", saved={})
         saved.update(report.saved or {})
         return report
 
     def _whole(self) -> bool:
-        return bool(self.job.group.from_first(not stale_units(self.job, self.step)))
+        return bool(self.job.group.broadcast(not stale_units(self.job, self.step)))
 
     def _outcome(self, seconds: float, skipped: str | None) -> PreemptedEvent:
         ledger, moving = self.job.ledger, [unit for unit in self.job.table.sizes if is_moving(unit)]
@@ -322,10 +322,10 @@ class LastSaves:
         )
 
     def _in_time(self, deadline: Deadline) -> bool:
-        return bool(self.job.group.from_first(deadline.left > 0.0))
+        return bool(self.job.group.broadcast(deadline.left > 0.0))
 
 
-def stale_units(job: Job, step: int) -> Mapping[Unit, int | None]:
+def stale_units(job: JobContext, step: int) -> Mapping[Unit, int | None]:
     """Rank 0: the moving units whose newest version is not of this step, and how many steps old it is."""
     found = {unit: job.ledger.staleness(unit, step) for unit in job.table.sizes if is_moving(unit)}
     return {unit: staleness for unit, staleness in found.items() if staleness != 0}

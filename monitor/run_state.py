@@ -74,7 +74,7 @@ def state_of(item: Any) -> Any:
     return item.get_state() if isinstance(item, torch.Generator) else item.state_dict()
 
 
-def put_state(item: Any, state: Any) -> None:
+def load_state(item: Any, state: Any) -> None:
     """The inverse of :func:`state_of`. Raises whatever the object raises."""
     if isinstance(item, torch.Generator):
         item.set_state(state)
@@ -101,7 +101,7 @@ def restore_rng(state: Mapping[str, Any]) -> None:
     random.setstate(state["python"])
 
 
-def captured(adapter: Adapter, user: UserState, rank: int) -> dict[str, Any]:
+def capture_run_state(adapter: Adapter, user: UserState, rank: int) -> dict[str, Any]:
     """All of this rank's run state now.
 
     The framework's is the same on all ranks and names every parameter, so rank 0 alone stores it: thousands of ranks
@@ -142,7 +142,7 @@ def _leaf_tensor(leaf: Leaf) -> torch.Tensor:
 _log = logging.getLogger("driftpoint")
 
 
-class Loading:
+class StateLoader:
     """One attempt. Making it changes nothing; UsageError where an object's present state cannot be had.
 
     saved: the run state of this rank as stored. generators: whether the saved random states are this rank's."""
@@ -168,7 +168,7 @@ class Loading:
         for name, item, state in self._objects:
             self._tried += 1
             try:
-                put_state(item, state)
+                load_state(item, state)
             except Exception as error:
                 raise UsageError(
                     f"{name} cannot load the state that was saved: {error!r}. Nothing was resumed; pass the object "
@@ -189,7 +189,7 @@ class Loading:
         tried = list(zip(self._objects, self._before, strict=True))[: self._tried]
         for (name, item, _), state in reversed(tried):
             try:
-                put_state(item, state)
+                load_state(item, state)
             except Exception as error:  # noqa: BLE001 - it raises on its own state: told, and the others are put back
                 _log.error("%s cannot load the state either that it had before the resume: %r", name, error)
         self._adapter.load_run_state(self._framework_before)

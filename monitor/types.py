@@ -20,7 +20,7 @@ Sizes = Mapping[Unit, tuple[int, str, float, float | None]]
 
 
 @dataclass(frozen=True)
-class Demand:
+class SaveRequest:
     """A save that is not the policy's doing. reason: of every unit. purse: where the job is about to end, the bytes
     that can still become durable, asked on rank 0; None: everything is saved, however long it takes."""
 
@@ -29,7 +29,7 @@ class Demand:
 
 
 @dataclass(frozen=True)
-class Decided:
+class DecisionResult:
     """A decision and what it rests on.
 
     stats, choices: rank 0 only. saved: the same on all ranks. drift: of measured units, None where not finite.

@@ -42,7 +42,7 @@ Rows = NDArray[np.intp]
 
 
 @dataclass(frozen=True)
-class Reading:
+class DriftReading:
     """drift of a unit, as a fraction, at a staleness of so many steps."""
 
     drift: float
@@ -50,7 +50,7 @@ class Reading:
 
 
 @dataclass(frozen=True)
-class Spike:
+class DriftAnomaly:
     """A unit moved ``jump`` times as far as it used to."""
 
     unit: Unit
@@ -77,7 +77,7 @@ class _Window:
         self.counts[rows] += 1
 
 
-class Spikes:
+class DriftAnomalyDetector:
     """Remembers a few readings of every unit. jumps: of each unit's newest reading, where there was enough to say."""
 
     def __init__(self) -> None:
@@ -86,7 +86,7 @@ class Spikes:
         self._above: NDArray[np.bool_] = np.empty(0, dtype=np.bool_)
         self.jumps: dict[Unit, float] = {}
 
-    def read(self, readings: Mapping[Unit, Reading]) -> list[Spike]:
+    def read(self, readings: Mapping[Unit, DriftReading]) -> list[DriftAnomaly]:
         """Take readings of one moment. Those that are spikes, furthest first."""
         usable = {unit: one for unit, one in readings.items() if one.staleness > 0 and math.isfinite(one.drift)}
         rows = self._rows_of(usable)
@@ -98,7 +98,7 @@ class Spikes:
         self._steps.put(rows, steps)
         units = list(usable)
         self.jumps.update((units[i], float(jumps[i])) for i in np.flatnonzero(~np.isnan(jumps)))
-        spikes = [Spike(units[i], float(drift[i]), float(jumps[i])) for i in np.flatnonzero(told)]
+        spikes = [DriftAnomaly(units[i], float(drift[i]), float(jumps[i])) for i in np.flatnonzero(told)]
         return sorted(spikes, key=lambda one: -one.jump)
 
     def _rows_of(self, units: Iterable[Unit]) -> Rows:

@@ -129,7 +129,7 @@ class Policy(Protocol):
         ...
 
 
-def sick_slots(stats: Sequence[UnitStats]) -> Mapping[str, tuple[str, ...]]:
+def nonfinite_slots(stats: Sequence[UnitStats]) -> Mapping[str, tuple[str, ...]]:
     """For every layer with NaN or infinity: the slots that have them, sorted by name."""
     found: dict[str, list[str]] = {}
     for one in stats:
@@ -140,7 +140,7 @@ def sick_slots(stats: Sequence[UnitStats]) -> Mapping[str, tuple[str, ...]]:
 
 def worth_saving(stats: Sequence[UnitStats]) -> frozenset[Unit]:
     """The units that move and whose layer is finite: the others are held back whatever a policy says."""
-    sick = sick_slots(stats)
+    sick = nonfinite_slots(stats)
     return frozenset(one.unit for one in stats if one.moving and one.unit.layer not in sick)
 
 

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from policies.base import Budget, Choice, Decision, History, Policy, UnitStats, compared, sick_slots, version
+from policies.base import Budget, Choice, Decision, History, Policy, UnitStats, compared, nonfinite_slots, version
 from policies.builtin import Observe
 from policies.encodings import explosive
 from policies.validation import check_integer, check_number, check_one_of, check_shown, checked_answer
@@ -151,7 +151,7 @@ class Bounded:
 
     def _rows(self, stats: Sequence[UnitStats], step: int) -> Mapping[Unit, Choice]:
         """The units that the table decides without the inner policy, but for those of max_staleness."""
-        sick = sick_slots(stats)
+        sick = nonfinite_slots(stats)
         first = all(one.staleness is None for one in stats)
         found = {
             one.unit: _gated(one, sick.get(one.unit.layer, ()), step)

@@ -77,7 +77,7 @@ def _pace_squared(one: UnitStats) -> float:
 
 
 @dataclass(frozen=True)
-class Bid:
+class Candidate:
     """A step up for a unit: from what its bid before gives, or from nothing, to ``option``.
 
     cost: bytes. worth: gain a byte. first: it is the step from nothing."""
@@ -89,9 +89,9 @@ class Bid:
     first: bool
 
 
-def bids(unit: Unit, gains: Sequence[tuple[Option, float]]) -> list[Bid]:
+def candidates(unit: Unit, gains: Sequence[tuple[Option, float]]) -> list[Candidate]:
     """The steps of a unit along the hull, steepest first. Empty where no option gains anything."""
-    found: list[Bid] = []
+    found: list[Candidate] = []
     paid = gained = 0.0
     while True:
         ahead = [(option, gain) for option, gain in gains if option.nbytes > paid and gain > gained]
@@ -99,18 +99,18 @@ def bids(unit: Unit, gains: Sequence[tuple[Option, float]]) -> list[Bid]:
             return found
         steps = [((gain - gained) / (option.nbytes - paid), option, gain) for option, gain in ahead]
         worth, option, gain = max(steps, key=lambda step: (step[0], -step[1].nbytes))
-        found.append(Bid(unit, option, option.nbytes - paid, worth, not found))
+        found.append(Candidate(unit, option, option.nbytes - paid, worth, not found))
         paid, gained = option.nbytes, gain
 
 
-def bought(line: Iterable[Bid], purse: float) -> Mapping[Unit, Choice]:
+def select_within(line: Iterable[Candidate], purse: float) -> Mapping[Unit, Choice]:
     """A choice for each unit in line: what ``purse`` bytes buy from the head of it.
 
     A unit's first step that cannot be paid ends it: what stands behind would use up what that unit waits for.
     Equal worth goes by name, so that the order of units says nothing."""
     ordered = sorted(line, key=lambda bid: (-bid.worth, bid.unit))
     choices: dict[Unit, Choice] = {}
-    waiting: Bid | None = None
+    waiting: Candidate | None = None
     closed: set[Unit] = set()
     for bid in ordered:
         if waiting is not None:
@@ -133,7 +133,7 @@ _NO_GAIN = Choice(None, "saving it would take no damage away")
 
 
 @dataclass(frozen=True)
-class Budgeted:
+class BudgetPolicy:
     """Saves what stands first in line, until the bytes at hand are spent.
 
     A unit's place in line is the damage that saving it takes away, times its staleness, a byte. Where the first in
@@ -173,7 +173,7 @@ class Budgeted:
             bid
             for one in stats
             if one.unit in worth and one.unit not in fixed
-            for bid in bids(
+            for bid in candidates(
                 one.unit,
                 [
                     (option, gain(one, option.error, scale[one.unit.layer][one.unit.slot]))
@@ -182,7 +182,7 @@ class Budgeted:
             )
         ]
         purse = math.inf if budget.bytes is None else budget.bytes
-        paid = bought(line, purse - costs)
+        paid = select_within(line, purse - costs)
         return Decision({one.unit: fixed.get(one.unit) or paid.get(one.unit) or _NO_GAIN for one in stats})
 
     def _fixed(self, stats: Sequence[UnitStats], budget: Budget) -> tuple[Mapping[Unit, Choice], float]:

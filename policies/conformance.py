@@ -23,12 +23,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from policies.base import Budget, Decision, History, Policy, UnitStats, sick_slots, worth_saving
+from policies.base import Budget, Decision, History, Policy, UnitStats, nonfinite_slots, worth_saving
 from policies.bounds import Bounded, Bounds, incomplete
 from policies.budget import spends
 from policies.builtin import Observe
 from policies.encodings import expected_bytes
-from policies.synthetic import Case, SimulatedRun, any_case, edge_cases, unversioned, usual_units, versioned
+from policies.synthetic import SimulatedRun, SyntheticCase, any_case, edge_cases, unversioned, usual_units, versioned
 from policies.validation import checked_answer, failure_of
 from store.errors import ConfigError
 from store.text import listed
@@ -41,7 +41,9 @@ class BrokenError(Exception):
     """A promise that a policy does not keep; the message says on what, and what it did."""
 
 
-def answered(policy: Policy, case: Case, bounds: Bounds = ANY, stats: Sequence[UnitStats] | None = None) -> Decision:
+def query_policy(
+    policy: Policy, case: SyntheticCase, bounds: Bounds = ANY, stats: Sequence[UnitStats] | None = None
+) -> Decision:
     """The policy's answer, found to be one. stats: instead of the case's own. Raises BrokenError."""
     shown = case.stats if stats is None else stats
     try:
@@ -107,7 +109,7 @@ def digest(policy: Policy) -> str:
     inner = policy.inner if isinstance(policy, Observe) else policy
     told = hashlib.sha256()
     for case in _cases():
-        for unit, choice in answered(inner, case).choices.items():
+        for unit, choice in query_policy(inner, case).choices.items():
             told.update(repr((unit.layer, unit.slot, choice.encoding, choice.reason)).encode())
     return told.hexdigest()
 
@@ -126,7 +128,7 @@ def _found(promise: str, trial: Callable[[Policy, Bounds], str], policy: Policy,
         )
 
 
-def _cases() -> list[Case]:
+def _cases() -> list[SyntheticCase]:
     return [*edge_cases(), *(any_case(seed) for seed in range(MODELS))]
 
 
@@ -134,7 +136,7 @@ def _answers(policy: Policy, bounds: Bounds) -> str:
     lossy = set()
     for seed in range(MODELS):
         case = any_case(seed)
-        for choice in answered(policy, case, bounds).choices.values():
+        for choice in query_policy(policy, case, bounds).choices.values():
             lossy |= {choice.encoding} - {None, "raw"}
     used = f"; it chooses {', '.join(sorted(map(str, lossy)))}: needs `bounds: {{precision: any}}`" if lossy else ""
     return f"on {MODELS} made-up models{used}"
@@ -143,15 +145,15 @@ def _answers(policy: Policy, bounds: Bounds) -> str:
 def _edges(policy: Policy, bounds: Bounds) -> str:
     cases = list(edge_cases())
     for case in cases:
-        answered(policy, case, bounds)
+        query_policy(policy, case, bounds)
     return ", ".join(case.title for case in cases)
 
 
 def _repeats(policy: Policy, bounds: Bounds) -> str:
     cases = _cases()
-    first = [answered(policy, case, bounds) for case in cases]
+    first = [query_policy(policy, case, bounds) for case in cases]
     for case, before in reversed(list(zip(cases, first, strict=True))):
-        differs = difference(before, answered(policy, case, bounds))
+        differs = difference(before, query_policy(policy, case, bounds))
         if differs is not None:
             raise BrokenError(f"{case}: asked again after other calls, it says of {differs}")
     return "asked twice, in another order of calls"
@@ -161,7 +163,7 @@ def _unordered(policy: Policy, bounds: Bounds) -> str:
     for seed in range(MODELS):
         case = any_case(seed)
         mixed = random.Random(seed).sample(case.stats, len(case.stats))
-        differs = difference(answered(policy, case, bounds), answered(policy, case, bounds, mixed))
+        differs = difference(query_policy(policy, case, bounds), query_policy(policy, case, bounds, mixed))
         if differs is not None:
             raise BrokenError(f"{case}: with its units in another order, it says of {differs}")
     return "shown in another order, each unit gets the same choice"
@@ -172,7 +174,7 @@ def _leaves_alone(policy: Policy, bounds: Bounds) -> str:
         case = any_case(seed)
         stats = list(case.stats)
         before = copy.deepcopy((stats, case.budget, case.history))
-        answered(policy, case, bounds, stats)
+        query_policy(policy, case, bounds, stats)
         if (stats, case.budget, case.history) != before:
             raise BrokenError(f"{case}: what it was given is not the same after the call; work on a copy")
     return "units, budget and history are the same after a call"
@@ -184,7 +186,7 @@ def _needs_drift(policy: Policy, bounds: Bounds) -> str:
     for seed in range(MODELS):
         case = any_case(seed)
         blind = [replace(one, drift=None) if one.moving else one for one in case.stats]
-        differs = difference(answered(policy, case, bounds), answered(policy, case, bounds, blind))
+        differs = difference(query_policy(policy, case, bounds), query_policy(policy, case, bounds, blind))
         if differs is not None:
             raise BrokenError(f"{case}: needs_drift is False, and with and without drift it says of {differs}")
     return "without drift it decides the same, as needs_drift = False says"
@@ -196,7 +198,7 @@ def _spends(policy: Policy, bounds: Bounds) -> str:
     for seed in range(MODELS):
         case = any_case(seed)
         if case.budget.bytes is not None:
-            spent = _optional_bytes(case.stats, case.budget, answered(policy, case, bounds))
+            spent = _optional_bytes(case.stats, case.budget, query_policy(policy, case, bounds))
             if spent > max(0.0, case.budget.bytes):
                 at_hand = f"{case.budget.bytes:.0f} are at hand"
                 raise BrokenError(f"{case}: it chooses {spent:.0f} bytes that nobody demands, and {at_hand}")
@@ -217,8 +219,8 @@ def _first_save(policy: Policy, bounds: Bounds) -> str:
     bounded = Bounded(policy, bounds)
     for seed in range(MODELS):
         case = any_case(seed)
-        sick = sick_slots(case.stats)
-        for unit in incomplete(case.stats, answered(bounded, case, bounds)):
+        sick = nonfinite_slots(case.stats)
+        for unit in incomplete(case.stats, query_policy(bounded, case, bounds)):
             if unit.layer not in sick:
                 raise BrokenError(f"{case}: {unit} is left without a version")
     return "bounds save whatever has no version"
@@ -253,9 +255,9 @@ def _starves(policy: Policy, bounds: Bounds) -> str:
 
 
 def _in_time(policy: Policy, bounds: Bounds) -> str:
-    case = Case("a large model", usual_units(1 + LARGE // 3)[:LARGE], Budget(1e9), History(1000, 10))
+    case = SyntheticCase("a large model", usual_units(1 + LARGE // 3)[:LARGE], Budget(1e9), History(1000, 10))
     began = time.perf_counter()
-    answered(policy, case, bounds)
+    query_policy(policy, case, bounds)
     took = time.perf_counter() - began
     if took > LIMIT:
         raise BrokenError(f"{case}: it took {took:.1f} s, during which training waits; {LIMIT:.0f} s at most")
@@ -278,7 +280,7 @@ TRIALS: dict[str, Callable[[Policy, Bounds], str]] = {
 """Every promise that one process can try, in the order told."""
 
 
-def rehearse(policy: Policy, stats: Sequence[UnitStats], *, measured: bool, limited: bool) -> None:
+def check_before_training(policy: Policy, stats: Sequence[UnitStats], *, measured: bool, limited: bool) -> None:
     """Ask ``policy``, inside its bounds, at a first save and in mid-run.
 
     measured: whether drift is known when it decides. limited: whether it is told of a budget. Raises ConfigError where
@@ -286,8 +288,8 @@ def rehearse(policy: Policy, stats: Sequence[UnitStats], *, measured: bool, limi
     """
     try:
         for case in _check_cases(stats, measured, limited):
-            decision = answered(policy, case)
-            differs = difference(decision, answered(policy, case))
+            decision = query_policy(policy, case)
+            differs = difference(decision, query_policy(policy, case))
             if differs is not None:
                 raise BrokenError(f"{case}: asked twice, it says of {differs}")
             if case.history.commits == 0 and incomplete(case.stats, decision):
@@ -299,14 +301,14 @@ def rehearse(policy: Policy, stats: Sequence[UnitStats], *, measured: bool, limi
         ) from error
 
 
-def _check_cases(stats: Sequence[UnitStats], measured: bool, limited: bool) -> Iterator[Case]:
+def _check_cases(stats: Sequence[UnitStats], measured: bool, limited: bool) -> Iterator[SyntheticCase]:
     fresh, later = unversioned(stats), versioned(stats, measured)
-    yield Case("first save", fresh, Budget(), History(1, 0))
-    yield Case("in mid-run", later, Budget(), History(1000, 7))
+    yield SyntheticCase("first save", fresh, Budget(), History(1, 0))
+    yield SyntheticCase("in mid-run", later, Budget(), History(1000, 7))
     if limited:
         total = sum(one.nbytes for one in later)
-        yield Case("half of the bytes at hand", later, Budget(total / 2), History(1000, 7))
-        yield Case("bytes not paid for yet", later, Budget(-1.0), History(1000, 7))
+        yield SyntheticCase("half of the bytes at hand", later, Budget(total / 2), History(1000, 7))
+        yield SyntheticCase("bytes not paid for yet", later, Budget(-1.0), History(1000, 7))
     sick = next((one.unit for one in later if one.moving), None)
     broken = tuple(replace(one, finite=False, drift=None) if one.unit == sick else one for one in later)
-    yield Case("NaN in one layer", broken, Budget(), History(1010, 8))
+    yield SyntheticCase("NaN in one layer", broken, Budget(), History(1010, 8))

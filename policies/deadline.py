@@ -29,7 +29,7 @@ _WHOLE = Choice(RAW, "preempted: there is time for everything")
 
 
 @dataclass
-class Writing:
+class WriteEstimate:
     """How long bytes of units took to become durable, of the saves of this process: about the last ten."""
 
     _fitted: Fitted = field(default_factory=Fitted)
@@ -62,7 +62,7 @@ class Nothing:
 
 
 @dataclass(frozen=True)
-class Urgent:
+class DeadlinePolicy:
     """Chooses what is saved. bounds: :class:`Nothing` inside the job's bounds. encodings: of slots, the coarsest.
 
     All that moves, raw, where that fits into the bytes. Else each unit in the coarsest encoding that takes damage away,

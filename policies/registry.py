@@ -35,7 +35,7 @@ from typing import Any, TypeVar
 
 from policies.base import Budget, Choice, Decision, History, Policy, UnitStats
 from policies.bounds import Bounded, Bounds
-from policies.budget import Budgeted
+from policies.budget import BudgetPolicy
 from policies.builtin import Filter, Full, Observe, Parity, Threshold
 from policies.validation import check_parameters, described, failure_of
 from store.encoding import encoding_named
@@ -51,7 +51,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Own:
+class UserPolicy:
     """A policy of the user's. What it says of itself is asked once, when it is made."""
 
     inner: Any
@@ -65,7 +65,7 @@ class Own:
         return answer
 
 
-def own_policy(reference: str, parameters: Mapping[str, Any], taken: Sequence[str]) -> Policy:
+def load_user_policy(reference: str, parameters: Mapping[str, Any], taken: Sequence[str]) -> Policy:
     """The policy that ``reference`` names: ``my.py:Mine``, ``package.module:Mine``, or a registered name.
 
     It is made with the parameters. taken: names that it may not call itself.
@@ -183,7 +183,7 @@ def _require_class(reference: str, found: object) -> type[Any]:
     return found
 
 
-def _described(reference: str, made: Any, taken: Sequence[str]) -> Own:
+def _described(reference: str, made: Any, taken: Sequence[str]) -> UserPolicy:
     lacking = [word for word in ("name", "needs_drift", "select") if not hasattr(made, word)]
     if lacking:
         raise ConfigError(f"policy {reference} is no policy: it lacks {', '.join(lacking)}; {_GUIDE}")
@@ -199,7 +199,7 @@ def _described(reference: str, made: Any, taken: Sequence[str]) -> Own:
             raise ConfigError(f"policy {reference}: its {word} must be True or False, not {described(value)[:80]}")
     if not callable(made.select):
         raise ConfigError(f"policy {reference}: its select must be a method, not {described(made.select)[:80]}")
-    return Own(made, str.__str__(name), drift, spends)
+    return UserPolicy(made, str.__str__(name), drift, spends)
 
 
 def _run(reference: str, trouble: str, action: Callable[[], T]) -> T:
@@ -215,7 +215,7 @@ def _run(reference: str, trouble: str, action: Callable[[], T]) -> T:
 
 
 @dataclass(frozen=True)
-class Encoded:
+class FixedEncodingPolicy:
     """A policy whose raw choices are stored in the encodings of their slots; a policy itself.
 
     Goes around the bounds, so that what they demand is encoded too."""
@@ -245,7 +245,7 @@ class Encoded:
         return Choice(encoding, choice.reason)
 
 
-def encoded(policy: Policy, encodings: Mapping[str, str], bounds: Bounds) -> Policy:
+def with_fixed_encoding(policy: Policy, encodings: Mapping[str, str], bounds: Bounds) -> Policy:
     """The policy with encodings by slot. Observe stays outermost. ConfigError where the bounds forbid what is lossy.
 
     What an encoding loses is drift from the moment it is stored, so max_drift has to be at least what it may lose."""
@@ -269,15 +269,15 @@ def encoded(policy: Policy, encodings: Mapping[str, str], bounds: Bounds) -> Pol
 
 
 def _encoded(policy: Policy, encodings: Mapping[str, str]) -> Policy:
-    if isinstance(policy, Bounded) and isinstance(policy.policy, Budgeted):
+    if isinstance(policy, Bounded) and isinstance(policy.policy, BudgetPolicy):
         # Its raw is a choice like another, so only what the bounds demand is theirs to encode.
         return replace(policy, policy=replace(policy.policy, encodings=encodings), encodings=encodings)
-    return Encoded(policy, encodings)
+    return FixedEncodingPolicy(policy, encodings)
 
 
 POLICIES: Mapping[str, type[Any]] = MappingProxyType(
     {
-        "budget": Budgeted,
+        "budget": BudgetPolicy,
         "filter": Filter,
         "full": Full,
         "observe": Observe,
@@ -294,12 +294,12 @@ def policy_from(settings: Mapping[str, Any] | str) -> Policy:
 
     Runs the user's code where the name is that of a class of theirs. Raises ConfigError: unknown name or parameter
     (the message names the nearest known one), a missing parameter, a senseless value (the message says what is
-    allowed), and what :func:`policies.registry.own_policy` raises.
+    allowed), and what :func:`policies.registry.load_user_policy` raises.
     """
     name, parameters = _parts(settings)
     kind = POLICIES.get(name)
     if kind is None:
-        return own_policy(name, parameters, taken=sorted(POLICIES))
+        return load_user_policy(name, parameters, taken=sorted(POLICIES))
     check_parameters(name, kind, parameters)
     if isinstance(parameters.get("inner"), str | Mapping):
         parameters["inner"] = policy_from(parameters["inner"])

@@ -30,7 +30,7 @@ _ODD_DRIFTS = (None, 0.0, 0.05, 0.3, math.inf, math.nan)
 
 
 @dataclass(frozen=True)
-class Case:
+class SyntheticCase:
     """The arguments of one decision. title: what is special about it."""
 
     title: str
@@ -43,7 +43,7 @@ class Case:
         return f"{self.title} ({size}, step {self.history.step}, {self.history.commits} commits)"
 
 
-def any_case(seed: int) -> Case:
+def any_case(seed: int) -> SyntheticCase:
     """A model in any state, with a budget in any state."""
     chance = random.Random(f"case {seed}")
     stats = tuple(
@@ -56,25 +56,25 @@ def any_case(seed: int) -> Case:
     purse = chance.choice([None, None, -100.0, 0.0, chance.random() * total])
     commits = chance.randint(0, 40)
     history = History(60 + 10 * commits + chance.randint(0, 9), commits)
-    return Case(f"made-up model {seed}", stats, Budget(purse, frozenset(demanded)), history)
+    return SyntheticCase(f"made-up model {seed}", stats, Budget(purse, frozenset(demanded)), history)
 
 
-def edge_cases() -> Iterator[Case]:
+def edge_cases() -> Iterator[SyntheticCase]:
     """States at the rim of what there is."""
     usual = usual_units(5)
-    yield Case("no units", ())
-    yield Case("first save", unversioned(usual), history=History(10, 0))
-    yield Case("drift not measured", tuple(replace(one, drift=None) for one in usual))
-    yield Case("no drift", tuple(replace(one, drift=0.0) for one in usual))
-    yield Case("drift not a number", tuple(replace(one, drift=math.nan) for one in usual))
-    yield Case("infinite drift", tuple(replace(one, drift=math.inf) for one in usual))
-    yield Case("everything frozen", _frozen(usual))
-    yield Case("nothing finite", tuple(replace(one, finite=False, drift=None) for one in usual))
-    yield Case("one unit", usual[:1])
-    yield Case("units without bytes", tuple(replace(one, nbytes=0, numel=0, stored_bytes=0) for one in usual))
-    yield Case("saved a moment ago", tuple(replace(one, staleness=0, drift=0.0) for one in usual))
-    yield Case("bytes not paid for yet", usual, Budget(-1.0))
-    yield Case("slots that nobody expects", tuple(_renamed(one) for one in usual))
+    yield SyntheticCase("no units", ())
+    yield SyntheticCase("first save", unversioned(usual), history=History(10, 0))
+    yield SyntheticCase("drift not measured", tuple(replace(one, drift=None) for one in usual))
+    yield SyntheticCase("no drift", tuple(replace(one, drift=0.0) for one in usual))
+    yield SyntheticCase("drift not a number", tuple(replace(one, drift=math.nan) for one in usual))
+    yield SyntheticCase("infinite drift", tuple(replace(one, drift=math.inf) for one in usual))
+    yield SyntheticCase("everything frozen", _frozen(usual))
+    yield SyntheticCase("nothing finite", tuple(replace(one, finite=False, drift=None) for one in usual))
+    yield SyntheticCase("one unit", usual[:1])
+    yield SyntheticCase("units without bytes", tuple(replace(one, nbytes=0, numel=0, stored_bytes=0) for one in usual))
+    yield SyntheticCase("saved a moment ago", tuple(replace(one, staleness=0, drift=0.0) for one in usual))
+    yield SyntheticCase("bytes not paid for yet", usual, Budget(-1.0))
+    yield SyntheticCase("slots that nobody expects", tuple(_renamed(one) for one in usual))
 
 
 def usual_units(layers: int, seed: int = 0) -> tuple[UnitStats, ...]:

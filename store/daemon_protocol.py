@@ -54,7 +54,7 @@ class Message(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
 
 
-class Hello(Message):
+class Register(Message):
     """A trainer: one rank of a job. epoch: that it claimed first. base: where its shared memory is."""
 
     kind: Literal["hello"] = "hello"
@@ -68,7 +68,7 @@ class Hello(Message):
     base: Place
 
 
-class Note(Message):
+class StatusUpdate(Message):
     """What this rank knows of its job: the newest commit, and the newest version in memory that all ranks have."""
 
     kind: Literal["note"] = "note"
@@ -76,7 +76,7 @@ class Note(Message):
     memory: SaveName | None = None
 
 
-class Bye(Message):
+class Unregister(Message):
     """A trainer's last word. clean: it ends as it was meant to, and left nothing that anybody should write."""
 
     kind: Literal["bye"] = "bye"
@@ -91,7 +91,7 @@ class AskStatus(Message):
 
 
 class AskStop(Message):
-    """From the command line: finish the rescue under way, and end. Answered by :class:`Leaving`."""
+    """From the command line: finish the rescue under way, and end. Answered by :class:`ShuttingDown`."""
 
     kind: Literal["stop"] = "stop"
     version: Natural = VERSION
@@ -113,7 +113,7 @@ class Refused(Message):
     why: str
 
 
-class Leaving(Message):
+class ShuttingDown(Message):
     """The daemon ends because it was asked to, or because nobody needed it: no reason to start another one."""
 
     kind: Literal["leaving"] = "leaving"
@@ -175,11 +175,11 @@ class Report(Message):
     refused: int
 
 
-ToDaemon = Annotated[Hello | Note | Bye | AskStatus | AskStop, Field(discriminator="kind")]
-FromDaemon = Annotated[Welcome | Refused | Leaving | Report, Field(discriminator="kind")]
+ToDaemon = Annotated[Register | StatusUpdate | Unregister | AskStatus | AskStop, Field(discriminator="kind")]
+FromDaemon = Annotated[Welcome | Refused | ShuttingDown | Report, Field(discriminator="kind")]
 
-_to_daemon: TypeAdapter[Hello | Note | Bye | AskStatus | AskStop] = TypeAdapter(ToDaemon)
-_from_daemon: TypeAdapter[Welcome | Refused | Leaving | Report] = TypeAdapter(FromDaemon)
+_to_daemon: TypeAdapter[Register | StatusUpdate | Unregister | AskStatus | AskStop] = TypeAdapter(ToDaemon)
+_from_daemon: TypeAdapter[Welcome | Refused | ShuttingDown | Report] = TypeAdapter(FromDaemon)
 
 
 def to_line(message: Message) -> bytes:
@@ -187,7 +187,7 @@ def to_line(message: Message) -> bytes:
     return message.model_dump_json().encode() + b"\n"
 
 
-def heard_by_daemon(line: bytes) -> Hello | Note | Bye | AskStatus | AskStop:
+def parse_client_message(line: bytes) -> Register | StatusUpdate | Unregister | AskStatus | AskStop:
     """What a line to the daemon says. DaemonError for anything else."""
     body = _body(line, LINE_LIMIT)
     _require_version(body, "it")
@@ -197,7 +197,7 @@ def heard_by_daemon(line: bytes) -> Hello | Note | Bye | AskStatus | AskStop:
         raise DaemonError(f"no message of this protocol: {_first(error)}") from error
 
 
-def heard_from_daemon(line: bytes) -> Welcome | Refused | Leaving | Report:
+def parse_daemon_message(line: bytes) -> Welcome | Refused | ShuttingDown | Report:
     """What a line from the daemon says. DaemonError for anything else."""
     try:
         body = _body(line, ANSWER_LIMIT)
@@ -272,7 +272,7 @@ def make_home(base: Path) -> Path:
     return place
 
 
-def connected(base: Path, timeout: float) -> socket.socket:
+def connect(base: Path, timeout: float) -> socket.socket:
     """A connection to the daemon. DaemonError where there is none."""
     path = socket_path(base)
     require_own(path.parent)
@@ -300,9 +300,9 @@ def _connect(link: socket.socket, path: Path, deadline: float) -> None:
             return
 
 
-def asked(base: Path, question: Message, timeout: float) -> Welcome | Refused | Leaving | Report:
+def query_daemon(base: Path, question: Message, timeout: float) -> Welcome | Refused | ShuttingDown | Report:
     """The daemon's answer to one question. DaemonError where there is none."""
-    with connected(base, timeout) as link:
+    with connect(base, timeout) as link:
         try:
             link.sendall(to_line(question))
             with link.makefile("rb") as stream:
@@ -311,4 +311,4 @@ def asked(base: Path, question: Message, timeout: float) -> Welcome | Refused | 
             raise DaemonError(f"the daemon did not answer within {timeout:g} s: {error}") from error
     if not line.endswith(b"\n"):
         raise DaemonError("the daemon ended before it had answered")
-    return heard_from_daemon(line)
+    return parse_daemon_message(line)

@@ -30,7 +30,7 @@ from store.encoding.base import Values, chunk_sizes
 from store.encoding.stream import Stored, encoded_chunks
 from store.errors import DamagedError, StorageError
 from store.layout import payload_path
-from store.names import Fragment, SaveId
+from store.names import FROZEN, WEIGHTS, Fragment, SaveId
 from store.schema import Entry, PartRecord
 from store.storage.local import Files
 
@@ -183,6 +183,16 @@ class Readable(Protocol):
         ...
 
 
+def stored_slot(index: FragmentIndex[Source], fragment: Fragment) -> str | None:
+    """Return the slot that holds the values of a live fragment, or None.
+
+    Frozen parameters have a slot of their own, and a parameter may have been frozen or unfrozen since it was saved.
+    """
+    options = {WEIGHTS: (WEIGHTS, FROZEN), FROZEN: (FROZEN, WEIGHTS)}.get(fragment.slot, (fragment.slot,))
+    stored = [slot for slot in options if index.dtype(fragment.fqn, slot) is not None]
+    return max(stored, key=lambda slot: index.names()[fragment.fqn, slot][0].part.save, default=None)
+
+
 class FragmentReader:
     """Reads one stored fragment, and the one that it is the difference to, once."""
 
@@ -276,7 +286,7 @@ WINDOW = 256 << 20
 
 
 @runtime_checkable
-class Foresight(Protocol):
+class ReadPlan(Protocol):
     """Files that can use a hint."""
 
     def expect(self, path: str, offset: int, nbytes: int) -> None:
@@ -284,11 +294,11 @@ class Foresight(Protocol):
         ...
 
 
-class Ahead:
+class ReadAhead:
     """sources: stored fragments in the order in which they will be read."""
 
     def __init__(self, files: Files, sources: Iterable[Source]) -> None:
-        self._files = files if isinstance(files, Foresight) else None
+        self._files = files if isinstance(files, ReadPlan) else None
         self._rest = deque(sources if self._files is not None else ())
         self._lead = -WINDOW
 

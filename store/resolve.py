@@ -67,7 +67,7 @@ def _key(save: str, entry: Entry) -> Key:
 
 
 @dataclass(frozen=True)
-class Bad:
+class RejectedVersion:
     """A version found to be damaged: of one unit, or (unit None) the run state of a save.
 
     fragment: the only one of the unit's stored fragments that is. Without it, whatever is stored as a difference to
@@ -119,7 +119,7 @@ class Resolution:
             yield from version.sources
 
 
-def resolve(catalog: Catalog, save: SaveId, bad: Set[Bad] = frozenset()) -> Resolution:
+def resolve(catalog: Catalog, save: SaveId, bad: Set[RejectedVersion] = frozenset()) -> Resolution:
     """Whole versions for every unit of a manifest. DamagedError where one has none, or its run state is gone."""
     manifest = catalog.manifest(save)
     problems: list[str] = []
@@ -134,7 +134,7 @@ def resolve(catalog: Catalog, save: SaveId, bad: Set[Bad] = frozenset()) -> Reso
 
 
 def newest_resumable(
-    catalog: Catalog, bad: Set[Bad] = frozenset(), skip: Set[SaveId] = frozenset()
+    catalog: Catalog, bad: Set[RejectedVersion] = frozenset(), skip: Set[SaveId] = frozenset()
 ) -> tuple[Resolution, tuple[str, ...]]:
     """The newest manifest that resolves, and what was wrong with those before it. NothingToResumeError if none does;
     UnreachableError where that cannot be known now.
@@ -158,14 +158,14 @@ def newest_resumable(
 
 
 def _whole(
-    catalog: Catalog, manifest: ManifestRecord, record: UnitRecord, bad: Set[Bad], problems: list[str]
+    catalog: Catalog, manifest: ManifestRecord, record: UnitRecord, bad: Set[RejectedVersion], problems: list[str]
 ) -> Version | None:
     # A later release's name is no reason to fall back.
     encoding_named(record.encoding, f"manifest {manifest.save}: {record.unit}")
-    if Bad(record.version, record.unit) in bad:
+    if RejectedVersion(record.version, record.unit) in bad:
         problems.append(f"{record.unit}: version {_unfit(catalog, record.version)}")
         return None
-    damaged = [base for base in record.bases if Bad(SaveId.parse(base), record.unit) in bad]
+    damaged = [base for base in record.bases if RejectedVersion(SaveId.parse(base), record.unit) in bad]
     if damaged:
         base = _unfit(catalog, SaveId.parse(damaged[0]), base=True)
         problems.append(f"{record.unit}: version {record.save} is the difference to {base}")
@@ -191,13 +191,18 @@ def _require_covered(record: UnitRecord, sources: tuple[Source, ...]) -> None:
         raise DamagedError(f"{record.unit}: version {record.save} has {covered} of its {record.numel} elements")
 
 
-def _require_undamaged(catalog: Catalog, record: UnitRecord, sources: tuple[Source, ...], bad: Set[Bad]) -> None:
+def _require_undamaged(
+    catalog: Catalog, record: UnitRecord, sources: tuple[Source, ...], bad: Set[RejectedVersion]
+) -> None:
     if not bad:
         return
     for source in sources:
-        if Bad(source.part.save, record.unit, source.entry.fragment) in bad:
+        if RejectedVersion(source.part.save, record.unit, source.entry.fragment) in bad:
             raise DamagedError(f"{record.unit}: version {_unfit(catalog, source.part.save)}")
-        if source.base is not None and Bad(source.base.part.save, record.unit, source.entry.fragment) in bad:
+        if (
+            source.base is not None
+            and RejectedVersion(source.base.part.save, record.unit, source.entry.fragment) in bad
+        ):
             base = _unfit(catalog, source.base.part.save, base=True)
             raise DamagedError(f"{record.unit}: version {record.save} is the difference to {base}")
 
@@ -214,7 +219,7 @@ def _unfit(catalog: Catalog, save: SaveId, *, base: bool = False) -> str:
 
 
 def _previous(
-    catalog: Catalog, manifest: ManifestRecord, record: UnitRecord, bad: Set[Bad], problems: list[str]
+    catalog: Catalog, manifest: ManifestRecord, record: UnitRecord, bad: Set[RejectedVersion], problems: list[str]
 ) -> Version:
     tried = {record.version}
     for candidate_manifest in _ancestors(catalog, manifest, problems):
@@ -260,8 +265,8 @@ def _group_record(manifest: ManifestRecord, save: SaveId) -> GroupRecord:
     return record
 
 
-def _run_parts(catalog: Catalog, manifest: ManifestRecord, bad: Set[Bad]) -> Mapping[int, PartRecord]:
+def _run_parts(catalog: Catalog, manifest: ManifestRecord, bad: Set[RejectedVersion]) -> Mapping[int, PartRecord]:
     group = catalog.group(manifest.save, _group_record(manifest, manifest.save))
-    if Bad(manifest.save) in bad or len(group.parts) != manifest.world_size:
+    if RejectedVersion(manifest.save) in bad or len(group.parts) != manifest.world_size:
         raise DamagedError(f"the run state of {manifest.save} is damaged; " + "; ".join(group.problems))
     return group.parts

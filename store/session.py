@@ -121,7 +121,7 @@ _LOOK_BACK = 20
 
 
 @dataclass(frozen=True)
-class Tally:
+class IncarnationCount:
     """What was counted. rank_seconds: world size x seconds, over all incarnations."""
 
     interruptions: int = 0
@@ -130,10 +130,10 @@ class Tally:
 
 def begin_incarnation(catalog: Catalog, world_size: int) -> IncarnationRecord:
     """The record of an incarnation that begins now, to go into the epochs that it claims. Nothing is written."""
-    return new_incarnation(tally(catalog), world_size)
+    return new_incarnation(count_incarnations(catalog), world_size)
 
 
-def new_incarnation(before: Tally, world_size: int) -> IncarnationRecord:
+def new_incarnation(before: IncarnationCount, world_size: int) -> IncarnationRecord:
     """As above, where it is known what was counted before."""
     return IncarnationRecord(
         token=secrets.token_hex(16),
@@ -144,18 +144,18 @@ def new_incarnation(before: Tally, world_size: int) -> IncarnationRecord:
     )
 
 
-def tally(catalog: Catalog) -> Tally:
+def count_incarnations(catalog: Catalog) -> IncarnationCount:
     """Of all incarnations up to the newest one, as it was when it ended."""
     newest = _newest(catalog.files)
     if newest is None or newest.incarnation is None:
-        return Tally()
+        return IncarnationCount()
     last = newest.incarnation
     closed = _closed(catalog, newest.epoch)
     seconds = closed.seconds if closed is not None else _seconds(catalog, last, newest.epoch)
     if seconds is None:
-        return Tally(last.interruptions, last.rank_seconds)
+        return IncarnationCount(last.interruptions, last.rank_seconds)
     interrupted = 0 if closed is not None else 1
-    return Tally(last.interruptions + interrupted, last.rank_seconds + last.world_size * seconds)
+    return IncarnationCount(last.interruptions + interrupted, last.rank_seconds + last.world_size * seconds)
 
 
 def mark_closed(files: Files, store_id: str, epoch: int, seconds: float) -> None:

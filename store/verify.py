@@ -26,7 +26,7 @@ from store.errors import DamagedError, NothingToResumeError, StorageError, Unrea
 from store.fragments import Readable, Source, StoredBytes, check_encoded
 from store.layout import part_path, payload_path
 from store.names import SaveId
-from store.resolve import Bad, Key, base_key, newest_resumable, resolve, stored_whole, whole_key
+from store.resolve import Key, RejectedVersion, base_key, newest_resumable, resolve, stored_whole, whole_key
 from store.schema import Entry, PartRecord
 from store.segment import check_header, read_leaves
 
@@ -190,7 +190,7 @@ def total_bytes(catalog: Catalog) -> int:
 class _Checker:
     def __init__(self, catalog: Catalog, progress: Progress, checked: Collection[GroupKey]) -> None:
         self.problems: list[str] = []
-        self.bad: set[Bad] = set()
+        self.bad: set[RejectedVersion] = set()
         self.harmless: set[SaveId] = set()
         self.bytes_read = 0
         self._catalog = catalog
@@ -249,7 +249,7 @@ class _Checker:
             raise
         except (DamagedError, StorageError) as error:
             self.problems.append(str(error))
-            self.bad.add(Bad(part.save))
+            self.bad.add(RejectedVersion(part.save))
         self._read(sum(tensor.nbytes for tensor in part.run_tensors))
 
     def _check_entry(self, part: PartRecord, entry: Entry) -> None:
@@ -271,7 +271,7 @@ class _Checker:
                 raise found.error
             part, entry = found.source.part, found.source.entry
             self.problems.append(f"{found.error} ({entry.fqn}/{entry.slot} in {part_path(part.save, part.rank)})")
-            self.bad.add(Bad(part.save, entry.unit, entry.fragment))
+            self.bad.add(RejectedVersion(part.save, entry.unit, entry.fragment))
         self._read(sum(source.entry.nbytes for source in checked))
 
     def _read(self, count: int) -> None:
@@ -279,7 +279,7 @@ class _Checker:
         self._progress(count)
 
 
-def _state(catalog: Catalog, save: SaveId, checker: _Checker, bad: frozenset[Bad]) -> CommitState:
+def _state(catalog: Catalog, save: SaveId, checker: _Checker, bad: frozenset[RejectedVersion]) -> CommitState:
     try:
         resolution = resolve(catalog, save, bad)
     except UnreachableError:
@@ -291,7 +291,7 @@ def _state(catalog: Catalog, save: SaveId, checker: _Checker, bad: frozenset[Bad
     return CommitState(save, "fallback" if hurt else "ok", resolution.problems)
 
 
-def _resumable(catalog: Catalog, bad: frozenset[Bad]) -> SaveId | None:
+def _resumable(catalog: Catalog, bad: frozenset[RejectedVersion]) -> SaveId | None:
     try:
         return newest_resumable(catalog, bad)[0].manifest.save
     except NothingToResumeError:

@@ -22,13 +22,13 @@ from store.daemon_protocol import (
     AskStatus,
     AskStop,
     JobReport,
-    Leaving,
     Message,
     Refused,
     Report,
+    ShuttingDown,
     Welcome,
-    asked,
     make_home,
+    query_daemon,
 )
 from store.errors import DaemonError, StorageError
 from store.metrics_server import EndpointSecurity, Tls
@@ -118,7 +118,7 @@ def stop(*, memory: MemoryOption = Path("/dev/shm"), json: JsonOption = False, d
     """End the daemon once the rescue under way is finished. Jobs go on, and do not start another one."""
     del debug
     found = _answer(base_of(memory), AskStop())
-    if not isinstance(found, Leaving):
+    if not isinstance(found, ShuttingDown):
         raise DaemonError(f"the daemon answered {found.kind!r} instead of that it ends")
     output.answer({"pid": found.pid}, lambda console: console.print(f"Process {found.pid} ends."), as_json=json)
 
@@ -166,8 +166,8 @@ def _rescues(report: Report) -> object:
     return table
 
 
-def _answer(base: Path, question: Message) -> Welcome | Leaving | Report:
-    found = asked(base, question, _PATIENCE)
+def _answer(base: Path, question: Message) -> Welcome | ShuttingDown | Report:
+    found = query_daemon(base, question, _PATIENCE)
     if isinstance(found, Refused):
         raise DaemonError(f"the daemon refused: {found.why}")
     return found

@@ -147,33 +147,33 @@ def _settings(path: Path | None) -> Config:
 
 
 def _findings(root: Path, plan: Plan, ranks: Ranks, patience: float) -> Iterator[Finding]:
-    from deploy.doctor.disk import look_at_disk
-    from deploy.doctor.machine import look_at_machine
-    from deploy.doctor.nodes import meet
-    from deploy.doctor.store import look_at_store
+    from deploy.doctor.disk import check_disk
+    from deploy.doctor.machine import check_machine
+    from deploy.doctor.nodes import check_nodes
+    from deploy.doctor.store import check_store
 
-    met = meet(root, ranks, patience)
+    met = check_nodes(root, ranks, patience)
     if ranks.first:
-        yield from look_at_machine(plan)
-        yield from look_at_disk(root, plan)
-        yield from look_at_store(root, plan.config.retention_rule())
+        yield from check_machine(plan)
+        yield from check_disk(root, plan)
+        yield from check_store(root, plan.config.retention_rule())
     if met is not None:
         yield met
 
 
 def _of_bucket(root: Path, options: ObjectOptions, plan: Plan, ranks: Ranks) -> Iterator[Finding]:
     """Every rank tries the bucket for itself: whether all reach it is what there is to know of nodes."""
-    from deploy.doctor.bucket import look_at_bucket
-    from deploy.doctor.machine import look_at_machine
-    from deploy.doctor.store import look_at_store
+    from deploy.doctor.bucket import check_bucket
+    from deploy.doctor.machine import check_machine
+    from deploy.doctor.store import check_store
     from store.storage.object_store import ObjectFiles
 
     url = place_of(root)
     assert isinstance(url, ObjectUrl)
     files = ObjectFiles(url, url.bucket, url.prefix, options)
     if ranks.first:
-        yield from look_at_machine(plan)
-    tried = list(look_at_bucket(files, plan, speed=ranks.first))
+        yield from check_machine(plan)
+    tried = list(check_bucket(files, plan, speed=ranks.first))
     yield from tried
     if ranks.first and tried[0].state == "ok":
-        yield from look_at_store(root, plan.config.retention_rule(), options)
+        yield from check_store(root, plan.config.retention_rule(), options)

@@ -26,7 +26,7 @@ from store.errors import DriftpointError, StoreError, UsageError
 from store.location import files_at, is_url, place_of
 from store.memory.arena import is_owned
 from store.memory.cleanup import clear, used_bytes
-from store.memory.index import look, seen_stores
+from store.memory.index import scan_node, seen_stores
 from store.memory.layout import Tier, tiers
 from store.memory.rescue import INCOMPLETE, WRITTEN, Rescued, rescue_newest
 from store.text import listed
@@ -41,7 +41,7 @@ YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 
 
 @dataclass(frozen=True)
-class Lying:
+class StoredSnapshot:
     """One store's memory. path: where the store was last seen. ranks: of the newest version that is there. replicas: as
     many of them were on other nodes."""
 
@@ -67,7 +67,7 @@ def memory(
     """List what lies in the shared memory of this node."""
     del debug
     if context.invoked_subcommand is None:
-        found = lying(base_of(memory))
+        found = stored_snapshots(base_of(memory))
         output.answer(as_json(base_of(memory), found), lambda console: draw(console, found), as_json=json)
 
 
@@ -93,13 +93,13 @@ def clear_(
     output.answer(body, lambda console: console.print(f"Freed {size_text(freed)}."), as_json=json)
 
 
-def lying(base: Path) -> list[Lying]:
+def stored_snapshots(base: Path) -> list[StoredSnapshot]:
     """What there is below ``base``."""
     paths = seen_stores(base)
     return [_lying(tier, paths.get(tier.store_id)) for tier in tiers(base)]
 
 
-def as_json(base: Path, found: list[Lying]) -> dict[str, Any]:
+def as_json(base: Path, found: list[StoredSnapshot]) -> dict[str, Any]:
     """The JSON object of the command."""
     rows = [
         {
@@ -118,7 +118,7 @@ def as_json(base: Path, found: list[Lying]) -> dict[str, Any]:
     return {"memory": str(base), "nbytes": sum(one.nbytes for one in found), "stores": rows}
 
 
-def draw(console: Console, found: list[Lying]) -> None:
+def draw(console: Console, found: list[StoredSnapshot]) -> None:
     """The text of the command."""
     if not found:
         console.print("Nothing lies in memory.")
@@ -137,15 +137,17 @@ def draw(console: Console, found: list[Lying]) -> None:
     output.problems(console, tuple(text for one in found for text in one.problems))
 
 
-def _lying(tier: Tier, path: Path | None) -> Lying:
-    node = look(tier)
+def _lying(tier: Tier, path: Path | None) -> StoredSnapshot:
+    node = scan_node(tier)
     newest = node.newest
     held = {} if newest is None else node.versions[newest]
     world_size = max((one.record.part.world_size for one in held.values()), default=0)
     alive = any(is_owned(place.owner(rank)) for place in tier.generations() for rank in place.ranks())
     step = None if newest is None else newest.step
     replicas = sum(one.record.replica for one in held.values())
-    return Lying(tier.store_id, path, step, len(held), world_size, used_bytes(tier), alive, node.problems, replicas)
+    return StoredSnapshot(
+        tier.store_id, path, step, len(held), world_size, used_bytes(tier), alive, node.problems, replicas
+    )
 
 
 def _confirm(question: str) -> None:

@@ -164,7 +164,7 @@ def merge(
     wanted = int(step) if step is not None and step.isascii() and step.isdigit() else step
     request = Request(source, wanted, target, None if recipe is None else read_recipe(recipe))
     if plan:
-        raise typer.Exit(tell(request, out, workers, as_json=json))
+        raise typer.Exit(print_plan(request, out, workers, as_json=json))
     assert out is not None  # checked above
     result = rebuild(request, out, workers)
     output.answer(as_json(result), lambda console: draw(console, result), as_json=json)
@@ -319,7 +319,7 @@ _FILES = 20
 
 
 @dataclass(frozen=True)
-class Told:
+class MergePlanReport:
     """A draft and where it would go. free: bytes there, None where no directory was named."""
 
     draft: Draft
@@ -328,7 +328,7 @@ class Told:
     free: int | None
 
 
-def tell(request: Request, out: Path | None, workers: int | None, *, as_json: bool) -> int:
+def print_plan(request: Request, out: Path | None, workers: int | None, *, as_json: bool) -> int:
     """Print the plan; returns the exit code that the merge would have. Writes nothing."""
     from merger.plan import default_workers, draft_merge, free_bytes
 
@@ -337,12 +337,12 @@ def tell(request: Request, out: Path | None, workers: int | None, *, as_json: bo
     draft = replace(draft, errors=tuple(damage_error(error) for error in draft.errors))
     if request.recipe is None and not draft.sources:
         raise draft.errors[0]
-    told = Told(draft, out, workers or default_workers(), None if out is None else free_bytes(out))
+    told = MergePlanReport(draft, out, workers or default_workers(), None if out is None else free_bytes(out))
     output.answer(to_json(told), lambda console: draw_plan(console, told), as_json=as_json)
     return draft.errors[0].exit_code if draft.errors else OK
 
 
-def to_json(told: Told) -> dict[str, Any]:
+def to_json(told: MergePlanReport) -> dict[str, Any]:
     """The JSON object of the command."""
     draft, plan = told.draft, told.draft.plan
     reads = {} if plan is None else plan.reads
@@ -356,7 +356,7 @@ def to_json(told: Told) -> dict[str, Any]:
     }
 
 
-def draw_plan(console: Console, told: Told) -> None:
+def draw_plan(console: Console, told: MergePlanReport) -> None:
     """The text of the command."""
     draft, plan = told.draft, told.draft.plan
     if plan is not None:
@@ -376,7 +376,7 @@ def draw_plan(console: Console, told: Told) -> None:
         output.problems(console, list(dict.fromkeys(map(str, draft.errors))), _FILES, "Missing")
 
 
-def _planned(plan: MergePlan, told: Told) -> dict[str, Any]:
+def _planned(plan: MergePlan, told: MergePlanReport) -> dict[str, Any]:
     return {
         "tag": plan.laid.tag,
         "framework": plan.checkpoint.framework,
@@ -394,7 +394,7 @@ def _planned(plan: MergePlan, told: Told) -> dict[str, Any]:
     }
 
 
-def _facts(plan: MergePlan, told: Told) -> dict[str, Text | str]:
+def _facts(plan: MergePlan, told: MergePlanReport) -> dict[str, Text | str]:
     certificate = plan.checkpoint.certificate
     rows: dict[str, Text | str] = {
         "Would be": f"{certificate.save}: step {certificate.step}",

@@ -183,12 +183,12 @@ def check(
     """Try on a policy what every policy promises: on made-up models and runs, in this process and in another."""
     del debug
     with output.kept_for_answers():
-        checked = look(policy, set_ or ())
+        checked = check_policy_file(policy, set_ or ())
     output.answer(as_json(checked), lambda console: draw(console, checked), as_json=json)
     raise typer.Exit(OK if checked.holds else DriftpointError.exit_code)
 
 
-def look(word: str, given: Sequence[str]) -> Checked:
+def check_policy_file(word: str, given: Sequence[str]) -> Checked:
     """Try the policy that was named."""
     found = named(word, given)
     findings = list(examine(found.policy, found.bounds))

@@ -20,7 +20,7 @@ from deploy import console as output
 from deploy.console import DebugOption, JsonOption, StoreArgument
 from deploy.exit_codes import OK, health
 from deploy.format import plural, size_text
-from deploy.store_status import holder, holder_text, open_store
+from deploy.store_status import lock_owner, lock_owner_text, open_store
 from store.catalog import Catalog
 from store.errors import DamagedError, NothingToResumeError, StorageError
 from store.location import is_url
@@ -81,7 +81,7 @@ def prune(
 def tidy(root: Path, retention: Retention, *, dry_run: bool) -> Pruned:
     """Prune the store at ``root``. StoreInUseError, before anything is looked at, where a job is using it."""
     catalog = open_store(root)
-    in_use_by = holder(root)
+    in_use_by = lock_owner(root)
     with _held(root, dry_run=dry_run):
         plan = plan_prune(catalog, retention)
         resumable = plan.blocked is None or _resumable(catalog)
@@ -157,7 +157,7 @@ def _names(saves: tuple[SaveId, ...], limit: int = 8) -> str:
 
 def _remarks(found: Pruned) -> Iterator[str]:
     if found.in_use_by is not None:
-        user = holder_text(found.root, found.in_use_by)
+        user = lock_owner_text(found.root, found.in_use_by)
         yield f"The store is in use {user}: without --dry-run this is refused. The job prunes by itself."
     if found.foreign is not None:
         yield (

@@ -20,7 +20,7 @@ from deploy.format import size_text
 from store.errors import UsageError
 
 if TYPE_CHECKING:
-    from deploy.simulate.simulation import Limits, Recommended, Simulation
+    from deploy.simulate.simulation import Limits, Recommendation, Simulation
     from deploy.simulate.summary import Summary, Terms
 
 
@@ -138,7 +138,7 @@ def check_numbers(values: Mapping[str, float | None], *, above_zero: bool) -> No
 
 def answer(
     found: Simulation,
-    chosen: Recommended | None,
+    chosen: Recommendation | None,
     *,
     plot: Path | None,
     as_json: bool,
@@ -155,7 +155,7 @@ def answer(
     raise typer.Exit(OK)
 
 
-def simulation_json(found: Simulation, chosen: Recommended | None) -> dict[str, Any]:
+def simulation_json(found: Simulation, chosen: Recommendation | None) -> dict[str, Any]:
     """Return the JSON object of the command."""
     from deploy.simulate.summary import as_json as summary_json
     from deploy.simulate.summary import step_seconds
@@ -179,7 +179,7 @@ def simulation_json(found: Simulation, chosen: Recommended | None) -> dict[str, 
     return body
 
 
-def draw(console: Console, found: Simulation, chosen: Recommended | None, assumed: Mapping[str, str]) -> None:
+def draw(console: Console, found: Simulation, chosen: Recommendation | None, assumed: Mapping[str, str]) -> None:
     """Print the text of the command. assumed: the assumptions that the run was made from; none for a recorded one."""
     from deploy.simulate.summary import step_seconds
 
@@ -218,7 +218,7 @@ def _draw_all(console: Console, summaries: Sequence[Summary], baseline: Summary)
     console.print(_kept(summaries))
 
 
-def _draw_chosen(console: Console, chosen: Recommended, baseline: Summary) -> None:
+def _draw_chosen(console: Console, chosen: Recommendation, baseline: Summary) -> None:
     console.print()
     limit = chosen.limits.bytes_per_hour
     most = "" if limit is None else f", at most {size_text(round(limit))} an hour after the first save"

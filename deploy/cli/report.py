@@ -22,7 +22,7 @@ from store.location import beside
 
 if TYPE_CHECKING:
     from deploy.health.facts import Facts
-    from deploy.report.page import Made
+    from deploy.report.page import ReportResult
 
 
 OutOption = Annotated[
@@ -50,16 +50,16 @@ def report(
 ) -> None:
     """Write one HTML page: is the run safe now, drift and saves of each layer, cost, incidents, what a resume gives."""
     del debug
-    from deploy.report.page import make
+    from deploy.report.page import build_report
 
-    made = make(store, trace, base_of(memory), verify=verify)
+    made = build_report(store, trace, base_of(memory), verify=verify)
     path = out or beside(store.absolute(), ".report.html")
     made.write(path)
     output.answer(as_json(made, path), lambda console: draw(console, made, path), as_json=json)
     raise typer.Exit(made.exit_code)
 
 
-def as_json(made: Made, path: Path) -> dict[str, Any]:
+def as_json(made: ReportResult, path: Path) -> dict[str, Any]:
     """The JSON object of the command."""
     verdict, history = made.content.verdict, made.content.history
     return {
@@ -80,7 +80,7 @@ def as_json(made: Made, path: Path) -> dict[str, Any]:
     }
 
 
-def draw(console: Console, made: Made, path: Path) -> None:
+def draw(console: Console, made: ReportResult, path: Path) -> None:
     """The text of the command."""
     verdict = made.content.verdict
     styles = {"good": "green", "look": "yellow", "bad": "bold red"}

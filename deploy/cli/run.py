@@ -13,10 +13,10 @@ from pydantic import ValidationError
 
 from deploy.console import DebugOption, StorePath, note
 from deploy.daemon.server import ensure_daemon
-from deploy.supervisor.events import Teller
+from deploy.supervisor.events import EventLog
 from deploy.supervisor.restart_policy import Limits
-from deploy.supervisor.store_probe import SeenStore
-from deploy.supervisor.supervisor import Orders, Supervisor
+from deploy.supervisor.store_probe import StoreProbe
+from deploy.supervisor.supervisor import RunOptions, Supervisor
 from store.errors import ConfigError, UsageError
 from store.location import place_of
 from store.metrics_server import LOOPBACK, EndpointSecurity
@@ -97,7 +97,7 @@ def run(
         from deploy.supervisor.events import SupervisorMetrics
 
         metrics = SupervisorMetrics(max_restarts)
-    orders, teller = Orders(command, limits, grace, wait, notice), Teller(note, events, seen.root, metrics)
+    orders, teller = RunOptions(command, limits, grace, wait, notice), EventLog(note, events, seen.root, metrics)
     told = None if wanted is None else ensure_daemon(wanted.base, wanted.port, wanted.exit_idle, wanted.words)
     if told is not None:
         teller.say(told)
@@ -117,7 +117,7 @@ class WantedDaemon:
     words: tuple[str, ...] = ()
 
 
-def places(config: Path | None, store: Path | None) -> tuple[SeenStore, WantedDaemon | None, signal.Signals]:
+def places(config: Path | None, store: Path | None) -> tuple[StoreProbe, WantedDaemon | None, signal.Signals]:
     """The store of the job, as the trainer finds it: relative to the working directory; the daemon that it wants; and
     the signal that it heeds.
 
@@ -126,7 +126,7 @@ def places(config: Path | None, store: Path | None) -> tuple[SeenStore, WantedDa
     if config is None and store is None and not CONFIG.exists():
         raise UsageError(f"which store? There is no {CONFIG} here: give `-c FILE`, the job's YAML, or `--store STORE`")
     if config is None and store is not None:
-        seen = SeenStore(store.expanduser(), DEFAULT_MEMORY)  # of a job that keeps nothing there, nothing is there
+        seen = StoreProbe(store.expanduser(), DEFAULT_MEMORY)  # of a job that keeps nothing there, nothing is there
         return seen, None, signal.SIGUSR1
     path = config or CONFIG
     content = _mapping(path)
@@ -137,7 +137,7 @@ def places(config: Path | None, store: Path | None) -> tuple[SeenStore, WantedDa
         raise ConfigError(f"{path}: memory: must be a section such as `memory: {{enabled: true}}`, and is {memory!r}")
     base = Path(memory.get("path", DEFAULT_MEMORY))
     kept = base if memory.get("enabled") else None
-    seen = SeenStore((store or place_of(root)).expanduser(), kept, options=_options(path, content.get("s3", {})))
+    seen = StoreProbe((store or place_of(root)).expanduser(), kept, options=_options(path, content.get("s3", {})))
     return seen, _wanted(path, content, base), _notice(path, content.get("preemption", {}))
 
 

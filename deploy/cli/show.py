@@ -15,7 +15,7 @@ from deploy import tables
 from deploy.console import DebugOption, JsonOption, StoreArgument
 from deploy.exit_codes import health
 from deploy.format import going_on_text, kind_text, plural, size_text
-from deploy.store_status import find_save, goes_on_at, open_store, parameters
+from deploy.store_status import find_save, open_store, parameters, resume_step
 from store.catalog import Catalog
 from store.certificate import Certificate, CertifiedUnit, certify
 from store.errors import DamagedError, NothingToResumeError, StorageError
@@ -163,7 +163,7 @@ def _look_at(catalog: Catalog, save: SaveId) -> Shown:
 
 
 def _whole(catalog: Catalog, resolution: Resolution, problems: tuple[str, ...]) -> Shown:
-    onward = goes_on_at(catalog, resolution)
+    onward = resume_step(catalog, resolution)
     manifest = resolution.manifest
     return Shown(manifest, certify(resolution), True, True, problems, onward, _suspect(catalog, manifest.save))
 

@@ -14,7 +14,7 @@ from rich.text import Text
 from deploy import console as output
 from deploy.console import DebugOption, JsonOption, StoreArgument
 from deploy.format import count_text, going_on_text, kind_text, plural, size_text
-from deploy.store_status import StoreStatus, holder_text, open_store, parameters, standing, written
+from deploy.store_status import StoreStatus, lock_owner_text, open_store, parameters, store_status, written
 from store.schema import ManifestRecord
 
 
@@ -28,7 +28,7 @@ def status(store: StoreArgument, *, json: JsonOption = False, debug: DebugOption
 
 def look(root: Path) -> StoreStatus:
     """The status of the store at ``root``. NoStoreError where there is none."""
-    return standing(open_store(root), root)
+    return store_status(open_store(root), root)
 
 
 def as_json(found: StoreStatus) -> dict[str, Any]:
@@ -57,7 +57,7 @@ def draw(console: Console, found: StoreStatus) -> None:
         rows["Newest"] = _newest(found.newest)
         rows["Model"] = _model(found.newest)
     rows["Epochs"] = _epochs(found)
-    rows["In use"] = holder_text(found.root, found.in_use_by)
+    rows["In use"] = lock_owner_text(found.root, found.in_use_by)
     rows["Size"] = size_text(found.size_bytes)
     rows["Resume"] = _resume_text(found)
     console.print(output.facts(rows))

@@ -15,7 +15,7 @@ from deploy import console as output
 from deploy.console import DebugOption, JsonOption, StoreArgument, byte_progress, watched
 from deploy.exit_codes import health
 from deploy.format import plural, size_text
-from deploy.store_status import holder, open_store
+from deploy.store_status import lock_owner, open_store
 from store.names import SaveId
 from store.verify import CommitState, VerifyReport, total_bytes
 from store.verify import verify as verify_store
@@ -56,7 +56,7 @@ def check(root: Path) -> Verified:
     with byte_progress("Verifying", total) as progress:
         report = verify_store(catalog, progress)
     proven, suspects = catalog.proven(), catalog.suspects().saves
-    return Verified(root.absolute(), catalog.store_id, report, proven, suspects, holder(root) is not None)
+    return Verified(root.absolute(), catalog.store_id, report, proven, suspects, lock_owner(root) is not None)
 
 
 def as_json(found: Verified) -> dict[str, Any]:

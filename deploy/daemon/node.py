@@ -27,11 +27,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from deploy.daemon.metrics import DaemonMetrics
-from deploy.daemon.rescuer import Done, Rescuer, Wish
+from deploy.daemon.rescuer import Rescuer, RescueRequest, RescueResult
 from deploy.daemon.verifier import Verifier
-from store.daemon_protocol import Hello, JobReport, Note, Report, RescueReport, StoreReport
+from store.daemon_protocol import JobReport, Register, Report, RescueReport, StatusUpdate, StoreReport
 from store.errors import DaemonError, StorageError
-from store.memory.index import Seen
+from store.memory.index import SeenStore
 from store.memory.layout import tiers
 from store.metrics_server import LOOPBACK, EndpointSecurity
 from store.names import SaveId
@@ -44,7 +44,7 @@ Key = tuple[str, str, int]
 
 
 @dataclass
-class Member:
+class RankConnection:
     """One rank of a job. connections: to its process, which may lose one and come back. ending: the process is gone,
     but what it said last may not be read yet. clean: it said goodbye. watched: its end will be seen."""
 
@@ -61,8 +61,8 @@ class Member:
 class NodeJob:
     """What is known of a job here."""
 
-    hello: Hello
-    members: dict[int, Member] = field(default_factory=dict)
+    hello: Register
+    members: dict[int, RankConnection] = field(default_factory=dict)
     state: str = TRAINING
     committed: SaveId | None = None
     committed_at: float | None = None
@@ -74,7 +74,7 @@ class NodeJob:
         return self.hello.store, self.hello.store_id, self.hello.epoch
 
     @property
-    def living(self) -> list[Member]:
+    def living(self) -> list[RankConnection]:
         """By rank."""
         return sorted((one for one in self.members.values() if one.alive), key=lambda one: one.rank)
 
@@ -83,7 +83,7 @@ class NodeJob:
         """Whether any process ended without a goodbye."""
         return any(not one.alive and not one.clean for one in self.members.values())
 
-    def noted(self, note: Note, now: float) -> None:
+    def noted(self, note: StatusUpdate, now: float) -> None:
         """A rank told something. now: seconds since 1970."""
         committed, memory = _save(note.committed), _save(note.memory)
         if committed is not None and (self.committed is None or committed > self.committed):
@@ -120,7 +120,7 @@ class Jobs:
         """A job that is not forgotten yet."""
         return self._jobs.get(key)
 
-    def join(self, hello: Hello, pid: int) -> tuple[NodeJob, Member, list[NodeJob]]:
+    def join(self, hello: Register, pid: int) -> tuple[NodeJob, RankConnection, list[NodeJob]]:
         """A process registers; a second time, where its connection broke. Third: older incarnations, now forgotten.
 
         DaemonError where another living process is that rank, or a newer incarnation is known."""
@@ -135,14 +135,14 @@ class Jobs:
         if found is not None and found.alive and found.pid != pid:
             raise DaemonError(f"rank {hello.rank} of the store {hello.store} is process {found.pid} already")
         if found is None or not found.alive:
-            found = job.members[hello.rank] = Member(hello.rank, pid)
+            found = job.members[hello.rank] = RankConnection(hello.rank, pid)
         found.connections += 1
         job.state = DYING if job.died else TRAINING
         for one in old:
             self.forget(one)
         return job, found, old
 
-    def ended(self, job: NodeJob, member: Member) -> bool:
+    def ended(self, job: NodeJob, member: RankConnection) -> bool:
         """The process of a rank is gone. Whether the whole job is now, and left something to write."""
         member.alive = False
         if self._jobs.get(job.key) is not job:
@@ -205,7 +205,7 @@ class Node:
         self.options, self.metrics = options, metrics
         self.refused = 0
         self._loop = asyncio.get_running_loop()
-        self._jobs, self._known = Jobs(), Seen(options.base)
+        self._jobs, self._known = Jobs(), SeenStore(options.base)
         self._rescues = deque[RescueReport](maxlen=_HISTORY)
         self._told: dict[Path, str] = {}
         self._verified_bytes = 0
@@ -219,7 +219,7 @@ class Node:
         try:
             for tier in tiers(self.options.base):
                 for path in self._known.places(tier.store_id):
-                    self._rescuer.ask(Wish(path, tier.store_id, None))
+                    self._rescuer.ask(RescueRequest(path, tier.store_id, None))
         except StorageError as error:
             _log.warning("what lies in memory cannot be looked at: %s", error)
         for store_id, path in self._known.everything():
@@ -250,7 +250,7 @@ class Node:
 
     # Jobs.
 
-    def join(self, hello: Hello, pid: int, end: int | None) -> tuple[NodeJob, Member]:
+    def join(self, hello: Register, pid: int, end: int | None) -> tuple[NodeJob, RankConnection]:
         """A trainer registers. end: see :func:`deploy.daemon.server.end_of`; taken over. DaemonError: it cannot."""
         try:
             if Path(hello.base) != self.options.base:
@@ -273,13 +273,13 @@ class Node:
         self._remember(hello)
         return job, member
 
-    def disconnected(self, job: NodeJob, member: Member) -> None:
+    def disconnected(self, job: NodeJob, member: RankConnection) -> None:
         """A connection of a trainer ended: that alone means nothing."""
         member.connections -= 1
         if member.ending:
             self._gone(job, member)
 
-    def _process_ended(self, job: NodeJob, member: Member, end: int) -> None:
+    def _process_ended(self, job: NodeJob, member: RankConnection, end: int) -> None:
         self._loop.remove_reader(end)
         os.close(end)
         member.ending = True
@@ -288,13 +288,13 @@ class Node:
         else:
             self._gone(job, member)
 
-    def _gone(self, job: NodeJob, member: Member) -> None:
+    def _gone(self, job: NodeJob, member: RankConnection) -> None:
         if not member.alive:
             return
         self._needed = time.monotonic()
         if self._jobs.ended(job, member):
             _log.warning("the job on %s died", job.hello.store)
-            self._rescuer.ask(Wish(Path(job.hello.store), job.hello.store_id, job.hello.epoch))
+            self._rescuer.ask(RescueRequest(Path(job.hello.store), job.hello.store_id, job.hello.epoch))
         elif not member.clean and job.living:
             _log.warning("rank %d of %s died (process %d)", member.rank, job.hello.store, member.pid)
             self._loop.call_later(self.options.survivors, self._name_survivors, job)
@@ -304,7 +304,7 @@ class Node:
             living = ", ".join(f"rank {one.rank} (process {one.pid})" for one in job.living)
             _log.warning("%s: a rank died, and %s live: nothing is rescued before they end", job.hello.store, living)
 
-    def _remember(self, hello: Hello) -> None:
+    def _remember(self, hello: Register) -> None:
         try:
             self._known.seen(hello.store_id, Path(hello.store))
         except StorageError as error:
@@ -320,15 +320,15 @@ class Node:
 
         return hand
 
-    def _job_of(self, wish: Wish) -> NodeJob | None:
+    def _job_of(self, wish: RescueRequest) -> NodeJob | None:
         return None if wish.epoch is None else self._jobs.get((str(wish.store), wish.store_id, wish.epoch))
 
-    def _begun(self, wish: Wish) -> None:
+    def _begun(self, wish: RescueRequest) -> None:
         job = self._job_of(wish)
         if job is not None:
             job.state = RESCUING
 
-    def _rescued(self, done: Done) -> None:
+    def _rescued(self, done: RescueResult) -> None:
         wish = done.wish
         self._needed = time.monotonic()
         job = self._job_of(wish)
@@ -349,7 +349,7 @@ class Node:
             )
         )
 
-    def _ask_again(self, wish: Wish) -> None:
+    def _ask_again(self, wish: RescueRequest) -> None:
         if not wish.dropped.is_set():
             self._rescuer.ask(wish)
 

@@ -47,7 +47,7 @@ THREADS = 16
 
 
 @dataclass(frozen=True)
-class Wish:
+class RescueRequest:
     """A store to be looked at. epoch: of the job that died, None where that is not known. tried: times before."""
 
     store: Path
@@ -58,10 +58,10 @@ class Wish:
 
 
 @dataclass(frozen=True)
-class Done:
+class RescueResult:
     """What became of a wish."""
 
-    wish: Wish
+    wish: RescueRequest
     outcome: str
     why: str
     seconds: float
@@ -70,11 +70,13 @@ class Done:
 class Rescuer:
     """:meth:`ask` and :meth:`drop` from any thread."""
 
-    def __init__(self, base: Path, tell: Callable[[Done], None], begun: Callable[[Wish], None]) -> None:
+    def __init__(
+        self, base: Path, tell: Callable[[RescueResult], None], begun: Callable[[RescueRequest], None]
+    ) -> None:
         self._base, self._tell, self._begun = base, tell, begun
         self._changed = threading.Condition()
-        self._wishes: deque[Wish] = deque()
-        self._current: dict[str, Wish] = {}
+        self._wishes: deque[RescueRequest] = deque()
+        self._current: dict[str, RescueRequest] = {}
         self._threads: list[threading.Thread] = []
         self._ending = False
 
@@ -84,7 +86,7 @@ class Rescuer:
         with self._changed:
             return bool(self._current) or bool(self._wishes)
 
-    def ask(self, wish: Wish) -> None:
+    def ask(self, wish: RescueRequest) -> None:
         """Do this after what was asked before for the same store."""
         with self._changed:
             self._wishes.append(wish)
@@ -122,13 +124,13 @@ class Rescuer:
             self._begun(wish)
             began = time.monotonic()
             outcome, why = self._done(wish)
-            done = Done(wish, outcome, why, time.monotonic() - began)
+            done = RescueResult(wish, outcome, why, time.monotonic() - began)
             with self._changed:
                 del self._current[wish.store_id]
                 self._changed.notify_all()
             self._tell(done)
 
-    def _next(self) -> Wish | None:
+    def _next(self) -> RescueRequest | None:
         """Waits until there is something to do for a store for which nothing is under way. None at the end."""
         with self._changed:
             self._changed.wait_for(lambda: self._ending or self._possible() is not None)
@@ -138,10 +140,10 @@ class Rescuer:
                 self._current[found.store_id] = found
             return found
 
-    def _possible(self) -> Wish | None:
+    def _possible(self) -> RescueRequest | None:
         return next((one for one in self._wishes if one.store_id not in self._current), None)
 
-    def _done(self, wish: Wish) -> tuple[str, str]:
+    def _done(self, wish: RescueRequest) -> tuple[str, str]:
         try:
             return self._rescued(wish)
         except DriftpointError as error:
@@ -150,7 +152,7 @@ class Rescuer:
             _log.exception("a rescue failed")
             return "failed", f"internal {type(error).__name__}: {error}"
 
-    def _rescued(self, wish: Wish) -> tuple[str, str]:
+    def _rescued(self, wish: RescueRequest) -> tuple[str, str]:
         catalog = open_catalog(LocalFiles(wish.store))
         if catalog.store_id != wish.store_id:
             raise NoStoreError(f"{wish.store} is another store now")

@@ -38,23 +38,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deploy.daemon.metrics import DaemonMetrics
-from deploy.daemon.node import Member, Node, NodeJob, Options
+from deploy.daemon.node import Node, NodeJob, Options, RankConnection
 from store.daemon_protocol import (
     LINE_LIMIT,
     AskStatus,
     AskStop,
-    Bye,
-    Hello,
-    Leaving,
     Message,
-    Note,
     Refused,
+    Register,
+    ShuttingDown,
+    StatusUpdate,
+    Unregister,
     Welcome,
-    connected,
-    heard_by_daemon,
+    connect,
     lock_path,
     log_path,
     make_home,
+    parse_client_message,
     socket_path,
     to_line,
 )
@@ -63,7 +63,7 @@ from store.memory.arena import Owner
 from store.memory.cleanup import clear_old
 
 
-class Hold:
+class InstanceLock:
     """Held from construction until :meth:`release`. DaemonError where a daemon runs already; StorageError."""
 
     def __init__(self, base: Path) -> None:
@@ -172,7 +172,7 @@ _CLEANING = 3600.0
 class _Connection:
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
-    joined: tuple[NodeJob, Member] | None = None
+    joined: tuple[NodeJob, RankConnection] | None = None
 
 
 class Daemon:
@@ -186,14 +186,14 @@ class Daemon:
 
     def run(self) -> None:
         """Serve until it is asked to end. DaemonError where one runs already, StorageError where no socket can be."""
-        hold = Hold(self._options.base)
+        hold = InstanceLock(self._options.base)
         try:
             asyncio.run(self._main(hold))
         finally:
             self._metrics.close()
             hold.release()
 
-    async def _main(self, hold: Hold) -> None:
+    async def _main(self, hold: InstanceLock) -> None:
         self._ending = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._signalled)
@@ -217,7 +217,7 @@ class Daemon:
         """Say so to everybody, and finish what is under way, and what died until now left."""
         for one in list(self._connections):
             if self._hold.stands():  # else trainers should look for another one
-                await self._send(one, Leaving(pid=os.getpid()))
+                await self._send(one, ShuttingDown(pid=os.getpid()))
             one.writer.close()
         await self._node.last_deaths(self._last_deaths)
         if not await asyncio.to_thread(self._node.end, self._options.grace):
@@ -253,9 +253,9 @@ class Daemon:
             await self._send(connection, self._node.report())
         elif isinstance(first, AskStop):
             _log.info("asked to end by process %d", pid)
-            await self._send(connection, Leaving(pid=os.getpid()))
+            await self._send(connection, ShuttingDown(pid=os.getpid()))
             self._ending.set()
-        elif isinstance(first, Hello):
+        elif isinstance(first, Register):
             end = end_of(connection.writer.get_extra_info("socket"), pid)
             connection.joined = self._node.join(first, pid, end)
             await self._send(connection, Welcome(pid=os.getpid()))
@@ -263,19 +263,19 @@ class Daemon:
         else:
             raise DaemonError("its first word is none of hello, status and stop")
 
-    async def _listen(self, connection: _Connection, job: NodeJob, member: Member) -> None:
+    async def _listen(self, connection: _Connection, job: NodeJob, member: RankConnection) -> None:
         while True:
             message = await self._heard(connection)
-            if isinstance(message, Note):
+            if isinstance(message, StatusUpdate):
                 job.noted(message, time.time())
-            elif isinstance(message, Bye):
+            elif isinstance(message, Unregister):
                 member.clean = message.clean
             else:
                 raise DaemonError("a trainer says note or bye after its hello")
 
-    async def _heard(self, connection: _Connection) -> Hello | Note | Bye | AskStatus | AskStop:
+    async def _heard(self, connection: _Connection) -> Register | StatusUpdate | Unregister | AskStatus | AskStop:
         try:
-            return heard_by_daemon(await connection.reader.readuntil(b"\n"))
+            return parse_client_message(await connection.reader.readuntil(b"\n"))
         except asyncio.LimitOverrunError as error:
             raise DaemonError(f"a line of more than {LINE_LIMIT} bytes") from error
 
@@ -327,7 +327,7 @@ def ensure_daemon(base: Path, port: int, exit_idle: float, more: Sequence[str] =
     more: options of ``daemon run``."""
     try:
         make_home(base)
-        connected(base, _ANSWERS).close()
+        connect(base, _ANSWERS).close()
     except StorageError as error:
         return f"no daemon: {error}"
     except DaemonError:

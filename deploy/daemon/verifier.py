@@ -38,7 +38,7 @@ class _EndedError(Exception):
     """The daemon ends. No error of the project's, so that no reader takes it for a file's."""
 
 
-class Told(Protocol):
+class VerifyResult(Protocol):
     """Who is told, in this thread."""
 
     def __call__(self, store: Path, save: SaveId | None, problems: list[str]) -> None:
@@ -62,7 +62,7 @@ class Checked:
 class Verifier:
     """Runs from construction where ``rate`` (bytes a second) is not 0."""
 
-    def __init__(self, rate: int, told: Told, read: Callable[[int], None]) -> None:
+    def __init__(self, rate: int, told: VerifyResult, read: Callable[[int], None]) -> None:
         self._told, self._pace = told, _Pace(rate, read)
         self._lock = threading.Lock()
         self._stores: dict[tuple[str, Path], Checked] = {}

@@ -36,7 +36,7 @@ _LIMIT = 1 << 10
 _FIRST = b"driftpoint doctor"
 
 
-def look_at_bucket(files: ObjectFiles, plan: Plan, *, speed: bool = True) -> Iterator[Finding]:
+def check_bucket(files: ObjectFiles, plan: Plan, *, speed: bool = True) -> Iterator[Finding]:
     """Every check of the bucket that ``files`` are in. speed: measure it, too, by a large object."""
     try:
         held = len(files.list_dir(""))

@@ -44,7 +44,7 @@ def place_of(root: Path) -> Path:
     return next(place for place in places if os.path.isdir(place))  # noqa: PTH112 - False where nobody may look, too
 
 
-def look_at_disk(root: Path, plan: Plan) -> Iterator[Finding]:
+def check_disk(root: Path, plan: Plan) -> Iterator[Finding]:
     """Every check of the disk that ``root`` lies on, or is going to."""
     place = place_of(root)
     yield _kind(place)

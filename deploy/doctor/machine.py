@@ -41,7 +41,7 @@ _FILES = 1024
 """Open files that a process should be allowed."""
 
 
-def look_at_machine(plan: Plan) -> Iterator[Finding]:
+def check_machine(plan: Plan) -> Iterator[Finding]:
     """Every check of the machine."""
     yield Finding("python", "ok", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
     yield _torch()

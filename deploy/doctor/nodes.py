@@ -56,7 +56,7 @@ def launched(environment: Mapping[str, str]) -> Ranks:
     return Ranks(0, 1, "")
 
 
-def meet(root: Path, ranks: Ranks, seconds: float) -> Finding | None:
+def check_nodes(root: Path, ranks: Ranks, seconds: float) -> Finding | None:
     """Wait for the notes of all ranks, ``seconds`` at most; None where there is one rank alone."""
     if ranks.count == 1:
         return None

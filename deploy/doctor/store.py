@@ -12,7 +12,7 @@ from pathlib import Path
 
 from deploy.doctor.base import Finding
 from deploy.format import kind_text, plural, size_text
-from deploy.store_status import StoreStatus, holder_text, open_store, parameters, standing
+from deploy.store_status import StoreStatus, lock_owner_text, open_store, parameters, store_status
 from store.catalog import Catalog, open_catalog
 from store.errors import DamagedError, NewerFormatError, NoStoreError, NothingToResumeError, StoreError
 from store.layout import EPOCHS, MANIFESTS, PROVEN, SEGMENTS, STORE
@@ -26,7 +26,7 @@ _FUTURE = 60.0
 """Seconds that a commit may lie ahead of this machine's clock."""
 
 
-def look_at_store(root: Path, retention: Retention, options: ObjectOptions | None = None) -> Iterator[Finding]:
+def check_store(root: Path, retention: Retention, options: ObjectOptions | None = None) -> Iterator[Finding]:
     """Every check of the store at ``root``, or that there is none yet. options: of one in a bucket."""
     try:
         obstacle = None if is_url(root) else _obstacle(root)
@@ -37,7 +37,7 @@ def look_at_store(root: Path, retention: Retention, options: ObjectOptions | Non
             yield Finding("store", "ok", f"{root} holds nothing yet: a job makes it")
             return
         catalog = _catalog(root, options)
-        found = standing(catalog, root)
+        found = store_status(catalog, root)
     except NoStoreError as error:
         yield Finding("store", "fail", str(error), "name an empty or new directory as `store:`")
         return
@@ -75,7 +75,7 @@ def known_parameters(root: Path, options: ObjectOptions | None = None) -> int | 
     """Of the model whose state the store at ``root`` holds; None where it holds none that can be read. options: of one
     in a bucket."""
     try:
-        newest = standing(_catalog(root, options), root, counted=False).newest
+        newest = store_status(_catalog(root, options), root, counted=False).newest
     except (StoreError, OSError):
         return None
     return None if newest is None else parameters(newest)
@@ -92,7 +92,7 @@ def _catalog(root: Path, options: ObjectOptions | None) -> Catalog:
 
 
 def _usable(found: StoreStatus, root: Path) -> Finding:
-    user = holder_text(root, found.in_use_by)
+    user = lock_owner_text(root, found.in_use_by)
     seen = f"{plural(len(found.saves), 'commit')}, {size_text(found.size_bytes)}; in use {user}"
     if not found.suspects:
         return Finding("store", "ok", seen)

@@ -215,14 +215,14 @@ def loss_of_node(facts: Facts) -> Loss:
 def loss_of_process(facts: Facts) -> Loss:
     """Were only the processes lost, and came back to this node: what memory gives back, where it is newer."""
     stored = loss_of_node(facts)
-    save = remembered(facts)
+    save = in_memory_versions(facts)
     if save is None:
         return stored
     steps = None if stored.at is None else max(0.0, stored.at - save.step)
     return Loss(save.step, stored.at, steps, _seconds(facts, steps, None), save)
 
 
-def remembered(facts: Facts) -> SaveId | None:
+def in_memory_versions(facts: Facts) -> SaveId | None:
     """The version in memory that a restart on this node would take: one that is newer than every commit."""
     if facts.memory is None or facts.memory.newest is None or facts.status is None:
         return None
@@ -312,7 +312,7 @@ def check_memory(facts: Facts) -> Check:
         assert memory.part is not None
         save, there, world = memory.part
         return Check(name, "plain", f"step {save.step} of {there} of {world} ranks", "the others are on other nodes")
-    newer = "newer than every commit" if remembered(facts) is not None else "no newer than the commits"
+    newer = "newer than every commit" if in_memory_versions(facts) is not None else "no newer than the commits"
     return Check(name, "good", _version(memory), f"{newer}; {alive}")
 
 

@@ -30,14 +30,14 @@ from pathlib import Path
 from statistics import median
 from typing import Literal
 
-from deploy.health.trace_reader import Pulse
-from deploy.store_status import StoreStatus, standing
+from deploy.health.trace_reader import JobStatus
+from deploy.store_status import StoreStatus, store_status
 from store.catalog import Catalog
-from store.daemon_protocol import AskStatus, Report, asked
+from store.daemon_protocol import AskStatus, Report, query_daemon
 from store.errors import DamagedError, DriftpointError, StorageError, StoreError
 from store.location import is_url
 from store.memory.arena import is_owned
-from store.memory.index import Held, look, of_store
+from store.memory.index import HeldSnapshot, belonging_to, scan_node
 from store.memory.layout import Tier
 from store.names import SaveId
 from store.schema import ManifestRecord
@@ -111,10 +111,10 @@ class InMemory:
 
 def in_memory(base: Path, catalog: Catalog) -> InMemory:
     """Of the store, at ``base``. What cannot be looked at is told in ``problems``; what jobs died of is left out."""
-    return MemorySight(base).look(catalog)
+    return MemoryFacts(base).look(catalog)
 
 
-class MemorySight:
+class MemoryFacts:
     """Looks again and again, and reads records only where any is new. Owned by one thread."""
 
     def __init__(self, base: Path) -> None:
@@ -146,7 +146,7 @@ def _stamps(tier: Tier) -> Iterator[Hashable]:
 
 
 def _held(tier: Tier, catalog: Catalog) -> InMemory:
-    node = of_store(look(tier), catalog.files)
+    node = belonging_to(scan_node(tier), catalog.files)
     least = max(catalog.suspects().saves, default=None)
     saves = [save for save in node.versions if least is None or save > least]
     newest = max((save for save in saves if len(node.versions[save]) == _world(node.versions[save])), default=None)
@@ -155,7 +155,7 @@ def _held(tier: Tier, catalog: Catalog) -> InMemory:
     return InMemory(newest, 0 if newest is None else len(node.versions[newest]), told, problems=node.problems)
 
 
-def _world(held: Mapping[int, Held]) -> int:
+def _world(held: Mapping[int, HeldSnapshot]) -> int:
     return next(iter(held.values())).record.part.world_size
 
 
@@ -167,7 +167,7 @@ _NEWEST = 8
 
 
 @dataclass(frozen=True)
-class Checked:
+class VerifiedCommits:
     """Commits whose bytes were read again. who: by whom. damaged: those found to be."""
 
     who: str
@@ -191,8 +191,8 @@ class Facts:
     memory: InMemory | None = None
     disk: Disk | None = None
     trace: Path | None = None
-    pulse: Pulse | None = None
-    checked: Checked | None = None
+    pulse: JobStatus | None = None
+    checked: VerifiedCommits | None = None
     proven: SaveId | None = None
     closed: bool = False
     commit_gap: float | None = None
@@ -209,7 +209,7 @@ class Facts:
         return pulse is not None and status is not None and pulse.job.epoch > status.epoch
 
     @property
-    def current(self) -> Pulse | None:
+    def current(self) -> JobStatus | None:
         """The pulse, where it is of the newest incarnation that the store knows: another one tells nothing of now."""
         pulse, status = self.pulse, self.status
         if pulse is None or status is None:
@@ -257,15 +257,15 @@ def gather(
     catalog: Catalog,
     root: Path,
     memory: InMemory,
-    pulse: Pulse | None,
+    pulse: JobStatus | None,
     now: float,
     *,
     trace: Path | None = None,
-    checked: Checked | None = None,
+    checked: VerifiedCommits | None = None,
     status: StoreStatus | None = None,
 ) -> Facts:
     """Of the store at ``root``. status: of the store, where somebody looked already."""
-    status = standing(catalog, root) if status is None else status
+    status = store_status(catalog, root) if status is None else status
     return Facts(
         now=now,
         root=root.absolute(),
@@ -281,10 +281,10 @@ def gather(
     )
 
 
-def by_daemon(memory: Path, store_id: str) -> Checked | None:
+def by_daemon(memory: Path, store_id: str) -> VerifiedCommits | None:
     """What the daemon of this node read of the store; None where none answers at once, or it read nothing."""
     try:
-        report = asked(memory, AskStatus(), _PATIENCE)
+        report = query_daemon(memory, AskStatus(), _PATIENCE)
     except DriftpointError:
         return None  # there need not be one
     if not isinstance(report, Report):
@@ -292,13 +292,13 @@ def by_daemon(memory: Path, store_id: str) -> Checked | None:
     found = next((one for one in report.stores if one.store_id == store_id), None)
     if found is None or not found.verified:
         return None
-    return Checked("the daemon of this node", found.verified, found.damaged, found.damage)
+    return VerifiedCommits("the daemon of this node", found.verified, found.damaged, found.damage)
 
 
-def by_verify(report: VerifyReport) -> Checked:
+def by_verify(report: VerifyReport) -> VerifiedCommits:
     """What a verification just found."""
     damaged = tuple(commit.save.name for commit in report.commits if commit.state != "ok")
-    return Checked("just now", len(report.commits), damaged, report.problems)
+    return VerifiedCommits("just now", len(report.commits), damaged, report.problems)
 
 
 def _commit_gap(catalog: Catalog, saves: Sequence[SaveId]) -> float | None:

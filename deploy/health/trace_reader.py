@@ -2,7 +2,8 @@
 
 What the newest lines of a trace say of a job: how far it is, how fast, what its last saves came to.
 
-A :class:`Listener` is told lines in their order and keeps the last few; it never holds a trace. It knows no store and
+A :class:`TraceFollower` is told lines in their order and keeps the last few; it never holds a trace. It knows no
+store and
 no clock but the trace's own. Owned by whoever reads the trace.
 
 Which lines of a trace make sense: a trace is a plain file, and anybody may have written into it.
@@ -35,7 +36,7 @@ _FEW = 32
 
 
 @dataclass(frozen=True)
-class Decided:
+class LastDecision:
     """A decision, by unit. at: seconds since 1970. drift: as measured then, or when its save was staged."""
 
     step: int
@@ -47,7 +48,7 @@ class Decided:
 
 
 @dataclass(frozen=True)
-class Saved:
+class LastSave:
     """A commit. full: what everything, raw, would have taken in its place. gap: seconds since the one before it, None
     where there is none in this incarnation."""
 
@@ -59,7 +60,7 @@ class Saved:
 
 
 @dataclass(frozen=True)
-class Pulse:
+class JobStatus:
     """Of the newest incarnation. decisions, saves: the last few, newest last.
 
     failed: reasons of the saves that failed since the newest commit. step_seconds: of a step; None where too little was
@@ -68,8 +69,8 @@ class Pulse:
     job: JobLine
     began: float
     heard: float
-    decisions: Sequence[Decided]
-    saves: Sequence[Saved]
+    decisions: Sequence[LastDecision]
+    saves: Sequence[LastSave]
     failed: tuple[str, ...]
     step_seconds: float | None
     decision_gap: float | None
@@ -77,7 +78,7 @@ class Pulse:
     full_bytes: int
 
     @property
-    def newest(self) -> Decided | None:
+    def newest(self) -> LastDecision | None:
         """The last decision."""
         return self.decisions[-1] if self.decisions else None
 
@@ -119,7 +120,7 @@ class Pulse:
         return last.step + min(ahead, float(most))
 
 
-class Listener:
+class TraceFollower:
     """keep: decisions that are remembered."""
 
     def __init__(self, keep: int = 64) -> None:
@@ -128,9 +129,9 @@ class Listener:
         self._units: tuple[Unit, ...] = ()
         self._full = 0
         self._heard = 0.0
-        self._decisions: deque[Decided] = deque(maxlen=keep)
+        self._decisions: deque[LastDecision] = deque(maxlen=keep)
         self._gaps: deque[tuple[int, float]] = deque(maxlen=_FEW)
-        self._saves: deque[Saved] = deque(maxlen=_FEW)
+        self._saves: deque[LastSave] = deque(maxlen=_FEW)
         self._failed: list[str] = []
         self._interval: int | None = None
 
@@ -151,14 +152,14 @@ class Listener:
             self._gaps.clear()
             self._at(line.seconds)
 
-    def pulse(self) -> Pulse | None:
+    def pulse(self) -> JobStatus | None:
         """None where no job was heard of."""
         job = self._job
         if job is None:
             return None
         steps = [(later[0] - earlier[0], later[1] - earlier[1]) for earlier, later in pairwise(self._gaps)]
         paces = [seconds / count for count, seconds in steps if count > 0]
-        return Pulse(
+        return JobStatus(
             job=job,
             began=job.started,
             heard=self._heard,
@@ -191,13 +192,13 @@ class Listener:
         self._interval = line.interval if line.interval is not None else self._interval
         drift = {unit: value for unit, value in zip(self._units, line.drift, strict=False) if value is not None}
         sick = frozenset(self._named(line.sick))
-        self._decisions.append(Decided(line.step, at, drift, sick, line.skipped, line.stall + line.copy_wait))
+        self._decisions.append(LastDecision(line.step, at, drift, sick, line.skipped, line.stall + line.copy_wait))
         self._gaps.append((line.step, at))
 
     def _committed(self, line: CommitLine, at: float) -> None:
         gap = at - self._saves[-1].at if self._saves else None
         besides = max(0, line.written - sum(size[0] for size in line.sizes.values()))
-        self._saves.append(Saved(line.step, at, line.written, self._full + besides, gap))
+        self._saves.append(LastSave(line.step, at, line.written, self._full + besides, gap))
         self._failed.clear()
         for place in range(len(self._decisions) - 1, -1, -1):
             one = self._decisions[place]
@@ -207,7 +208,7 @@ class Listener:
                     for index, size in line.sizes.items()
                     if size[3] is not None and 0 <= index < len(self._units)
                 }
-                self._decisions[place] = Decided(
+                self._decisions[place] = LastDecision(
                     one.step, one.at, {**staged, **one.drift}, one.sick, one.skipped, one.stall
                 )
                 return
@@ -223,7 +224,7 @@ _MOST = float(1 << 60)
 """Steps, bytes, seconds."""
 
 
-class Sceptic:
+class TraceValidator:
     """Told the lines of one trace in their order."""
 
     def __init__(self) -> None:
@@ -283,7 +284,7 @@ class Tail:
         self._end = end
         self._begin()
 
-    def look(self) -> Pulse | None:
+    def look(self) -> JobStatus | None:
         """What it says now; None where there is no trace, or none that can be read, and ``trouble`` says why."""
         try:
             with self.path.open("rb") as file:
@@ -296,7 +297,7 @@ class Tail:
         return self._listener.pulse()
 
     def _begin(self) -> None:
-        self._listener, self._sceptic = Listener(), Sceptic()
+        self._listener, self._sceptic = TraceFollower(), TraceValidator()
         self._offset = 0
         self._torn = b""
         self._inode = -1

@@ -21,7 +21,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from deploy.health.trace_reader import Listener, Pulse, Sceptic
+from deploy.health.trace_reader import JobStatus, TraceFollower, TraceValidator
 from deploy.report.incidents import (
     Incident,
     Incidents,
@@ -172,14 +172,14 @@ class History:
     incidents: tuple[Incident, ...]
     dropped: int
     skipped: int
-    pulse: Pulse | None
+    pulse: JobStatus | None
     last_drift: dict[Unit, float] = field(default_factory=dict)
 
 
 def read_history(path: Path, most: int = 120, progress: Callable[[int], None] = lambda _: None) -> History:
     """Of a trace's file. progress: told the bytes just read. OSError where it cannot be read."""
     with path.open("rb") as file:
-        return history_of(Sceptic().believe(each_line(_needed(file, progress))), most)
+        return history_of(TraceValidator().believe(each_line(_needed(file, progress))), most)
 
 
 def _needed(file: Iterable[bytes], progress: Callable[[int], None]) -> Iterator[bytes]:
@@ -200,7 +200,7 @@ def history_of(lines: Iterable[Line | None], most: int = 120) -> History:
 class _Reader:
     def __init__(self, most: int) -> None:
         self._bins, self._totals, self._incidents = Bins(most), Totals(), Incidents()
-        self._listener = Listener()
+        self._listener = TraceFollower()
         self._rows: dict[Unit, int] = {}
         self._order: dict[Unit, tuple[int, int]] = {}
         self._blocks: set[str] = set()

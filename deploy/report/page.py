@@ -25,7 +25,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from deploy.console import byte_progress, watched
 from deploy.format import clock, count_text, drift_text, kind_text, plural, printable, size_text
-from deploy.health.facts import Checked, Facts, by_daemon, by_verify, disk_of, gather, in_memory, moment, typed
+from deploy.health.facts import Facts, VerifiedCommits, by_daemon, by_verify, disk_of, gather, in_memory, moment, typed
 from deploy.health.verdict import Verdict, judge
 from deploy.report.charts import Cost, Maps, Scale, cost_of, maps_of, scale_for
 from deploy.report.history import History, read_history
@@ -80,7 +80,7 @@ class SlotRow:
 
 
 @dataclass(frozen=True)
-class Certified:
+class CertificateTable:
     """kind: exact, or how far from it. effective: where the weights stand, where that is not the step itself."""
 
     save: str
@@ -95,7 +95,7 @@ class Certified:
     fallbacks: bool
 
 
-def certified(certificate: Certificate, parameters: int) -> Certified:
+def certificate_table(certificate: Certificate, parameters: int) -> CertificateTable:
     """parameters: of the model."""
     units = certificate.units
     slots = slots_of(units)
@@ -113,7 +113,7 @@ def certified(certificate: Certificate, parameters: int) -> Certified:
     ]
     totals = [_total(slot, [unit for unit in units if unit.slot == slot], parameters) for slot in slots]
     totals += [_total("all", units, parameters)] if len(slots) > 1 else []
-    return Certified(
+    return CertificateTable(
         save=certificate.save,
         step=certificate.step,
         exact=certificate.exact,
@@ -184,9 +184,9 @@ def render(content: Content) -> str:
 def _context(content: Content) -> Mapping[str, Any]:
     facts, history = content.facts, content.history
     certificate = None if facts.status is None else facts.status.certificate
-    table: Certified | None = None
+    table: CertificateTable | None = None
     if certificate is not None and facts.status is not None and facts.status.resumed is not None:
-        table = certified(certificate, parameters(facts.status.resumed))
+        table = certificate_table(certificate, parameters(facts.status.resumed))
     maps: Maps | None = None if history is None or not history.units else maps_of(history)
     cost: Cost | None = None if history is None or not history.totals.saves else cost_of(history)
     return {
@@ -216,7 +216,7 @@ _LISTED = 8
 
 
 @dataclass(frozen=True)
-class Made:
+class ReportResult:
     """A report that is not written yet."""
 
     content: Content
@@ -253,7 +253,9 @@ def trace_path(root: Path, given: Path | None) -> Path:
     return given or beside(store_place(root), ".trace.jsonl")
 
 
-def make(root: Path, trace: Path | None, memory: Path, *, verify: bool, clock: Callable[[], float] = time.time) -> Made:
+def build_report(
+    root: Path, trace: Path | None, memory: Path, *, verify: bool, clock: Callable[[], float] = time.time
+) -> ReportResult:
     """The report of the store at ``root``. NoStoreError where there is none; UsageError for a trace that was named and
     cannot be read."""
     path = trace_path(root, trace)
@@ -263,12 +265,12 @@ def make(root: Path, trace: Path | None, memory: Path, *, verify: bool, clock: C
         history, missing = _history(path, named=trace is not None)
         pulse = None if history is None else history.pulse
         facts = Facts(clock(), root.absolute(), None, str(error), disk=disk_of(root), trace=path, pulse=pulse)
-        return Made(_content(facts, history, missing, list(_of_history(history))))
+        return ReportResult(_content(facts, history, missing, list(_of_history(history))))
 
 
 def _made(
     catalog: Catalog, root: Path, path: Path, memory: Path, *, named: bool, verify: bool, clock: Callable[[], float]
-) -> Made:
+) -> ReportResult:
     # What takes long comes first, so that what is told as now is of one moment.
     checked = _verified(catalog) if verify else by_daemon(memory, catalog.store_id)
     history, missing = _history(path, named=named)
@@ -277,7 +279,7 @@ def _made(
     facts = gather(catalog, root, in_memory(memory, catalog), pulse, clock(), trace=path, checked=checked)
     if facts.strange:
         history, missing = None, _strange(path)
-    return Made(_content(facts, history, missing, [*_of_store(catalog, facts), *_of_history(history)]))
+    return ReportResult(_content(facts, history, missing, [*_of_store(catalog, facts), *_of_history(history)]))
 
 
 def _content(facts: Facts, history: History | None, missing: str, incidents: list[Incident]) -> Content:
@@ -308,7 +310,7 @@ def _strange(path: Path) -> str:
     )
 
 
-def _verified(catalog: Catalog) -> Checked:
+def _verified(catalog: Catalog) -> VerifiedCommits:
     with byte_progress("Verifying", total_bytes(catalog) if watched() else 0) as progress:
         return by_verify(verify_store(catalog, progress))
 

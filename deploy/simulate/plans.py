@@ -19,7 +19,7 @@ from policies.budget import spends
 from policies.builtin import Observe
 from policies.registry import POLICIES, policy_from
 from policies.replay.recorded_run import Costs, Run, chosen, widest
-from policies.replay.state import Plan
+from policies.replay.state import ReplayPlan
 from store.config_file import parse_yaml
 from store.errors import ConfigError, UsageError
 
@@ -31,7 +31,7 @@ _SPARSE = 1.1
 
 
 @dataclass(frozen=True)
-class Asked:
+class SimulationRequest:
     """A configuration to replay, and what to call it."""
 
     name: str
@@ -56,19 +56,19 @@ def recorded_config(run: Run) -> Config:
         raise UsageError(f"the trace was recorded with a configuration that cannot be read here: {error}") from error
 
 
-def asked(text: str, recorded: Mapping[str, Any]) -> Asked:
+def requests_for(text: str, recorded: Mapping[str, Any]) -> SimulationRequest:
     """What one ``--policy`` means. ConfigError or UsageError where it means nothing."""
     path = Path(text)
     if path.suffix in (".yaml", ".yml") or path.is_file():
-        return Asked(path.stem, load_config(path))
+        return SimulationRequest(path.stem, load_config(path))
     if not text.strip().startswith("{"):
-        return Asked(text, load_config(changed(recorded, {"policy": text})))
+        return SimulationRequest(text, load_config(changed(recorded, {"policy": text})))
     try:
         values = parse_yaml(text, f"--policy {text!r}").values
     except ConfigError as error:
         raise UsageError(f"{error}; write it such as '{{name: parity, k: 4}}'") from error
     settings = {"policy": values} if "name" in values else values
-    return Asked(_short(values), load_config(changed(recorded, settings)))
+    return SimulationRequest(_short(values), load_config(changed(recorded, settings)))
 
 
 def changed(recorded: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -81,7 +81,7 @@ def changed(recorded: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[st
     return values
 
 
-def plan_of(one: Asked, run: Run, costs: Costs | None = None) -> Plan:
+def plan_of(one: SimulationRequest, run: Run, costs: Costs | None = None) -> ReplayPlan:
     """The plan of a configuration. ConfigError where its bounds cannot hold at the moments that were recorded."""
     config, every = one.config, _every(one.config, run)
     bounded = config
@@ -89,7 +89,7 @@ def plan_of(one: Asked, run: Run, costs: Costs | None = None) -> Plan:
         gap = max((widest(chosen(era.moments, every)) or 0 for era in run.eras), default=0)
         bounded = config.model_copy(update={"every": max(every, gap)})
     recorded, policy = recorded_config(run), bounded.bounded_policy()
-    return Plan(
+    return ReplayPlan(
         name=one.name,
         policy=policy.inner if isinstance(policy, Observe) else policy,
         account=lambda clock: Account({}) if not config.budget.limited else config.budget.account(clock),
@@ -104,7 +104,7 @@ def plan_of(one: Asked, run: Run, costs: Costs | None = None) -> Plan:
     )
 
 
-def remarks(one: Asked, run: Run) -> list[str]:
+def remarks(one: SimulationRequest, run: Run) -> list[str]:
     """What has to be said of replaying this configuration on this run."""
     recorded, found, every = recorded_config(run), [], _every(one.config, run)
     gap = min(_gaps(run), default=0)

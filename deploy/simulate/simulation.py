@@ -19,13 +19,13 @@ from typing import Any
 import yaml
 
 from deploy.simulate.plans import (
-    Asked,
-    asked,
+    SimulationRequest,
     plan_of,
     recorded_config,
     recorded_interval,
     recorded_settings,
     remarks,
+    requests_for,
     same_configuration,
 )
 from deploy.simulate.summary import Summary, Terms, over, rank, summary_of
@@ -80,7 +80,7 @@ def _within(value: float, most: float | None) -> bool:
 
 
 @dataclass(frozen=True)
-class Recommended:
+class Recommendation:
     """chosen: of ``tried``, least damage first. settings: to paste. limits: as they were used; ``max_loss_minutes``
     alone is taken as the bytes of the plainest configuration that keeps it. since: from where on all are compared.
     notes: what has to be said of replaying the chosen one."""
@@ -127,7 +127,7 @@ class _Trials:
             **settings,
         }
         try:
-            plan = plan_of(Asked(name, load_config(values)), self._run, self._costs)
+            plan = plan_of(SimulationRequest(name, load_config(values)), self._run, self._costs)
         except ConfigError:
             return None
         shown = {key: values[key] for key in _SECTIONS if key in values}
@@ -136,7 +136,7 @@ class _Trials:
 
 def recommend(
     run: Run, terms: Terms, limits: Limits, costs: Costs | None = None, beside: Sequence[Summary] = ()
-) -> Recommended:
+) -> Recommendation:
     """The configuration of least expected damage within the limits. UsageError where none keeps them.
 
     beside: what else is compared, over the same steps."""
@@ -155,12 +155,14 @@ def recommend(
     since = latest_first(one.replayed.course for one in (*beside, *(one.summary for one in found)))
     tried = over(tuple({one.summary.name: one.summary for one in found}.values()), since)
     for chosen in sorted(tried, key=rank):
-        asked = Asked(chosen.name, load_config(parse_yaml(_text(settings[chosen.name]), "the recommendation").values))
-        again = summary_of(replay(run, plan_of(asked, run, costs)), run, terms)
+        request = SimulationRequest(
+            chosen.name, load_config(parse_yaml(_text(settings[chosen.name]), "the recommendation").values)
+        )
+        again = summary_of(replay(run, plan_of(request, run, costs)), run, terms)
         if limits.hold(again):
             ordered = sorted(tried, key=lambda one: one.exposure.total.mean)
-            notes = tuple(remarks(asked, run))
-            return Recommended(chosen, tuple(ordered), settings[chosen.name], limits, since, notes)
+            notes = tuple(remarks(request, run))
+            return Recommendation(chosen, tuple(ordered), settings[chosen.name], limits, since, notes)
     raise UsageError(
         "what keeps these limits does so by settings of the recorded run that a recommendation does not print: replay "
         "configurations with --policy FILE instead"
@@ -275,12 +277,12 @@ def simulated(
     terms: Terms,
     limits: Limits | None = None,
     speeds: Mapping[str, float | None] | None = None,
-) -> tuple[Simulation, Recommended | None]:
+) -> tuple[Simulation, Recommendation | None]:
     """Replay ``trace`` under each of the configurations that ``policies`` name, and look for a better one within
     ``limits`` where there are any. speeds: ``storage_gbps`` and ``copy_gbps``, instead of what was recorded."""
     run = run_of(trace)
     costs = _costs(run, speeds or {})
-    wanted = [asked(text, recorded_settings(run)) for text in policies] or ([] if limits else _by_default(run))
+    wanted = [requests_for(text, recorded_settings(run)) for text in policies] or ([] if limits else _by_default(run))
     found = simulate(trace, run, wanted, terms, costs)
     if limits is None:
         return found, None
@@ -290,12 +292,14 @@ def simulated(
     return replace(found, summaries=summaries, notes=tuple(dict.fromkeys(notes))), chosen
 
 
-def simulate(trace: Trace, run: Run, wanted: Sequence[Asked], terms: Terms, costs: Costs | None = None) -> Simulation:
+def simulate(
+    trace: Trace, run: Run, wanted: Sequence[SimulationRequest], terms: Terms, costs: Costs | None = None
+) -> Simulation:
     """Replay the run of a trace under each configuration. costs: of saves, instead of the recorded ones."""
     recorded = recorded_config(run)
     notes = list(_notes(trace, run, recorded, costs))
     summaries = []
-    for one in (Asked(BASELINE, baseline_config(recorded)), *wanted):
+    for one in (SimulationRequest(BASELINE, baseline_config(recorded)), *wanted):
         notes += remarks(one, run)
         replayed = replay(run, plan_of(one, run, costs))
         summaries.append(summary_of(replayed, run, terms))
@@ -329,11 +333,11 @@ def window_notes(summaries: Sequence[Summary]) -> Iterator[str]:
         )
 
 
-def _by_default(run: Run) -> list[Asked]:
+def _by_default(run: Run) -> list[SimulationRequest]:
     config = recorded_config(run)
     name = config.policy if isinstance(config.policy, str) else str(config.policy.get("name"))
     known = recorded_settings(run) is run.settings
-    return [Asked(f"as recorded ({name})" if known else f"{name}, for the recorded policy", config)]
+    return [SimulationRequest(f"as recorded ({name})" if known else f"{name}, for the recorded policy", config)]
 
 
 def _costs(run: Run, speeds: Mapping[str, float | None]) -> Costs | None:

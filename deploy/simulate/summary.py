@@ -15,7 +15,7 @@ from typing import Any
 
 from policies.replay.failure_cost import Exposure, Position, Spread, goodput
 from policies.replay.recorded_run import Run
-from policies.replay.state import Replayed
+from policies.replay.state import ReplayResult
 from store.errors import UsageError
 from store.names import WEIGHTS
 
@@ -50,7 +50,7 @@ class Summary:
     """One configuration. seconds: of the run. step_seconds: of a step, stall included."""
 
     name: str
-    replayed: Replayed
+    replayed: ReplayResult
     seconds: float
     step_seconds: float
     gpus: int
@@ -130,7 +130,7 @@ class Summary:
         return wasted * (prices.gpu_hour or 0.0) + self.written / 1e12 * (prices.tb_written or 0.0)
 
 
-def summary_of(replayed: Replayed, run: Run, terms: Terms) -> Summary:
+def summary_of(replayed: ReplayResult, run: Run, terms: Terms) -> Summary:
     """Of a replay of ``run``."""
     return Summary(replayed.plan.name, replayed, run.seconds, step_seconds(run), run.eras[-1].job.world_size, terms)
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from deploy.supervisor.restart_policy import NO_PROGRESS, OK, Attempt, Course, Sight, Stop
+from deploy.supervisor.restart_policy import NO_PROGRESS, OK, Attempt, GiveUp, RestartHistory, StoreSnapshot
 from store.errors import PREEMPTED, ConfigError
 from store.metrics_server import EndpointSecurity, MetricsServer
 from store.names import SaveId
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _LISTED = 8
 
 
-class Teller:
+class EventLog:
     """line: writes a line for people. events: file that JSON lines are appended to. metrics: for dashboards."""
 
     def __init__(
@@ -56,7 +56,7 @@ class Teller:
         with suppress(OSError, ValueError):  # nobody reads, or the terminal is gone
             self._line(f"driftpoint run: {text}")
 
-    def began(self, number: int, seconds: float, sight: Sight) -> None:
+    def began(self, number: int, seconds: float, sight: StoreSnapshot) -> None:
         """An attempt is about to begin."""
         after = f" (after {seconds:.3g} s)" if number > 1 else ""
         self.say(f"attempt {number}{after}: {_from(sight)}")
@@ -76,7 +76,7 @@ class Teller:
             self._metrics.over(attempt)
         self._event("end", attempt=number, code=attempt.code, commit=_name(newest), committed=attempt.committed)
 
-    def judged(self, course: Course) -> None:
+    def judged(self, course: RestartHistory) -> None:
         """What the attempts so far come to."""
         if self._metrics is not None:
             self._metrics.judged(course)
@@ -100,7 +100,7 @@ class Teller:
         self.say(f"commit {save} is suspect no more: falling back from it did not help")
         self._event("withdrawn", commit=save.name)
 
-    def stopped(self, stop: Stop) -> None:
+    def stopped(self, stop: GiveUp) -> None:
         """That was the last attempt."""
         self._event("stop", code=stop.code, why=stop.why)
         if stop.code == 0:
@@ -126,7 +126,7 @@ class Teller:
             self.say(f"events are written no more: {error}")
 
 
-def _from(sight: Sight) -> str:
+def _from(sight: StoreSnapshot) -> str:
     if sight.trouble:
         return f"the store cannot be read: {sight.trouble}"
     if sight.resumes is None:
@@ -215,7 +215,7 @@ class SupervisorMetrics:
         if not attempt.after.trouble:
             self.step.set(attempt.after.step)
 
-    def judged(self, course: Course) -> None:
+    def judged(self, course: RestartHistory) -> None:
         """What that means for the job."""
         self.in_a_row.set(course.in_a_row)
 

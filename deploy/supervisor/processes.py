@@ -149,7 +149,7 @@ class _Due:
 
 
 @dataclass(frozen=True)
-class Manner:
+class StopOptions:
     """How a command is ended. grace: seconds for its last save. notice: what the trainer heeds. others: children of
     this process that are not the command's."""
 
@@ -158,11 +158,11 @@ class Manner:
     others: Collection[psutil.Process] = ()
 
 
-class Stopping:
+class ProcessStopper:
     """The signals of one attempt. clock: seconds, never going back."""
 
     def __init__(
-        self, pid: int, manner: Manner, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic
+        self, pid: int, manner: StopOptions, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._pid = pid
         self._manner = manner

@@ -34,7 +34,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Sight:
+class StoreSnapshot:
     """What the store holds at one moment. trouble: why it could not be read, '' where it could; nothing else holds
     then.
 
@@ -57,8 +57,8 @@ class Attempt:
     supervisor is to end with because it was signalled meanwhile; None where it was not."""
 
     code: int
-    before: Sight
-    after: Sight
+    before: StoreSnapshot
+    after: StoreSnapshot
     told_to: int | None = None
 
     @property
@@ -79,7 +79,7 @@ class Attempt:
 
 
 @dataclass(frozen=True)
-class Course:
+class RestartHistory:
     """What has happened so far. in_a_row: attempts without progress. step: the furthest committed. dying: the commit
     that the last attempts resumed from and died, so many times. marked: suspects that no progress has borne out yet."""
 
@@ -92,7 +92,7 @@ class Course:
 
 
 @dataclass(frozen=True)
-class Again:
+class Restart:
     """Start it again. seconds: to wait before. suspect: the commit to mark first."""
 
     seconds: float
@@ -101,7 +101,7 @@ class Again:
 
 
 @dataclass(frozen=True)
-class Stop:
+class GiveUp:
     """Leave with ``code``. withdrawn: suspects to clear: falling back did not help, so they were not the cause."""
 
     code: int
@@ -109,36 +109,40 @@ class Stop:
     withdrawn: tuple[SaveId, ...] = ()
 
 
-def judge(course: Course, attempt: Attempt, limits: Limits, draw: Callable[[], float]) -> tuple[Course, Again | Stop]:
+def decide_restart(
+    course: RestartHistory, attempt: Attempt, limits: Limits, draw: Callable[[], float]
+) -> tuple[RestartHistory, Restart | GiveUp]:
     """What comes after an attempt, and the course up to then. draw: a random number in [0, 1)."""
     if attempt.told_to is not None:
         return course, _told(attempt, attempt.told_to)
     if attempt.code == OK:
-        return course, Stop(OK, "the command ended")
+        return course, GiveUp(OK, "the command ended")
     if attempt.code == PREEMPTED and attempt.committed:
-        return _preempted(course, attempt), Again(0.0, counted=False)
+        return _preempted(course, attempt), Restart(0.0, counted=False)
     # Whoever only ever says that it was preempted, and saved nothing, must not be started again for ever.
     went = _unsaved(course, attempt) if attempt.code == PREEMPTED else _failed(course, attempt)
     stop = _limit(went, limits)
     return (went, stop) if stop is not None else _again(went, attempt, limits, draw)
 
 
-def _limit(course: Course, limits: Limits) -> Stop | None:
+def _limit(course: RestartHistory, limits: Limits) -> GiveUp | None:
     if limits.failures is not None and course.failures >= limits.failures:
-        return Stop(FAILED, f"it failed {_times(course.failures)} in all, which is the limit", course.marked)
+        return GiveUp(FAILED, f"it failed {_times(course.failures)} in all, which is the limit", course.marked)
     if course.in_a_row > limits.restarts:
         row = " in a row" if course.in_a_row > 1 else ""
-        return Stop(NO_PROGRESS, f"it died {_times(course.in_a_row)}{row} without getting further", course.marked)
+        return GiveUp(NO_PROGRESS, f"it died {_times(course.in_a_row)}{row} without getting further", course.marked)
     return None
 
 
-def _again(course: Course, attempt: Attempt, limits: Limits, draw: Callable[[], float]) -> tuple[Course, Again | Stop]:
+def _again(
+    course: RestartHistory, attempt: Attempt, limits: Limits, draw: Callable[[], float]
+) -> tuple[RestartHistory, Restart | GiveUp]:
     seconds = backoff(course.in_a_row, limits, draw)
     blamed = course.dying
     if course.deaths < BLAMED_AFTER or attempt.after.instead is None or blamed is None:
-        return course, Again(seconds, counted=course.in_a_row > 0)
+        return course, Restart(seconds, counted=course.in_a_row > 0)
     marked = replace(course, dying=None, deaths=0, marked=(*course.marked, blamed))
-    return marked, Again(seconds, counted=True, suspect=blamed)
+    return marked, Restart(seconds, counted=True, suspect=blamed)
 
 
 def backoff(in_a_row: int, limits: Limits, draw: Callable[[], float]) -> float:
@@ -158,31 +162,31 @@ def ending(code: int) -> str:
         return f"signal {-code}"
 
 
-def _told(attempt: Attempt, told_to: int) -> Stop:
+def _told(attempt: Attempt, told_to: int) -> GiveUp:
     if told_to == PREEMPTED and attempt.code == OK:
-        return Stop(OK, "the command ended")
-    return Stop(told_to, "interrupted" if told_to == INTERRUPTED else "preempted: start it again to go on")
+        return GiveUp(OK, "the command ended")
+    return GiveUp(told_to, "interrupted" if told_to == INTERRUPTED else "preempted: start it again to go on")
 
 
-def _progressed(course: Course, attempt: Attempt) -> bool:
+def _progressed(course: RestartHistory, attempt: Attempt) -> bool:
     return attempt.committed and attempt.after.step > max(course.step, attempt.before.step)
 
 
-def _preempted(course: Course, attempt: Attempt) -> Course:
+def _preempted(course: RestartHistory, attempt: Attempt) -> RestartHistory:
     if _progressed(course, attempt):
-        return Course(failures=course.failures, step=attempt.after.step)
+        return RestartHistory(failures=course.failures, step=attempt.after.step)
     return replace(course, step=max(course.step, attempt.before.step))
 
 
-def _unsaved(course: Course, attempt: Attempt) -> Course:
+def _unsaved(course: RestartHistory, attempt: Attempt) -> RestartHistory:
     """Preempted, and nothing was saved: no failure, and no commit's fault, but no progress either."""
     return replace(_preempted(course, attempt), in_a_row=course.in_a_row + 1)
 
 
-def _failed(course: Course, attempt: Attempt) -> Course:
+def _failed(course: RestartHistory, attempt: Attempt) -> RestartHistory:
     failures = course.failures + 1
     if _progressed(course, attempt):
-        return Course(failures=failures, step=attempt.after.step)
+        return RestartHistory(failures=failures, step=attempt.after.step)
     dying, deaths = course.dying, course.deaths
     if attempt.attached:  # otherwise it says nothing of the commit
         dying = None if attempt.committed else attempt.before.resumes

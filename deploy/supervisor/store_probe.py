@@ -12,13 +12,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from deploy.supervisor.restart_policy import Sight
+from deploy.supervisor.restart_policy import StoreSnapshot
 from store.catalog import Catalog, open_catalog
 from store.errors import DamagedError, DriftpointError, NoStoreError, NothingToResumeError, StorageError, StoreError
 from store.location import files_at, is_url
 from store.marks import mark_suspect, withdraw_suspect
-from store.memory.index import look as look_at_memory
-from store.memory.index import of_store
+from store.memory.index import belonging_to
+from store.memory.index import scan_node as look_at_memory
 from store.memory.layout import Tier
 from store.names import SaveId
 from store.resolve import newest_resumable
@@ -28,7 +28,7 @@ from store.storage.bucket import ObjectOptions
 _T = TypeVar("_T")
 
 
-class SeenStore:
+class StoreProbe:
     """The store at ``root``, as the supervisor uses it. memory: where its job keeps versions in shared memory, None
     where it does not. patience: seconds that storage may take to answer. options: of an object store."""
 
@@ -40,12 +40,12 @@ class SeenStore:
         self._memory = memory
         self._patience = patience
 
-    def look(self) -> Sight:
+    def look(self) -> StoreSnapshot:
         """What is there now. Never raises for anything that a store can be."""
         try:
             return self._within(lambda: _look(self.root, self._memory, self._options))
         except (DriftpointError, OSError) as error:
-            return Sight(trouble=str(error))
+            return StoreSnapshot(trouble=str(error))
 
     def holder(self) -> int | None:
         """Process of this machine that owns the store, 0 where its id is not known; None where there is none."""
@@ -89,17 +89,17 @@ class SeenStore:
         return answers[0]
 
 
-def _look(root: Path, memory: Path | None, options: ObjectOptions | None) -> Sight:
+def _look(root: Path, memory: Path | None, options: ObjectOptions | None) -> StoreSnapshot:
     try:
         catalog = open_catalog(files_at(root, options))
     except NoStoreError:
-        return Sight()
+        return StoreSnapshot()
     commits, suspects = catalog.saves(), catalog.suspects().saves
     committed, versions = _resumes(catalog, frozenset()), _remembered(catalog, memory)
     least = max([*suspects, *([] if committed is None else [committed])], default=None)
     order = sorted((save for save in versions if least is None or save > least), reverse=True)
     order += [] if committed is None else [committed]
-    return Sight(
+    return StoreSnapshot(
         newest=max([*commits, *versions], default=None),
         step=max((save.step for save in (*commits, *versions)), default=-1),
         resumes=order[0] if order else None,
@@ -113,7 +113,7 @@ def _remembered(catalog: Catalog, memory: Path | None) -> list[SaveId]:
     if memory is None:
         return []
     try:
-        return list(of_store(look_at_memory(Tier(memory, catalog.store_id)), catalog.files).versions)
+        return list(belonging_to(look_at_memory(Tier(memory, catalog.store_id)), catalog.files).versions)
     except (StoreError, OSError):
         return []
 
@@ -127,7 +127,7 @@ def _resumes(catalog: Catalog, skip: frozenset[SaveId]) -> SaveId | None:
 
 def _instead(catalog: Catalog, order: list[SaveId], committed: SaveId | None) -> SaveId | None:
     """What would be resumed from, were the first of the order suspect; see
-    :class:`deploy.supervisor.restart_policy.Sight`. Not what
+    :class:`deploy.supervisor.restart_policy.StoreSnapshot`. Not what
     else is in memory: that goes with it."""
     suspects = catalog.suspects().saves
     if not order or order[0] in suspects or _led_on(catalog, order[0]):

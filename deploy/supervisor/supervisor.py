@@ -17,10 +17,28 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
 
-from deploy.supervisor.events import Teller
-from deploy.supervisor.processes import ENDS, NOTICES, Manner, Stopping, adopt_orphans, children, end_below, reap
-from deploy.supervisor.restart_policy import INTERRUPTED, Again, Attempt, Course, Limits, Sight, Stop, judge
-from deploy.supervisor.store_probe import SeenStore
+from deploy.supervisor.events import EventLog
+from deploy.supervisor.processes import (
+    ENDS,
+    NOTICES,
+    ProcessStopper,
+    StopOptions,
+    adopt_orphans,
+    children,
+    end_below,
+    reap,
+)
+from deploy.supervisor.restart_policy import (
+    INTERRUPTED,
+    Attempt,
+    GiveUp,
+    Limits,
+    Restart,
+    RestartHistory,
+    StoreSnapshot,
+    decide_restart,
+)
+from deploy.supervisor.store_probe import StoreProbe
 from store.errors import PREEMPTED, StoreInUseError, UsageError
 
 _ORPHANS_TERM = 5.0
@@ -35,7 +53,7 @@ _LOOK_UP = 60.0
 
 
 @dataclass(frozen=True)
-class Orders:
+class RunOptions:
     """What to run. grace: seconds that the trainer has to save after a signal. wait: for a store that is in use.
     notice: the signal that the trainer heeds."""
 
@@ -49,14 +67,14 @@ class Orders:
 class Supervisor:
     """One supervised job on one store."""
 
-    def __init__(self, orders: Orders, store: SeenStore, teller: Teller) -> None:
+    def __init__(self, orders: RunOptions, store: StoreProbe, teller: EventLog) -> None:
         self._orders = orders
         self._store = store
         self._teller = teller
         self._signals = {number for number in (*ENDS, *NOTICES) if signal.getsignal(number) != signal.SIG_IGN}
         self._mask: set[signal.Signals] = set()
-        self._known = Sight()
-        self._gone: Sight | None = None
+        self._known = StoreSnapshot()
+        self._gone: StoreSnapshot | None = None
         self._others = children()  # of a script that became this process by `exec`
 
     def run(self) -> int:
@@ -69,8 +87,8 @@ class Supervisor:
             self._teller.stopped(stop)
         return stop.code
 
-    def _attempts(self) -> Stop:
-        course, again, number = Course(), Again(0.0, counted=False), 0
+    def _attempts(self) -> GiveUp:
+        course, again, number = RestartHistory(), Restart(0.0, counted=False), 0
         while True:
             patience = self._orders.wait if number == 0 else max(self._orders.wait, _OTHER_NODES)
             stop = self._wait(again.seconds) or self._wait_for_store(patience)
@@ -78,9 +96,9 @@ class Supervisor:
                 return stop
             number += 1
             attempt = self._attempt(number, again.seconds)
-            course, verdict = judge(course, attempt, self._orders.limits, random.random)
+            course, verdict = decide_restart(course, attempt, self._orders.limits, random.random)
             self._teller.judged(course)
-            if isinstance(verdict, Stop):
+            if isinstance(verdict, GiveUp):
                 for save in verdict.withdrawn:
                     self._teller.withdrew(save, self._store.withdraw(save))
                 return verdict
@@ -102,12 +120,12 @@ class Supervisor:
         self._teller.ended(number, attempt)
         return attempt
 
-    def _looked(self) -> Sight:
+    def _looked(self) -> StoreSnapshot:
         """What the store holds. Where it is gone (its disk is not mounted, say) that is trouble, and no attempt begins:
         a job that finds nothing would begin anew, and train into whatever lies at the same path."""
         sight = self._store.look()
         if not sight.trouble and self._known.newest is not None and sight.epoch < self._known.epoch:
-            self._gone = Sight(
+            self._gone = StoreSnapshot(
                 trouble=f"{self._store.root} held step {self._known.step}, and is empty or another store now: is its "
                 "disk mounted? The command is not started. To begin anew on purpose, end this and give it again"
             )
@@ -125,8 +143,8 @@ class Supervisor:
                 raise
             self._teller.say(str(error))  # it could be started before: a disk or a machine that is short of something
             return _CANNOT_START, None
-        manner = Manner(self._orders.grace, self._orders.notice, self._others)
-        stopping = Stopping(child.pid, manner, self._teller.say)
+        manner = StopOptions(self._orders.grace, self._orders.notice, self._others)
+        stopping = ProcessStopper(child.pid, manner, self._teller.say)
         code = self._watch(child, stopping)
         return code, stopping.told_to(code)
 
@@ -145,7 +163,7 @@ class Supervisor:
     def _unhold(self) -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
 
-    def _watch(self, child: subprocess.Popen[bytes], stopping: Stopping) -> int:
+    def _watch(self, child: subprocess.Popen[bytes], stopping: ProcessStopper) -> int:
         while (code := child.poll()) is None:
             reap(but=child.pid)
             stopping.act()
@@ -155,7 +173,7 @@ class Supervisor:
                 stopping.take(number)
         return code
 
-    def _wait(self, seconds: float) -> Stop | None:
+    def _wait(self, seconds: float) -> GiveUp | None:
         """Between two attempts. Whatever signal comes then is the end: there is nothing to pass it on to."""
         deadline = time.monotonic() + seconds
         while True:
@@ -165,7 +183,7 @@ class Supervisor:
             if number not in (None, signal.SIGCHLD):
                 return _ended_by(number)
 
-    def _wait_for_store(self, seconds: float) -> Stop | None:
+    def _wait_for_store(self, seconds: float) -> GiveUp | None:
         deadline, told = time.monotonic() + seconds, False
         while (holder := self._store.holder()) is not None:
             who = f"process {holder}" if holder else "another process"
@@ -210,7 +228,7 @@ def _untaken(number: int, frame: FrameType | None) -> None:
     """Signals are blocked while this is their handler."""
 
 
-def _ended_by(number: signal.Signals | None) -> Stop:
+def _ended_by(number: signal.Signals | None) -> GiveUp:
     if number == signal.SIGINT:
-        return Stop(INTERRUPTED, "interrupted")
-    return Stop(PREEMPTED, f"{number.name if number else 'a signal'} came while no attempt was running")
+        return GiveUp(INTERRUPTED, "interrupted")
+    return GiveUp(PREEMPTED, f"{number.name if number else 'a signal'} came while no attempt was running")

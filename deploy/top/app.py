@@ -15,9 +15,9 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from deploy.health.facts import Facts, MemorySight, disk_of, gather
+from deploy.health.facts import Facts, MemoryFacts, disk_of, gather
 from deploy.health.trace_reader import Tail
-from deploy.store_status import StoreStatus, holder, open_store, standing
+from deploy.store_status import StoreStatus, lock_owner, open_store, store_status
 from deploy.top.view import Dashboard, Freshness
 from store.catalog import Catalog
 from store.errors import DamagedError, DriftpointError, NothingToResumeError
@@ -43,7 +43,7 @@ class FactsReader:
     """
 
     def __init__(self, root: Path, trace: Path, memory: Path) -> None:
-        self._root, self._memory = root, MemorySight(memory)
+        self._root, self._memory = root, MemoryFacts(memory)
         self._tail = Tail(trace)
         self._catalog: Catalog | None = None
         self._status: StoreStatus | None = None
@@ -76,9 +76,9 @@ class FactsReader:
         epoch = newest_epoch(catalog.files)
         key = (saves, frozenset(marks.saves), marks.problems, frozenset(catalog.proven()), epoch)
         if self._status is None or key != self._key:
-            self._status, self._key = standing(catalog, self._root, counted=False), key
+            self._status, self._key = store_status(catalog, self._root, counted=False), key
             catalog.retain(saves)
-        return replace(self._status, in_use_by=holder(self._root))
+        return replace(self._status, in_use_by=lock_owner(self._root))
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from isal import isal_zlib
 from store.encoding import CHUNK, itemsize
 from store.errors import DamagedError, MissingError, StorageError, UnreachableError
 from store.fragments import FragmentReader, Source
-from store.resolve import Bad
+from store.resolve import RejectedVersion
 
 
 class Readable(Protocol):
@@ -35,7 +35,7 @@ class Readable(Protocol):
         ...
 
 
-class Running(Protocol):
+class RunningHash(Protocol):
     """A checksum over bytes as they come."""
 
     def update(self, data: memoryview, /) -> None:
@@ -54,7 +54,7 @@ class Crc32:
         self.value = 0
 
     def update(self, data: memoryview) -> None:
-        """See :class:`Running`."""
+        """See :class:`RunningHash`."""
         self.value = isal_zlib.crc32(data, self.value)
 
     def hexdigest(self) -> str:
@@ -62,17 +62,17 @@ class Crc32:
         return f"{self.value:08x}"
 
 
-def xxh3() -> Running:
+def xxh3() -> RunningHash:
     """xxh3-128 as stores have it, running."""
     return xxhash.xxh3_128()
 
 
 @dataclass(frozen=True)
-class Flaw:
+class Damage:
     """A version found to be damaged, and the store that it is of: an older one can stand in for it."""
 
     store: Path
-    bad: Bad
+    bad: RejectedVersion
 
 
 Progress = Callable[[int], None]
@@ -83,7 +83,7 @@ class Decoding(Protocol):
     """One pass over a block whose bytes have to be decoded. It belongs to one thread."""
 
     @property
-    def flaw(self) -> Flaw | None:
+    def flaw(self) -> Damage | None:
         """What was found damaged, after an error: what is stored may rest on another version, and that one be it."""
         ...
 
@@ -95,7 +95,7 @@ class Decoding(Protocol):
         ...
 
 
-class Coded(Protocol):
+class EncodedFragment(Protocol):
     """What is stored in the place of a block's bytes."""
 
     @property
@@ -125,11 +125,11 @@ class Block:
     path: str
     offset: int
     nbytes: int
-    checksum: Callable[[], Running]
+    checksum: Callable[[], RunningHash]
     digest: str
     name: str
-    flaw: Flaw | None = None
-    coded: Coded | None = None
+    flaw: Damage | None = None
+    coded: EncodedFragment | None = None
 
     @property
     def stored_bytes(self) -> int:
@@ -159,7 +159,7 @@ _LARGEST = 14
 
 @dataclass(frozen=True)
 class StoredFragment:
-    """A :class:`merger.io.blocks.Coded`. root: of the store, for its flaws."""
+    """A :class:`merger.io.blocks.EncodedFragment`. root: of the store, for its flaws."""
 
     files: Readable
     source: Source
@@ -173,12 +173,12 @@ class StoredFragment:
 
     @property
     def memory(self) -> int:
-        """See :class:`merger.io.blocks.Coded`."""
+        """See :class:`merger.io.blocks.EncodedFragment`."""
         entry = self.source.entry
         return _LARGEST * min(CHUNK, entry.numel) * itemsize(entry.dtype)
 
     def decoding(self, progress: Progress) -> FragmentPass:
-        """See :class:`merger.io.blocks.Coded`."""
+        """See :class:`merger.io.blocks.EncodedFragment`."""
         return FragmentPass(self, progress)
 
 
@@ -190,9 +190,9 @@ class FragmentPass:
         self._reader = FragmentReader(_Told(fragment.files, progress), fragment.source)
 
     @property
-    def flaw(self) -> Flaw:
+    def flaw(self) -> Damage:
         """The fragment's version, or that of its base where the base's bytes are wrong."""
-        return Flaw(self._fragment.root, Bad(self._reader.at_fault, self._fragment.source.entry.unit))
+        return Damage(self._fragment.root, RejectedVersion(self._reader.at_fault, self._fragment.source.entry.unit))
 
     def pieces(self) -> Iterator[memoryview]:
         """See :class:`merger.io.blocks.Decoding`."""

@@ -23,7 +23,7 @@ FRAGMENT_BYTES = 1 << 25
 
 
 @dataclass(frozen=True)
-class Flow:
+class FragmentStream:
     """An extent, at most ``FRAGMENT_BYTES`` large, as bytes that come while they are written.
 
     A :class:`store.segment.Produced`. last: nothing of the reading follows it.
@@ -116,7 +116,7 @@ def _stored(block: Block, progress: Progress) -> Iterator[memoryview]:
         )
 
 
-def flows(extents: Iterable[Extent], progress: Progress) -> list[Flow]:
+def fragment_streams(extents: Iterable[Extent], progress: Progress) -> list[FragmentStream]:
     """All extents with elements, cut small, in the order in which they have to be drawn.
 
     DamagedError where an extent is not inside its block.
@@ -126,16 +126,16 @@ def flows(extents: Iterable[Extent], progress: Progress) -> list[Flow]:
         _require_inside(extent)
         if extent.stop > extent.start:
             by_block.setdefault(extent.block, []).append(extent)
-    found: list[Flow] = []
+    found: list[FragmentStream] = []
     for block in sorted(by_block, key=lambda block: (block.path, block.offset)):
         for run in _without_overlaps(by_block[block]):
             reading = Reading(block, progress)
             small = [piece for extent in run for piece in _cut(extent)]
-            found += [Flow(piece, reading, last=piece is small[-1]) for piece in small]
+            found += [FragmentStream(piece, reading, last=piece is small[-1]) for piece in small]
     return found
 
 
-def bytes_to_read(found: Iterable[Flow]) -> int:
+def bytes_to_read(found: Iterable[FragmentStream]) -> int:
     """Bytes that drawing all of them reads: every block whole, mostly once, and with each difference its base."""
     return sum(flow.extent.block.stored_bytes for flow in found if flow.last)
 

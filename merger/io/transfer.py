@@ -29,7 +29,7 @@ from typing import TypeVar
 import torch
 from isal import isal_zlib
 
-from merger.io.blocks import Block, Decoding, Extent, Flaw, Progress
+from merger.io.blocks import Block, Damage, Decoding, Extent, Progress
 from merger.io.output_file import Hole, OutFiles
 from merger.tensors import memory_of, torch_dtype
 from store.errors import DamagedError, MergeError, StorageError, UnreachableError, UsageError
@@ -111,23 +111,23 @@ class _StoppedError(Exception):
     """Something else ended the work; this is never the error to tell."""
 
 
-def go_on(stop: threading.Event) -> None:
-    """Leave the work, by an exception that :func:`in_parallel` keeps to itself, where it was told to stop."""
+def check_cancelled(stop: threading.Event) -> None:
+    """Leave the work, by an exception that :func:`run_parallel` keeps to itself, where it was told to stop."""
     if stop.is_set():
         raise _StoppedError
 
 
-def in_parallel(work: Callable[[T, threading.Event], None], items: Sequence[T], workers: int) -> None:
+def run_parallel(work: Callable[[T, threading.Event], None], items: Sequence[T], workers: int) -> None:
     """Run ``work`` on every item; the first error ends it and is raised.
 
-    Work that takes long asks :func:`go_on` now and then with the event that it is given, so that an error
+    Work that takes long asks :func:`check_cancelled` now and then with the event that it is given, so that an error
     elsewhere, or Ctrl-C, need not wait for it. No thread is at work on return.
     """
     stop = threading.Event()
 
     def one(item: T) -> None:
         try:
-            go_on(stop)
+            check_cancelled(stop)
             work(item, stop)
         except BaseException:
             stop.set()
@@ -234,7 +234,7 @@ class Transferred:
     """What came of a transfer. pieces: what was written, by file. flaws: versions that are not whole, and why."""
 
     pieces: dict[int, list[Piece]]
-    flaws: dict[Flaw, str]
+    flaws: dict[Damage, str]
 
 
 def transfer(plan: TransferPlan, paths: Sequence[Path], workers: int, progress: Progress) -> Transferred:
@@ -249,7 +249,7 @@ def transfer(plan: TransferPlan, paths: Sequence[Path], workers: int, progress: 
     def move(block: Block, stop: threading.Event) -> None:
         def told(count: int) -> None:
             with lock:
-                go_on(stop)
+                check_cancelled(stop)
                 progress(count)
 
         decoding = None if block.coded is None else block.coded.decoding(told)
@@ -270,7 +270,7 @@ def transfer(plan: TransferPlan, paths: Sequence[Path], workers: int, progress: 
                 result.pieces.setdefault(file, []).append(piece)
 
     blocks = sorted(plan.moves, key=lambda block: (block.path, block.offset))
-    in_parallel(move, blocks, workers)
+    run_parallel(move, blocks, workers)
     return result
 
 
@@ -306,7 +306,7 @@ def check_hole(path: Path, hole: Hole, expected: int, stop: threading.Event | No
         left = hole.stored.nbytes
         while left:
             if stop is not None:
-                go_on(stop)
+                check_cancelled(stop)
             count = file.readinto(buffer[: min(left, len(buffer))])
             if not count:
                 break

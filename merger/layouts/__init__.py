@@ -35,13 +35,13 @@ def layout_for(checkpoint: Checkpoint, target: Target) -> Layout:
         name = _native(checkpoint)
     _require_used(checkpoint, target, name)
     if name == "torch":
-        from merger.layouts.torch_state_dict import PlainLayout
+        from merger.layouts.torch_state_dict import StateDictLayout
 
-        return PlainLayout()
+        return StateDictLayout()
     if name == "hf":
-        from merger.layouts.huggingface import HfLayout
+        from merger.layouts.huggingface import HuggingFaceLayout
 
-        return HfLayout()
+        return HuggingFaceLayout()
     if name == "dcp":
         from merger.layouts.torch_dcp import DcpLayout
 

@@ -63,7 +63,7 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Laid:
+class LayoutResult:
     """All files of an output, planned. tag: the checkpoint's name inside the directory, as its framework says it.
 
     load: lines of Python that load it, with ``{out}`` for the directory and ``{out:FILE}`` for what is in it.
@@ -81,7 +81,7 @@ class Laid:
 class Layout(Protocol):
     """Plans the files of one checkpoint. Reads no tensor and writes nothing."""
 
-    def lay_out(self, checkpoint: Checkpoint, target: Target, /) -> Laid:
+    def lay_out(self, checkpoint: Checkpoint, target: Target, /) -> LayoutResult:
         """MergeError where the checkpoint lacks what the layout needs, UnsupportedError where it cannot hold it."""
         ...
 

@@ -26,7 +26,7 @@ from deepspeed.utils.tensor_fragment import fragment_address
 
 from merger.checkpoint import Checkpoint
 from merger.io.output_file import OutFile, Verbatim
-from merger.layouts.base import Laid, Target
+from merger.layouts.base import LayoutResult, Target
 from merger.layouts.deepspeed_facts import (
     ACCUMULATION,
     MICRO,
@@ -164,7 +164,7 @@ _RECOVERY_SCRIPTS = ("zero_to_fp32.py", "zero_to_torch.py")
 class DeepSpeedLayout:
     """The directory of an engine. MergeError where the checkpoint's facts do not describe one."""
 
-    def lay_out(self, checkpoint: Checkpoint, target: Target) -> Laid:
+    def lay_out(self, checkpoint: Checkpoint, target: Target) -> LayoutResult:
         """See :class:`merger.layouts.base.Layout`."""
         saved = facts_of(checkpoint)
         facts = _facts_for(saved, checkpoint, target)
@@ -177,7 +177,7 @@ class DeepSpeedLayout:
         )
         load = (f"engine.load_checkpoint({{out!r}}, tag={tag!r})",)
         notes = (*notes, *_notes_on_ranks(saved, facts), *_notes_on_loading(facts))
-        return Laid(tag, files, load, notes, checkpoint.certificate)
+        return LayoutResult(tag, files, load, notes, checkpoint.certificate)
 
 
 def _facts_for(saved: EngineFacts, checkpoint: Checkpoint, target: Target) -> EngineFacts:

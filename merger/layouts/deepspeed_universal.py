@@ -26,7 +26,7 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from merger.checkpoint import Checkpoint, Stored, portable, whole
 from merger.io.blocks import xxh3
 from merger.io.output_file import OutFile, Verbatim
-from merger.layouts.base import Laid, Target
+from merger.layouts.base import LayoutResult, Target
 from merger.layouts.deepspeed import loss_scaler
 from merger.layouts.deepspeed_facts import (
     EngineFacts,
@@ -229,7 +229,7 @@ class UniversalLayout:
     """A universal checkpoint. MergeError where the checkpoint's facts describe no engine, UnsupportedError for
     optimizer state or parameter names that the format has no place for."""
 
-    def lay_out(self, checkpoint: Checkpoint, _: Target) -> Laid:
+    def lay_out(self, checkpoint: Checkpoint, _: Target) -> LayoutResult:
         """See :class:`merger.layouts.base.Layout`."""
         facts = facts_of(checkpoint)
         groups = optimized_groups(checkpoint, facts)
@@ -246,7 +246,7 @@ class UniversalLayout:
             OutFile("latest_universal", Verbatim(tag.encode())),
         )
         traps = notes_on_loading(checkpoint, facts, groups, tag)
-        return Laid(tag, files, load_lines(checkpoint, groups, tag), (*notes, *traps), checkpoint.certificate)
+        return LayoutResult(tag, files, load_lines(checkpoint, groups, tag), (*notes, *traps), checkpoint.certificate)
 
 
 def optimized_groups(checkpoint: Checkpoint, facts: EngineFacts) -> tuple[tuple[str, ...], ...]:

@@ -29,7 +29,7 @@ import torch
 
 from merger.checkpoint import SLOT_OF_KIND, Checkpoint, Stored, whole
 from merger.io.output_file import OutFile, Verbatim
-from merger.layouts.base import Laid, Target, model_names
+from merger.layouts.base import LayoutResult, Target, model_names
 from merger.tensors import torch_dtype
 from merger.writers.safetensors import SafetensorsFile
 from store.certificate import Certificate, CertifiedUnit, is_exact, is_lossy
@@ -262,10 +262,10 @@ _METADATA = {"format": "pt"}
 _ADAPTER = "base_model.model."
 
 
-class HfLayout:
+class HuggingFaceLayout:
     """A model folder."""
 
-    def lay_out(self, checkpoint: Checkpoint, target: Target) -> Laid:
+    def lay_out(self, checkpoint: Checkpoint, target: Target) -> LayoutResult:
         """See :class:`merger.layouts.base.Layout`."""
         _refuse_left_out(checkpoint)
         weights = hf_weights(checkpoint, target)
@@ -275,7 +275,7 @@ class HfLayout:
             files += model_files(checkpoint.files, weights_dtype(weights))
         certificate = weights_certificate(checkpoint, weights)
         notes = (*dtype_notes(certificate), *_notes(checkpoint, weights))
-        return Laid(f"step{checkpoint.step}", tuple(files), (_load(checkpoint),), notes, certificate)
+        return LayoutResult(f"step{checkpoint.step}", tuple(files), (_load(checkpoint),), notes, certificate)
 
 
 def hf_weights(checkpoint: Checkpoint, target: Target) -> dict[str, Stored]:

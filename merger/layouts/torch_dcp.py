@@ -46,7 +46,7 @@ from merger.checkpoint import (
     with_steps,
 )
 from merger.io.output_file import OutFile
-from merger.layouts.base import Laid, Target, bare_names, model_names
+from merger.layouts.base import LayoutResult, Target, bare_names, model_names
 from merger.writers.dcp import DcpFile, DcpMetadata, Item
 from merger.writers.torch_zip import PtFile
 from store.errors import UnsupportedError
@@ -184,7 +184,7 @@ _LOAD = (
 class DcpLayout:
     """One directory for any world size."""
 
-    def lay_out(self, checkpoint: Checkpoint, target: Target) -> Laid:
+    def lay_out(self, checkpoint: Checkpoint, target: Target) -> LayoutResult:
         """See :class:`merger.layouts.base.Layout`."""
         state: dict[str, Any] = {"model": _model(checkpoint)}
         notes: tuple[str, ...] = ("there is no optimizer state to write: load the model only",)
@@ -196,7 +196,7 @@ class DcpLayout:
         files, metadata = _planned(state, target.file_bytes)
         out = [OutFile(name, file) for name, file in files.items()]
         out += [OutFile(".metadata", metadata), OutFile("extra.pt", PtFile(_extra(checkpoint)))]
-        return Laid(f"step{checkpoint.step}", tuple(out), _LOAD, notes, checkpoint.certificate)
+        return LayoutResult(f"step{checkpoint.step}", tuple(out), _LOAD, notes, checkpoint.certificate)
 
 
 def _model(checkpoint: Checkpoint) -> dict[str, Stored]:

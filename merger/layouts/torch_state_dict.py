@@ -12,14 +12,14 @@ from typing import Any
 
 from merger.checkpoint import SLOT_OF_KIND, Checkpoint, Stored, portable, whole
 from merger.io.output_file import OutFile
-from merger.layouts.base import Laid, Target
+from merger.layouts.base import LayoutResult, Target
 from merger.writers.torch_zip import PtFile
 
 
-class PlainLayout:
+class StateDictLayout:
     """The layout of a model and an optimizer that every rank held whole."""
 
-    def lay_out(self, checkpoint: Checkpoint, _: Target) -> Laid:
+    def lay_out(self, checkpoint: Checkpoint, _: Target) -> LayoutResult:
         """See :class:`merger.layouts.base.Layout`."""
         files = (
             OutFile("model.pt", PtFile(model_state(checkpoint))),
@@ -27,7 +27,7 @@ class PlainLayout:
             OutFile("extra.pt", PtFile(_extra(checkpoint))),
         )
         load = tuple(f"{name}.load_state_dict(torch.load({{out:{name}.pt}}))" for name in ("model", "optimizer"))
-        return Laid(f"step{checkpoint.step}", files, load)
+        return LayoutResult(f"step{checkpoint.step}", files, load)
 
 
 def _extra(checkpoint: Checkpoint) -> dict[str, Any]:

@@ -32,7 +32,7 @@ import torch
 
 from merger.checkpoint import Checkpoint
 from merger.io.output_file import OutFile, Verbatim
-from merger.layouts.base import Laid, Layout, Target
+from merger.layouts.base import Layout, LayoutResult, Target
 from merger.layouts.huggingface import hf_weights, model_files, read_json, require_folder, weight_files, weight_names
 from merger.layouts.torch_state_dict import optimizer_state
 from merger.writers.torch_zip import PtFile
@@ -96,7 +96,7 @@ _CONTROL = "TrainerControl"
 
 
 @dataclass(frozen=True)
-class Moved:
+class RescaledState:
     """A Trainer's state at ``step``, made from that of step ``was``. document: the file. notes: what was changed."""
 
     was: int
@@ -110,7 +110,7 @@ class Moved:
         return self.was == self.step
 
 
-def moved_state(folder: Path, step: int) -> Moved:
+def rescale_state(folder: Path, step: int) -> RescaledState:
     """The folder's ``trainer_state.json`` at a step. MergeError where it does not say of which step it is."""
     path = folder / STATE
     state = read_json(path)
@@ -118,7 +118,7 @@ def moved_state(folder: Path, step: int) -> Moved:
     if not isinstance(was, int) or isinstance(was, bool) or was < 0:
         raise MergeError(f"{path} names no global_step; name another checkpoint folder of the run (--files)")
     if was == step:
-        return Moved(was, step, path.read_bytes(), ())
+        return RescaledState(was, step, path.read_bytes(), ())
     notes = [f"{STATE} is that of step {was}, brought to step {step}: its epoch and totals are scaled"]
     state["global_step"] = step
     if was:
@@ -126,10 +126,10 @@ def moved_state(folder: Path, step: int) -> Moved:
     _forget_later(state, step, notes)
     if step > was:
         notes.append(f"the log has nothing of steps {was + 1} to {step}")
-    return Moved(was, step, (json.dumps(state, indent=2, sort_keys=True) + "\n").encode(), tuple(notes))
+    return RescaledState(was, step, (json.dumps(state, indent=2, sort_keys=True) + "\n").encode(), tuple(notes))
 
 
-def scheduler_file(folder: Path, moved: Moved, rates: Sequence[Any]) -> tuple[OutFile | None, str | None]:
+def scheduler_file(folder: Path, moved: RescaledState, rates: Sequence[Any]) -> tuple[OutFile | None, str | None]:
     """(``scheduler.pt`` at the step, what was done to it or why there is none).
 
     rates: the learning rate of each param group at that step. Only schedulers whose rate is a function of the step
@@ -216,17 +216,17 @@ class TrainerLayout:
     def __init__(self, engine: Layout | None) -> None:
         self._engine = engine
 
-    def lay_out(self, checkpoint: Checkpoint, target: Target) -> Laid:
+    def lay_out(self, checkpoint: Checkpoint, target: Target) -> LayoutResult:
         """See :class:`merger.layouts.base.Layout`. UsageError where there is no Trainer's folder to go by."""
         if not checkpoint.framework_state.get("param_groups"):
             raise MergeError(f"{checkpoint.origin} has no optimizer state, so no Trainer can resume from it; try hf")
         folder = _trainer_folder(checkpoint)
-        moved = moved_state(folder, checkpoint.step)
+        moved = rescale_state(folder, checkpoint.step)
         state = self._plain(checkpoint, folder) if self._engine is None else self._engine.lay_out(checkpoint, target)
         around, notes = _around(checkpoint, target, folder, moved, with_engine=self._engine is not None)
         tag = f"checkpoint-{checkpoint.step}"
         files = {file.path: file for file in (*state.files, *around)}
-        return Laid(
+        return LayoutResult(
             tag,
             tuple(replace(file, path=f"{tag}/{path}") for path, file in files.items()),
             (f"trainer.train(resume_from_checkpoint={{out:{tag}}})",),
@@ -234,7 +234,7 @@ class TrainerLayout:
             state.certificate,
         )
 
-    def _plain(self, checkpoint: Checkpoint, folder: Path) -> Laid:
+    def _plain(self, checkpoint: Checkpoint, folder: Path) -> LayoutResult:
         """Weights and optimizer of a run in which every rank held both whole."""
         if (folder / _ADAPTER_CONFIG).exists():
             raise UnsupportedError(
@@ -243,7 +243,7 @@ class TrainerLayout:
             )
         weights = weight_files(hf_weights(checkpoint, Target()), Target().file_bytes)
         files = (*weights, OutFile("optimizer.pt", PtFile(optimizer_state(checkpoint))))
-        return Laid(f"step{checkpoint.step}", files, ())
+        return LayoutResult(f"step{checkpoint.step}", files, ())
 
 
 def _trainer_folder(checkpoint: Checkpoint) -> Path:
@@ -262,7 +262,7 @@ def _trainer_folder(checkpoint: Checkpoint) -> Path:
 
 
 def _around(
-    checkpoint: Checkpoint, target: Target, folder: Path, moved: Moved, *, with_engine: bool
+    checkpoint: Checkpoint, target: Target, folder: Path, moved: RescaledState, *, with_engine: bool
 ) -> tuple[list[OutFile], list[str]]:
     """What lies beside the framework's files, and what to know about it."""
     notes: list[str] = []
@@ -283,7 +283,7 @@ def _around(
 
 
 def _scheduler(
-    checkpoint: Checkpoint, folder: Path, moved: Moved, *, with_engine: bool
+    checkpoint: Checkpoint, folder: Path, moved: RescaledState, *, with_engine: bool
 ) -> tuple[Sequence[OutFile], str | None]:
     groups = checkpoint.framework_state["param_groups"]
     file, note = scheduler_file(folder, moved, [group["hyper"].get("lr") for group in groups])
@@ -300,7 +300,7 @@ def _scheduler(
     raise MergeError(note or f"{folder} has no scheduler.pt, without which a Trainer does not load optimizer.pt either")
 
 
-def _scaler(folder: Path, moved: Moved) -> tuple[Sequence[OutFile], str | None]:
+def _scaler(folder: Path, moved: RescaledState) -> tuple[Sequence[OutFile], str | None]:
     if not (folder / _SCALER).is_file():
         return (), None
     if moved.same_step:

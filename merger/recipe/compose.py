@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from merger.checkpoint import SLOT_OF_KIND, Checkpoint
-from merger.io.blocks import Extent, Flaw
+from merger.io.blocks import Damage, Extent
 from merger.io.output_dir import SourceUse
 from merger.recipe.certificate import Part, composite_certificate, held_slots
 from merger.recipe.model import Model, Recipe, Rule, minus
@@ -44,7 +44,7 @@ _PARTS: Mapping[str, Callable[[TensorRecord], Any]] = {
 
 
 @dataclass(frozen=True)
-class Named:
+class NamedCheckpoint:
     """A checkpoint and what the recipe calls its source."""
 
     name: str
@@ -54,14 +54,14 @@ class Named:
         return f"{self.name!r} ({self.checkpoint.origin})"
 
 
-def disagreements(reference: Named, other: Named) -> Iterator[MergeError]:
+def disagreements(reference: NamedCheckpoint, other: NamedCheckpoint) -> Iterator[MergeError]:
     """How two models differ. reference: the source of the run state."""
     yield from _tensors(reference, other)
     yield from _groups(reference, other)
 
 
 def optimizer_disagreements(
-    reference: Named, other: Named, fqns: Iterable[str], *, weights_only: bool
+    reference: NamedCheckpoint, other: NamedCheckpoint, fqns: Iterable[str], *, weights_only: bool
 ) -> Iterator[MergeError]:
     """What of the parameters ``fqns`` cannot be taken from ``other`` beside the reference's run state."""
     found: dict[str, list[str]] = {}
@@ -72,7 +72,7 @@ def optimizer_disagreements(
         yield MergeError(f"{listed(affected)}: {problem}")
 
 
-def _problems(reference: Named, other: Named, fqn: str, *, weights_only: bool) -> Iterator[str]:
+def _problems(reference: NamedCheckpoint, other: NamedCheckpoint, fqn: str, *, weights_only: bool) -> Iterator[str]:
     ours, theirs = reference.checkpoint, other.checkpoint
     slots = (SLOT_OF_KIND[ours.tensors[fqn].kind], *(() if weights_only else _slots(ours, fqn)))
     # Nothing is stored of a tensor without elements.
@@ -89,7 +89,7 @@ def _problems(reference: Named, other: Named, fqn: str, *, weights_only: bool) -
         yield from _kept(reference, other, fqn)
 
 
-def _tensors(reference: Named, other: Named) -> Iterator[MergeError]:
+def _tensors(reference: NamedCheckpoint, other: NamedCheckpoint) -> Iterator[MergeError]:
     ours, theirs = reference.checkpoint.tensors, other.checkpoint.tensors
     for one, two, more in ((reference, other, ours.keys() - theirs.keys()), (other, reference, theirs.keys() - ours)):
         if more:
@@ -108,7 +108,7 @@ def _tensors(reference: Named, other: Named) -> Iterator[MergeError]:
             )
 
 
-def _groups(reference: Named, other: Named) -> Iterator[MergeError]:
+def _groups(reference: NamedCheckpoint, other: NamedCheckpoint) -> Iterator[MergeError]:
     ours, theirs = (_group_of(one.checkpoint) for one in (reference, other))
     if not ours or not theirs:
         return  # weights only; what that means for each parameter is told where it is taken
@@ -144,7 +144,7 @@ def _scalars(checkpoint: Checkpoint, fqn: str) -> set[str]:
     return set((checkpoint.framework_state.get("scalars") or {}).get(fqn, {}))
 
 
-def _kept(reference: Named, other: Named, fqn: str) -> Iterator[str]:
+def _kept(reference: NamedCheckpoint, other: NamedCheckpoint, fqn: str) -> Iterator[str]:
     """The optimizer's own names for what it keeps of a parameter."""
     both = (reference.checkpoint, other.checkpoint)
     for what, (ours, theirs) in (
@@ -163,7 +163,7 @@ def _kept(reference: Named, other: Named, fqn: str) -> Iterator[str]:
             )
 
 
-def _missing(reference: Named, other: Named, slot: str) -> str:
+def _missing(reference: NamedCheckpoint, other: NamedCheckpoint, slot: str) -> str:
     if slot in SLOT_OF_KIND.values():
         return f"{other} holds no {slot} values of it; take it from a source that does"
     return (
@@ -196,18 +196,18 @@ class Composed:
 
 def model_errors(parts: Mapping[str, Part], run_state: str) -> list[MergeError]:
     """Every way in which the sources' models differ from the run state's."""
-    reference = Named(run_state, parts[run_state].checkpoint)
-    others = [Named(name, part.checkpoint) for name, part in parts.items() if name != run_state]
+    reference = NamedCheckpoint(run_state, parts[run_state].checkpoint)
+    others = [NamedCheckpoint(name, part.checkpoint) for name, part in parts.items() if name != run_state]
     return [error for other in others for error in disagreements(reference, other)]
 
 
 def state_errors(parts: Mapping[str, Part], wanted: Wanted) -> list[MergeError]:
     """Every parameter that cannot be taken from where the recipe has it, with its optimizer state."""
-    reference = Named(wanted.run_state, parts[wanted.run_state].checkpoint)
+    reference = NamedCheckpoint(wanted.run_state, parts[wanted.run_state].checkpoint)
     found: list[MergeError] = []
     for name, part in parts.items():
         fqns = [fqn for fqn, source in wanted.source_of.items() if source == name]
-        other = Named(name, part.checkpoint)
+        other = NamedCheckpoint(name, part.checkpoint)
         found += optimizer_disagreements(reference, other, fqns, weights_only=wanted.weights_only)
     return found
 
@@ -358,7 +358,7 @@ class Assembled:
     errors: tuple[DriftpointError, ...]
 
 
-def assemble(sources: OpenSources, flaws: Set[Flaw], *, weights_only: bool) -> Assembled:
+def assemble(sources: OpenSources, flaws: Set[Damage], *, weights_only: bool) -> Assembled:
     """Find each source's checkpoint, choose, compare, compose. Raises nothing of its own: see ``errors``."""
     recipe = sources.recipe
     found, missing = sources.parts(flaws)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from merger.checkpoint import Checkpoint
-from merger.io.blocks import Flaw
+from merger.io.blocks import Damage
 from merger.recipe.certificate import Part
 from merger.recipe.model import Recipe
 from merger.sources import open_source
@@ -60,14 +60,14 @@ def candidates(step: int | str | None, steps: Sequence[int], origin: str) -> lis
         return [step]
     found: list[int | str | None] = [one for one in steps if bound(one)]
     if not found:
-        raise UsageError(f"{origin} has no checkpoint at a step {step}; {there(steps)}")
+        raise UsageError(f"{origin} has no checkpoint at a step {step}; {newest_steps_text(steps)}")
     return found
 
 
 def require_step(step: int | str | None, steps: Sequence[int], origin: str) -> None:
     """UsageError, naming the steps that are there, for the number (or a save's name) of one that is not."""
     if step is not None and _step_of(step) not in (None, *steps):
-        raise UsageError(f"{origin} has no checkpoint {step}; {there(steps)}")
+        raise UsageError(f"{origin} has no checkpoint {step}; {newest_steps_text(steps)}")
 
 
 def _bound(text: str) -> Callable[[int], bool] | None:
@@ -90,7 +90,7 @@ def _step_of(step: int | str) -> int | None:
         return None
 
 
-def there(steps: Sequence[int]) -> str:
+def newest_steps_text(steps: Sequence[int]) -> str:
     """The newest steps, for people."""
     if not steps:
         return "there is none with a step in its name"
@@ -106,14 +106,14 @@ class OpenSource:
     step: int | str | None
     source: Source
 
-    def part(self, flaws: Set[Flaw]) -> Part:
+    def part(self, flaws: Set[Damage]) -> Part:
         """The checkpoint meant. Raises what the source raises; UsageError for a step that is not there."""
         checkpoint = self._checkpoint(flaws)
         place = str(self.path.resolve())
         # A save's name means one version wherever in a store it stands; a foreign checkpoint is like itself alone.
         return Part(checkpoint, place if self.source.kind == "store" else f"{place}#{checkpoint.origin}")
 
-    def _checkpoint(self, flaws: Set[Flaw]) -> Checkpoint:
+    def _checkpoint(self, flaws: Set[Damage]) -> Checkpoint:
         passed_over: list[str] = []
         for step in candidates(self.step, self._steps(), str(self.path)):
             try:
@@ -148,7 +148,7 @@ class OpenSources:
     by_name: dict[str, OpenSource]
     errors: tuple[DriftpointError, ...]
 
-    def parts(self, flaws: Set[Flaw]) -> tuple[dict[str, Part], list[DriftpointError]]:
+    def parts(self, flaws: Set[Damage]) -> tuple[dict[str, Part], list[DriftpointError]]:
         """The checkpoints, and what was wrong with those that are missing."""
         parts: dict[str, Part] = {}
         errors: list[DriftpointError] = []

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import torch
 
 from merger.checkpoint import Checkpoint
-from merger.io.blocks import Block, Extent, Flaw
+from merger.io.blocks import Block, Damage, Extent
 from merger.tensors import memory_of, torch_dtype
 from store.errors import DamagedError, MergeError, MissingError, UnsupportedError
 from store.storage.local import LocalFiles
@@ -37,7 +37,7 @@ class Source(Protocol):
 
     kind: str
 
-    def checkpoint(self, step: int | str | None, flaws: Set[Flaw], /) -> Checkpoint:
+    def checkpoint(self, step: int | str | None, flaws: Set[Damage], /) -> Checkpoint:
         """The state at a step (or named save, or tag), or the newest one for None.
 
         flaws: versions of stores known to be damaged, which an older version has to stand in for.

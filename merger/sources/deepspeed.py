@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from merger.checkpoint import Checkpoint, gradient_clipping, require_whole
-from merger.io.blocks import Flaw
+from merger.io.blocks import Damage
 from merger.sources.certificates import as_merged, certificate, described
 from merger.sources.deepspeed_files import RankFiles, Tags, is_checkpoint, read_files
 from merger.sources.deepspeed_model import Model, client_state, engine_state, loss_scaler, run_states
@@ -120,7 +120,7 @@ class DeepSpeedSource:
         """See :class:`merger.sources.base.Source`. Tags that say no step are left out."""
         return self._tags.steps()
 
-    def checkpoint(self, step: int | str | None, _: Set[Flaw] = frozenset()) -> Checkpoint:
+    def checkpoint(self, step: int | str | None, _: Set[Damage] = frozenset()) -> Checkpoint:
         """See :class:`merger.sources.base.Source`. None: the one that ``latest`` names."""
         files = read_files(self._tags.folder(step))
         optimized = zero3(files) if files.stage == 3 else zero12(files)
@@ -164,7 +164,7 @@ class TrainerSource:
         """See :class:`merger.sources.base.Source`."""
         return tuple(_folders(self._root))
 
-    def checkpoint(self, step: int | str | None, _: Set[Flaw] = frozenset()) -> Checkpoint:
+    def checkpoint(self, step: int | str | None, _: Set[Damage] = frozenset()) -> Checkpoint:
         """See :class:`merger.sources.base.Source`. None: the newest that is complete; a step's may be ``checkpoint-N``.
 
         The Trainer's own choice is the highest number, complete or not.

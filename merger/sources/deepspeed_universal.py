@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from merger.checkpoint import Checkpoint
-from merger.io.blocks import Extent, Flaw
+from merger.io.blocks import Damage, Extent
 from merger.sources.base import FileTensor, Nest, plain_name, values
 from merger.sources.certificates import as_merged
 from merger.sources.deepspeed import build
@@ -273,7 +273,7 @@ class UniversalSource:
         """See :class:`merger.sources.base.Source`."""
         return self._tags.steps()
 
-    def checkpoint(self, step: int | str | None, _: Set[Flaw] = frozenset()) -> Checkpoint:
+    def checkpoint(self, step: int | str | None, _: Set[Damage] = frozenset()) -> Checkpoint:
         """See :class:`merger.sources.base.Source`. None: the one that ``latest_universal`` names."""
         folder = self._tags.folder(step)
         require_converted(folder)

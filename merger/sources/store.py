@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from merger.checkpoint import Checkpoint, RunStates, read_run_states, require_whole
-from merger.io.blocks import Block, Extent, Flaw, StoredFragment, xxh3
+from merger.io.blocks import Block, Damage, Extent, StoredFragment, xxh3
 from store.catalog import Catalog, open_catalog
 from store.certificate import Certificate, certify
 from store.encoding import itemsize
@@ -16,7 +16,7 @@ from store.fragments import FragmentIndex, Source
 from store.layout import payload_path
 from store.location import files_at
 from store.names import LEFT_OUT, RAW, SaveId
-from store.resolve import Bad, Resolution, newest_resumable, resolve
+from store.resolve import RejectedVersion, Resolution, newest_resumable, resolve
 from store.text import listed
 
 
@@ -33,7 +33,7 @@ class StoreSource:
         """See :class:`merger.sources.base.Source`."""
         return tuple(dict.fromkeys(save.step for save in self.catalog.saves()))
 
-    def checkpoint(self, step: int | str | None, flaws: Set[Flaw]) -> Checkpoint:
+    def checkpoint(self, step: int | str | None, flaws: Set[Damage]) -> Checkpoint:
         """See :class:`merger.sources.base.Source`. A step is that of the newest epoch that has it."""
         save = None if step is None else self._save(step)
         known = {flaw.bad for flaw in flaws if flaw.store == self.root}
@@ -42,7 +42,7 @@ class StoreSource:
             states, _ = read_run_states(self.catalog.files, resolution.run_parts)
             if states is not None:
                 break
-            known.add(Bad(resolution.manifest.save))
+            known.add(RejectedVersion(resolution.manifest.save))
         return self._checkpoint(resolution, states, passed_over)
 
     def _save(self, step: int | str) -> SaveId:
@@ -88,7 +88,7 @@ class StoreSource:
             xxh3,
             entry.xxh3_128,
             f"{entry.unit} of save {part.save}",
-            Flaw(self.root, Bad(part.save, entry.unit)),
+            Damage(self.root, RejectedVersion(part.save, entry.unit)),
             None if plain else StoredFragment(self.catalog.files, source, self.root),
         )
         return Extent(entry.fqn, entry.slot, entry.start, entry.stop, entry.dtype, block, 0)
@@ -103,7 +103,7 @@ def _require_frozen(save: SaveId, left_out: list[str] | None) -> None:
         )
 
 
-def _resolution(catalog: Catalog, save: SaveId | None, bad: Set[Bad]) -> tuple[Resolution, tuple[str, ...]]:
+def _resolution(catalog: Catalog, save: SaveId | None, bad: Set[RejectedVersion]) -> tuple[Resolution, tuple[str, ...]]:
     if save is None:
         return newest_resumable(catalog, bad)
     try:

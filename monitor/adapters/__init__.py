@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from monitor.adapters.base import Adapter
-from monitor.adapters.pytorch import PlainAdapter, unwrap
+from monitor.adapters.pytorch import PyTorchAdapter, unwrap
 from store.errors import UnsupportedError
 
 _ACCEPTED = (
@@ -61,7 +61,7 @@ def _plain(model: Any, *optimizers: Any) -> Adapter:
         from monitor.adapters.fsdp2 import Fsdp2Adapter
 
         return Fsdp2Adapter(module, optimizer, around)
-    return PlainAdapter(module, optimizer, group, around)
+    return PyTorchAdapter(module, optimizer, group, around)
 
 
 def _is_sharded(module: nn.Module) -> bool:

@@ -37,7 +37,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Place:
+class FragmentPlace:
     """Where a load will put a fragment: a piece whose memory need not exist yet. dtype: of the live tensor."""
 
     fragment: Fragment
@@ -60,7 +60,7 @@ class TensorInfo:
 
 
 @dataclass(frozen=True)
-class Trail:
+class VersionTrail:
     """What tells whether weights, and the state of the optimizer that holds them, were changed in between: equal
     where they were not. Nothing is read but version counters, so no value is looked at. optimizer: its class."""
 
@@ -108,8 +108,9 @@ class Adapter(Protocol):
         the optimizer holds and the model does not, another optimizer or module in an engine."""
         ...
 
-    def trail(self) -> Trail | None:
-        """The :class:`Trail` of the attached optimizer's weights, or None where another one could not go unnoticed."""
+    def trail(self) -> VersionTrail | None:
+        """The :class:`VersionTrail` of the attached optimizer's weights, or None where another one could not go
+        unnoticed."""
         ...
 
     def before_update(self, hook: Callable[[], None]) -> None:
@@ -128,7 +129,7 @@ class Adapter(Protocol):
         """All pieces that this rank keeps: what a load has to fill."""
         ...
 
-    def expected(self, slots: Mapping[str, Mapping[str, str]]) -> list[Place]:
+    def expected(self, slots: Mapping[str, Mapping[str, str]]) -> list[FragmentPlace]:
         """What :meth:`held` will give after :meth:`prepare_load` with the same ``slots``. Changes nothing.
 
         Raises whatever those two would raise."""
@@ -173,7 +174,7 @@ class Adapter(Protocol):
 T = TypeVar("T")
 
 
-class Still:
+class StepCache:
     """Answers by key, kept during :meth:`period` only. They are shared: nobody changes them."""
 
     def __init__(self) -> None:

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from monitor.adapters.base import Adapter, Piece, Trail
+from monitor.adapters.base import Adapter, Piece, VersionTrail
 from monitor.adapters.deepspeed_base import (
     Flat,
     Placement,
@@ -36,8 +36,8 @@ from monitor.adapters.deepspeed_base import (
     load_engine_state,
     require_same_engine,
 )
-from monitor.adapters.module_tensors import Inventory, Names, slice_of, whole
-from monitor.adapters.pytorch import PlainAdapter
+from monitor.adapters.module_tensors import ModuleTensors, Names, slice_of, whole
+from monitor.adapters.pytorch import PyTorchAdapter
 from store.errors import UnsupportedError
 from store.names import FROZEN, WEIGHTS, Fragment
 
@@ -76,7 +76,7 @@ def _refuse_model_parallelism(engine: Any) -> None:
         raise UnsupportedError("ZenFlow is not handled; remove zero_optimization.zenflow")
 
 
-class Stage0Adapter(PlainAdapter):
+class Stage0Adapter(PyTorchAdapter):
     """An engine without ZeRO, in fp32: replicas, with DeepSpeed's counters and scheduler."""
 
     framework = "deepspeed"
@@ -85,8 +85,8 @@ class Stage0Adapter(PlainAdapter):
         self.engine = engine
         super().__init__(engine.module, engine.optimizer, engine.data_parallel_group)
 
-    def _take_inventory(self, module: nn.Module) -> Inventory:
-        return Inventory(module)  # by the names that DeepSpeed's own files have
+    def _take_inventory(self, module: nn.Module) -> ModuleTensors:
+        return ModuleTensors(module)  # by the names that DeepSpeed's own files have
 
     def completed_steps(self) -> int | None:
         """Steps at accumulation boundaries."""
@@ -97,7 +97,7 @@ class Stage0Adapter(PlainAdapter):
         require_same_engine(self.engine, self.module, self.optimizer)
         super().check_attached()
 
-    def trail(self) -> Trail | None:
+    def trail(self) -> VersionTrail | None:
         """None: the engine says which optimizer it has."""
         return None
 

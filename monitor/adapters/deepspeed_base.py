@@ -26,8 +26,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from monitor.adapters.base import Piece, Place, TensorInfo, Trail
-from monitor.adapters.module_tensors import Inventory, whole
+from monitor.adapters.base import FragmentPlace, Piece, TensorInfo, VersionTrail
+from monitor.adapters.module_tensors import ModuleTensors, whole
 from monitor.adapters.optimizer_state import (
     common_scalars,
     complete_state,
@@ -161,7 +161,7 @@ def _load_scaler(optimizer: Any, values: Mapping[str, Any]) -> None:
             setattr(scaler, name, value)
 
 
-def engine_facts(engine: Any, inventory: Inventory) -> dict[str, Any]:
+def engine_facts(engine: Any, inventory: ModuleTensors) -> dict[str, Any]:
     """What a writer of DeepSpeed's own files needs from the engine, whatever the stage. JSON values."""
     optimizer = engine.optimizer
     return {
@@ -231,7 +231,7 @@ class ZeroAdapter(ABC):
         self.engine = engine
         self.module: nn.Module = engine.module
         self._zero = engine.optimizer
-        self._inventory = Inventory(self.module)
+        self._inventory = ModuleTensors(self.module)
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._refuse_this_stage()
         self._wrapped, self._group_count = self._base(), len(self._base().param_groups)
@@ -292,7 +292,7 @@ class ZeroAdapter(ABC):
                 "deepspeed.initialize, or take them out"
             )
 
-    def trail(self) -> Trail | None:
+    def trail(self) -> VersionTrail | None:
         """None: the engine says which optimizer it has."""
         return None
 
@@ -316,14 +316,18 @@ class ZeroAdapter(ABC):
         pieces = [*self._flat_pieces(), *sliced, *replicated, *self._buffers()]
         return [piece for piece in pieces if piece.fragment.numel]
 
-    def expected(self, slots: Mapping[str, Mapping[str, str]]) -> list[Place]:
+    def expected(self, slots: Mapping[str, Mapping[str, str]]) -> list[FragmentPlace]:
         """See :class:`monitor.adapters.base.Adapter`."""
         replicated, sliced = self._outside()
-        places = [Place(piece.fragment, piece.tensor.dtype) for piece in [*sliced, *replicated, *self._buffers()]]
+        places = [
+            FragmentPlace(piece.fragment, piece.tensor.dtype) for piece in [*sliced, *replicated, *self._buffers()]
+        ]
         for flat in self.flats():
             planned = slots_to_be(self._states().get(flat.tensor, {}), flat.tensor, _wanted(flat, slots))
             for slot, dtype in {WEIGHTS: flat.tensor.dtype, **planned}.items():
-                places += [Place(Fragment(one.fqn, slot, one.start, one.numel), dtype) for one in flat.placements]
+                places += [
+                    FragmentPlace(Fragment(one.fqn, slot, one.start, one.numel), dtype) for one in flat.placements
+                ]
         return [place for place in places if place.fragment.numel]
 
     def prepare_load(self, slots: Mapping[str, Mapping[str, str]]) -> None:

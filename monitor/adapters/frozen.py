@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from monitor.adapters.base import Adapter, Piece, Place, TensorInfo, Trail
+from monitor.adapters.base import Adapter, FragmentPlace, Piece, TensorInfo, VersionTrail
 from monitor.distributed import Group
 from store.errors import ModelMismatchError, UnsupportedError
 from store.names import FROZEN, LEFT_OUT
@@ -68,7 +68,7 @@ class WithoutFrozen:
 
     def agree(self, group: Group) -> None:
         """Every rank has looked at its own pieces. Collective."""
-        told = group.gather(self._left_out)
+        told = group.all_gather(self._left_out)
         self._left_out = {fqn: sum(one.get(fqn, 0) for one in told) % (1 << 64) for fqn in self._left_out}
 
     def completed_steps(self) -> int | None:
@@ -89,7 +89,7 @@ class WithoutFrozen:
                     "unfreeze it before monitor.attach, or set `frozen: save`"
                 )
 
-    def trail(self) -> Trail | None:
+    def trail(self) -> VersionTrail | None:
         """The inner one's."""
         return self._inner.trail()
 
@@ -109,7 +109,7 @@ class WithoutFrozen:
         """All but those that are left out."""
         return [piece for piece in self._inner.held() if self._kept(piece)]
 
-    def expected(self, slots: Mapping[str, Mapping[str, str]]) -> list[Place]:
+    def expected(self, slots: Mapping[str, Mapping[str, str]]) -> list[FragmentPlace]:
         """All but those that are left out."""
         return [place for place in self._inner.expected(slots) if self._kept(place)]
 
@@ -142,7 +142,7 @@ class WithoutFrozen:
         """The inner one's, and what is not in the store."""
         return {**self._inner.layout_facts(), LEFT_OUT: sorted(self._left_out)}
 
-    def _kept(self, piece: Piece | Place) -> bool:
+    def _kept(self, piece: Piece | FragmentPlace) -> bool:
         return piece.fragment.slot != FROZEN or piece.fragment.fqn not in self._left_out
 
 

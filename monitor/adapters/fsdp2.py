@@ -30,15 +30,15 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement, Shard
 
 from monitor.adapters.base import Piece
-from monitor.adapters.module_tensors import Inventory, require_values, whole, without_wrappers
+from monitor.adapters.module_tensors import ModuleTensors, require_values, whole, without_wrappers
 from monitor.adapters.optimizer_state import slots_of
-from monitor.adapters.pytorch import PlainAdapter, Replica, even_slice
+from monitor.adapters.pytorch import PyTorchAdapter, Replica, even_slice
 from store.errors import UnsupportedError
 from store.names import Fragment
 
 
 @dataclass(frozen=True)
-class Run:
+class RowRun:
     """Elements [start, start + numel) of the flattened tensor, which ``count`` ranks hold alike; this rank is number
     ``number`` of them."""
 
@@ -48,13 +48,13 @@ class Run:
     count: int = 1
 
 
-class Runs:
+class RowRuns:
     """Finds the runs of this rank, and remembers them: there are few ways in which a model's tensors are cut."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[DeviceMesh, torch.Size, tuple[Placement, ...]], Run] = {}
+        self._known: dict[tuple[DeviceMesh, torch.Size, tuple[Placement, ...]], RowRun] = {}
 
-    def of(self, tensor: DTensor, what: str) -> tuple[Run, torch.Tensor]:
+    def of(self, tensor: DTensor, what: str) -> tuple[RowRun, torch.Tensor]:
         """The run of a tensor, and the memory behind it. what: the tensor's name in errors.
 
         UnsupportedError for placements other than ``Replicate`` and ``Shard(0)``, for a mesh without some of the job's
@@ -73,7 +73,7 @@ class Runs:
         return run, local
 
 
-def _run_of(tensor: DTensor, what: str) -> Run:
+def _run_of(tensor: DTensor, what: str) -> RowRun:
     mesh = tensor.device_mesh
     world_size, coordinate = dist.get_world_size(), mesh.get_coordinate()
     if coordinate is None or mesh.size() != world_size:
@@ -89,7 +89,7 @@ def _run_of(tensor: DTensor, what: str) -> Run:
 
 def rows_of(
     shape: Sequence[int], mesh: Sequence[int], coordinate: Sequence[int], placements: Sequence[Placement]
-) -> Run:
+) -> RowRun:
     """The run at a coordinate of a mesh. placements: ``Replicate``, ``Shard(0)``, any where the mesh has one rank."""
     first, rows, number, count = 0, shape[0] if shape else 1, 0, 1
     for size, place, placement in zip(mesh, coordinate, placements, strict=True):
@@ -99,7 +99,7 @@ def rows_of(
             start, rows = even_slice(rows, place, size)
             first += start
     row = math.prod(shape[1:])
-    return Run(first * row, rows * row, number, count)
+    return RowRun(first * row, rows * row, number, count)
 
 
 def local_of(tensor: DTensor, what: str) -> torch.Tensor:
@@ -139,7 +139,7 @@ def _require_rows(placement: Placement, size: int, what: str) -> None:
     raise UnsupportedError(f"{what} is placed as {placement!r}; only Shard(0) and Replicate() are handled: {how}")
 
 
-class ShardedInventory(Inventory):
+class ShardedModuleTensors(ModuleTensors):
     """Names of sharded parameters, whichever form the last forward left registered."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -165,7 +165,7 @@ class ShardedInventory(Inventory):
         """What cannot be handled of them is refused where they are looked at."""
 
 
-class Fsdp2Adapter(PlainAdapter):
+class Fsdp2Adapter(PyTorchAdapter):
     """Adapter of a sharded module and its optimizer, over all ranks of the job."""
 
     framework = "fsdp2"
@@ -174,7 +174,7 @@ class Fsdp2Adapter(PlainAdapter):
         if not dist.is_initialized():
             raise UnsupportedError("the model is sharded and there is no process group: was it destroyed already?")
         _require_sharded_first(module, optimizer)
-        self._runs = Runs()
+        self._runs = RowRuns()
         super().__init__(module, optimizer, around=around)
 
     def owned(self) -> list[Piece]:
@@ -202,8 +202,8 @@ class Fsdp2Adapter(PlainAdapter):
         }
         return {**super().layout_facts(), "meshes": [list(mesh) for mesh in sorted(meshes)]}
 
-    def _take_inventory(self, module: nn.Module) -> Inventory:
-        return ShardedInventory(module)
+    def _take_inventory(self, module: nn.Module) -> ModuleTensors:
+        return ShardedModuleTensors(module)
 
     def _replica(self, fqn: str, slot: str, tensor: torch.Tensor) -> Replica:
         if not isinstance(tensor, DTensor):
@@ -268,7 +268,7 @@ def _replicated(value: Any, parameter: DTensor) -> Any:
 def _require_sharded_first(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """An optimizer made before ``fully_shard`` steps tensors that nobody uses any more."""
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    live = {id(parameter) for parameter in ShardedInventory(module).parameters().values()}
+    live = {id(parameter) for parameter in ShardedModuleTensors(module).parameters().values()}
     if held and not any(id(parameter) in live for parameter in held):
         raise UnsupportedError(
             f"no parameter of {type(optimizer).__name__} is one of the model's: make the optimizer after fully_shard, "

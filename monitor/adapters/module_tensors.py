@@ -7,7 +7,7 @@ A pure table, in both directions. It does not know which dtypes an encoding can 
 What a module holds, by name: parameters (tied ones once) and persistent buffers.
 
 It knows nothing of optimizers, shards or slots. Buffers and parameters are looked up when asked, once in a period of
-:class:`monitor.adapters.base.Still`: a framework may have put other memory behind a name since the last one.
+:class:`monitor.adapters.base.StepCache`: a framework may have put other memory behind a name since the last one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import nn
 
-from monitor.adapters.base import Piece, Still, TensorInfo
+from monitor.adapters.base import Piece, StepCache, TensorInfo
 from store.errors import UnsupportedError
 from store.names import Fragment
 
@@ -94,7 +94,7 @@ def without_wrappers(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
-class Inventory:
+class ModuleTensors:
     """Names of a module's parameters and persistent buffers.
 
     The canonical name of a tied tensor is the first in the module's own order; the others are aliases.
@@ -103,7 +103,7 @@ class Inventory:
 
     def __init__(self, module: nn.Module, naming: Callable[[str], str] = as_written) -> None:
         self._module = module
-        self.still = Still()
+        self.still = StepCache()
         self._naming = naming
         self._refuse_unhandled()
 

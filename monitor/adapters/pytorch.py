@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from monitor.adapters.base import Piece, Place, TensorInfo, Trail, versions_of
-from monitor.adapters.module_tensors import Inventory, slice_of, whole, without_wrappers
+from monitor.adapters.base import FragmentPlace, Piece, TensorInfo, VersionTrail, versions_of
+from monitor.adapters.module_tensors import ModuleTensors, slice_of, whole, without_wrappers
 from monitor.adapters.optimizer_state import (
     LiveGroups,
     complete_state,
@@ -98,7 +98,7 @@ def _turn(fragment: Fragment) -> int:
 _NO_STATE = (WEIGHTS, FROZEN, BUFFER)
 
 
-class PlainAdapter:
+class PyTorchAdapter:
     """Adapter of a module and its optimizer.
 
     module: without wrappers; its parameter names are the fqns. group: the ranks that hold replicas, None for
@@ -146,11 +146,11 @@ class PlainAdapter:
         for wrapper in self._around:
             _require_no_state(wrapper, self.optimizer)
 
-    def trail(self) -> Trail | None:
+    def trail(self) -> VersionTrail | None:
         """See :class:`monitor.adapters.base.Adapter`."""
         moved = [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
         state = (value for p in moved for value in self.optimizer.state.get(p, {}).values())
-        return Trail(type(self.optimizer).__name__, versions_of(moved), versions_of(state))
+        return VersionTrail(type(self.optimizer).__name__, versions_of(moved), versions_of(state))
 
     def before_update(self, hook: Callable[[], None]) -> None:
         """See :class:`monitor.adapters.base.Adapter`."""
@@ -168,11 +168,11 @@ class PlainAdapter:
         """All of this rank's pieces: here every tensor, whole."""
         return [replica.piece for replica in self._replicas() if replica.piece.fragment.numel]
 
-    def expected(self, slots: Mapping[str, Mapping[str, str]]) -> list[Place]:
+    def expected(self, slots: Mapping[str, Mapping[str, str]]) -> list[FragmentPlace]:
         """See :class:`monitor.adapters.base.Adapter`."""
         optimized = {fqn: parameter for fqn, parameter, _ in self._optimized()}
         places = [
-            Place(piece.fragment, piece.tensor.dtype)
+            FragmentPlace(piece.fragment, piece.tensor.dtype)
             for piece in self.held()
             if piece.fragment.slot in _NO_STATE or piece.fragment.fqn not in optimized
         ]
@@ -181,7 +181,7 @@ class PlainAdapter:
             live = slots_of(state, parameter)
             for slot, dtype in slots_to_be(state, parameter, slots.get(fqn, {})).items():
                 tensor = state[slot] if slot in live else parameter
-                places.append(Place(self._replica(fqn, slot, tensor).piece.fragment, dtype))
+                places.append(FragmentPlace(self._replica(fqn, slot, tensor).piece.fragment, dtype))
         return [place for place in places if place.fragment.numel]
 
     def prepare_load(self, slots: Mapping[str, Mapping[str, str]]) -> None:
@@ -245,8 +245,8 @@ class PlainAdapter:
 
     # ---- what a kind of sharding says
 
-    def _take_inventory(self, module: nn.Module) -> Inventory:
-        return Inventory(module, without_wrappers)
+    def _take_inventory(self, module: nn.Module) -> ModuleTensors:
+        return ModuleTensors(module, without_wrappers)
 
     def _replica(self, fqn: str, slot: str, tensor: torch.Tensor) -> Replica:
         """What this rank holds of a tensor, and who else does."""

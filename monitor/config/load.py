@@ -36,10 +36,10 @@ from monitor.config.schema import (
 )
 from policies.base import Policy
 from policies.bounds import Bounds, bound
-from policies.budget import Budgeted, spends
+from policies.budget import BudgetPolicy, spends
 from policies.builtin import Observe
 from policies.encodings import explosive
-from policies.registry import anchored, encoded, policy_from
+from policies.registry import anchored, policy_from, with_fixed_encoding
 from store.config_file import read_yaml
 from store.encoding import ENCODINGS as BY_NAME
 from store.encoding import encoding_named
@@ -123,7 +123,7 @@ class Config(Settings):
         """Any policy inside the bounds, stored in the encodings. ConfigError where they contradict each other."""
         encodings, bounds = self.encodings(), self.limits()
         _require_divisors(encodings)
-        return encoded(bound(policy, bounds), encodings, bounds)
+        return with_fixed_encoding(bound(policy, bounds), encodings, bounds)
 
     def limits(self) -> Bounds:
         """The bounds. ConfigError where they are senseless."""
@@ -136,7 +136,7 @@ class Config(Settings):
 
     def _require_budget(self, policy: Policy) -> None:
         limited = self.budget.limited
-        if isinstance(policy.inner if isinstance(policy, Observe) else policy, Budgeted) and not limited:
+        if isinstance(policy.inner if isinstance(policy, Observe) else policy, BudgetPolicy) and not limited:
             raise ConfigError(
                 "policy budget needs what it may spend: set `budget: {bytes_per_hour: 2.0e+10}`, or stall_share, or "
                 "storage_share"

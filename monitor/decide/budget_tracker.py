@@ -14,7 +14,7 @@ from monitor.events import CommitEvent, DecisionEvent, SaveBeginEvent, SaveListe
 from monitor.telemetry.metrics import Metrics
 from policies.accounting import BYTES, STALL, STORAGE, Account, Widened
 from policies.base import Budget, Choice, UnitStats
-from policies.deadline import Writing
+from policies.deadline import WriteEstimate
 from policies.encodings import expected_bytes
 from store.names import Unit
 
@@ -29,7 +29,7 @@ _LONG = 3600.0
 _UNITS = {BYTES: "bytes", STALL: "seconds of stall", STORAGE: "seconds of writing"}
 
 
-class Spending(SaveListener):
+class BudgetTracker(SaveListener):
     """The account of a job, kept from the training thread, and what it learns about the speed of saves."""
 
     def __init__(self, account: Account, metrics: Metrics) -> None:
@@ -39,7 +39,7 @@ class Spending(SaveListener):
         self._in_debt = 0
         self._told_slow = False
         self._widened: set[str] = set()
-        self.writing = Writing()
+        self.writing = WriteEstimate()
         """Time that units took to become durable."""
 
     def offer(self, stats: Sequence[UnitStats]) -> Budget:

@@ -18,18 +18,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from monitor.config.load import Config
-from monitor.context import Job
-from monitor.decide.budget_tracker import Spending
+from monitor.context import JobContext
+from monitor.decide.budget_tracker import BudgetTracker
 from monitor.decide.statistics import Measured, measure_all, unit_stats
-from monitor.distributed import on_first
+from monitor.distributed import run_on_rank0
 from monitor.events import Listeners
 from monitor.observe.drift_meter import Measure
 from monitor.observe.units import LocalUnit, is_moving
-from monitor.types import Decided, Demand
+from monitor.types import DecisionResult, SaveRequest
 from policies.base import Budget, Choice, Decision, History, Policy, UnitStats
 from policies.bounds import forced, incomplete
 from policies.builtin import Fallback
-from policies.deadline import Nothing, Urgent
+from policies.deadline import DeadlinePolicy, Nothing
 from policies.validation import Failure, failure_of
 from store.names import Unit
 
@@ -39,7 +39,7 @@ _MOST_TOLD = 100
 """Distinct errors that are logged; beyond them the metric counts on."""
 
 
-class Guard:
+class SafePolicy:
     """Asks the policy of a job, and stands in for it where it raises or breaks its contract."""
 
     def __init__(self, policy: Policy, config: Config, listeners: Listeners) -> None:
@@ -76,8 +76,8 @@ class Guard:
 class Decider:
     """Asks the policy. spending: says what a decision may cost."""
 
-    def __init__(self, job: Job, spending: Spending) -> None:
-        self._policy = Guard(job.policy, job.config, job.listeners)
+    def __init__(self, job: JobContext, spending: BudgetTracker) -> None:
+        self._policy = SafePolicy(job.policy, job.config, job.listeners)
         self._sees_all = job.policy.needs_drift or job.observing
         self._meter = job.meter
         self._group = job.group
@@ -85,9 +85,9 @@ class Decider:
         self._ledger = job.ledger
         self._spending = spending
         self._pace = job.pace
-        self._urgent = Urgent(job.config.in_bounds(Nothing()), job.config.encodings())
+        self._urgent = DeadlinePolicy(job.config.in_bounds(Nothing()), job.config.encodings())
 
-    def decide(self, step: int, local: Mapping[Unit, LocalUnit], demand: Demand | None) -> Decided:
+    def decide(self, step: int, local: Mapping[Unit, LocalUnit], demand: SaveRequest | None) -> DecisionResult:
         """Decide on every unit; with ``demand`` not as the policy says, but as that does."""
         units = list(self._table.sizes)
         first = [unit for unit in units if self._sees_all or not is_moving(unit)]
@@ -102,7 +102,7 @@ class Decider:
         measured_too, mine_too = self._measure(rest, local)
         drift = {unit: found.drift for unit, found in {**measured, **measured_too}.items()}
         shown = unit_stats(self._table, self._ledger, step, {**measured, **measured_too})
-        found = Decided((), {}, saved, drift, {**mine, **mine_too}, lacking, demand is not None, interval)
+        found = DecisionResult((), {}, saved, drift, {**mine, **mine_too}, lacking, demand is not None, interval)
         found = replace(found, preempted=demand is not None and demand.purse is not None)
         if made is None:
             return found
@@ -119,7 +119,7 @@ class Decider:
     def _fits(self, step: int, stats: tuple[UnitStats, ...], purse: Callable[[], float]) -> bool:
         """Whether everything is saved in any case, so that nothing more need be measured first. Collective."""
         history = History(step, self._ledger.commits)
-        return on_first(self._group, lambda: self._urgent.fits(stats, purse(), history))
+        return run_on_rank0(self._group, lambda: self._urgent.fits(stats, purse(), history))
 
     def _measure(
         self, units: list[Unit], local: Mapping[Unit, LocalUnit]
@@ -130,7 +130,7 @@ class Decider:
         return measured, mine
 
     def _chosen(
-        self, step: int, stats: tuple[UnitStats, ...], demand: Demand | None
+        self, step: int, stats: tuple[UnitStats, ...], demand: SaveRequest | None
     ) -> tuple[tuple[Decision, Budget] | None, dict[Unit, Choice], tuple[Unit, ...], int | None]:
         made: list[tuple[Decision, Budget]] = []
 
@@ -146,7 +146,7 @@ class Decider:
             lacking = set(incomplete(stats, decision))
             return saved, [index for index, one in enumerate(stats) if one.unit in lacking], interval
 
-        saved, lacking, interval = on_first(self._group, choose)
+        saved, lacking, interval = run_on_rank0(self._group, choose)
         return (
             made[0] if made else None,
             {stats[index].unit: Choice(encoding, reason) for index, encoding, reason in saved},
@@ -155,7 +155,7 @@ class Decider:
         )
 
     def _select(
-        self, stats: tuple[UnitStats, ...], budget: Budget, demand: Demand | None, history: History
+        self, stats: tuple[UnitStats, ...], budget: Budget, demand: SaveRequest | None, history: History
     ) -> Decision:
         if demand is not None and demand.purse is not None:
             return self._urgent.select(stats, demand.purse(), history)

@@ -38,7 +38,7 @@ _STEPS = 51
 _SAVES = 5
 
 
-class Timing:
+class StepTiming:
     """All moments are seconds on one clock that never goes back."""
 
     def __init__(self) -> None:
@@ -104,11 +104,11 @@ def _median(values: Iterable[float]) -> float | None:
 _log = logging.getLogger("driftpoint")
 
 
-class Pace(SaveListener):
+class Schedule(SaveListener):
     """Says at which steps decisions are made, and measures the time of steps, decisions and saves."""
 
     def __init__(self, metrics: Metrics) -> None:
-        self.timing = Timing()
+        self.timing = StepTiming()
         """Of this rank; only rank 0's counts."""
         self._metrics = metrics
 
@@ -155,7 +155,7 @@ class Pace(SaveListener):
         """No decision could be made at ``step``; ``busy``: for a save that is under way. Alike on all ranks."""
 
 
-class Steady(Pace):
+class FixedInterval(Schedule):
     """Every ``every`` steps, counted from step 0 of the training: nothing is chosen."""
 
     def __init__(self, every: int, metrics: Metrics) -> None:
@@ -168,7 +168,7 @@ class Steady(Pace):
         return step % self._every == 0
 
 
-class Adaptive(Pace):
+class AdaptiveInterval(Schedule):
     """``every: auto``. world_size: ranks, each taken for a GPU. clock: seconds, never going back."""
 
     def __init__(
@@ -273,13 +273,13 @@ class Adaptive(Pace):
         self._told = found.steps
 
 
-def pace_for(
+def schedule_for(
     every: int | Literal["auto"], auto: AutoSettings, max_staleness: int | None, world_size: int, metrics: Metrics
-) -> Pace:
+) -> Schedule:
     """The pace that the settings name."""
     if every == "auto":
-        return Adaptive(auto, max_staleness, world_size, metrics)
-    return Steady(every, metrics)
+        return AdaptiveInterval(auto, max_staleness, world_size, metrics)
+    return FixedInterval(every, metrics)
 
 
 FIRST_SNAPSHOT = 10
@@ -294,7 +294,7 @@ _SENDING = 0.5
 _LONGEST = 100_000
 
 
-class MemoryPace:
+class SnapshotSchedule:
     """every: steps, or ``auto`` under ``stall_share``. clock: seconds, never going back."""
 
     def __init__(

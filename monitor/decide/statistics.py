@@ -36,7 +36,7 @@ def measure_all(
         return {}, {}
     mine = {unit: meter.measure(unit, local[unit].tensors) for unit in units if unit in local}
     rows = torch.tensor([_row(mine.get(unit)) for unit in units], dtype=torch.float64).reshape(-1, 4)
-    summed = group.total(rows).tolist()
+    summed = group.all_reduce_sum(rows).tolist()
     measured = {}
     for unit, (moved, reference, sick, unknown) in zip(units, summed, strict=True):
         drift = drift_ratio(moved, reference) if not (sick or unknown) else None

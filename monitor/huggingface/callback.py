@@ -33,9 +33,9 @@ from transformers.trainer_callback import CallbackHandler, ExportableState
 from monitor.api import attach_counted
 from monitor.checkpointer import Checkpointer
 from monitor.config.load import Config, load_config
-from monitor.huggingface.resume import PLAN, Planned, length_of, plan
-from monitor.huggingface.trainer_state import Progress
-from monitor.resume.predict import Correction, drop_correction, write_correction
+from monitor.huggingface.resume import PLAN, ResumePlan, length_of, plan_resume
+from monitor.huggingface.trainer_state import TrainerProgress
+from monitor.resume.predict import PredictionOverride, remove_override, write_override
 from monitor.run_state import capture_rng, restore_rng
 from monitor.types import StepReport
 from store.errors import ConfigError, StoreError, UnsupportedError, UsageError
@@ -87,8 +87,8 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
         self._extra = list(state)
         self._args: Any = None
         self._model: Any = None
-        self._planned: Planned | None = None
-        self._progress: Progress | None = None
+        self._planned: ResumePlan | None = None
+        self._progress: TrainerProgress | None = None
         self._generators: Mapping[str, Any] | None = None
         self._pending = False
         self.number = register(self)
@@ -98,7 +98,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
         if self._args is None:
             raise UsageError("resume_path() was called before there is a Trainer: build it with this callback first")
         self._forget_plan()
-        self._planned = plan(self, self.config, self._args, self._model, objects=1 + len(self._extra))
+        self._planned = plan_resume(self, self.config, self._args, self._model, objects=1 + len(self._extra))
         return None if self._planned is None else str(self._planned.folder.path)
 
     def on_init_end(self, args: Any, state: Any, control: Any, *, model: Any = None, **_: Any) -> None:
@@ -123,7 +123,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
         scaler = getattr(optimizer, "scaler", None)
         length = length_of(args, state, train_dataloader)
         beside = callbacks_beside(self, optimizer)
-        self._progress = Progress(state, lr_scheduler, scaler, length, args.process_index)
+        self._progress = TrainerProgress(state, lr_scheduler, scaler, length, args.process_index)
         self._progress.exported = lambda: exported_by(beside)
         target = _engine(model, optimizer) if args.deepspeed_plugin is not None else (model, optimizer)
         progress, self.preempted = self._progress, False
@@ -189,7 +189,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
         if checkpointer is not None:
             checkpointer.finish(clean=clean)
 
-    def _resume(self, checkpointer: Checkpointer, progress: Progress, state: Any) -> None:
+    def _resume(self, checkpointer: Checkpointer, progress: TrainerProgress, state: Any) -> None:
         planned = (state.stateful_callbacks or {}).pop(PLAN, None)
         if planned is None and checkpointer.holds_commits:
             raise UsageError(
@@ -207,7 +207,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
                 "anew, it will expect that"
             )
         if checkpointer.rank == 0 and planned is not None:
-            drop_correction(self.config)
+            remove_override(self.config)
         if progress.loaded is not None:
             self._generators = capture_rng()
 
@@ -217,10 +217,12 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
             commit, onward = found.resolution.manifest, found.onward.save
             groups = {version.save: version.group for version in found.resolution.versions.values()}
             group = groups.get(onward) or commit.groups[onward.name]
-            correction = Correction(commit.store_id, planned["attributes"]["save"], onward.name, group.model_dump())
-            write_correction(self.config, correction)
+            correction = PredictionOverride(
+                commit.store_id, planned["attributes"]["save"], onward.name, group.model_dump()
+            )
+            write_override(self.config, correction)
 
-    def _begin_epoch(self, progress: Progress) -> None:
+    def _begin_epoch(self, progress: TrainerProgress) -> None:
         """The epoch that is gone on with begins as it did then, so that the same order is drawn for its data. Epochs
         may begin more than once until a step does, where all of them that an iterable had are skipped."""
         if self._generators is not None and progress.loaded is not None:
@@ -229,7 +231,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
                 restore_rng(before)
         progress.at_epoch, progress.epoch_began = True, capture_rng()
 
-    def _begin_step(self, progress: Progress) -> None:
+    def _begin_step(self, progress: TrainerProgress) -> None:
         """The generators, where they were when the commit was made: what the Trainer drew to get there was drawn
         before."""
         if self._generators is not None and progress.loaded is not None:

@@ -39,7 +39,7 @@ from transformers import Trainer, TrainerCallback
 from monitor.config.load import Config
 from monitor.distributed import Group, current_group
 from monitor.huggingface.trainer_state import Length, require_ours
-from monitor.resume.predict import Foreseen, foresee
+from monitor.resume.predict import ResumePrediction, predict_resume
 from store.errors import UsageError
 from store.location import store_place
 
@@ -88,12 +88,12 @@ PLAN = "driftpoint"
 
 
 @dataclass(frozen=True)
-class Planned:
+class ResumePlan:
     """folder: what the Trainer is given. guard: keeps others from it. unloaded: keeps DeepSpeed from loading it. quiet:
     a hook of the model's that keeps the Trainer from warning of what the folder has not."""
 
     folder: Folder
-    guard: Guard
+    guard: ResumeGuard
     unloaded: Unloaded | None
     quiet: Any = None
 
@@ -107,11 +107,11 @@ class Planned:
             self.quiet.remove()
 
 
-def plan(callback: TrainerCallback, config: Config, args: Any, model: Any, *, objects: int) -> Planned | None:
+def plan_resume(callback: TrainerCallback, config: Config, args: Any, model: Any, *, objects: int) -> ResumePlan | None:
     """Foresee, and write the folder. args, model: the Trainer's. objects: in the checkpointer's ``state=[...]``."""
 
     group = current_group()
-    foreseen = foresee(config, group, objects)
+    foreseen = predict_resume(config, group, objects)
     if foreseen is None:
         return None
     saved = None if foreseen.user is None else require_ours(next(iter(foreseen.user), None))
@@ -129,7 +129,7 @@ def plan(callback: TrainerCallback, config: Config, args: Any, model: Any, *, ob
 
         folder.write_engine(None if saved is None else saved["lr_scheduler"])
         unloaded = Unloaded(folder.path)
-    return Planned(folder, Guard(folder.path, callback), unloaded, quiet)
+    return ResumePlan(folder, ResumeGuard(folder.path, callback), unloaded, quiet)
 
 
 def _misses_nothing(model: Any, keys: Any) -> None:
@@ -148,13 +148,13 @@ def length_of(args: Any, state: Any, loader: Any) -> Length:
     return Length(float(args.num_train_epochs), int(state.max_steps), int(state.num_train_epochs) * updates)
 
 
-def _trainer_state(foreseen: Foreseen, saved: Any, args: Any, group: Group) -> dict[str, Any]:
+def _trainer_state(foreseen: ResumePrediction, saved: Any, args: Any, group: Group) -> dict[str, Any]:
     """As rank 0 stored it. A commit that was imported says the step and no more."""
     step = foreseen.save.step
     if saved is None:
         state: dict[str, Any] = {"global_step": step, **_as_asked_for(args)}
     else:
-        state = json.loads(group.from_first(saved["trainer"]))
+        state = json.loads(group.broadcast(saved["trainer"]))
         length = Length(**saved["length"])
         if group.rank == 0 and length.beyond >= sys.maxsize and state["epoch"] >= 1 and not saved["at_epoch"]:
             _tell_later_pass(int(state["epoch"]) + 1, step)
@@ -193,7 +193,7 @@ def _place(config: Config) -> Path:
     return store_place(config.store)
 
 
-class Guard:
+class ResumeGuard:
     """While it is there, only a Trainer with ``callback`` loads ``folder``."""
 
     def __init__(self, folder: Path, callback: TrainerCallback) -> None:

@@ -72,14 +72,15 @@ class Length:
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a resume brought. at_epoch: as :attr:`Progress.at_epoch` was. epoch_began: as it was, None in older stores
+    """What a resume brought. at_epoch: as :attr:`TrainerProgress.at_epoch` was. epoch_began: as it was, None in older
+    stores
     and where ``at_epoch``."""
 
     at_epoch: bool
     epoch_began: Mapping[str, Any] | None
 
 
-class Progress:
+class TrainerProgress:
     """Of one ``train()``. state: the Trainer's live ``TrainerState``; scheduler and scaler: live, None where there is
     none. length: of this training. rank: of this process."""
 
@@ -122,7 +123,7 @@ class Progress:
 
 
 def require_ours(saved: Any) -> Mapping[str, Any]:
-    """The same. ModelMismatchError unless this is the state of a :class:`Progress`."""
+    """The same. ModelMismatchError unless this is the state of a :class:`TrainerProgress`."""
     if not isinstance(saved, Mapping) or saved.get("kind") != KIND:
         raise ModelMismatchError(
             "the store was not written by monitor.CheckpointCallback, so it does not say where the Trainer was: name "

@@ -19,7 +19,7 @@ from collections.abc import Callable
 
 import torch
 
-from monitor.save.store_session import OpenedStore
+from monitor.save.store_session import StoreSession
 from store.errors import StorageError, StoreError
 from store.memory.arena import Arena
 from store.memory.cleanup import clear_old
@@ -29,7 +29,7 @@ from store.names import SaveId
 _log = logging.getLogger("driftpoint")
 
 
-class Pins:
+class PinnedRanges:
     """What this process has pinned. Training thread."""
 
     def __init__(self) -> None:
@@ -56,13 +56,13 @@ class Pins:
         self._pinned.clear()
 
 
-class MemoryRoom:
+class SharedMemoryBuffers:
     """versions: kept side by side. pinned: copies come from a device, so the memory is locked for it."""
 
     def __init__(self, versions: int, *, pinned: bool) -> None:
         self._versions = versions
         self._pinned = pinned
-        self.pins = Pins()
+        self.pins = PinnedRanges()
         self.arena: Arena | None = None
         """None before :meth:`take`, and after the memory was given back."""
 
@@ -76,7 +76,7 @@ class MemoryRoom:
         """Whether there is none while a version is being replaced."""
         return self._versions == 1
 
-    def take(self, tier: Tier, opened: OpenedStore, rank: int, nbytes: int, kept: SaveId | None) -> str | None:
+    def take(self, tier: Tier, opened: StoreSession, rank: int, nbytes: int, kept: SaveId | None) -> str | None:
         """Have payloads of ``nbytes``, those of earlier incarnations first. Why it cannot be, else None.
 
         kept: the version that the job stands on, which stays."""

@@ -23,15 +23,24 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from monitor.adapters.base import Adapter
-from monitor.distributed import Group, everywhere, node_name, on_first
+from monitor.distributed import Group, node_id, run_on_all_ranks, run_on_rank0
 from monitor.memory.replica_client import RemotePayload
-from monitor.memory.replication import Peers
-from monitor.resume.read import stored_slot
+from monitor.memory.replication import Replication
 from store.catalog import Catalog
 from store.certificate import certify, run_saves
 from store.errors import StoreError, UsageError
-from store.fragments import FragmentIndex
-from store.memory.index import MemoryVersion, Node, Piece, Share, assembled, look, mixed, of_store, share_of
+from store.fragments import FragmentIndex, stored_slot
+from store.memory.index import (
+    MemoryVersion,
+    NodeIndex,
+    Piece,
+    RankShare,
+    assembled,
+    belonging_to,
+    mixed,
+    rank_share,
+    scan_node,
+)
 from store.memory.layout import Tier
 from store.memory.overlay import Overlay
 from store.names import Fragment, SaveId
@@ -42,13 +51,13 @@ LIMIT = 64 << 20
 """Bytes that rank 0 tells the others at most."""
 
 
-def lent(
+def broadcast_missing_bytes(
     catalog: Catalog, commit: SaveId, version: MemoryVersion, adapter: Adapter | None, group: Group
 ) -> Mapping[Piece, bytes] | None:
     """What the ranks lack of the version, on all of them; None where it is not to be had.
 
     catalog: the store with the version on top; commit: what is to be resumed of it. adapter: None: run states only."""
-    lacks = group.gather(everywhere(group, partial(_lacking, catalog, commit, version, adapter, group.rank)))
+    lacks = group.all_gather(run_on_all_ranks(group, partial(_lacking, catalog, commit, version, adapter, group.rank)))
     if any(one is None for one in lacks):
         return None
     wanted = sorted(set().union(*lacks))
@@ -56,7 +65,7 @@ def lent(
         return {}
     if sum(nbytes for _, _, nbytes in wanted) > LIMIT:
         return None
-    told: dict[Piece, bytes] | None = group.from_first(
+    told: dict[Piece, bytes] | None = group.broadcast(
         _read(catalog, version, wanted) if group.rank == 0 else None,
     )
     return told
@@ -119,7 +128,7 @@ _log = logging.getLogger("driftpoint")
 
 
 @dataclass(frozen=True)
-class Remembered:
+class MemoryCandidate:
     """A version in memory, and the store with it on top.
 
     commit: what to resume from that: the version itself, or a commit some of whose layers are older than in memory.
@@ -159,27 +168,27 @@ class _Sight:
         return {rank: rank in replicas for rank in self.versions.get(name, ())}
 
 
-def newest_remembered(
-    tier: Tier, catalog: Catalog, adapter: Adapter | None, group: Group, peers: Peers | None = None
-) -> Remembered | None:
+def find_newest_snapshot(
+    tier: Tier, catalog: Catalog, adapter: Adapter | None, group: Group, peers: Replication | None = None
+) -> MemoryCandidate | None:
     """The newest version that every rank can read, if all or some of it is newer than what the newest commit has.
 
     adapter: None where there is no model yet: then only run states are asked for. peers: for what lies on other nodes.
     None where the store is as good. Collective."""
-    suspect = on_first(group, lambda: _newest_suspect(catalog))
+    suspect = run_on_rank0(group, lambda: _newest_suspect(catalog))
     node = _look(tier, catalog, None if suspect is None else SaveId.parse(suspect))
-    disk = on_first(group, lambda: _on_disk(catalog))
-    sights = group.gather(_sight(tier, node, disk))
+    disk = run_on_rank0(group, lambda: _on_disk(catalog))
+    sights = group.all_gather(_sight(tier, node, disk))
     for name in _candidates(sights):
         found = _put_together(SaveId.parse(name), node, group, tells=_tells(sights, group.rank))
-        older = everywhere(group, partial(_before, name, node, sights, disk))
+        older = run_on_all_ranks(group, partial(_before, name, node, sights, disk))
         over = partial(_over, catalog, disk=disk, older=older)
-        remembered = everywhere(group, partial(over, found))
+        remembered = run_on_all_ranks(group, partial(over, found))
         if found is None or remembered is None:
             continue
         if peers is not None and peers.reachable:
             return over(_reaching(found, sights, peers), replicas=_replicas_of(name, sights))
-        told = lent(remembered.catalog, remembered.commit, found, adapter, group)
+        told = broadcast_missing_bytes(remembered.catalog, remembered.commit, found, adapter, group)
         if told is not None:
             return over(replace(found, lent=told), replicas=_replicas_of(name, sights))
         _log.warning(
@@ -190,7 +199,7 @@ def newest_remembered(
     return None
 
 
-def gone_back_to(remembered: Remembered, group: Group) -> Remembered:
+def rolled_back_to(remembered: MemoryCandidate, group: Group) -> MemoryCandidate:
     """The version alone, where a composite that borrows from it would go on at the version's own step: the version is
     the state of that step, and the composite is not. Only where it was kept to the last bit. For a job that goes on at
     effective steps. Collective."""
@@ -207,7 +216,7 @@ def gone_back_to(remembered: Remembered, group: Group) -> Remembered:
         there = next(iter(run_saves(mixture, certify(mixture).effective_step)))
         return there == remembered.save and not certify(version).lossy
 
-    if group.largest([not files.whole])[0] or not on_first(group, goes_back):
+    if group.all_reduce_max([not files.whole])[0] or not run_on_rank0(group, goes_back):
         return remembered
     return replace(remembered, commit=remembered.save, catalog=alone, instead=remembered.catalog)
 
@@ -224,11 +233,11 @@ def newest_on_disk(catalog: Catalog, group: Group) -> Resolution | None:
         except StoreError:
             return None
 
-    found = on_first(group, name)
+    found = run_on_rank0(group, name)
     if found is None:
         return None
     try:
-        return everywhere(group, lambda: resolve(catalog, SaveId.parse(found)))
+        return run_on_all_ranks(group, lambda: resolve(catalog, SaveId.parse(found)))
     except StoreError as error:
         _log.warning("the newest commit cannot be read, so that the next save is a full one: %s", error)
         return None
@@ -239,14 +248,14 @@ def _newest_suspect(catalog: Catalog) -> str | None:
     return None if found is None else found.name
 
 
-def _look(tier: Tier, catalog: Catalog, suspect: SaveId | None) -> Node:
+def _look(tier: Tier, catalog: Catalog, suspect: SaveId | None) -> NodeIndex:
     """What this node has, but for what is no newer than a state that jobs died of: it is that one, or as bad."""
     try:
-        there = look(tier)
-        node = of_store(there, catalog.files)
+        there = scan_node(tier)
+        node = belonging_to(there, catalog.files)
     except (StoreError, OSError) as error:
         _log.warning("the memory tier cannot be read: %s", error)
-        return Node({})
+        return NodeIndex({})
     for problem in node.problems:
         _log.warning("memory: %s", problem)
     if node.versions.keys() != there.versions.keys():
@@ -257,7 +266,7 @@ def _look(tier: Tier, catalog: Catalog, suspect: SaveId | None) -> Node:
     sound = {save: held for save, held in node.versions.items() if suspect is None or save > suspect}
     if len(sound) < len(node.versions):
         _log.warning("what memory holds is not used: jobs died that resumed from %s (`driftpoint status`)", suspect)
-    return Node(sound, node.problems)
+    return NodeIndex(sound, node.problems)
 
 
 def _on_disk(catalog: Catalog) -> _OnDisk | None:
@@ -271,7 +280,7 @@ def _on_disk(catalog: Catalog) -> _OnDisk | None:
     return _OnDisk(manifest.save.name, oldest.name)
 
 
-def _reaching(found: MemoryVersion, sights: list[_Sight], peers: Peers) -> MemoryVersion:
+def _reaching(found: MemoryVersion, sights: list[_Sight], peers: Replication) -> MemoryVersion:
     """The version with what lies on other nodes; and they can read what lies on this one."""
     name = found.save.name
     peers.show({(found.save, rank): payload for rank, payload in found.payloads.items()})
@@ -292,7 +301,7 @@ def _over(
     disk: _OnDisk | None,
     older: MemoryVersion | None,
     replicas: frozenset[int] = frozenset(),
-) -> Remembered | None:
+) -> MemoryCandidate | None:
     """The store with the version on top; None where nothing in it is newer. older: between the two, if it is whole."""
     if found is None:
         return None
@@ -301,11 +310,13 @@ def _over(
         files = catalog.files if older is None else Overlay(catalog.files, older, _continued(older, newest))
         manifest = _continued(found, newest if older is None else older.save)
         whole = Catalog(Overlay(files, found, manifest), catalog.record)
-        return Remembered(found.save, found.save, whole, replicas, older=None if older is None else older.save)
+        return MemoryCandidate(found.save, found.save, whole, replicas, older=None if older is None else older.save)
     composite = mixed(catalog.manifest(newest), found.manifest)
     if composite is None:
         return None
-    return Remembered(found.save, newest, Catalog(Overlay(catalog.files, found, composite), catalog.record), replicas)
+    return MemoryCandidate(
+        found.save, newest, Catalog(Overlay(catalog.files, found, composite), catalog.record), replicas
+    )
 
 
 def _continued(found: MemoryVersion, newest: SaveId | None) -> ManifestRecord:
@@ -317,7 +328,7 @@ def _continued(found: MemoryVersion, newest: SaveId | None) -> ManifestRecord:
     return found.manifest.model_copy(update={"previous": newest.name})
 
 
-def _before(name: str, node: Node, sights: list[_Sight], disk: _OnDisk | None) -> MemoryVersion | None:
+def _before(name: str, node: NodeIndex, sights: list[_Sight], disk: _OnDisk | None) -> MemoryVersion | None:
     """The version before that one, of the same epoch and newer than every commit; on a single node, where all ranks can
     read all of it without being told."""
     save, newest = SaveId.parse(name), None if disk is None else SaveId.parse(disk.newest)
@@ -326,16 +337,16 @@ def _before(name: str, node: Node, sights: list[_Sight], disk: _OnDisk | None) -
     for other in sorted(node.versions, reverse=True):
         if other.epoch == save.epoch and other < save and (newest is None or other > newest):
             try:
-                return assembled(other, [share_of(node.versions[other])], node)
+                return assembled(other, [rank_share(node.versions[other])], node)
             except StoreError:  # not of all ranks
                 continue
     return None
 
 
-def _sight(tier: Tier, node: Node, disk: _OnDisk | None) -> _Sight:
+def _sight(tier: Tier, node: NodeIndex, disk: _OnDisk | None) -> _Sight:
     newer = {save: held for save, held in node.versions.items() if disk is None or save > SaveId.parse(disk.oldest)}
     return _Sight(
-        node_name(tier),
+        node_id(tier),
         {save.name: tuple(sorted(held)) for save, held in newer.items()},
         {save.name: tuple(rank for rank in sorted(held) if held[rank].record.replica) for save, held in newer.items()},
     )
@@ -356,9 +367,9 @@ def _tells(sights: list[_Sight], rank: int) -> bool:
     return next(index for index, sight in enumerate(sights) if sight.node == sights[rank].node) == rank
 
 
-def _put_together(save: SaveId, node: Node, group: Group, *, tells: bool) -> MemoryVersion | None:
-    mine = share_of(node.versions.get(save, {})) if tells else Share({}, None)
-    shares = [Share(*told) for told in group.gather((dict(mine.parts), mine.head))]
+def _put_together(save: SaveId, node: NodeIndex, group: Group, *, tells: bool) -> MemoryVersion | None:
+    mine = rank_share(node.versions.get(save, {})) if tells else RankShare({}, None)
+    shares = [RankShare(*told) for told in group.all_gather((dict(mine.parts), mine.head))]
     try:
         return assembled(save, shares, node)
     except StoreError as error:  # alike on all ranks: it is made of what all of them were told

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from monitor.background import Writer
+from monitor.background import BackgroundWorker
 from monitor.memory.transport import Answer, Connection, Endpoint, Get, Put, Request, new_connection
 from store.errors import DriftpointError, MissingError, PeerError
 from store.memory.layout import RECORD_LIMIT, parse_record, read_whole
@@ -31,7 +31,7 @@ _RETRY_DELAYS = (5.0, 20.0, 60.0, 300.0)
 _JOIN_TIMEOUT = 2.0
 
 
-def silence_of(timeout: float) -> float:
+def transfer_timeout(timeout: float) -> float:
     """Return after how many seconds without a byte a connection is broken, if a version may take ``timeout``."""
     return min(_SILENCE, timeout)
 
@@ -62,7 +62,7 @@ class ReplicaSender:
 
     def __init__(self, rank: int, target: int, endpoint: Endpoint, key: bytes, timeout: float) -> None:
         self._rank, self._target, self._endpoint, self._key, self._timeout = rank, target, endpoint, key, timeout
-        self._writer: Writer[float] = Writer(f"driftpoint-sender-{rank}")
+        self._writer: BackgroundWorker[float] = BackgroundWorker(f"driftpoint-sender-{rank}")
         self._lock = threading.Lock()
         self._connection: Connection | None = None
         self._turn = 0
@@ -138,7 +138,7 @@ class ReplicaSender:
         record = read_whole(offer.record, RECORD_LIMIT)
         nbytes = parse_record(record, str(offer.record)).part.payload_bytes
         keep = None if offer.keep is None else offer.keep.name
-        connection = new_connection(self._endpoint, silence_of(self._timeout), deadline)
+        connection = new_connection(self._endpoint, transfer_timeout(self._timeout), deadline)
         try:
             with self._lock:
                 if offer.turn != self._turn:
@@ -183,11 +183,11 @@ class RemoteNode:
     Args:
         endpoint: Of the node's server.
         key: Of the job.
-        timeout: See :func:`silence_of`.
+        timeout: See :func:`transfer_timeout`.
     """
 
     def __init__(self, endpoint: Endpoint, key: bytes, timeout: float) -> None:
-        self._endpoint, self._key, self._silence = endpoint, key, silence_of(timeout)
+        self._endpoint, self._key, self._silence = endpoint, key, transfer_timeout(timeout)
         self._connection: Connection | None = None
         self._failure: str | None = None
         self.nbytes = 0

@@ -54,7 +54,7 @@ class _Source:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
-class Replicas:
+class ReplicaStore:
     """Memory for the replicas of other ranks, ``versions`` side by side of each."""
 
     def __init__(self, versions: int) -> None:
@@ -204,7 +204,7 @@ class ReplicaServer:
         silence: See :class:`monitor.memory.transport.Connection`.
     """
 
-    def __init__(self, address: Address, key: bytes, replicas: Replicas, silence: float) -> None:
+    def __init__(self, address: Address, key: bytes, replicas: ReplicaStore, silence: float) -> None:
         family, host = address
         self._listener = socket.create_server((host, 0), family=socket.AddressFamily(family), backlog=128)
         self.endpoint: Endpoint = (family, host, int(self._listener.getsockname()[1]))

@@ -5,7 +5,7 @@ Places replicas: on a rank of the next node, at the same position within it if t
 Replicas, as the memory tier has them: who keeps whose is agreed once, and versions are sent beside training.
 
 No collective and no wait of the training thread depends on what goes over these connections. Whatever goes wrong with
-them costs replicas, and is told. Training thread, but for :meth:`Peers.offer`.
+them costs replicas, and is told. Training thread, but for :meth:`Replication.offer`.
 
 Replicas of in-memory versions on other nodes, from which a lost node's ranks resume.
 
@@ -25,13 +25,13 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from monitor.context import Job
-from monitor.distributed import machine_name, node_name
+from monitor.context import JobContext
+from monitor.distributed import machine_id, node_id
 from monitor.events import BackgroundFailureEvent
-from monitor.memory.replica_client import RemoteNode, ReplicaSender, silence_of
-from monitor.memory.replica_server import Replicas, ReplicaServer, ServedPayloads
+from monitor.memory.replica_client import RemoteNode, ReplicaSender, transfer_timeout
+from monitor.memory.replica_server import ReplicaServer, ReplicaStore, ServedPayloads
 from monitor.memory.transport import Endpoint, own_address
-from monitor.save.store_session import OpenedStore
+from monitor.save.store_session import StoreSession
 from store.memory.arena import Arena
 from store.memory.layout import Tier
 from store.names import SaveId
@@ -70,7 +70,7 @@ def replica_sources(targets: Sequence[int], rank: int) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Sending:
+class ReplicationStatus:
     """How replication stands, of one rank or of any. busy: a version is on its way. behind: a peer has not the latest
     one. failed: one could not be sent since this was asked last."""
 
@@ -79,13 +79,13 @@ class Sending:
     failed: bool
 
 
-class Peers:
+class Replication:
     """Of one rank. Does nothing where the configuration wants no replicas, or there is no second node."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: JobContext) -> None:
         self._job, self._group = job, job.group
         self._timeout = job.config.timeouts.peer
-        self._replicas = Replicas(job.config.memory.versions)
+        self._replicas = ReplicaStore(job.config.memory.versions)
         self._met = not job.config.memory.peers
         self._key = b""
         self._nodes: Sequence[str] = ()
@@ -116,21 +116,21 @@ class Peers:
         if self._met:
             return
         self._met = True
-        told = self._group.gather((node_name(tier), machine_name()))
+        told = self._group.all_gather((node_id(tier), machine_id()))
         self._nodes, self._machines = [node for node, _ in told], [machine for _, machine in told]
         if len(set(self._nodes)) < 2:
             self._tell("memory.peers: all ranks are on one node, so that there is no other one to keep replicas on")
             return
-        self._key = self._group.from_first(secrets.token_bytes(32) if self._group.rank == 0 else None)
+        self._key = self._group.broadcast(secrets.token_bytes(32) if self._group.rank == 0 else None)
         server, problem = self._opened()
-        endpoints = self._group.gather((None if server is None else server.endpoint, problem))
+        endpoints = self._group.all_gather((None if server is None else server.endpoint, problem))
         if self._refused([why for _, why in endpoints]):
             if server is not None:
                 server.close()
             return
         self._server, self._endpoints = server, [endpoint for endpoint, _ in endpoints]
 
-    def begin(self, tier: Tier, opened: OpenedStore, nbytes: int, kept: SaveId | None) -> None:
+    def begin(self, tier: Tier, opened: StoreSession, nbytes: int, kept: SaveId | None) -> None:
         """The job stands on ``kept``, or begins: have memory for what others send. nbytes: of a version of this rank.
 
         Collective. Without room on any rank there are no replicas on any."""
@@ -141,9 +141,9 @@ class Peers:
             self._replicas.stand_on(kept)
         elif self._server is not None:
             targets, rank = replica_targets(self._nodes, self._machines), self._group.rank
-            needs = self._group.gather(nbytes)
+            needs = self._group.all_gather(nbytes)
             mine = {source: needs[source] for source in replica_sources(targets, rank)}
-            if self._refused(self._group.gather(self._replicas.take(tier, opened.epoch, mine, kept, opened.files))):
+            if self._refused(self._group.all_gather(self._replicas.take(tier, opened.epoch, mine, kept, opened.files))):
                 self._replicas.close(remove=True)
                 return
             self._sender = ReplicaSender(rank, targets[rank], self._endpoints[targets[rank]], self._key, self._timeout)
@@ -154,16 +154,16 @@ class Peers:
         if sender is not None:
             sender.offer(save, *arena.files(slot), keep)
 
-    def sending(self, latest: SaveId | None) -> tuple[Sending, list[float]]:
+    def sending(self, latest: SaveId | None) -> tuple[ReplicationStatus, list[float]]:
         """How it stands on this rank, and the seconds that versions took. latest: the one that peers should have."""
         if self._sender is None:
-            return Sending(False, True, False), []
+            return ReplicationStatus(False, True, False), []
         busy, (took, failed) = self._sender.busy, self._sender.collect()
         if self._group.rank == 0:
             self._job.listeners.on_replication(took, None)
-        return Sending(busy, self._sender.sent != latest, failed), took
+        return ReplicationStatus(busy, self._sender.sent != latest, failed), took
 
-    def agreed(self, sending: Sending, latest: SaveId | None) -> None:
+    def agreed(self, sending: ReplicationStatus, latest: SaveId | None) -> None:
         """How it stands over all ranks. latest: the version that all of them have in their own memory."""
         first = self._group.rank == 0
         if first and sending.failed:  # which rank's, and why, that rank says
@@ -238,7 +238,7 @@ class Peers:
 
     def _opened(self) -> tuple[ReplicaServer | None, str | None]:
         try:
-            return ReplicaServer(own_address(), self._key, self._replicas, silence_of(self._timeout)), None
+            return ReplicaServer(own_address(), self._key, self._replicas, transfer_timeout(self._timeout)), None
         except OSError as error:
             return None, f"cannot listen for peers: {error}"
 

@@ -28,12 +28,12 @@ import torch
 
 from monitor.adapters.base import versions_of
 from monitor.adapters.module_tensors import dtype_name
-from monitor.context import Job
+from monitor.context import JobContext
 from monitor.observe.units import LocalUnit, is_moving
-from monitor.run_state import captured, to_tree
+from monitor.run_state import capture_run_state, to_tree
 from monitor.save.saver import Saver
-from monitor.save.staging import Copying, EncodedCopy, Lost, as_bytes
-from monitor.save.store_session import OpenedStore
+from monitor.save.staging import AsyncCopy, EncodedCopy, EncodingLoss, as_bytes
+from monitor.save.store_session import StoreSession
 from store.encoding import encoding_named
 from store.errors import SaveError
 from store.memory.arena import Arena
@@ -47,7 +47,7 @@ _NEITHER = torch.empty(0)
 
 
 @dataclass(frozen=True)
-class Laid:
+class Placement:
     """A fragment's place in the payload.
 
     source: live, 1-d. copy: 1-d view of the payload, of the live dtype, or uint8 where it is encoded on the way."""
@@ -93,12 +93,12 @@ class Version:
     rank: int
     world_size: int
     plan: str
-    laid: Sequence[Laid]
+    laid: Sequence[Placement]
     fragments_end: int
     run: RunState
     facts: Mapping[str, Any]
     head: ManifestRecord | None
-    copying: Copying
+    copying: AsyncCopy
 
 
 def fragments_bytes(local: Mapping[Unit, LocalUnit], encodings: Mapping[str, str]) -> int:
@@ -106,9 +106,9 @@ def fragments_bytes(local: Mapping[Unit, LocalUnit], encodings: Mapping[str, str
     return _end(list(_placed(local, encodings)))
 
 
-def lay_out(
+def plan_layout(
     local: Mapping[Unit, LocalUnit], encodings: Mapping[str, str], room: Callable[[int], Any], more: int
-) -> tuple[list[Laid], int]:
+) -> tuple[list[Placement], int]:
     """Places for every fragment in ``room(bytes)``, a buffer with ``more`` bytes behind them; and where they end."""
     placed = list(_placed(local, encodings))
     end = _end(placed)
@@ -117,11 +117,11 @@ def lay_out(
     for one in placed:
         dtype = one.tensor.dtype if one.encoding == RAW else torch.uint8
         view = torch.frombuffer(memory, dtype=torch.uint8, count=one.nbytes, offset=one.offset).view(dtype)
-        laid.append(Laid(one.unit, one.fragment, one.offset, one.tensor, view, one.encoding))
+        laid.append(Placement(one.unit, one.fragment, one.offset, one.tensor, view, one.encoding))
     return laid, end
 
 
-def remember(version: Version) -> float:
+def seal_snapshot(version: Version) -> float:
     """Make the version whole: wait for the copies, check, hash, write its record. Seconds that it took.
 
     Whatever it raises means that there is no version here. SaveError where values are not finite, or were changed
@@ -185,7 +185,7 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // _ALIGN) * _ALIGN
 
 
-def _require_finite(one: Laid) -> None:
+def _require_finite(one: Placement) -> None:
     """What a health gate keeps out of commits is kept out of memory: a version with it would replace a good one."""
     if one.encoded is not None:
         if not one.encoded.held:
@@ -205,7 +205,7 @@ def _require_finite(one: Laid) -> None:
         raise SaveError(f"NaN or Inf in {one.fragment.fqn} ({one.unit.slot}): memory keeps the version before")
 
 
-def _entry(one: Laid) -> Entry:
+def _entry(one: Placement) -> Entry:
     data = as_bytes(one.copy)
     return Entry(
         layer=one.unit.layer,
@@ -221,12 +221,12 @@ def _entry(one: Laid) -> Entry:
     )
 
 
-def _lost(laid: Sequence[Laid]) -> tuple[MeasureRecord, ...]:
+def _lost(laid: Sequence[Placement]) -> tuple[MeasureRecord, ...]:
     """What encodings lost, by unit."""
-    found: dict[Unit, Lost] = {}
+    found: dict[Unit, EncodingLoss] = {}
     for one in laid:
         if one.encoded is not None:
-            total = found.setdefault(one.unit, Lost())
+            total = found.setdefault(one.unit, EncodingLoss())
             total.error_sq += one.encoded.lost.error_sq
             total.decoded_sq += one.encoded.lost.decoded_sq
     return tuple(
@@ -256,12 +256,12 @@ def _write_leaves(version: Version) -> tuple[tuple[StateTensor, ...], int]:
     return tuple(found), end
 
 
-class Head:
+class SnapshotManifest:
     """Knows the job's ledger and table; asked by the training thread. Only :meth:`plan` is for all ranks.
 
     saver: knows of a commit before the ledger does, which moves at decisions alone."""
 
-    def __init__(self, job: Job, saver: Saver) -> None:
+    def __init__(self, job: JobContext, saver: Saver) -> None:
         self._job = job
         self._saver = saver
         self._frozen: int | None = None
@@ -342,10 +342,10 @@ _MARGIN = 1 << 20
 """Bytes of a payload that are reserved beyond what its first version needs: the run state may grow a little."""
 
 
-class Keeper:
+class SnapshotStager:
     """Of one rank. lazy: state is copied beside the next forward and backward."""
 
-    def __init__(self, job: Job, opened: OpenedStore, head: Head, *, lazy: bool) -> None:
+    def __init__(self, job: JobContext, opened: StoreSession, head: SnapshotManifest, *, lazy: bool) -> None:
         self._job = job
         self._opened = opened
         self._head = head
@@ -354,16 +354,16 @@ class Keeper:
 
     def needed(self, local: Mapping[Unit, LocalUnit]) -> int:
         """Bytes that a payload takes."""
-        return fragments_bytes(kept_of(local), self._encodings) + _MARGIN
+        return fragments_bytes(committed_fragments(local), self._encodings) + _MARGIN
 
     def staged(
         self, save: SaveId, local: Mapping[Unit, LocalUnit], arena: Arena, slot: int, room: Callable[[int], Any]
     ) -> Version:
         """A version in ``room(bytes)``, which is payload ``slot``. StorageError; whatever the user's objects raise."""
         job, rank = self._job, self._job.group.rank
-        tree, leaves = to_tree(captured(job.adapter, job.user, rank))
+        tree, leaves = to_tree(capture_run_state(job.adapter, job.user, rank))
         run = RunState(tree, leaves)
-        laid, end = lay_out(kept_of(local), self._encodings, room, max(run.nbytes, _MARGIN))
+        laid, end = plan_layout(committed_fragments(local), self._encodings, room, max(run.nbytes, _MARGIN))
         copying = self._begun(laid)
         first, store_id = rank == 0, self._opened.catalog.store_id
         return Version(
@@ -383,9 +383,9 @@ class Keeper:
             copying=copying,
         )
 
-    def _begun(self, laid: Sequence[Laid]) -> Copying:
+    def _begun(self, laid: Sequence[Placement]) -> AsyncCopy:
         """The copies: buffers' at once, since a forward may change them, the others' at once or beside training."""
-        copying, now = Copying(), Copying()
+        copying, now = AsyncCopy(), AsyncCopy()
         for one in laid:
             if one.encoded is not None:
                 copying.add_encoded([one.encoded])
@@ -399,6 +399,6 @@ class Keeper:
         return copying
 
 
-def kept_of(local: Mapping[Unit, LocalUnit]) -> dict[Unit, LocalUnit]:
+def committed_fragments(local: Mapping[Unit, LocalUnit]) -> dict[Unit, LocalUnit]:
     """What memory keeps: not what never moves."""
     return {unit: part for unit, part in local.items() if unit.slot != FROZEN}

@@ -18,22 +18,22 @@ from dataclasses import astuple, dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from monitor.background import Done, Writer
-from monitor.context import Job
-from monitor.decide.schedule import MemoryPace
+from monitor.background import BackgroundWorker, TaskResult
+from monitor.context import JobContext
+from monitor.decide.schedule import SnapshotSchedule
 from monitor.events import BackgroundFailureEvent, MemoryEvent
-from monitor.memory.buffers import MemoryRoom, trying
-from monitor.memory.recovery import Remembered, gone_back_to, newest_remembered
-from monitor.memory.replication import Peers, Sending
-from monitor.memory.snapshot import Head, Keeper, Version, remember
+from monitor.memory.buffers import SharedMemoryBuffers, trying
+from monitor.memory.recovery import MemoryCandidate, find_newest_snapshot, rolled_back_to
+from monitor.memory.replication import Replication, ReplicationStatus
+from monitor.memory.snapshot import SnapshotManifest, SnapshotStager, Version, seal_snapshot
 from monitor.observe.units import LocalUnit
 from monitor.save.saver import Saver
-from monitor.save.staging import Copying
-from monitor.save.store_session import OpenedStore
+from monitor.save.staging import AsyncCopy
+from monitor.save.store_session import StoreSession
 from store.catalog import Catalog
 from store.errors import StorageError, StoreError
 from store.memory.cleanup import renew
-from store.memory.index import look, of_store
+from store.memory.index import belonging_to, scan_node
 from store.memory.layout import Tier
 from store.names import SaveId, Unit
 
@@ -43,7 +43,7 @@ _FAILURES = 3
 """Versions in a row that memory refused before no more are tried."""
 
 
-def memory_tier(job: Job, opened: OpenedStore | None, saver: Saver | None) -> MemoryTier | None:
+def memory_tier(job: JobContext, opened: StoreSession | None, saver: Saver | None) -> MemoryTier | None:
     """The memory tier of a job that writes, where its configuration wants one."""
     if opened is None or saver is None or not job.config.memory.enabled:
         return None
@@ -51,7 +51,7 @@ def memory_tier(job: Job, opened: OpenedStore | None, saver: Saver | None) -> Me
 
 
 @dataclass(frozen=True)
-class Agreed:
+class TierAgreement:
     """How things stand over all ranks. skip: why no version may begin now. changed: some rank's pieces changed."""
 
     skip: str | None
@@ -69,27 +69,27 @@ class _Pending:
 class MemoryTier:
     """Of one rank. saver: knows which names are taken."""
 
-    def __init__(self, job: Job, opened: OpenedStore, saver: Saver) -> None:
+    def __init__(self, job: JobContext, opened: StoreSession, saver: Saver) -> None:
         settings = job.config.memory
         self._job = job
         self._group = job.group
         self._opened = opened
         self._saver = saver
         self._tier = Tier(Path(settings.path), opened.catalog.store_id)
-        self._pace = MemoryPace(settings.every, settings.stall_share)
-        self._head = Head(job, saver)
-        self._keeper = Keeper(job, opened, self._head, lazy=saver.lazy)
+        self._pace = SnapshotSchedule(settings.every, settings.stall_share)
+        self._head = SnapshotManifest(job, saver)
+        self._keeper = SnapshotStager(job, opened, self._head, lazy=saver.lazy)
         on_device = any(one.is_cuda for one in job.adapter.module.parameters())
-        self._room = MemoryRoom(settings.versions, pinned=on_device)
-        self._writer: Writer[float] = Writer(f"driftpoint-memory-{job.group.rank}")
+        self._room = SharedMemoryBuffers(settings.versions, pinned=on_device)
+        self._writer: BackgroundWorker[float] = BackgroundWorker(f"driftpoint-memory-{job.group.rank}")
         self._pending: _Pending | None = None
-        self._outcome: Done[float] | None = None
+        self._outcome: TaskResult[float] | None = None
         self._whole: tuple[int, SaveId] | None = None
-        self._peers = Peers(job)
+        self._peers = Replication(job)
         self._rest = False
         self._refused: str | None = None
         self._failures = 0
-        self._copying: Copying | None = None
+        self._copying: AsyncCopy | None = None
         self._off = False
         job.adapter.before_update(self._before_update)
 
@@ -98,13 +98,13 @@ class MemoryTier:
         """The version that all ranks are known to have."""
         return None if self._whole is None else self._whole[1]
 
-    def find(self, catalog: Catalog) -> Remembered | None:
+    def find(self, catalog: Catalog) -> MemoryCandidate | None:
         """What a resume may use. Collective."""
         self._drain()
         self._peers.meet(self._tier)
-        found = newest_remembered(self._tier, catalog, self._job.adapter, self._group, self._peers)
+        found = find_newest_snapshot(self._tier, catalog, self._job.adapter, self._group, self._peers)
         if found is not None and self._job.config.resume.at == "effective":
-            found = gone_back_to(found, self._group)
+            found = rolled_back_to(found, self._group)
         if found is not None:  # however old: the job stands on it until it has a version of its own
             trying(lambda: renew(self._tier, found.save))
         return found
@@ -122,7 +122,7 @@ class MemoryTier:
             self._whole = None
             nbytes = self._keeper.needed(local)
             problem = self._room.take(self._tier, self._opened, self._group.rank, nbytes, kept)
-            told = self._group.gather(problem)
+            told = self._group.all_gather(problem)
             if any(told):
                 self._give_up("; ".join(f"rank {rank}: {text}" for rank, text in enumerate(told) if text)[:600])
             else:
@@ -141,7 +141,7 @@ class MemoryTier:
         """Whether to keep a version of this step. Alike on all ranks."""
         return self._room.arena is not None and not self._off and self._pace.due(step)
 
-    def settle(self, step: int, changed: bool, trouble: bool) -> Agreed:
+    def settle(self, step: int, changed: bool, trouble: bool) -> TierAgreement:
         """Learn what became of the version before, on all ranks. Collective."""
         self._collect()
         pending, outcome = self._pending, self._outcome
@@ -152,28 +152,28 @@ class MemoryTier:
         latest = self.newest if pending is None else pending.save
         sending = self._sending(latest)
         values = [step, -step, busy, failed, changed, trouble, unready, off, *astuple(sending), self._pace.wanted()]
-        newest, oldest, *flags, interval = self._group.largest(values)
+        newest, oldest, *flags, interval = self._group.all_reduce_max(values)
         any_busy, any_failed, any_changed, any_trouble, any_unready, any_off, *sent = (bool(flag) for flag in flags)
         self._pace.agreed(step, interval)
         if any_busy or (any_changed and self._saver.under_way):
             # What a save that is under way is of must stay known until it is settled.
-            self._peers.agreed(Sending(*sent), None)
-            return Agreed("busy", any_changed)
+            self._peers.agreed(ReplicationStatus(*sent), None)
+            return TierAgreement("busy", any_changed)
         if pending is not None and pending.abandoned:
             self._pending = self._outcome = None
         elif pending is not None:
             self._finish(pending, outcome, any_failed)
-        self._peers.agreed(Sending(*sent), latest if latest == self.newest else None)
+        self._peers.agreed(ReplicationStatus(*sent), latest if latest == self.newest else None)
         if sent[0]:
-            return Agreed("busy", any_changed)
+            return TierAgreement("busy", any_changed)
         if self._rest:
             self._take_rest()
         if any_off:
             self._give_up(f"memory refused {_FAILURES} versions in a row: {self._refused or 'on another rank'}")
-            return Agreed("off", any_changed)
+            return TierAgreement("off", any_changed)
         if any_trouble or newest != -oldest:
-            return Agreed("unsupported", any_changed)
-        return Agreed("unready" if any_unready else None, any_changed)
+            return TierAgreement("unsupported", any_changed)
+        return TierAgreement("unready" if any_unready else None, any_changed)
 
     def keep(self, step: int, local: Mapping[Unit, LocalUnit], began: float) -> None:
         """Stage a version of this step. began: when training began to wait for it (``perf_counter``). Collective."""
@@ -215,7 +215,7 @@ class MemoryTier:
         """Whether a commit is as new as what is in memory. What cannot be told is not."""
         try:
             newest = max(self._opened.catalog.saves(), default=None)
-            kept = of_store(look(self._tier), self._opened.files).versions
+            kept = belonging_to(scan_node(self._tier), self._opened.files).versions
             return newest is not None and all(save <= newest for save in kept)
         except (StoreError, OSError):
             return False
@@ -230,11 +230,11 @@ class MemoryTier:
 
     def _remembered(self, version: Version, keep: SaveId | None) -> float:
         """The background thread's work on a version."""
-        seconds = remember(version)
+        seconds = seal_snapshot(version)
         self._peers.offer(version.arena, version.slot, version.save, keep)
         return seconds
 
-    def _sending(self, latest: SaveId | None) -> Sending:
+    def _sending(self, latest: SaveId | None) -> ReplicationStatus:
         sending, took = self._peers.sending(latest)
         for seconds in took:
             self._pace.sent(seconds)
@@ -268,7 +268,7 @@ class MemoryTier:
                     self._failures += 1
                     self._refused = str(done.error)
 
-    def _finish(self, pending: _Pending, outcome: Done[float] | None, any_failed: bool) -> None:
+    def _finish(self, pending: _Pending, outcome: TaskResult[float] | None, any_failed: bool) -> None:
         arena = self._room.arena
         if outcome is not None and outcome.error is not None:
             message = f"rank {self._group.rank}: no version of step {pending.save.step} in memory: {outcome.error}"

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from monitor.adapters.base import Adapter, Piece, Trail
+from monitor.adapters.base import Adapter, Piece, VersionTrail
 from monitor.adapters.module_tensors import dtype_name
 from monitor.distributed import Group
 from monitor.observe.layers import Layer
@@ -90,7 +90,7 @@ class UnitTable:
         mine = {unit: _members(part) for unit, part in local.items()}
         totals: dict[Unit, _Members] = {}
         reshaped: set[Unit] = set()
-        for theirs, changed in self._group.gather((mine, self._changed_units(local))):
+        for theirs, changed in self._group.all_gather((mine, self._changed_units(local))):
             reshaped |= changed
             for unit, members in theirs.items():
                 _add(totals.setdefault(unit, {}), members)
@@ -191,7 +191,7 @@ class Surveyor:
         self._adapter = adapter
         self._table = table
         self._updates = 0
-        self._trail: Trail | None = None
+        self._trail: VersionTrail | None = None
         adapter.before_update(self._count)
         self.mark()
 

@@ -23,24 +23,24 @@ from pathlib import Path
 from typing import Any
 
 from monitor.config.load import Config
-from monitor.distributed import Group, everywhere, on_first
-from monitor.memory.recovery import newest_remembered
-from monitor.resume.resume import remembered_or_stored
-from monitor.resume.select import Onward, choose, find_onward, read_run_state, resolved, slots_of
+from monitor.distributed import Group, run_on_all_ranks, run_on_rank0
+from monitor.memory.recovery import find_newest_snapshot
+from monitor.resume.resume import memory_or_store
+from monitor.resume.select import ResumePoint, read_run_state, resolved, select_commit, select_run_state, slots_of
 from monitor.run_state import UserState
-from monitor.save.store_session import open_existing
+from monitor.save.store_session import open_existing_store
 from store.catalog import Catalog
 from store.location import beside, store_place
 from store.memory.layout import Tier
 from store.names import SaveId
-from store.resolve import Bad
+from store.resolve import RejectedVersion
 from store.schema import GroupRecord
 
 _log = logging.getLogger("driftpoint")
 
 
 @dataclass(frozen=True)
-class Correction:
+class PredictionOverride:
     """foreseen: name of the save whose run state was expected. onward: of the one whose run state was taken instead;
     group: its segment group's record."""
 
@@ -50,10 +50,10 @@ class Correction:
     group: Mapping[str, Any]
 
 
-def read_correction(config: Config, store_id: str) -> Correction | None:
+def read_override(config: Config, store_id: str) -> PredictionOverride | None:
     """The one of this store, if there is any."""
     try:
-        found = Correction(**json.loads(_path(config).read_text()))
+        found = PredictionOverride(**json.loads(_path(config).read_text()))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError) as error:
@@ -62,7 +62,7 @@ def read_correction(config: Config, store_id: str) -> Correction | None:
     return found if found.store_id == store_id else None
 
 
-def write_correction(config: Config, correction: Correction) -> None:
+def write_override(config: Config, correction: PredictionOverride) -> None:
     """Tell the next attempt. Where that is not possible it is told to people."""
     try:
         _path(config).write_text(json.dumps(asdict(correction)))
@@ -70,7 +70,7 @@ def write_correction(config: Config, correction: Correction) -> None:
         _log.warning("the next attempt will expect the same again: %s cannot be written: %s", _path(config), error)
 
 
-def drop_correction(config: Config) -> None:
+def remove_override(config: Config) -> None:
     """What was foreseen came about."""
     try:
         _path(config).unlink(missing_ok=True)
@@ -83,7 +83,7 @@ def _path(config: Config) -> Path:
 
 
 @dataclass(frozen=True)
-class Foreseen:
+class ResumePrediction:
     """save: whose run state will be taken; its step is the one to go on from. user: this rank's state of the objects
     in ``state=[...]``, None where the commit has none (it was imported). memory: what memory holds was counted in; else
     the resume is to leave it out."""
@@ -93,51 +93,51 @@ class Foreseen:
     memory: bool
 
 
-def foresee(config: Config, group: Group, objects: int) -> Foreseen | None:
+def predict_resume(config: Config, group: Group, objects: int) -> ResumePrediction | None:
     """What a job with these settings will resume, None where there is nothing. objects: in its ``state=[...]``.
 
     Raises as :meth:`monitor.Checkpointer.resume` does, on all ranks."""
-    catalog = open_existing(config.store, group, config.s3.options())
+    catalog = open_existing_store(config.store, group, config.s3.options())
     if catalog is None:
         return None
     remembered = None
     if config.memory.enabled:
         tier = Tier(Path(config.memory.path), catalog.store_id)
-        remembered = newest_remembered(tier, catalog, None, group)
+        remembered = find_newest_snapshot(tier, catalog, None, group)
     user = UserState([_Stateless()] * objects)
-    onward = remembered_or_stored(lambda found: _onward(found, config, group, user), catalog, remembered)
+    onward = memory_or_store(lambda found: _onward(found, config, group, user), catalog, remembered)
     if onward is None:
         return None
     corrected = _corrected(onward.save, catalog, config, group)
-    return corrected or Foreseen(onward.save, onward.state["user"], remembered is not None)
+    return corrected or ResumePrediction(onward.save, onward.state["user"], remembered is not None)
 
 
-def _corrected(expected: SaveId, catalog: Catalog, config: Config, group: Group) -> Foreseen | None:
+def _corrected(expected: SaveId, catalog: Catalog, config: Config, group: Group) -> ResumePrediction | None:
     """What came of it the last time that this was expected, if it was something else."""
-    told = on_first(group, lambda: _told(config, catalog))
+    told = run_on_rank0(group, lambda: _told(config, catalog))
     if told is None or told["foreseen"] != expected.name:
         return None
     save = SaveId.parse(told["onward"])
     state = read_run_state(catalog, save, GroupRecord(**told["group"]), group)
-    return None if state is None else Foreseen(save, state["user"], False)
+    return None if state is None else ResumePrediction(save, state["user"], False)
 
 
 def _told(config: Config, catalog: Catalog) -> dict[str, Any] | None:
-    found = read_correction(config, catalog.store_id)
+    found = read_override(config, catalog.store_id)
     return None if found is None else asdict(found)
 
 
-def _onward(catalog: Catalog, config: Config, group: Group, user: UserState) -> Onward | None:
-    bad: frozenset[Bad] = frozenset()
+def _onward(catalog: Catalog, config: Config, group: Group, user: UserState) -> ResumePoint | None:
+    bad: frozenset[RejectedVersion] = frozenset()
     while True:
-        name, _, _ = on_first(group, lambda bad=bad: choose(catalog, bad))  # type: ignore[misc]
+        name, _, _ = run_on_rank0(group, lambda bad=bad: select_commit(catalog, bad))  # type: ignore[misc]
         if name is None:
             return None
         catalog.forget()
-        resolution = everywhere(group, lambda name=name, bad=bad: resolved(catalog, SaveId.parse(name), bad))  # type: ignore[misc]
+        resolution = run_on_all_ranks(group, lambda name=name, bad=bad: resolved(catalog, SaveId.parse(name), bad))  # type: ignore[misc]
         slots = slots_of(resolution)
-        onward = find_onward(catalog, resolution, slots, group, user=user, settings=config.resume)
-        if not isinstance(onward, Bad):
+        onward = select_run_state(catalog, resolution, slots, group, user=user, settings=config.resume)
+        if not isinstance(onward, RejectedVersion):
             return onward
         bad |= {onward}
 

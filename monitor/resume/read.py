@@ -22,14 +22,14 @@ from typing import Any, TypeVar
 
 import torch
 
-from monitor.adapters.base import Adapter, Place
+from monitor.adapters.base import Adapter, FragmentPlace
 from monitor.adapters.module_tensors import torch_dtype
 from monitor.save.staging import as_bytes
 from store.catalog import Catalog
 from store.errors import DamagedError, MissingError, ModelMismatchError, StorageError, UnreachableError
-from store.fragments import Ahead, Copy, FragmentIndex, FragmentReader, Source
+from store.fragments import Copy, FragmentIndex, FragmentReader, ReadAhead, Source, stored_slot
 from store.names import BUFFER, FROZEN, RAW, WEIGHTS, Fragment, SaveId
-from store.resolve import Bad, Resolution
+from store.resolve import RejectedVersion, Resolution
 from store.schema import ManifestRecord
 from store.segment import read_entry
 from store.storage.local import Files
@@ -104,7 +104,7 @@ _CHUNK = 1 << 22
 """Elements looked at together: the checks need several times the memory of what they check."""
 
 
-def loss(host: torch.Tensor, place: Place) -> str | None:
+def encoding_loss(host: torch.Tensor, place: FragmentPlace) -> str | None:
     """What the live dtype cannot hold of stored values, for people; None where it holds them all, NaN included.
 
     Rounding is told, and so is the one case where a finite value becomes infinite. ModelMismatchError for values that
@@ -169,7 +169,7 @@ def _is_a_mask(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
 T = TypeVar("T")
 
 
-class Room:
+class ReadBuffers:
     """Host memory to read into, by fragment. What is not there is made, and stays for whoever gave the room."""
 
     def __init__(self, buffers: Mapping[Fragment, torch.Tensor] = MappingProxyType({})) -> None:
@@ -184,38 +184,40 @@ class Room:
 
 
 @dataclass(frozen=True)
-class Read:
+class ReadResult:
     """Every value that a rank needs, in host memory and checked.
 
     values: for each live fragment, 1-d, in the dtype as stored. bad: what is not as it was committed, or what storage
     keeps refusing; the rest is no use then. notes: what starts afresh. rounded: what the live dtypes cannot hold."""
 
     values: Mapping[Fragment, torch.Tensor]
-    bad: frozenset[Bad]
+    bad: frozenset[RejectedVersion]
     notes: tuple[str, ...]
     rounded: tuple[str, ...]
 
 
-def read(catalog: Catalog, resolution: Resolution, places: Sequence[Place], room: Room) -> Read:
+def read_fragments(
+    catalog: Catalog, resolution: Resolution, places: Sequence[FragmentPlace], room: ReadBuffers
+) -> ReadResult:
     """Read what ``places`` need. ModelMismatchError where the live dtypes cannot take it; UnreachableError."""
     index = FragmentIndex(resolution.sources())
-    bad: set[Bad] = set()
+    bad: set[RejectedVersion] = set()
     notes: list[str] = []
     values: dict[Fragment, torch.Tensor] = {}
     rounded: set[str] = set()
     found = [(place, _wanted(index, place.fragment, notes)) for place in places]
     covers = [(place, wanted, index.cover(wanted)) for place, wanted in found if wanted is not None]
-    ahead = Ahead(catalog.files, (copy.source for _, _, copies in covers for copy in copies))
+    ahead = ReadAhead(catalog.files, (copy.source for _, _, copies in covers for copy in copies))
     for place, wanted, copies in covers:
         fragment = place.fragment
         host = room.at(fragment, torch_dtype(index.dtype(wanted.fqn, wanted.slot) or ""))
         ahead.reading(sum(copy.source.entry.nbytes for copy in copies))
         _fill(catalog, copies, host, bad)
-        lost = loss(host, place)
+        lost = encoding_loss(host, place)
         if lost is not None:
             rounded.add(lost)
         values[fragment] = host
-    return Read(values, frozenset(bad), tuple(notes), tuple(sorted(rounded)))
+    return ReadResult(values, frozenset(bad), tuple(notes), tuple(sorted(rounded)))
 
 
 def _wanted(index: FragmentIndex[Source], fragment: Fragment, notes: list[str]) -> Fragment | None:
@@ -229,25 +231,16 @@ def _wanted(index: FragmentIndex[Source], fragment: Fragment, notes: list[str]) 
     return Fragment(fragment.fqn, slot, fragment.start, fragment.numel)
 
 
-def stored_slot(index: FragmentIndex[Source], fragment: Fragment) -> str | None:
-    """The slot that a live fragment's values are stored under; None where there are none.
-
-    A parameter may have been frozen or unfrozen since; its values are its values."""
-    options = {WEIGHTS: (WEIGHTS, FROZEN), FROZEN: (FROZEN, WEIGHTS)}.get(fragment.slot, (fragment.slot,))
-    stored = [slot for slot in options if index.dtype(fragment.fqn, slot) is not None]
-    return max(stored, key=lambda slot: index.names()[fragment.fqn, slot][0].part.save, default=None)
-
-
-def _fill(catalog: Catalog, copies: Iterable[Copy[Source]], host: torch.Tensor, bad: set[Bad]) -> None:
+def _fill(catalog: Catalog, copies: Iterable[Copy[Source]], host: torch.Tensor, bad: set[RejectedVersion]) -> None:
     for copy in copies:
         target = host[copy.target_start : copy.target_start + copy.numel]
         fault = _Fault(copy.source.part.save)
         try:
-            patiently(lambda: _fetch(catalog.files, copy, target, fault))  # noqa: B023
+            read_with_retries(lambda: _fetch(catalog.files, copy, target, fault))  # noqa: B023
         except UnreachableError:
             raise
         except (DamagedError, StorageError):
-            bad.add(Bad(fault.save, copy.source.entry.unit))
+            bad.add(RejectedVersion(fault.save, copy.source.entry.unit))
 
 
 @dataclass
@@ -275,7 +268,7 @@ def _fetch(files: Files, copy: Copy[Source], target: torch.Tensor, fault: _Fault
         raise
 
 
-def patiently(attempt: Callable[[], T]) -> T:
+def read_with_retries(attempt: Callable[[], T]) -> T:
     """The attempt's result. What a disk refuses once it may give the next time; what a bucket does, was asked for."""
     for pause in (0.1, 1.0):
         try:

@@ -18,24 +18,32 @@ from typing import Any, TypeVar
 
 import torch
 
-from monitor.adapters.base import Adapter, Place
+from monitor.adapters.base import Adapter, FragmentPlace
 from monitor.config.schema import ResumeSettings
-from monitor.context import Job
-from monitor.distributed import Group, everywhere, on_first
-from monitor.memory.recovery import Remembered, newest_on_disk
-from monitor.resume.read import Read, Room, Slots, read, require_model, require_optimizer, require_slots
-from monitor.resume.select import Onward, choose, find_onward, resolved, slots_of
-from monitor.run_state import Loading, UserState, restore_rng
+from monitor.context import JobContext
+from monitor.distributed import Group, run_on_all_ranks, run_on_rank0
+from monitor.memory.recovery import MemoryCandidate, newest_on_disk
+from monitor.resume.read import (
+    ReadBuffers,
+    ReadResult,
+    Slots,
+    read_fragments,
+    require_model,
+    require_optimizer,
+    require_slots,
+)
+from monitor.resume.select import ResumePoint, resolved, select_commit, select_run_state, slots_of
+from monitor.run_state import StateLoader, UserState, restore_rng
 from store.catalog import Catalog
 from store.certificate import Certificate, certify, from_memory
 from store.errors import DriftpointError, ModelMismatchError, NothingToResumeError, StorageError
 from store.names import SaveId, Unit
-from store.resolve import Bad, Resolution
+from store.resolve import RejectedVersion, Resolution
 from store.schema import digest, seal
 
 
 @dataclass(frozen=True)
-class Resumed:
+class ResumeResult:
     """What the job stands on now.
 
     onward: the save whose run state it has, and so the step that it goes on from. notes: what was damaged, skipped or
@@ -45,7 +53,7 @@ class Resumed:
     passed_over: how many newer commits it is not, since they are damaged or suspect."""
 
     resolution: Resolution
-    onward: Onward
+    onward: ResumePoint
     notes: tuple[str, ...]
     rounded: tuple[str, ...]
     memory: SaveId | None = None
@@ -60,46 +68,46 @@ class _Plan:
 
     resolution: Resolution
     slots: Slots
-    places: Sequence[Place]
+    places: Sequence[FragmentPlace]
 
 
 def resume(
-    catalog: Catalog, adapter: Adapter, group: Group, user: UserState, room: Room, *, settings: ResumeSettings
-) -> Resumed | None:
+    catalog: Catalog, adapter: Adapter, group: Group, user: UserState, room: ReadBuffers, *, settings: ResumeSettings
+) -> ResumeResult | None:
     """Bring the newest resumable commit into the live job, through ``room``. None where the store holds no commit.
 
     Raises, on all ranks, before anything has changed: NothingToResumeError where there are commits but none is
     whole; ModelMismatchError; UsageError where an object of the user's does not take its state; DamagedError or
     StorageError where ranks do not see the same store."""
-    bad: frozenset[Bad] = frozenset()
+    bad: frozenset[RejectedVersion] = frozenset()
     notes: list[str] = []
     while True:
-        name, passed_over, newer = on_first(group, lambda bad=bad: choose(catalog, bad))  # type: ignore[misc]
+        name, passed_over, newer = run_on_rank0(group, lambda bad=bad: select_commit(catalog, bad))  # type: ignore[misc]
         if name is None:
             return None
         catalog.forget()
-        plan = everywhere(
+        plan = run_on_all_ranks(
             group,
             lambda name=name, bad=bad: _planned(catalog, SaveId.parse(name), bad, adapter),  # type: ignore[misc]
         )
         _require_alike(plan.resolution, group)
         _require_slots(plan, group)
-        onward = find_onward(catalog, plan.resolution, plan.slots, group, user=user, settings=settings)
-        if isinstance(onward, Bad):
+        onward = select_run_state(catalog, plan.resolution, plan.slots, group, user=user, settings=settings)
+        if isinstance(onward, RejectedVersion):
             bad |= {onward}
             continue
-        found = everywhere(group, lambda plan=plan: read(catalog, plan.resolution, plan.places, room))  # type: ignore[misc]
-        newly_bad = frozenset().union(*group.gather(found.bad))
+        found = run_on_all_ranks(group, lambda plan=plan: read_fragments(catalog, plan.resolution, plan.places, room))  # type: ignore[misc]
+        newly_bad = frozenset().union(*group.all_gather(found.bad))
         if not newly_bad:
-            rounded = tuple(sorted(set().union(*group.gather(found.rounded))))
+            rounded = tuple(sorted(set().union(*group.all_gather(found.rounded))))
             notes += [*passed_over, *plan.resolution.problems, *onward.notes, *found.notes, *rounded]
             notes += _afresh(onward.state, user)
             _load(plan, found, onward, adapter, user=user, group=group)
-            return Resumed(plan.resolution, onward, tuple(dict.fromkeys(notes)), rounded, passed_over=newer)
+            return ResumeResult(plan.resolution, onward, tuple(dict.fromkeys(notes)), rounded, passed_over=newer)
         bad |= newly_bad
 
 
-def _planned(catalog: Catalog, save: SaveId, bad: frozenset[Bad], adapter: Adapter) -> _Plan:
+def _planned(catalog: Catalog, save: SaveId, bad: frozenset[RejectedVersion], adapter: Adapter) -> _Plan:
     adapter.check_attached()
     resolution = resolved(catalog, save, bad)
     require_model(resolution.manifest, adapter)
@@ -110,7 +118,7 @@ def _planned(catalog: Catalog, save: SaveId, bad: frozenset[Bad], adapter: Adapt
 def _require_alike(resolution: Resolution, group: Group) -> None:
     """All ranks found the same versions, each in its own view of the store: else they would load a mixture."""
     found = [[str(unit), version.record.save, *version.record.bases] for unit, version in resolution.versions.items()]
-    views = group.gather(digest(seal([resolution.manifest.save.name, found])))
+    views = group.all_gather(digest(seal([resolution.manifest.save.name, found])))
     differing = [rank for rank, view in enumerate(views) if view != views[0]]
     if differing:
         raise StorageError(
@@ -121,7 +129,7 @@ def _require_alike(resolution: Resolution, group: Group) -> None:
 
 def _require_slots(plan: _Plan, group: Group) -> None:
     mine = sorted({place.fragment.slot for place in plan.places})
-    live: set[str] = set().union(*group.gather(mine))
+    live: set[str] = set().union(*group.all_gather(mine))
     require_slots({slot for slots in plan.slots.values() for slot in slots}, live)
 
 
@@ -138,19 +146,21 @@ def _afresh(state: Mapping[str, Any], user: UserState) -> list[str]:
     return notes
 
 
-def _load(plan: _Plan, found: Read, onward: Onward, adapter: Adapter, *, user: UserState, group: Group) -> None:
+def _load(
+    plan: _Plan, found: ReadResult, onward: ResumePoint, adapter: Adapter, *, user: UserState, group: Group
+) -> None:
     """From the last checks to the last change. The objects come first, since only trying tells whether they can;
     what is known here to the bit comes after them and has the last word."""
     state, generators = onward.state, onward.generators
-    everywhere(group, lambda: _require_fit(state, adapter, user))
-    loading = everywhere(group, lambda: Loading(state, adapter, user, generators))
+    run_on_all_ranks(group, lambda: _require_fit(state, adapter, user))
+    loading = run_on_all_ranks(group, lambda: StateLoader(state, adapter, user, generators))
     try:
-        everywhere(group, loading.load)
-        everywhere(group, lambda: _require_unmoved(plan, state, adapter))
+        run_on_all_ranks(group, loading.load)
+        run_on_all_ranks(group, lambda: _require_unmoved(plan, state, adapter))
     except BaseException:
         loading.undo()
         raise
-    everywhere(group, lambda: _change(plan, found, state["framework"], adapter))
+    run_on_all_ranks(group, lambda: _change(plan, found, state["framework"], adapter))
     adapter.finish_load()
     if generators:
         restore_rng(state["rng"])
@@ -173,7 +183,7 @@ def _require_unmoved(plan: _Plan, state: Mapping[str, Any], adapter: Adapter) ->
     adapter.check_run_state(state["framework"])
 
 
-def _change(plan: _Plan, found: Read, framework: Mapping[str, Any], adapter: Adapter) -> None:
+def _change(plan: _Plan, found: ReadResult, framework: Mapping[str, Any], adapter: Adapter) -> None:
     try:
         adapter.prepare_load(plan.slots)
         with torch.no_grad():
@@ -194,7 +204,7 @@ _log = logging.getLogger("driftpoint")
 T = TypeVar("T")
 
 
-def told_of(found: Resumed, remembered: Remembered) -> Resumed:
+def mark_from_memory(found: ResumeResult, remembered: MemoryCandidate) -> ResumeResult:
     """The same, told what of it is what memory held: where bytes were wrong there, nothing may be."""
     used = {version.save for version in found.resolution.versions.values()} & {remembered.save, remembered.older}
     kept = frozenset(save for save in used if save is not None)
@@ -204,19 +214,23 @@ def told_of(found: Resumed, remembered: Remembered) -> Resumed:
 
 
 def resumed(
-    attempt: Callable[[Catalog], Resumed | None], catalog: Catalog, remembered: Remembered | None
-) -> Resumed | None:
+    attempt: Callable[[Catalog], ResumeResult | None], catalog: Catalog, remembered: MemoryCandidate | None
+) -> ResumeResult | None:
     """What a resume brought. attempt: resumes a store. catalog: the store's alone. Collective."""
 
-    def told(found: Catalog) -> Resumed | None:
+    def told(found: Catalog) -> ResumeResult | None:
         outcome = attempt(found)
-        return outcome if remembered is None or found is catalog or outcome is None else told_of(outcome, remembered)
+        return (
+            outcome
+            if remembered is None or found is catalog or outcome is None
+            else mark_from_memory(outcome, remembered)
+        )
 
-    return remembered_or_stored(told, catalog, remembered)
+    return memory_or_store(told, catalog, remembered)
 
 
-def remembered_or_stored(
-    attempt: Callable[[Catalog], T | None], catalog: Catalog, remembered: Remembered | None
+def memory_or_store(
+    attempt: Callable[[Catalog], T | None], catalog: Catalog, remembered: MemoryCandidate | None
 ) -> T | None:
     """What an attempt brings with memory on top of the store, else with the store alone. Collective.
 
@@ -233,7 +247,7 @@ def remembered_or_stored(
     return attempt(catalog)
 
 
-def certified(found: Resumed) -> Certificate:
+def build_certificate(found: ResumeResult) -> Certificate:
     """What the job goes on from, rounding by the live dtypes included."""
     certificate = certify(found.resolution)
     for save in found.kept:
@@ -242,7 +256,7 @@ def certified(found: Resumed) -> Certificate:
     return replace(certificate, exact=exact, problems=certificate.problems + found.rounded)
 
 
-def _kept_by_peers(found: Resumed) -> set[Unit]:
+def _kept_by_peers(found: ResumeResult) -> set[Unit]:
     """What consists, in part at least, of replicas."""
     return {
         unit
@@ -251,7 +265,7 @@ def _kept_by_peers(found: Resumed) -> set[Unit]:
     }
 
 
-def adopt(job: Job, catalog: Catalog, found: Resumed, step: int) -> None:
+def reset_ledger(job: JobContext, catalog: Catalog, found: ResumeResult, step: int) -> None:
     """Have the ledger be what the job stands on at ``step``. catalog: the store's alone.
 
     What came from memory is no version that a commit could point to. So the ledger keeps to the newest commit, and

@@ -14,25 +14,26 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from monitor.config.schema import ResumeSettings
-from monitor.distributed import Group, everywhere
-from monitor.resume.read import Slots, patiently
+from monitor.distributed import Group, run_on_all_ranks
+from monitor.resume.read import Slots, read_with_retries
 from monitor.run_state import UserState, from_tree
 from store.catalog import Catalog
 from store.certificate import certify, run_saves
 from store.errors import DamagedError, NothingToResumeError, StorageError, UnreachableError
 from store.names import BUFFER, FROZEN, WEIGHTS, SaveId
-from store.resolve import Bad, Resolution, newest_resumable, resolve
+from store.resolve import RejectedVersion, Resolution, newest_resumable, resolve
 from store.schema import GroupRecord, PartRecord
 from store.segment import read_leaves
 
 
 @dataclass(frozen=True)
-class Onward:
+class ResumePoint:
     """Where the job goes on.
 
     save: whose run state this is; its step is the one to go on from. state: ``framework``, ``user`` and ``rng``, as
@@ -53,9 +54,9 @@ class _Read:
     problem: str = ""
 
 
-def find_onward(
+def select_run_state(
     catalog: Catalog, resolution: Resolution, slots: Slots, group: Group, *, user: UserState, settings: ResumeSettings
-) -> Onward | Bad:
+) -> ResumePoint | RejectedVersion:
     """Where a job that resumes ``resolution`` goes on; or what is bad: the run state of the commit itself. Collective.
 
     slots: those stored, by parameter."""
@@ -73,12 +74,14 @@ def find_onward(
                 f"the run state of {save}, next to the effective step {effective:.4g}, is passed over: {problem}"
             )
             continue
-        onward = Onward(save, found.state, found.generators, tuple(notes))
+        onward = ResumePoint(save, found.state, found.generators, tuple(notes))
         if save == own or settings.data == "back":
             return onward
         latest = _everywhere_read(catalog, own, saves[own], group)
-        return Bad(own) if latest.problem else everywhere(group, lambda: _data_goes_on(onward, latest, user))  # noqa: B023
-    return Bad(own)
+        if latest.problem:
+            return RejectedVersion(own)
+        return run_on_all_ranks(group, partial(_data_goes_on, onward, latest, user))
+    return RejectedVersion(own)
 
 
 def read_run_state(catalog: Catalog, save: SaveId, record: GroupRecord, group: Group) -> Mapping[str, Any] | None:
@@ -96,7 +99,7 @@ def is_schedule(item: Any) -> bool:
     return any(base.__module__ == "deepspeed.runtime.lr_schedules" for base in type(item).__mro__)
 
 
-def _data_goes_on(onward: Onward, latest: _Read, user: UserState) -> Onward:
+def _data_goes_on(onward: ResumePoint, latest: _Read, user: UserState) -> ResumePoint:
     """Schedules from the save that the job goes on from; generators and other objects from the commit itself."""
     then, now = onward.state["user"], latest.state["user"]
     if then is not None and now is not None:
@@ -109,16 +112,16 @@ def _data_goes_on(onward: Onward, latest: _Read, user: UserState) -> Onward:
 
 def _everywhere_read(catalog: Catalog, save: SaveId, record: GroupRecord, group: Group) -> _Read:
     """This rank's run state of a save, once every rank has its own."""
-    found = everywhere(group, lambda: _read(catalog, save, record, group.rank))
+    found = run_on_all_ranks(group, lambda: _read(catalog, save, record, group.rank))
     return replace(found, problem=_first(group, found.problem))
 
 
 def _everywhere_unfit(state: Mapping[str, Any], slots: Slots, user: UserState, group: Group) -> str:
-    return _first(group, everywhere(group, lambda: _unfit(state, slots, user)))
+    return _first(group, run_on_all_ranks(group, lambda: _unfit(state, slots, user)))
 
 
 def _first(group: Group, problem: str) -> str:
-    return next((told for told in group.gather(problem) if told), "")
+    return next((told for told in group.all_gather(problem) if told), "")
 
 
 def _read(catalog: Catalog, save: SaveId, record: GroupRecord, rank: int) -> _Read:
@@ -139,7 +142,7 @@ def _read(catalog: Catalog, save: SaveId, record: GroupRecord, rank: int) -> _Re
 
 
 def _tree(catalog: Catalog, part: PartRecord) -> dict[str, Any]:
-    leaves = patiently(lambda: read_leaves(catalog.files, part))
+    leaves = read_with_retries(lambda: read_leaves(catalog.files, part))
     tree: dict[str, Any] = from_tree(part.run_state, leaves)
     return tree
 
@@ -158,7 +161,7 @@ def _unfit(state: Mapping[str, Any], slots: Slots, user: UserState) -> str:
     return ""
 
 
-def choose(catalog: Catalog, bad: frozenset[Bad]) -> tuple[str | None, tuple[str, ...], int]:
+def select_commit(catalog: Catalog, bad: frozenset[RejectedVersion]) -> tuple[str | None, tuple[str, ...], int]:
     """The name of the newest commit that is whole, None where there is no commit; what was wrong with newer ones; and
     how many of them are passed over.
 
@@ -179,7 +182,7 @@ def choose(catalog: Catalog, bad: frozenset[Bad]) -> tuple[str | None, tuple[str
     return chosen.name, passed_over, sum(save > chosen for save in catalog.saves())
 
 
-def resolved(catalog: Catalog, save: SaveId, bad: frozenset[Bad]) -> Resolution:
+def resolved(catalog: Catalog, save: SaveId, bad: frozenset[RejectedVersion]) -> Resolution:
     """The versions of that commit. DamagedError or StorageError where this rank does not find them whole."""
     try:
         resolution = resolve(catalog, save, bad)

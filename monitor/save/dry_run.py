@@ -11,22 +11,22 @@ from collections.abc import Callable, Mapping
 import torch
 
 from monitor.adapters.module_tensors import dtype_name
-from monitor.context import Job
+from monitor.context import JobContext
 from monitor.events import SaveBeginEvent
 from monitor.observe.units import LocalUnit, is_moving
-from monitor.save.saver import Settled
+from monitor.save.saver import SaveStatus
 from monitor.save.torch_codecs import decode, encode
-from monitor.types import Decided, Sizes
+from monitor.types import DecisionResult, Sizes
 from policies.encodings import expected_bytes, expected_error
 from store.encoding import encoding_named
 from store.names import RAW, Fragment, SaveId, Unit
 from store.schema import UnitRecord
 
 
-class Observer:
+class DryRunSaver:
     """Pretends to save."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: JobContext) -> None:
         self._group = job.group
         self._table = job.table
         self._meter = job.meter
@@ -50,17 +50,17 @@ class Observer:
     def went_back(self) -> None:
         """Nothing rests on what was saved before."""
 
-    def settle(self, step: int, changed: bool, trouble: bool = False) -> Settled:
+    def settle(self, step: int, changed: bool, trouble: bool = False) -> SaveStatus:
         """Nothing is ever under way. Collective."""
-        newest, oldest, any_changed, unsupported = self._group.largest([step, -step, changed, trouble])
+        newest, oldest, any_changed, unsupported = self._group.all_reduce_max([step, -step, changed, trouble])
         self._listeners.on_settled({})
         skip = "disagree" if newest != -oldest else "unsupported" if unsupported else None
-        return Settled(skip, bool(any_changed))
+        return SaveStatus(skip, bool(any_changed))
 
     def claim_name(self, step: int) -> str | None:
         """Nothing gets a name."""
 
-    def begin(self, step: int, decided: Decided, local: Mapping[Unit, LocalUnit]) -> int:
+    def begin(self, step: int, decided: DecisionResult, local: Mapping[Unit, LocalUnit]) -> int:
         """Move references and versions as the commit would have. Returns the bytes that it would have copied here."""
         first = self._ledger.commits == 0
         shown = {one.unit: one for one in decided.stats}
@@ -94,7 +94,7 @@ class Observer:
             for tensor in local[unit].tensors
         )
 
-    def _sizes(self, decided: Decided) -> Sizes:
+    def _sizes(self, decided: DecisionResult) -> Sizes:
         """What the save would hold, as far as is known without packing anything."""
         versions = [self._ledger.versions[unit] for unit in decided.saved]
         return {one.unit: (one.nbytes, one.encoding, one.error, decided.drift.get(one.unit)) for one in versions}

@@ -32,7 +32,7 @@ import numpy as np
 import torch
 
 from monitor.adapters.module_tensors import dtype_name
-from monitor.save.staging import EncodedCopy, Lost, as_bytes, within_reach
+from monitor.save.staging import EncodedCopy, EncodingLoss, as_bytes, in_range
 from monitor.save.torch_codecs import encoder_named
 from store.encoding import CHUNK, Encoding, encoding_named
 from store.encoding.base import Bytes
@@ -252,7 +252,7 @@ class UnitEncoding:
 
     fragments: tuple[StagedFragment, ...]
     lossy: bool
-    lost: Lost = field(default_factory=Lost)
+    lost: EncodingLoss = field(default_factory=EncodingLoss)
 
 
 def encode_unit(
@@ -263,7 +263,7 @@ def encode_unit(
     packing: SavePacking,
 ) -> UnitEncoding:
     """What to write for finite ``copies``. Fragments that the encoding cannot hold, or does not apply to, are raw."""
-    lost, made = Lost(), []
+    lost, made = EncodingLoss(), []
     for fragment, staged in zip(fragments, copies, strict=True):
         copy = staged.copy if isinstance(staged, EncodedCopy) else staged
         if isinstance(staged, EncodedCopy) and staged.held:
@@ -298,10 +298,10 @@ def _fitting(encoding: str, copy: torch.Tensor) -> str:
     known = encoding_named(encoding)
     if known.lossless or not known.applies(dtype_name(copy.dtype)):
         return RAW
-    return encoding if within_reach(copy, encoder_named(encoding).unsigned) else RAW
+    return encoding if in_range(copy, encoder_named(encoding).unsigned) else RAW
 
 
-def _encoded(name: str, copy: torch.Tensor, lost: Lost) -> Encoded:
+def _encoded(name: str, copy: torch.Tensor, lost: EncodingLoss) -> Encoded:
     encoding = encoding_named(name)
     chunks = partial(_raw_chunks, copy) if encoding.lossless else partial(_lossy_chunks, copy, encoding, lost)
     return Encoded(encoding, copy.numel(), dtype_name(copy.dtype), chunks)
@@ -314,7 +314,7 @@ def _raw_chunks(copy: torch.Tensor) -> Iterator[Bytes]:
         yield data[start : start + step]
 
 
-def _lossy_chunks(copy: torch.Tensor, encoding: Encoding, lost: Lost) -> Iterator[Bytes]:
+def _lossy_chunks(copy: torch.Tensor, encoding: Encoding, lost: EncodingLoss) -> Iterator[Bytes]:
     encoder = encoder_named(encoding.name)
     scratch = torch.empty(min(CHUNK, copy.numel()), dtype=torch.float32)
     for values in torch.split(copy, CHUNK):

@@ -3,11 +3,11 @@
 One save on one rank, as the background thread runs it: measure the copies, write the segment, commit, prune.
 
 Everything it needs was staged by the training thread and stands still; it touches no live tensor and calls no
-collective. Only rank 0 has a :class:`Committing` part.
+collective. Only rank 0 has a :class:`CommitPlan` part.
 
 Staging, unit by unit: which memory a unit is copied into, and whether it is encoded on the way.
 
-Training thread only. It does not know when copies are finished (:class:`monitor.save.staging.Copying`) nor why a unit
+Training thread only. It does not know when copies are finished (:class:`monitor.save.staging.AsyncCopy`) nor why a unit
 is
 saved.
 """
@@ -24,11 +24,11 @@ from typing import Literal
 import torch
 
 from monitor.adapters.module_tensors import dtype_name
-from monitor.ledger import CommitDraft, Drawn, draw
+from monitor.ledger import CommitDraft, PreparedCommit, build_manifest
 from monitor.observe.drift_meter import DriftMeter, Measure, Signature, measure_record
 from monitor.observe.units import LocalUnit
 from monitor.save.encode import SavePacking, encode_unit
-from monitor.save.staging import Copying, EncodedCopy, StagingPool
+from monitor.save.staging import AsyncCopy, EncodedCopy, StagingPool
 from store.catalog import Catalog
 from store.commit import Expected, commit, hint_latest, wait_for_group
 from store.encoding import encoding_named
@@ -58,7 +58,7 @@ class StagedUnit:
 
 
 @dataclass(frozen=True)
-class Committing:
+class CommitPlan:
     """Rank 0's part of a save."""
 
     draft: CommitDraft
@@ -80,12 +80,12 @@ class Progress:
     metered: set[Unit] = field(default_factory=set)
     signatures: dict[Unit, Signature] = field(default_factory=dict)
     attempted: bool = False
-    drawn: Drawn | None = None
+    drawn: PreparedCommit | None = None
     write_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
-class SaveJob:
+class SaveTask:
     """All of one save on one rank. ``segment`` lacks its fragments; they come from ``staged``.
 
     unstorable: why the run state could not be captured; then there is nothing to write."""
@@ -93,10 +93,10 @@ class SaveJob:
     files: Files
     segment: SegmentDraft
     staged: Sequence[StagedUnit]
-    copying: Copying
+    copying: AsyncCopy
     meter: DriftMeter
     packing: SavePacking
-    committing: Committing | None
+    committing: CommitPlan | None
     unstorable: UsageError | None = None
     progress: Progress = field(default_factory=Progress)
 
@@ -107,15 +107,15 @@ class SaveJob:
 
 
 @dataclass(frozen=True)
-class Saved:
+class SaveResult:
     """A finished save. drawn and written_bytes (over all ranks) are rank 0's."""
 
-    drawn: Drawn | None
+    drawn: PreparedCommit | None
     seconds: float
     written_bytes: int = 0
 
 
-def run(job: SaveJob) -> Saved:
+def run_save(job: SaveTask) -> SaveResult:
     """Carry a save out. Any DriftpointError it raises means: nobody was told of such a commit."""
     began = time.monotonic()
     job.copying.finish()
@@ -128,12 +128,12 @@ def run(job: SaveJob) -> Saved:
     write_segment(job.files, segment, lambda: [unit.measure() for unit in units])
     job.progress.write_seconds = time.monotonic() - written
     if job.committing is None:
-        return Saved(None, time.monotonic() - began)
+        return SaveResult(None, time.monotonic() - began)
     return _commit(job, job.committing, began)
 
 
-def tidy(job: SaveJob) -> None:
-    """Rank 0, after :func:`run`: point LATEST at the commit, if there is one, and prune.
+def prune_after_commit(job: SaveTask) -> None:
+    """Rank 0, after :func:`run_save`: point LATEST at the commit, if there is one, and prune.
 
     Raises SaveError with all that went wrong. The commit stands whatever happens here; the next save tries again."""
     drawn, committing, notes = job.progress.drawn, job.committing, []
@@ -165,7 +165,7 @@ def discard(files: Files, save: SaveId, rank: int) -> None:
 class _Encoding:
     """A unit on its way into the segment, and what is measured on it before and after."""
 
-    def __init__(self, job: SaveJob, unit: StagedUnit) -> None:
+    def __init__(self, job: SaveTask, unit: StagedUnit) -> None:
         self._job, self._unit, self._before = job, unit, unit.measure
         lossy = not encoding_named(unit.encoding).lossless
         if lossy and self._before is None:
@@ -205,18 +205,18 @@ class _Encoding:
             self._job.meter_stage(self._unit)
 
 
-def _commit(job: SaveJob, committing: Committing, began: float) -> Saved:
+def _commit(job: SaveTask, committing: CommitPlan, began: float) -> SaveResult:
     segment = job.segment
     expected = Expected(segment.store_id, segment.save, segment.world_size, segment.plan)
     group = wait_for_group(job.files, expected, committing.timeout, aborted=committing.give_up.is_set)
-    drawn = draw(committing.draft, group)
+    drawn = build_manifest(committing.draft, group)
     job.progress.attempted = True
     commit(job.files, drawn.manifest)
     job.progress.drawn = drawn
-    return Saved(drawn, time.monotonic() - began, group.record.payload_bytes)
+    return SaveResult(drawn, time.monotonic() - began, group.record.payload_bytes)
 
 
-def _prune(files: Files, committing: Committing) -> list[str]:
+def _prune(files: Files, committing: CommitPlan) -> list[str]:
     plan = plan_prune(committing.catalog, committing.retention)
     execute(files, plan)
     committing.catalog.retain(plan.keep)
@@ -250,7 +250,7 @@ class Stager:
             found = [buffers.get(piece.fragment) for piece in part.pieces]
             self._pool.keep(unit, part.tensors, [buffer for buffer in found if buffer is not None])
 
-    def stage(self, part: LocalUnit, encoding: str, measure: Measure | None, copying: Copying) -> StagedUnit:
+    def stage(self, part: LocalUnit, encoding: str, measure: Measure | None, copying: AsyncCopy) -> StagedUnit:
         """Have a unit copied by ``copying``. measure: of the live tensors, where it was taken already."""
         copies = self._pool.take(part.unit, part.tensors)
         if self._encodes_now(part, encoding):
@@ -259,7 +259,7 @@ class Stager:
             if measure.finite:
                 return self._encoded(part, encoding, copies, measure, copying)
         if part.unit.slot in (BUFFER, FROZEN):  # a forward may change buffers, and scripts reach frozen weights
-            now = Copying()
+            now = AsyncCopy()
             now.add(part.tensors, copies)
             now.start()
             now.finish()
@@ -287,7 +287,7 @@ class Stager:
         return self._encode == "staging" and applies and not known.lossless
 
     def _encoded(
-        self, part: LocalUnit, encoding: str, copies: list[torch.Tensor], measure: Measure, copying: Copying
+        self, part: LocalUnit, encoding: str, copies: list[torch.Tensor], measure: Measure, copying: AsyncCopy
     ) -> StagedUnit:
         sizes = [encoding_named(encoding).stored_bytes(tensor.numel(), "F32") for tensor in part.tensors]
         room = self._pool.take_bytes(part.unit, sizes, pinned=any(tensor.is_cuda for tensor in part.tensors))

@@ -13,19 +13,29 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from monitor.background import Done, Writer
-from monitor.context import Job
-from monitor.distributed import on_first
+from monitor.background import BackgroundWorker, TaskResult
+from monitor.context import JobContext
+from monitor.distributed import run_on_rank0
 from monitor.events import BackgroundFailureEvent, CommitEvent, SaveBeginEvent, SaveFailedEvent
-from monitor.ledger import CommitDraft, Drawn, JobFacts
+from monitor.ledger import CommitDraft, JobFacts, PreparedCommit
 from monitor.observe.drift_meter import Signature
 from monitor.observe.units import LocalUnit
-from monitor.run_state import captured, to_tree
+from monitor.run_state import capture_run_state, to_tree
 from monitor.save.encode import Packer, SavePacking
-from monitor.save.save_task import Committing, Saved, SaveJob, StagedUnit, Stager, discard, encoded_bytes, run, tidy
-from monitor.save.staging import Copying
-from monitor.save.store_session import OpenedStore
-from monitor.types import Decided
+from monitor.save.save_task import (
+    CommitPlan,
+    SaveResult,
+    SaveTask,
+    StagedUnit,
+    Stager,
+    discard,
+    encoded_bytes,
+    prune_after_commit,
+    run_save,
+)
+from monitor.save.staging import AsyncCopy
+from monitor.save.store_session import StoreSession
+from monitor.types import DecisionResult
 from store.encoding import encoding_named
 from store.errors import ExistsError, FencedError, StoreError, UnsupportedError, UsageError
 from store.names import Fragment, SaveId, Unit
@@ -38,7 +48,7 @@ _log = logging.getLogger("driftpoint")
 
 
 @dataclass(frozen=True)
-class Settled:
+class SaveStatus:
     """How things stand over all ranks. skip: why no save may begin now. changed: some rank's pieces changed."""
 
     skip: str | None
@@ -48,7 +58,7 @@ class Settled:
 @dataclass(frozen=True)
 class _Pending:
     number: int
-    job: SaveJob
+    job: SaveTask
     saved: frozenset[Unit]
 
     @property
@@ -59,7 +69,7 @@ class _Pending:
 class Saver:
     """Begins saves and settles them."""
 
-    def __init__(self, job: Job, opened: OpenedStore) -> None:
+    def __init__(self, job: JobContext, opened: StoreSession) -> None:
         self._job = job
         self._group = job.group
         self._meter = job.meter
@@ -75,10 +85,10 @@ class Saver:
         self._stager = Stager(job.meter, job.config.encode)
         self._packer = Packer(job.config.packing, job.config.differences)
         self._began: float | None = None
-        self._writer: Writer[Saved | None] = Writer(f"driftpoint-writer-{job.group.rank}")
+        self._writer: BackgroundWorker[SaveResult | None] = BackgroundWorker(f"driftpoint-writer-{job.group.rank}")
         self._pending: _Pending | None = None
-        self._outcome: Done[Saved | None] | None = None
-        self._copying: Copying | None = None
+        self._outcome: TaskResult[SaveResult | None] | None = None
+        self._copying: AsyncCopy | None = None
         staging = job.config.staging
         self._lazy = staging == "lazy" or (staging == "auto" and job.adapter.state_is_private)
         self._upkeep: dict[int, str] = {}
@@ -114,7 +124,7 @@ class Saver:
         """The job was brought to a commit: what this process saved since, or finds damaged now, is no base any more."""
         self._packer.reset()
 
-    def settle(self, step: int, changed: bool, trouble: bool = False) -> Settled:
+    def settle(self, step: int, changed: bool, trouble: bool = False) -> SaveStatus:
         """Learn how the save under way stands, on all ranks, and move the references if it is committed. Collective.
 
         trouble: this rank's part of the job cannot be saved as it is now."""
@@ -122,22 +132,22 @@ class Saver:
         pending, outcome = self._pending, self._outcome
         busy = pending is not None and outcome is None
         failed = outcome is not None and outcome.error is not None
-        newest, oldest, *flags = self._group.largest([step, -step, busy, failed, changed, self._fenced, trouble])
+        newest, oldest, *flags = self._group.all_reduce_max([step, -step, busy, failed, changed, self._fenced, trouble])
         any_busy, any_failed, any_changed, fenced, unsupported = (bool(flag) for flag in flags)
         if any_busy:
             if any_failed and pending is not None and pending.job.committing is not None:
                 pending.job.committing.give_up.set()  # a rank cannot deliver: rank 0 need not wait for it
-            return Settled("unsupported" if unsupported else "busy", any_changed)
+            return SaveStatus("unsupported" if unsupported else "busy", any_changed)
         self._listeners.on_settled({} if pending is None else self._finish(pending, outcome))
         if newest != -oldest:
-            return Settled("disagree", any_changed)
-        return Settled("unsupported" if unsupported else "fenced" if fenced else None, any_changed)
+            return SaveStatus("disagree", any_changed)
+        return SaveStatus("unsupported" if unsupported else "fenced" if fenced else None, any_changed)
 
-    def begin(self, step: int, decided: Decided, local: Mapping[Unit, LocalUnit]) -> int:
+    def begin(self, step: int, decided: DecisionResult, local: Mapping[Unit, LocalUnit]) -> int:
         """Copy what was decided and hand it to the background thread. Returns the bytes copied on this rank."""
         self._highest_step = max(step, self._highest_step)
         save = SaveId(step, self._opened.epoch)
-        copying = Copying()
+        copying = AsyncCopy()
         staged = tuple(
             self._stager.stage(local[unit], choice.encoding or "", decided.mine.get(unit), copying)
             for unit, choice in decided.saved.items()
@@ -153,15 +163,15 @@ class Saver:
             self._listeners.on_save_begin(SaveBeginEvent(step, decided, self._job.table.sizes, first))
         segment, unstorable = self._segment(save, decided)
         packing = self._packing(save, staged, decided)
-        job = SaveJob(self._opened.files, segment, staged, copying, self._meter, packing, committing, unstorable)
+        job = SaveTask(self._opened.files, segment, staged, copying, self._meter, packing, committing, unstorable)
         for unit in staged:
             if unit.measure is not None and encoding_named(unit.encoding).lossless:
                 job.meter_stage(unit)
         self._outcome = None
         self._copying = copying
-        self._pending = _Pending(self._writer.submit(lambda: run(job)), job, frozenset(decided.saved))
+        self._pending = _Pending(self._writer.submit(lambda: run_save(job)), job, frozenset(decided.saved))
         if committing is not None:
-            self.upkeep(lambda: tidy(job), f"tidying up after the commit of step {step}")
+            self.upkeep(lambda: prune_after_commit(job), f"tidying up after the commit of step {step}")
             self._look_at_room()
         return sum(copy.numel() * copy.element_size() for unit in staged for copy in unit.copies)
 
@@ -262,7 +272,7 @@ class Saver:
             record = claim_epoch(files, store_id, self._opened.incarnation)
             return record.epoch, record.token
 
-        self._opened.epoch, self._opened.token = on_first(self._group, claim)
+        self._opened.epoch, self._opened.token = run_on_rank0(self._group, claim)
 
     def _before_update(self) -> None:
         """An optimizer step is about to change the state: what is not copied yet must be waited for."""
@@ -283,13 +293,13 @@ class Saver:
                 self._listeners.on_background_failure(BackgroundFailureEvent("upkeep", message, done.error))
             self._upkeep.pop(done.number, None)
 
-    def _finish(self, pending: _Pending, outcome: Done[Saved | None] | None) -> Mapping[Unit, Signature]:
+    def _finish(self, pending: _Pending, outcome: TaskResult[SaveResult | None] | None) -> Mapping[Unit, Signature]:
         """Move the references if the save is committed. Return the signatures of what it staged. Collective."""
         drawn = self._told(pending, outcome) if outcome is not None else None
         early = {unit.unit: unit.signature for unit in pending.job.staged if unit.signature is not None}
         reached = tuple(self._job.ledger.groups)
         news = (drawn is not None, drawn.dropped if drawn else (), pending.job.progress.attempted, reached)
-        committed, dropped, attempted, reached = self._group.from_first(news)
+        committed, dropped, attempted, reached = self._group.broadcast(news)
         moved_units = pending.saved - set(dropped) if committed else frozenset()
         took = pending.job.progress.write_seconds
         self._packer.settle(pending.job.packing, took, moved_units.__contains__, frozenset(reached))
@@ -305,14 +315,14 @@ class Saver:
         self._pending = self._outcome = None
         return {**early, **pending.job.progress.signatures}
 
-    def _packing(self, save: SaveId, staged: Sequence[StagedUnit], decided: Decided) -> SavePacking:
+    def _packing(self, save: SaveId, staged: Sequence[StagedUnit], decided: DecisionResult) -> SavePacking:
         now, before = time.monotonic(), self._began
         self._began = now
         nbytes = sum(encoded_bytes(unit) for unit in staged)
         interval = 0.0 if decided.preempted else now - before if before else None  # no time to lose: the quickest
         return self._packer.begin(save, nbytes, interval, lasting=not decided.forced)
 
-    def _told(self, pending: _Pending, outcome: Done[Saved | None]) -> Drawn | None:
+    def _told(self, pending: _Pending, outcome: TaskResult[SaveResult | None]) -> PreparedCommit | None:
         """Advance the ledger to the commit, or report the failure. Return the commit, on rank 0."""
         saved, step = outcome.result, pending.save.step
         if self._group.rank != 0:
@@ -328,13 +338,13 @@ class Saver:
         self._listeners.on_commit(CommitEvent(saved.drawn, saved.seconds, saved.written_bytes, staleness))
         return saved.drawn
 
-    def _segment(self, save: SaveId, decided: Decided) -> tuple[SegmentDraft, UsageError | None]:
+    def _segment(self, save: SaveId, decided: DecisionResult) -> tuple[SegmentDraft, UsageError | None]:
         """The segment without its fragments; and what in the run state cannot be stored, if anything.
 
         That is no reason to stop a training that runs: the save fails, and is reported like any other."""
         unstorable, facts = None, {}
         try:
-            tree, leaves = to_tree(captured(self._job.adapter, self._job.user, self._group.rank))
+            tree, leaves = to_tree(capture_run_state(self._job.adapter, self._job.user, self._group.rank))
             facts = self._job.adapter.layout_facts() if self._group.rank == 0 else {}
         except UsageError as error:
             tree, leaves, unstorable = None, [], error
@@ -354,7 +364,7 @@ class Saver:
         )
         return segment, unstorable
 
-    def _committing(self, save: SaveId, decided: Decided) -> Committing:
+    def _committing(self, save: SaveId, decided: DecisionResult) -> CommitPlan:
         draft = CommitDraft(
             facts=replace(self._facts, tensors=self._job.table.tensor_records()),
             save=save,
@@ -366,6 +376,6 @@ class Saver:
             sizes=self._job.table.sizes,
             groups=dict(self._job.ledger.groups),
         )
-        return Committing(
+        return CommitPlan(
             draft, self._job.config.timeouts.commit, self._opened.catalog, self._job.config.retention_rule()
         )

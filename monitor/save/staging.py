@@ -33,7 +33,7 @@ _HUGE = 3.3e38
 """What is larger may round to infinity; rather store it raw."""
 
 
-def within_reach(values: torch.Tensor, unsigned: bool) -> torch.Tensor:
+def in_range(values: torch.Tensor, unsigned: bool) -> torch.Tensor:
     """Whether no encoding rounds any of the values to infinity, and, if it is ``unsigned``, none is negative; False for
     NaN. On their device."""
     least, largest = torch.aminmax(values)
@@ -41,7 +41,7 @@ def within_reach(values: torch.Tensor, unsigned: bool) -> torch.Tensor:
 
 
 @dataclass
-class Lost:
+class EncodingLoss:
     """Squared L2 norms over a unit's fragments on this rank: of what encoding lost, and of what decoding gives."""
 
     error_sq: float = 0.0
@@ -62,7 +62,7 @@ class EncodedCopy:
     encoded: torch.Tensor
     copy: torch.Tensor
     held: bool = False
-    lost: Lost = field(default_factory=Lost)
+    lost: EncodingLoss = field(default_factory=EncodingLoss)
     _told: torch.Tensor | None = None
 
     def begin(self) -> None:
@@ -82,7 +82,7 @@ class EncodedCopy:
             stop = at + encoding.stored_bytes(values.numel(), "F32")
             out = torch.empty(stop - at, dtype=torch.uint8, device=device)
             decoded = scratch[: values.numel()]
-            held &= encoder.encode(values, out) & within_reach(values, encoder.unsigned)
+            held &= encoder.encode(values, out) & in_range(values, encoder.unsigned)
             encoder.decode(out, decoded)
             sums[1] += decoded.double().square().sum()
             sums[0] += decoded.sub_(values).double().square().sum()
@@ -96,7 +96,7 @@ class EncodedCopy:
         held, error_sq, decoded_sq = (0.0, 0.0, 0.0) if self._told is None else self._told.tolist()
         self.held = held == 1.0
         if self.held:
-            self.lost = Lost(error_sq, decoded_sq)
+            self.lost = EncodingLoss(error_sq, decoded_sq)
         elif self.copy.numel():
             self.copy.copy_(self.source)
 
@@ -165,7 +165,7 @@ class StagingPool:
         ) + sum(buffer.numel() for buffers in self._bytes.values() for buffer in buffers)
 
 
-class Copying:
+class AsyncCopy:
     """The copies of one save, from live tensors into host buffers.
 
     The training thread adds and starts. Whichever thread comes first finishes, and the other waits for it: so

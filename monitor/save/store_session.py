@@ -10,12 +10,20 @@ import logging
 import time
 from dataclasses import dataclass, field
 
-from monitor.distributed import Group, everywhere, on_first
+from monitor.distributed import Group, run_on_all_ranks, run_on_rank0
 from store.catalog import Catalog, open_catalog, open_or_create
 from store.errors import DamagedError, MissingError, NoStoreError, StorageError
 from store.location import files_at, place_of
 from store.schema import IncarnationRecord
-from store.session import StoreLock, Tally, begin_incarnation, claim_epoch, mark_closed, new_incarnation, read_epoch
+from store.session import (
+    IncarnationCount,
+    StoreLock,
+    begin_incarnation,
+    claim_epoch,
+    mark_closed,
+    new_incarnation,
+    read_epoch,
+)
 from store.storage.bucket import ObjectOptions
 from store.storage.local import Files, LocalFiles
 from store.storage.object_store import ObjectFiles
@@ -24,7 +32,7 @@ _log = logging.getLogger("driftpoint")
 
 
 @dataclass
-class OpenedStore:
+class StoreSession:
     """A store that this job owns. ``lock`` and ``incarnation`` are rank 0's. ``has_commits``: when it was opened.
 
     token: of the claim of ``epoch``; jobs on a copy of the store that claim the same number have others.
@@ -54,13 +62,13 @@ class OpenedStore:
 
 def open_store(
     path: str, group: Group, lock_seconds: float, counting: bool = False, options: ObjectOptions | None = None
-) -> OpenedStore:
+) -> StoreSession:
     """Own the store at ``path``. StoreInUseError, StorageError or DamagedError, on all ranks alike; UnsupportedError
     for an object store on which two jobs could commit over one another.
 
     counting: interruptions of this job are counted, now and by the incarnations to come. options: of an object store,
     whose jobs know of each other by the epoch alone."""
-    files = everywhere(group, lambda: files_at(place_of(path).expanduser(), options))
+    files = run_on_all_ranks(group, lambda: files_at(place_of(path).expanduser(), options))
     held: list[StoreLock] = []
     begun: list[IncarnationRecord] = []
 
@@ -76,14 +84,14 @@ def open_store(
         return record.epoch, record.token, bool(catalog.saves())
 
     try:
-        epoch, token, has_commits = on_first(group, claim)
-        catalog = everywhere(group, lambda: _seen(files, epoch, token))
+        epoch, token, has_commits = run_on_rank0(group, claim)
+        catalog = run_on_all_ranks(group, lambda: _seen(files, epoch, token))
     except BaseException:
         for lock in held:
             lock.release()
         raise
     incarnation = begun[0] if begun else None
-    return OpenedStore(files, catalog, epoch, token, has_commits, held[0] if held else None, incarnation)
+    return StoreSession(files, catalog, epoch, token, has_commits, held[0] if held else None, incarnation)
 
 
 def _begun(catalog: Catalog, world_size: int) -> IncarnationRecord:
@@ -91,13 +99,13 @@ def _begun(catalog: Catalog, world_size: int) -> IncarnationRecord:
         return begin_incarnation(catalog, world_size)
     except (StorageError, DamagedError) as error:
         _log.warning("how often this job was interrupted cannot be read, and is counted from now on: %s", error)
-        return new_incarnation(Tally(), world_size)
+        return new_incarnation(IncarnationCount(), world_size)
 
 
-def open_existing(path: str, group: Group, options: ObjectOptions | None = None) -> Catalog | None:
+def open_existing_store(path: str, group: Group, options: ObjectOptions | None = None) -> Catalog | None:
     """The store at ``path`` for reading only; None where any rank sees none."""
-    catalog = everywhere(group, lambda: _existing(path, options))
-    return catalog if all(group.gather(catalog is not None)) else None
+    catalog = run_on_all_ranks(group, lambda: _existing(path, options))
+    return catalog if all(group.all_gather(catalog is not None)) else None
 
 
 def _existing(path: str, options: ObjectOptions | None) -> Catalog | None:

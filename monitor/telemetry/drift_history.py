@@ -38,7 +38,7 @@ class _Rung:
     squared: torch.Tensor
 
 
-class Ladder:
+class DriftHistory:
     """Keeps the signatures of at most ``anchors`` + 2 decisions.
 
     At decision n the anchor of age 2^j is the last but one multiple of 2^j up to n, which lies 2^j to 2^(j+1) - 1 back:

@@ -22,12 +22,12 @@ from contextlib import suppress
 from prometheus_client import Counter, Gauge
 
 from monitor.observe.units import is_moving
-from policies.anomaly import Reading, Spike, Spikes
+from policies.anomaly import DriftAnomaly, DriftAnomalyDetector, DriftReading
 from store.names import Unit
 from store.text import listed
 
 
-class Shown:
+class SeriesSelector:
     """most: units at a time."""
 
     def __init__(self, most: int) -> None:
@@ -97,9 +97,9 @@ class LayerMetrics:
         self.spikes = counter("drift_spikes")
         self.units = gauge("units")
         self.hidden = gauge("units_hidden")
-        self._shown = Shown(most)
+        self._shown = SeriesSelector(most)
         self._most = most
-        self._jumps = Spikes()
+        self._jumps = DriftAnomalyDetector()
         self._units: list[Unit] = []
         self._sick: set[Unit] = set()
         self._named: set[str] = set()
@@ -145,7 +145,7 @@ class LayerMetrics:
         self.most_drift.set(max(self._drift.values(), default=0.0))
         self.most_staleness.set(max(self._staleness.values(), default=0))
 
-    def judge(self, step: int, readings: Mapping[Unit, Reading]) -> None:
+    def judge(self, step: int, readings: Mapping[Unit, DriftReading]) -> None:
         """Look for spikes in what was measured of weights at ``step``; each unit once a step."""
         fresh = {unit: one for unit, one in readings.items() if self._read.get(unit) != step}
         self._read.update(dict.fromkeys(fresh, step))
@@ -173,7 +173,7 @@ class LayerMetrics:
         self.sick.set(len(layers))
         self.hidden.set(self._shown.hidden)
 
-    def _tell(self, step: int, spike: Spike) -> None:
+    def _tell(self, step: int, spike: DriftAnomaly) -> None:
         self.spikes.inc()
         self._shown.stood_out(spike.unit)
         self.hidden.set(self._shown.hidden)

@@ -31,7 +31,7 @@ from store.certificate import MEMORY, PEER, Certificate
 _log = logging.getLogger("driftpoint")
 
 
-def say(text: str) -> None:
+def log_startup(text: str) -> None:
     """To the log where that is shown or was set up on purpose, else to stderr."""
     shown = _log.isEnabledFor(logging.INFO) and _log.hasHandlers()
     if shown or _log.level != logging.NOTSET:  # whoever gave our logger a level gets what it lets through
@@ -116,7 +116,7 @@ class SaveLog(SaveListener):
             where = "memory" if sources <= {MEMORY, PEER} else f"memory and {where}"
         if event.replicas:
             where += f", {event.replicas} of its ranks from what peers had kept"
-        say(f"resumed step {certificate.step} from {where} ({_kind(certificate)})")
+        log_startup(f"resumed step {certificate.step} from {where} ({_kind(certificate)})")
         if event.step != certificate.step:
             _log.warning(
                 "resume: its weights stand at step %.4g on average, so counters and schedules go on from the save of "

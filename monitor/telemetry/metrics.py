@@ -36,7 +36,7 @@ from monitor.events import (
     unexpected,
 )
 from monitor.telemetry.layer_metrics import LayerMetrics
-from policies.anomaly import Reading
+from policies.anomaly import DriftReading
 from store.errors import ConfigError, NotFiniteError
 from store.metrics_server import EndpointSecurity, MetricsServer
 from store.names import WEIGHTS, Unit
@@ -428,10 +428,10 @@ def _make(row: _Row, registry: CollectorRegistry) -> Counter | Gauge | Histogram
     return made
 
 
-def _readings(drift: Mapping[Unit, float], staleness: Mapping[Unit, int | None]) -> dict[Unit, Reading]:
+def _readings(drift: Mapping[Unit, float], staleness: Mapping[Unit, int | None]) -> dict[Unit, DriftReading]:
     """Return drift and staleness of weights, in which spikes are looked for."""
     return {
-        unit: Reading(value, age)
+        unit: DriftReading(value, age)
         for unit, value in drift.items()
         if unit.slot == WEIGHTS and (age := staleness.get(unit)) is not None
     }

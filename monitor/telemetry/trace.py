@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from monitor.background import Writer
+from monitor.background import BackgroundWorker
 from monitor.config.load import Config
 from monitor.distributed import Group
 from monitor.events import (
@@ -44,12 +44,12 @@ from monitor.events import (
     SaveFailedEvent,
     SaveListener,
 )
-from monitor.ledger import Drawn
+from monitor.ledger import PreparedCommit
 from monitor.observe.drift_meter import Signature, drift_ratio
 from monitor.observe.units import LocalUnit, UnitTable, is_moving
-from monitor.telemetry.drift_history import Ladder
+from monitor.telemetry.drift_history import DriftHistory
 from monitor.telemetry.metrics import Metrics
-from monitor.types import Decided, Sizes
+from monitor.types import DecisionResult, Sizes
 from store.errors import StorageError
 from store.names import Unit
 from store.trace import CommitLine, DecisionLine, FailedLine, JobLine, Line, MovedLine, ResumedLine, TracedUnit, to_line
@@ -95,7 +95,7 @@ class TraceWriter:
     def __init__(self, path: Path, metrics: Metrics) -> None:
         self._file = TraceFile(path)
         self._metrics = metrics
-        self._thread: Writer[None] = Writer("driftpoint-trace")
+        self._thread: BackgroundWorker[None] = BackgroundWorker("driftpoint-trace")
         self._waiting = 0
         self._torn = self._over = False
 
@@ -189,7 +189,7 @@ def traced_units(table: UnitTable) -> tuple[TracedUnit, ...]:
     )
 
 
-def decision_line(line: DecisionLine, decided: Decided, begun: bool) -> DecisionLine:
+def decision_line(line: DecisionLine, decided: DecisionResult, begun: bool) -> DecisionLine:
     """``line`` with what was decided, bit for bit as the policy saw it. begun: the save was."""
     index = {one.unit: at for at, one in enumerate(decided.stats)}
     return line.model_copy(
@@ -231,7 +231,7 @@ def moved_line(step: int, steps: Sequence[int], rows: torch.Tensor, places: Sequ
     return MovedLine(step=step, since=since)
 
 
-def committed_sizes(drawn: Drawn) -> Sizes:
+def committed_sizes(drawn: PreparedCommit) -> Sizes:
     """The units that a commit holds anew."""
     manifest = drawn.manifest
     return {
@@ -285,7 +285,7 @@ class _Noted:
     signatures: dict[Unit, Signature] = field(default_factory=dict)
 
 
-class Tracer(SaveListener):
+class TraceRecorder(SaveListener):
     """Follows a job on every rank alike."""
 
     def __init__(self, config: Config, job: TracedJob, group: Group, table: UnitTable, metrics: Metrics) -> None:
@@ -297,7 +297,7 @@ class Tracer(SaveListener):
         self._began, self._started = time.monotonic(), time.time()
         self._epoch = 0
         self._writer: TraceWriter | None = None
-        self._ladder: Ladder | None = None
+        self._ladder: DriftHistory | None = None
         self._units: tuple[Unit, ...] = ()
         self._moving: tuple[Unit, ...] = ()
         self._mine: tuple[Unit, ...] = ()
@@ -309,9 +309,9 @@ class Tracer(SaveListener):
     @override
     def on_attach(self, event: AttachEvent) -> None:
         path, sketched = self._config.trace_path(), self._config.drift.method == "sketch"
-        anchors = self._group.from_first(self._config.trace.anchors if path is not None and sketched else 0)
+        anchors = self._group.broadcast(self._config.trace.anchors if path is not None and sketched else 0)
         if anchors:
-            self._ladder = Ladder(anchors, self._config.drift.width)
+            self._ladder = DriftHistory(anchors, self._config.drift.width)
         if path is not None and self._group.rank == 0:
             self._epoch = event.epoch
             self._writer = TraceWriter(Path(path), self._metrics)
@@ -356,7 +356,7 @@ class Tracer(SaveListener):
         self._untold = frozenset(untold) | self._table.lost
         self._put(lambda: decision_line(line, decided, begun=event.skipped is None))
 
-    def _interval(self, decided: Decided | None) -> int | None:
+    def _interval(self, decided: DecisionResult | None) -> int | None:
         if self._config.every != "auto":
             return self._config.every
         return None if decided is None else decided.interval
@@ -384,7 +384,7 @@ class Tracer(SaveListener):
         places = {unit: place for place, unit in enumerate(self._moving)}
         rows = torch.zeros(len(compared.steps), len(places), 3, dtype=torch.float64)
         rows[:, [places[unit] for unit in self._mine]] = compared.rows
-        total, by_unit = self._group.total(rows), [places.get(unit) for unit in self._units]
+        total, by_unit = self._group.all_reduce_sum(rows), [places.get(unit) for unit in self._units]
         self._put(lambda: moved_line(noted.step, compared.steps, total, by_unit))
 
     @override

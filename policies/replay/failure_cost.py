@@ -182,7 +182,7 @@ Position = tuple[int, float]
 
 
 @dataclass(frozen=True)
-class Stretch:
+class TimelineInterval:
     """From step ``begin`` to ``end`` of an era the store held this; None: no commit."""
 
     era: int
@@ -192,11 +192,11 @@ class Stretch:
 
 
 @dataclass(frozen=True)
-class Course:
+class StoreTimeline:
     """A whole replay. eras: units of each, and how they moved. stretches: in order, without gaps within an era."""
 
     eras: Sequence[tuple[Sequence[TracedUnit], Movement]]
-    stretches: Sequence[Stretch]
+    stretches: Sequence[TimelineInterval]
 
     @property
     def first(self) -> Position | None:
@@ -225,13 +225,13 @@ class Course:
         sums.unprotected = sum(one.end - one.begin for one in self.stretches if one.held is None)
         return sums
 
-    def _after(self, since: Position | None) -> Iterable[Stretch]:
+    def _after(self, since: Position | None) -> Iterable[TimelineInterval]:
         for one in self.stretches:
             begin = one.begin if since is None or one.era > since[0] else max(one.begin, since[1])
             if (since is None or one.era >= since[0]) and begin < one.end:
-                yield Stretch(one.era, begin, one.end, one.held)
+                yield TimelineInterval(one.era, begin, one.end, one.held)
 
 
-def latest_first(courses: Iterable[Course]) -> Position | None:
+def latest_first(courses: Iterable[StoreTimeline]) -> Position | None:
     """Since when all of those that ever commit have a commit. None: none does."""
     return max((one.first for one in courses if one.first is not None), default=None)

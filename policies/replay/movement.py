@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from policies.budget import GROWTH
-from policies.replay.recorded_run import Era, Moment
+from policies.replay.recorded_run import DecisionPoint, RunSegment
 
 Vector = npt.NDArray[np.float64]
 
@@ -68,7 +68,7 @@ class Movement:
         return self._steps[min(bisect_left(self._steps, step), len(self._steps) - 1)]
 
 
-def movement_of(era: Era) -> Movement:
+def movement_of(era: RunSegment) -> Movement:
     """From ``moved`` lines, and from drift against the versions of the recorded run, precision taken off."""
     units = len(era.units)
     found: dict[int, list[tuple[int, float, float]]] = {}
@@ -90,7 +90,7 @@ def movement_of(era: Era) -> Movement:
     return Movement(_filled({step: points for step, points in found.items() if points}, units), still)
 
 
-def _drifts(moment: Moment) -> Iterable[tuple[int, float, int, float]]:
+def _drifts(moment: DecisionPoint) -> Iterable[tuple[int, float, int, float]]:
     """(unit, drift, staleness, error of the version) where all are known; as decided on, or as staged."""
     line, commit = moment.line, moment.commit
     for index, staleness in enumerate(line.staleness):
@@ -102,7 +102,7 @@ def _drifts(moment: Moment) -> Iterable[tuple[int, float, int, float]]:
 
 
 def _from_drift(
-    era: Era, step: int, drifts: Iterable[tuple[int, float, int, float]]
+    era: RunSegment, step: int, drifts: Iterable[tuple[int, float, int, float]]
 ) -> Iterable[tuple[int, float, float]]:
     for index, drift, staleness, error in drifts:
         since = max(step - staleness, era.start) if era.resumed else step - staleness

@@ -38,7 +38,7 @@ _PRETENDED = "observe"
 
 
 @dataclass(frozen=True)
-class Moment:
+class DecisionPoint:
     """A decision, and what became of the save that it began, if it did.
 
     copied: seconds that the next optimizer step waited for copies of that save. commit, failed: neither where nothing
@@ -56,7 +56,7 @@ class Moment:
 
 
 @dataclass(frozen=True)
-class Era:
+class RunSegment:
     """Training without a break: no restart, no resume. Movement is known within one only.
 
     begins: the step at which it begins, if that is known. process: a new one began here, so that the clock starts at
@@ -66,7 +66,7 @@ class Era:
     begins: int | None
     process: bool
     resumed: bool
-    moments: tuple[Moment, ...]
+    moments: tuple[DecisionPoint, ...]
     moved: Mapping[int, MovedLine]
     newest: int | None = None
 
@@ -98,7 +98,7 @@ class Costs:
 class Run:
     """All of it."""
 
-    eras: tuple[Era, ...]
+    eras: tuple[RunSegment, ...]
     seconds: float
     costs: Costs
 
@@ -108,14 +108,14 @@ class Run:
         return self.eras[-1].job.settings
 
     @property
-    def moments(self) -> Sequence[Moment]:
+    def moments(self) -> Sequence[DecisionPoint]:
         """All decisions."""
         return [moment for era in self.eras for moment in era.moments]
 
 
 def run_of(trace: Trace) -> Run:
     """The run that a trace tells of. Incarnations without a decision are left out."""
-    eras: list[Era] = []
+    eras: list[RunSegment] = []
     seconds: dict[float, float] = {}
     before: JobLine | None = None
     for job, lines in incarnations(trace):
@@ -154,7 +154,7 @@ def _fits(line: Line, units: int) -> bool:
     return True
 
 
-def _eras(job: JobLine, lines: Sequence[object], again: bool) -> Iterator[Era]:
+def _eras(job: JobLine, lines: Sequence[object], again: bool) -> Iterator[RunSegment]:
     resumed: ResumedLine | None = None
     held: list[object] = []
     process = not again
@@ -171,33 +171,33 @@ def _decided(lines: Sequence[object]) -> bool:
     return any(isinstance(line, DecisionLine) for line in lines)
 
 
-def _era(job: JobLine, lines: Sequence[object], resumed: ResumedLine | None, process: bool) -> Era:
-    moments: list[Moment] = []
+def _era(job: JobLine, lines: Sequence[object], resumed: ResumedLine | None, process: bool) -> RunSegment:
+    moments: list[DecisionPoint] = []
     under_way: int | None = None
     for line in lines:
         if isinstance(line, DecisionLine):
             if under_way is not None and under_way == len(moments) - 1:
                 last = moments[under_way]
-                moments[under_way] = Moment(last.line, line.copy_wait, last.commit, last.failed)
-            moments.append(Moment(line))
+                moments[under_way] = DecisionPoint(last.line, line.copy_wait, last.commit, last.failed)
+            moments.append(DecisionPoint(line))
             under_way = len(moments) - 1 if moments[-1].saved else under_way
         elif isinstance(line, CommitLine | FailedLine):
             found = _of_step(moments, line.step)
             if found is not None:
                 one = moments[found]
                 committed = line if isinstance(line, CommitLine) else None
-                moments[found] = Moment(one.line, one.copied, committed, committed is None)
+                moments[found] = DecisionPoint(one.line, one.copied, committed, committed is None)
     moved = {line.step: line for line in lines if isinstance(line, MovedLine)}
     begins, newest = (resumed.step, resumed.newest) if resumed else (None, None)
-    return Era(job, begins, process, resumed is not None, tuple(moments), moved, newest)
+    return RunSegment(job, begins, process, resumed is not None, tuple(moments), moved, newest)
 
 
-def _of_step(moments: Sequence[Moment], step: int) -> int | None:
+def _of_step(moments: Sequence[DecisionPoint], step: int) -> int | None:
     """The newest save of a step: one at a time is under way."""
     return next((i for i in range(len(moments) - 1, -1, -1) if moments[i].line.step == step and moments[i].saved), None)
 
 
-def _costs(eras: Sequence[Era]) -> Costs:
+def _costs(eras: Sequence[RunSegment]) -> Costs:
     """An observed run copies and writes nothing, so that nothing is learned of it but what deciding takes."""
     costs = Costs()
     overheads = []
@@ -213,7 +213,7 @@ def _costs(eras: Sequence[Era]) -> Costs:
     return Costs(costs.stall, costs.write, max(0.0, min(overheads, default=0.0)))
 
 
-def chosen(moments: Sequence[Moment], every: int | None) -> list[Moment]:
+def chosen(moments: Sequence[DecisionPoint], every: int | None) -> list[DecisionPoint]:
     """The moments nearest to the multiples of ``every``, the later of two equally near, and those that were forced.
 
     None: all of them. Where the trace is coarser than ``every``, all of them too."""
@@ -225,7 +225,7 @@ def chosen(moments: Sequence[Moment], every: int | None) -> list[Moment]:
     return [moment for i, moment in enumerate(moments) if i in nearest or moment.line.forced]
 
 
-def widest(moments: Sequence[Moment]) -> int | None:
+def widest(moments: Sequence[DecisionPoint]) -> int | None:
     """The most steps between two of them; None where there are fewer than two."""
     steps = [moment.line.step for moment in moments]
     return max((later - step for step, later in itertools.pairwise(steps)), default=None)

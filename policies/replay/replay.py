@@ -20,10 +20,10 @@ from policies.base import Budget, Decision, History, UnitStats
 from policies.bounds import forced, hurried, incomplete
 from policies.builtin import Fallback
 from policies.encodings import expected_bytes, expected_error
-from policies.replay.failure_cost import Course, Held, Stretch
+from policies.replay.failure_cost import Held, StoreTimeline, TimelineInterval
 from policies.replay.movement import Movement, movement_of
-from policies.replay.recorded_run import Era, Moment, Run, chosen
-from policies.replay.state import Made, Pending, Plan, Replayed, State, Version
+from policies.replay.recorded_run import DecisionPoint, Run, RunSegment, chosen
+from policies.replay.state import Pending, ReplayedSave, ReplayPlan, ReplayResult, ReplayState, Version
 from policies.validation import Failure, failure_of
 from store.names import Unit
 
@@ -31,37 +31,37 @@ _OUTSIDE = frozenset({"disagree", "unsupported", "fenced", "storage"})
 """Why no save began, where that is no matter of policy."""
 
 
-def replay(run: Run, plan: Plan) -> Replayed:
+def replay(run: Run, plan: ReplayPlan) -> ReplayResult:
     """Replay it. Deterministic."""
     return _Replay(run, plan).result()
 
 
 class _Replay:
-    def __init__(self, run: Run, plan: Plan) -> None:
+    def __init__(self, run: Run, plan: ReplayPlan) -> None:
         self._run = run
         self._plan = plan
         self._costs = plan.costs or run.costs
         self._sees_all = plan.policy.needs_drift or plan.sees_all
-        self._state = State()
+        self._state = ReplayState()
         self._now = 0.0
         self._account = plan.account(lambda: self._now)
-        self._made: list[Made] = []
-        self._committed: list[Made] = []
+        self._made: list[ReplayedSave] = []
+        self._committed: list[ReplayedSave] = []
         self._failures: list[Failure] = []
-        self._stretches: list[Stretch] = []
+        self._stretches: list[TimelineInterval] = []
         self._movements: list[Movement] = []
 
-    def result(self) -> Replayed:
+    def result(self) -> ReplayResult:
         for number, era in enumerate(self._run.eras):
             self._begin_era(era, first=number == 0)
             _EraReplay(self, era, number).run()
             self._end_era(era, self._run.eras[number + 1] if number + 1 < len(self._run.eras) else None)
         eras = tuple((era.units, movement) for era, movement in zip(self._run.eras, self._movements, strict=True))
-        course = Course(eras, tuple(self._stretches))
+        course = StoreTimeline(eras, tuple(self._stretches))
         made, committed, failures = tuple(self._made), tuple(self._committed), tuple(self._failures)
-        return Replayed(self._plan, made, committed, course, self._state.on_path, failures)
+        return ReplayResult(self._plan, made, committed, course, self._state.on_path, failures)
 
-    def _begin_era(self, era: Era, first: bool) -> None:
+    def _begin_era(self, era: RunSegment, first: bool) -> None:
         state = self._state
         line = era.moments[0].line
         if era.process:
@@ -75,12 +75,12 @@ class _Replay:
         else:
             state.durable, state.durable_newest = dict(state.versions), state.newest
 
-    def _end_era(self, era: Era, following: Era | None) -> None:
+    def _end_era(self, era: RunSegment, following: RunSegment | None) -> None:
         pending, self._state.pending = self._state.pending, None
         if pending is not None and not pending.failed and self._lasts(pending, era, following):
             self._commit(pending)
 
-    def _lasts(self, pending: Pending, era: Era, following: Era | None) -> bool:
+    def _lasts(self, pending: Pending, era: RunSegment, following: RunSegment | None) -> bool:
         """Whether the save that is under way when an era ends becomes durable.
 
         The trace tells of a commit when training learns of it: of the last save of a job that was killed it may not,
@@ -106,7 +106,7 @@ class _Replay:
 class _EraReplay:
     """One era of a replay."""
 
-    def __init__(self, owner: _Replay, era: Era, number: int) -> None:
+    def __init__(self, owner: _Replay, era: RunSegment, number: int) -> None:
         self._owner = owner
         self._era = era
         self._number = number
@@ -137,31 +137,31 @@ class _EraReplay:
 
     def _between(self, begin: float, end: float) -> None:
         if begin < end:
-            self._owner._stretches.append(Stretch(self._number, begin, end, self._held()))
+            self._owner._stretches.append(TimelineInterval(self._number, begin, end, self._held()))
 
-    def _decide(self, moment: Moment) -> None:
+    def _decide(self, moment: DecisionPoint) -> None:
         line, account, state = moment.line, self._owner._account, self._state
         if self._copied:
             account.stalled(self._copied)
             self._copied = 0.0
         if not self._settled(moment):
-            self._add(Made(line.step, line.seconds, None, (), {}, "busy"), moment)
+            self._add(ReplayedSave(line.step, line.seconds, None, (), {}, "busy"), moment)
             return
         if line.skipped in _OUTSIDE:
-            self._add(Made(line.step, line.seconds, None, (), {}, line.skipped), moment)
+            self._add(ReplayedSave(line.step, line.seconds, None, (), {}, line.skipped), moment)
             return
         stats = self._stats(moment)
         budget = self._offer(moment, stats)
         decision = self._select(stats, budget, moment)
         saved = {unit: choice.encoding for unit, choice in decision.choices.items() if choice.encoding is not None}
         skipped = "withheld" if incomplete(stats, decision) else None if saved else "nothing"
-        made = Made(line.step, line.seconds, budget.bytes, stats, {} if skipped else saved, skipped)
+        made = ReplayedSave(line.step, line.seconds, budget.bytes, stats, {} if skipped else saved, skipped)
         if skipped is None:
             made = self._save(made, moment)
         state.on_path = state.on_path and self._as_recorded(made, moment)
         self._add(made, moment)
 
-    def _settled(self, moment: Moment) -> bool:
+    def _settled(self, moment: DecisionPoint) -> bool:
         """Whether no save is under way any more; what was, is committed."""
         state, pending, line = self._state, self._state.pending, moment.line
         if pending is None:
@@ -175,7 +175,7 @@ class _EraReplay:
             self._owner._commit(pending)
         return True
 
-    def _stats(self, moment: Moment) -> tuple[UnitStats, ...]:
+    def _stats(self, moment: DecisionPoint) -> tuple[UnitStats, ...]:
         state, line = self._state, moment.line
         names = [unit.unit for unit in self._era.units]
         self._note_changes(moment, names)
@@ -216,7 +216,7 @@ class _EraReplay:
             )
         return tuple(shown)
 
-    def _note_changes(self, moment: Moment, names: Sequence[Unit]) -> None:
+    def _note_changes(self, moment: DecisionPoint, names: Sequence[Unit]) -> None:
         """Units whose set of parameters changed at this decision are no more what any version before holds."""
         state, now = self._state, frozenset(names[index] for index in moment.line.changed)
         for unit in now - state.changed:
@@ -227,15 +227,15 @@ class _EraReplay:
         found = self._state.versions.get(unit)
         return None if found is None or found.step > step else found
 
-    def _recorded_drift(self, moment: Moment, index: int, version: Version) -> float | None:
+    def _recorded_drift(self, moment: DecisionPoint, index: int, version: Version) -> float | None:
         return moment.line.drift[index] if self._is_recorded(moment, index, version) else None
 
-    def _untold(self, moment: Moment, index: int, version: Version) -> bool:
+    def _untold(self, moment: DecisionPoint, index: int, version: Version) -> bool:
         """Nobody knew how far the unit was: the job went on from memory, and this version is of before that."""
         before = self._era.resumed and version.step <= self._era.start
         return before and self._is_recorded(moment, index, version) and moment.line.drift[index] is None
 
-    def _is_recorded(self, moment: Moment, index: int, version: Version) -> bool:
+    def _is_recorded(self, moment: DecisionPoint, index: int, version: Version) -> bool:
         """Whether this is the version that the recorded run had then."""
         line = moment.line
         if index >= len(line.drift) or index >= len(line.staleness):
@@ -244,7 +244,7 @@ class _EraReplay:
         found = None if staleness is None else (line.step - staleness, line.encoding[index])
         return found == (version.step, version.encoding)
 
-    def _offer(self, moment: Moment, stats: tuple[UnitStats, ...]) -> Budget:
+    def _offer(self, moment: DecisionPoint, stats: tuple[UnitStats, ...]) -> Budget:
         account = self._owner._account
         if not account.limited:
             return Budget()
@@ -254,7 +254,7 @@ class _EraReplay:
             return Budget(moment.line.offered)
         return Budget(None if offered == math.inf else offered)
 
-    def _select(self, stats: tuple[UnitStats, ...], budget: Budget, moment: Moment) -> Decision:
+    def _select(self, stats: tuple[UnitStats, ...], budget: Budget, moment: DecisionPoint) -> Decision:
         line = moment.line
         history = History(line.step, self._state.commits, line.interval if self._plan.varying else None)
         decision = self._asked(stats, budget, history)
@@ -274,7 +274,7 @@ class _EraReplay:
         fallback = Fallback(policy.name, failure)
         return fallback.named(self._plan.bounded(fallback).select(stats, budget, history))
 
-    def _save(self, made: Made, moment: Moment) -> Made:
+    def _save(self, made: ReplayedSave, moment: DecisionPoint) -> ReplayedSave:
         account, state = self._owner._account, self._state
         shown = {one.unit: one for one in made.stats}
         expected = sum(expected_bytes(shown[unit], encoding) for unit, encoding in made.saved.items())
@@ -295,7 +295,9 @@ class _EraReplay:
         state.pending = Pending(made, kept, moment.line.seconds + took, failed)
         return made
 
-    def _stored(self, made: Made, moment: Moment, shown: Mapping[Unit, UnitStats]) -> dict[Unit, Version]:
+    def _stored(
+        self, made: ReplayedSave, moment: DecisionPoint, shown: Mapping[Unit, UnitStats]
+    ) -> dict[Unit, Version]:
         sizes = moment.commit.sizes if moment.commit is not None and self._plan.same_sizes else {}
         found = {}
         for index, traced in enumerate(self._era.units):
@@ -316,25 +318,25 @@ class _EraReplay:
             )
         return found
 
-    def _dropped(self, moment: Moment) -> set[str]:
+    def _dropped(self, moment: DecisionPoint) -> set[str]:
         """Layers that are not finite, so that they are left out where they are saved nevertheless."""
         return {self._era.units[index].layer for index in (*moment.line.sick, *self._found_sick(moment))}
 
-    def _found_sick(self, moment: Moment) -> set[int]:
+    def _found_sick(self, moment: DecisionPoint) -> set[int]:
         """Units that turned out not to be finite only while they were saved."""
         commit = moment.commit
         return set() if commit is None else {index for index in moment.line.saved if index not in commit.sizes}
 
-    def _same_save(self, made: Made, moment: Moment) -> bool:
+    def _same_save(self, made: ReplayedSave, moment: DecisionPoint) -> bool:
         if not moment.saved:
             return False
         names = self._era.units
         return {names[index].unit: encoding for index, encoding in moment.line.saved.items()} == dict(made.saved)
 
-    def _as_recorded(self, made: Made, moment: Moment) -> bool:
+    def _as_recorded(self, made: ReplayedSave, moment: DecisionPoint) -> bool:
         return self._same_save(made, moment) if moment.saved else not made.saved
 
-    def _add(self, made: Made, moment: Moment) -> None:
+    def _add(self, made: ReplayedSave, moment: DecisionPoint) -> None:
         """Charge the stall of a decision. A recorded one where the decision came out as recorded."""
         line, costs = moment.line, self._owner._costs
         if self._plan.costs is None and self._as_recorded(made, moment):
@@ -345,7 +347,7 @@ class _EraReplay:
         self._owner._account.stalled(stall)
         self._owner._made.append(replace(made, stall=stall + self._copied))
 
-    def _expose(self, moment: Moment, then: Moment, deciding: bool) -> None:
+    def _expose(self, moment: DecisionPoint, then: DecisionPoint, deciding: bool) -> None:
         """The steps up to the next recorded decision: what a failure would find, before and after the save is durable.
 
         deciding: this configuration decides there too."""

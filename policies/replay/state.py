@@ -15,14 +15,14 @@ from functools import cached_property
 
 from policies.accounting import Account
 from policies.base import Policy, UnitStats
-from policies.replay.failure_cost import Course, Exposure, Position
-from policies.replay.recorded_run import Costs, Era
+from policies.replay.failure_cost import Exposure, Position, StoreTimeline
+from policies.replay.recorded_run import Costs, RunSegment
 from policies.validation import Failure
 from store.names import WEIGHTS, Unit
 
 
 @dataclass(frozen=True)
-class Plan:
+class ReplayPlan:
     """What is replayed. policy: bounded, and never one that only observes. account: empty, for a clock.
 
     every: steps between decisions; None: all recorded ones. same_offers: its budget is the recorded one. same_sizes:
@@ -45,7 +45,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Made:
+class ReplayedSave:
     """One decision of a replay. written: bytes of its save, once committed. stall: seconds, copies included."""
 
     step: int
@@ -60,16 +60,16 @@ class Made:
 
 
 @dataclass(frozen=True)
-class Replayed:
+class ReplayResult:
     """A whole replay. committed: saves that became durable. as_recorded: every decision came out as recorded.
     failures: of the policy, at so many decisions.
 
     since: from where on a failure is looked at; None: from the first commit."""
 
-    plan: Plan
-    made: tuple[Made, ...]
-    committed: tuple[Made, ...]
-    course: Course = field(compare=False)
+    plan: ReplayPlan
+    made: tuple[ReplayedSave, ...]
+    committed: tuple[ReplayedSave, ...]
+    course: StoreTimeline = field(compare=False)
     as_recorded: bool
     failures: tuple[Failure, ...] = ()
     since: Position | None = None
@@ -79,7 +79,7 @@ class Replayed:
         """What a failure finds, from ``since`` on."""
         return self.course.exposure(self.since)
 
-    def seen_from(self, since: Position | None) -> Replayed:
+    def seen_from(self, since: Position | None) -> ReplayResult:
         """The same, of which a failure is looked at from there on."""
         return self if since == self.since else replace(self, since=since)
 
@@ -114,14 +114,14 @@ class Version:
 class Pending:
     """The save under way: what it stores, when it is durable (seconds of the run's clock), whether it is going to."""
 
-    made: Made
+    made: ReplayedSave
     versions: Mapping[Unit, Version]
     done_at: float
     failed: bool
 
 
 @dataclass
-class State:
+class ReplayState:
     """versions, commits, newest: as live decisions know them. durable: as a failure finds them, which is earlier.
 
     on_path: every decision came out as recorded. changes: how often each unit's set of parameters changed; changed:
@@ -137,14 +137,14 @@ class State:
     changes: dict[Unit, int] = field(default_factory=dict)
     changed: frozenset[Unit] = frozenset()
 
-    def begin(self, era: Era) -> None:
+    def begin(self, era: RunSegment) -> None:
         """With what the recorded run began with."""
         commits = era.moments[0].line.commits
         self.versions, self.commits = adopted(era), commits
         self.newest = max((one.step for one in self.versions.values()), default=era.newest if commits else None)
         self.durable, self.durable_newest = dict(self.versions), self.newest
 
-    def resume(self, era: Era, goes_back: bool) -> None:
+    def resume(self, era: RunSegment, goes_back: bool) -> None:
         """The job stands where the recorded one stood then. Where a composite is resumed before its newest step, what
         moves counts as not saved, as live: the next save is full."""
         back = self._returns(goes_back) if not self.on_path else (era.newest or era.start) > era.start
@@ -167,7 +167,7 @@ class State:
         return min(steps, key=lambda step: (abs(step - effective), step)) < newest
 
 
-def adopted(era: Era) -> dict[Unit, Version]:
+def adopted(era: RunSegment) -> dict[Unit, Version]:
     """The versions that the recorded run began with."""
     line = era.moments[0].line
     found = {}

@@ -49,7 +49,7 @@ def chunked(values: Values) -> Iterator[Values]:
         yield values[start : start + CHUNK]
 
 
-def cut(encoded: Bytes, encoding: Encoding, numel: int, dtype: str) -> Iterator[Bytes]:
+def split_chunks(encoded: Bytes, encoding: Encoding, numel: int, dtype: str) -> Iterator[Bytes]:
     """The encoded chunks of a whole encoded fragment, as views. ValueError if the size does not fit."""
     if encoded.size != encoding.stored_bytes(numel, dtype):
         raise ValueError(f"{encoded.size} bytes are not {numel} elements of {dtype} stored as {encoding.name}")

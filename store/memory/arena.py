@@ -35,7 +35,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from store.errors import MissingError, StorageError
-from store.memory.index import SnapshotKey, look, snapshot_key, strangers, version_in
+from store.memory.index import SnapshotKey, foreign_snapshots, scan_node, snapshot_key, version_in
 from store.memory.layout import BRANCHES, SLOTS, Generation, Tier, VersionRecord
 from store.memory.limits import reserve
 from store.names import SaveId
@@ -151,8 +151,8 @@ class Arena:
         self._slots = SLOTS[:versions]
         self._maps: dict[int, mmap.mmap] = {}
         # Asked once, while the job begins: a store may hang later, and training is not to hang with it.
-        node = look(tier)
-        self._strange = set() if files is None else strangers(node, files)
+        node = scan_node(tier)
+        self._strange = set() if files is None else foreign_snapshots(node, files)
         # What a later incarnation has is never ours to take, also where this process slept and that one is dead.
         self._earlier = tuple(one for one in tier.generations() if one.epoch < epoch)
         if files is not None:  # who lives and has no version yet does not say whose it is

@@ -46,7 +46,7 @@ from store.storage.local import Files
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldSnapshot:
     """One rank's share of a version, on this node."""
 
     record: VersionRecord
@@ -59,16 +59,16 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Node:
+class NodeIndex:
     """What this node holds of one store. problems: what is there and cannot be believed.
 
     others: of saves and ranks that are among ``versions``, too: jobs on copies of the store name theirs alike."""
 
-    versions: Mapping[SaveId, Mapping[int, Held]]
+    versions: Mapping[SaveId, Mapping[int, HeldSnapshot]]
     problems: tuple[str, ...] = ()
-    others: tuple[Held, ...] = ()
+    others: tuple[HeldSnapshot, ...] = ()
 
-    def everything(self) -> Iterator[Held]:
+    def everything(self) -> Iterator[HeldSnapshot]:
         """Whatever is there."""
         for held in self.versions.values():
             yield from held.values()
@@ -80,11 +80,11 @@ class Node:
         return max(self.versions, default=None)
 
 
-def look(tier: Tier) -> Node:
+def scan_node(tier: Tier) -> NodeIndex:
     """What there is. StorageError where the folder is not this user's own."""
-    versions: dict[SaveId, dict[int, Held]] = {}
+    versions: dict[SaveId, dict[int, HeldSnapshot]] = {}
     problems: list[str] = []
-    others: list[Held] = []
+    others: list[HeldSnapshot] = []
     for place in tier.generations():
         for rank in place.ranks():
             for slot in SLOTS:
@@ -97,7 +97,7 @@ def look(tier: Tier) -> Node:
                     continue
                 if versions.setdefault(held.record.save, {}).setdefault(rank, held) is not held:
                     others.append(held)
-    return Node(versions, tuple(problems), tuple(others))
+    return NodeIndex(versions, tuple(problems), tuple(others))
 
 
 def version_in(place: Generation, rank: int, slot: int) -> SaveId | None:
@@ -108,10 +108,10 @@ def version_in(place: Generation, rank: int, slot: int) -> SaveId | None:
         return None
 
 
-def _held(place: Generation, rank: int, slot: int) -> Held:
+def _held(place: Generation, rank: int, slot: int) -> HeldSnapshot:
     path, payload = place.record(rank, slot), place.payload(rank, slot)
     record = parse_record(read_whole(path, RECORD_LIMIT), str(path))
-    held = Held(record, payload)
+    held = HeldSnapshot(record, payload)
     parse_part(held.part, place.tier.store_id, record.save, rank)
     try:
         nbytes = payload.lstat().st_size
@@ -135,7 +135,7 @@ Piece = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
-class Share:
+class RankShare:
     """What one node tells the others of one version: plain bytes. parts: rank -> its part. head: rank 0's."""
 
     parts: Mapping[int, bytes]
@@ -161,14 +161,14 @@ class MemoryVersion:
         return self.manifest.save
 
 
-def share_of(held: Mapping[int, Held]) -> Share:
+def rank_share(held: Mapping[int, HeldSnapshot]) -> RankShare:
     """What this node has of a version."""
     first = held.get(0)
     head = None if first is None or first.record.head is None else to_bytes(first.record.head)
-    return Share({rank: one.part for rank, one in held.items()}, head)
+    return RankShare({rank: one.part for rank, one in held.items()}, head)
 
 
-def assembled(save: SaveId, shares: Iterable[Share], node: Node) -> MemoryVersion:
+def assembled(save: SaveId, shares: Iterable[RankShare], node: NodeIndex) -> MemoryVersion:
     """The version that the shares of all nodes make up. DamagedError where they do not make one."""
     parts: dict[int, bytes] = {}
     head: ManifestRecord | None = None
@@ -244,17 +244,17 @@ SnapshotKey = tuple[Path, int]
 """Where one rank's memory is: the folder, and the rank."""
 
 
-def of_store(node: Node, files: Files) -> Node:
+def belonging_to(node: NodeIndex, files: Files) -> NodeIndex:
     """The same, without what is not of this store. StorageError."""
-    strange = strangers(node, files)
-    versions: dict[SaveId, dict[int, Held]] = {}
+    strange = foreign_snapshots(node, files)
+    versions: dict[SaveId, dict[int, HeldSnapshot]] = {}
     for held in node.everything():
         if snapshot_key(held) not in strange:
             versions.setdefault(held.record.save, {}).setdefault(held.record.part.rank, held)
-    return Node(versions, node.problems)
+    return NodeIndex(versions, node.problems)
 
 
-def strangers(node: Node, files: Files) -> set[SnapshotKey]:
+def foreign_snapshots(node: NodeIndex, files: Files) -> set[SnapshotKey]:
     """Memory of incarnations that are not of this store: of a copy's, or of what it was before it was put back.
 
     An incarnation goes by the token of its claim and not by the folder: jobs on copies that begin at the same moment
@@ -270,12 +270,12 @@ def strangers(node: Node, files: Files) -> set[SnapshotKey]:
     return {snapshot_key(held) for held in there if held.record.claim in claims}
 
 
-def snapshot_key(held: Held) -> SnapshotKey:
+def snapshot_key(held: HeldSnapshot) -> SnapshotKey:
     """Where it lies."""
     return held.payload.parent, held.record.part.rank
 
 
-def _continues_nothing(held: Held, newest: SaveId | None, files: Files) -> bool:
+def _continues_nothing(held: HeldSnapshot, newest: SaveId | None, files: Files) -> bool:
     """Whether it continues a commit that was there and is not any more, though nothing newer is: then it was not
     pruned."""
     head = held.record.head
@@ -315,7 +315,7 @@ _COPIES = 8
 """Places of one identity that are: a store and copies of it."""
 
 
-class Seen:
+class SeenStore:
     """By store id. One process writes: the daemon."""
 
     def __init__(self, base: Path) -> None:

@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 
 from store.errors import MissingError, StorageError
-from store.fragments import Foresight
+from store.fragments import ReadPlan
 from store.layout import MANIFESTS, manifest_path, part_path, payload_path, segment_dir
 from store.memory.index import MemoryVersion
 from store.schema import ManifestRecord, to_bytes
@@ -84,8 +84,8 @@ class Overlay:
         self.read_payload(self._ranks[path], offset, target)
 
     def expect(self, path: str, offset: int, nbytes: int) -> None:
-        """See :class:`store.fragments.Foresight`; what is in memory need not be fetched."""
-        if path not in self._ranks and isinstance(self._below, Foresight):
+        """See :class:`store.fragments.ReadPlan`; what is in memory need not be fetched."""
+        if path not in self._ranks and isinstance(self._below, ReadPlan):
             self._below.expect(path, offset, nbytes)
 
     def read_payload(self, rank: int, offset: int, target: memoryview) -> None:

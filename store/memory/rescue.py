@@ -45,7 +45,7 @@ from store.errors import (
 )
 from store.layout import MANIFESTS, manifest_path, part_path, payload_path, segment_dir
 from store.memory.arena import Owner, is_owned
-from store.memory.index import Held, MemoryVersion, assembled, look, of_store, share_of
+from store.memory.index import HeldSnapshot, MemoryVersion, assembled, belonging_to, rank_share, scan_node
 from store.memory.layout import Tier, require_own
 from store.memory.overlay import Overlay
 from store.names import SaveId
@@ -275,7 +275,7 @@ def rescue(
     return manifest
 
 
-def owner_of(tier: Tier, rank: int, held: Held) -> Path:
+def owner_of(tier: Tier, rank: int, held: HeldSnapshot) -> Path:
     """What the process that keeps a version holds locked as long as it lives."""
     epoch, _, branch = held.payload.parent.name.partition(".")
     return tier.generation(int(epoch), int(branch or 0)).owner(rank)
@@ -301,7 +301,7 @@ class _Watch:
 
 
 def _rescue_newest(tier: Tier, catalog: Catalog, aborted: Callable[[], bool]) -> Rescued:
-    node, newest = of_store(look(tier), catalog.files), next(iter(catalog.saves()), None)
+    node, newest = belonging_to(scan_node(tier), catalog.files), next(iter(catalog.saves()), None)
     newer = sorted((save for save in node.versions if newest is None or save > newest), reverse=True)
     incomplete, damaged = [], list(node.problems)
     for save in newer:
@@ -312,7 +312,7 @@ def _rescue_newest(tier: Tier, catalog: Catalog, aborted: Callable[[], bool]) ->
             incomplete.append(f"version {save}: {missing}")
             continue
         try:
-            version = assembled(save, [share_of(held)], node)
+            version = assembled(save, [rank_share(held)], node)
             manifest = rescue(catalog.files, catalog, version, aborted=aborted)
         except DamagedError as error:
             damaged.append(str(error))
@@ -327,7 +327,7 @@ def _rescue_newest(tier: Tier, catalog: Catalog, aborted: Callable[[], bool]) ->
     return Rescued(NOTHING, f"memory holds {there}, and the newest commit of the store is {newest or 'none'}")
 
 
-def _missing(held: Mapping[int, Held]) -> str | None:
+def _missing(held: Mapping[int, HeldSnapshot]) -> str | None:
     """Which of its ranks were not on this node: replicas are of ranks that may live, which only their nodes know."""
     world_size = next(iter(held.values())).record.part.world_size
     lacking = sorted(set(range(world_size)) - {rank for rank, one in held.items() if not one.record.replica})
@@ -346,7 +346,7 @@ def _locked(tier: Tier) -> Owner:
         raise StoreInUseError(f"another rescue of it is under way on this node, wait for its end: {error}") from error
 
 
-def _require_dead(tier: Tier, held: Mapping[int, Held]) -> None:
+def _require_dead(tier: Tier, held: Mapping[int, HeldSnapshot]) -> None:
     for rank, one in held.items():
         if is_owned(owner_of(tier, rank, one)):
             raise StoreInUseError(f"rank {rank} of the job that keeps version {one.record.save} lives: it saves itself")

@@ -183,7 +183,7 @@ class LocalFiles:
             _fill(descriptor, offset, target, self.root / path)
 
     def expect(self, path: str, offset: int, nbytes: int) -> None:
-        """See :class:`store.fragments.Foresight`: the kernel reads it into the page cache."""
+        """See :class:`store.fragments.ReadPlan`: the kernel reads it into the page cache."""
         with suppress(StorageError, DamagedError), self._opened(path) as descriptor:
             os.posix_fadvise(descriptor, offset, nbytes, os.POSIX_FADV_WILLNEED)
 

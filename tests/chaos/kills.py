@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from store.daemon_protocol import AskStatus, AskStop, Report, asked
+from store.daemon_protocol import AskStatus, AskStop, Report, query_daemon
 from store.errors import DriftpointError
 from tests.chaos.victims import DAEMON_VICTIMS, VICTIMS, Target, gone
 from tests.support.launch import ENVIRONMENT, ROOT
@@ -105,7 +105,7 @@ class Chaos:
         assert len([one for one in _read(diary) if one["kind"] == "end"]) == self.ranks
         if self.daemon:
             with suppress(DriftpointError):  # it was killed, and nobody needed another one
-                asked(self.shared, AskStop(), 10.0)
+                query_daemon(self.shared, AskStop(), 10.0)
         left = [str(path) for path in self.shared.rglob("rank-*")]
         assert not left, self._said(self.rounds, f"left in shared memory: {left}")
 
@@ -207,7 +207,7 @@ class Chaos:
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
             with suppress(DriftpointError):
-                found = asked(self.shared, AskStatus(), 5.0)
+                found = query_daemon(self.shared, AskStatus(), 5.0)
                 if isinstance(found, Report):
                     return found.pid
             time.sleep(0.02)

@@ -16,8 +16,8 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from monitor.adapters import adapter_for
-from monitor.adapters.base import Adapter, Place
-from monitor.adapters.fsdp2 import ShardedInventory
+from monitor.adapters.base import Adapter, FragmentPlace
+from monitor.adapters.fsdp2 import ShardedModuleTensors
 from monitor.adapters.module_tensors import dtype_name
 from monitor.run_state import UserState, to_tree
 from store.errors import UnsupportedError
@@ -123,7 +123,7 @@ def put(adapter: Adapter, state: State) -> None:
     adapter.check_run_state(state[1])
     adapter.prepare_load(slots)
     held = adapter.held()
-    assert {Place(piece.fragment, piece.tensor.dtype) for piece in held} == foretold
+    assert {FragmentPlace(piece.fragment, piece.tensor.dtype) for piece in held} == foretold
     with torch.no_grad():
         for piece in held:
             piece.tensor.copy_(state[0][piece.fragment])
@@ -219,7 +219,7 @@ def test_state_of_one_fits_any_other(source: str, target: str) -> None:
 def test_a_module_put_in_later_is_seen_sharded_too() -> None:
     """What is gathered is rounded to the dtype of computing."""
     net = fully_shard(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)))
-    inventory = ShardedInventory(net)
+    inventory = ShardedModuleTensors(net)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     net[1] = fully_shard(nn.Linear(6, 6), mp_policy=policy, reshard_after_forward=False)
     with torch.no_grad():

@@ -16,7 +16,7 @@ from monitor.save import torch_codecs as encoders
 from store.encoding import BLOCK, CHUNK, ENCODINGS, INT8_SQRT_BLOCK, RAW, Encoding, ValuesError, chunk_sizes
 from store.encoding.base import PIECE, lanes_bytes
 from store.encoding.compression import frame_bound, pack_chunk, packed_bound, unpack_chunk
-from store.encoding.stream import Packing, Read, Stored, chunked, cut, decoded, encoded
+from store.encoding.stream import Packing, Read, Stored, chunked, decoded, encoded, split_chunks
 from store.errors import DamagedError
 
 Floats = NDArray[np.float32]
@@ -68,7 +68,7 @@ def encode_all(encoding: Encoding, values: Floats) -> NDArray[np.uint8]:
 
 
 def decode_all(encoding: Encoding, data: NDArray[np.uint8], numel: int) -> Floats:
-    chunks = zip(cut(data, encoding, numel, "F32"), chunk_sizes(numel), strict=True)
+    chunks = zip(split_chunks(data, encoding, numel, "F32"), chunk_sizes(numel), strict=True)
     return np.concatenate([np.zeros(0, "<f4"), *(encoding.decode(chunk, n, "F32").view("<f4") for chunk, n in chunks)])
 
 

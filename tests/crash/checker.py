@@ -21,7 +21,7 @@ from store.catalog import Catalog, open_catalog
 from store.errors import DamagedError, NothingToResumeError
 from store.fragments import FragmentIndex, FragmentReader, Source
 from store.names import RAW, Fragment, SaveId, Unit
-from store.resolve import Bad, Resolution, Version, newest_resumable, resolve
+from store.resolve import RejectedVersion, Resolution, Version, newest_resumable, resolve
 from store.segment import read_entry, read_leaves
 from store.state_tree import decode
 from store.storage.local import Files
@@ -66,14 +66,14 @@ class Reading:
 
 
 class _Hit(Exception):
-    def __init__(self, bad: Bad, why: str) -> None:
+    def __init__(self, bad: RejectedVersion, why: str) -> None:
         self.bad = bad
         self.why = why
 
 
 def read_newest(catalog: Catalog) -> Reading:
     """What a resume does: pick, read, and where bytes are bad pick again. NothingToResumeError where it cannot."""
-    bad: dict[Bad, str] = {}
+    bad: dict[RejectedVersion, str] = {}
     while True:
         resolution, passed_over = newest_resumable(catalog, bad.keys())
         try:
@@ -204,7 +204,7 @@ def _read(catalog: Catalog, resolution: Resolution, reported: tuple[str, ...]) -
             for _, part in sorted(resolution.run_parts.items())
         )
     except DamagedError as error:
-        raise _Hit(Bad(resolution.manifest.save), str(error)) from error
+        raise _Hit(RejectedVersion(resolution.manifest.save), str(error)) from error
     versions = {unit: version.save for unit, version in resolution.versions.items()}
     return Reading(resolution.manifest.save, versions, tensors, states, reported)
 
@@ -234,4 +234,4 @@ def _read_fragment(catalog: Catalog, source: Source) -> bytes:
             return data
         return b"".join(chunk.tobytes() for chunk in reader.chunks())
     except DamagedError as error:
-        raise _Hit(Bad(reader.at_fault, entry.unit), str(error)) from error
+        raise _Hit(RejectedVersion(reader.at_fault, entry.unit), str(error)) from error

@@ -18,10 +18,10 @@ import torch
 import monitor.memory.snapshot
 import monitor.memory.tier
 import store.segment
-from monitor.save.staging import Copying
+from monitor.save.staging import AsyncCopy
 from store.errors import DamagedError, StoreError
 from store.memory.arena import Arena
-from store.memory.index import look
+from store.memory.index import scan_node
 from store.names import SaveId
 from tests.support.jobs import Job, same
 from tests.support.kept import memory, tier_of
@@ -40,7 +40,7 @@ def arena(tmp_path: Path) -> None:
             data = content(SaveId(step, 1), 0)
             for end in range(0, NBYTES, NBYTES // 4):
                 one.write_at((step + 1) % 2, 0, data[:end])
-                assert set(look(tier).versions) == set(whole(tier)), "a record of what is being written over"
+                assert set(scan_node(tier).versions) == set(whole(tier)), "a record of what is being written over"
                 assert max(whole(tier), default=None) == SaveId(step - 1, 1)
             keep(one, (step + 1) % 2, SaveId(step, 1))
     finally:
@@ -66,7 +66,7 @@ def exact(tmp_path: Path) -> None:
                     parameter.add_(0.5)
             settled(one)
             if step > 1:  # before the first optimizer step it is not known what there is to keep
-                save = max(look(tier_of(tmp_path / "store")).versions, default=None)
+                save = max(scan_node(tier_of(tmp_path / "store")).versions, default=None)
                 assert save == SaveId(step, 1)
                 assert same(state_in(tmp_path / "store", save), kept[step])
     finally:
@@ -84,7 +84,7 @@ def flips(tmp_path: Path) -> None:
         settled(one)
     kept = one.weights()
     abandoned(one)
-    held = look(tier_of(path)).versions[SaveId(7, 1)][0]
+    held = scan_node(tier_of(path)).versions[SaveId(7, 1)][0]
     data = bytearray(held.payload.read_bytes())
     data[held.record.part.entries[0].offset] ^= 1
     held.payload.write_bytes(data)
@@ -115,10 +115,10 @@ def _into_first(real: Any) -> Any:
 
 def do_not_wait_for_the_copies(patch: pytest.MonkeyPatch) -> None:
     """The record before the copy is complete: hashes of what is there by then."""
-    real = monitor.memory.snapshot.remember
+    real = monitor.memory.snapshot.seal_snapshot
 
     def remember(version: Any) -> float:
-        return real(replace(version, copying=Copying()))
+        return real(replace(version, copying=AsyncCopy()))
 
     patch.setattr(monitor.memory.tier, "remember", remember)
 
@@ -126,8 +126,8 @@ def do_not_wait_for_the_copies(patch: pytest.MonkeyPatch) -> None:
 def do_not_wait_before_the_update(patch: pytest.MonkeyPatch) -> None:
     """The optimizer does not wait for the copies, and nobody asks whether they are torn."""
     patch.setattr(monitor.memory.tier.MemoryTier, "_before_update", lambda _: None)
-    patch.setattr(Copying, "require_whole", lambda _: None)
-    real = monitor.memory.snapshot.remember
+    patch.setattr(AsyncCopy, "require_whole", lambda _: None)
+    real = monitor.memory.snapshot.seal_snapshot
 
     def remember(version: Any) -> float:
         time.sleep(0.3)  # the mutant that copies late

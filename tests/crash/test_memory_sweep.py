@@ -19,7 +19,7 @@ import pytest
 from memory_workload import Keeper, prepared
 from runs import EXIT_TYPED_ERROR, Outcome, Zygote
 
-from store.memory.index import look
+from store.memory.index import scan_node
 from store.memory.layout import Tier
 from store.names import SaveId
 from store.storage.local import LocalFiles
@@ -67,14 +67,14 @@ class Place:
             world = {"memory-shrinks": 1, "memory-grows": 3}.get(scenario, 2) if save.epoch > 1 else 2
             assert value == wanted(save, world), save
         # Hashes would find a payload that is overwritten while its record stands; that it never is, is the arena's.
-        told = look(self.tier).versions.items()
+        told = scan_node(self.tier).versions.items()
         assert {save for save, held in told if len(held) == held[min(held)].record.part.world_size} == set(found)
         closing = any(event["event"] == "closing" for event in outcome.events)
         promised = [SaveId.parse(event["save"]) for event in outcome.events if event["event"] == "whole"]
         if scenario != "memory-keeps":
             promised.insert(0, SaveId(4, 1))
         if promised and not closing:
-            assert found and max(found) >= promised[-1], (promised[-1], sorted(found), look(self.tier).problems)
+            assert found and max(found) >= promised[-1], (promised[-1], sorted(found), scan_node(self.tier).problems)
         self.goes_on(max(found, default=None))
 
     def goes_on(self, newest: SaveId | None) -> None:

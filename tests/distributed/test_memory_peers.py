@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from store.memory.index import look
+from store.memory.index import scan_node
 from store.names import SaveId
 from tests.support.memory_places import DDP, Place, hashes, resumed, said
 from tests.support.mounts import tmpfs
@@ -28,13 +28,13 @@ def place(tmp_path: Path) -> Iterator[Place]:
 
 def kept(place: Place, node: str, step: int) -> dict[int, bool]:
     """By rank, whose share of a version lies on a node: whether as a replica."""
-    held = look(place.tier(node)).versions.get(SaveId(step, 1), {})
+    held = scan_node(place.tier(node)).versions.get(SaveId(step, 1), {})
     return {rank: one.record.replica for rank, one in held.items()}
 
 
 def flipped(place: Place, node: str, step: int, slot: str) -> set[str]:
     """Change a byte of rank 0's replica, in this slot of a layer. Parameters of that layer, whichever rank has them."""
-    version = look(place.tier(node)).versions[SaveId(step, 1)]
+    version = scan_node(place.tier(node)).versions[SaveId(step, 1)]
     held = version[0]
     entry = next(one for one in held.record.part.entries if one.slot == slot)
     with held.payload.open("r+b") as file:

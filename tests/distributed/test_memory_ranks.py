@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from monitor.adapters.module_tensors import torch_dtype
-from store.memory.index import assembled, look, share_of
+from store.memory.index import assembled, rank_share, scan_node
 from store.memory.layout import Tier
 from store.memory.overlay import Overlay
 from store.names import SaveId
@@ -37,8 +37,8 @@ def place(tmp_path: Path) -> Iterator[Place]:
 
 def in_memory(tier: Tier, save: SaveId) -> dict[tuple[str, str], torch.Tensor]:
     """Whole parameters as the version has them, flattened; every byte checked."""
-    node = look(tier)
-    version = assembled(save, [share_of(node.versions[save])], node)
+    node = scan_node(tier)
+    version = assembled(save, [rank_share(node.versions[save])], node)
     files, found = Overlay(LocalFiles(tier.base), version), {}
     for part in version.records.values():
         for entry in part.entries:
@@ -75,7 +75,7 @@ def test_another_world_on_one_machine_reads_it(place: Place, before: int, after:
 def test_ranks_on_two_nodes_read_their_own_memory(place: Place) -> None:
     """What one rank keeps no other can read; ZeRO-2 ranks need only their own, and rank 0's counters."""
     first = place.life("first", steps=8, nodes="own")
-    assert [len(look(place.tier(f"node{rank}")).versions[SaveId(8, 1)]) for rank in (0, 1)] == [1, 1]
+    assert [len(scan_node(place.tier(f"node{rank}")).versions[SaveId(8, 1)]) for rank in (0, 1)] == [1, 1]
     again = place.life("second", nodes="own")
     assert resumed(again) == (8, True)
     assert [again.one("resumed", rank=rank)["hashes"] for rank in (0, 1)] == hashes(first, 8)
@@ -105,7 +105,7 @@ def test_ranks_that_changed_nodes_are_served_by_the_store(place: Place) -> None:
 def test_a_rank_that_lacks_versions_takes_all_ranks_back_to_what_all_have(place: Place, versions: int) -> None:
     first = place.life("first", steps=8)
     for step in (8, 7)[:versions]:
-        held = look(place.tier()).versions[SaveId(step, 1)][1]
+        held = scan_node(place.tier()).versions[SaveId(step, 1)][1]
         held.payload.with_suffix(".json").unlink()
     again = place.life("second")
     assert resumed(again) == ((7, True) if versions == 1 else (6, False))

@@ -19,7 +19,7 @@ from store.encoding import CHUNK, ENCODINGS
 from store.encoding.stream import chunked
 from store.layout import payload_path
 from store.names import SaveId, Unit
-from store.resolve import Bad, resolve
+from store.resolve import RejectedVersion, resolve
 from store.retention import Retention, execute, plan_prune
 from store.storage.local import LocalFiles
 from store.verify import verify
@@ -115,5 +115,5 @@ def test_a_prune_keeps_what_the_newest_rests_on(tmp_path: Path) -> None:
 
 def test_a_damaged_difference_falls_back() -> None:
     unit = Unit("block", "fp32")
-    resolution = resolve(catalog_of("differences"), SaveId(30, 1), {Bad(SaveId(30, 1), unit)})
+    resolution = resolve(catalog_of("differences"), SaveId(30, 1), {RejectedVersion(SaveId(30, 1), unit)})
     assert {version.record.unit: version.save.step for version in resolution.fallbacks} == {unit: 20}

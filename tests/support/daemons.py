@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from store.catalog import Catalog, open_catalog
-from store.daemon_protocol import AskStatus, Report, asked
+from store.daemon_protocol import AskStatus, Report, query_daemon
 from store.errors import DriftpointError
 from store.storage.local import LocalFiles
 from tests.support.cli import environment
@@ -40,7 +40,7 @@ def until(true: Callable[[], Any], what: str, seconds: float = PATIENCE) -> Any:
 def report(base: Path) -> Report | None:
     """What the daemon says, None where there is none."""
     try:
-        found = asked(base, AskStatus(), 10.0)
+        found = query_daemon(base, AskStatus(), 10.0)
     except DriftpointError:
         return None
     return found if isinstance(found, Report) else None

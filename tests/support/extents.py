@@ -11,11 +11,11 @@ import torch
 import xxhash
 
 from merger.checkpoint import Placed, Stored
-from merger.io.blocks import Block, Crc32, Extent, Flaw, xxh3
+from merger.io.blocks import Block, Crc32, Damage, Extent, xxh3
 from merger.tensors import dtype_name, memory_of
 from store.fragments import FragmentIndex
 from store.names import Fragment, SaveId, Unit
-from store.resolve import Bad
+from store.resolve import RejectedVersion
 from store.storage.local import LocalFiles
 
 SLOT = "fp32"
@@ -45,7 +45,7 @@ class Spread:
         gap: int = 0,
         before: int = 0,
         crc: bool = False,
-        flaw: Flaw | None = None,
+        flaw: Damage | None = None,
     ) -> Block:
         """A file with one block: (fqn, first element, elements) behind one another, ``gap`` bytes before each."""
         path = f"source-{len(self.blocks)}"
@@ -102,6 +102,6 @@ def all_of(fqn: str, elements: torch.Tensor, dtype: torch.dtype | None = None) -
     return wanted(elements.numel(), dtype or elements.dtype, (fqn, 0, elements.numel(), 0))
 
 
-def some_flaw(root: Path) -> Flaw:
+def some_flaw(root: Path) -> Damage:
     """A version that something could stand in for."""
-    return Flaw(root, Bad(SaveId(10, 1), Unit("layers.0", SLOT)))
+    return Damage(root, RejectedVersion(SaveId(10, 1), Unit("layers.0", SLOT)))

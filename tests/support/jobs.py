@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import monitor
-from monitor.telemetry.trace import Tracer
+from monitor.telemetry.trace import TraceRecorder
 from tests.support.hooked import HookedFiles
 
 LAYERS = ("embed", "blocks.0", "blocks.1", "blocks.2", "head")
@@ -98,9 +98,9 @@ def job(store: Path, **settings: Any) -> Iterator[Job]:
         made.ckpt.close()
 
 
-def tracer_of(ckpt: monitor.Checkpointer) -> Tracer:
+def tracer_of(ckpt: monitor.Checkpointer) -> TraceRecorder:
     """The recorder of its drift trace."""
-    return next(one for one in ckpt._job.listeners.all if isinstance(one, Tracer))
+    return next(one for one in ckpt._job.listeners.all if isinstance(one, TraceRecorder))
 
 
 def same(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 from store.errors import StoreError
 from store.memory.arena import Arena
-from store.memory.index import MemoryVersion, assembled, look, share_of
+from store.memory.index import MemoryVersion, assembled, rank_share, scan_node
 from store.memory.layout import READER, Tier, VersionRecord
 from store.memory.overlay import Overlay
 from store.names import RAW, SaveId
@@ -93,8 +93,8 @@ def abandon(arena: Arena) -> None:
 
 def together(tier: Tier, save: SaveId) -> MemoryVersion:
     """The version, where all of it lies on this node. DamagedError where it is not whole."""
-    node = look(tier)
-    return assembled(save, [share_of(node.versions.get(save, {}))], node)
+    node = scan_node(tier)
+    return assembled(save, [rank_share(node.versions.get(save, {}))], node)
 
 
 def values(tier: Tier, save: SaveId, below: Any = None) -> bytes:
@@ -111,7 +111,7 @@ def values(tier: Tier, save: SaveId, below: Any = None) -> bytes:
 def whole(tier: Tier) -> dict[SaveId, bytes]:
     """Every version that can be put together, and what it reads as; nothing where a byte is wrong."""
     found = {}
-    for save in look(tier).versions:
+    for save in scan_node(tier).versions:
         try:
             found[save] = values(tier, save)
         except StoreError:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from monitor.adapters.module_tensors import torch_dtype
-from store.memory.index import MemoryVersion, assembled, look, share_of
+from store.memory.index import MemoryVersion, assembled, rank_share, scan_node
 from store.memory.overlay import Overlay
 from store.names import SaveId
 from store.segment import read_entry, read_leaves
@@ -41,14 +41,14 @@ def abandoned(one: Job) -> None:
 
 def kept_steps(store: Path) -> list[int]:
     """Of the versions in memory."""
-    return sorted(save.step for save in look(tier_of(store)).versions)
+    return sorted(save.step for save in scan_node(tier_of(store)).versions)
 
 
 def version(store: Path, save: SaveId | None = None) -> MemoryVersion:
     """One that lies in memory; without ``save`` the newest."""
-    node = look(tier_of(store))
+    node = scan_node(tier_of(store))
     found = save or max(node.versions)
-    return assembled(found, [share_of(node.versions[found])], node)
+    return assembled(found, [rank_share(node.versions[found])], node)
 
 
 def state_in(store: Path, save: SaveId | None = None) -> dict[str, torch.Tensor]:

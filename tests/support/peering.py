@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from monitor.memory.replica_client import ReplicaSender
-from monitor.memory.replica_server import Replicas, ReplicaServer
+from monitor.memory.replica_server import ReplicaServer, ReplicaStore
 from monitor.memory.transport import Connection, Endpoint, new_connection
 from store.memory.arena import Arena
-from store.memory.index import look
+from store.memory.index import scan_node
 from store.memory.layout import READER, Tier, VersionRecord
 from store.names import RAW, SaveId
 from store.schema import Entry, digest
@@ -30,12 +30,12 @@ class ReplicaTarget:
     """Keeps replicas in this process. tier: of its node."""
 
     tier: Tier
-    replicas: Replicas
+    replicas: ReplicaStore
     server: ReplicaServer
 
     def versions(self, rank: int = 0) -> list[int]:
         """Steps of which there is a replica of the rank."""
-        found = look(self.tier).versions
+        found = scan_node(self.tier).versions
         return sorted(save.step for save, held in found.items() if rank in held and held[rank].record.replica)
 
 
@@ -43,7 +43,7 @@ class ReplicaTarget:
 def replica_target(
     base: Path, nbytes: int = 256, sources: tuple[int, ...] = (0,), silence: float = 60.0
 ) -> Iterator[ReplicaTarget]:
-    replicas = Replicas(2)
+    replicas = ReplicaStore(2)
     tier = tier_at(base)
     assert replicas.take(tier, 1, dict.fromkeys(sources, nbytes), None) is None
     server = ReplicaServer(LOCAL, KEY, replicas, silence)

@@ -20,7 +20,7 @@ from merge_store import StoreWriter
 from transformers import TrainerCallback
 
 from monitor.adapters import adapter_for
-from monitor.adapters.pytorch import PlainAdapter
+from monitor.adapters.pytorch import PyTorchAdapter
 from store.names import Unit
 
 
@@ -55,7 +55,7 @@ class Saving(TrainerCallback):  # type: ignore[misc]
         wrapped = self.running.model_wrapped
         if self.case != "ddp-fp32":
             return adapter_for(wrapped)
-        return PlainAdapter(self.running.accelerator.unwrap_model(wrapped), self.running.optimizer.optimizer)
+        return PyTorchAdapter(self.running.accelerator.unwrap_model(wrapped), self.running.optimizer.optimizer)
 
     def _keep_logits(self) -> None:
         logits = logits_of(self.running.model)

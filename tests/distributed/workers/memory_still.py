@@ -21,8 +21,8 @@ from resume_jobs import Results, build, leave, rank, start_group
 
 import monitor
 from monitor.adapters import adapter_for
-from monitor.save.staging import Copying, as_bytes
-from store.memory.index import look
+from monitor.save.staging import AsyncCopy, as_bytes
+from store.memory.index import scan_node
 from store.memory.layout import Tier
 from store.names import FROZEN, SaveId
 from store.schema import Entry
@@ -76,14 +76,14 @@ class Late:
 
     def __init__(self) -> None:
         self._let = threading.Event()
-        finish = Copying.finish
+        finish = AsyncCopy.finish
 
-        def finished(copying: Copying) -> None:
+        def finished(copying: AsyncCopy) -> None:
             if threading.current_thread() is not threading.main_thread():
                 self._let.wait()
             finish(copying)
 
-        Copying.finish = finished  # type: ignore[method-assign]
+        AsyncCopy.finish = finished  # type: ignore[method-assign]
 
     def hold(self) -> None:
         self._let.clear()
@@ -123,7 +123,7 @@ def main(spec: Mapping[str, Any]) -> None:
                 next(piece for piece in owned if piece.fragment.slot == "exp_avg").tensor.data[0] += 1.0
             late.let()
         ckpt._memory._writer.join(180) if step % 3 == 0 and ckpt._memory is not None else None
-        for save, held in look(tier).versions.items():
+        for save, held in scan_node(tier).versions.items():
             if rank() in held and save.step in compared.own:
                 compared.compare("memory", save.step, stored(held[rank()].record.part.entries))
         if report is not None and report.skipped is None:

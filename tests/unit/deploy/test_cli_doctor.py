@@ -21,9 +21,9 @@ import pytest
 
 from deploy.doctor import disk, machine
 from deploy.doctor.base import Finding, Plan, bytes_each, parsed_count
-from deploy.doctor.disk import look_at_disk
-from deploy.doctor.nodes import Ranks, launched, meet
-from deploy.doctor.store import look_at_store
+from deploy.doctor.disk import check_disk
+from deploy.doctor.nodes import Ranks, check_nodes, launched
+from deploy.doctor.store import check_store
 from monitor.config.load import Config
 from store.errors import StorageError, UsageError
 from store.retention import Retention
@@ -143,23 +143,23 @@ def test_every_check_is_documented_and_no_other() -> None:
 
 class TestDisk:
     def test_it_goes_by_the_nearest_directory_that_is_there(self, tmp_path: Path) -> None:
-        found = list(look_at_disk(tmp_path / "a" / "b", PLAN))
+        found = list(check_disk(tmp_path / "a" / "b", PLAN))
         assert f"{tmp_path} is on " in _named(iter(found), "filesystem").seen
         assert list(tmp_path.iterdir()) == []
 
     @pytest.mark.needs_root
     def test_a_small_one_full_and_read_only(self, tmp_path: Path) -> None:
         with tmpfs(tmp_path / "small", "1m") as place:
-            found = {one.check: one for one in look_at_disk(place / "store", Plan(Config(), 10**6))}
+            found = {one.check: one for one in check_disk(place / "store", Plan(Config(), 10**6))}
             assert (found["filesystem"].state, found["filesystem"].todo[:4]) == ("warn", "name")
             assert "tmpfs" in found["filesystem"].seen and "a reboot empties it" in found["filesystem"].seen
             assert (found["space"].state, found["speed"].state) == ("fail", "warn")
             with (place / "much").open("wb") as file, suppress(OSError):
                 file.write(bytes(1 << 21))
-            full = _named(look_at_disk(place, PLAN), "writing")
+            full = _named(check_disk(place, PLAN), "writing")
             assert full.state == "fail" and "the filesystem is full" in full.seen
             subprocess.run(["mount", "-o", "remount,ro", place], check=True)
-            closed = _named(look_at_disk(place, PLAN), "writing")
+            closed = _named(check_disk(place, PLAN), "writing")
             assert closed.state == "fail" and "read-only" in closed.seen
             assert [path.name for path in place.iterdir()] == ["much"]
 
@@ -191,7 +191,7 @@ class TestDisk:
             raise StorageError("Operation not supported")
 
         monkeypatch.setattr(LocalFiles, call, refused)
-        found = _named(look_at_disk(tmp_path, PLAN), "semantics")
+        found = _named(check_disk(tmp_path, PLAN), "semantics")
         assert found.state == "fail" and told in found.seen
         assert list(tmp_path.iterdir()) == []
 
@@ -201,17 +201,17 @@ class TestDisk:
             os.link(self.root / source, self.root / target)
 
         monkeypatch.setattr(LocalFiles, "link", replacing)
-        assert "a link replaces what is there" in _named(look_at_disk(tmp_path, PLAN), "semantics").seen
+        assert "a link replaces what is there" in _named(check_disk(tmp_path, PLAN), "semantics").seen
 
     def test_locks_that_another_process_does_not_see(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(disk, "_LOCKER", "import sys; print('locked', flush=True); sys.stdin.read()")
-        found = _named(look_at_disk(tmp_path, PLAN), "locking")
+        found = _named(check_disk(tmp_path, PLAN), "locking")
         assert (found.state, found.seen) == ("warn", "a lock of one process is not seen by another")
 
     def test_space_for_the_plan(self, tmp_path: Path) -> None:
         small, huge = Plan(Config(), 1000), Plan(Config(), 10**15)
-        assert _named(look_at_disk(tmp_path, small), "space").state == "ok"
-        found = _named(look_at_disk(tmp_path, huge), "space")
+        assert _named(check_disk(tmp_path, small), "space").state == "ok"
+        found = _named(check_disk(tmp_path, huge), "space")
         assert found.state == "fail" and "keep_last" in found.todo
 
     def test_what_is_large_has_no_name_even_while_it_is_written(
@@ -240,7 +240,7 @@ class TestDisk:
         builder.save(10)
         probe = disk.probe_in(builder.root)
         disk._written(probe, probe.name())
-        found = list(look_at_store(builder.root, Retention()))
+        found = list(check_store(builder.root, Retention()))
         assert {one.state for one in found} == {"ok"}
 
 
@@ -309,44 +309,44 @@ class TestStore:
         builder.save(10)
         for manifest in (builder.root / "manifests").iterdir():
             manifest.write_bytes(b"{}")
-        found = _named(look_at_store(builder.root, Retention()), "resume")
+        found = _named(check_store(builder.root, Retention()), "resume")
         assert found.state == "fail" and "driftpoint verify" in found.todo
 
     def test_what_no_store_has(self, builder: StoreBuilder) -> None:
         builder.save(10)
         (builder.root / "notes.txt").write_text("mine")
-        found = _named(look_at_store(builder.root, Retention()), "leftovers")
+        found = _named(check_store(builder.root, Retention()), "leftovers")
         assert found.state == "warn" and "notes.txt" in found.seen
 
     def test_an_empty_directory_is_a_store_to_be(self, tmp_path: Path) -> None:
-        assert [one.state for one in look_at_store(tmp_path, Retention())] == ["ok"]
+        assert [one.state for one in check_store(tmp_path, Retention())] == ["ok"]
 
     def test_a_store_that_lost_its_head(self, builder: StoreBuilder) -> None:
         builder.save(10)
         (builder.root / "STORE.json").unlink()
-        assert [one.state for one in look_at_store(builder.root, Retention())] == ["fail"]
+        assert [one.state for one in check_store(builder.root, Retention())] == ["fail"]
 
     @pytest.mark.parametrize("what", ["file", "file/below", "to nothing", "x" * 300])
     def test_a_path_at_which_there_can_be_no_directory(self, tmp_path: Path, what: str) -> None:
         (tmp_path / "file").write_text("mine")
         (tmp_path / "to nothing").symlink_to(tmp_path / "nowhere")
-        (found,) = look_at_store(tmp_path / what, Retention())
+        (found,) = check_store(tmp_path / what, Retention())
         assert (found.check, found.state) == ("store", "fail") and "`store:`" in found.todo
 
     def test_a_link_to_a_directory_is_one(self, tmp_path: Path) -> None:
         (tmp_path / "there").mkdir()
         (tmp_path / "link").symlink_to(tmp_path / "there")
-        assert [one.state for one in look_at_store(tmp_path / "link", Retention())] == ["ok"]
+        assert [one.state for one in check_store(tmp_path / "link", Retention())] == ["ok"]
 
     def test_a_store_of_a_newer_release_and_a_damaged_head(self, builder: StoreBuilder) -> None:
         builder.save(10)
         head = builder.root / "STORE.json"
         body = unseal(head.read_bytes(), "STORE.json")
         head.write_bytes(seal({**body, "reader": 99, "format": 99}))
-        (newer,) = look_at_store(builder.root, Retention())
+        (newer,) = check_store(builder.root, Retention())
         assert newer.state == "fail" and "--upgrade" in newer.seen and "name another" in newer.todo
         head.write_bytes(b"{}")
-        (damaged,) = look_at_store(builder.root, Retention())
+        (damaged,) = check_store(builder.root, Retention())
         assert damaged.state == "fail" and "put STORE.json back" in damaged.todo
 
 
@@ -394,7 +394,7 @@ class TestNodes:
 
     def test_all_meet_where_a_disk_is_shared(self, tmp_path: Path) -> None:
         with ThreadPoolExecutor(3) as pool:
-            found = list(pool.map(lambda rank: meet(tmp_path / "store", Ranks(rank, 3, "run"), 60), range(3)))
+            found = list(pool.map(lambda rank: check_nodes(tmp_path / "store", Ranks(rank, 3, "run"), 60), range(3)))
         assert [one and one.state for one in found] == ["ok"] * 3
         assert list(tmp_path.iterdir()) == []
 
@@ -403,7 +403,9 @@ class TestNodes:
             (tmp_path / name).mkdir()
         with ThreadPoolExecutor(2) as pool:
             found = list(
-                pool.map(lambda rank: meet(tmp_path / "ab"[rank] / "store", Ranks(rank, 2, "run"), 0.3), range(2))
+                pool.map(
+                    lambda rank: check_nodes(tmp_path / "ab"[rank] / "store", Ranks(rank, 2, "run"), 0.3), range(2)
+                )
             )
         assert [one and one.state for one in found] == ["fail"] * 2
         assert found[0] is not None and "has no note of ranks 1" in found[0].seen
@@ -415,11 +417,11 @@ class TestNodes:
         old = _note(tmp_path, Ranks(0, 2, "run"), 1, "here")
         old.write_text("somewhere")
         os.utime(old, (1, 1))
-        found = meet(tmp_path, Ranks(0, 2, "run"), 0.2)
+        found = check_nodes(tmp_path, Ranks(0, 2, "run"), 0.2)
         assert found is not None and found.state == "fail"
 
     def test_one_rank_alone_needs_nobody(self, tmp_path: Path) -> None:
-        assert meet(tmp_path, Ranks(0, 1, ""), 60) is None
+        assert check_nodes(tmp_path, Ranks(0, 1, ""), 60) is None
 
 
 @pytest.mark.distributed

@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 
 from deploy.cli.merge import kind_of, print_certificate, size_from
-from merger.checkpoint import ChosenStep, Had, with_steps
+from merger.checkpoint import ChosenStep, HeldSteps, with_steps
 from merger.layouts.huggingface import WeightsCertificate, Written
 from store.certificate import Certificate
 from store.errors import UsageError
@@ -158,7 +158,7 @@ def test_optimizer_steps_that_layers_did_not_have_are_in_the_table() -> None:
         console.print(kind_of(certificate))
         return text.getvalue()
 
-    had = (Had(8.0, tuple(f"layers.{i}" for i in range(8))), Had(12.0, ("head",)))
+    had = (HeldSteps(8.0, tuple(f"layers.{i}" for i in range(8))), HeldSteps(12.0, ("head",)))
     table = told(ChosenStep(0, 12.0, had), ChosenStep(1, 12.0, had[1:]))
     (row,) = (line.split(maxsplit=2) for line in table.splitlines() if "layers.0" in line)
     assert row[:2] == ["0", "12"] and row[2].startswith("8: layers.0, layers.1")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from deploy.supervisor.store_probe import SeenStore
+from deploy.supervisor.store_probe import StoreProbe
 from store.location import place_of
 from store.storage.bucket import ObjectOptions
 from tests.support.cli import Here
@@ -92,7 +92,7 @@ def test_damage_is_found_and_passed_over(here: Here, builder: StoreBuilder, serv
 
 
 def test_the_supervisor_sees_and_marks(builder: StoreBuilder, server: Server) -> None:
-    seen = SeenStore(place_of(URL), options=ObjectOptions(retry_seconds=5.0))
+    seen = StoreProbe(place_of(URL), options=ObjectOptions(retry_seconds=5.0))
     sight = seen.look()
     assert (sight.step, sight.trouble, seen.holder()) == (60, "", None)
     assert sight.resumes is not None

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from store.memory.index import Seen, look
+from store.memory.index import SeenStore, scan_node
 from store.names import SaveId
 from store.schema import to_bytes
 from store.session import claim_epoch
@@ -62,7 +62,7 @@ def test_rescue_where_another_job_claimed_the_store(here: Here, store: Path, shm
 
 def test_rescue_of_what_is_damaged(here: Here, store: Path, shm: Path) -> None:
     abandoned(job(store))
-    for held in look(tier_of(store)).versions.values():
+    for held in scan_node(tier_of(store)).versions.values():
         data = bytearray(held[0].payload.read_bytes())
         data[4] ^= 1
         held[0].payload.write_bytes(data)
@@ -74,7 +74,7 @@ def test_memory_lists_what_there_is(here: Here, store: Path, shm: Path) -> None:
     one = job(store)
     row = here("memory", "--memory", shm, "--json").json["stores"][0]
     assert (row["step"], row["ranks"], row["world_size"], row["alive"], row["store"]) == (7, 1, 1, True, None)
-    Seen(shm).seen(tier_of(store).store_id, store)
+    SeenStore(shm).seen(tier_of(store).store_id, store)
     abandoned(one)
     listed = here("memory", "--memory", shm, "--json").json
     assert (listed["stores"][0]["alive"], listed["stores"][0]["store"]) == (False, str(store))
@@ -86,7 +86,7 @@ def test_memory_lists_what_there_is(here: Here, store: Path, shm: Path) -> None:
 def test_what_is_of_another_node_is_listed_and_not_rescued(here: Here, store: Path, shm: Path) -> None:
     """Its rank may live."""
     abandoned(job(store))
-    for held in look(tier_of(store)).versions.values():
+    for held in scan_node(tier_of(store)).versions.values():
         record = held[0].payload.with_suffix(".json")
         record.write_bytes(to_bytes(held[0].record.model_copy(update={"replica": True})))
     row = here("memory", "--memory", shm, "--json").json["stores"][0]
@@ -104,11 +104,11 @@ def test_nothing_in_memory(here: Here, tmp_path: Path) -> None:
 def test_clear_never_takes_what_lives(here: Here, store: Path, shm: Path) -> None:
     one = job(store)
     assert here("memory", "clear", "--all", "--yes", "--memory", shm).code == 0
-    assert SaveId(7, 1) in look(tier_of(store)).versions
+    assert SaveId(7, 1) in scan_node(tier_of(store)).versions
     abandoned(one)
     told = here("memory", "clear", store, "--yes", "--memory", shm, "--json").json
     assert told["freed_bytes"] > 0 and told["stores"] == [tier_of(store).store_id]
-    assert not look(tier_of(store)).versions
+    assert not scan_node(tier_of(store)).versions
 
 
 def test_clear_asks(here: Here, store: Path, shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,10 +117,10 @@ def test_clear_asks(here: Here, store: Path, shm: Path, monkeypatch: pytest.Monk
         monkeypatch.setattr("sys.stdin", io.StringIO(said))
         told = here("memory", "clear", "--all", "--memory", shm)
         assert (told.code, told.out) == (130, "") and "[y/N]" in told.err
-        assert look(tier_of(store)).versions
+        assert scan_node(tier_of(store)).versions
     monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
     assert here("memory", "clear", "--all", "--memory", shm).code == 0
-    assert not look(tier_of(store)).versions
+    assert not scan_node(tier_of(store)).versions
 
 
 @pytest.mark.parametrize("args", [(), ("somewhere", "--all"), ("f" * 32,)])

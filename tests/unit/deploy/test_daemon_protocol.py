@@ -21,11 +21,11 @@ from deploy.daemon.server import CONNECTIONS
 from store.daemon_protocol import (
     LINE_LIMIT,
     VERSION,
-    Hello,
-    Note,
-    connected,
-    heard_by_daemon,
-    heard_from_daemon,
+    Register,
+    StatusUpdate,
+    connect,
+    parse_client_message,
+    parse_daemon_message,
     socket_path,
     to_line,
 )
@@ -44,13 +44,13 @@ def beside(base: Path) -> Iterator[Running]:
 
 
 def opened(base: Path) -> socket.socket:
-    found = connected(base, 30.0)
+    found = connect(base, 30.0)
     found.settimeout(30.0)
     return found
 
 
 def hello(base_: Path, **more: Any) -> dict[str, Any]:
-    said = Hello(pid=1, rank=0, world_size=1, store="/s", store_id=STORE_ID, epoch=1, base=str(base_))
+    said = Register(pid=1, rank=0, world_size=1, store="/s", store_id=STORE_ID, epoch=1, base=str(base_))
     return {**said.model_dump(), **more}
 
 
@@ -235,9 +235,9 @@ def test_another_user_is_refused_and_told(tmp_path: Path) -> None:
 
 
 def test_messages_come_back_as_they_were() -> None:
-    note = Note(committed="00000004-000001", memory=None)
-    assert heard_by_daemon(to_line(note)) == note
+    note = StatusUpdate(committed="00000004-000001", memory=None)
+    assert parse_client_message(to_line(note)) == note
     with pytest.raises(DaemonError, match="cannot be understood"):
-        heard_from_daemon(b'{"kind": "note"}\n')
+        parse_daemon_message(b'{"kind": "note"}\n')
     with pytest.raises(DaemonError, match="driftpoint daemon stop"):
-        heard_from_daemon(b'{"kind": "welcome", "version": 2, "pid": 1}\n')
+        parse_daemon_message(b'{"kind": "welcome", "version": 2, "pid": 1}\n')

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from deploy.daemon.node import Jobs
-from store.daemon_protocol import Hello
-from store.memory.index import Seen, seen_stores
+from store.daemon_protocol import Register
+from store.memory.index import SeenStore, seen_stores
 from store.session import claim_epoch
 from store.storage.local import LocalFiles
 from store.verify import verify
@@ -64,7 +64,7 @@ def test_of_a_store_and_its_copy_each_is_rescued_into_its_own(tmp_path: Path, ba
 
 def test_a_copy_takes_no_ones_place_in_the_table() -> None:
     jobs = Jobs()
-    hello = Hello(pid=1, rank=0, world_size=1, store="/a", store_id="ab" * 16, epoch=2, base="/shm")
+    hello = Register(pid=1, rank=0, world_size=1, store="/a", store_id="ab" * 16, epoch=2, base="/shm")
     mine, member, _ = jobs.join(hello, 1)
     jobs.join(hello.model_copy(update={"store": "/copy", "epoch": 5}), 2)
     assert [job.hello.store for job in jobs] == ["/a", "/copy"]
@@ -76,11 +76,11 @@ def test_a_copy_takes_no_ones_place_in_the_table() -> None:
 
 def test_a_store_and_its_copies_are_remembered(base: Path, tmp_path: Path) -> None:
     """By the next daemon, and files of releases that knew one place for each are read."""
-    seen, store_id = Seen(base), "ab" * 16
+    seen, store_id = SeenStore(base), "ab" * 16
     (base / f"driftpoint-{os.getuid()}").mkdir()
     for name in ("store", "copy", "store"):
         seen.seen(store_id, tmp_path / name)
-    assert Seen(base).places(store_id) == [tmp_path / "copy", tmp_path / "store"]
+    assert SeenStore(base).places(store_id) == [tmp_path / "copy", tmp_path / "store"]
     assert seen_stores(base) == {store_id: tmp_path / "store"}
     (base / f"driftpoint-{os.getuid()}" / "stores.json").write_text(f'{{"{store_id}": "{tmp_path}"}}')
-    assert Seen(base).places(store_id) == [tmp_path]
+    assert SeenStore(base).places(store_id) == [tmp_path]

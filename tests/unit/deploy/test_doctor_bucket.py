@@ -10,7 +10,7 @@ import pytest
 
 from deploy.doctor import bucket
 from deploy.doctor.base import Finding, Plan
-from deploy.doctor.bucket import look_at_bucket
+from deploy.doctor.bucket import check_bucket
 from monitor.config.load import Config
 from store.location import ObjectUrl, place_of
 from store.storage.bucket import ObjectOptions
@@ -46,7 +46,7 @@ def found(proxy: Proxy, fault: Fault | None = None) -> dict[str, Finding]:
     assert isinstance(url, ObjectUrl)
     options = ObjectOptions(f"http://127.0.0.1:{proxy.port}", retry_seconds=1.0, part_mib=5)
     proxy.set(fault)
-    return {one.check: one for one in look_at_bucket(ObjectFiles(url, url.bucket, url.prefix, options), PLAN)}
+    return {one.check: one for one in check_bucket(ObjectFiles(url, url.bucket, url.prefix, options), PLAN)}
 
 
 def test_the_whole_command_leaves_a_store_as_it_was(

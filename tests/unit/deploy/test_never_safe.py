@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from deploy.health.facts import Check, Checked, Facts, gather, in_memory
+from deploy.health.facts import Check, Facts, VerifiedCommits, gather, in_memory
 from deploy.health.trace_reader import Tail
 from deploy.health.verdict import Verdict, judge
-from deploy.report.page import make
-from deploy.store_status import standing
+from deploy.report.page import build_report
+from deploy.store_status import store_status
 from store.catalog import open_catalog
 from store.layout import manifest_path
 from store.location import store_place
 from store.names import SaveId
-from store.session import Tally, claim_epoch, mark_closed, new_incarnation
+from store.session import IncarnationCount, claim_epoch, mark_closed, new_incarnation
 from store.storage.local import LocalFiles
 from tests.support.processes import holding_lock
 from tests.support.seen_runs import SeenRun
@@ -36,7 +36,7 @@ def run(tmp_path: Path) -> SeenRun:
 def claim(run: SeenRun) -> None:
     """The next incarnation, as a job begins it."""
     store = run.store
-    store.epoch = claim_epoch(store.files, store.store_id, new_incarnation(Tally(), 1)).epoch
+    store.epoch = claim_epoch(store.files, store.store_id, new_incarnation(IncarnationCount(), 1)).epoch
     run.begin()
 
 
@@ -46,7 +46,7 @@ def save(run: SeenRun, step: int) -> SaveId:
     return run.save(step)
 
 
-def facts(run: SeenRun, step: float, *, traced: bool = True, checked: Checked | None = None) -> Facts:
+def facts(run: SeenRun, step: float, *, traced: bool = True, checked: VerifiedCommits | None = None) -> Facts:
     """At the moment of ``step``."""
     catalog = open_catalog(LocalFiles(run.root))
     memory = run.root.parent / "memory"
@@ -55,7 +55,7 @@ def facts(run: SeenRun, step: float, *, traced: bool = True, checked: Checked | 
     return gather(catalog, run.root, in_memory(memory, catalog), pulse, run.at(step), checked=checked)
 
 
-def verdict(run: SeenRun, step: float, *, traced: bool = True, checked: Checked | None = None) -> Verdict:
+def verdict(run: SeenRun, step: float, *, traced: bool = True, checked: VerifiedCommits | None = None) -> Verdict:
     return judge(facts(run, step, traced=traced, checked=checked))
 
 
@@ -149,7 +149,7 @@ def test_damage_of_an_older_commit(run: SeenRun) -> None:
     flip_byte(run.store.manifest(old), 100)
     with holding_lock(run.root):
         found = verdict(run, 601)
-        read = verdict(run, 601, checked=Checked("just now", 2, (), ("header of x is not what was written",)))
+        read = verdict(run, 601, checked=VerifiedCommits("just now", 2, (), ("header of x is not what was written",)))
     assert (found.level, check(found, "Bytes").text) == ("look", "1 problem found")
     assert check(read, "Bytes").text == "2 problems found"
 
@@ -186,7 +186,7 @@ def test_what_is_pruned_meanwhile_is_no_damage(tmp_path: Path) -> None:
 
     files = Pruned(store.root)
     files.path, files.then = manifest_path(old), prune  # type: ignore[assignment]
-    found = standing(open_catalog(files), store.root)
+    found = store_status(open_catalog(files), store.root)
     assert found.problems == ()
     assert found.resume is not None and found.resume.step == 30
 
@@ -195,6 +195,6 @@ def test_a_store_without_its_manifests_has_a_page(run: SeenRun, tmp_path: Path) 
     save(run, 600)
     run.store.manifest(SaveId(600, run.store.epoch)).unlink()
     run.store.manifest(SaveId(600, run.store.epoch)).parent.rmdir()
-    made = make(run.root, None, tmp_path, verify=False)
+    made = build_report(run.root, None, tmp_path, verify=False)
     assert made.content.verdict.level == "bad"
     assert made.exit_code != 0

@@ -13,9 +13,9 @@ import pytest
 from deploy.health.facts import by_daemon
 from deploy.report.charts import LEVELS, heat_map, scale_for, threshold_text
 from deploy.report.history import Bins, history_of, read_history
-from deploy.report.page import make, render
+from deploy.report.page import build_report, render
 from store.marks import mark_suspect
-from store.memory.index import Seen
+from store.memory.index import SeenStore
 from store.names import Unit
 from store.trace import CommitLine, DecisionLine, JobLine, Line, TracedUnit, each_line
 from tests.support.cli import ROOT, Here
@@ -72,7 +72,7 @@ def page(run: SeenRun, now: float = 605) -> Page:
 
 
 def html(run: SeenRun, now: float = 605) -> str:
-    return render(make(run.root, None, run.root.parent, verify=False, clock=lambda: run.at(now)).content)
+    return render(build_report(run.root, None, run.root.parent, verify=False, clock=lambda: run.at(now)).content)
 
 
 def test_the_figures_are_those_of_the_store(run: SeenRun) -> None:
@@ -379,7 +379,7 @@ def test_what_the_daemon_of_the_node_read_is_told(here: Here, base: Path, run: S
     run.save(590)
     flip_byte(run.store.payload(run.save(600, layers=("norm",))), -1)
     base.joinpath(f"driftpoint-{os.getuid()}").mkdir(mode=0o700)
-    Seen(base).seen(run.store.store_id, run.root)
+    SeenStore(base).seen(run.store.store_id, run.root)
     with daemon(base, "--verify-rate", 1 << 30):
         until(lambda: by_daemon(base, run.store.store_id) is not None, "a daemon that read a commit")
         until(lambda: (found := by_daemon(base, run.store.store_id)) and found.commits == 2, "both commits")

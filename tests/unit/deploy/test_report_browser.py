@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from deploy.report.page import make
+from deploy.report.page import build_report
 from tests.support.seen_runs import SeenRun
 from tests.support.stores import FakeLayer
 
@@ -71,7 +71,7 @@ def a_run(root: Path, layers: int, *, hurt: bool) -> Path:
     if hurt:
         run.store.payload(newest).unlink()
     page = root.parent / f"{root.name}.html"
-    make(root, None, root.parent, verify=hurt, clock=lambda: run.at(7e4)).write(page)
+    build_report(root, None, root.parent, verify=hurt, clock=lambda: run.at(7e4)).write(page)
     return page
 
 

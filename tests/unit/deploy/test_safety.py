@@ -10,7 +10,7 @@ import pytest
 
 from deploy.format import ago_text, span_text
 from deploy.health.checks import loss_of_node
-from deploy.health.facts import Check, Checked, Facts, MemorySight, gather, in_memory
+from deploy.health.facts import Check, Facts, MemoryFacts, VerifiedCommits, gather, in_memory
 from deploy.health.verdict import Verdict, judge
 from deploy.report.history import read_history
 from store.catalog import open_catalog
@@ -31,7 +31,7 @@ def run(tmp_path: Path) -> SeenRun:
     return SeenRun(tmp_path / "store")
 
 
-def facts(run: SeenRun, step: float, *, checked: Checked | None = None) -> Facts:
+def facts(run: SeenRun, step: float, *, checked: VerifiedCommits | None = None) -> Facts:
     """At the moment of ``step``."""
     pulse = read_history(run.trace).pulse if run.trace.exists() else None
     memory = run.root.parent / "memory"
@@ -40,7 +40,7 @@ def facts(run: SeenRun, step: float, *, checked: Checked | None = None) -> Facts
     return gather(catalog, run.root, in_memory(memory, catalog), pulse, run.at(step), checked=checked)
 
 
-def verdict(run: SeenRun, step: float, **more: Checked) -> Verdict:
+def verdict(run: SeenRun, step: float, **more: VerifiedCommits) -> Verdict:
     return judge(facts(run, step, **more))
 
 
@@ -191,9 +191,9 @@ def test_nothing_yet(run: SeenRun) -> None:
 def test_bytes_that_somebody_read(run: SeenRun) -> None:
     save = run.save(600)
     assert check(verdict(run, 601), "Bytes").level == "plain"
-    good = check(verdict(run, 601, checked=Checked("the daemon of this node", 1, ())), "Bytes")
+    good = check(verdict(run, 601, checked=VerifiedCommits("the daemon of this node", 1, ())), "Bytes")
     assert (good.level, good.text) == ("good", "1 of 1 commit read, all as written")
-    hurt = check(verdict(run, 601, checked=Checked("just now", 1, (save.name,))), "Bytes")
+    hurt = check(verdict(run, 601, checked=VerifiedCommits("just now", 1, (save.name,))), "Bytes")
     assert (hurt.level, hurt.text) == ("look", "1 commit damaged")
 
 
@@ -220,7 +220,7 @@ def test_memory_that_no_commit_needs_any_more(run: SeenRun) -> None:
 
 def test_memory_that_is_looked_at_again_and_again(run: SeenRun) -> None:
     run.save(600)
-    catalog, sight = open_catalog(LocalFiles(run.root)), MemorySight(run.root.parent / "memory")
+    catalog, sight = open_catalog(LocalFiles(run.root)), MemoryFacts(run.root.parent / "memory")
     assert sight.look(catalog).newest is None
     arena = remember(run, SaveId(603, 1))
     first = sight.look(catalog)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from deploy.supervisor.restart_policy import Sight
-from deploy.supervisor.store_probe import SeenStore
+from deploy.supervisor.restart_policy import StoreSnapshot
+from deploy.supervisor.store_probe import StoreProbe
 from store.catalog import open_catalog
 from store.errors import StorageError
 from store.layout import manifest_path
@@ -19,29 +19,29 @@ from tests.support.supervised import PYTHON, supervised, training
 
 
 def test_a_store_that_is_not_there_yet_is_an_empty_one(tmp_path: Path) -> None:
-    seen = SeenStore(tmp_path / "store")
-    assert seen.look() == Sight()
+    seen = StoreProbe(tmp_path / "store")
+    assert seen.look() == StoreSnapshot()
     assert seen.holder() is None
     assert not (tmp_path / "store").exists()
 
 
 def test_commits_and_epochs(tmp_path: Path) -> None:
     store = StoreBuilder(tmp_path)
-    assert SeenStore(tmp_path).look() == Sight(epoch=1)
+    assert StoreProbe(tmp_path).look() == StoreSnapshot(epoch=1)
     first = store.save(10)
-    assert SeenStore(tmp_path).look() == Sight(first, 10, first, None, 1)
+    assert StoreProbe(tmp_path).look() == StoreSnapshot(first, 10, first, None, 1)
     second = store.save(20)
-    assert SeenStore(tmp_path).look() == Sight(second, 20, second, first, 1)
+    assert StoreProbe(tmp_path).look() == StoreSnapshot(second, 20, second, first, 1)
     store.restart()
     third = store.save(15)
-    seen = SeenStore(tmp_path).look()
+    seen = StoreProbe(tmp_path).look()
     assert (seen.newest, seen.step, seen.resumes, seen.epoch) == (third, 20, third, 2)
 
 
 def test_marks_change_what_is_resumed_from_until_they_are_withdrawn(tmp_path: Path) -> None:
     store = StoreBuilder(tmp_path)
     saves = [store.save(step) for step in (10, 20, 30)]
-    seen = SeenStore(tmp_path)
+    seen = StoreProbe(tmp_path)
     assert seen.mark(saves[2], "exit code 1") == ""
     sight = seen.look()
     assert (sight.newest, sight.resumes, sight.instead) == (saves[2], saves[1], saves[0])
@@ -58,7 +58,7 @@ def test_a_commit_that_a_job_went_on_from_is_not_to_blame(tmp_path: Path) -> Non
     store.restart()
     after = store.save(30)
     assert open_catalog(LocalFiles(tmp_path)).manifest(after).previous == good.name
-    seen = SeenStore(tmp_path)
+    seen = StoreProbe(tmp_path)
     seen.mark(after, "exit code 1")
     assert (seen.look().resumes, seen.look().instead) == (good, None)
 
@@ -67,7 +67,7 @@ def test_a_damaged_commit_is_not_what_is_resumed_from(tmp_path: Path) -> None:
     store = StoreBuilder(tmp_path)
     first, second = store.save(10), store.save(20)
     (tmp_path / manifest_path(second)).write_bytes(b"garbage")
-    seen = SeenStore(tmp_path).look()
+    seen = StoreProbe(tmp_path).look()
     assert (seen.newest, seen.resumes, seen.instead) == (second, first, None)
 
 
@@ -75,7 +75,7 @@ def test_a_store_that_cannot_be_read_is_told(tmp_path: Path) -> None:
     store = StoreBuilder(tmp_path)
     save = store.save(10)
     (tmp_path / "STORE.json").write_bytes(b"garbage")
-    seen = SeenStore(tmp_path)
+    seen = StoreProbe(tmp_path)
     assert "does not match its own checksum" in seen.look().trouble
     assert "does not match its own checksum" in seen.mark(save, "exit code 1")
     assert "does not match its own checksum" in seen.withdraw(save)
@@ -84,7 +84,7 @@ def test_a_store_that_cannot_be_read_is_told(tmp_path: Path) -> None:
 def test_storage_that_hangs_is_not_waited_for(tmp_path: Path) -> None:
     """A reader of a pipe that nobody writes hangs as one of a dead file server does."""
     save = StoreBuilder(tmp_path).save(10)
-    seen = SeenStore(tmp_path, patience=0.2)
+    seen = StoreProbe(tmp_path, patience=0.2)
     with pytest.raises(StorageError, match=r"did not answer within 0\.2 s"):
         os.mkfifo(tmp_path / "LOCK")
         seen._within(lambda: lock_holder(tmp_path))
@@ -105,5 +105,5 @@ def test_a_version_in_memory_that_kills_is_passed_over(tmp_path: Path) -> None:
         assert run.ends() == 0, run.said
         assert run.starts == [0, 6, 6, 4], run.said
         assert [one["commit"] for one in run.events if one["event"] == "suspect"] == ["00000006-000001"]
-    seen = SeenStore(tmp_path / "store", shared).look()
+    seen = StoreProbe(tmp_path / "store", shared).look()
     assert seen.newest is not None and seen.newest.step == 8

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from deploy.simulate.plans import Asked, plan_of, recorded_config
+from deploy.simulate.plans import SimulationRequest, plan_of, recorded_config
 from deploy.simulate.simulation import Limits, later_per_hour, read_trace, recommend
 from deploy.simulate.summary import Terms
 from monitor.config.load import load_config
@@ -19,7 +19,7 @@ from policies.base import UnitStats
 from policies.replay.movement import movement_of
 from policies.replay.recorded_run import Costs, Run, run_of
 from policies.replay.replay import replay
-from policies.replay.state import Replayed
+from policies.replay.state import ReplayResult
 from store.trace import CommitLine, DecisionLine, Trace
 from tests.support.jobs import Job, job
 from tests.support.kept import kept_step, memory
@@ -52,8 +52,8 @@ def recorded(store: Path, steps: int = 14, asked_at: int | None = None, **settin
     return read_trace(store.with_name(store.name + ".trace.jsonl"))
 
 
-def again(run: Run) -> Replayed:
-    return replay(run, plan_of(Asked("again", recorded_config(run)), run))
+def again(run: Run) -> ReplayResult:
+    return replay(run, plan_of(SimulationRequest("again", recorded_config(run)), run))
 
 
 def seen(run: Run) -> list[list[UnitStats]]:
@@ -73,7 +73,7 @@ def seen(run: Run) -> list[list[UnitStats]]:
     ]  # fmt: skip
 
 
-def require_same(run: Run, trace: Trace) -> Replayed:
+def require_same(run: Run, trace: Trace) -> ReplayResult:
     found = again(run)
     lines = [line for line in trace.lines if isinstance(line, DecisionLine)]
     commits = [line for line in trace.lines if isinstance(line, CommitLine)]
@@ -84,7 +84,7 @@ def require_same(run: Run, trace: Trace) -> Replayed:
     ]
     assert [one.offered for one in found.made] == [line.offered for line in lines]
     assert [one.written for one in found.committed] == [line.written for line in commits]
-    policy = plan_of(Asked("again", recorded_config(run)), run)
+    policy = plan_of(SimulationRequest("again", recorded_config(run)), run)
     for one, shown in zip(found.made, seen(run), strict=True):
         if policy.policy.needs_drift:
             assert list(one.stats) == shown
@@ -127,7 +127,9 @@ def test_so_it_does_where_the_end_of_the_job_allowed_only_a_part(tmp_path: Path,
     assert len(last) > 1 and 0 < len(last[0].saved) < 15 and {line.step for line in last} == {7}
     run = run_of(trace)
     require_same(run, trace)
-    other = replay(run, plan_of(Asked("other", load_config({"policy": {"name": "parity", "k": 5}, "every": 1})), run))
+    other = replay(
+        run, plan_of(SimulationRequest("other", load_config({"policy": {"name": "parity", "k": 5}, "every": 1})), run)
+    )
     units = [unit.unit for unit in run.eras[-1].units]
     assert {units[index] for index in last[0].saved} <= set(other.made[-len(last)].saved)
 
@@ -140,7 +142,7 @@ def test_what_another_policy_would_have_done_is_what_it_does(tmp_path: Path, nam
     plain = run_of(recorded(tmp_path / "plain", 30, policy="full"))
     torch.manual_seed(0)
     truth = run_of(recorded(tmp_path / "other", 30, **settings))
-    asked = Asked(name, recorded_config(truth))
+    asked = SimulationRequest(name, recorded_config(truth))
     found, want = (replay(run, plan_of(asked, run, Costs(overhead=plain.costs.overhead))) for run in (plain, truth))
     assert want.as_recorded and not found.as_recorded
     assert len(found.committed) == pytest.approx(len(want.committed), abs=1)
@@ -162,7 +164,7 @@ def test_what_a_run_that_only_observed_recorded_is_enough_for_a_recommendation(t
     limits = Limits(bytes_per_hour=full * 40 / 8 / (run.seconds / 3600))
     found = recommend(run, Terms(), limits)
     assert found.chosen.exposure.total.mean == min(one.exposure.total.mean for one in found.tried)
-    again = replay(run, plan_of(Asked("pasted", load_config(found.settings)), run))
+    again = replay(run, plan_of(SimulationRequest("pasted", load_config(found.settings)), run))
     assert again.seen_from(found.since).exposure == found.chosen.exposure
     assert all(later_per_hour(one) <= (limits.bytes_per_hour or 0) * 1.0001 for one in found.tried)
     assert {one.name.split()[0] for one in found.tried} >= {"full", "parity"}

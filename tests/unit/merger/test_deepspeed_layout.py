@@ -12,14 +12,14 @@ import torch
 pytest.importorskip("deepspeed")
 
 from merger.checkpoint import Stored
-from merger.layouts.base import Laid, Target
+from merger.layouts.base import LayoutResult, Target
 from merger.layouts.deepspeed import DeepSpeedLayout
 from merger.writers.torch_zip import PtFile
 from store.errors import UnsupportedError
 from tests.support.planned import MOMENTS, Tensor, planned
 
 
-def optimizer_states(laid: Laid) -> list[dict[str, Any]]:
+def optimizer_states(laid: LayoutResult) -> list[dict[str, Any]]:
     """``optimizer.state_dict()`` of every rank."""
     found = [file.container for file in laid.files if file.path.endswith("optim_states.pt")]
     assert all(isinstance(container, PtFile) for container in found)

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from merger.checkpoint import Checkpoint
-from merger.layouts.base import Laid, Target, model_names, unwrapped
-from merger.layouts.huggingface import HfLayout, hf_weights
+from merger.layouts.base import LayoutResult, Target, model_names, unwrapped
+from merger.layouts.huggingface import HuggingFaceLayout, hf_weights
 from merger.merge import merge
 from merger.recipe.parse import read_recipe
 from merger.sources.certificates import certificate
@@ -39,11 +39,11 @@ def folder(tmp_path: Path, **config: Any) -> Path:
     return path
 
 
-def laid(tensors: Any, target: Target | None = None, **given: Any) -> Laid:
-    return HfLayout().lay_out(described(tensors, **given), target or Target("hf"))
+def laid(tensors: Any, target: Target | None = None, **given: Any) -> LayoutResult:
+    return HuggingFaceLayout().lay_out(described(tensors, **given), target or Target("hf"))
 
 
-def weights(found: Laid) -> dict[str, torch.dtype]:
+def weights(found: LayoutResult) -> dict[str, torch.dtype]:
     return {
         name: stored.dtype
         for file in found.files
@@ -52,7 +52,7 @@ def weights(found: Laid) -> dict[str, torch.dtype]:
     }
 
 
-def content(found: Laid, name: str) -> Any:
+def content(found: LayoutResult, name: str) -> Any:
     (file,) = (file for file in found.files if file.path == name)
     return json.loads(file.container.data)  # type: ignore[attr-defined]
 
@@ -269,17 +269,17 @@ def bf16_run() -> Checkpoint:
 
 def test_working_weights_are_told_from_master_weights() -> None:
     run = bf16_run()
-    own = HfLayout().lay_out(run, Target("hf"))
+    own = HuggingFaceLayout().lay_out(run, Target("hf"))
     assert own.certificate is not None and own.certificate.exact
     told = own.certificate.as_json()["written"]
     assert told == ({"held": "float32", "written": "bfloat16", "working": True, "layers": ("a", "b")},)
     (note,) = (note for note in own.notes if "working weights" in note)
     assert "--dtype float32 writes the master weights" in note
-    masters = HfLayout().lay_out(run, Target("hf", dtype="F32"))  # frozen ones are only widened
+    masters = HuggingFaceLayout().lay_out(run, Target("hf", dtype="F32"))  # frozen ones are only widened
     assert masters.certificate is not None and masters.certificate.exact
     assert masters.certificate.as_json()["written"] == ()
     assert not any("working weights" in note or "rounds" in note for note in masters.notes)
-    half = HfLayout().lay_out(run, Target("hf", dtype="F16"))
+    half = HuggingFaceLayout().lay_out(run, Target("hf", dtype="F16"))
     assert half.certificate is not None and not half.certificate.exact
     assert {(one["held"], one["layers"]) for one in half.certificate.as_json()["written"]} == {
         ("float32", ("a", "b")),
@@ -305,5 +305,5 @@ def test_only_what_is_written_is_certified(store: PlainStore, tmp_path: Path) ->
 def test_what_leaves_a_foreign_checkpoint_in_doubt_leaves_its_weights_in_doubt(own: bool) -> None:
     run = bf16_run()
     doubted = replace(run.certificate, exact=False, units=run.certificate.units if own else ())
-    found = HfLayout().lay_out(replace(run, certificate=doubted), Target("hf")).certificate
+    found = HuggingFaceLayout().lay_out(replace(run, certificate=doubted), Target("hf")).certificate
     assert found is not None and not found.exact

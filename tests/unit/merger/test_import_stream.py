@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import merger.io.stream
 from merger.io.blocks import Extent
-from merger.io.stream import Flow, bytes_to_read, flows
+from merger.io.stream import FragmentStream, bytes_to_read, fragment_streams
 from merger.tensors import memory_of
 from store.errors import DamagedError, StorageError
 from store.segment import Item, write_payload
@@ -26,7 +26,7 @@ def spread(tmp_path: Path) -> Spread:
     return Spread(tmp_path)
 
 
-def drawn(found: Iterable[Flow]) -> dict[str, bytes]:
+def drawn(found: Iterable[FragmentStream]) -> dict[str, bytes]:
     """Everything, drawn in order, by tensor; fragments of a tensor must come to all of it."""
     pieces: dict[str, dict[int, bytes]] = {}
     for flow in found:
@@ -65,7 +65,7 @@ def test_any_tensors(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(merger.io.stream, "CHUNK", chunk)
         patch.setattr(merger.io.stream, "FRAGMENT_BYTES", most)
-        found = flows(spread.extents, told.append)
+        found = fragment_streams(spread.extents, told.append)
         assert drawn(found) == expected(spread)
         assert all(flow.nbytes <= max(most, torch.float64.itemsize) for flow in found)
     assert sum(told) == bytes_to_read(found)
@@ -79,7 +79,7 @@ def test_names_that_share_bytes_are_read_each(spread: Spread) -> None:
     spread.extents.append(Extent("b", "fp32", 0, 50, "F32", block, 100))
     spread.extents.append(Extent("c", "fp32", 0, 50, "F32", block, 200))
     spread.tensors |= {"b": elements[25:75], "c": elements[50:]}
-    found = flows(spread.extents, lambda _: None)
+    found = fragment_streams(spread.extents, lambda _: None)
     assert drawn(found) == expected(spread)
     assert bytes_to_read(found) == 3 * block.nbytes
 
@@ -92,30 +92,30 @@ def test_damage_is_found_wherever_it_is(spread: Spread, position: int) -> None:
     assert block.nbytes == 406
     spread.damage(block, position)
     with pytest.raises(DamagedError, match=r"block source-0: bytes 0 to 406 of source-0 do not match"):
-        drawn(flows(spread.extents, lambda _: None))
+        drawn(fragment_streams(spread.extents, lambda _: None))
 
 
 def test_a_file_that_ends_early(spread: Spread) -> None:
     block = spread.tensor("a", values(100, torch.float32, 1))
     (spread.root / block.path).write_bytes(bytes(100))
     with pytest.raises(DamagedError, match="ends at byte 100"):
-        drawn(flows(spread.extents, lambda _: None))
+        drawn(fragment_streams(spread.extents, lambda _: None))
     (spread.root / block.path).unlink()
     with pytest.raises(StorageError, match="cannot read"):
-        drawn(flows(spread.extents, lambda _: None))
+        drawn(fragment_streams(spread.extents, lambda _: None))
 
 
 def test_an_extent_outside_its_block(spread: Spread) -> None:
     spread.tensor("a", values(100, torch.float32, 1))
     for wrong in (replace(spread.extents[0], offset=4), replace(spread.extents[0], offset=-4)):
         with pytest.raises(DamagedError, match="a/fp32: elements 0 to 100 do not lie in block source-0"):
-            flows([wrong], lambda _: None)
+            fragment_streams([wrong], lambda _: None)
 
 
 def test_out_of_order_is_a_mistake_not_a_mixture(spread: Spread) -> None:
     spread.tensors |= {"a": values(10, torch.float32, 1), "b": values(10, torch.float32, 2)}
     spread.block([("a", 0, spread.tensors["a"]), ("b", 0, spread.tensors["b"])])
-    first, second = flows(spread.extents, lambda _: None)
+    first, second = fragment_streams(spread.extents, lambda _: None)
     drawn([second])
     with pytest.raises(ValueError, match="byte 0 has gone by"):
         drawn([first])

@@ -13,7 +13,7 @@ import torch
 
 from merger.checkpoint import RankState
 from merger.layouts.base import Target
-from merger.layouts.trainer import TrainerLayout, moved_state, rng_files, scheduler_file
+from merger.layouts.trainer import TrainerLayout, rescale_state, rng_files, scheduler_file
 from merger.merge import merge
 from store.errors import MergeError, UnsupportedError, UsageError
 from tests.support.described import described, tensor
@@ -55,7 +55,7 @@ def scheduler_at(step: int) -> dict[str, Any]:
 
 def test_the_state_of_the_same_step_is_taken_as_it_is(tmp_path: Path) -> None:
     folder = run_folder(tmp_path)
-    moved = moved_state(folder, 20)
+    moved = rescale_state(folder, 20)
     assert moved.same_step and moved.document == (folder / "trainer_state.json").read_bytes() and moved.notes == ()
     file, note = scheduler_file(folder, moved, [0.25])
     assert file is not None and note is None
@@ -63,7 +63,7 @@ def test_the_state_of_the_same_step_is_taken_as_it_is(tmp_path: Path) -> None:
 
 
 def test_a_later_state_is_taken_back(tmp_path: Path) -> None:
-    moved = moved_state(run_folder(tmp_path), 10)
+    moved = rescale_state(run_folder(tmp_path), 10)
     state = json.loads(moved.document)
     assert (state["global_step"], state["epoch"], state["total_flos"]) == (10, 1.0, 200.0)
     assert state["num_input_tokens_seen"] == 500 and type(state["num_input_tokens_seen"]) is int
@@ -76,13 +76,13 @@ def test_a_later_state_is_taken_back(tmp_path: Path) -> None:
 
 
 def test_the_best_so_far_stays_if_it_was_before(tmp_path: Path) -> None:
-    moved = moved_state(run_folder(tmp_path), 15)
+    moved = rescale_state(run_folder(tmp_path), 15)
     assert json.loads(moved.document)["best_metric"] == 0.5
     assert not any("best metric" in note for note in moved.notes)
 
 
 def test_an_earlier_state_is_brought_forward(tmp_path: Path) -> None:
-    moved = moved_state(run_folder(tmp_path), 30)
+    moved = rescale_state(run_folder(tmp_path), 30)
     state = json.loads(moved.document)
     assert (state["global_step"], state["epoch"], len(state["log_history"])) == (30, 3.0, 4)
     assert any("nothing of steps 21 to 30" in note for note in moved.notes)
@@ -92,7 +92,7 @@ def test_an_earlier_state_is_brought_forward(tmp_path: Path) -> None:
 def test_a_schedule_that_is_a_function_of_the_step_is_brought_along(tmp_path: Path, step: int) -> None:
     folder = run_folder(tmp_path)
     expected = scheduler_at(step)
-    file, note = scheduler_file(folder, moved_state(folder, step), expected["_last_lr"])
+    file, note = scheduler_file(folder, rescale_state(folder, step), expected["_last_lr"])
     assert file is not None and note is not None and "of step 20" in note
     file_path = tmp_path / "scheduler.pt"
     file_path.write_bytes(file.container.data)  # type: ignore[attr-defined]
@@ -103,19 +103,19 @@ def test_a_schedule_that_is_a_function_of_the_step_is_brought_along(tmp_path: Pa
 def test_a_schedule_that_depends_on_more_is_left_out(tmp_path: Path, state: Any) -> None:
     folder = run_folder(tmp_path)
     torch.save(state, folder / "scheduler.pt")
-    file, note = scheduler_file(folder, moved_state(folder, 7), [0.1])
+    file, note = scheduler_file(folder, rescale_state(folder, 7), [0.1])
     assert file is None and note is not None and "cannot be brought to step 7" in note
 
 
 def test_a_schedule_of_another_optimizer_is_left_out(tmp_path: Path) -> None:
     folder = run_folder(tmp_path)
-    assert scheduler_file(folder, moved_state(folder, 7), [0.1, 0.2])[0] is None
+    assert scheduler_file(folder, rescale_state(folder, 7), [0.1, 0.2])[0] is None
 
 
 @pytest.mark.parametrize("step", [None, "20", True, -1])
 def test_a_state_that_names_no_step(tmp_path: Path, step: Any) -> None:
     with pytest.raises(MergeError, match="names no global_step"):
-        moved_state(run_folder(tmp_path, global_step=step), 20)
+        rescale_state(run_folder(tmp_path, global_step=step), 20)
 
 
 def test_a_whole_merge(store: PlainStore, tmp_path: Path) -> None:

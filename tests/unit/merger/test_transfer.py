@@ -25,11 +25,11 @@ from merger.io.transfer import (
     CHUNK,
     TransferPlan,
     Transferred,
+    check_cancelled,
     check_hole,
     checksums,
-    go_on,
-    in_parallel,
     plan_transfer,
+    run_parallel,
     transfer,
 )
 from store.errors import DamagedError, MergeError, StorageError
@@ -402,7 +402,7 @@ def test_the_first_error_ends_it_and_what_waits_is_not_begun() -> None:
             raise KeyError(item)
 
     with pytest.raises(KeyError):
-        in_parallel(work, range(1000), 1)
+        run_parallel(work, range(1000), 1)
     assert begun == [0, 1, 2, 3]
 
 
@@ -414,10 +414,10 @@ def test_work_that_takes_long_is_stopped_and_the_error_is_what_is_told() -> None
         if item == 3:
             raise KeyError(item)
         assert stop.wait(timeout=180)
-        go_on(stop)
+        check_cancelled(stop)
 
     with pytest.raises(KeyError):
-        in_parallel(work, range(1000), 4)
+        run_parallel(work, range(1000), 4)
     assert set(threading.enumerate()) <= before
 
 

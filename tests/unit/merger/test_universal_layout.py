@@ -14,7 +14,7 @@ pytest.importorskip("deepspeed")
 
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
-from merger.layouts.base import Laid, Target
+from merger.layouts.base import LayoutResult, Target
 from merger.layouts.deepspeed_universal import UniversalLayout
 from merger.writers.torch_zip import PtFile
 from store.errors import UnsupportedError
@@ -25,11 +25,11 @@ TAG = "global_step10_universal"
 SAME = [{"lr": 0.1, "betas": [0.9, 0.99]}, {"lr": 0.1, "betas": (0.9, 0.99)}]
 
 
-def laid_out(*args: Any, **kwargs: Any) -> Laid:
+def laid_out(*args: Any, **kwargs: Any) -> LayoutResult:
     return UniversalLayout().lay_out(planned(*args, **kwargs), Target("universal"))
 
 
-def value(laid: Laid, path: str) -> Any:
+def value(laid: LayoutResult, path: str) -> Any:
     (container,) = (file.container for file in laid.files if file.path == f"{TAG}/{path}")
     assert isinstance(container, PtFile)
     return container.value

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from monitor.adapters.base import Piece
-from monitor.adapters.module_tensors import Inventory, dtype_name, torch_dtype, whole
+from monitor.adapters.module_tensors import ModuleTensors, dtype_name, torch_dtype, whole
 from monitor.adapters.optimizer_state import common_scalars, snapshot
 from monitor.adapters.pytorch import SMALL, even_slice, share
 from store.errors import ModelMismatchError, UnsupportedError
@@ -102,6 +102,6 @@ def test_sharded_parameters_are_refused_by_name() -> None:
         mesh = init_device_mesh("cpu", (1,))
         module.weight = nn.Parameter(DTensor.from_local(torch.zeros(4, 4), mesh, [Shard(0)]))
         with pytest.raises(UnsupportedError, match="weight is a DTensor"):
-            Inventory(module)
+            ModuleTensors(module)
     finally:
         dist.destroy_process_group()

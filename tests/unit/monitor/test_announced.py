@@ -12,7 +12,7 @@ import pytest
 
 import monitor
 from monitor.config.load import load_config
-from monitor.preemption import ECHO, Announced, deadline
+from monitor.preemption import ECHO, SignalWatcher, deadline
 from store.errors import ConfigError
 from tests.support.jobs import Job
 
@@ -37,7 +37,7 @@ def _as_it_was() -> Iterator[None]:
 
 def test_the_first_moment_counts() -> None:
     clock = Clock()
-    one = Announced(["SIGUSR1", "SIGUSR2"], clock)
+    one = SignalWatcher(["SIGUSR1", "SIGUSR2"], clock)
     assert one.first is None
     for number in (USR1, signal.SIGUSR2, USR1):
         signal.raise_signal(number)
@@ -54,7 +54,7 @@ def test_a_handler_of_the_user_stays(caplog: pytest.LogCaptureFixture) -> None:
         heard.append(number)
 
     signal.signal(USR1, own)
-    one = Announced(["SIGUSR1"])
+    one = SignalWatcher(["SIGUSR1"])
     assert "SIGUSR1 has a handler already" in caplog.text
     signal.raise_signal(USR1)
     assert (heard, one.first) == ([USR1], None)
@@ -64,13 +64,13 @@ def test_a_handler_of_the_user_stays(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_a_signal_that_is_ignored_stays_ignored() -> None:
     signal.signal(USR1, signal.SIG_IGN)
-    one = Announced(["SIGUSR1"])
+    one = SignalWatcher(["SIGUSR1"])
     signal.raise_signal(USR1)
     assert one.first is None and signal.getsignal(USR1) == signal.SIG_IGN
 
 
 def test_a_handler_that_came_later_is_left_alone() -> None:
-    one = Announced(["SIGUSR1"])
+    one = SignalWatcher(["SIGUSR1"])
     later = signal.SIG_IGN
     signal.signal(USR1, later)
     one.close()
@@ -78,19 +78,19 @@ def test_a_handler_that_came_later_is_left_alone() -> None:
 
 
 def test_two_in_one_process_both_hear_of_it_in_whatever_order_they_close() -> None:
-    first, second = Announced(["SIGUSR1"]), Announced(["SIGUSR1"])
+    first, second = SignalWatcher(["SIGUSR1"]), SignalWatcher(["SIGUSR1"])
     signal.raise_signal(USR1)
     assert first.first is not None and second.first is not None
     first.close()  # not on top: its handler stays below, and passes on
     second.close()
-    third = Announced(["SIGUSR1"])
+    third = SignalWatcher(["SIGUSR1"])
     signal.raise_signal(USR1)
     assert third.first is not None
     third.close()
 
 
 def test_it_is_not_kept_alive_by_its_handlers() -> None:
-    below, one = Announced(["SIGUSR1"]), Announced(["SIGUSR1"])
+    below, one = SignalWatcher(["SIGUSR1"]), SignalWatcher(["SIGUSR1"])
     del one
     signal.raise_signal(USR1)
     assert below.first is not None

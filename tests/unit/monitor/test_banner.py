@@ -14,7 +14,7 @@ from torch import nn
 import monitor
 from monitor.config.load import load_config
 from monitor.events import DecisionEvent
-from monitor.telemetry.log import SaveLog, say
+from monitor.telemetry.log import SaveLog, log_startup
 from store.location import Mount
 from tests.support.jobs import Model
 
@@ -145,14 +145,14 @@ def test_whoever_set_logging_up_gets_it_there_and_only_there(
     monkeypatch.setattr(logging.getLogger(), "handlers", [Keeping()])
     monkeypatch.setattr(logging.getLogger(), "level", logging.INFO)
     LOGGER.manager._clear_cache()
-    say("hello")
+    log_startup("hello")
     assert (records, capsys.readouterr().err) == (["hello"], "")
 
 
 def test_our_logger_can_be_silenced(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LOGGER, "level", logging.ERROR)
     LOGGER.manager._clear_cache()
-    say("hello")
+    log_startup("hello")
     assert capsys.readouterr().err == ""
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from monitor.ledger import CommitDraft, JobFacts, draw
+from monitor.ledger import CommitDraft, JobFacts, build_manifest
 from monitor.observe.units import UnitSize
 from policies.base import Choice
 from store.commit import Group
@@ -41,7 +41,7 @@ def drawn(*parts: PartRecord, unit: Unit = UNIT, numel: int = 10) -> object:
         facts=facts, save=SAVE, world_size=2, commits=1, previous=None, kept={}, saved={unit: Choice("raw", "first")},
         sizes={unit: UnitSize(numel, 4 * numel, members_digest({"w": (numel, "F32")}))}, groups={},
     )  # fmt: skip
-    return draw(draft, Group(parts, GroupRecord(world_size=2, payload_bytes=100, parts=DIGEST)))
+    return build_manifest(draft, Group(parts, GroupRecord(world_size=2, payload_bytes=100, parts=DIGEST)))
 
 
 def test_every_element_once_is_drawn() -> None:

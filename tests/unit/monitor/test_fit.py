@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import monitor
-from monitor.adapters.base import Place
-from monitor.resume.read import loss
+from monitor.adapters.base import FragmentPlace
+from monitor.resume.read import encoding_loss
 from store.errors import ModelMismatchError, UnsupportedError
 from store.names import BUFFER, WEIGHTS, Fragment
 
@@ -21,7 +21,7 @@ LOWEST = torch.finfo(F32).min
 
 def lost(values: list[float] | torch.Tensor, stored: torch.dtype, live: torch.dtype, slot: str = WEIGHTS) -> str | None:
     host = values.to(stored) if isinstance(values, torch.Tensor) else torch.tensor(values, dtype=stored)
-    return loss(host, Place(Fragment("a.b", slot, 0, host.numel()), live))
+    return encoding_loss(host, FragmentPlace(Fragment("a.b", slot, 0, host.numel()), live))
 
 
 @pytest.mark.parametrize("slot", [WEIGHTS, BUFFER])

@@ -19,7 +19,7 @@ from transformers.trainer_utils import compare_trainer_and_checkpoint_args
 import monitor
 from monitor.distributed import current_group
 from monitor.huggingface.resume import _trainer_state
-from monitor.resume.predict import Foreseen
+from monitor.resume.predict import ResumePrediction
 from store.catalog import open_catalog
 from store.errors import ModelMismatchError, StoreError, UsageError
 from store.names import SaveId
@@ -244,7 +244,7 @@ def test_a_store_that_a_loop_of_ones_own_wrote(tmp_path: Path, settings: dict[st
 def test_a_commit_that_was_imported_says_the_step_and_no_more(tmp_path: Path) -> None:
     ours = _Nothing()
     args = trainer(tmp_path, ours, eval_strategy="steps", eval_steps=3).args
-    state = _trainer_state(Foreseen(SaveId(4, 1), None, memory=False), None, args, current_group())
+    state = _trainer_state(ResumePrediction(SaveId(4, 1), None, memory=False), None, args, current_group())
     (tmp_path / "trainer_state.json").write_text(json.dumps(state))
     found = TrainerState.load_from_json(str(tmp_path / "trainer_state.json"))
     compare_trainer_and_checkpoint_args(args, found)

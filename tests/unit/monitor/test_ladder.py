@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from monitor.observe.drift_meter import Signature
-from monitor.telemetry.drift_history import Compared, Ladder, compared_with
+from monitor.telemetry.drift_history import Compared, DriftHistory, compared_with
 
 WIDTH = 8
 
@@ -17,7 +17,7 @@ def signature(*values: float, finite: bool = True) -> Signature:
     return Signature(torch.tensor(values), (len(values),), finite)
 
 
-def climbed(ladder: Ladder, decisions: int) -> list[Compared]:
+def climbed(ladder: DriftHistory, decisions: int) -> list[Compared]:
     """At decision n the only value of the only unit is n + 1."""
     return [ladder.add(10 * n, [signature(n + 1.0)]) for n in range(decisions)]
 
@@ -34,7 +34,7 @@ def test_ages_are_about_powers_of_two(anchors: int) -> None:
 
 @pytest.mark.parametrize("anchors", [1, 2, 6, 16])
 def test_what_is_compared_is_what_was_added_then(anchors: int) -> None:
-    ladder = Ladder(anchors, WIDTH)
+    ladder = DriftHistory(anchors, WIDTH)
     for number, compared in enumerate(climbed(ladder, 200)):
         assert compared.steps == tuple(10 * at for at in compared_with(number, anchors))
         for step, (moved, squared, unknown) in zip(compared.steps, compared.rows[:, 0].tolist(), strict=True):
@@ -43,21 +43,21 @@ def test_what_is_compared_is_what_was_added_then(anchors: int) -> None:
 
 
 def test_the_first_decision_is_compared_with_nothing() -> None:
-    ladder = Ladder(6, WIDTH)
+    ladder = DriftHistory(6, WIDTH)
     assert climbed(ladder, 1)[0].steps == ()
     ladder.clear()
     assert ladder.memory_bytes == 0 and climbed(ladder, 2)[1].steps == (0,)
 
 
 def test_a_second_decision_in_a_step_is_not_looked_at() -> None:
-    ladder = Ladder(6, WIDTH)
+    ladder = DriftHistory(6, WIDTH)
     ladder.add(1, [signature(1.0)])
     assert ladder.add(1, [signature(1.0)]).steps == ()
     assert ladder.add(2, [signature(3.0)]).rows.tolist() == [[[4.0, 1.0, 0.0]]]
 
 
 def test_what_is_not_known_then_or_now_is_told_so() -> None:
-    ladder = Ladder(6, WIDTH)
+    ladder = DriftHistory(6, WIDTH)
     sick = signature(math.nan, finite=False)
     ladder.add(0, [signature(1.0), None, signature(1.0), sick, signature(1.0)])
     rows = ladder.add(1, [signature(3.0), signature(1.0), None, signature(1.0), sick]).rows
@@ -65,17 +65,17 @@ def test_what_is_not_known_then_or_now_is_told_so() -> None:
 
 
 def test_units_of_several_sizes_and_none_at_all() -> None:
-    ladder = Ladder(2, WIDTH)
+    ladder = DriftHistory(2, WIDTH)
     ladder.add(0, [signature(*[1.0] * WIDTH), signature()])
     rows = ladder.add(1, [signature(*[2.0] * WIDTH), signature()]).rows
     assert rows[0].tolist() == [pytest.approx([8.0, 8.0, 0.0]), [0.0, 0.0, 0.0]]
-    nothing = Ladder(2, WIDTH)
+    nothing = DriftHistory(2, WIDTH)
     nothing.add(0, [])
     assert nothing.add(1, []).rows.shape == (1, 0, 3)
 
 
 def test_what_is_kept_does_not_change_with_what_was_given() -> None:
-    ladder, live = Ladder(2, WIDTH), torch.ones(1)
+    ladder, live = DriftHistory(2, WIDTH), torch.ones(1)
     ladder.add(0, [Signature(live, (1,), True)])
     live += 1
     assert ladder.add(1, [Signature(live, (1,), True)]).rows.tolist() == [[[1.0, 1.0, 0.0]]]

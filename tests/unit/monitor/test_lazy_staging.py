@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import monitor
-from monitor.adapters.pytorch import PlainAdapter
-from monitor.save.staging import Copying
+from monitor.adapters.pytorch import PyTorchAdapter
+from monitor.save.staging import AsyncCopy
 from store.catalog import open_catalog
 from store.resolve import newest_resumable
 from store.segment import read_entry
@@ -64,14 +64,14 @@ def test_the_state_of_the_decision_is_written_although_the_writer_comes_late(tmp
 
 
 def test_without_the_hook_the_net_gives_the_save_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PlainAdapter, "before_update", lambda self, hook: None)
+    monkeypatch.setattr(PyTorchAdapter, "before_update", lambda self, hook: None)
     save_with_writer_held_up(tmp_path / "s", "lazy")
     assert open_catalog(LocalFiles(tmp_path / "s")).saves() == []
 
 
 def test_without_hook_and_net_a_torn_state_would_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PlainAdapter, "before_update", lambda self, hook: None)
-    monkeypatch.setattr(Copying, "require_whole", lambda self: None)
+    monkeypatch.setattr(PyTorchAdapter, "before_update", lambda self, hook: None)
+    monkeypatch.setattr(AsyncCopy, "require_whole", lambda self: None)
     before, after = save_with_writer_held_up(tmp_path / "s", "lazy")
     assert torch.equal(stored_weight(tmp_path / "s"), after)
     assert not torch.equal(stored_weight(tmp_path / "s"), before)

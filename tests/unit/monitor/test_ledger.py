@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from monitor.ledger import CommitDraft, Drawn, JobFacts, Ledger, draw
+from monitor.ledger import CommitDraft, JobFacts, Ledger, PreparedCommit, build_manifest
 from monitor.observe.units import UnitSize
 from policies.base import Choice
 from store.commit import Group
@@ -33,7 +33,7 @@ FACTS = JobFacts(
 )  # fmt: skip
 
 
-def commit(ledger: Ledger, step: int, saved: tuple[Unit, ...], sick: tuple[Unit, ...] = ()) -> Drawn:
+def commit(ledger: Ledger, step: int, saved: tuple[Unit, ...], sick: tuple[Unit, ...] = ()) -> PreparedCommit:
     """Draw the commit of ``saved`` and advance the ledger by it."""
     save = SaveId(step, 1)
     draft = CommitDraft(
@@ -41,7 +41,9 @@ def commit(ledger: Ledger, step: int, saved: tuple[Unit, ...], sick: tuple[Unit,
         kept=ledger.kept(step, {A: 0.25}, SIZES), saved={unit: Choice("raw", "chosen") for unit in saved},
         sizes=SIZES, groups=dict(ledger.groups),
     )  # fmt: skip
-    drawn = draw(draft, Group((part(save, saved, sick),), GroupRecord(world_size=1, payload_bytes=99, parts=DIGEST)))
+    drawn = build_manifest(
+        draft, Group((part(save, saved, sick),), GroupRecord(world_size=1, payload_bytes=99, parts=DIGEST))
+    )
     ledger.advance(drawn.manifest)
     return drawn
 

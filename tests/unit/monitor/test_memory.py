@@ -10,7 +10,7 @@ import torch
 import monitor
 from store.catalog import open_catalog
 from store.errors import ConfigError
-from store.memory.index import look
+from store.memory.index import scan_node
 from store.names import SaveId
 from store.storage.local import LocalFiles
 from store.verify import verify
@@ -83,7 +83,7 @@ def test_closing_as_meant_gives_the_memory_back(store: Path) -> None:
     for _ in range(6):
         one.step()
     settled(one)
-    assert look(tier_of(store)).versions
+    assert scan_node(tier_of(store)).versions
     one.ckpt.close()
     assert not any((store.parent / "shm").rglob("*.payload"))
 
@@ -136,7 +136,7 @@ def test_on_cuda_versions_are_copied_into_pinned_shared_memory(store: Path, stag
         ckpt.step()
         assert ckpt._memory is not None and ckpt._memory._writer.join(180)
     assert ckpt._memory._room.pins._pinned
-    held = look(tier_of(store)).versions
+    held = scan_node(tier_of(store)).versions
     newest = held[max(held)][0]
     entry = next(one for one in newest.record.part.entries if one.slot == "fp32" and one.fqn == "weight")
     data = newest.payload.read_bytes()[entry.offset : entry.offset + entry.nbytes]
@@ -151,7 +151,7 @@ def test_encoded_versions_take_a_third_and_are_not_called_exact(store: Path) -> 
         one.step()
         settled(one)
     kept = one.weights()
-    (held,) = look(tier_of(store)).versions[SaveId(5, 1)].values()
+    (held,) = scan_node(tier_of(store)).versions[SaveId(5, 1)].values()
     raw = sum(value.numel() * 4 for value in kept.values())
     assert sum(entry.nbytes for entry in held.record.part.entries) < 0.36 * raw
     abandoned(one)
@@ -182,7 +182,7 @@ def test_layers_that_are_older_in_the_newest_commit_come_from_memory(store: Path
         at[step] = one.weights()
     abandoned(one)
     commit = open_catalog(LocalFiles(store)).saves()[0]
-    node = look(tier_of(store))
+    node = scan_node(tier_of(store))
     assert (commit.step, max(node.versions).step) == (12, 9)
     two = Job(store, **settings, memory=memory(store, every=4))
     assert two.ckpt.resume() == 12
@@ -210,5 +210,5 @@ def test_a_step_that_the_job_went_back_behind_is_not_in_memory_any_more(store: P
     assert one.ckpt.resume() == 7
     back = one.ckpt._memory
     assert back is not None and back.newest == SaveId(7, 1)
-    assert set(look(tier_of(store)).versions) == {SaveId(7, 1)}
+    assert set(scan_node(tier_of(store)).versions) == {SaveId(7, 1)}
     one.ckpt.close()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from deploy.supervisor.store_probe import SeenStore
+from deploy.supervisor.store_probe import StoreProbe
 from store.layout import manifest_path
 from store.memory.rescue import NOTHING, rescue_newest
 from store.names import SaveId
@@ -168,5 +168,5 @@ def test_two_jobs_on_copies_have_memory_each_and_a_restart_finds_its_own(store: 
 def test_a_supervisor_does_not_count_what_is_not_the_stores(store: Path) -> None:
     """Else a job on a restored store gets no further than memory from before, for ever, and others are blamed."""
     put_back(store)
-    sight = SeenStore(store, store.parent / "shm").look()
+    sight = StoreProbe(store, store.parent / "shm").look()
     assert (sight.newest, sight.step, sight.resumes) == (SaveId(4, 1), 4, SaveId(4, 1))

@@ -14,7 +14,7 @@ import torch
 from store.catalog import open_catalog
 from store.errors import DamagedError
 from store.layout import payload_path
-from store.memory.index import look
+from store.memory.index import scan_node
 from store.memory.layout import Generation
 from store.memory.overlay import Overlay
 from store.names import SaveId
@@ -53,7 +53,7 @@ def place_of(store: Path) -> Generation:
 def test_every_flipped_byte_of_a_version_is_detected_or_harmless(store: Path) -> None:
     """Fragments and run state, byte by byte: found by a hash, or between two fragments, where nothing is."""
     kept = killed_at(store, 3, width=1)
-    held = look(tier_of(store)).versions[SaveId(3, 1)][0]
+    held = scan_node(tier_of(store)).versions[SaveId(3, 1)][0]
     data = held.payload.read_bytes()
     pieces = [*held.record.part.entries, *held.record.part.run_tensors]
     files = Overlay(LocalFiles(store), version(store))
@@ -84,7 +84,7 @@ def test_what_a_resume_makes_of_flipped_bytes_is_right_or_not_called_exact(tmp_p
     settings = {"width": 2, "resume": {"at": "newest"}}
     (tmp_path / "one").mkdir()
     kept = killed_at(store, 7, **settings)
-    held = look(tier_of(store)).versions[SaveId(7, 1)][0]
+    held = scan_node(tier_of(store)).versions[SaveId(7, 1)][0]
     record = held.payload.with_suffix(".json")
     used = held.record.part.payload_bytes
     flips = [(held.payload, at) for at in range(0, used, used // 40)]
@@ -125,7 +125,7 @@ def _unit_of(key: str) -> str:
 
 def flipped(store: Path, save: SaveId, *, run_state: bool = False) -> None:
     """A byte of the layer ``blocks.1``, or of the run state, is wrong."""
-    held = look(tier_of(store)).versions[save][0]
+    held = scan_node(tier_of(store)).versions[save][0]
     entry: Entry | StateTensor = next(
         one for one in held.record.part.entries if one.layer == "blocks.1" and one.slot == "fp32"
     )
@@ -251,7 +251,7 @@ def test_where_the_version_that_a_composite_goes_back_to_is_damaged_the_composit
     one.ckpt.resume()
     run(one, 16)
     abandoned(one)
-    held = look(tier_of(store)).versions[SaveId(15, 1)][0]
+    held = scan_node(tier_of(store)).versions[SaveId(15, 1)][0]
     data = bytearray(held.payload.read_bytes())
     data[held.record.part.entries[0].offset] ^= 1
     held.payload.write_bytes(data)
@@ -269,7 +269,7 @@ def test_wrong_run_state_in_memory_leaves_a_composite_its_own(store: Path) -> No
     one.ckpt.resume()
     run(one, 16)
     abandoned(one)
-    held = look(tier_of(store)).versions[SaveId(15, 1)][0]
+    held = scan_node(tier_of(store)).versions[SaveId(15, 1)][0]
     tensor = held.record.part.run_tensors[0]
     data = bytearray(held.payload.read_bytes())
     data[tensor.offset] ^= 1

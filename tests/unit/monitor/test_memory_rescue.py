@@ -13,7 +13,7 @@ from store.catalog import open_catalog
 from store.certificate import certify
 from store.errors import DamagedError, FencedError, StoreInUseError
 from store.layout import payload_path, segment_dir
-from store.memory.index import look
+from store.memory.index import scan_node
 from store.memory.rescue import NOTHING, REASON, WRITTEN, rescue_newest
 from store.names import SaveId
 from store.resolve import resolve
@@ -227,7 +227,7 @@ def test_what_a_save_of_the_same_name_left_is_replaced(store: Path) -> None:
 
 
 def flip(store: Path, save: SaveId) -> None:
-    payload = look(tier_of(store)).versions[save][0].payload
+    payload = scan_node(tier_of(store)).versions[save][0].payload
     data = bytearray(payload.read_bytes())
     data[4] ^= 1
     payload.write_bytes(data)

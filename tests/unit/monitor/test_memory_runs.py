@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from store.catalog import open_catalog
-from store.memory.index import look
+from store.memory.index import scan_node
 from store.names import FROZEN, SaveId
 from store.storage.local import LocalFiles
 from store.verify import verify
@@ -382,7 +382,7 @@ def test_names_are_never_used_twice_when_a_job_goes_back(store: Path) -> None:
             place.record(0, slot).unlink(missing_ok=True)
     assert one.ckpt.resume() == 4
     run(one, 2)
-    found = max(look(tier_of(store)).versions)
+    found = max(scan_node(tier_of(store)).versions)
     assert found == SaveId(6, 2)
     kept = one.weights()
     abandoned(one)
@@ -426,7 +426,7 @@ def test_a_composite_resumed_at_its_effective_step_and_then_from_memory(store: P
     assert stands < 20 and sources(two) == {""}
     run(two, 3)
     kept, at = two.weights(), two.ckpt._step
-    newest = max(look(tier_of(store)).versions)
+    newest = max(scan_node(tier_of(store)).versions)
     abandoned(two)
     three = Job(store, **settings, memory=memory(store))
     assert three.ckpt.resume() == newest.step <= at

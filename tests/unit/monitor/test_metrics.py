@@ -14,7 +14,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from monitor.events import CommitEvent
-from monitor.ledger import Drawn
+from monitor.ledger import PreparedCommit
 from monitor.telemetry.metrics import Metrics
 from store.names import SaveId, Unit
 from tests.support.jobs import job
@@ -64,7 +64,7 @@ def test_names_follow_the_rules_of_prometheus(served: Metrics) -> None:
 
 def test_a_commit_is_counted(served: Metrics) -> None:
     manifest = head_of(SaveId(120, 1), 1).model_copy(update={"bytes_avoided": 3000})
-    served.on_commit(CommitEvent(Drawn(manifest, (), {}), 2.5, 1000, {}))
+    served.on_commit(CommitEvent(PreparedCommit(manifest, (), {}), 2.5, 1000, {}))
     text = scrape(served)
     assert "driftpoint_saves_total 1.0" in text
     assert "driftpoint_written_bytes_total 1000.0" in text

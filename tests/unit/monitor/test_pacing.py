@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from monitor.config.schema import AutoSettings
-from monitor.decide.schedule import Adaptive, Steady, pace_for
+from monitor.decide.schedule import AdaptiveInterval, FixedInterval, schedule_for
 from monitor.telemetry.metrics import Metrics
 from policies.interval import daly
 
@@ -41,7 +41,7 @@ class Run:
 
     def __post_init__(self) -> None:
         self.clock, self.metrics = Clock(), Metrics()
-        self.pace = Adaptive(self.auto, self.max_staleness, 8, self.metrics, self.clock)
+        self.pace = AdaptiveInterval(self.auto, self.max_staleness, 8, self.metrics, self.clock)
         self.commits_at = [-math.inf]
 
     def go(self, steps: int) -> None:
@@ -72,8 +72,8 @@ class Run:
 
 
 def test_every_so_many_steps_nothing_is_chosen() -> None:
-    pace = pace_for(7, AutoSettings(), None, 1, Metrics())
-    assert isinstance(pace, Steady)
+    pace = schedule_for(7, AutoSettings(), None, 1, Metrics())
+    assert isinstance(pace, FixedInterval)
     for restart in (0, 3):
         pace.restart()
         assert [step for step in range(restart + 1, 30) if pace.due(step)] == [7, 14, 21, 28]

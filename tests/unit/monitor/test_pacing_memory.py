@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from monitor.decide.schedule import FIRST_SNAPSHOT, MemoryPace
+from monitor.decide.schedule import FIRST_SNAPSHOT, SnapshotSchedule
 
 
 class Clock:
@@ -17,7 +17,7 @@ class Clock:
 def learned(stall: float, work: float, sends: float = 0.0) -> int:
     """Steps of a second each between versions, once they were seen to cost so many seconds."""
     clock = Clock()
-    pace = MemoryPace("auto", 0.02, clock)
+    pace = SnapshotSchedule("auto", 0.02, clock)
     assert pace.wanted() == FIRST_SNAPSHOT
     for step in range(0, 60, FIRST_SNAPSHOT):
         pace.agreed(step, FIRST_SNAPSHOT)

@@ -13,11 +13,11 @@ import pytest
 
 import monitor.memory.replica_client
 from monitor.memory.replica_client import RemoteNode, RemotePayload
-from monitor.memory.replica_server import Replicas
+from monitor.memory.replica_server import ReplicaStore
 from monitor.memory.transport import Answer, Put, Request
 from store.errors import MissingError
 from store.memory.arena import Arena
-from store.memory.index import look
+from store.memory.index import scan_node
 from store.memory.layout import READER, Tier, VersionRecord, parse_record
 from store.names import SaveId
 from tests.support.made_versions import CLAIM, NBYTES, content, head_of, keep, part_of, tier_at
@@ -59,7 +59,7 @@ def until(holds: Callable[[], bool]) -> None:
 
 
 def replica(tier: Tier, save: SaveId, nbytes: int = NBYTES) -> bytes:
-    return look(tier).versions[save][0].payload.read_bytes()[:nbytes]
+    return scan_node(tier).versions[save][0].payload.read_bytes()[:nbytes]
 
 
 def test_versions_arrive_and_take_turns(mine: Arena, theirs: ReplicaTarget) -> None:
@@ -73,7 +73,7 @@ def test_versions_arrive_and_take_turns(mine: Arena, theirs: ReplicaTarget) -> N
         assert theirs.versions() == sorted({max(1, step - 1), step})
         assert replica(theirs.tier, save) == content(save, 0)
         before = save
-    record = look(theirs.tier).versions[SaveId(5, 1)][0].record
+    record = scan_node(theirs.tier).versions[SaveId(5, 1)][0].record
     assert record == parse_record(mine.files(1)[0].read_bytes(), "").model_copy(update={"replica": True})
     sender.close()
 
@@ -118,7 +118,7 @@ def test_what_is_not_its_to_keep_is_refused(mine: Arena, theirs: ReplicaTarget, 
 
 def test_without_room_nothing_is_kept_and_why_is_said(tmp_path: Path) -> None:
     with tmpfs(tmp_path / "small", "4M") as small:
-        replicas = Replicas(2)
+        replicas = ReplicaStore(2)
         problem = replicas.take(tier_at(small), 1, {0: 3 << 20}, None)
         assert problem is not None and "no room in memory" in problem
         replicas.close(remove=True)
@@ -155,7 +155,7 @@ def test_a_stopped_peer_costs_the_replica_only(
         assert "silent, or too slow" in caplog.text
         with pytest.raises(MissingError, match="silent"):  # nor does a resume wait for it
             RemotePayload(RemoteNode(theirs.endpoint, KEY, 0.3), SaveId(1, 1), 0).read(0, memoryview(bytearray(8)))
-        assert SaveId(1, 1) in look(theirs.tier).versions
+        assert SaveId(1, 1) in scan_node(theirs.tier).versions
         os.kill(theirs.process.pid, signal.SIGCONT)
         sender._timeout = 600.0
         until(lambda: sent(sender, mine, 1, SaveId(2, 1), SaveId(1, 1)))
@@ -191,7 +191,7 @@ def test_a_peer_that_is_killed_in_mid_transfer_leaves_the_older_replica(mine: Ar
         until(lambda: any(place.payload(0, slot).open("rb").read(64) == half for slot in (0, 1)))
         theirs.process.kill()
         theirs.process.wait(180)
-        left = look(theirs.tier)
+        left = scan_node(theirs.tier)
         assert [save.step for save in left.versions] == [2] and not left.problems
         assert replica(theirs.tier, SaveId(2, 1), LARGE) == pattern(SaveId(2, 1), LARGE)
         connection.close()

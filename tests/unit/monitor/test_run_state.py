@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from monitor.run_state import UserState, capture_rng, from_tree, put_state, restore_rng, to_tree
+from monitor.run_state import UserState, capture_rng, from_tree, load_state, restore_rng, to_tree
 from store.errors import ConfigError, ModelMismatchError, UnsupportedError
 
 
@@ -105,7 +105,7 @@ def test_schedulers_go_on() -> None:
     saved, hyper = through_json(UserState([scheduler]).capture()), optimizer.param_groups[0]["lr"]
     expected = rates(optimizer, scheduler, 4)
     other, fresh = scheduled()
-    put_state(fresh, saved[0])
+    load_state(fresh, saved[0])
     other.param_groups[0]["lr"] = hyper  # a scheduler does not restore the rate itself; the adapters do
     assert rates(other, fresh, 4) == expected
 
@@ -116,7 +116,7 @@ def test_generators_of_torch_are_state() -> None:
     saved = through_json(UserState([generator]).capture())
     expected = torch.randn(3, generator=generator)
     other = torch.Generator()
-    put_state(other, saved[0])
+    load_state(other, saved[0])
     assert torch.equal(torch.randn(3, generator=other), expected)
 
 
@@ -124,7 +124,7 @@ def test_a_loss_scaler_is_state() -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=512.0)
     saved = through_json(UserState([scaler]).capture())
     other = torch.amp.GradScaler("cpu", init_scale=2.0)
-    put_state(other, saved[0])
+    load_state(other, saved[0])
     assert other.get_scale() == 512.0
 
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement
 
-from monitor.adapters.fsdp2 import Run, rows_of
+from monitor.adapters.fsdp2 import RowRun, rows_of
 
 meshes = st.lists(st.integers(1, 5), min_size=1, max_size=3)
 shapes = st.lists(st.integers(1, 7), min_size=1, max_size=3)
@@ -55,7 +55,7 @@ def test_all_ranks_together_hold_each_element_as_often_as_each_run_says(
 
 def test_by_hand() -> None:
     hybrid = [Replicate(), Shard(0)]
-    assert rows_of((5, 3), (2, 3), (1, 1), hybrid) == Run(start=6, numel=6, number=1, count=2)
-    assert rows_of((5, 3), (2, 3), (0, 2), hybrid) == Run(start=12, numel=3, number=0, count=2)
-    assert rows_of((1,), (4,), (3,), [Shard(0)]) == Run(start=1, numel=0)
-    assert rows_of((), (4,), (3,), [Replicate()]) == Run(start=0, numel=1, number=3, count=4)
+    assert rows_of((5, 3), (2, 3), (1, 1), hybrid) == RowRun(start=6, numel=6, number=1, count=2)
+    assert rows_of((5, 3), (2, 3), (0, 2), hybrid) == RowRun(start=12, numel=3, number=0, count=2)
+    assert rows_of((1,), (4,), (3,), [Shard(0)]) == RowRun(start=1, numel=0)
+    assert rows_of((), (4,), (3,), [Replicate()]) == RowRun(start=0, numel=1, number=3, count=4)

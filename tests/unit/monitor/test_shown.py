@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from monitor.telemetry.layer_metrics import Shown
+from monitor.telemetry.layer_metrics import SeriesSelector
 from store.names import Unit
 
 SLOTS = ("fp32", "exp_avg", "exp_avg_sq")
@@ -17,18 +17,18 @@ def units(layers: int) -> list[Unit]:
     return [Unit(f"blocks.{i}", slot) for i in range(layers) for slot in SLOTS]
 
 
-def shown(one: Shown, of: list[Unit]) -> list[Unit]:
+def shown(one: SeriesSelector, of: list[Unit]) -> list[Unit]:
     return [unit for unit in of if unit in one]
 
 
 def test_all_are_shown_where_there_is_room() -> None:
-    one, all_ = Shown(512), units(129)
+    one, all_ = SeriesSelector(512), units(129)
     assert one.know(all_) == set()
     assert shown(one, all_) == all_ and one.hidden == 0
 
 
 def test_of_many_whole_layers_from_first_to_last_are() -> None:
-    one, all_ = Shown(512), units(10_000)
+    one, all_ = SeriesSelector(512), units(10_000)
     one.know(all_)
     found = shown(one, all_)
     assert 440 <= len(found) <= 448, "seven eighths of the places"
@@ -41,7 +41,7 @@ def test_of_many_whole_layers_from_first_to_last_are() -> None:
 
 
 def test_what_stands_out_gets_a_place_and_keeps_it() -> None:
-    one, all_ = Shown(64), units(1000)
+    one, all_ = SeriesSelector(64), units(1000)
     one.know(all_)
     before = set(shown(one, all_))
     for unit in all_[1:400]:
@@ -55,7 +55,7 @@ def test_what_stands_out_gets_a_place_and_keeps_it() -> None:
 
 
 def test_units_that_come_and_go() -> None:
-    one = Shown(30)
+    one = SeriesSelector(30)
     one.know(units(100))
     old = shown(one, units(100))
     gone = one.know(units(50))
@@ -65,7 +65,7 @@ def test_units_that_come_and_go() -> None:
 
 @given(st.integers(1, 600), st.lists(st.integers(0, 300), min_size=1, max_size=5), st.integers(0, 50))
 def test_there_are_never_more_than_allowed(most: int, sizes: list[int], out: int) -> None:
-    one = Shown(most)
+    one = SeriesSelector(most)
     for size in sizes:
         all_ = units(size)
         one.know(all_)

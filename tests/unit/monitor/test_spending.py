@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from monitor.decide.budget_tracker import Spending
+from monitor.decide.budget_tracker import BudgetTracker
 from monitor.telemetry.metrics import Metrics
 from policies.accounting import BYTES, STALL, Account, TokenBucket
 from policies.base import Choice, History, UnitStats
 from policies.bounds import Bounded, Bounds
-from policies.budget import Budgeted
+from policies.budget import BudgetPolicy
 from store.names import RAW, WEIGHTS, Unit
 
 
@@ -33,9 +33,9 @@ def unit(name: str, staleness: int | None = 10, drift: float | None = 0.1, value
     return UnitStats(Unit(name, WEIGHTS), 0, True, 4 * values, drift, staleness, numel=values, encoding=encoding)
 
 
-def account(rate: float, capacity: float) -> tuple[Spending, Clock, Metrics]:
+def account(rate: float, capacity: float) -> tuple[BudgetTracker, Clock, Metrics]:
     clock, metrics = Clock(), Metrics()
-    return Spending(Account({BYTES: TokenBucket(rate, capacity, clock)}), metrics), clock, metrics
+    return BudgetTracker(Account({BYTES: TokenBucket(rate, capacity, clock)}), metrics), clock, metrics
 
 
 def choices(*stats: UnitStats) -> dict[Unit, Choice]:
@@ -47,7 +47,7 @@ def value(metrics: Metrics, name: str) -> float:
 
 
 def test_without_a_bucket_everything_may_be_spent() -> None:
-    spending = Spending(Account({}), Metrics())
+    spending = BudgetTracker(Account({}), Metrics())
     assert spending.offer([unit("a")]).bytes is None
     spending.begin(1, [unit("a")], choices(unit("a")), first=True)
     spending.committed(100, 1.0)
@@ -93,7 +93,7 @@ def test_a_bucket_too_small_for_a_layer_is_widened_and_that_is_said(caplog: pyte
 
 def test_what_bounds_demand_makes_a_debt_that_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     spending, clock, metrics = account(10.0, 1000.0)
-    policy = Bounded(Budgeted(), Bounds(max_staleness=15, interval=10))
+    policy = Bounded(BudgetPolicy(), Bounds(max_staleness=15, interval=10))
     with caplog.at_level(logging.WARNING, "driftpoint"):
         for step in (10, 20):
             stats = [unit("a"), unit("b", staleness=1)]
@@ -115,7 +115,7 @@ def test_what_bounds_demand_makes_a_debt_that_is_told_once(caplog: pytest.LogCap
 
 def test_where_deciding_alone_takes_all_that_is_allowed_it_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     clock = Clock()
-    spending = Spending(Account({STALL: TokenBucket(0.01, 36.0, clock)}), Metrics())
+    spending = BudgetTracker(Account({STALL: TokenBucket(0.01, 36.0, clock)}), Metrics())
     spending.begin(1, [unit("a")], choices(unit("a")), first=True)
     spending.stalled(3.0)
     spending.committed(400, 1.0)
@@ -158,7 +158,7 @@ class Run:
         values = {f"layer.{n}": self.chance.randint(1, int(self.capacity / 4) - 30) for n in range(6)}
         pace = {name: 10 ** self.chance.uniform(-4, -1) for name in values}
         held: dict[str, int] = {}
-        policy = Bounded(Budgeted(), Bounds(self.max_staleness, interval=1))
+        policy = Bounded(BudgetPolicy(), Bounds(self.max_staleness, interval=1))
         besides = self.chance.randint(0, 100)
         for step in range(1, steps):
             clock.now += self.chance.choice([0.1, 1.0, 5.0])

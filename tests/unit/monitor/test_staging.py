@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from monitor.save.staging import Copying, StagingPool, as_bytes
+from monitor.save.staging import AsyncCopy, StagingPool, as_bytes
 from store.errors import SaveError
 from store.names import Unit
 
@@ -51,8 +51,8 @@ def test_nothing_given_is_nothing_kept() -> None:
     assert [b.numel() for b in pool.take(UNIT, tensors())] == [5, 3]
 
 
-def copying(live: list[torch.Tensor]) -> tuple[Copying, list[torch.Tensor]]:
-    made, buffers = Copying(), [torch.empty_like(t) for t in live]
+def copying(live: list[torch.Tensor]) -> tuple[AsyncCopy, list[torch.Tensor]]:
+    made, buffers = AsyncCopy(), [torch.empty_like(t) for t in live]
     made.add(live, buffers)
     made.start()
     return made, buffers
@@ -82,7 +82,7 @@ def test_a_change_before_the_copy_is_noticed() -> None:
 
 def test_a_copy_that_failed_is_not_whole() -> None:
     live = tensors()
-    made = Copying()
+    made = AsyncCopy()
     made.add([*live, torch.zeros(3)], [torch.empty_like(live[0]), torch.empty_like(live[1]), torch.empty(2)])
     with pytest.raises(RuntimeError):
         made.finish()

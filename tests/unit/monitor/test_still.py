@@ -6,20 +6,20 @@ import pytest
 import torch
 from torch import nn
 
-from monitor.adapters.base import Still
-from monitor.adapters.module_tensors import Inventory
-from monitor.adapters.pytorch import PlainAdapter
+from monitor.adapters.base import StepCache
+from monitor.adapters.module_tensors import ModuleTensors
+from monitor.adapters.pytorch import PyTorchAdapter
 
 
 def test_nothing_is_kept_outside_a_period() -> None:
-    still, looks = Still(), []
+    still, looks = StepCache(), []
     for _ in range(2):
         still.once("key", lambda: looks.append(0))
     assert len(looks) == 2
 
 
 def test_a_period_looks_once_and_the_next_one_again() -> None:
-    still, looks = Still(), []
+    still, looks = StepCache(), []
     for _ in range(2):
         with still.period():
             with still.period():
@@ -30,7 +30,7 @@ def test_a_period_looks_once_and_the_next_one_again() -> None:
 
 
 def test_an_error_ends_the_period_and_is_not_kept_as_an_answer() -> None:
-    still = Still()
+    still = StepCache()
 
     def fail() -> None:
         raise RuntimeError("nothing to see")
@@ -45,7 +45,7 @@ def test_an_error_ends_the_period_and_is_not_kept_as_an_answer() -> None:
 
 def test_what_a_script_changes_between_two_periods_is_seen() -> None:
     module = nn.Sequential(nn.Linear(2, 2))
-    inventory = Inventory(module)
+    inventory = ModuleTensors(module)
     with inventory.still.period():
         assert list(inventory.parameters()) == ["0.weight", "0.bias"]
     module.append(nn.LayerNorm(2))
@@ -57,7 +57,7 @@ def test_what_a_script_changes_between_two_periods_is_seen() -> None:
 
 def test_an_adapter_walks_the_module_tree_once_in_a_period(monkeypatch: pytest.MonkeyPatch) -> None:
     module = nn.Linear(2, 2)
-    adapter = PlainAdapter(module, torch.optim.AdamW(module.parameters()))
+    adapter = PyTorchAdapter(module, torch.optim.AdamW(module.parameters()))
     walks: list[int] = []
     named = module.named_parameters
     monkeypatch.setattr(

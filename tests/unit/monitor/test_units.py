@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from monitor.adapters import adapter_for
-from monitor.distributed import Alone
+from monitor.distributed import SingleProcessGroup
 from monitor.observe.layers import find_layers
 from monitor.observe.units import UnitSize, UnitTable, is_moving
 from store.names import BUFFER, FROZEN, WEIGHTS, Unit
@@ -20,7 +20,7 @@ def made() -> tuple[Model, torch.optim.Optimizer, UnitTable]:
     optimizer = torch.optim.AdamW(model.parameters())
     adapter = adapter_for((model, optimizer))
     layers = find_layers(adapter.module, list(adapter.tensors()))
-    return model, optimizer, UnitTable(adapter, layers, Alone())
+    return model, optimizer, UnitTable(adapter, layers, SingleProcessGroup())
 
 
 def step(model: Model, optimizer: torch.optim.Optimizer) -> None:

@@ -8,17 +8,17 @@ from collections.abc import Iterator
 
 import pytest
 
-from monitor.background import Writer
+from monitor.background import BackgroundWorker
 
 
 @pytest.fixture
-def writer() -> Iterator[Writer[str]]:
-    made: Writer[str] = Writer("test-writer")
+def writer() -> Iterator[BackgroundWorker[str]]:
+    made: BackgroundWorker[str] = BackgroundWorker("test-writer")
     yield made
     made.stop()
 
 
-def test_jobs_run_in_order_beside_the_caller(writer: Writer[str]) -> None:
+def test_jobs_run_in_order_beside_the_caller(writer: BackgroundWorker[str]) -> None:
     seen: list[str] = []
 
     def job(name: str) -> str:
@@ -35,7 +35,7 @@ def test_jobs_run_in_order_beside_the_caller(writer: Writer[str]) -> None:
     assert writer.finished() == []
 
 
-def test_what_a_job_raises_is_kept_and_the_next_one_runs(writer: Writer[str]) -> None:
+def test_what_a_job_raises_is_kept_and_the_next_one_runs(writer: BackgroundWorker[str]) -> None:
     def broken() -> str:
         raise KeyboardInterrupt("even this")
 
@@ -46,7 +46,7 @@ def test_what_a_job_raises_is_kept_and_the_next_one_runs(writer: Writer[str]) ->
     assert (fine.number, fine.result) == (second, "fine")
 
 
-def test_join_gives_up_in_time_and_tells(writer: Writer[str]) -> None:
+def test_join_gives_up_in_time_and_tells(writer: BackgroundWorker[str]) -> None:
     go_on, begun = threading.Event(), threading.Event()
 
     def slow() -> str:
@@ -65,7 +65,7 @@ def test_join_gives_up_in_time_and_tells(writer: Writer[str]) -> None:
     assert [one.result for one in writer.finished()] == ["late"]
 
 
-def test_a_result_is_there_once_join_returns(writer: Writer[str]) -> None:
+def test_a_result_is_there_once_join_returns(writer: BackgroundWorker[str]) -> None:
     for index in range(200):
         writer.submit(lambda index=index: str(index))  # type: ignore[misc]
         assert writer.join(180)
@@ -73,7 +73,7 @@ def test_a_result_is_there_once_join_returns(writer: Writer[str]) -> None:
 
 
 def test_the_thread_ends_when_it_is_stopped() -> None:
-    writer: Writer[str] = Writer("ends")
+    writer: BackgroundWorker[str] = BackgroundWorker("ends")
     thread = next(one for one in threading.enumerate() if one.name == "ends")
     writer.submit(lambda: "last")
     writer.stop()
@@ -89,7 +89,7 @@ def test_an_idle_thread_is_gone_once_it_is_stopped() -> None:
         def __del__(self) -> None:
             time.sleep(0.3)
 
-    writer: Writer[Slow] = Writer("idle")
+    writer: BackgroundWorker[Slow] = BackgroundWorker("idle")
     thread = next(one for one in threading.enumerate() if one.name == "idle")
     writer.submit(Slow)
     assert writer.join(180)
@@ -98,5 +98,5 @@ def test_an_idle_thread_is_gone_once_it_is_stopped() -> None:
     assert not thread.is_alive()
 
 
-def test_it_cannot_keep_a_process_from_ending(writer: Writer[str]) -> None:
+def test_it_cannot_keep_a_process_from_ending(writer: BackgroundWorker[str]) -> None:
     assert next(one for one in threading.enumerate() if one.name == "test-writer").daemon

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from policies.base import Budget, Decision, History, UnitStats
 from policies.bounds import Bounded, Bounds, bound
-from policies.budget import Budgeted
+from policies.budget import BudgetPolicy
 from policies.builtin import Observe
 from policies.encodings import expected_bytes
-from policies.registry import encoded, policy_from
+from policies.registry import policy_from, with_fixed_encoding
 from store.encoding import BF16, BF16_INT8, INT8_BLOCK, INT8_SQRT_BLOCK
 from store.errors import ConfigError
 from store.names import RAW, WEIGHTS, Unit
@@ -30,11 +30,11 @@ def unit(layer: str, slot: str = WEIGHTS, *, drift: float | None = 0.01, values:
     return UnitStats(Unit(layer, slot), 0, True, 4 * values, drift, **given_)
 
 
-def select(stats: list[UnitStats], nbytes: float | None, policy: Budgeted | None = None) -> Decision:
-    return (policy or Budgeted()).select(stats, Budget(nbytes), NOW)
+def select(stats: list[UnitStats], nbytes: float | None, policy: BudgetPolicy | None = None) -> Decision:
+    return (policy or BudgetPolicy()).select(stats, Budget(nbytes), NOW)
 
 
-def saved(stats: list[UnitStats], nbytes: float | None, policy: Budgeted | None = None) -> list[str]:
+def saved(stats: list[UnitStats], nbytes: float | None, policy: BudgetPolicy | None = None) -> list[str]:
     return [str(one) for one in select(stats, nbytes, policy).saved]
 
 
@@ -68,13 +68,13 @@ def test_without_a_limit_what_moved_is_saved_and_nothing_else() -> None:
 def test_what_is_saved_in_any_case_is_paid_first() -> None:
     stats = [unit("demanded", drift=1e-6), unit("far", drift=0.5)]
     demanded = frozenset({stats[0].unit})
-    policy = Budgeted()
+    policy = BudgetPolicy()
     assert policy.select(stats, Budget(7999, demanded), NOW).saved == (stats[0].unit,)
     assert policy.select(stats, Budget(8000, demanded), NOW).saved == (stats[0].unit, stats[1].unit)
 
 
 def test_bounds_say_what_they_demand_and_win() -> None:
-    policy = Bounded(Budgeted(), Bounds(max_staleness=30, max_drift=0.3, interval=10))
+    policy = Bounded(BudgetPolicy(), Bounds(max_staleness=30, max_drift=0.3, interval=10))
     stats = [unit("stale", staleness=25, drift=1e-6), unit("drifted", drift=0.4), unit("fine", drift=0.2)]
     assert policy.select(stats, Budget(-1e9), NOW).saved == (stats[0].unit, stats[1].unit)
     assert policy.select(stats, Budget(11_999), NOW).saved == (stats[0].unit, stats[1].unit)
@@ -83,7 +83,7 @@ def test_bounds_say_what_they_demand_and_win() -> None:
 
 def test_the_first_save_is_full_whatever_is_at_hand() -> None:
     stats = [unit(str(n), drift=None, staleness=None, encoding=None) for n in range(3)]
-    assert len(Bounded(Budgeted()).select(stats, Budget(0.0), NOW).saved) == 3
+    assert len(Bounded(BudgetPolicy()).select(stats, Budget(0.0), NOW).saved) == 3
 
 
 def test_what_cannot_be_measured_is_saved_first_but_not_beyond_what_is_at_hand() -> None:
@@ -115,7 +115,7 @@ def test_moments_of_a_layer_that_moves_faster_come_first() -> None:
 
 
 def test_a_slot_can_be_made_to_count() -> None:
-    assert saved(moments("a", 1e-4), 4000, Budgeted(lags={"exp_avg": 11})) == ["a/exp_avg"]
+    assert saved(moments("a", 1e-4), 4000, BudgetPolicy(lags={"exp_avg": 11})) == ["a/exp_avg"]
 
 
 @pytest.mark.parametrize("drift", [0.0, None, math.nan, math.inf])
@@ -134,7 +134,7 @@ def test_without_an_encoding_everything_is_raw() -> None:
 
 def test_few_bytes_buy_the_coarsest_and_many_the_finest() -> None:
     stats = [unit("a", drift=0.05), unit("b", drift=0.05)]
-    policy = Budgeted(encodings=COMPACT)
+    policy = BudgetPolicy(encodings=COMPACT)
     found = [[choice.encoding for choice in select(stats, size, policy).choices.values()] for size in (2000, 4000)]
     assert found == [[BF16, None], [BF16, BF16]]
     assert {one.encoding for one in select(stats, 6000, policy).choices.values()} == {BF16_INT8}
@@ -142,7 +142,7 @@ def test_few_bytes_buy_the_coarsest_and_many_the_finest() -> None:
 
 
 def test_what_moved_less_than_the_encoding_loses_is_not_stored_in_it() -> None:
-    policy = Budgeted(encodings=COMPACT)
+    policy = BudgetPolicy(encodings=COMPACT)
     assert saved([unit("a", drift=1e-3)], 2000, policy) == []
     assert select([unit("a", drift=1e-3)], 3000, policy).choices[Unit("a", WEIGHTS)].encoding == BF16_INT8
     # Against a version of the same encoding, only what moved beyond its error counts.
@@ -152,23 +152,23 @@ def test_what_moved_less_than_the_encoding_loses_is_not_stored_in_it() -> None:
 
 def test_an_error_that_a_save_would_not_change_is_no_reason_against_it() -> None:
     old = unit("a", "exp_avg", drift=9e-3, encoding=INT8_BLOCK, error=6e-3, stored_bytes=1064)
-    assert select([old], 1064, Budgeted(encodings=COMPACT)).choices[old.unit].encoding == INT8_BLOCK
+    assert select([old], 1064, BudgetPolicy(encodings=COMPACT)).choices[old.unit].encoding == INT8_BLOCK
 
 
 def test_what_a_version_packed_to_is_what_it_is_taken_to_cost() -> None:
     packed = unit("a", encoding=BF16, error=1.7e-3, stored_bytes=700)
-    policy = Budgeted(encodings=COMPACT)
+    policy = BudgetPolicy(encodings=COMPACT)
     assert saved([packed], 699, policy) == [] and saved([packed], 700, policy) == ["a/fp32"]
 
 
 def test_values_that_are_not_float32_have_one_way() -> None:
     half = UnitStats(Unit("a", WEIGHTS), 0, True, 2000, 0.1, 10, numel=1000)
     assert expected_bytes(half, BF16) == 2000
-    assert select([half], None, Budgeted(encodings=COMPACT)).choices[half.unit].encoding == RAW
+    assert select([half], None, BudgetPolicy(encodings=COMPACT)).choices[half.unit].encoding == RAW
 
 
 def test_what_bounds_demand_is_stored_as_configured_and_budget_chooses_by_itself() -> None:
-    policy = encoded(
+    policy = with_fixed_encoding(
         bound(policy_from("budget"), Bounds(max_drift=0.3, precision="any")), COMPACT, Bounds(None, 0.3, "any")
     )
     stats = [unit("drifted", drift=0.4), unit("fine", drift=0.2)]
@@ -176,7 +176,9 @@ def test_what_bounds_demand_is_stored_as_configured_and_budget_chooses_by_itself
     assert [choices[one.unit].encoding for one in stats] == [BF16, RAW]
     first = [unit("a", drift=None, staleness=None, encoding=None)]
     assert policy.select(first, Budget(0.0), NOW).choices[first[0].unit].encoding == BF16
-    observing = encoded(bound(Observe(Budgeted()), Bounds(precision="any")), COMPACT, Bounds(precision="any"))
+    observing = with_fixed_encoding(
+        bound(Observe(BudgetPolicy()), Bounds(precision="any")), COMPACT, Bounds(precision="any")
+    )
     assert isinstance(observing, Observe) and isinstance(observing.inner, Bounded)
 
 
@@ -232,7 +234,7 @@ def shown(draw: st.DrawFn) -> list[UnitStats]:
 @given(stats=shown(), at_hand=st.floats(-5000, 20_000), chance=st.randoms(use_true_random=False))
 def test_no_more_is_chosen_than_is_at_hand(stats: list[UnitStats], at_hand: float, chance: random.Random) -> None:
     demanded = frozenset(one.unit for one in stats if chance.random() < 0.2)
-    decision = Budgeted(encodings=COMPACT).select(stats, Budget(at_hand, demanded), NOW)
+    decision = BudgetPolicy(encodings=COMPACT).select(stats, Budget(at_hand, demanded), NOW)
     costs = {one.unit: expected_bytes(one, decision.choices[one.unit].encoding or RAW) for one in stats}
     asked = sum(costs[one] for one in demanded)
     spent = sum(costs[one] for one in decision.saved)
@@ -248,7 +250,7 @@ def test_what_moves_gets_to_the_head_of_the_line_if_it_waits_long_enough(stats: 
     if sound:
         old = replace(sound[chosen % len(sound)], staleness=10**40)
         waiting = [old if one.unit == old.unit else one for one in known]
-        decision = Budgeted().select(waiting, Budget(old.nbytes + 1.0), NOW)
+        decision = BudgetPolicy().select(waiting, Budget(old.nbytes + 1.0), NOW)
         assert old.unit in decision.saved
 
 
@@ -276,7 +278,7 @@ def test_whatever_moves_is_saved_again_and_again(data: st.DataObject, seed: int)
             )
             for one in names
         ]
-        for one in Budgeted(lags={"exp_avg": 10}).select(stats, Budget(tokens), History(step, step)).saved:
+        for one in BudgetPolicy(lags={"exp_avg": 10}).select(stats, Budget(tokens), History(step, step)).saved:
             held[one], seen[one] = step, seen[one] + 1
             tokens -= 4 * values[one]
     assert all(times >= 2 for times in seen.values())

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from policies.base import Budget, History, Policy, UnitStats
-from policies.budget import LAG, Budgeted
+from policies.budget import LAG, BudgetPolicy
 from policies.builtin import Parity, Threshold
 from policies.encodings import Option, expected_bytes, expected_error, options
 from store.encoding import BF16
@@ -69,8 +69,8 @@ class Case:
     coarsest: str = RAW
 
     @property
-    def policy(self) -> Budgeted:
-        return Budgeted(encodings={WEIGHTS: self.coarsest})
+    def policy(self) -> BudgetPolicy:
+        return BudgetPolicy(encodings={WEIGHTS: self.coarsest})
 
     def sources(self, layers: int = 30) -> list[Source]:
         """Layers that differ a hundredfold in size and thirtyfold in pace."""

@@ -7,7 +7,7 @@ import pytest
 from policies.base import Budget, History, UnitStats
 from policies.bounds import Bounds, bound
 from policies.builtin import Full, Observe, Threshold
-from policies.registry import encoded
+from policies.registry import with_fixed_encoding
 from store.errors import ConfigError
 from store.names import FROZEN, Unit
 
@@ -25,24 +25,24 @@ def chosen(policy: object, *shown: UnitStats) -> list[str | None]:
 
 
 def test_raw_becomes_the_encoding_of_the_slot() -> None:
-    policy = encoded(bound(Full(), ANY), ENCODINGS, ANY)
+    policy = with_fixed_encoding(bound(Full(), ANY), ENCODINGS, ANY)
     assert chosen(policy, stats("fp32"), stats("exp_avg"), stats("other")) == ["bf16", "int8-block", "raw"]
 
 
 def test_the_first_save_and_what_bounds_demand_are_encoded_too() -> None:
     bounds = Bounds(max_drift=0.1, precision="any")
-    policy = encoded(bound(Threshold(1e9), bounds), ENCODINGS, bounds)
+    policy = with_fixed_encoding(bound(Threshold(1e9), bounds), ENCODINGS, bounds)
     assert chosen(policy, stats("fp32", drift=None, staleness=None)) == ["bf16"]
     assert chosen(policy, stats("fp32", drift=0.2), stats("exp_avg", drift=0.05)) == ["bf16", None]
 
 
 def test_what_does_not_move_stays_raw() -> None:
     shown = stats(FROZEN, moving=False, drift=None, staleness=None)
-    assert chosen(encoded(bound(Full(), ANY), {FROZEN: "bf16"}, ANY), shown) == ["raw"]
+    assert chosen(with_fixed_encoding(bound(Full(), ANY), {FROZEN: "bf16"}, ANY), shown) == ["raw"]
 
 
 def test_observe_stays_outermost() -> None:
-    policy = encoded(bound(Observe(Full()), ANY), ENCODINGS, ANY)
+    policy = with_fixed_encoding(bound(Observe(Full()), ANY), ENCODINGS, ANY)
     assert isinstance(policy, Observe)
     assert chosen(policy, stats("fp32")) == [None]
 
@@ -50,11 +50,11 @@ def test_observe_stays_outermost() -> None:
 @pytest.mark.parametrize(("slot", "name", "limit"), [("fp32", "bf16", 0.003), ("exp_avg_sq", "int8-sqrt-block", 0.05)])
 def test_a_bound_that_an_encoding_breaks_by_itself_is_refused(slot: str, name: str, limit: float) -> None:
     with pytest.raises(ConfigError, match=f"max_drift {limit} cannot hold: {slot} stored as {name}"):
-        encoded(Full(), {slot: name}, Bounds(max_drift=limit, precision="any"))
-    encoded(Full(), {slot: name}, Bounds(max_drift=2 * limit, precision="any"))
+        with_fixed_encoding(Full(), {slot: name}, Bounds(max_drift=limit, precision="any"))
+    with_fixed_encoding(Full(), {slot: name}, Bounds(max_drift=2 * limit, precision="any"))
 
 
 def test_exact_forbids_what_loses_bits() -> None:
     with pytest.raises(ConfigError, match="bf16, int8-block loses bits"):
-        encoded(Full(), ENCODINGS, Bounds(precision="exact"))
-    assert encoded(Full(), {"fp32": "raw"}, Bounds(precision="exact")) is not None
+        with_fixed_encoding(Full(), ENCODINGS, Bounds(precision="exact"))
+    assert with_fixed_encoding(Full(), {"fp32": "raw"}, Bounds(precision="exact")) is not None

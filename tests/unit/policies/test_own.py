@@ -13,7 +13,7 @@ import pytest
 from policies.base import Budget, History, UnitStats
 from policies.budget import spends
 from policies.builtin import Observe
-from policies.registry import Own, anchored, policy_from
+from policies.registry import UserPolicy, anchored, policy_from
 from store.errors import ConfigError
 from store.names import Unit
 from tests.support.policies import HEAD, SOUND, policy_file, selecting
@@ -30,7 +30,7 @@ def saved(settings: Any, commits: int) -> list[int]:
 def test_a_class_in_a_file(tmp_path: Path) -> None:
     reference = policy_file(tmp_path)
     policy = policy_from(reference)
-    assert isinstance(policy, Own)
+    assert isinstance(policy, UserPolicy)
     assert (policy.name, policy.needs_drift, spends(policy)) == ("mine", False, False)
     assert saved(reference, 1) == [1, 3]
     assert saved({"name": reference, "every": 4}, 1) == [1]

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from deploy.simulate.plans import Asked, plan_of
+from deploy.simulate.plans import SimulationRequest, plan_of
 from monitor.config.load import load_config
 from policies.accounting import Fitted
 from policies.replay.failure_cost import goodput, latest_first
 from policies.replay.recorded_run import Costs, Run, run_of
 from policies.replay.replay import replay
-from policies.replay.state import Replayed
+from policies.replay.state import ReplayResult
 from store.errors import UsageError
 from store.names import WEIGHTS, Unit
 from store.trace import CommitLine, DecisionLine, FailedLine, Line, MovedLine, ResumedLine, Trace
@@ -32,8 +32,8 @@ def run(steps: int = 200, **settings: Any) -> Run:
     return run_of(trace_of(movers(), range(EVERY, steps + 1, EVERY), every=EVERY, **settings))
 
 
-def replayed(found: Run, costs: Costs | None = None, **settings: Any) -> Replayed:
-    return replay(found, plan_of(Asked("it", load_config({"every": EVERY, **settings})), found, costs))
+def replayed(found: Run, costs: Costs | None = None, **settings: Any) -> ReplayResult:
+    return replay(found, plan_of(SimulationRequest("it", load_config({"every": EVERY, **settings})), found, costs))
 
 
 def slow(seconds: float, nbytes: int = 1600) -> Costs:
@@ -117,7 +117,7 @@ def test_a_save_is_worth_nothing_before_it_is_durable() -> None:
     assert (quick.exposure.unprotected, late.exposure.unprotected) == (10, 18)
 
 
-def decaying(every: int) -> Replayed:
+def decaying(every: int) -> ReplayResult:
     """Units that move ten times as far in the first fifth of the run: the tables of its steps differ."""
     lines: list[Line] = [job_line(movers(), {"every": EVERY}), *decisions(range(EVERY, 1001, EVERY))]
     for step in range(EVERY, 1001, EVERY):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from deploy.simulate.plans import Asked, plan_of
+from deploy.simulate.plans import SimulationRequest, plan_of
 from monitor.config.load import load_config
 from policies.replay.recorded_run import Run, run_of
 from policies.replay.replay import replay
-from policies.replay.state import Replayed
+from policies.replay.state import ReplayResult
 from tests.support.traces import Mover, power, trace_of
 from tests.unit.policies.test_budget_optimum import CASES, Source, affordable, optimum
 
@@ -20,8 +20,8 @@ def run_from(sources: list[Source], steps: int = STEPS) -> Run:
     return run_of(trace_of(movers, range(1, steps + 1), every=1))
 
 
-def replayed(run: Run, **settings: object) -> Replayed:
-    return replay(run, plan_of(Asked("it", load_config({"every": 1, **settings})), run))
+def replayed(run: Run, **settings: object) -> ReplayResult:
+    return replay(run, plan_of(SimulationRequest("it", load_config({"every": 1, **settings})), run))
 
 
 @pytest.mark.slow

@@ -9,22 +9,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies.anomaly import FACTOR, LEAST, Reading, Spike, Spikes
+from policies.anomaly import FACTOR, LEAST, DriftAnomaly, DriftAnomalyDetector, DriftReading
 from store.names import WEIGHTS, Unit
 
 UNITS = [Unit(f"blocks.{i}", WEIGHTS) for i in range(12)]
 
 
-def moment(drift: float, staleness: int, noise: random.Random) -> dict[Unit, Reading]:
-    return {unit: Reading(drift * noise.uniform(0.7, 1.4) * (1 + 0.1 * i), staleness) for i, unit in enumerate(UNITS)}
+def moment(drift: float, staleness: int, noise: random.Random) -> dict[Unit, DriftReading]:
+    return {
+        unit: DriftReading(drift * noise.uniform(0.7, 1.4) * (1 + 0.1 * i), staleness) for i, unit in enumerate(UNITS)
+    }
 
 
-def fed(spikes: Spikes, moments: list[dict[Unit, Reading]]) -> list[Spike]:
+def fed(spikes: DriftAnomalyDetector, moments: list[dict[Unit, DriftReading]]) -> list[DriftAnomaly]:
     return [one for readings in moments for one in spikes.read(readings)]
 
 
-def settled(seed: int = 0, moments: int = 20) -> tuple[Spikes, random.Random]:
-    noise, spikes = random.Random(seed), Spikes()
+def settled(seed: int = 0, moments: int = 20) -> tuple[DriftAnomalyDetector, random.Random]:
+    noise, spikes = random.Random(seed), DriftAnomalyDetector()
     assert not fed(spikes, [moment(0.01, 10, noise) for _ in range(moments)])
     return spikes, noise
 
@@ -32,7 +34,7 @@ def settled(seed: int = 0, moments: int = 20) -> tuple[Spikes, random.Random]:
 def test_one_layer_that_jumps_is_a_spike_and_no_other() -> None:
     spikes, noise = settled()
     readings = moment(0.01, 10, noise)
-    readings[UNITS[5]] = Reading(2.0, 10)
+    readings[UNITS[5]] = DriftReading(2.0, 10)
     (found,) = spikes.read(readings)
     assert found.unit == UNITS[5] and found.drift == 2.0 and found.jump > 50
     assert max(jump for unit, jump in spikes.jumps.items() if unit != UNITS[5]) < FACTOR
@@ -41,8 +43,8 @@ def test_one_layer_that_jumps_is_a_spike_and_no_other() -> None:
 def test_a_stretch_is_told_once_and_the_next_one_again() -> None:
     spikes, noise = settled()
 
-    def jumped(times: int) -> list[Spike]:
-        return fed(spikes, [{**moment(0.01, 10, noise), UNITS[2]: Reading(2.0, 10)} for _ in range(times)])
+    def jumped(times: int) -> list[DriftAnomaly]:
+        return fed(spikes, [{**moment(0.01, 10, noise), UNITS[2]: DriftReading(2.0, 10)} for _ in range(times)])
 
     assert len(jumped(3)) == 1
     assert not fed(spikes, [moment(0.01, 10, noise) for _ in range(10)])
@@ -51,7 +53,7 @@ def test_a_stretch_is_told_once_and_the_next_one_again() -> None:
 
 @pytest.mark.parametrize("power", [0.5, 1.0, 2.0])
 def test_a_learning_rate_that_warms_up_is_none(power: float) -> None:
-    noise, spikes = random.Random(1), Spikes()
+    noise, spikes = random.Random(1), DriftAnomalyDetector()
     assert not fed(spikes, [moment(1e-5 * (i + 1) ** power, 10, noise) for i in range(200)])
 
 
@@ -66,46 +68,46 @@ def test_a_layer_that_slowed_down_can_still_jump() -> None:
     spikes, noise = settled()
     assert not fed(spikes, [moment(0.01 * 0.9**i, 10, noise) for i in range(40)])
     readings = moment(0.01 * 0.9**40, 10, noise)
-    readings[UNITS[5]] = Reading(0.2, 10)
+    readings[UNITS[5]] = DriftReading(0.2, 10)
     assert [one.unit for one in spikes.read(readings)] == [UNITS[5]]
 
 
 @pytest.mark.parametrize("growth", [0.0, 0.5, 1.0])
 def test_layers_saved_in_turn_are_read_at_any_staleness(growth: float) -> None:
     """Each unit is saved every fourth decision, so that its drift goes up and down with its staleness."""
-    noise, spikes = random.Random(2), Spikes()
+    noise, spikes = random.Random(2), DriftAnomalyDetector()
     for i in range(120):
         readings = {}
         for k, unit in enumerate(UNITS):
             staleness = 10 * ((i + k) % 4 + 1)
-            readings[unit] = Reading(0.01 * (staleness / 10) ** growth * noise.uniform(0.8, 1.2), staleness)
+            readings[unit] = DriftReading(0.01 * (staleness / 10) ** growth * noise.uniform(0.8, 1.2), staleness)
         assert not spikes.read(readings)
-    readings[UNITS[0]] = Reading(2.0, readings[UNITS[0]].staleness)
+    readings[UNITS[0]] = DriftReading(2.0, readings[UNITS[0]].staleness)
     assert [one.unit for one in spikes.read(readings)] == [UNITS[0]]
 
 
 def test_a_job_of_one_layer_has_only_its_own_past() -> None:
-    noise, spikes, unit = random.Random(3), Spikes(), UNITS[0]
-    assert not fed(spikes, [{unit: Reading(0.01 * noise.uniform(0.7, 1.4), 10)} for _ in range(30)])
-    assert [one.unit for one in spikes.read({unit: Reading(0.2, 10)})] == [unit]
+    noise, spikes, unit = random.Random(3), DriftAnomalyDetector(), UNITS[0]
+    assert not fed(spikes, [{unit: DriftReading(0.01 * noise.uniform(0.7, 1.4), 10)} for _ in range(30)])
+    assert [one.unit for one in spikes.read({unit: DriftReading(0.2, 10)})] == [unit]
 
 
 def test_nothing_is_said_before_there_is_a_past() -> None:
-    noise, spikes = random.Random(4), Spikes()
+    noise, spikes = random.Random(4), DriftAnomalyDetector()
     assert not fed(spikes, [moment(0.01, 10, noise) for _ in range(LEAST - 1)])
-    assert not spikes.read({UNITS[0]: Reading(1e6, 10)})
+    assert not spikes.read({UNITS[0]: DriftReading(1e6, 10)})
 
 
 def test_what_is_restless_by_nature_needs_to_jump_further() -> None:
-    noise, spikes, unit = random.Random(5), Spikes(), UNITS[0]
-    readings = [{unit: Reading(0.01 * math.exp(noise.gauss(0, 0.8)), 10)} for _ in range(60)]
+    noise, spikes, unit = random.Random(5), DriftAnomalyDetector(), UNITS[0]
+    readings = [{unit: DriftReading(0.01 * math.exp(noise.gauss(0, 0.8)), 10)} for _ in range(60)]
     assert len(fed(spikes, readings)) <= 1, "of values that lie within a factor of ten of each other"
 
 
 def test_weights_that_never_moved_and_do() -> None:
-    spikes, unit = Spikes(), UNITS[0]
-    assert not fed(spikes, [{unit: Reading(0.0, 10)} for _ in range(20)])
-    assert [one.jump for one in spikes.read({unit: Reading(0.5, 10)})] == [math.inf]
+    spikes, unit = DriftAnomalyDetector(), UNITS[0]
+    assert not fed(spikes, [{unit: DriftReading(0.0, 10)} for _ in range(20)])
+    assert [one.jump for one in spikes.read({unit: DriftReading(0.5, 10)})] == [math.inf]
 
 
 @settings(max_examples=60, deadline=None)
@@ -114,7 +116,7 @@ def test_weights_that_never_moved_and_do() -> None:
         st.dictionaries(
             st.sampled_from(UNITS),
             st.builds(
-                Reading,
+                DriftReading,
                 st.floats(min_value=0.0) | st.sampled_from([math.nan, math.inf]),
                 st.integers(min_value=0, max_value=1 << 40),
             ),
@@ -123,8 +125,8 @@ def test_weights_that_never_moved_and_do() -> None:
         max_size=60,
     )
 )
-def test_no_readings_can_break_it(moments: list[dict[Unit, Reading]]) -> None:
-    spikes = Spikes()
+def test_no_readings_can_break_it(moments: list[dict[Unit, DriftReading]]) -> None:
+    spikes = DriftAnomalyDetector()
     for readings in moments:
         for one in spikes.read(readings):
             assert one.unit in readings and one.jump >= FACTOR

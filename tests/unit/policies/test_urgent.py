@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies.base import Budget, Decision, History, UnitStats, sick_slots
+from policies.base import Budget, Decision, History, UnitStats, nonfinite_slots
 from policies.bounds import Bounds, bound, hurried, incomplete
 from policies.budget import scales
-from policies.deadline import SAFETY, UNKNOWN, Nothing, Urgent, Writing
+from policies.deadline import SAFETY, UNKNOWN, DeadlinePolicy, Nothing, WriteEstimate
 from policies.encodings import expected_bytes, options
-from policies.registry import encoded
+from policies.registry import with_fixed_encoding
 from policies.synthetic import any_case, edge_cases, unversioned, usual_units
 from store.encoding import BF16, BF16_INT8, INT8_BLOCK, INT8_SQRT_BLOCK
 from store.names import RAW, WEIGHTS, Unit
@@ -24,10 +24,10 @@ COMPACT = {WEIGHTS: BF16, "exp_avg": INT8_BLOCK, "exp_avg_sq": INT8_SQRT_BLOCK}
 NOW = History(step=100, commits=3)
 
 
-def urgent(encodings: dict[str, str] | None = None, **limits: Any) -> Urgent:
+def urgent(encodings: dict[str, str] | None = None, **limits: Any) -> DeadlinePolicy:
     names = encodings or {}
     bounds = Bounds(precision="any" if names else "exact", **limits)
-    return Urgent(encoded(bound(Nothing(), bounds), names, bounds), names)
+    return DeadlinePolicy(with_fixed_encoding(bound(Nothing(), bounds), names, bounds), names)
 
 
 def unit(layer: str, slot: str = WEIGHTS, *, drift: float | None = 0.01, values: int = 1000, **more: Any) -> UnitStats:
@@ -35,7 +35,7 @@ def unit(layer: str, slot: str = WEIGHTS, *, drift: float | None = 0.01, values:
     return UnitStats(Unit(layer, slot), 0, True, 4 * values, drift, **given_)
 
 
-def saved(stats: list[UnitStats], purse: float, one: Urgent | None = None) -> dict[str, str | None]:
+def saved(stats: list[UnitStats], purse: float, one: DeadlinePolicy | None = None) -> dict[str, str | None]:
     found = (one or urgent()).select(stats, purse, NOW).choices
     return {str(unit): choice.encoding for unit, choice in found.items() if choice.saved}
 
@@ -123,7 +123,7 @@ def test_no_more_than_fits_no_less_and_in_order(seed: int, share: float, compact
     asked = urgent(encodings, **limits)
     decision = asked.select(stats, purse, NOW)
     assert decision == asked.select(stats, purse, NOW) and list(decision.choices) == [one.unit for one in stats]
-    sick = sick_slots(stats)
+    sick = nonfinite_slots(stats)
     assert not any(unit.layer in sick for unit in decision.saved)
     assert all(unit.layer in sick for unit in incomplete(stats, decision))
     demanded = asked.bounds.select(stats, Budget(), NOW).saved
@@ -172,7 +172,7 @@ def test_at_the_rim_of_what_there_is() -> None:
 
 
 def test_seconds_become_bytes_by_what_saves_took() -> None:
-    writing = Writing()
+    writing = WriteEstimate()
     assert writing.affordable(10.0) == UNKNOWN * SAFETY * 10.0
     writing.learn(1000, 2.0)
     assert writing.affordable(10.0) == pytest.approx(SAFETY * 10.0 * 500)

@@ -8,7 +8,7 @@ import pytest
 
 from store import fragments as ahead
 from store.catalog import open_catalog
-from store.fragments import Ahead, Source
+from store.fragments import ReadAhead, Source
 from store.layout import payload_path
 from store.resolve import resolve
 from store.storage.local import LocalFiles
@@ -47,7 +47,7 @@ def needed(sources: list[Source]) -> set[tuple[str, int]]:
 
 def test_all_of_it_is_told_and_neighbours_are_one_request(tmp_path: Path, sources: list[Source]) -> None:
     files = Listening(tmp_path / "store")
-    Ahead(files, sources).reading(1)
+    ReadAhead(files, sources).reading(1)
     assert told(files) == needed(sources)
     assert len(files.expected) == 2  # one for each rank's payload
 
@@ -58,7 +58,7 @@ def test_no_more_than_a_window_is_told_ahead(
     size = sources[0].entry.nbytes
     monkeypatch.setattr(ahead, "WINDOW", size)
     files, apart = Listening(tmp_path / "store"), sources[::2]
-    before = Ahead(files, apart)
+    before = ReadAhead(files, apart)
     for at, source in enumerate(apart):
         before.reading(source.entry.nbytes)
         assert told(files) >= needed(apart[: at + 1])

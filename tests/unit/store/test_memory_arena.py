@@ -10,7 +10,7 @@ import pytest
 
 from store.errors import DamagedError, StorageError
 from store.memory.arena import Arena
-from store.memory.index import look
+from store.memory.index import scan_node
 from store.memory.layout import SLOTS, Tier
 from store.names import SaveId
 from tests.support.made_versions import (
@@ -69,7 +69,7 @@ def test_a_payload_under_way_is_no_version(tier: Tier) -> None:
     keep(arena, 0, SaveId(1, 1))
     keep(arena, 1, SaveId(2, 1))
     arena.room(0, NBYTES)
-    assert list(look(tier).versions) == [SaveId(2, 1)]
+    assert list(scan_node(tier).versions) == [SaveId(2, 1)]
     arena.write_at(0, 0, content(SaveId(3, 1), 0)[: NBYTES // 2])
     assert whole(tier) == {SaveId(2, 1): wanted(SaveId(2, 1))}
     arena.close(remove=True)
@@ -80,7 +80,7 @@ def test_with_one_version_there_is_none_while_it_is_replaced(tier: Tier) -> None
     assert arena.slots == (0,)
     keep(arena, 0, SaveId(1, 1))
     arena.room(0, NBYTES)
-    assert not look(tier).versions
+    assert not scan_node(tier).versions
     keep(arena, 0, SaveId(2, 1))
     assert whole(tier) == {SaveId(2, 1): wanted(SaveId(2, 1))}
     assert payloads(tier) == ["000001/rank-00000.0.payload"]
@@ -170,7 +170,7 @@ def test_with_nothing_to_stand_on_all_is_taken(tier: Tier) -> None:
     arena = Arena(tier, 2, 0)
     arena.take_over(None)
     assert payloads(tier) == ["000002/rank-00000.0.payload", "000002/rank-00000.1.payload"]
-    assert not look(tier).versions
+    assert not scan_node(tier).versions
     arena.close(remove=True)
 
 

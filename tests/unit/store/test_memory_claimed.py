@@ -9,7 +9,7 @@ import pytest
 
 from store.catalog import open_or_create
 from store.memory.arena import Arena
-from store.memory.index import look, of_store
+from store.memory.index import belonging_to, scan_node
 from store.memory.layout import Tier
 from store.names import SaveId
 from store.session import claim_epoch
@@ -50,7 +50,7 @@ class Jobs:
 
     def held(self, name: str) -> dict[int, tuple[int, ...]]:
         """Steps that memory holds of a store's own jobs, and of which ranks."""
-        node = of_store(look(self.tier), self.files[name])
+        node = belonging_to(scan_node(self.tier), self.files[name])
         assert all(one.record.claim == self.claims[name][1] for held in node.versions.values() for one in held.values())
         return {save.step: tuple(sorted(held)) for save, held in node.versions.items()}
 

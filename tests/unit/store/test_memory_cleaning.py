@@ -13,7 +13,7 @@ import pytest
 
 from store.memory.arena import Arena, boot_seconds
 from store.memory.cleanup import KEEP_SECONDS, clear, clear_old, used_bytes
-from store.memory.index import look
+from store.memory.index import scan_node
 from store.memory.layout import Tier, home, tiers
 from store.names import SaveId
 from tests.support.made_versions import abandon, keep, tier_at, values, wanted, whole
@@ -83,7 +83,7 @@ def test_the_old_of_every_store_goes_and_the_new_stays(tier: Tier) -> None:
 def test_a_clock_that_went_back_removes_nothing(tier: Tier) -> None:
     dead(tier, 1, 4)
     assert clear_old(tier.base, clock=lambda: 0.0) == 0
-    assert look(tier).versions
+    assert scan_node(tier).versions
 
 
 def test_a_clock_that_was_set_forward_removes_nothing(tier: Tier) -> None:
@@ -94,7 +94,7 @@ def test_a_clock_that_was_set_forward_removes_nothing(tier: Tier) -> None:
         if written > time.time() - 3600:
             os.utime(path, (written - 10 * KEEP_SECONDS,) * 2)
     assert clear_old(tier.base) == 0
-    assert look(tier).versions
+    assert scan_node(tier).versions
 
 
 def test_what_no_one_dated_goes_by_the_clock(tier: Tier) -> None:
@@ -106,7 +106,7 @@ def test_what_no_one_dated_goes_by_the_clock(tier: Tier) -> None:
     for path, *_ in tier.generation(2).files():
         os.utime(path)
     assert clear_old(tier.base) > 0
-    assert set(look(tier).versions) == {SaveId(4, 2)}
+    assert set(scan_node(tier).versions) == {SaveId(4, 2)}
 
 
 def test_nothing_there_is_nothing_to_do(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from store.catalog import Catalog
 from store.errors import DamagedError, NewerFormatError, StorageError
 from store.memory.arena import Arena
-from store.memory.index import Share, assembled, look, share_of
+from store.memory.index import RankShare, assembled, rank_share, scan_node
 from store.memory.layout import READER, Tier, VersionRecord, parse_record
 from store.memory.overlay import Overlay
 from store.names import SaveId
@@ -60,7 +60,7 @@ def replaced(tier: Tier, record: VersionRecord, rank: int = 0) -> None:
 def test_garbage_is_told_and_is_no_version(tier: Tier, data: bytes) -> None:
     kept(tier)
     tier.generation(1).record(0, 0).write_bytes(data)
-    node = look(tier)
+    node = scan_node(tier)
     assert not node.versions
     assert len(node.problems) == 1 and "rank-00000.0.json" in node.problems[0]
 
@@ -105,14 +105,14 @@ def test_a_payload_that_is_too_short_is_told(tier: Tier, length: int) -> None:
     kept(tier)
     payload = tier.generation(1).payload(0, 0)
     payload.write_bytes(payload.read_bytes()[:length])
-    node = look(tier)
+    node = scan_node(tier)
     assert not node.versions and f"has {length} bytes instead of {NBYTES}" in node.problems[0]
 
 
 def test_a_payload_that_is_gone_is_told(tier: Tier) -> None:
     kept(tier)
     tier.generation(1).payload(0, 0).unlink()
-    node = look(tier)
+    node = scan_node(tier)
     assert not node.versions and "is not there, though" in node.problems[0]
 
 
@@ -122,7 +122,7 @@ def test_a_record_for_a_later_release_says_so(tier: Tier) -> None:
     replaced(tier, record)
     with pytest.raises(NewerFormatError, match="pip install --upgrade"):
         parse_record(to_bytes(record), "it")
-    node = look(tier)
+    node = scan_node(tier)
     assert not node.versions and "newer release" in node.problems[0]
 
 
@@ -130,7 +130,7 @@ def test_a_folder_where_a_record_should_be_is_told(tier: Tier) -> None:
     kept(tier)
     tier.generation(1).record(0, 0).unlink()
     tier.generation(1).record(0, 0).mkdir()
-    node = look(tier)
+    node = scan_node(tier)
     assert not node.versions and "cannot read" in node.problems[0]
 
 
@@ -161,7 +161,7 @@ OTHERS: dict[str, Callable[[], VersionRecord]] = {
 def test_a_sound_record_in_the_wrong_place_is_told(tier: Tier, what: str) -> None:
     kept(tier)
     replaced(tier, OTHERS[what]())
-    node = look(tier)
+    node = scan_node(tier)
     assert not node.versions and len(node.problems) == 1
 
 
@@ -191,18 +191,18 @@ def test_without_rank_0s_head_there_is_no_version(tier: Tier) -> None:
 
 def test_two_nodes_that_tell_of_other_bytes_of_one_rank_do_not_make_a_version(tier: Tier) -> None:
     kept(tier)
-    share = share_of(look(tier).versions[SAVE])
-    lying = Share({0: to_bytes(part_of(SAVE, 0, 1, facts={"a": 1}))}, None)
+    share = rank_share(scan_node(tier).versions[SAVE])
+    lying = RankShare({0: to_bytes(part_of(SAVE, 0, 1, facts={"a": 1}))}, None)
     with pytest.raises(DamagedError, match="two versions"):
-        assembled(SAVE, [share, lying], look(tier))
+        assembled(SAVE, [share, lying], scan_node(tier))
 
 
 def test_two_heads_do_not_make_a_version(tier: Tier) -> None:
     kept(tier)
-    share = share_of(look(tier).versions[SAVE])
+    share = rank_share(scan_node(tier).versions[SAVE])
     other = to_bytes(head_of(SAVE, 1).model_copy(update={"policy": "another"}))
     with pytest.raises(DamagedError, match="two heads"):
-        assembled(SAVE, [share, Share({}, other)], look(tier))
+        assembled(SAVE, [share, RankShare({}, other)], scan_node(tier))
 
 
 def test_nodes_put_the_same_version_together_and_read_what_they_hold(tmp_path: Path) -> None:
@@ -211,8 +211,8 @@ def test_nodes_put_the_same_version_together_and_read_what_they_hold(tmp_path: P
         arena = Arena(tier, 1, rank)
         keep(arena, 0, SAVE, rank, 2)
         abandon(arena)
-    nodes = [look(tier) for tier in tiers]
-    shares = [share_of(node.versions[SAVE]) for node in nodes]
+    nodes = [scan_node(tier) for tier in tiers]
+    shares = [rank_share(node.versions[SAVE]) for node in nodes]
     versions = [assembled(SAVE, shares, node) for node in nodes]
     assert versions[0].manifest == versions[1].manifest and versions[0].parts == versions[1].parts
     assert [list(version.payloads) for version in versions] == [[0], [1]]
@@ -228,11 +228,11 @@ def test_nodes_put_the_same_version_together_and_read_what_they_hold(tmp_path: P
 def test_a_payload_of_another_attempt_is_not_read(tier: Tier) -> None:
     """This node's own record is another than the one that was told of its rank."""
     kept(tier)
-    node = look(tier)
+    node = scan_node(tier)
     replaced(
         tier, VersionRecord(reader=READER, claim=CLAIM, part=part_of(SAVE, 0, 1, facts={"a": 1}), head=head_of(SAVE, 1))
     )
-    version = assembled(SAVE, [share_of(node.versions[SAVE])], look(tier))
+    version = assembled(SAVE, [rank_share(node.versions[SAVE])], scan_node(tier))
     assert not version.payloads
 
 

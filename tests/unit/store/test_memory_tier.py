@@ -11,7 +11,7 @@ import pytest
 
 from store.errors import StorageError
 from store.memory.arena import Arena, Owner, is_owned
-from store.memory.index import look
+from store.memory.index import scan_node
 from store.memory.layout import Tier, home
 from store.names import SaveId
 from tests.support.made_versions import abandon, keep, tier_at, values, wanted
@@ -41,7 +41,7 @@ def test_a_folder_that_others_may_enter_is_refused(tier: Tier, mode: int) -> Non
     with pytest.raises(StorageError, match="is not a folder that only user"):
         Arena(tier, 1, 0)
     with pytest.raises(StorageError, match="is not a folder that only user"):
-        look(tier)
+        scan_node(tier)
 
 
 def test_a_link_is_refused(tier: Tier, tmp_path: Path) -> None:
@@ -67,7 +67,7 @@ def test_a_file_in_its_place_is_refused(tier: Tier) -> None:
     with pytest.raises(StorageError):
         Arena(tier, 1, 0)
     with pytest.raises(StorageError):
-        look(tier)
+        scan_node(tier)
 
 
 @pytest.mark.parametrize("name", ["owner", "0.payload", "0.new"])
@@ -88,7 +88,7 @@ def test_a_record_that_is_a_link_is_no_version(tier: Tier, tmp_path: Path) -> No
     record = tier.generation(1).record(0, 0)
     record.rename(tmp_path / "record")
     record.symlink_to(tmp_path / "record")
-    node = look(tier)
+    node = scan_node(tier)
     assert not node.versions and len(node.problems) == 1
     arena.close(remove=True)
 
@@ -99,7 +99,7 @@ def test_strange_names_are_left_alone(tier: Tier) -> None:
     strange = [tier.folder / "notes.txt", tier.folder / "7", tier.generation(1).folder / "rank-1.0.json"]
     for path in strange:
         path.write_text("")
-    assert list(look(tier).versions) == [SaveId(5, 1)]
+    assert list(scan_node(tier).versions) == [SaveId(5, 1)]
     arena.close(remove=True)
     assert all(path.exists() for path in strange)
 

@@ -17,7 +17,7 @@ from store.encoding.stream import Encoded
 from store.errors import DamagedError, NothingToResumeError, SaveError
 from store.layout import part_path, payload_path, segment_dir
 from store.names import SaveId, Unit
-from store.resolve import Bad, resolve
+from store.resolve import RejectedVersion, resolve
 from store.retention import Retention, execute, plan_prune
 from store.schema import Entry
 from store.segment import parts_digest, read_part
@@ -266,9 +266,12 @@ def test_a_fragment_of_a_base_that_nothing_rests_on_costs_no_later_version(files
     assert [state.state for state in found.commits] == ["ok", "fallback", "ok"]
     fragment = entry_of(job, saves[1], unit, 1, "few.1.bias")[2].fragment
     catalog = open_catalog(files)
-    assert resolve(catalog, saves[2], {Bad(saves[1], unit, fragment)}).fallbacks == ()
+    assert resolve(catalog, saves[2], {RejectedVersion(saves[1], unit, fragment)}).fallbacks == ()
     other = entry_of(job, saves[1], unit, 1, "few.1.weight")[2].fragment
-    for bad in (Bad(saves[1], unit, other), Bad(saves[1], unit)):  # not knowing which, all are taken for lost
+    for bad in (
+        RejectedVersion(saves[1], unit, other),
+        RejectedVersion(saves[1], unit),
+    ):  # not knowing which, all are taken for lost
         assert [version.save for version in resolve(catalog, saves[2], {bad}).fallbacks] == [saves[0]]
     with pytest.raises(DamagedError, match="no version"):
-        resolve(catalog, saves[2], {Bad(saves[1], unit), Bad(saves[0], unit, fragment)})
+        resolve(catalog, saves[2], {RejectedVersion(saves[1], unit), RejectedVersion(saves[0], unit, fragment)})

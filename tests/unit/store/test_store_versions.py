@@ -12,7 +12,7 @@ from store.certificate import certify
 from store.errors import DamagedError, NothingToResumeError, StorageError
 from store.layout import manifest_path, part_path, payload_path
 from store.names import SaveId, Unit
-from store.resolve import Bad, newest_resumable, resolve
+from store.resolve import RejectedVersion, newest_resumable, resolve
 from store.segment import read_part
 
 
@@ -57,7 +57,7 @@ def test_one_bad_unit_falls_back_to_its_own_previous_version(job: Job, saves: li
 def test_a_fallback_is_certified_as_what_it_is(job: Job, saves: list[SaveId]) -> None:
     catalog = open_catalog(job.files)
     unit = next(u for u, v in resolve(catalog, saves[3]).versions.items() if v.save == saves[3])
-    certificate = certify(resolve(catalog, saves[3], {Bad(saves[3], unit)}))
+    certificate = certify(resolve(catalog, saves[3], {RejectedVersion(saves[3], unit)}))
     found = next(u for u in certificate.units if (u.layer, u.slot) == (unit.layer, unit.slot))
     assert (found.fallback, found.step, found.staleness, found.drift) == (True, 20, 20, None)
     assert certificate.exact is False
@@ -123,7 +123,7 @@ def hurt(files: SimulatedFiles, path: str, harm: str) -> None:
 
 
 def test_a_damaged_run_state_takes_the_older_manifest(job: Job, saves: list[SaveId]) -> None:
-    resolution, _ = newest_resumable(open_catalog(job.files), {Bad(saves[3])})
+    resolution, _ = newest_resumable(open_catalog(job.files), {RejectedVersion(saves[3])})
     assert resolution.manifest.save == saves[2]
     part = read_part(job.files, job.catalog.store_id, saves[3], 0)
     flip(job.files, payload_path(saves[3], 0), part.header_bytes + part.run_tensors[0].offset)
@@ -161,7 +161,7 @@ def test_a_fallback_never_takes_what_lies_ahead(job: Job, saves: list[SaveId]) -
         put(files, manifest_path(save), files.read(f"aside-{save}", 1 << 20))
     catalog = open_catalog(files)
     for unit in PLAIN.units:
-        found = resolve(catalog, committed, {Bad(committed, unit)}).versions[unit]
+        found = resolve(catalog, committed, {RejectedVersion(committed, unit)}).versions[unit]
         assert found.save in (committed, saves[0]), unit
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from store.encoding import CHUNK, ENCODINGS, ValuesError
-from store.encoding.stream import Packing, Read, Stored, chunked, cut, decoded, encoded, encoded_chunks, stored
+from store.encoding.stream import Packing, Read, Stored, chunked, decoded, encoded, encoded_chunks, split_chunks, stored
 from store.errors import DamagedError
 
 BF16 = ENCODINGS["bf16"]
@@ -44,7 +44,7 @@ def test_encoded_chunks_are_what_the_encoding_wrote() -> None:
     found = list(encoded_chunks(reader(data), values.size, "F32", BF16, packed=True))
     assert [one.tobytes() for one in found] == [one.tobytes() for one in chunks]
     whole = np.concatenate(chunks)
-    assert [one.tobytes() for one in cut(whole, BF16, values.size, "F32")] == [one.tobytes() for one in chunks]
+    assert [one.tobytes() for one in split_chunks(whole, BF16, values.size, "F32")] == [one.tobytes() for one in chunks]
 
 
 def test_wrong_numbers_of_chunks_are_the_writers_mistake() -> None:
@@ -56,7 +56,7 @@ def test_wrong_numbers_of_chunks_are_the_writers_mistake() -> None:
         with pytest.raises(ValueError, match="chunk"):
             list(stored([chunk], BF16, 10, "F32", Packing(1, base)))
     with pytest.raises(ValueError, match="bf16"):
-        list(cut(chunk, BF16, 11, "F32"))
+        list(split_chunks(chunk, BF16, 11, "F32"))
 
 
 def test_values_that_cannot_be_held_stop_the_stream() -> None:
