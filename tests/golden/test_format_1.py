@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from make_format_1 import SLOTS, TENSORS, WORLD, run_state, units, value
 from safetensors import safe_open
 
 from store.catalog import Catalog, open_catalog
@@ -24,6 +23,7 @@ from store.session import claim_epoch, read_epoch
 from store.state_tree import decode
 from store.storage.local import LocalFiles
 from store.verify import verify
+from tests.golden.make_format_1 import SLOTS, TENSORS, WORLD, run_state, units, value
 
 GOLDEN = Path(__file__).parent / "store-format-1"
 FIRST, SECOND = SaveId(10, 1), SaveId(20, 2)

@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import xxhash
-from make_format_1_encodings import NUMEL, STORES, bits, names, value, values_of
 from safetensors import safe_open
 
 from store.catalog import Catalog, open_catalog
@@ -23,6 +22,7 @@ from store.resolve import RejectedVersion, resolve
 from store.retention import Retention, execute, plan_prune
 from store.storage.local import LocalFiles
 from store.verify import verify
+from tests.golden.make_format_1_encodings import NUMEL, STORES, bits, names, value, values_of
 
 GOLDEN = Path(__file__).parent / "store-format-1-encodings"
 SAVES = [(name, SaveId(step, 1)) for name, (steps, _) in STORES.items() for step in steps]
