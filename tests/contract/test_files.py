@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,10 +10,7 @@ import pytest
 
 from store.errors import DamagedError, ExistsError, MissingError, StorageError
 from store.storage.local import Files, LocalFiles
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "crash"))
-
-from simulated import SimulatedFiles
+from tests.crash.simulated import SimulatedFiles
 
 ESCAPES = ["../x", "a/../x", "/etc/passwd", "a//b", "./x", "a/.", "..", ".", "a/", "x\0y"]
 

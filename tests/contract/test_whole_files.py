@@ -4,7 +4,6 @@ directory, the simulated disk, and an object store on a real server."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,11 +17,8 @@ from store.storage.atomic import ensure_dir, remove_all, replace_hint, write_new
 from store.storage.bucket import ObjectOptions
 from store.storage.local import Files, LocalFiles, NewFile
 from store.storage.object_writer import _Spooled, _Streamed
+from tests.crash.simulated import SimulatedFiles
 from tests.support.s3 import BUCKET, KEYS, Server, tiny_parts
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "crash"))
-
-from simulated import SimulatedFiles
 
 PART = 1 << 12
 """Bytes of an upload's parts here: what is larger does not go in one request."""

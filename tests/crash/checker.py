@@ -14,8 +14,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from models import PLAIN, RANKS, TENSORS, VARIED, Model, content
-from workload import Job, Memory, run_state
 
 from store.catalog import Catalog, open_catalog
 from store.errors import DamagedError, NothingToResumeError
@@ -26,6 +24,8 @@ from store.segment import read_entry, read_leaves
 from store.state_tree import decode
 from store.storage.local import Files
 from store.verify import verify
+from tests.crash.models import PLAIN, RANKS, TENSORS, VARIED, Model, content
+from tests.crash.workload import Job, Memory, run_state
 
 
 @dataclass(frozen=True)

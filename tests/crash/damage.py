@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from simulated import Op, SimulatedFiles
-
 from store.schema import seal, unseal
+from tests.crash.simulated import Op, SimulatedFiles
 
 WHOLE = 1 << 30
 

@@ -10,12 +10,11 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from workload import Journal
-
 from store.memory.arena import Arena
 from store.memory.layout import Tier
 from store.names import SaveId
 from store.storage.local import LocalFiles
+from tests.crash.workload import Journal
 from tests.support.made_versions import NBYTES, STORE, content, record_of, tier_at, whole
 
 RANKS = 2

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any
 
-from workload import Paper
+from tests.crash.workload import Paper
 
 HERE = Path(__file__).parent
 EXIT_TYPED_ERROR = 3
@@ -44,7 +44,7 @@ class Zygote:
             bufsize=1,
             env={
                 "PATH": os.environ["PATH"],
-                "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), str(HERE), *site]),
+                "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), *site]),
                 "OMP_NUM_THREADS": "1",
                 **self._environment,
             },

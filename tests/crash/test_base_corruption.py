@@ -10,11 +10,18 @@ import tracemalloc
 from collections.abc import Callable
 
 import pytest
-from checker import assert_true_to_write, read_newest
-from damage import forge
-from models import VARIED
-from simulated import SimulatedFiles
-from test_corruption import (
+
+from store.catalog import open_catalog
+from store.errors import NewerFormatError
+from store.layout import manifest_path, part_path
+from store.names import SaveId
+from store.retention import Retention, execute, plan_prune
+from store.verify import verify
+from tests.crash.checker import assert_true_to_write, read_newest
+from tests.crash.damage import forge
+from tests.crash.models import VARIED
+from tests.crash.simulated import SimulatedFiles
+from tests.crash.test_corruption import (
     HUGE,
     _entries,
     _units,
@@ -25,14 +32,7 @@ from test_corruption import (
     same,
     swap_each,
 )
-from workload import Job, Memory
-
-from store.catalog import open_catalog
-from store.errors import NewerFormatError
-from store.layout import manifest_path, part_path
-from store.names import SaveId
-from store.retention import Retention, execute, plan_prune
-from store.verify import verify
+from tests.crash.workload import Job, Memory
 
 __all__ = ["parsed_once"]
 

@@ -13,13 +13,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from checker import assert_true_to_write, check_reading, check_undamaged, promised, read_newest
-from damage import flip
-from models import RANKS, VARIED
 from safetensors import SafetensorError, deserialize
-from simulated import SimulatedFiles, every_crash
-from test_mutants import Make, caught, patched_everywhere
-from workload import RETENTION, Job, Memory, Save
 
 import store.segment
 from store.catalog import open_catalog
@@ -33,6 +27,12 @@ from store.segment import Item, Payload, Placed, read_part
 from store.storage.atomic import write_new
 from store.storage.local import Files, NewFile
 from store.verify import verify
+from tests.crash.checker import assert_true_to_write, check_reading, check_undamaged, promised, read_newest
+from tests.crash.damage import flip
+from tests.crash.models import RANKS, VARIED
+from tests.crash.simulated import SimulatedFiles, every_crash
+from tests.crash.test_mutants import Make, caught, patched_everywhere
+from tests.crash.workload import RETENTION, Job, Memory, Save
 
 
 class Varied(Job):

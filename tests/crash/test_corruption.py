@@ -16,10 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checker import Reading, assert_true_to_write, read_newest
-from damage import edit, forge, put, remove
-from simulated import SimulatedFiles
-from workload import Job, Memory
 
 import store.catalog
 import store.schema
@@ -32,6 +28,10 @@ from store.retention import Retention, execute, plan_prune
 from store.schema import digest
 from store.storage.local import LocalFiles
 from store.verify import verify
+from tests.crash.checker import Reading, assert_true_to_write, read_newest
+from tests.crash.damage import edit, forge, put, remove
+from tests.crash.simulated import SimulatedFiles
+from tests.crash.workload import Job, Memory
 
 SILENT = ("LATEST", "proven/", "epochs/")
 """Files whose content no reader believes."""

@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from memory_workload import Keeper, prepared
-from runs import EXIT_TYPED_ERROR, Outcome, Zygote
 
 from store.memory.index import scan_node
 from store.memory.layout import Tier
 from store.names import SaveId
 from store.storage.local import LocalFiles
+from tests.crash.memory_workload import Keeper, prepared
+from tests.crash.runs import EXIT_TYPED_ERROR, Outcome, Zygote
 from tests.support.made_versions import STORE, wanted, whole
 
 pytestmark = pytest.mark.slow

@@ -17,12 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import workload
-from checker import Promise, assert_true_to_write, check, check_reading, promised, read_commit, read_newest
-from damage import flip
-from models import RANKS
-from simulated import Disk, Op, SimulatedFiles, disk_after, every_crash
-from workload import Job, Memory, Save
 
 import store.retention
 from store.catalog import open_catalog
@@ -34,6 +28,12 @@ from store.schema import GroupRecord, to_bytes
 from store.segment import Placed, parts_digest, present_parts, read_part
 from store.storage.local import Files, NewFile
 from store.verify import verify
+from tests.crash import workload
+from tests.crash.checker import Promise, assert_true_to_write, check, check_reading, promised, read_commit, read_newest
+from tests.crash.damage import flip
+from tests.crash.models import RANKS
+from tests.crash.simulated import Disk, Op, SimulatedFiles, disk_after, every_crash
+from tests.crash.workload import Job, Memory, Save
 
 Make = Callable[[], SimulatedFiles]
 
@@ -234,7 +234,7 @@ def take_what_is_there(files: Files, expected: Expected, timeout: float) -> Grou
 
 def patched_everywhere(monkeypatch: pytest.MonkeyPatch, name: str, mutant: object) -> None:
     """In every module that has the name, because modules import names from one another."""
-    modules = [found for key, found in sys.modules.items() if key == "workload" or key.startswith("store.")]
+    modules = [found for key, found in sys.modules.items() if key == "tests.crash.workload" or key.startswith("store.")]
     for module in modules:
         if hasattr(module, name):
             monkeypatch.setattr(module, name, mutant)

@@ -17,10 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checker import check_reading, check_undamaged, promised
-from models import RANKS
-from runs import EXIT_TYPED_ERROR, Outcome, Zygote
-from workload import Job, Memory
 
 from store.catalog import open_or_create
 from store.errors import FencedError, StorageError
@@ -29,6 +25,10 @@ from store.session import claim_epoch
 from store.storage.atomic import write_new
 from store.storage.bucket import Bucket, ObjectOptions
 from store.storage.local import Files, LocalFiles
+from tests.crash.checker import check_reading, check_undamaged, promised
+from tests.crash.models import RANKS
+from tests.crash.runs import EXIT_TYPED_ERROR, Outcome, Zygote
+from tests.crash.workload import Job, Memory
 from tests.support.faulty import Asked, Fault, Proxy, nth
 from tests.support.s3 import BUCKET, KEYS, Server, tiny_parts
 

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checker import check, promised, read_newest
-from runs import EXIT_TYPED_ERROR, Outcome, Zygote
 
 from store.catalog import open_catalog
 from store.storage.local import LocalFiles
+from tests.crash.checker import check, promised, read_newest
+from tests.crash.runs import EXIT_TYPED_ERROR, Outcome, Zygote
 
 pytestmark = [pytest.mark.slow, pytest.mark.needs_root]
 
@@ -121,7 +121,7 @@ def test_power_lost_after_the_last_acknowledgement(machine: Machine) -> None:
 
 
 def _cut(store: Path) -> None:
-    from zygote import Doomed
+    from tests.crash.zygote import Doomed
 
     Doomed(str(store), 0).cut()
 

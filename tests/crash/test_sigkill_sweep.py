@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checker import check, promised, read_newest
-from runs import EXIT_TYPED_ERROR, Outcome, Zygote
 
 from store.catalog import open_catalog
 from store.storage.local import LocalFiles
+from tests.crash.checker import check, promised, read_newest
+from tests.crash.runs import EXIT_TYPED_ERROR, Outcome, Zygote
 
 pytestmark = pytest.mark.slow
 

@@ -12,17 +12,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from checker import Promise, check, check_reading, check_undamaged, promised
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from models import VARIED
-from simulated import Disk, Op, SimulatedFiles, disk_after, every_crash
-from workload import Job, Memory, run
 
 from store.catalog import open_catalog
 from store.errors import NoStoreError
 from store.retention import Retention, execute, plan_prune
 from store.storage.local import Files
+from tests.crash.checker import Promise, check, check_reading, check_undamaged, promised
+from tests.crash.models import VARIED
+from tests.crash.simulated import Disk, Op, SimulatedFiles, disk_after, every_crash
+from tests.crash.workload import Job, Memory, run
 
 pytestmark = pytest.mark.slow
 

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-from models import PLAIN, RANKS, Model, content, encoding_of, piece, values
 
 from store.catalog import Catalog, open_catalog, open_or_create
 from store.commit import Expected, Group, commit, hint_latest, mark_proven, wait_for_group
@@ -35,6 +34,7 @@ from store.segment import SegmentDraft, StagedFragment, write_segment
 from store.session import claim_epoch
 from store.state_tree import encode
 from store.storage.local import Files
+from tests.crash.models import PLAIN, RANKS, Model, content, encoding_of, piece, values
 
 STEPS = 10
 PLAN = "0" * 32

@@ -16,15 +16,14 @@ import sys
 import time
 from pathlib import Path
 
-from memory_workload import MEMORY
-from models import RANKS, VARIED
-from workload import Job, Paper
-
 from store.errors import DriftpointError
 from store.location import files_at
 from store.storage.bucket import Bucket, ObjectOptions
 from store.storage.local import Files, LocalFiles, NewFile
 from store.storage.object_store import ObjectFiles
+from tests.crash.memory_workload import MEMORY
+from tests.crash.models import RANKS, VARIED
+from tests.crash.workload import Job, Paper
 
 PR_SET_PTRACER = 0x59616D61
 EXT4_IOC_SHUTDOWN = 0x8004587D

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "crash"))
-
-from simulated import SimulatedFiles
-from workload import Job, Memory
+from tests.crash.simulated import SimulatedFiles
+from tests.crash.workload import Job, Memory
 
 
 @pytest.fixture

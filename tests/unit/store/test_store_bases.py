@@ -5,11 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from checker import assert_true_to_write, check_undamaged, read_commit, read_newest
-from damage import flip, forge, remove
-from models import RANKS, VARIED
-from simulated import SimulatedFiles
-from workload import Job, Memory, Save
 
 from store.catalog import open_catalog
 from store.commit import commit
@@ -22,6 +17,11 @@ from store.retention import Retention, execute, plan_prune
 from store.schema import Entry
 from store.segment import parts_digest, read_part
 from store.verify import verify
+from tests.crash.checker import assert_true_to_write, check_undamaged, read_commit, read_newest
+from tests.crash.damage import flip, forge, remove
+from tests.crash.models import RANKS, VARIED
+from tests.crash.simulated import SimulatedFiles
+from tests.crash.workload import Job, Memory, Save
 
 ONE = Retention(keep_last=1, log_spaced=False)
 BF16, SQRT = Unit("few.0", "fp32"), Unit("few.0", "exp_avg_sq")

@@ -3,10 +3,6 @@ from __future__ import annotations
 import errno
 
 import pytest
-from checker import check_goes_on, promised, read_newest
-from damage import flip, forge, remove
-from simulated import Fault, SimulatedFiles
-from workload import PLAN, RANKS, Job, Memory, Save
 
 from store.catalog import open_catalog
 from store.commit import Expected, commit, hint_latest, mark_proven, wait_for_group
@@ -14,6 +10,10 @@ from store.errors import DamagedError, ExistsError, SaveError, StorageError
 from store.layout import part_path, payload_path
 from store.segment import present_parts
 from store.storage.atomic import is_temporary
+from tests.crash.checker import check_goes_on, promised, read_newest
+from tests.crash.damage import flip, forge, remove
+from tests.crash.simulated import Fault, SimulatedFiles
+from tests.crash.workload import PLAN, RANKS, Job, Memory, Save
 
 
 class Clock:

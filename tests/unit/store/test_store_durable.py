@@ -1,10 +1,10 @@
 from __future__ import annotations
 
 import pytest
-from simulated import Fault, SimulatedFiles
 
 from store.errors import ExistsError, StorageError
 from store.storage.atomic import ensure_dir, final_name, is_temporary, replace_hint, write_new
+from tests.crash.simulated import Fault, SimulatedFiles
 
 
 def verbs(files: SimulatedFiles) -> list[str]:

@@ -4,9 +4,6 @@ import threading
 from pathlib import Path
 
 import pytest
-from damage import flip, put, remove
-from simulated import Fault, Op, SimulatedFiles
-from workload import Job, Memory
 
 from store.catalog import open_catalog, open_or_create
 from store.commit import commit
@@ -15,6 +12,9 @@ from store.layout import epoch_path, manifest_path
 from store.names import SaveId
 from store.session import claim_epoch, newest_epoch, read_epoch, require_newest
 from store.storage.local import LocalFiles
+from tests.crash.damage import flip, put, remove
+from tests.crash.simulated import Fault, Op, SimulatedFiles
+from tests.crash.workload import Job, Memory
 
 
 def test_each_claim_takes_the_next_number(files: SimulatedFiles) -> None:

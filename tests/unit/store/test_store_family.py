@@ -11,11 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from damage import forge
-from models import RANKS, VARIED
 from numpy.typing import NDArray
-from simulated import SimulatedFiles
-from workload import PLAN, Job, Memory
 
 from store.catalog import open_catalog
 from store.encoding import CHUNK, ENCODINGS
@@ -28,6 +24,10 @@ from store.names import SaveId
 from store.schema import PartRecord, digest
 from store.segment import SegmentDraft, StagedFragment, write_segment
 from store.verify import check_family, check_stored, verify
+from tests.crash.damage import forge
+from tests.crash.models import RANKS, VARIED
+from tests.crash.simulated import SimulatedFiles
+from tests.crash.workload import PLAN, Job, Memory
 
 STORE = "0" * 32
 NUMEL = CHUNK + 77

@@ -5,9 +5,6 @@ from __future__ import annotations
 from datetime import UTC, datetime, timedelta
 
 import pytest
-from damage import flip, put, remove
-from simulated import SimulatedFiles
-from workload import Job, Memory
 
 from store.catalog import Catalog, open_catalog, open_or_create
 from store.layout import closed_path, epoch_path
@@ -22,6 +19,9 @@ from store.session import (
     newest_epoch,
     read_epoch,
 )
+from tests.crash.damage import flip, put, remove
+from tests.crash.simulated import SimulatedFiles
+from tests.crash.workload import Job, Memory
 
 HOUR = 3600.0
 """All commits of these jobs are of midnight, 1 January 2000."""

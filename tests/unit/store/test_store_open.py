@@ -6,9 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from damage import flip, forge, put, remove
-from simulated import Op, SimulatedFiles
-from workload import Job, Memory
 
 from store.catalog import open_catalog, open_or_create
 from store.errors import DamagedError, NewerFormatError, NoStoreError, NothingToResumeError, StorageError
@@ -16,6 +13,9 @@ from store.resolve import newest_resumable
 from store.schema import StoreRecord, to_bytes
 from store.storage.atomic import write_new
 from store.storage.local import LocalFiles
+from tests.crash.damage import flip, forge, put, remove
+from tests.crash.simulated import Op, SimulatedFiles
+from tests.crash.workload import Job, Memory
 
 ROOT = Path(__file__).parents[3]
 

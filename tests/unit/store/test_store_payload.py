@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.numpy import load
-from simulated import Fault, SimulatedFiles
 
 from store.errors import DamagedError, ExistsError, StorageError
 from store.segment import Item, check_header, read_piece, write_payload
 from store.storage.atomic import is_temporary
 from store.storage.local import LocalFiles
+from tests.crash.simulated import Fault, SimulatedFiles
 
 ITEMS = st.lists(
     st.builds(

@@ -1,10 +1,6 @@
 from __future__ import annotations
 
 import pytest
-from checker import assert_true_to_write, check_goes_on, check_undamaged, read_commit, read_newest
-from damage import flip, put, remove
-from simulated import Fault, SimulatedFiles
-from workload import RETENTION, Job, Memory
 
 from store.catalog import open_catalog, open_or_create
 from store.errors import StorageError
@@ -12,6 +8,10 @@ from store.layout import manifest_path, part_path, payload_path, segment_dir
 from store.names import SaveId
 from store.retention import PrunePlan, Retention, execute, plan_prune
 from store.storage.atomic import is_temporary
+from tests.crash.checker import assert_true_to_write, check_goes_on, check_undamaged, read_commit, read_newest
+from tests.crash.damage import flip, put, remove
+from tests.crash.simulated import Fault, SimulatedFiles
+from tests.crash.workload import RETENTION, Job, Memory
 
 TWO = Retention(keep_last=2, log_spaced=False)
 

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from damage import put
 from hypothesis import given
 from hypothesis import strategies as st
-from simulated import SimulatedFiles, every_crash
-from workload import Job, Memory
 
 from store.catalog import open_catalog
 from store.layout import suspect_path
@@ -18,6 +15,9 @@ from store.retention import Retention, execute, kept, plan_prune
 from store.schema import SuspectRecord, to_bytes
 from store.storage.atomic import write_new
 from store.verify import verify
+from tests.crash.damage import put
+from tests.crash.simulated import SimulatedFiles, every_crash
+from tests.crash.workload import Job, Memory
 
 SAVES = st.lists(st.builds(SaveId, st.integers(0, 5000), st.integers(1, 3)), max_size=30, unique=True)
 

@@ -1,14 +1,14 @@
 from __future__ import annotations
 
 import pytest
-from damage import edit, flip, put, remove
-from workload import Job
 
 from store.catalog import open_catalog, open_or_create
 from store.layout import manifest_path, part_path, payload_path
 from store.names import SaveId
 from store.segment import read_part
 from store.verify import VerifyReport, total_bytes, verify
+from tests.crash.damage import edit, flip, put, remove
+from tests.crash.workload import Job
 
 
 @pytest.fixture

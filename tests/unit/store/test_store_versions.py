@@ -1,11 +1,6 @@
 from __future__ import annotations
 
 import pytest
-from checker import assert_true_to_write, read_commit, read_newest
-from damage import edit, flip, forge, put, remove
-from models import PLAIN, RANKS, content
-from simulated import Fault, SimulatedFiles
-from workload import Job, Memory
 
 from store.catalog import open_catalog
 from store.certificate import certify
@@ -14,6 +9,11 @@ from store.layout import manifest_path, part_path, payload_path
 from store.names import SaveId, Unit
 from store.resolve import RejectedVersion, newest_resumable, resolve
 from store.segment import read_part
+from tests.crash.checker import assert_true_to_write, read_commit, read_newest
+from tests.crash.damage import edit, flip, forge, put, remove
+from tests.crash.models import PLAIN, RANKS, content
+from tests.crash.simulated import Fault, SimulatedFiles
+from tests.crash.workload import Job, Memory
 
 
 @pytest.fixture
