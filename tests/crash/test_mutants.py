@@ -324,7 +324,7 @@ def test_a_dropped_sync_is_caught_by_a_real_power_loss(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """L2, at the moment of the last acknowledgement: the mutant's commit must be lost or damaged."""
-    import test_power_loss
+    from tests.crash import test_power_loss
 
     makes = test_power_loss.machine.__wrapped__(tmp_path_factory)
     machine = next(makes)
