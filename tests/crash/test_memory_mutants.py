@@ -120,7 +120,7 @@ def do_not_wait_for_the_copies(patch: pytest.MonkeyPatch) -> None:
     def remember(version: Any) -> float:
         return real(replace(version, copying=AsyncCopy()))
 
-    patch.setattr(monitor.memory.tier, "remember", remember)
+    patch.setattr(monitor.memory.tier, "seal_snapshot", remember)
 
 
 def do_not_wait_before_the_update(patch: pytest.MonkeyPatch) -> None:
@@ -133,7 +133,7 @@ def do_not_wait_before_the_update(patch: pytest.MonkeyPatch) -> None:
         time.sleep(0.3)  # the mutant that copies late
         return real(version)
 
-    patch.setattr(monitor.memory.tier, "remember", remember)
+    patch.setattr(monitor.memory.tier, "seal_snapshot", remember)
 
 
 def do_not_check_hashes(patch: pytest.MonkeyPatch) -> None:

@@ -104,8 +104,8 @@ AS_NOBODY = """
 import json, os, sys
 from dataclasses import asdict
 from pathlib import Path
-from deploy.doctor.disk import look_at_disk
-from deploy.doctor.store import look_at_store
+from deploy.doctor.disk import check_disk
+from deploy.doctor.store import check_store
 from deploy.doctor.base import Plan
 from monitor.config.load import Config
 from store.retention import Retention
@@ -113,7 +113,7 @@ os.setgroups([])
 os.setresgid(65534, 65534, 65534)
 os.setresuid(65534, 65534, 65534)
 root = Path(sys.argv[1])
-found = [*look_at_disk(root, Plan(Config())), *look_at_store(root, Retention())]
+found = [*check_disk(root, Plan(Config())), *check_store(root, Retention())]
 print(json.dumps([asdict(one) for one in found]))
 """
 

@@ -501,7 +501,7 @@ from pathlib import Path
 import torch, xxhash
 from merger.io.blocks import Block, Extent, xxh3
 from merger.io.output_file import Hole
-from merger.io.transfer import in_parallel
+from merger.io.transfer import run_parallel
 from merger.io.transfer import check_hole, checksums, plan_transfer, transfer
 from store.fragments import FragmentIndex
 from store.storage.local import LocalFiles

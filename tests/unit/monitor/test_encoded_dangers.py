@@ -196,7 +196,7 @@ def test_bytes_that_an_encoder_does_not_vouch_for_are_never_committed(
     """The check beforehand and the encoder's own may come apart one day: then the save fails, and is reported."""
     with Job(tmp_path) as job:
         job.train(2)
-    monkeypatch.setattr("monitor.save.encode.within_reach", lambda values, unsigned: torch.ones((), dtype=torch.bool))
+    monkeypatch.setattr("monitor.save.encode.in_range", lambda values, unsigned: torch.ones((), dtype=torch.bool))
     with Job(tmp_path, encoding={"exp_avg": "int8-sqrt-block"}) as job:  # holds no negative values
         job.update()
         job.ckpt.step()

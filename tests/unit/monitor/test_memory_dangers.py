@@ -305,17 +305,17 @@ def test_a_version_that_is_not_finished_when_the_job_goes_back_is_not_written_ov
         one.step(flush=False)
         settled(one)
     begun, go_on = threading.Event(), threading.Event()
-    real = monitor.memory.tier.remember
+    real = monitor.memory.tier.seal_snapshot
 
     def slow(version: Any) -> float:
         begun.set()
         assert go_on.wait(60)
         return real(version)
 
-    monkeypatch.setattr(monitor.memory.tier, "remember", slow)
+    monkeypatch.setattr(monitor.memory.tier, "seal_snapshot", slow)
     one.step(flush=False)
     assert begun.wait(60)
-    monkeypatch.setattr(monitor.memory.tier, "remember", real)
+    monkeypatch.setattr(monitor.memory.tier, "seal_snapshot", real)
     assert one.ckpt.resume() == 4
     for _ in range(3):
         one.step(flush=False)
