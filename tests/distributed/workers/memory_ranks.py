@@ -141,7 +141,7 @@ class Life:
         return sender is not None and sender.busy
 
     def dies_while_keeping(self, when: str) -> None:
-        real = monitor.memory.tier.remember
+        real = monitor.memory.tier.seal_snapshot
 
         def remember(version: Any) -> float:
             if when == "after":
@@ -149,7 +149,7 @@ class Life:
             os.kill(os.getpid(), signal.SIGKILL)
             raise AssertionError
 
-        monitor.memory.tier.remember = remember
+        monitor.memory.tier.seal_snapshot = remember
 
     def newest(self, ckpt: monitor.Checkpointer) -> int | None:
         found = None if ckpt._memory is None else ckpt._memory.newest
