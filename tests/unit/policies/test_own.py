@@ -13,7 +13,7 @@ import pytest
 from policies.base import Budget, History, UnitStats
 from policies.budget import spends
 from policies.builtin import Observe
-from policies.registry import UserPolicy, anchored, policy_from
+from policies.registry import POLICIES, UserPolicy, anchored, policy_from
 from store.errors import ConfigError
 from store.names import Unit
 from tests.support.policies import HEAD, SOUND, policy_file, selecting
@@ -215,7 +215,7 @@ def test_what_is_not_there_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: str, message: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    known = "budget, filter, full, observe, parity, threshold"
+    known = ", ".join(sorted(POLICIES))
     with pytest.raises(ConfigError, match=re.escape(message.format(there=tmp_path, known=known))):
         policy_from(settings)
 
