@@ -135,7 +135,7 @@ def test_on_cuda_versions_are_copied_into_pinned_shared_memory(store: Path, stag
         optimizer.step()
         ckpt.step()
         assert ckpt._memory is not None and ckpt._memory._writer.join(180)
-    assert ckpt._memory._room.pins._pinned
+    assert ckpt._memory._buffers.pins._pinned
     held = scan_node(tier_of(store)).versions
     newest = held[max(held)][0]
     entry = next(one for one in newest.record.part.entries if one.slot == "fp32" and one.fqn == "weight")
