@@ -19,11 +19,6 @@ from tests.support.kept import memory, tier_of
 from tests.support.memory_jobs import abandoned, settled
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> Path:
-    return tmp_path / "store"
-
-
 def test_a_killed_job_goes_on_from_memory_where_that_is_newer(store: Path) -> None:
     one = Job(store, every=4, memory=memory(store))
     one.ckpt.resume()

@@ -20,11 +20,6 @@ from tests.support.kept import memory, tier_of
 from tests.support.memory_jobs import abandoned, kept_steps, run, settled, sources, state_in, version
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> Path:
-    return tmp_path / "store"
-
-
 def commits(store: Path) -> list[SaveId]:
     return open_catalog(LocalFiles(store)).saves()
 
