@@ -210,7 +210,6 @@ class RemoteNode:
         raise MissingError(f"version {save} of rank {rank} cannot be read from another node: {self._failure}")
 
     def close(self) -> None:
-        """Close the connection."""
         if self._connection is not None:
             self._connection.close()
             self._connection = None
@@ -234,5 +233,4 @@ class RemotePayload:
         self._node, self._save, self._rank = node, save, rank
 
     def read(self, offset: int, target: memoryview) -> None:
-        """Fill ``target`` from ``offset``. Raises MissingError if that fails."""
         self._node.read(self._save, self._rank, offset, target)

@@ -166,16 +166,12 @@ class ReplicaStore:
         """Yield the arenas, except those that a transfer still writes to."""
         for rank, source in list(self._sources.items()):
             if not source.lock.acquire(timeout=_LOCK_TIMEOUT):
-                log_errors(lambda rank=rank: _raise_in_use(rank))  # type: ignore[misc]
+                _log.warning("memory: the replica of rank %d is still being written; its memory is left as it is", rank)
                 continue
             try:
                 yield source.arena
             finally:
                 source.lock.release()
-
-
-def _raise_in_use(rank: int) -> None:
-    raise StorageError(f"the replica of rank {rank} is still being written, and its memory is left as it is")
 
 
 def _verify(record: VersionRecord, memory: memoryview) -> None:

@@ -212,7 +212,6 @@ class Replication:
             self._server.break_off()
 
     def stop(self) -> None:
-        """Stop sending."""
         if self._sender is not None:
             self._sender.close()
             self._sender = None

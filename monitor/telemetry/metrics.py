@@ -167,19 +167,16 @@ class Metrics(SaveListener):
         """Why the endpoint could not be started, or None."""
 
     def counter(self, name: str) -> Counter:
-        """Return the counter ``driftpoint_{name}``."""
         metric = self._metrics[name]
         assert isinstance(metric, Counter)
         return metric
 
     def gauge(self, name: str) -> Gauge:
-        """Return the gauge ``driftpoint_{name}``."""
         metric = self._metrics[name]
         assert isinstance(metric, Gauge)
         return metric
 
     def histogram(self, name: str) -> Histogram:
-        """Return the histogram ``driftpoint_{name}``."""
         metric = self._metrics[name]
         assert isinstance(metric, Histogram)
         return metric
@@ -341,7 +338,6 @@ class Metrics(SaveListener):
         self.close()
 
     def close(self) -> None:
-        """Stop listening."""
         if self._server is not None:
             self._server.close()
             self._server = None
