@@ -137,12 +137,12 @@ class Checkpointer:
             self.flush()
             self._saver.settle(self._step, False)
         job, found = self._job, None
-        room = ReadBuffers(self._saver.lend(job.table.local()))
+        room = ReadBuffers(self._saver.borrow_buffers(job.table.local()))
         if self._catalog is not None:
             remembered = self._memory.find(self._catalog) if memory and self._memory is not None else None
             live = partial(resume, adapter=job.adapter, group=self._group, user=job.user, room=room)
             found = resumed(partial(live, settings=self.config.resume), self._catalog, remembered)
-        self._saver.keep(job.table.local(), room.buffers)
+        self._saver.return_buffers(job.table.local(), room.buffers)
         self._asked_to_resume = True
         self._updates = 0
         self._pace.restart()
@@ -156,7 +156,7 @@ class Checkpointer:
     def _stand_on(self, found: ResumeResult, catalog: Catalog) -> None:
         """The job is what was resumed: count from there, and measure from there."""
         self._resumed = found
-        self._saver.went_back()
+        self._saver.forget_bases()
         self._step = found.onward.save.step
         self.certificate = build_certificate(found)
         reset_ledger(self._job, catalog, found, self._step)
@@ -233,9 +233,9 @@ class Checkpointer:
     def copied(self) -> None:
         """Have what is being saved copied whole, as before an optimizer step: from then on the state may be changed by
         other means, such as another checkpoint that is loaded over it. Not collective."""
-        self._saver.copied()
+        self._saver.finish_copies()
         if self._memory is not None:
-            self._memory.copied()
+            self._memory.finish_copies()
 
     def close(self) -> None:
         """Wait, at most ``timeouts.close`` seconds, for the save under way; let go of the store and the port.
@@ -359,14 +359,14 @@ class Checkpointer:
             return self._skipped("withheld", began, decided)
         if not decided.saved:
             if self._memory is not None:
-                self._memory.decided(self._step, ())
+                self._memory.on_decision(self._step, ())
             return self._skipped("nothing", began, decided)
         unnamed = self._saver.claim_name(self._step)
         if unnamed is not None:
             return self._skipped(unnamed, began, decided)
         staged = self._saver.begin(self._step, decided, local)
         if self._memory is not None:
-            self._memory.decided(self._step, decided.saved)
+            self._memory.on_decision(self._step, decided.saved)
         return self._report("observe" if self._opened is None else None, began, decided, staged)
 
     def _remember(self, looked: bool) -> None:
@@ -380,7 +380,7 @@ class Checkpointer:
         if agreed.skip in (None, "unready") and agreed.changed:
             self._agree(local)
         if agreed.skip is None:
-            memory.keep(self._step, local, began)
+            memory.snapshot(self._step, local, began)
 
     def _agree(self, local: Mapping[Unit, LocalUnit]) -> None:
         for unit in self._job.table.agree(local):

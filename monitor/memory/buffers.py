@@ -1,14 +1,8 @@
-"""Shared-memory buffers, CUDA pinning.
+"""Allocates the shared-memory payloads of one rank, and pins them for CUDA. Training thread.
 
-Pinned shared memory: copies from an accelerator into it run beside training, as into buffers torch has pinned.
-
-Memory that the CUDA driver does not know is copied to through a buffer of the driver's own, and the copy waits. On a
-machine without CUDA nothing here does anything. Where pinning is refused (a limit on locked memory, say) copies are
-slower and as right.
-
-The memory of one rank in the memory tier: taken when the job begins, found room in, given back at the end.
-
-Knows payloads and how large they are, not what is in them, nor which of them other ranks count on. Training thread.
+Pinned, copies from a device run beside training, as into torch's pinned buffers; otherwise the driver copies through a
+buffer of its own, and waits. If pinning fails, because of a limit on locked memory for example, copies are slower but
+equally correct.
 """
 
 from __future__ import annotations
@@ -30,14 +24,14 @@ _log = logging.getLogger("driftpoint")
 
 
 class PinnedRanges:
-    """What this process has pinned. Training thread."""
+    """The memory that this process has pinned."""
 
     def __init__(self) -> None:
         self._pinned: dict[int, torch.Tensor] = {}
         self._refused = False
 
     def pin(self, memory: mmap.mmap) -> None:
-        """Pin all of it, once; it stays where it is as long as it is pinned."""
+        """Pin a mapping, once. Its address does not change while it is pinned."""
         view = torch.frombuffer(memory, dtype=torch.uint8)
         address = view.data_ptr()
         if address in self._pinned or self._refused:
@@ -50,41 +44,55 @@ class PinnedRanges:
         self._pinned[address] = view
 
     def release(self) -> None:
-        """Unpin everything; before the memory goes. A second call changes nothing."""
+        """Unpin everything, before the memory is unmapped. May be called twice."""
         for address in self._pinned:
             torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
         self._pinned.clear()
 
 
 class SharedMemoryBuffers:
-    """versions: kept side by side. pinned: copies come from a device, so the memory is locked for it."""
+    """The payloads of one rank.
+
+    Args:
+        versions: Number of payloads.
+        pinned: Whether to pin them, because the state is on a device.
+    """
 
     def __init__(self, versions: int, *, pinned: bool) -> None:
         self._versions = versions
         self._pinned = pinned
         self.pins = PinnedRanges()
         self.arena: Arena | None = None
-        """None before :meth:`take`, and after the memory was given back."""
+        """None before :meth:`take` and after :meth:`close`."""
 
     @property
     def slots(self) -> tuple[int, ...]:
-        """Payloads that there are."""
+        """The existing payloads."""
         return () if self.arena is None else self.arena.slots
 
     @property
     def single(self) -> bool:
-        """Whether there is none while a version is being replaced."""
+        """Whether there is one payload only, so none while it is being overwritten."""
         return self._versions == 1
 
-    def take(self, tier: Tier, opened: StoreSession, rank: int, nbytes: int, kept: SaveId | None) -> str | None:
-        """Have payloads of ``nbytes``, those of earlier incarnations first. Why it cannot be, else None.
+    def take(self, tier: Tier, session: StoreSession, rank: int, nbytes: int, kept: SaveId | None) -> str | None:
+        """Reserve the payloads, reusing those of earlier incarnations.
 
-        kept: the version that the job stands on, which stays."""
-        trying(lambda: clear_old(tier.base))  # on every node
+        Args:
+            tier: Of this node.
+            session: Of the store.
+            rank: This rank.
+            nbytes: Bytes of a payload.
+            kept: Snapshot that the job resumed; it stays.
+
+        Returns:
+            The problem, or None.
+        """
+        log_errors(lambda: clear_old(tier.base))  # on every node
         try:
-            self.arena = Arena(tier, opened.epoch, rank, self._versions, opened.files)
+            self.arena = Arena(tier, session.epoch, rank, self._versions, session.files)
             self.arena.take_over(kept)
-            # With an older version to keep, the last payload is that one's, once it is not needed any more.
+            # The memory of an older snapshot that is kept becomes the last payload later.
             for slot in self.arena.slots[: -1 if self.arena.spares(kept) else None]:
                 self.at(slot, nbytes)
         except (StoreError, OSError) as error:
@@ -92,7 +100,7 @@ class SharedMemoryBuffers:
         return None
 
     def at(self, slot: int, nbytes: int) -> mmap.mmap:
-        """Room for a version; what was one there is none any more. StorageError."""
+        """Return the memory of a payload, whose previous version is dropped. Raises StorageError."""
         if self.arena is None:
             raise StorageError("the memory tier was not begun")
         memory = self.arena.room(slot, nbytes)
@@ -100,39 +108,39 @@ class SharedMemoryBuffers:
             self.pins.pin(memory)
         return memory
 
-    def stand_on(self, kept: SaveId | None) -> int | None:
-        """The job went back to this version: which payload is it? All others are versions no more."""
+    def keep_only_version(self, kept: SaveId | None) -> int | None:
+        """Drop all versions but the one that the job rolled back to. Return its payload."""
         arena = self.arena
         if arena is None:
             return None
         found = None if kept is None else arena.holding(kept)
         for other in (one for one in arena.slots if one != found):
-            trying(lambda other=other: arena.drop(other))  # type: ignore[misc]
+            log_errors(lambda other=other: arena.drop(other))  # type: ignore[misc]
         return found
 
     def take_rest(self, world_size: int) -> None:
-        """See :meth:`store.memory.arena.Arena.take_rest`; what it cannot take is said."""
+        """Call :meth:`store.memory.arena.Arena.take_rest`, and log errors."""
         arena = self.arena
         if arena is not None:
-            trying(lambda: arena.take_rest(world_size))
+            log_errors(lambda: arena.take_rest(world_size))
 
     def keep_only(self, slot: int) -> None:
-        """No more versions; this one may still be the newest state."""
+        """Free all payloads but this one, which may hold the newest state."""
         self.pins.release()
         arena = self.arena
         for other in (one for one in self.slots if one != slot):
-            trying(lambda other=other: arena.give_back(other))  # type: ignore[misc,union-attr]
+            log_errors(lambda other=other: arena.give_back(other))  # type: ignore[misc,union-attr]
 
     def close(self, *, remove: bool) -> None:
-        """Let go of the memory; ``remove``: and give it back."""
+        """Close the memory, and free it if ``remove``."""
         self.pins.release()
         arena, self.arena = self.arena, None
         if arena is not None:
-            trying(lambda: arena.close(remove=remove))
+            log_errors(lambda: arena.close(remove=remove))
 
 
-def trying(action: Callable[[], object]) -> None:
-    """Do what need not succeed, and say if it did not."""
+def log_errors(action: Callable[[], object]) -> None:
+    """Run ``action``, and log a StorageError or OSError instead of raising it."""
     try:
         action()
     except (StorageError, OSError) as error:

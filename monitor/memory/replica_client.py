@@ -66,7 +66,7 @@ class ReplicaSender:
         self._lock = threading.Lock()
         self._connection: Connection | None = None
         self._turn = 0
-        """Offers made before its last change are not sent any more."""
+        """Offers made before it last changed are not sent."""
         self._stopped = False
         self._retry_at = 0.0
         self._failures = 0
@@ -130,7 +130,7 @@ class ReplicaSender:
             self._failures += 1
             raise
         if self._failures:
-            _log.warning("rank %d: step %d is at its peer, rank %d, again", self._rank, offer.save.step, self._target)
+            _log.warning("rank %d: replicated to rank %d again, step %d", self._rank, self._target, offer.save.step)
         self._failures, self.sent = 0, offer.save
         return time.monotonic() - began
 
@@ -210,7 +210,6 @@ class RemoteNode:
         raise MissingError(f"version {save} of rank {rank} cannot be read from another node: {self._failure}")
 
     def close(self) -> None:
-        """Close the connection."""
         if self._connection is not None:
             self._connection.close()
             self._connection = None
@@ -234,5 +233,4 @@ class RemotePayload:
         self._node, self._save, self._rank = node, save, rank
 
     def read(self, offset: int, target: memoryview) -> None:
-        """Fill ``target`` from ``offset``. Raises MissingError if that fails."""
         self._node.read(self._save, self._rank, offset, target)

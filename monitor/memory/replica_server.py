@@ -20,7 +20,7 @@ from types import MappingProxyType
 
 import xxhash
 
-from monitor.memory.buffers import trying
+from monitor.memory.buffers import log_errors
 from monitor.memory.transport import Address, Answer, Connection, Endpoint, Get, Put, Request
 from store.errors import DamagedError, PeerError, StorageError, StoreError
 from store.memory.arena import Arena
@@ -89,11 +89,11 @@ class ReplicaStore:
             return str(error)
         return None
 
-    def stand_on(self, kept: SaveId | None) -> None:
+    def keep_only_version(self, kept: SaveId | None) -> None:
         """Drop all replicas except those of the version that the job went back to. Training thread."""
         for arena in self._locked_arenas():
             for slot in (one for one in arena.slots if kept is None or arena.holding(kept) != one):
-                trying(lambda slot=slot, arena=arena: arena.drop(slot))  # type: ignore[misc]
+                log_errors(lambda slot=slot, arena=arena: arena.drop(slot))  # type: ignore[misc]
 
     def take_rest(self, world_size: int) -> bool:
         """Call :meth:`store.memory.arena.Arena.take_rest`. Return False, without waiting, during a transfer."""
@@ -101,7 +101,7 @@ class ReplicaStore:
             if not source.lock.acquire(blocking=False):
                 return False
             try:
-                trying(lambda arena=source.arena: arena.take_rest(world_size))  # type: ignore[misc]
+                log_errors(lambda arena=source.arena: arena.take_rest(world_size))  # type: ignore[misc]
             finally:
                 source.lock.release()
         return True
@@ -109,7 +109,7 @@ class ReplicaStore:
     def close(self, *, remove: bool) -> None:
         """Close the memory, and give it back if ``remove``. Training thread."""
         for arena in self._locked_arenas():
-            trying(lambda arena=arena: arena.close(remove=remove))  # type: ignore[misc]
+            log_errors(lambda arena=arena: arena.close(remove=remove))  # type: ignore[misc]
         self._sources.clear()
 
     def receive(self, put: Put, connection: Connection) -> None:
@@ -166,16 +166,12 @@ class ReplicaStore:
         """Yield the arenas, except those that a transfer still writes to."""
         for rank, source in list(self._sources.items()):
             if not source.lock.acquire(timeout=_LOCK_TIMEOUT):
-                trying(lambda rank=rank: _raise_in_use(rank))  # type: ignore[misc]
+                _log.warning("memory: the replica of rank %d is still being written; its memory is left as it is", rank)
                 continue
             try:
                 yield source.arena
             finally:
                 source.lock.release()
-
-
-def _raise_in_use(rank: int) -> None:
-    raise StorageError(f"the replica of rank {rank} is still being written, and its memory is left as it is")
 
 
 def _verify(record: VersionRecord, memory: memoryview) -> None:

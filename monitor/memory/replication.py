@@ -1,22 +1,9 @@
-"""Replica placement and agreement.
+"""Replicates in-memory snapshots to other nodes, so that a job can resume after the loss of a node.
 
-Places replicas: on a rank of the next node, at the same position within it if there is one. Pure functions.
-
-Replicas, as the memory tier has them: who keeps whose is agreed once, and versions are sent beside training.
-
-No collective and no wait of the training thread depends on what goes over these connections. Whatever goes wrong with
-them costs replicas, and is told. Training thread, but for :meth:`Replication.offer`.
-
-Replicas of in-memory versions on other nodes, from which a lost node's ranks resume.
-
-    neighbours       which rank keeps whose replica
-    transport        authenticated HTTP between ranks
-    replica_client   sends this rank's versions, reads payloads from other nodes
-    replica_server   receives the replicas kept for others, serves payloads
-    peers            the interface to the memory tier
-
-A replica is another rank's share of a version, stored on this node as if that rank were here: same names, same record,
-marked as a replica. Code that reads versions reads replicas too.
+A replica is another rank's share of a snapshot, stored on this node as if that rank were here: same names, same record,
+marked as a replica. So code that reads snapshots reads replicas too. Placement is agreed once, and snapshots are sent
+beside training: no collective and no wait of the training thread depends on these connections, and their errors cost
+replicas only, and are reported. Training thread, except :meth:`Replication.offer`.
 """
 
 from __future__ import annotations
@@ -38,7 +25,7 @@ from store.names import SaveId
 
 
 def replica_targets(nodes: Sequence[str], machines: Sequence[str] | None = None) -> list[int]:
-    """Return for every rank the one that keeps its replica.
+    """Return for every rank the one that keeps its replica: on the next node, at the same position if there is one.
 
     Nodes are ordered by the first rank of their machine, then by their own; the last one is followed by the first.
     Nodes of one machine are lost together, so the next node is one of another machine wherever no machine has more than
@@ -71,22 +58,21 @@ def replica_sources(targets: Sequence[int], rank: int) -> list[int]:
 
 @dataclass(frozen=True)
 class ReplicationStatus:
-    """How replication stands, of one rank or of any. busy: a version is on its way. behind: a peer has not the latest
-    one. failed: one could not be sent since this was asked last."""
+    """Progress of replication, of one rank or of any."""
 
-    busy: bool
-    behind: bool
-    failed: bool
+    busy: bool  # a snapshot is being sent
+    behind: bool  # a peer does not have the latest snapshot
+    failed: bool  # sending failed since the last status
 
 
 class Replication:
-    """Of one rank. Does nothing where the configuration wants no replicas, or there is no second node."""
+    """The replicas of one rank. Does nothing if they are not configured, or there is one node only."""
 
     def __init__(self, job: JobContext) -> None:
         self._job, self._group = job, job.group
         self._timeout = job.config.timeouts.peer
         self._replicas = ReplicaStore(job.config.memory.versions)
-        self._met = not job.config.memory.peers
+        self._connected = not job.config.memory.peers
         self._key = b""
         self._nodes: Sequence[str] = ()
         self._machines: Sequence[str] = ()
@@ -98,31 +84,31 @@ class Replication:
 
     @property
     def reachable(self) -> bool:
-        """Whether ranks can read what lies on other nodes. Alike on all ranks."""
+        """Whether ranks can read payloads on other nodes. The same on all ranks."""
         return self._server is not None
 
     @property
     def on(self) -> bool:
-        """Whether versions are replicated. Alike on all ranks."""
+        """Whether snapshots are replicated. The same on all ranks."""
         return self._sender is not None
 
     @property
     def replicated(self) -> SaveId | None:
-        """The version that all ranks are known to have in their own memory and at their peers."""
+        """The snapshot that all ranks are known to have in their own memory and on another node."""
         return self._replicated
 
-    def meet(self, tier: Tier) -> None:
-        """Learn which node each rank is on and how it is reached. Collective; once."""
-        if self._met:
+    def connect(self, tier: Tier) -> None:
+        """Exchange nodes and addresses, and start listening, once. Collective."""
+        if self._connected:
             return
-        self._met = True
-        told = self._group.all_gather((node_id(tier), machine_id()))
-        self._nodes, self._machines = [node for node, _ in told], [machine for _, machine in told]
+        self._connected = True
+        places = self._group.all_gather((node_id(tier), machine_id()))
+        self._nodes, self._machines = [node for node, _ in places], [machine for _, machine in places]
         if len(set(self._nodes)) < 2:
-            self._tell("memory.peers: all ranks are on one node, so that there is no other one to keep replicas on")
+            self._report("memory.peers: all ranks are on one node, so that there is no other one to keep replicas on")
             return
         self._key = self._group.broadcast(secrets.token_bytes(32) if self._group.rank == 0 else None)
-        server, problem = self._opened()
+        server, problem = self._open_server()
         endpoints = self._group.all_gather((None if server is None else server.endpoint, problem))
         if self._refused([why for _, why in endpoints]):
             if server is not None:
@@ -130,99 +116,108 @@ class Replication:
             return
         self._server, self._endpoints = server, [endpoint for endpoint, _ in endpoints]
 
-    def begin(self, tier: Tier, opened: StoreSession, nbytes: int, kept: SaveId | None) -> None:
-        """The job stands on ``kept``, or begins: have memory for what others send. nbytes: of a version of this rank.
+    def begin(self, tier: Tier, session: StoreSession, nbytes: int, kept: SaveId | None) -> None:
+        """Reserve memory for the replicas of other ranks, after a resume or a fresh start. Collective.
 
-        Collective. Without room on any rank there are no replicas on any."""
-        self.meet(tier)
+        If memory is short on any rank, there are no replicas on any.
+
+        Args:
+            tier: Of this node.
+            session: Of the store.
+            nbytes: Bytes of a snapshot of this rank.
+            kept: Snapshot that the job resumed.
+        """
+        self.connect(tier)
         self._done_reading()
         self._replicated = self._replicated if self._replicated == kept else None
         if self._sender is not None:
-            self._replicas.stand_on(kept)
+            self._replicas.keep_only_version(kept)
         elif self._server is not None:
             targets, rank = replica_targets(self._nodes, self._machines), self._group.rank
-            needs = self._group.all_gather(nbytes)
-            mine = {source: needs[source] for source in replica_sources(targets, rank)}
-            if self._refused(self._group.all_gather(self._replicas.take(tier, opened.epoch, mine, kept, opened.files))):
+            sizes = self._group.all_gather(nbytes)
+            needs = {source: sizes[source] for source in replica_sources(targets, rank)}
+            problem = self._replicas.take(tier, session.epoch, needs, kept, session.files)
+            if self._refused(self._group.all_gather(problem)):
                 self._replicas.close(remove=True)
                 return
             self._sender = ReplicaSender(rank, targets[rank], self._endpoints[targets[rank]], self._key, self._timeout)
 
     def offer(self, arena: Arena, slot: int, save: SaveId, keep: SaveId | None) -> None:
-        """A version of this rank is whole: send it. keep: the one that all peers have. Returns at once."""
+        """Send a sealed snapshot of this rank. ``keep``: the one that all peers have. Returns at once; any thread."""
         sender = self._sender
         if sender is not None:
             sender.offer(save, *arena.files(slot), keep)
 
     def sending(self, latest: SaveId | None) -> tuple[ReplicationStatus, list[float]]:
-        """How it stands on this rank, and the seconds that versions took. latest: the one that peers should have."""
+        """Return the status of this rank, and the seconds that each finished transfer took.
+
+        ``latest`` is the snapshot that peers should have."""
         if self._sender is None:
-            return ReplicationStatus(False, True, False), []
-        busy, (took, failed) = self._sender.busy, self._sender.collect()
+            return ReplicationStatus(busy=False, behind=True, failed=False), []
+        busy, (durations, failed) = self._sender.busy, self._sender.collect()
         if self._group.rank == 0:
-            self._job.listeners.on_replication(took, None)
-        return ReplicationStatus(busy, self._sender.sent != latest, failed), took
+            self._job.listeners.on_replication(durations, None)
+        return ReplicationStatus(busy, self._sender.sent != latest, failed), durations
 
     def agreed(self, sending: ReplicationStatus, latest: SaveId | None) -> None:
-        """How it stands over all ranks. latest: the version that all of them have in their own memory."""
+        """Take the status of all ranks. ``latest``: the snapshot that all of them have in their own memory."""
         first = self._group.rank == 0
-        if first and sending.failed:  # which rank's, and why, that rank says
+        if first and sending.failed:  # the rank that failed logs the reason
             self._job.listeners.on_background_failure(BackgroundFailureEvent("peer"))
         if latest is not None and latest != self._replicated and not sending.busy and not sending.behind:
             self._replicated = latest
             if first:
                 self._job.listeners.on_replication((), latest.step)
 
-    def standing_on(self, newest: SaveId | None) -> SaveId | None:
-        """What peers must keep while a version is made and sent. newest: what stays in this rank's own memory."""
+    def keep_at_peers(self, newest: SaveId | None) -> SaveId | None:
+        """Return the snapshot that peers must keep during the next one. ``newest``: what stays in local memory."""
         self._replicated = self._replicated if self._replicated == newest else None
         return self._replicated
 
-    def show(self, payloads: ServedPayloads) -> None:
-        """Have other ranks read these."""
+    def serve(self, payloads: ServedPayloads) -> None:
+        """Let other ranks read these payloads, and no others."""
         if self._server is not None:
             self._server.serve(payloads)
 
-    def far(self, lying: Sequence[Mapping[int, bool]]) -> dict[int, RemoteNode]:
-        """For each rank whose payload is not here, a node that has it: its own rather than a peer's.
+    def remote_nodes(self, held: Sequence[Mapping[int, bool]]) -> dict[int, RemoteNode]:
+        """Return, for each rank whose payload is not on this node, a node that has it; its own node if possible.
 
-        lying: for each rank, what its node has: of which ranks, and whether as a replica."""
+        ``held``: for each rank, which ranks' payloads its node has, and whether as a replica."""
         rank = self._group.rank
         holders: dict[int, list[tuple[bool, int]]] = {}
-        for holder, there in enumerate(lying):
-            for owner, replica in there.items():
-                if owner not in lying[rank]:
+        for holder, owners in enumerate(held):
+            for owner, replica in owners.items():
+                if owner not in held[rank]:
                     holders.setdefault(owner, []).append((replica, holder))
         nodes: dict[int, RemoteNode] = {}
         found = {}
         for owner, known in holders.items():
             best = [holder for replica, holder in known if replica == min(known)[0]]
-            holder = best[rank % len(best)]  # not all of them from the same one
+            holder = best[rank % len(best)]  # spread the readers
             found[owner] = nodes.setdefault(holder, RemoteNode(self._endpoints[holder], self._key, self._timeout))
         self._remote_nodes = [*nodes.values()]
         return found
 
     def take_rest(self) -> bool:
-        """There is a version of this incarnation on every rank: nobody goes back to an older one's.
+        """Reuse the memory of earlier incarnations' replicas, once every rank has a snapshot of this one.
 
-        False where it is to be asked again; it never waits."""
+        Return False, without waiting, if it is to be tried again."""
         return self._replicas.take_rest(self._group.world_size)
 
     def break_off(self) -> None:
-        """End what is on its way, in and out. What is not whole by then is nobody's replica."""
+        """Abort all transfers, in and out. Incomplete ones leave no replica."""
         if self._sender is not None:
             self._sender.break_off()
         if self._server is not None:
             self._server.break_off()
 
     def stop(self) -> None:
-        """Send no more."""
         if self._sender is not None:
             self._sender.close()
             self._sender = None
 
     def close(self, *, remove: bool) -> None:
-        """Send and keep no more; ``remove``: and give the memory of replicas back."""
+        """Stop sending and receiving, and free the memory of replicas if ``remove``."""
         self.stop()
         if self._server is not None:
             self._server.close()
@@ -230,24 +225,24 @@ class Replication:
         self._replicas.close(remove=remove)
 
     def _done_reading(self) -> None:
-        """All ranks have what they resumed: nothing is read from other nodes any more."""
+        """Close the connections that a resume read from; all ranks have their state."""
         for node in self._remote_nodes:
             node.close()
         self._remote_nodes = ()
-        self.show({})
+        self.serve({})
 
-    def _opened(self) -> tuple[ReplicaServer | None, str | None]:
+    def _open_server(self) -> tuple[ReplicaServer | None, str | None]:
         try:
             return ReplicaServer(own_address(), self._key, self._replicas, transfer_timeout(self._timeout)), None
         except OSError as error:
             return None, f"cannot listen for peers: {error}"
 
-    def _refused(self, told: Sequence[str | None]) -> bool:
-        problems = "; ".join(f"rank {rank}: {why}" for rank, why in enumerate(told) if why)
-        if problems:
-            self._tell(f"memory.peers: nothing is replicated to other nodes: {problems[:600]}")
-        return bool(problems)
+    def _refused(self, problems: Sequence[str | None]) -> bool:
+        text = "; ".join(f"rank {rank}: {why}" for rank, why in enumerate(problems) if why)
+        if text:
+            self._report(f"memory.peers: nothing is replicated to other nodes: {text[:600]}")
+        return bool(text)
 
-    def _tell(self, text: str) -> None:
+    def _report(self, text: str) -> None:
         if self._group.rank == 0:
             self._job.listeners.on_background_failure(BackgroundFailureEvent("peer", text))

@@ -1,17 +1,9 @@
-"""Lay out, stage and seal one in-memory version.
+"""Lays out, stages and seals one in-memory snapshot of a rank.
 
-One version in memory on one rank: where each fragment goes, and what the background thread does once it is copied.
-
-The training thread lays a version out and starts its copies; the background thread waits for them, looks for values
-that are not finite, hashes what is there and writes the record. Nothing here knows whether other ranks have theirs.
-
-What rank 0 adds to a version in memory: the manifest that a commit of it would have.
-
-Layers that never move are not kept in memory once they are committed: the manifest points to their version on disk.
-
-Staging one version for memory: what goes into it, where it lies, and the copies, begun.
-
-Training thread. The room that it writes to is found by the caller, who knows which payload nobody counts on.
+The training thread lays a snapshot out and starts its copies (:class:`SnapshotStager`). The background thread waits for
+them, checks that all values are finite, hashes the bytes and writes the record (:func:`seal_snapshot`). Rank 0 adds the
+manifest that a commit would have (:class:`SnapshotManifest`): layers that never move are not kept in memory once they
+are committed, and the manifest points to their version on disk. Nothing here knows whether other ranks have theirs.
 """
 
 from __future__ import annotations
@@ -43,95 +35,64 @@ from store.schema import Entry, ManifestRecord, MeasureRecord, PartRecord, State
 from store.state_tree import Leaf
 
 _ALIGN = 64
-_NEITHER = torch.empty(0)
+_MARGIN = 1 << 20
+"""Bytes reserved in a payload beyond the fragments, for the run state, which may grow."""
+_NO_COPY = torch.empty(0)
 
 
 @dataclass(frozen=True)
 class Placement:
-    """A fragment's place in the payload.
-
-    source: live, 1-d. copy: 1-d view of the payload, of the live dtype, or uint8 where it is encoded on the way."""
+    """A fragment's place in the payload."""
 
     unit: Unit
     fragment: Fragment
     offset: int
-    source: torch.Tensor
-    copy: torch.Tensor
+    source: torch.Tensor  # live, 1-d
+    copy: torch.Tensor  # 1-d view of the payload, of the live dtype; uint8 if it is encoded
     encoding: str = RAW
 
     @cached_property
     def encoded(self) -> EncodedCopy | None:
-        """How it is copied, where it is encoded."""
-        return None if self.encoding == RAW else EncodedCopy(self.source, self.encoding, self.copy, _NEITHER)
-
-
-@dataclass(frozen=True)
-class RunState:
-    """As :func:`monitor.run_state.to_tree` gives it."""
-
-    tree: Any
-    leaves: Sequence[Leaf]
-
-    @property
-    def nbytes(self) -> int:
-        """Of the leaves."""
-        return sum(len(leaf.data) for leaf in self.leaves)
+        """The copy, if it is encoded."""
+        return None if self.encoding == RAW else EncodedCopy(self.source, self.encoding, self.copy, _NO_COPY)
 
 
 @dataclass(frozen=True)
 class Version:
-    """All of one version on one rank, staged: only the copies may still be under way.
-
-    fragments_end: bytes of the payload that fragments take; the run state's tensors follow.
-    claim: token of the claim of the save's epoch."""
+    """One staged snapshot of one rank. Only its copies may be incomplete."""
 
     arena: Arena
     slot: int
     save: SaveId
     store_id: str
-    claim: str
+    claim: str  # token of the claim of the save's epoch
     rank: int
     world_size: int
     plan: str
-    laid: Sequence[Placement]
-    fragments_end: int
-    run: RunState
+    placements: Sequence[Placement]
+    fragments_end: int  # bytes of all fragments; the tensors of the run state follow
+    run_state: Any
+    run_leaves: Sequence[Leaf]
     facts: Mapping[str, Any]
     head: ManifestRecord | None
     copying: AsyncCopy
 
 
-def fragments_bytes(local: Mapping[Unit, LocalUnit], encodings: Mapping[str, str]) -> int:
-    """Bytes of a payload that the fragments take. encodings: by slot, of those that are not raw."""
-    return _end(list(_placed(local, encodings)))
-
-
-def plan_layout(
-    local: Mapping[Unit, LocalUnit], encodings: Mapping[str, str], room: Callable[[int], Any], more: int
-) -> tuple[list[Placement], int]:
-    """Places for every fragment in ``room(bytes)``, a buffer with ``more`` bytes behind them; and where they end."""
-    placed = list(_placed(local, encodings))
-    end = _end(placed)
-    memory = room(end + more)
-    laid = []
-    for one in placed:
-        dtype = one.tensor.dtype if one.encoding == RAW else torch.uint8
-        view = torch.frombuffer(memory, dtype=torch.uint8, count=one.nbytes, offset=one.offset).view(dtype)
-        laid.append(Placement(one.unit, one.fragment, one.offset, one.tensor, view, one.encoding))
-    return laid, end
-
-
 def seal_snapshot(version: Version) -> float:
-    """Make the version whole: wait for the copies, check, hash, write its record. Seconds that it took.
+    """Wait for the copies, check and hash them, and write the record. Return the seconds that it took.
 
-    Whatever it raises means that there is no version here. SaveError where values are not finite, or were changed
-    while they were copied; StorageError where memory refuses."""
+    After any error there is no snapshot on this rank.
+
+    Raises:
+        SaveError: Values are not finite, or changed while they were copied.
+        StorageError: The memory cannot be written.
+    """
     began = time.monotonic()
     version.copying.finish()
     version.copying.require_whole()
-    for one in version.laid:
+    for one in version.placements:
         _require_finite(one)
-    entries = tuple(_entry(one) for one in version.laid)
+    entries = tuple(_entry(one) for one in version.placements)
     tensors, end = _write_leaves(version)
     part = PartRecord(
         store_id=version.store_id,
@@ -144,8 +105,8 @@ def seal_snapshot(version: Version) -> float:
         header_bytes=0,
         header_xxh3_128=digest(b""),
         entries=entries,
-        measures=_lost(version.laid),
-        run_state=version.run.tree,
+        measures=_lost(version.placements),
+        run_state=version.run_state,
         run_tensors=tensors,
         facts=dict(version.facts),
     )
@@ -153,32 +114,178 @@ def seal_snapshot(version: Version) -> float:
     return time.monotonic() - began
 
 
-@dataclass(frozen=True)
-class _Placed:
-    unit: Unit
-    fragment: Fragment
-    tensor: torch.Tensor
-    encoding: str
-    offset: int
-    nbytes: int
+class SnapshotManifest:
+    """Builds the manifest of a snapshot. Rank 0, except :meth:`plan`; training thread.
+
+    The saver knows of a commit before the ledger does, which advances at decisions only."""
+
+    def __init__(self, job: JobContext, saver: Saver) -> None:
+        self._job = job
+        self._saver = saver
+        self._frozen_versions: int | None = None
+        self._changed_at: dict[Unit, int] = {}
+
+    def begin(self) -> None:
+        """Take frozen parameters to be as committed, after a resume or a fresh start."""
+        self._frozen_versions, self._changed_at = self._current_versions(), {}
+
+    def on_decision(self, step: int, saved: Collection[Unit]) -> None:
+        """Note the frozen units whose change a decision found; they are in ``saved``, which may still fail."""
+        self._frozen_versions = self._current_versions()
+        self._changed_at |= {unit: step for unit in saved if unit.slot == FROZEN}
+
+    def ready(self) -> bool:
+        """Return whether all frozen units are committed as they are now, since memory does not hold them."""
+        if not self._job.table.sizes:
+            return False
+        frozen = [unit for unit in self._job.table.sizes if unit.slot == FROZEN]
+        unchanged = self._frozen_versions == self._current_versions()
+        return not frozen or (unchanged and all(self._committed(unit) for unit in frozen))
+
+    def plan(self, save: SaveId) -> str:
+        """Return a digest that is equal on ranks that keep the same units of the same save."""
+        units = [[unit.layer, unit.slot] for unit in self._job.table.sizes if unit.slot != FROZEN]
+        return digest(seal([save.name, "memory", units]))
+
+    def manifest(self, save: SaveId, store_id: str) -> ManifestRecord:
+        """Return the manifest without the snapshot's own group and encoding errors: not all parts exist yet."""
+        job, ledger = self._job, self._job.ledger
+        kept = ledger.kept(save.step, {}, job.table.sizes)
+        previous = self._saver.newest
+        units = [kept[unit] if unit.slot == FROZEN else self._fresh(unit, save) for unit in job.table.sizes]
+        reached = {name for record in units for name in (record.save, *record.bases)}
+        return ManifestRecord(
+            store_id=store_id,
+            step=save.step,
+            epoch=save.epoch,
+            commits=ledger.commits,
+            world_size=job.group.world_size,
+            framework=job.adapter.framework,
+            policy=job.policy.name,
+            created=datetime.now(UTC).isoformat(timespec="milliseconds"),
+            previous=previous.name if previous else None,
+            bytes_avoided=0,
+            layers=job.table.layer_records(),
+            tensors=job.table.tensor_records(),
+            groups={name: record for name, record in ledger.groups.items() if name in reached},
+            units=tuple(units),
+        )
+
+    def _committed(self, unit: Unit) -> bool:
+        version = self._job.ledger.versions.get(unit)
+        return version is not None and version.version.step >= self._changed_at.get(unit, 0)
+
+    def _fresh(self, unit: Unit, save: SaveId) -> UnitRecord:
+        size = self._job.table.sizes[unit]
+        return UnitRecord(
+            layer=unit.layer,
+            slot=unit.slot,
+            save=save.name,
+            encoding=RAW,
+            numel=size.numel,
+            nbytes=size.nbytes,
+            drift=0.0,
+            staleness=0,
+            moving=is_moving(unit),
+            reason="kept in memory",
+            members=size.members,
+        )
+
+    def _current_versions(self) -> int:
+        """Return the sum of autograd's version counters of frozen parameters, which the script may still change."""
+        frozen = (one for one in self._job.adapter.module.parameters() if not one.requires_grad)
+        return versions_of(frozen)
 
 
-def _placed(local: Mapping[Unit, LocalUnit], encodings: Mapping[str, str]) -> list[_Placed]:
+class SnapshotStager:
+    """Stages the snapshots of one rank. Training thread. ``lazy``: copy during the next forward and backward."""
+
+    def __init__(self, job: JobContext, session: StoreSession, manifest: SnapshotManifest, *, lazy: bool) -> None:
+        self._job = job
+        self._session = session
+        self._manifest = manifest
+        self._lazy = lazy
+        self._encodings = job.config.memory_encodings()
+
+    def payload_bytes(self, local: Mapping[Unit, LocalUnit]) -> int:
+        """Return the bytes to reserve for a payload."""
+        pieces = ((unit, piece) for unit, part in _moving(local).items() for piece in part.pieces)
+        return sum(_aligned(_stored_as(unit, piece.tensor, self._encodings)[1]) for unit, piece in pieces) + _MARGIN
+
+    def stage(
+        self, save: SaveId, local: Mapping[Unit, LocalUnit], arena: Arena, slot: int, allocate: Callable[[int], Any]
+    ) -> Version:
+        """Stage a snapshot in ``allocate(nbytes)``, the payload ``slot``.
+
+        Raises StorageError, and any exception of the user's objects."""
+        job, rank = self._job, self._job.group.rank
+        tree, leaves = to_tree(capture_run_state(job.adapter, job.user, rank))
+        spare = max(sum(len(leaf.data) for leaf in leaves), _MARGIN)
+        placements, end = _placements(_moving(local), self._encodings, allocate, spare)
+        copying = self._start_copies(placements)
+        first, store_id = rank == 0, self._session.catalog.store_id
+        return Version(
+            arena=arena,
+            slot=slot,
+            save=save,
+            store_id=store_id,
+            claim=self._session.token,
+            rank=rank,
+            world_size=job.group.world_size,
+            plan=self._manifest.plan(save),
+            placements=placements,
+            fragments_end=end,
+            run_state=tree,
+            run_leaves=leaves,
+            facts=job.adapter.layout_facts() if first else {},
+            head=self._manifest.manifest(save, store_id) if first else None,
+            copying=copying,
+        )
+
+    def _start_copies(self, placements: Sequence[Placement]) -> AsyncCopy:
+        """Copy buffers at once, since a forward may change them; start the other copies."""
+        copying, now = AsyncCopy(), AsyncCopy()
+        for one in placements:
+            if one.encoded is not None:
+                copying.add_encoded([one.encoded])
+            else:
+                (now if one.unit.slot == BUFFER else copying).add([one.source], [one.copy])
+        now.start()
+        now.finish()
+        copying.start()
+        if not self._lazy:
+            copying.finish()
+        return copying
+
+
+def _moving(local: Mapping[Unit, LocalUnit]) -> dict[Unit, LocalUnit]:
+    return {unit: part for unit, part in local.items() if unit.slot != FROZEN}
+
+
+def _placements(
+    local: Mapping[Unit, LocalUnit], encodings: Mapping[str, str], allocate: Callable[[int], Any], spare: int
+) -> tuple[list[Placement], int]:
+    """Place every fragment in ``allocate(nbytes)``, with ``spare`` bytes after them. Return also where they end."""
     found, end = [], 0
     for unit, part in local.items():
         for piece in part.pieces:
-            dtype = dtype_name(piece.tensor.dtype)
-            encoding = encodings.get(unit.slot, RAW)
-            if not encoding_named(encoding).applies(dtype):
-                encoding = RAW
-            nbytes = encoding_named(encoding).stored_bytes(piece.tensor.numel(), dtype)
-            found.append(_Placed(unit, piece.fragment, piece.tensor, encoding, end, nbytes))
+            encoding, nbytes = _stored_as(unit, piece.tensor, encodings)
+            found.append((unit, piece, encoding, end, nbytes))
             end = _aligned(end + nbytes)
-    return found
+    memory, placements = allocate(end + spare), []
+    for unit, piece, encoding, offset, nbytes in found:
+        dtype = piece.tensor.dtype if encoding == RAW else torch.uint8
+        view = torch.frombuffer(memory, dtype=torch.uint8, count=nbytes, offset=offset).view(dtype)
+        placements.append(Placement(unit, piece.fragment, offset, piece.tensor, view, encoding))
+    return placements, end
 
 
-def _end(placed: Sequence[_Placed]) -> int:
-    return _aligned(placed[-1].offset + placed[-1].nbytes) if placed else 0
+def _stored_as(unit: Unit, tensor: torch.Tensor, encodings: Mapping[str, str]) -> tuple[str, int]:
+    """Return the encoding of a piece and its encoded bytes."""
+    dtype, encoding = dtype_name(tensor.dtype), encodings.get(unit.slot, RAW)
+    if not encoding_named(encoding).applies(dtype):
+        encoding = RAW
+    return encoding, encoding_named(encoding).stored_bytes(tensor.numel(), dtype)
 
 
 def _aligned(nbytes: int) -> int:
@@ -186,12 +293,12 @@ def _aligned(nbytes: int) -> int:
 
 
 def _require_finite(one: Placement) -> None:
-    """What a health gate keeps out of commits is kept out of memory: a version with it would replace a good one."""
+    """Raise SaveError for NaN or Inf: like a commit, a snapshot must not replace a finite version by such values."""
     if one.encoded is not None:
         if not one.encoded.held:
             raise SaveError(
-                f"{one.fragment.fqn} ({one.unit.slot}) holds NaN, Inf or what {one.encoding} cannot: memory keeps the "
-                "version before"
+                f"{one.fragment.fqn} ({one.unit.slot}) has NaN, Inf or values that {one.encoding} cannot hold: memory "
+                "keeps the version before"
             )
         return
     if not one.copy.numel() or not (one.copy.is_floating_point() or one.copy.is_complex()):
@@ -221,10 +328,10 @@ def _entry(one: Placement) -> Entry:
     )
 
 
-def _lost(laid: Sequence[Placement]) -> tuple[MeasureRecord, ...]:
-    """What encodings lost, by unit."""
+def _lost(placements: Sequence[Placement]) -> tuple[MeasureRecord, ...]:
+    """Return the encoding errors by unit."""
     found: dict[Unit, EncodingLoss] = {}
-    for one in laid:
+    for one in placements:
         if one.encoded is not None:
             total = found.setdefault(one.unit, EncodingLoss())
             total.error_sq += one.encoded.lost.error_sq
@@ -245,7 +352,7 @@ def _lost(laid: Sequence[Placement]) -> tuple[MeasureRecord, ...]:
 
 def _write_leaves(version: Version) -> tuple[tuple[StateTensor, ...], int]:
     found, end = [], version.fragments_end
-    for leaf in version.run.leaves:
+    for leaf in version.run_leaves:
         version.arena.write_at(version.slot, end, leaf.data)
         found.append(
             StateTensor(
@@ -254,151 +361,3 @@ def _write_leaves(version: Version) -> tuple[tuple[StateTensor, ...], int]:
         )
         end += len(leaf.data)
     return tuple(found), end
-
-
-class SnapshotManifest:
-    """Knows the job's ledger and table; asked by the training thread. Only :meth:`plan` is for all ranks.
-
-    saver: knows of a commit before the ledger does, which moves at decisions alone."""
-
-    def __init__(self, job: JobContext, saver: Saver) -> None:
-        self._job = job
-        self._saver = saver
-        self._frozen: int | None = None
-        self._since: dict[Unit, int] = {}
-
-    def begin(self) -> None:
-        """The job stands on what was resumed, or begins: what is frozen is as committed, where it is."""
-        self._frozen, self._since = self._trail(), {}
-
-    def seen(self, step: int, saved: Collection[Unit]) -> None:
-        """A decision looked at what is frozen; where it had changed it is among ``saved``, which may yet fail."""
-        self._frozen = self._trail()
-        self._since |= {unit: step for unit in saved if unit.slot == FROZEN}
-
-    def ready(self) -> bool:
-        """Whether what is frozen is committed, as it is now: memory does not hold it. Rank 0."""
-        if not self._job.table.sizes:
-            return False
-        frozen = [unit for unit in self._job.table.sizes if unit.slot == FROZEN]
-        return not frozen or (self._frozen == self._trail() and all(self._committed(unit) for unit in frozen))
-
-    def plan(self, save: SaveId) -> str:
-        """The same on all ranks that keep the same units of the same save."""
-        units = [[unit.layer, unit.slot] for unit in self._job.table.sizes if unit.slot != FROZEN]
-        return digest(seal([save.name, "memory", units]))
-
-    def manifest(self, save: SaveId, store_id: str) -> ManifestRecord:
-        """But for the group of its own segments, and what encodings lost in them: nobody has seen all parts yet."""
-        job, ledger = self._job, self._job.ledger
-        kept = ledger.kept(save.step, {}, job.table.sizes)
-        previous = self._saver.newest
-        units = [kept[unit] if unit.slot == FROZEN else self._fresh(unit, save) for unit in job.table.sizes]
-        reached = {name for record in units for name in (record.save, *record.bases)}
-        return ManifestRecord(
-            store_id=store_id,
-            step=save.step,
-            epoch=save.epoch,
-            commits=ledger.commits,
-            world_size=job.group.world_size,
-            framework=job.adapter.framework,
-            policy=job.policy.name,
-            created=datetime.now(UTC).isoformat(timespec="milliseconds"),
-            previous=previous.name if previous else None,
-            bytes_avoided=0,
-            layers=job.table.layer_records(),
-            tensors=job.table.tensor_records(),
-            groups={name: record for name, record in ledger.groups.items() if name in reached},
-            units=tuple(units),
-        )
-
-    def _committed(self, unit: Unit) -> bool:
-        version = self._job.ledger.versions.get(unit)
-        return version is not None and version.version.step >= self._since.get(unit, 0)
-
-    def _fresh(self, unit: Unit, save: SaveId) -> UnitRecord:
-        size = self._job.table.sizes[unit]
-        return UnitRecord(
-            layer=unit.layer,
-            slot=unit.slot,
-            save=save.name,
-            encoding=RAW,
-            numel=size.numel,
-            nbytes=size.nbytes,
-            drift=0.0,
-            staleness=0,
-            moving=is_moving(unit),
-            reason="kept in memory",
-            members=size.members,
-        )
-
-    def _trail(self) -> int:
-        """Whatever moves no more may still be changed by the script: what autograd counts of that is seen."""
-        frozen = (one for one in self._job.adapter.module.parameters() if not one.requires_grad)
-        return versions_of(frozen)
-
-
-_MARGIN = 1 << 20
-"""Bytes of a payload that are reserved beyond what its first version needs: the run state may grow a little."""
-
-
-class SnapshotStager:
-    """Of one rank. lazy: state is copied beside the next forward and backward."""
-
-    def __init__(self, job: JobContext, opened: StoreSession, head: SnapshotManifest, *, lazy: bool) -> None:
-        self._job = job
-        self._opened = opened
-        self._head = head
-        self._lazy = lazy
-        self._encodings = job.config.memory_encodings()
-
-    def needed(self, local: Mapping[Unit, LocalUnit]) -> int:
-        """Bytes that a payload takes."""
-        return fragments_bytes(committed_fragments(local), self._encodings) + _MARGIN
-
-    def staged(
-        self, save: SaveId, local: Mapping[Unit, LocalUnit], arena: Arena, slot: int, room: Callable[[int], Any]
-    ) -> Version:
-        """A version in ``room(bytes)``, which is payload ``slot``. StorageError; whatever the user's objects raise."""
-        job, rank = self._job, self._job.group.rank
-        tree, leaves = to_tree(capture_run_state(job.adapter, job.user, rank))
-        run = RunState(tree, leaves)
-        laid, end = plan_layout(committed_fragments(local), self._encodings, room, max(run.nbytes, _MARGIN))
-        copying = self._begun(laid)
-        first, store_id = rank == 0, self._opened.catalog.store_id
-        return Version(
-            arena=arena,
-            slot=slot,
-            save=save,
-            store_id=store_id,
-            claim=self._opened.token,
-            rank=rank,
-            world_size=job.group.world_size,
-            plan=self._head.plan(save),
-            laid=laid,
-            fragments_end=end,
-            run=run,
-            facts=job.adapter.layout_facts() if first else {},
-            head=self._head.manifest(save, store_id) if first else None,
-            copying=copying,
-        )
-
-    def _begun(self, laid: Sequence[Placement]) -> AsyncCopy:
-        """The copies: buffers' at once, since a forward may change them, the others' at once or beside training."""
-        copying, now = AsyncCopy(), AsyncCopy()
-        for one in laid:
-            if one.encoded is not None:
-                copying.add_encoded([one.encoded])
-            else:
-                (now if one.unit.slot == BUFFER else copying).add([one.source], [one.copy])
-        now.start()
-        now.finish()
-        copying.start()
-        if not self._lazy:
-            copying.finish()
-        return copying
-
-
-def committed_fragments(local: Mapping[Unit, LocalUnit]) -> dict[Unit, LocalUnit]:
-    """What memory keeps: not what never moves."""
-    return {unit: part for unit, part in local.items() if unit.slot != FROZEN}

@@ -120,7 +120,6 @@ class Connection:
         self.send_bytes(_proof(key, b"host", client_nonce, nonce))
 
     def send(self, message: Record) -> None:
-        """Send a message."""
         data = message.model_dump_json().encode()
         self.send_bytes(_LENGTH.pack(len(data)) + data)
 
@@ -136,7 +135,6 @@ class Connection:
             raise PeerError(f"a peer sends a message that is not understood: {bytes(data[:200])!r}") from error
 
     def send_bytes(self, data: bytes | memoryview) -> None:
-        """Send raw bytes."""
         view = memoryview(data)
         with _as_peer_error():
             while view:
@@ -155,7 +153,6 @@ class Connection:
                 offset += sent
 
     def receive_into(self, target: memoryview, patience: float | None = None) -> None:
-        """Fill ``target`` with raw bytes."""
         with _as_peer_error():
             while len(target):
                 self._apply_timeout(patience)

@@ -1,7 +1,7 @@
-"""Observe mode: the same measurements and decisions, nothing written.
+"""Stands in for the saver under policy ``observe``: the same measurements and decisions, but nothing is written.
 
-Stands where the saver stands. A decision takes effect on the references only, as if its save had been
-committed at once, so that drift is what it would be under that policy.
+A decision moves the drift references as if its save had been committed at once, so that drift is what it would be
+under the observed policy.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from monitor.events import SaveBeginEvent
 from monitor.observe.units import LocalUnit, is_moving
 from monitor.save.saver import SaveStatus
 from monitor.save.torch_codecs import decode, encode
-from monitor.types import DecisionResult, Sizes
+from monitor.types import DecisionResult
 from policies.encodings import expected_bytes, expected_error
 from store.encoding import encoding_named
 from store.names import RAW, Fragment, SaveId, Unit
@@ -24,7 +24,7 @@ from store.schema import UnitRecord
 
 
 class DryRunSaver:
-    """Pretends to save."""
+    """Has the interface of :class:`monitor.save.saver.Saver`, and writes nothing."""
 
     def __init__(self, job: JobContext) -> None:
         self._group = job.group
@@ -33,41 +33,43 @@ class DryRunSaver:
         self._ledger = job.ledger
         self._listeners = job.listeners
 
-    def reserve(self, local: Mapping[Unit, LocalUnit]) -> None:
-        """Nothing is staged, so nothing is reserved."""
+    failed = False
 
-    def lend(self, local: Mapping[Unit, LocalUnit]) -> Mapping[Fragment, torch.Tensor]:
-        """Nothing is reserved."""
+    def reserve(self, local: Mapping[Unit, LocalUnit]) -> None: ...
+
+    def borrow_buffers(self, local: Mapping[Unit, LocalUnit]) -> Mapping[Fragment, torch.Tensor]:
         del local
         return {}
 
-    def keep(self, local: Mapping[Unit, LocalUnit], buffers: Mapping[Fragment, torch.Tensor]) -> None:
-        """Nothing will be staged."""
+    def return_buffers(self, local: Mapping[Unit, LocalUnit], buffers: Mapping[Fragment, torch.Tensor]) -> None: ...
 
-    def copied(self) -> None:
-        """Nothing is copied."""
+    def finish_copies(self) -> None: ...
 
-    def went_back(self) -> None:
-        """Nothing rests on what was saved before."""
+    def forget_bases(self) -> None: ...
+
+    def upkeep(self, job: Callable[[], None], what: str) -> None: ...
+
+    def flush(self, timeout: float) -> None: ...
+
+    def close(self, timeout: float, clean: bool) -> None: ...
+
+    def claim_name(self, step: int) -> str | None: ...
 
     def settle(self, step: int, changed: bool, trouble: bool = False) -> SaveStatus:
-        """Nothing is ever under way. Collective."""
+        """Agree whether the ranks may decide. Collective."""
         newest, oldest, any_changed, unsupported = self._group.all_reduce_max([step, -step, changed, trouble])
         self._listeners.on_settled({})
         skip = "disagree" if newest != -oldest else "unsupported" if unsupported else None
         return SaveStatus(skip, bool(any_changed))
 
-    def claim_name(self, step: int) -> str | None:
-        """Nothing gets a name."""
-
     def begin(self, step: int, decided: DecisionResult, local: Mapping[Unit, LocalUnit]) -> int:
-        """Move references and versions as the commit would have. Returns the bytes that it would have copied here."""
+        """Move references and versions as the commit would. Return the bytes that would be staged on this rank."""
         first = self._ledger.commits == 0
-        shown = {one.unit: one for one in decided.stats}
+        stats = {one.unit: one for one in decided.stats}
         for unit, choice in decided.saved.items():
             if unit in local:
                 self._meter.reset(unit, [_decoded(tensor, choice.encoding) for tensor in local[unit].tensors])
-            size, encoding, one = self._table.sizes[unit], choice.encoding or RAW, shown.get(unit)
+            size, encoding, one = self._table.sizes[unit], choice.encoding or RAW, stats.get(unit)
             self._ledger.versions[unit] = UnitRecord(
                 layer=unit.layer,
                 slot=unit.slot,
@@ -85,8 +87,9 @@ class DryRunSaver:
         self._ledger.commits += 1
         self._table.lost -= decided.saved.keys()
         if self._group.rank == 0:
-            sizes = self._table.sizes
-            self._listeners.on_save_begin(SaveBeginEvent(step, decided, sizes, first, dry_run=self._sizes(decided)))
+            versions = [self._ledger.versions[unit] for unit in decided.saved]
+            sizes = {one.unit: (one.nbytes, one.encoding, one.error, decided.drift.get(one.unit)) for one in versions}
+            self._listeners.on_save_begin(SaveBeginEvent(step, decided, self._table.sizes, first, dry_run=sizes))
         return sum(
             tensor.numel() * tensor.element_size()
             for unit in decided.saved
@@ -94,26 +97,9 @@ class DryRunSaver:
             for tensor in local[unit].tensors
         )
 
-    def _sizes(self, decided: DecisionResult) -> Sizes:
-        """What the save would hold, as far as is known without packing anything."""
-        versions = [self._ledger.versions[unit] for unit in decided.saved]
-        return {one.unit: (one.nbytes, one.encoding, one.error, decided.drift.get(one.unit)) for one in versions}
-
-    def upkeep(self, job: Callable[[], None], what: str) -> None:
-        """Nothing is kept up."""
-
-    failed = False
-
-    def flush(self, timeout: float) -> None:
-        """Nothing to wait for."""
-
-    def close(self, timeout: float, clean: bool) -> None:
-        """Nothing to let go of."""
-        del timeout, clean
-
 
 def _decoded(tensor: torch.Tensor, encoding: str | None) -> torch.Tensor:
-    """What a resume would give back of the values; themselves where the encoding does not apply to them."""
+    """Return the values that a resume would give back."""
     known = encoding_named(encoding or RAW)
     if known.lossless or not known.applies(dtype_name(tensor.dtype)):
         return tensor

@@ -1,22 +1,13 @@
-"""Encode and compress fragments; delta bases; zstd level choice.
+"""Encodes and compresses the fragments of a save, and takes deltas to earlier saves.
 
-How hard to pack: chosen for each segment from what packing and the storage were measured to take.
+A fragment is stored whole once (its base), and then as deltas to that base as long as this pays: with a base of F bytes
+and deltas that grow as the state moves on, the mean size of a save is least if a new base is made as soon as the next
+delta would be larger than the mean so far. The encoded bytes of bases stay in host memory.
 
-Packing costs time of a core beside training, and saves bytes. A save should be finished well before the next one, so
-the hardest packing is taken that keeps a segment within a share of the time between saves. Pure but for its memory.
+The zstd level of each segment is chosen from measured times: the highest level that keeps writing a segment within a
+share of the time between saves.
 
-How each fragment is packed, and the bases that differences are taken to.
-
-A fragment is stored whole once, and then as the difference to that, as long as this pays: with a base of F bytes and
-differences that grow as the state moves on, the mean size of a save is least if a new base is made as soon as the
-next difference would be larger than the mean so far. The base's encoded bytes stay in host memory.
-
-The background thread asks and writes, one save at a time; the training thread settles a save before the next begins.
-
-From a unit's copies to what its segment holds: encoded and packed while it is written, and what that lost.
-
-A lossy encoding leaves the decoded values where the copies were: they are what a resume would give back, so drift is
-measured against them from then on. Background thread only.
+The background thread encodes, one save at a time; the training thread settles a save before the next one begins.
 """
 
 from __future__ import annotations
@@ -42,90 +33,99 @@ from store.names import BUFFER, FROZEN, RAW, Fragment, SaveId, Unit
 from store.segment import StagedFragment
 
 LEVELS: tuple[int | None, ...] = (None, 1, 3, 6)
-"""zstd levels, from none to hard. Above 6 byte planes of training state get no smaller worth the time."""
+"""zstd levels in rising order. Above 6, byte planes of training state hardly get smaller for the time it takes."""
 
 SHARE = 0.5
-"""Of the time between two saves that a segment may take."""
-
-
-@dataclass
-class _Seen:
-    """What a level did last: seconds of work and bytes left, a byte of encoded state."""
-
-    seconds: float
-    left: float
-
-
-@dataclass
-class LevelChooser:
-    """The level of the next segment on one rank."""
-
-    _seen: dict[int | None, _Seen] = field(default_factory=dict)
-    _write_seconds: float = 0.0
-
-    def learn(self, level: int | None, nbytes: int, written: int, made_seconds: float, write_seconds: float) -> None:
-        """A segment of ``nbytes`` encoded bytes came to ``written``; making and writing them took so many seconds."""
-        if nbytes and written:
-            self._seen[level] = _Seen(made_seconds / nbytes, written / nbytes)
-            self._write_seconds = write_seconds / written
-
-    def level(self, nbytes: int, interval: float | None) -> int | None:
-        """For a segment of ``nbytes`` encoded bytes. interval: seconds between saves, None where not known yet.
-
-        Goes up one level at a time, and only to one that is expected to fit, or at least to be done sooner: where the
-        storage is slow, packing is. What was seen to do neither is left."""
-        best = LEVELS[0]
-        if interval is None or best not in self._seen:
-            return best
-        for easier, level in pairwise(LEVELS):
-            seen = self._seen.get(level)
-            # Each level takes about three times the one before, for a tenth: a guess, replaced once it was tried.
-            guess = _Seen(max(3 * self._seen[easier].seconds, 3e-9), 0.9 * self._seen[easier].left)
-            if self._takes(seen or guess, nbytes) > max(SHARE * interval, self._takes(self._seen[easier], nbytes)):
-                break
-            if seen is not None and seen.left > 0.99 * self._seen[easier].left:
-                break  # harder, but no smaller
-            best = level
-            if seen is None:
-                break
-        return best
-
-    def _takes(self, seen: _Seen, nbytes: int) -> float:
-        return nbytes * (seen.seconds + seen.left * self._write_seconds)
-
-
-_REST = 16
-"""Saves for which a fragment is left alone after differences did not pay."""
+"""Share of the time between two saves that writing a segment may take."""
 
 LIFE = 16
-"""Differences that are taken to one base at most. Damage of a base costs all that rests on it; so what does is bounded,
-at the cost of a sixteenth of a whole save for each."""
+"""Maximum number of deltas to one base. It bounds the damage of a corrupt base, for a sixteenth of a full save each."""
+
+_REST = 16
+"""Saves without deltas of a fragment after a delta did not pay."""
 
 _PAYS = 0.9
-"""A first difference that is larger than this share of its base did not pay."""
+"""A first delta larger than this share of its base does not pay."""
+
+_LEAST_SUM = 1e-20
+"""Float32 sums of squares above this lose less than float32 precision to squares that underflow."""
 
 Setting = Literal["auto", "none"] | int
 
 
 @dataclass
+class _LevelCost:
+    """Seconds of work and compressed bytes, for each byte of encoded state, when a level was last used."""
+
+    seconds: float
+    ratio: float
+
+
+@dataclass
+class LevelChooser:
+    """Chooses the zstd level of the next segment on one rank."""
+
+    _costs: dict[int | None, _LevelCost] = field(default_factory=dict)
+    _write_seconds: float = 0.0
+
+    def learn(self, level: int | None, nbytes: int, written: int, made_seconds: float, write_seconds: float) -> None:
+        """Record a segment.
+
+        Args:
+            level: Its level.
+            nbytes: Its encoded bytes.
+            written: Its compressed bytes.
+            made_seconds: Time to encode and compress it.
+            write_seconds: Time to write it.
+        """
+        if nbytes and written:
+            self._costs[level] = _LevelCost(made_seconds / nbytes, written / nbytes)
+            self._write_seconds = write_seconds / written
+
+    def level(self, nbytes: int, interval: float | None) -> int | None:
+        """Return the level for a segment of ``nbytes`` encoded bytes and ``interval`` seconds between saves, if known.
+
+        The level rises one step at a time, if the next one is expected to fit into the interval, or to be faster than
+        the one before because storage is slow. A level measured not to compress better is not used."""
+        best = LEVELS[0]
+        if interval is None or best not in self._costs:
+            return best
+        for easier, level in pairwise(LEVELS):
+            cost = self._costs.get(level)
+            # Assume three times the time of the level before for a tenth fewer bytes, until the level is measured.
+            guess = _LevelCost(max(3 * self._costs[easier].seconds, 3e-9), 0.9 * self._costs[easier].ratio)
+            if self._seconds(cost or guess, nbytes) > max(SHARE * interval, self._seconds(self._costs[easier], nbytes)):
+                break
+            if cost is not None and cost.ratio > 0.99 * self._costs[easier].ratio:
+                break  # slower, but no smaller
+            best = level
+            if cost is None:
+                break
+        return best
+
+    def _seconds(self, cost: _LevelCost, nbytes: int) -> float:
+        return nbytes * (cost.seconds + cost.ratio * self._write_seconds)
+
+
+@dataclass
 class _Base:
-    """chunks: as encoded. full: its packed bytes. spent, count, last: of the differences to it so far."""
+    """A fragment stored whole, and the sizes of the deltas to it."""
 
     save: str
     encoding: str
     dtype: str
-    chunks: tuple[Bytes, ...]
-    full: int
-    spent: int = 0
-    count: int = 0
-    last: int = 0
+    chunks: tuple[Bytes, ...]  # encoded
+    full: int  # compressed bytes of the base
+    spent: int = 0  # compressed bytes of all deltas
+    count: int = 0  # deltas
+    last: int = 0  # compressed bytes of the last delta
     growth: int = 0
 
     def fits(self, data: Encoded) -> bool:
         return (self.encoding, self.dtype) == (data.encoding.name, data.dtype)
 
     def pays(self) -> bool:
-        """Whether the next difference is expected to be no larger than the mean save so far."""
+        """Return whether the next delta is expected to be no larger than the mean save so far."""
         smaller = self.last + max(0, self.growth) <= (self.full + self.spent) / (1 + self.count)
         return smaller and self.count < LIFE
 
@@ -136,38 +136,35 @@ class _Base:
 
 @dataclass
 class SavePacking:
-    """The packing of one save. level: zstd's, None to leave it. made: what became of the fragments, once written.
-
-    active: False where nothing is ever packed, so that nobody need watch how it goes. lasting: False for a save out of
-    turn, whose encodings are no base for the next."""
+    """Compression of one save."""
 
     save: SaveId
-    active: bool
-    level: int | None
+    active: bool  # False if the configuration never compresses
+    level: int | None  # of zstd; None: do not compress
     differences: bool
     bases: dict[Fragment, _Base]
-    resting: frozenset[Fragment]
-    lasting: bool = True
+    resting: frozenset[Fragment]  # fragments without deltas for a while
+    lasting: bool = True  # False for a forced save, whose fragments do not become bases
     made: list[tuple[Unit, Fragment, Encoded, list[Bytes]]] = field(default_factory=list)
 
     def packed(self, unit: Unit, fragment: Fragment, data: Encoded) -> Encoded:
-        """How to write ``data``."""
-        keep: list[Bytes] = []
+        """Set how ``data`` is compressed, and return it."""
+        retained: list[Bytes] = []
         if self.level is not None:
             base = self.bases.get(fragment) if self.differences else None
             if base is not None and base.fits(data) and base.pays():
                 data.packing, data.base = Packing(self.level, base.chunks), base.save
             else:
                 data.packing = Packing(self.level)
-                moving = unit.slot not in (FROZEN, BUFFER)  # what stands still is stored once
+                moving = unit.slot not in (FROZEN, BUFFER)  # others rarely change, so a base would not be used
                 if self.differences and self.lasting and moving and fragment not in self.resting:
-                    data.chunks = _kept(data.chunks, keep)
-        self.made.append((unit, fragment, data, keep))
+                    data.chunks = _retaining(data.chunks, retained)
+        self.made.append((unit, fragment, data, retained))
         return data
 
 
 class Packer:
-    """Packs the saves of one rank. level: zstd's; ``auto`` chooses it, ``none`` packs nothing."""
+    """Compresses the saves of one rank. ``level`` is zstd's; ``auto`` chooses it, ``none`` compresses nothing."""
 
     def __init__(self, level: Setting, differences: bool) -> None:
         self._level = level
@@ -178,12 +175,18 @@ class Packer:
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes held for bases."""
+        """Bytes of all bases."""
         return sum(chunk.nbytes for base in self._bases.values() for chunk in base.chunks)
 
     def begin(self, save: SaveId, nbytes: int, interval: float | None, lasting: bool = True) -> SavePacking:
-        """The packing of a save of about ``nbytes``. interval: seconds between the last two saves. lasting: False for
-        a save that somebody asked for."""
+        """Return the compression of the next save.
+
+        Args:
+            save: Its name.
+            nbytes: About its size.
+            interval: Seconds between the last two saves, if known.
+            lasting: False for a forced save.
+        """
         level = self._chooser.level(nbytes, interval) if self._level == "auto" else self._level
         chosen = None if level == "none" else level
         return SavePacking(
@@ -191,26 +194,34 @@ class Packer:
         )
 
     def settle(self, done: SavePacking, seconds: float, moved: Callable[[Unit], bool], reached: Container[str]) -> None:
-        """A save is over. seconds: what the segment took, 0 where it broke off. moved: whether a unit's version is now
-        that of this save. reached: the saves that the newest commit rests on; the others may be gone any time."""
+        """Learn from a finished save, and update the bases.
+
+        Args:
+            done: The save.
+            seconds: Time to write the segment, 0 if that failed.
+            moved: Whether a unit's committed version is now that of this save.
+            reached: Saves that the newest commit refers to; others may be pruned at any time.
+        """
         if seconds > 0.0:
             self._learn(done, seconds)
         for fragment in [one for one, left in self._resting.items() if left <= 1]:
             del self._resting[fragment]
         self._resting = {fragment: left - 1 for fragment, left in self._resting.items()}
-        for unit, fragment, data, keep in done.made:
+        for unit, fragment, data, retained in done.made:
             if not moved(unit):
                 continue
             if data.base is not None:
-                self._differed(fragment, data.written)
-            elif keep:
-                self._bases[fragment] = _Base(done.save.name, data.encoding.name, data.dtype, tuple(keep), data.written)
+                self._note_delta(fragment, data.written)
+            elif retained:
+                self._bases[fragment] = _Base(
+                    done.save.name, data.encoding.name, data.dtype, tuple(retained), data.written
+                )
             else:
                 self._bases.pop(fragment, None)
         self._bases = {fragment: base for fragment, base in self._bases.items() if base.save in reached}
 
     def reset(self) -> None:
-        """Take no differences to what was saved before: the job went back, perhaps because that is damaged."""
+        """Take no deltas to earlier saves: the job rolled back, perhaps because they are damaged."""
         self._bases = {}
         self._resting = {}
 
@@ -220,35 +231,31 @@ class Packer:
         making = sum(data.seconds for data in made)
         self._chooser.learn(done.level, nbytes, sum(data.written for data in made), making, max(0.0, seconds - making))
 
-    def _differed(self, fragment: Fragment, nbytes: int) -> None:
+    def _note_delta(self, fragment: Fragment, nbytes: int) -> None:
         base = self._bases.get(fragment)
         if base is None:
-            return  # the job went back while this was written
+            return  # the job rolled back while this was written
         base.note(nbytes)
         if base.count == 1 and nbytes > _PAYS * base.full:
             del self._bases[fragment]
             self._resting[fragment] = _REST
 
 
-def _kept(chunks: Callable[[], Iterable[Bytes]], keep: list[Bytes]) -> Callable[[], Iterable[Bytes]]:
-    """The same chunks, a copy of each put aside: some are views of copies that are used again."""
+def _retaining(chunks: Callable[[], Iterable[Bytes]], retained: list[Bytes]) -> Callable[[], Iterable[Bytes]]:
+    """Return the same chunks, and append a copy of each to ``retained``: some are views of reused buffers."""
 
-    def keeping() -> Iterator[Bytes]:
-        keep.clear()
+    def copied() -> Iterator[Bytes]:
+        retained.clear()
         for chunk in chunks():
-            keep.append(chunk.copy())
+            retained.append(chunk.copy())
             yield chunk
 
-    return keeping
-
-
-_LEAST_SUM = 1e-20
-"""Of squares in float32, to which those that vanished add less than float32 tells."""
+    return copied
 
 
 @dataclass(frozen=True)
 class UnitEncoding:
-    """A unit's fragments on this rank, ready to be written. lost: complete once they are."""
+    """A unit's fragments on this rank, ready to be written. ``lost`` is complete once they are."""
 
     fragments: tuple[StagedFragment, ...]
     lossy: bool
@@ -262,7 +269,10 @@ def encode_unit(
     copies: Sequence[torch.Tensor | EncodedCopy],
     packing: SavePacking,
 ) -> UnitEncoding:
-    """What to write for finite ``copies``. Fragments that the encoding cannot hold, or does not apply to, are raw."""
+    """Return the fragments to write for finite ``copies``. Those that the encoding cannot hold are stored raw.
+
+    Writing them with a lossy encoding replaces the copies by the decoded values, which a resume would give back, so
+    that drift is measured against them from then on. Background thread only."""
     lost, made = EncodingLoss(), []
     for fragment, staged in zip(fragments, copies, strict=True):
         copy = staged.copy if isinstance(staged, EncodedCopy) else staged
@@ -272,9 +282,9 @@ def encode_unit(
             lost.error_sq += staged.lost.error_sq
             lost.decoded_sq += staged.lost.decoded_sq
         else:
-            chosen = RAW if isinstance(staged, EncodedCopy) else _fitting(encoding, copy)
-            source = _encoded(chosen, copy, lost)
-            if chosen != encoding:  # it counts in the size of the unit, of which what is lost is a share
+            chosen = RAW if isinstance(staged, EncodedCopy) else _applicable_encoding(encoding, copy)
+            source = _encode_copy(chosen, copy, lost)
+            if chosen != encoding:  # the relative error of the unit is over all of its values
                 lost.decoded_sq += sum(_squared(piece.float()) for piece in torch.split(copy, CHUNK))
         plain = chosen == RAW and not packing.active
         data = as_bytes(copy) if plain else packing.packed(unit, fragment, source)
@@ -294,14 +304,14 @@ def encode_unit(
     return UnitEncoding(tuple(made), lossy, lost)
 
 
-def _fitting(encoding: str, copy: torch.Tensor) -> str:
+def _applicable_encoding(encoding: str, copy: torch.Tensor) -> str:
     known = encoding_named(encoding)
     if known.lossless or not known.applies(dtype_name(copy.dtype)):
         return RAW
     return encoding if in_range(copy, encoder_named(encoding).unsigned) else RAW
 
 
-def _encoded(name: str, copy: torch.Tensor, lost: EncodingLoss) -> Encoded:
+def _encode_copy(name: str, copy: torch.Tensor, lost: EncodingLoss) -> Encoded:
     encoding = encoding_named(name)
     chunks = partial(_raw_chunks, copy) if encoding.lossless else partial(_lossy_chunks, copy, encoding, lost)
     return Encoded(encoding, copy.numel(), dtype_name(copy.dtype), chunks)
@@ -320,8 +330,8 @@ def _lossy_chunks(copy: torch.Tensor, encoding: Encoding, lost: EncodingLoss) ->
     for values in torch.split(copy, CHUNK):
         out = torch.empty(encoding.stored_bytes(values.numel(), "F32"), dtype=torch.uint8)
         decoded = scratch[: values.numel()]
-        if not encoder.encode(values, out):  # looked at before; but what it does not vouch for is never committed
-            raise SaveError(f"values within reach cannot be stored as {encoding.name}: report this, and store them raw")
+        if not encoder.encode(values, out):  # checked before; never commit values that the encoder does not confirm
+            raise SaveError(f"values in range cannot be stored as {encoding.name}: report this, and store them raw")
         encoder.decode(out, decoded)
         lost.error_sq += _squared(values.sub_(decoded))
         lost.decoded_sq += _squared(decoded)
@@ -330,14 +340,14 @@ def _lossy_chunks(copy: torch.Tensor, encoding: Encoding, lost: EncodingLoss) ->
 
 
 def _squared(values: torch.Tensor) -> float:
-    """In float32 sums of a cache-sized piece each, added up in float64."""
-    return sum(_squared_piece(piece) for piece in torch.split(values, 1 << 14))
+    """Return the squared norm: float32 sums over pieces that fit the cache, added in float64.
 
-
-def _squared_piece(values: torch.Tensor) -> float:
-    quick = float(torch.dot(values, values))
-    # Squares below 1e-38 vanish in float32, and above 3e38 there are none: second moments come to the first.
-    if _LEAST_SUM < quick < math.inf:
-        return quick
-    wide = values.double()
-    return float(torch.dot(wide, wide))
+    Float64 is used for pieces whose squares under- or overflow float32, as those of second moments do."""
+    total = 0.0
+    for piece in torch.split(values, 1 << 14):
+        square = float(torch.dot(piece, piece))
+        if not _LEAST_SUM < square < math.inf:
+            wide = piece.double()
+            square = float(torch.dot(wide, wide))
+        total += square
+    return total

@@ -1,15 +1,7 @@
-"""One save on one rank: stage, write segment, commit, prune.
+"""Runs one save on one rank: stage, write the segment, commit, prune.
 
-One save on one rank, as the background thread runs it: measure the copies, write the segment, commit, prune.
-
-Everything it needs was staged by the training thread and stands still; it touches no live tensor and calls no
-collective. Only rank 0 has a :class:`CommitPlan` part.
-
-Staging, unit by unit: which memory a unit is copied into, and whether it is encoded on the way.
-
-Training thread only. It does not know when copies are finished (:class:`monitor.save.staging.AsyncCopy`) nor why a unit
-is
-saved.
+The training thread stages units (:class:`Stager`). The background thread does the rest (:func:`run_save`): it reads
+staged copies only, never live tensors, and calls no collective. Only rank 0 has a :class:`CommitPlan`.
 """
 
 from __future__ import annotations
@@ -43,18 +35,18 @@ from store.storage.local import Files
 
 @dataclass(frozen=True)
 class StagedUnit:
-    """A unit's copies on this rank, fragment by fragment. measure, signature: already taken on the live tensors.
+    """A unit's copies on this rank, one for each fragment.
 
-    From the moment they are written the copies hold what decoding gives."""
+    Once they are written, the copies hold the decoded values."""
 
     unit: Unit
     encoding: str
     fragments: tuple[Fragment, ...]
     copies: tuple[torch.Tensor, ...]
-    measure: MeasureRecord | None
+    measure: MeasureRecord | None  # if the live tensors were measured
     encoded: tuple[EncodedCopy, ...] = ()
-    """Where it was encoded while it was staged: fragment by fragment, ``copies`` among them. ``measure`` is taken."""
-    signature: Signature | None = None
+    """If the unit is encoded while it is staged: one for each fragment, writing to ``copies``. Implies ``measure``."""
+    signature: Signature | None = None  # if the live tensors were measured
 
 
 @dataclass(frozen=True)
@@ -70,25 +62,25 @@ class CommitPlan:
 
 @dataclass
 class Progress:
-    """How far a save came; written by the background thread, read by the training thread once it is finished.
-
-    metered: units whose copies the meter holds until the save is settled; a save may fail before it has all.
-    signatures: of the values that were staged, where they were measured here.
-    attempted: the manifest may exist, whatever was raised. drawn: what is committed. write_seconds: what the segment
-    took, from the first byte encoded to the last one durable."""
+    """Progress of a save. Written by the background thread, read by the training thread once the save is finished."""
 
     metered: set[Unit] = field(default_factory=set)
+    """Units whose copies the meter holds until the save is settled. A save may fail before it has all of them."""
     signatures: dict[Unit, Signature] = field(default_factory=dict)
+    """Signatures of the staged values that were measured in the background thread."""
     attempted: bool = False
-    drawn: PreparedCommit | None = None
+    """The manifest may exist, even if an error was raised."""
+    prepared: PreparedCommit | None = None
+    """The commit, once it is durable."""
     write_seconds: float = 0.0
+    """Time to write the segment, from the first byte encoded to the last one durable."""
 
 
 @dataclass(frozen=True)
 class SaveTask:
-    """All of one save on one rank. ``segment`` lacks its fragments; they come from ``staged``.
+    """One save on one rank. ``segment`` has no fragments yet; they come from ``staged``.
 
-    unstorable: why the run state could not be captured; then there is nothing to write."""
+    If the run state could not be captured, ``unstorable`` is the error, and nothing is written."""
 
     files: Files
     segment: SegmentDraft
@@ -96,135 +88,32 @@ class SaveTask:
     copying: AsyncCopy
     meter: DriftMeter
     packing: SavePacking
-    committing: CommitPlan | None
+    commit_plan: CommitPlan | None
     unstorable: UsageError | None = None
     progress: Progress = field(default_factory=Progress)
 
     def meter_stage(self, unit: StagedUnit) -> None:
-        """Hand a unit's copies to the meter, as the reference to come."""
+        """Give a unit's copies to the meter as the next drift reference."""
         self.meter.stage(unit.unit, unit.copies)
         self.progress.metered.add(unit.unit)
 
 
 @dataclass(frozen=True)
 class SaveResult:
-    """A finished save. drawn and written_bytes (over all ranks) are rank 0's."""
+    """A finished save."""
 
-    drawn: PreparedCommit | None
+    prepared: PreparedCommit | None  # the commit; rank 0 only
     seconds: float
-    written_bytes: int = 0
-
-
-def run_save(job: SaveTask) -> SaveResult:
-    """Carry a save out. Any DriftpointError it raises means: nobody was told of such a commit."""
-    began = time.monotonic()
-    job.copying.finish()
-    job.copying.require_whole()
-    if job.unstorable is not None:
-        raise job.unstorable
-    units = [_Encoding(job, unit) for unit in job.staged]
-    segment = replace(job.segment, fragments=[fragment for unit in units for fragment in unit.fragments])
-    written = time.monotonic()
-    write_segment(job.files, segment, lambda: [unit.measure() for unit in units])
-    job.progress.write_seconds = time.monotonic() - written
-    if job.committing is None:
-        return SaveResult(None, time.monotonic() - began)
-    return _commit(job, job.committing, began)
-
-
-def prune_after_commit(job: SaveTask) -> None:
-    """Rank 0, after :func:`run_save`: point LATEST at the commit, if there is one, and prune.
-
-    Raises SaveError with all that went wrong. The commit stands whatever happens here; the next save tries again."""
-    drawn, committing, notes = job.progress.drawn, job.committing, []
-    if drawn is None or committing is None:
-        return
-    try:
-        hint_latest(job.files, drawn.manifest.save)
-    except StorageError as error:
-        notes.append(f"LATEST was not updated: {error}")
-    try:
-        notes += _prune(job.files, committing)
-    except (StorageError, DamagedError) as error:
-        notes.append(f"pruning stopped: {error}")
-    if notes:
-        raise SaveError("; ".join(notes))
-
-
-def discard(files: Files, save: SaveId, rank: int) -> None:
-    """Remove what this rank wrote for a save that was given up before anything could point to it.
-
-    On a disk that is nearly full, what failed saves leave behind would keep the next ones from coming about."""
-    for path in (part_path(save, rank), payload_path(save, rank)):  # a part must not outlive its payload
-        with suppress(MissingError):
-            files.unlink(path)
-    with suppress(StorageError):  # other ranks may have theirs in it still
-        files.remove_dir(segment_dir(save))
-
-
-class _Encoding:
-    """A unit on its way into the segment, and what is measured on it before and after."""
-
-    def __init__(self, job: SaveTask, unit: StagedUnit) -> None:
-        self._job, self._unit, self._before = job, unit, unit.measure
-        lossy = not encoding_named(unit.encoding).lossless
-        if lossy and self._before is None:
-            self._before = self._moved()  # afterwards the copies hold something else
-        healthy = self._before is None or self._before.finite
-        encoding = unit.encoding if healthy else RAW  # what is not finite is never committed anyhow
-        self._made = encode_unit(unit.unit, encoding, unit.fragments, unit.encoded or unit.copies, job.packing)
-
-    @property
-    def fragments(self) -> Sequence[StagedFragment]:
-        """To be written, once."""
-        return self._made.fragments
-
-    def measure(self) -> MeasureRecord:
-        """Once the fragments are written: what the part says of the unit. The copies are the reference to come."""
-        if not self._made.lossy:
-            if self._before is None:
-                self._before = self._moved()
-        else:
-            self._measured()  # the signature of what decoding gives
-        assert self._before is not None
-        self._stage()
-        lost = self._made.lost
-        return self._before.model_copy(update={"error_sq": lost.error_sq, "decoded_sq": lost.decoded_sq})
-
-    def _moved(self) -> MeasureRecord:
-        measure = self._measured()
-        if measure.signature is not None:
-            self._job.progress.signatures[self._unit.unit] = measure.signature
-        return measure_record(self._unit.unit, measure)
-
-    def _measured(self) -> Measure:
-        return self._job.meter.measure(self._unit.unit, self._unit.copies)
-
-    def _stage(self) -> None:
-        if self._unit.unit not in self._job.progress.metered:
-            self._job.meter_stage(self._unit)
-
-
-def _commit(job: SaveTask, committing: CommitPlan, began: float) -> SaveResult:
-    segment = job.segment
-    expected = Expected(segment.store_id, segment.save, segment.world_size, segment.plan)
-    group = wait_for_group(job.files, expected, committing.timeout, aborted=committing.give_up.is_set)
-    drawn = build_manifest(committing.draft, group)
-    job.progress.attempted = True
-    commit(job.files, drawn.manifest)
-    job.progress.drawn = drawn
-    return SaveResult(drawn, time.monotonic() - began, group.record.payload_bytes)
-
-
-def _prune(files: Files, committing: CommitPlan) -> list[str]:
-    plan = plan_prune(committing.catalog, committing.retention)
-    execute(files, plan)
-    committing.catalog.retain(plan.keep)
-    return [f"pruning: {plan.blocked}"] if plan.blocked else []
+    written_bytes: int = 0  # over all ranks; rank 0 only
 
 
 class Stager:
-    """Takes memory from a pool for each save, and gives it back. encode: as in the configuration."""
+    """Chooses the buffers of each unit, and whether it is encoded while it is copied. Training thread only.
+
+    Args:
+        meter: Measures units that are encoded at once.
+        encode: As in the configuration.
+    """
 
     def __init__(self, meter: DriftMeter, encode: Literal["staging", "saving"]) -> None:
         self._meter = meter
@@ -232,33 +121,41 @@ class Stager:
         self._pool = StagingPool()
 
     def reserve(self, local: Mapping[Unit, LocalUnit]) -> None:
-        """Make room for a full save now, so that the first one does not pay for it in the training loop."""
+        """Allocate buffers for a full save, so that the first save does not do it in the training loop."""
         for unit, part in local.items():
             self._pool.reserve(unit, part.tensors)
 
-    def lend(self, local: Mapping[Unit, LocalUnit]) -> Mapping[Fragment, torch.Tensor]:
-        """The memory reserved for staging, for a resume to read into: fresh memory costs more than the read."""
+    def borrow_buffers(self, local: Mapping[Unit, LocalUnit]) -> Mapping[Fragment, torch.Tensor]:
+        """Return the staging buffers for a resume to read into. Allocating memory costs more than reading."""
         return {
             piece.fragment: buffer
             for unit, part in local.items()
             for piece, buffer in zip(part.pieces, self._pool.take(unit, part.tensors), strict=True)
         }
 
-    def keep(self, local: Mapping[Unit, LocalUnit], buffers: Mapping[Fragment, torch.Tensor]) -> None:
-        """Memory that a resume read into, for staging what is live now."""
+    def return_buffers(self, local: Mapping[Unit, LocalUnit], buffers: Mapping[Fragment, torch.Tensor]) -> None:
+        """Take back the buffers that a resume read into, for the units that are live now."""
         for unit, part in local.items():
             found = [buffers.get(piece.fragment) for piece in part.pieces]
             self._pool.keep(unit, part.tensors, [buffer for buffer in found if buffer is not None])
 
     def stage(self, part: LocalUnit, encoding: str, measure: Measure | None, copying: AsyncCopy) -> StagedUnit:
-        """Have a unit copied by ``copying``. measure: of the live tensors, where it was taken already."""
-        copies = self._pool.take(part.unit, part.tensors)
+        """Add the copies of a unit to ``copying``.
+
+        Args:
+            part: The live tensors.
+            encoding: Encoding to save them in.
+            measure: Measurement of the live tensors, if there is one.
+            copying: Makes the copies.
+        """
+        copies, encoded = self._pool.take(part.unit, part.tensors), tuple[EncodedCopy, ...]()
         if self._encodes_now(part, encoding):
-            # Nobody sees the values again: what is to be known of them is measured where they are.
+            # The original values do not reach host memory, so they are measured on the device.
             measure = measure or self._meter.measure(part.unit, part.tensors)
-            if measure.finite:
-                return self._encoded(part, encoding, copies, measure, copying)
-        if part.unit.slot in (BUFFER, FROZEN):  # a forward may change buffers, and scripts reach frozen weights
+            encoded = self._encoded_copies(part, encoding, copies) if measure.finite else ()
+        if encoded:
+            copying.add_encoded(encoded)
+        elif part.unit.slot in (BUFFER, FROZEN):  # a forward may change buffers, and scripts reach frozen weights
             now = AsyncCopy()
             now.add(part.tensors, copies)
             now.start()
@@ -271,38 +168,33 @@ class Stager:
             fragments=tuple(piece.fragment for piece in part.pieces),
             copies=tuple(copies),
             measure=None if measure is None else measure_record(part.unit, measure),
+            encoded=encoded,
             signature=None if measure is None else measure.signature,
         )
 
     def unstage(self, unit: StagedUnit, copies: Sequence[torch.Tensor]) -> None:
-        """A save is over. copies: what nobody needs any more of the unit's memory."""
+        """Return buffers to the pool after a save. ``copies`` are those that the meter does not keep."""
         if unit.encoded:
             self._pool.give_bytes(unit.unit, [copy.encoded for copy in unit.encoded])
         self._pool.give(unit.unit, copies)
 
     def _encodes_now(self, part: LocalUnit, encoding: str) -> bool:
-        """Whether to encode while staging. It leaves less to copy, and takes the time of whoever copies."""
+        """Whether to encode while staging: fewer bytes to copy, but the copying thread spends the time."""
         known = encoding_named(encoding)
         applies = all(known.applies(dtype_name(tensor.dtype)) for tensor in part.tensors)
         return self._encode == "staging" and applies and not known.lossless
 
-    def _encoded(
-        self, part: LocalUnit, encoding: str, copies: list[torch.Tensor], measure: Measure, copying: AsyncCopy
-    ) -> StagedUnit:
+    def _encoded_copies(self, part: LocalUnit, encoding: str, copies: list[torch.Tensor]) -> tuple[EncodedCopy, ...]:
         sizes = [encoding_named(encoding).stored_bytes(tensor.numel(), "F32") for tensor in part.tensors]
-        room = self._pool.take_bytes(part.unit, sizes, pinned=any(tensor.is_cuda for tensor in part.tensors))
-        encoded = tuple(
-            EncodedCopy(tensor, encoding, place, copy)
-            for tensor, place, copy in zip(part.tensors, room, copies, strict=True)
+        buffers = self._pool.take_bytes(part.unit, sizes, pinned=any(tensor.is_cuda for tensor in part.tensors))
+        return tuple(
+            EncodedCopy(tensor, encoding, buffer, copy)
+            for tensor, buffer, copy in zip(part.tensors, buffers, copies, strict=True)
         )
-        copying.add_encoded(encoded)
-        fragments = tuple(piece.fragment for piece in part.pieces)
-        record = measure_record(part.unit, measure)
-        return StagedUnit(part.unit, encoding, fragments, tuple(copies), record, encoded, measure.signature)
 
 
 def encoded_bytes(unit: StagedUnit) -> int:
-    """Bytes of a unit on this rank once encoded, before packing."""
+    """Return the encoded bytes of a unit on this rank, before compression."""
     encoding = encoding_named(unit.encoding)
     return sum(
         encoding.stored_bytes(copy.numel(), dtype_name(copy.dtype))
@@ -310,3 +202,104 @@ def encoded_bytes(unit: StagedUnit) -> int:
         else copy.numel() * copy.element_size()
         for copy in unit.copies
     )
+
+
+def run_save(task: SaveTask) -> SaveResult:
+    """Run a save. If it raises a DriftpointError, no commit was acknowledged."""
+    began = time.monotonic()
+    task.copying.finish()
+    task.copying.require_whole()
+    if task.unstorable is not None:
+        raise task.unstorable
+    units = [_Encoding(task, unit) for unit in task.staged]
+    segment = replace(task.segment, fragments=[fragment for unit in units for fragment in unit.fragments])
+    written = time.monotonic()
+    write_segment(task.files, segment, lambda: [unit.measure() for unit in units])
+    task.progress.write_seconds = time.monotonic() - written
+    if task.commit_plan is None:
+        return SaveResult(None, time.monotonic() - began)
+    return _commit(task, task.commit_plan, began)
+
+
+def prune_after_commit(task: SaveTask) -> None:
+    """Update LATEST and prune, if :func:`run_save` committed. Rank 0 only.
+
+    Raises SaveError with all problems. The commit stands in any case, and the next save tries again."""
+    prepared, commit_plan, notes = task.progress.prepared, task.commit_plan, []
+    if prepared is None or commit_plan is None:
+        return
+    try:
+        hint_latest(task.files, prepared.manifest.save)
+    except StorageError as error:
+        notes.append(f"LATEST was not updated: {error}")
+    try:
+        notes += _prune(task.files, commit_plan)
+    except (StorageError, DamagedError) as error:
+        notes.append(f"pruning stopped: {error}")
+    if notes:
+        raise SaveError("; ".join(notes))
+
+
+def discard(files: Files, save: SaveId, rank: int) -> None:
+    """Remove this rank's files of a failed save that no manifest can refer to.
+
+    On a disk that is nearly full, the files of failed saves would make the next ones fail too."""
+    for path in (part_path(save, rank), payload_path(save, rank)):  # a part must not outlive its payload
+        with suppress(MissingError):
+            files.unlink(path)
+    with suppress(StorageError):  # other ranks' files may still be there
+        files.remove_dir(segment_dir(save))
+
+
+class _Encoding:
+    """Encodes a unit into the segment, and measures it before and after."""
+
+    def __init__(self, task: SaveTask, unit: StagedUnit) -> None:
+        self._task, self._unit, self._before = task, unit, unit.measure
+        lossy = not encoding_named(unit.encoding).lossless
+        if lossy and self._before is None:
+            self._before = self._measure_copies()  # later the copies hold decoded values
+        healthy = self._before is None or self._before.finite
+        encoding = unit.encoding if healthy else RAW  # non-finite values are never committed
+        self._encoded = encode_unit(unit.unit, encoding, unit.fragments, unit.encoded or unit.copies, task.packing)
+
+    @property
+    def fragments(self) -> Sequence[StagedFragment]:
+        """The fragments to write, once."""
+        return self._encoded.fragments
+
+    def measure(self) -> MeasureRecord:
+        """Return the unit's record for the part, after its fragments are written. Copies become the reference."""
+        if self._encoded.lossy:
+            self._task.meter.measure(self._unit.unit, self._unit.copies)  # the signature of the decoded values
+        elif self._before is None:
+            self._before = self._measure_copies()
+        assert self._before is not None
+        if self._unit.unit not in self._task.progress.metered:
+            self._task.meter_stage(self._unit)
+        lost = self._encoded.lost
+        return self._before.model_copy(update={"error_sq": lost.error_sq, "decoded_sq": lost.decoded_sq})
+
+    def _measure_copies(self) -> MeasureRecord:
+        measure = self._task.meter.measure(self._unit.unit, self._unit.copies)
+        if measure.signature is not None:
+            self._task.progress.signatures[self._unit.unit] = measure.signature
+        return measure_record(self._unit.unit, measure)
+
+
+def _commit(task: SaveTask, commit_plan: CommitPlan, began: float) -> SaveResult:
+    segment = task.segment
+    expected = Expected(segment.store_id, segment.save, segment.world_size, segment.plan)
+    group = wait_for_group(task.files, expected, commit_plan.timeout, aborted=commit_plan.give_up.is_set)
+    prepared = build_manifest(commit_plan.draft, group)
+    task.progress.attempted = True
+    commit(task.files, prepared.manifest)
+    task.progress.prepared = prepared
+    return SaveResult(prepared, time.monotonic() - began, group.record.payload_bytes)
+
+
+def _prune(files: Files, commit_plan: CommitPlan) -> list[str]:
+    plan = plan_prune(commit_plan.catalog, commit_plan.retention)
+    execute(files, plan)
+    commit_plan.catalog.retain(plan.keep)
+    return [f"pruning: {plan.blocked}"] if plan.blocked else []

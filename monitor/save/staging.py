@@ -1,18 +1,7 @@
-"""Host buffers, async copies, encode-while-copying.
+"""Copies live state to host memory, encoded on the device if wanted, so that it can be written beside training.
 
-Encoding while staging: where state lies on a device its encoded bytes are made there, and only they are copied.
-
-One fragment each. The values stand still until the copy is finished, like those of any copy; what the encoding cannot
-hold is copied as it is after all. The encoded bytes and what was lost are known once it is finished; decoding them
-into host memory is left to the background thread.
-
-Staging: copies of live state in host memory that stand still while the background thread writes them.
-
-Buffers are kept and used again: fresh memory costs a page fault every 4 KiB, which is several times the copy.
-The training thread takes and gives; whoever holds a buffer owns it.
-
-State stands still between two optimizer steps. So the copies may be made at once (``eager``), or beside the next
-forward and backward (``lazy``), where the next optimizer step waits for what is not copied yet.
+State does not change between two optimizer steps. So copies are made at once (``eager``), or during the next forward
+and backward (``lazy``); then the next optimizer step waits for the copies that are not complete.
 """
 
 from __future__ import annotations
@@ -30,19 +19,20 @@ from store.errors import SaveError
 from store.names import Unit
 
 _HUGE = 3.3e38
-"""What is larger may round to infinity; rather store it raw."""
+"""Larger values may round to infinity, so they are stored raw."""
 
 
 def in_range(values: torch.Tensor, unsigned: bool) -> torch.Tensor:
-    """Whether no encoding rounds any of the values to infinity, and, if it is ``unsigned``, none is negative; False for
-    NaN. On their device."""
+    """Return whether an encoding can hold the values: none is NaN or rounds to infinity; none negative if unsigned.
+
+    The result is a tensor on the device of the values."""
     least, largest = torch.aminmax(values)
     return ((least >= 0) if unsigned else (least > -_HUGE)) & (largest < _HUGE)
 
 
 @dataclass
 class EncodingLoss:
-    """Squared L2 norms over a unit's fragments on this rank: of what encoding lost, and of what decoding gives."""
+    """Squared L2 norms over a unit's fragments on this rank: of the encoding error and of the decoded values."""
 
     error_sq: float = 0.0
     decoded_sq: float = 0.0
@@ -50,27 +40,34 @@ class EncodingLoss:
 
 @dataclass
 class EncodedCopy:
-    """A fragment on its way to host memory.
+    """Encodes one fragment where it is, and copies the encoded bytes to host memory.
 
-    source: 1-d float32, on any device. encoded: 1-d uint8 host memory of the encoded size, pinned where the source is
-    on CUDA. copy: 1-d float32 host memory: the values, where they cannot be held; else for what decoding gives. Empty:
-    neither is wanted.
-    held, lost: once :meth:`finish` has returned."""
+    Values that the encoding cannot hold are copied as they are. The source must not change until :meth:`finish`.
+
+    Args:
+        source: 1-d float32, on any device.
+        encoding: Name of a lossy encoding.
+        encoded: 1-d uint8 host memory of the encoded size, pinned if the source is on CUDA.
+        copy: 1-d float32 host memory for the decoded values, or for the values if the encoding cannot hold them.
+            Empty if neither is needed.
+    """
 
     source: torch.Tensor
     encoding: str
     encoded: torch.Tensor
     copy: torch.Tensor
     held: bool = False
+    """Whether the encoding holds all values; set by :meth:`finish`."""
     lost: EncodingLoss = field(default_factory=EncodingLoss)
-    _told: torch.Tensor | None = None
+    """Set by :meth:`finish`."""
+    _result: torch.Tensor | None = None
 
     def begin(self) -> None:
-        """Queue the work, on CUDA in the current stream; elsewhere it is done on return."""
+        """Encode; on CUDA, queue it in the current stream."""
         try:
             self._encode()
-        except (torch.OutOfMemoryError, MemoryError):  # there is room for a plain copy, and that was reserved
-            self._told = None
+        except (torch.OutOfMemoryError, MemoryError):  # memory for a plain copy is reserved
+            self._result = None
 
     @torch.no_grad()
     def _encode(self) -> None:
@@ -88,12 +85,12 @@ class EncodedCopy:
             sums[0] += decoded.sub_(values).double().square().sum()
             self.encoded[at:stop].copy_(out, non_blocking=True)
             at = stop
-        told = torch.cat((held.double().view(1), sums))
-        self._told = torch.empty(3, dtype=torch.float64, pin_memory=told.is_cuda).copy_(told, non_blocking=True)
+        result = torch.cat((held.double().view(1), sums))
+        self._result = torch.empty(3, dtype=torch.float64, pin_memory=result.is_cuda).copy_(result, non_blocking=True)
 
     def finish(self) -> None:
-        """After whatever ran :meth:`begin` is through with it."""
-        held, error_sq, decoded_sq = (0.0, 0.0, 0.0) if self._told is None else self._told.tolist()
+        """Set the outcome, after the work that :meth:`begin` queued is complete. Copy the values if they do not fit."""
+        held, error_sq, decoded_sq = (0.0, 0.0, 0.0) if self._result is None else self._result.tolist()
         self.held = held == 1.0
         if self.held:
             self.lost = EncodingLoss(error_sq, decoded_sq)
@@ -101,7 +98,7 @@ class EncodedCopy:
             self.copy.copy_(self.source)
 
     def chunks(self) -> Iterator[Bytes]:
-        """The encoded chunks, each decoded into ``copy`` as it comes. Background thread."""
+        """Yield the encoded chunks and decode each one into ``copy``. Background thread."""
         encoding, encoder, at, start = encoding_named(self.encoding), encoder_named(self.encoding), 0, 0
         for size in chunk_sizes(self.copy.numel()):
             stop = at + encoding.stored_bytes(size, "F32")
@@ -111,32 +108,33 @@ class EncodedCopy:
 
 
 class StagingPool:
-    """Host buffers by unit, and by unit those for encoded bytes."""
+    """Reuses host buffers, by unit. The caller owns a buffer from ``take`` to ``give``.
+
+    New memory costs a page fault every 4 KiB, which takes several times as long as the copy."""
 
     def __init__(self) -> None:
         self._free: dict[Unit, list[list[torch.Tensor]]] = {}
         self._bytes: dict[Unit, list[torch.Tensor]] = {}
 
     def take_bytes(self, unit: Unit, sizes: Sequence[int], pinned: bool) -> list[torch.Tensor]:
-        """1-d uint8 buffers of these sizes, contents undefined."""
-        found = self._bytes.pop(unit, None)
-        if found is not None and [buffer.numel() for buffer in found] == list(sizes):
-            return found
+        """Return 1-d uint8 buffers of these sizes, contents undefined."""
+        free = self._bytes.pop(unit, None)
+        if free is not None and [buffer.numel() for buffer in free] == list(sizes):
+            return free
         return [torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for size in sizes]
 
     def give_bytes(self, unit: Unit, buffers: Sequence[torch.Tensor]) -> None:
-        """Take them back."""
         self._bytes[unit] = list(buffers)
 
     def reserve(self, unit: Unit, tensors: Sequence[torch.Tensor]) -> None:
-        """Have one set of buffers ready, its pages touched, before the first save needs it."""
+        """Allocate one set of buffers and touch its pages before the first save."""
         buffers = _allocate(tensors)
         for buffer in buffers:
             buffer.zero_()
         self.give(unit, buffers)
 
     def take(self, unit: Unit, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Buffers of the same dtypes and sizes, contents undefined."""
+        """Return buffers of the same dtypes and sizes, contents undefined."""
         for index, buffers in enumerate(self._free.get(unit, [])):
             if _fits(buffers, tensors):
                 return self._free[unit].pop(index)
@@ -144,19 +142,18 @@ class StagingPool:
         return _allocate(tensors)
 
     def give(self, unit: Unit, buffers: Sequence[torch.Tensor]) -> None:
-        """Take buffers back."""
         if buffers:
             self._free.setdefault(unit, []).append(list(buffers))
 
     def keep(self, unit: Unit, tensors: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]) -> None:
-        """Take buffers, made elsewhere, if they are just what ``tensors`` need and nothing is at hand for them."""
+        """Adopt buffers if they fit ``tensors`` and the pool has none for them."""
         pinned = all(buffer.is_pinned() for buffer in buffers) if any(tensor.is_cuda for tensor in tensors) else True
         if pinned and _fits(buffers, tensors) and not self._free.get(unit):
             self.give(unit, buffers)
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes in buffers that nobody holds."""
+        """Bytes of free buffers."""
         return sum(
             buffer.numel() * buffer.element_size()
             for sets in self._free.values()
@@ -166,12 +163,11 @@ class StagingPool:
 
 
 class AsyncCopy:
-    """The copies of one save, from live tensors into host buffers.
+    """Copies the live tensors of one save into host buffers.
 
-    The training thread adds and starts. Whichever thread comes first finishes, and the other waits for it: so
-    training never depends on a background thread that is stuck. Nobody reads a buffer, and nobody changes a
-    source, before that. On CUDA the copies go through a side stream into pinned memory, ordered after all work
-    queued when they start. ``finish`` may be called more than once.
+    The training thread adds and starts. The first thread that calls :meth:`finish` completes the copies, and the other
+    one waits for it, so training never depends on a background thread that hangs. Until then buffers are not read and
+    sources do not change. On CUDA the copies run in a side stream into pinned memory, after all work queued before.
     """
 
     def __init__(self) -> None:
@@ -184,14 +180,14 @@ class AsyncCopy:
         self._done = False
 
     def add(self, sources: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]) -> None:
-        """Have ``sources`` copied into ``buffers``, pair by pair."""
+        """Add copies of ``sources`` into ``buffers``, pair by pair."""
         self._versions += [(source, source._version) for source in sources]
         for pair in zip(sources, buffers, strict=True):
             pairs = self._devices.setdefault(pair[0].device, []) if pair[0].is_cuda else self._host
             pairs.append(pair)
 
     def add_encoded(self, copies: Sequence[EncodedCopy]) -> None:
-        """Have fragments encoded where they are, and their bytes copied."""
+        """Add fragments to be encoded on their device."""
         self._versions += [(copy.source, copy.source._version) for copy in copies]
         self._encoded += copies
         for copy in copies:
@@ -199,7 +195,7 @@ class AsyncCopy:
                 self._devices.setdefault(copy.source.device, [])
 
     def start(self) -> None:
-        """Queue what runs on a device. Training thread."""
+        """Queue the copies from devices. Training thread."""
         for device, pairs in self._devices.items():
             stream = _side_stream(device)
             stream.wait_stream(torch.cuda.current_stream(device))
@@ -211,12 +207,11 @@ class AsyncCopy:
                         copy.begin()
 
     def finish(self) -> None:
-        """Copy what is in host memory, and return when every copy is complete."""
+        """Copy the host tensors, and return once every copy is complete. Later calls do nothing."""
         with self._lock:
             if self._done:
                 return
-            # After an error too: it is the save's to tell, which must then not take the copies for whole.
-            self._done = self._torn = True
+            self._done = self._torn = True  # torn until all succeed: after an error the save must not use the copies
             for source, buffer in self._host:
                 buffer.copy_(source)
             for copy in self._encoded:
@@ -230,19 +225,18 @@ class AsyncCopy:
             self._versions.clear()
 
     def require_whole(self) -> None:
-        """SaveError where a source was changed in place before its copy was complete.
+        """Raise SaveError if a source was changed in place before its copy was complete.
 
-        A net for what goes around the optimizer. It sees whatever autograd counts; a change through ``.data``
-        is not counted."""
+        This detects changes outside the optimizer that autograd's version counter sees; not those through ``.data``."""
         if self._torn:
             raise SaveError(
                 "the state was changed between two optimizer steps while it was copied, so this save is given up; "
-                "set `staging: eager`, or leave parameters alone after ckpt.step()"
+                "set `staging: eager`, or do not change parameters after ckpt.step()"
             )
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous 1-d host tensor of at least one element, without a copy."""
+    """Return the memory of a contiguous 1-d host tensor of at least one element, without a copy."""
     return tensor.view(torch.uint8).numpy().data.cast("B")
 
 

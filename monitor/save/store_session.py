@@ -1,7 +1,7 @@
-"""A job's hold on its store: opened or created by rank 0, locked, an epoch claimed, seen by every rank.
+"""Opens or creates a job's store on rank 0, locks it, claims an epoch, and checks that every rank sees it.
 
-Collective; before training. Every rank must read rank 0's epoch record with its token at its own path: this is
-what tells a shared disk from one that every node has for itself, or a path that differs between ranks.
+Collective; before training. Every rank must read rank 0's epoch record with its token at its own path. This detects
+a disk that is local to each node, and a path that differs between ranks.
 """
 
 from __future__ import annotations
@@ -33,28 +33,23 @@ _log = logging.getLogger("driftpoint")
 
 @dataclass
 class StoreSession:
-    """A store that this job owns. ``lock`` and ``incarnation`` are rank 0's. ``has_commits``: when it was opened.
-
-    token: of the claim of ``epoch``; jobs on a copy of the store that claim the same number have others.
-
-    incarnation: what goes into the epochs that are claimed, where interruptions are counted."""
+    """A store that this job owns."""
 
     files: Files
     catalog: Catalog
     epoch: int
-    token: str
-    has_commits: bool
-    lock: StoreLock | None
-    incarnation: IncarnationRecord | None = None
+    token: str  # of the claim of ``epoch``; a job on a copy of the store may claim the same epoch with another token
+    has_commits: bool  # when it was opened
+    lock: StoreLock | None  # rank 0 only
+    incarnation: IncarnationRecord | None = None  # stored with each claimed epoch; rank 0, if interruptions are counted
     began: float = field(default_factory=time.monotonic)
 
     def mark_closed(self) -> None:
-        """Note that this job ends as it was meant to, so that its end is no interruption. Rank 0, where they are
-        counted."""
+        """Record that this job ends as intended, so that its end is no interruption. Rank 0, if they are counted."""
         mark_closed(self.files, self.catalog.store_id, self.epoch, time.monotonic() - self.began)
 
     def release(self) -> None:
-        """Let the next job have it."""
+        """Release the lock, so that another job can open the store."""
         if self.lock is not None:
             self.lock.release()
             self.lock = None
@@ -63,59 +58,68 @@ class StoreSession:
 def open_store(
     path: str, group: Group, lock_seconds: float, counting: bool = False, options: ObjectOptions | None = None
 ) -> StoreSession:
-    """Own the store at ``path``. StoreInUseError, StorageError or DamagedError, on all ranks alike; UnsupportedError
-    for an object store on which two jobs could commit over one another.
+    """Open or create the store at ``path`` and claim an epoch. Collective.
 
-    counting: interruptions of this job are counted, now and by the incarnations to come. options: of an object store,
-    whose jobs know of each other by the epoch alone."""
+    Args:
+        path: Directory or URL.
+        group: All ranks.
+        lock_seconds: Time to wait for another job's lock.
+        counting: Whether interruptions of this job are counted.
+        options: Of an object store. It has no lock; jobs detect each other by the epoch alone.
+
+    Raises:
+        StoreInUseError, StorageError, DamagedError: The same on all ranks.
+        UnsupportedError: The object store has no conditional puts, so two jobs could overwrite each other's commits.
+    """
     files = run_on_all_ranks(group, lambda: files_at(place_of(path).expanduser(), options))
-    held: list[StoreLock] = []
-    begun: list[IncarnationRecord] = []
+    lock: StoreLock | None = None
+    incarnation: IncarnationRecord | None = None
 
     def claim() -> tuple[int, str, bool]:
+        nonlocal lock, incarnation
         catalog = open_or_create(files)
         if isinstance(files, LocalFiles):
-            held.append(StoreLock(files.root, lock_seconds))
+            lock = StoreLock(files.root, lock_seconds)
         elif isinstance(files, ObjectFiles):
             files.require_conditional_puts()
         if counting:
-            begun.append(_begun(catalog, group.world_size))
-        record = claim_epoch(files, catalog.store_id, begun[0] if begun else None)
+            incarnation = _begin_incarnation(catalog, group.world_size)
+        record = claim_epoch(files, catalog.store_id, incarnation)
         return record.epoch, record.token, bool(catalog.saves())
 
     try:
         epoch, token, has_commits = run_on_rank0(group, claim)
-        catalog = run_on_all_ranks(group, lambda: _seen(files, epoch, token))
+        catalog = run_on_all_ranks(group, lambda: _check_epoch(files, epoch, token))
     except BaseException:
-        for lock in held:
+        if lock is not None:
             lock.release()
         raise
-    incarnation = begun[0] if begun else None
-    return StoreSession(files, catalog, epoch, token, has_commits, held[0] if held else None, incarnation)
+    return StoreSession(files, catalog, epoch, token, has_commits, lock, incarnation)
 
 
-def _begun(catalog: Catalog, world_size: int) -> IncarnationRecord:
+def _begin_incarnation(catalog: Catalog, world_size: int) -> IncarnationRecord:
     try:
         return begin_incarnation(catalog, world_size)
     except (StorageError, DamagedError) as error:
-        _log.warning("how often this job was interrupted cannot be read, and is counted from now on: %s", error)
+        _log.warning("cannot read how often this job was interrupted (%s): counting from now on", error)
         return new_incarnation(IncarnationCount(), world_size)
 
 
 def open_existing_store(path: str, group: Group, options: ObjectOptions | None = None) -> Catalog | None:
-    """The store at ``path`` for reading only; None where any rank sees none."""
-    catalog = run_on_all_ranks(group, lambda: _existing(path, options))
+    """Open the store at ``path`` for reading. Return None if any rank finds no store. Collective."""
+
+    def catalog_or_none() -> Catalog | None:
+        try:
+            return open_catalog(files_at(place_of(path).expanduser(), options))
+        except NoStoreError:
+            return None
+
+    catalog = run_on_all_ranks(group, catalog_or_none)
     return catalog if all(group.all_gather(catalog is not None)) else None
 
 
-def _existing(path: str, options: ObjectOptions | None) -> Catalog | None:
-    try:
-        return open_catalog(files_at(place_of(path).expanduser(), options))
-    except NoStoreError:
-        return None
-
-
-def _seen(files: Files, epoch: int, token: str) -> Catalog:
+def _check_epoch(files: Files, epoch: int, token: str) -> Catalog:
+    """Open the store that rank 0 opened; raise StorageError if this rank sees another one."""
     root = getattr(files, "root", "its place")
     advice = (
         "`store:` must be the same directory for all ranks, on a disk that all nodes share, or the same s3:// URL. "

@@ -1,10 +1,6 @@
-"""The few lines that whoever starts a job wants to see, also where nobody set logging up: as in most training scripts.
+"""Logs the outcome of decisions, saves and resumes to the logger ``driftpoint``.
 
-They go to the log ``driftpoint`` at level INFO, and to stderr where nobody would see that; never to both.
-
-Logs the outcome of decisions, saves and resumes.
-
-Storage trouble never reaches the training loop as an exception, and never passes silently: it ends up here.
+Storage problems never reach the training loop as an exception and never pass silently: they are logged here.
 """
 
 from __future__ import annotations
@@ -30,23 +26,22 @@ from store.certificate import MEMORY, PEER, Certificate
 
 _log = logging.getLogger("driftpoint")
 
+_NAMED = 6
+"""Maximum number of units named in a log line."""
+
 
 def log_startup(text: str) -> None:
-    """To the log where that is shown or was set up on purpose, else to stderr."""
+    """Log a start-up message at level INFO, or write it to stderr if logging is not configured; never both."""
     shown = _log.isEnabledFor(logging.INFO) and _log.hasHandlers()
-    if shown or _log.level != logging.NOTSET:  # whoever gave our logger a level gets what it lets through
+    if shown or _log.level != logging.NOTSET:  # a level set on our logger is respected
         _log.info("%s", text)
         return
     sys.stderr.write(f"driftpoint: {text}\n")
     sys.stderr.flush()
 
 
-_NAMED = 6
-"""Units that a line names, at most."""
-
-
 class SaveLog(SaveListener):
-    """Writes to the log ``driftpoint``; on ranks other than 0 only what rank 0 cannot know."""
+    """Logs events; on ranks other than 0 only those that rank 0 does not know of."""
 
     def __init__(self, config: Config, rank: int = 0) -> None:
         self._config = config
@@ -69,7 +64,7 @@ class SaveLog(SaveListener):
         if event.skipped is None or self._rank != 0:
             return
         level, text = _WHY_SKIPPED[event.skipped]
-        if event.skipped == "busy" and self._config.every == "auto":  # it is made again soon, so nothing is amiss
+        if event.skipped == "busy" and self._config.every == "auto":  # it is retried soon
             level = logging.INFO
         _log.log(level, text, *[value for value in (event.step, event.problem) if value is not None])
 
@@ -90,7 +85,7 @@ class SaveLog(SaveListener):
         step, dropped = event.save.step, event.drawn.dropped
         if dropped:
             _log.error(
-                "health gate: NaN or Inf in %s at step %d; the versions before stay",
+                "health gate: NaN or Inf in %s at step %d; the versions before are kept",
                 ", ".join(str(unit) for unit in dropped[:_NAMED]),
                 step,
             )
@@ -115,12 +110,12 @@ class SaveLog(SaveListener):
             sources = {unit.source for unit in certificate.units if unit.moving}
             where = "memory" if sources <= {MEMORY, PEER} else f"memory and {where}"
         if event.replicas:
-            where += f", {event.replicas} of its ranks from what peers had kept"
+            where += f", {event.replicas} of its ranks from replicas on other nodes"
         log_startup(f"resumed step {certificate.step} from {where} ({_kind(certificate)})")
         if event.step != certificate.step:
             _log.warning(
-                "resume: its weights stand at step %.4g on average, so counters and schedules go on from the save of "
-                "step %d: the steps since are done again; see `resume:` in the configuration",
+                "resume: the weights are at step %.4g on average, so counters and schedules resume from the save of "
+                "step %d, and later steps are repeated; see `resume:` in the configuration",
                 certificate.effective_step,
                 event.step,
             )
@@ -148,16 +143,16 @@ class SaveLog(SaveListener):
             )
         else:
             newest = event.newest
-            stands = "there is no commit yet" if newest is None else f"the commit of step {newest.step} is intact"
-            why = _WHY_NOTHING.get(event.skipped or "", event.skipped)
-            _log.error("preempted: nothing new is saved at step %d: %s; %s", step, why, stands)
+            intact = "there is no commit yet" if newest is None else f"the commit of step {newest.step} is intact"
+            reason = _WHY_NOTHING.get(event.skipped or "", event.skipped)
+            _log.error("preempted: nothing new is saved at step %d: %s; %s", step, reason, intact)
 
 
 def _kind(certificate: Certificate) -> str:
     if certificate.exact:
         return "exact"
     if certificate.max_staleness == 0:
-        return "all of one step, not to the last bit"
+        return "all of one step, not bitwise"
     return f"a composite, up to {certificate.max_staleness} steps stale"
 
 
@@ -167,23 +162,23 @@ _WHY_NOTHING = {
     "nothing": "not enough time",
     "failed": "the save failed",
     "withheld": "layers without any version have NaN or Inf",
-    "fenced": "another job has taken the store over",
+    "fenced": "another job has taken over the store",
     "disagree": "ranks are at different steps",
-    "unsupported": "the job is not what was attached",
+    "unsupported": "the model or optimizer is not the one that was attached",
 }
 
 _WHY_SKIPPED = {
     "busy": (logging.WARNING, "no save at step %d: the one before is still being written"),
-    "fenced": (logging.ERROR, "no save at step %d: another job has taken the store over; stop one of the two"),
+    "fenced": (logging.ERROR, "no save at step %d: another job has taken over the store; stop one of the two"),
     "withheld": (logging.ERROR, "no save at step %d: layers without any version have NaN or Inf"),
     "storage": (logging.ERROR, "no save at step %d: the store could not be claimed for a second save of this step"),
     "disagree": (
         logging.ERROR,
-        "no save at step %d: ranks are at different steps; call ckpt.step() alike on all of them",
+        "no save at step %d: ranks are at different steps; call ckpt.step() equally often on all of them",
     ),
     "unsupported": (
         logging.ERROR,
-        "no save at step %d: the job is not what was attached, and a part would pass for the whole. %s",
+        "no save at step %d: the model or optimizer is not the one that was attached, so a save would be partial. %s",
     ),
     "nothing": (logging.DEBUG, "no save at step %d: no layer needs it"),
 }

@@ -1,7 +1,7 @@
 """Prometheus metrics of a job, served by rank 0 from a registry of its own.
 
-A problem with the endpoint (a port that is taken, a certificate that cannot be read) costs the endpoint, never the
-training. The endpoint never listens with less protection than was configured.
+If the endpoint cannot be started (its port is taken, a certificate cannot be read), training continues without it. It
+never listens with less protection than configured.
 
 The training thread updates all metrics, with two exceptions: free space on the store's disk is read in the background
 thread, since a file server that hangs would block any other, and the time of a step is computed at each scrape.
@@ -44,38 +44,29 @@ from store.names import WEIGHTS, Unit
 _log = logging.getLogger("driftpoint")
 
 LAYER_SERIES = 512
-"""Layer slots with series of their own, unless the configuration says otherwise."""
+"""Default number of layer slots with series of their own."""
 
 SKIPS = ("busy", "nothing", "withheld", "fenced", "storage", "disagree", "unsupported")
-"""Reasons for which a decision begins no save."""
+"""Values of the label ``reason`` of skipped saves."""
 
+_STORE_FAILURES = ("StorageError", "MissingError", "DamagedError", "SaveError", "NotFiniteError", "FencedError")
 FAILURES = (
-    "StorageError",
-    "MissingError",
-    "DamagedError",
-    "SaveError",
-    "NotFiniteError",
-    "FencedError",
-    "ExistsError",
-    "UnsupportedError",
-    "internal",
-    "upkeep",
-    "memory",
-    "peer",
-    "daemon",
-    "close_timeout",
+    *_STORE_FAILURES,
+    *("ExistsError", "UnsupportedError", "internal", "upkeep", "memory", "peer", "daemon", "close_timeout"),
 )
+"""Values of the label ``reason`` of failures."""
 
+_OUTCOMES = ("full", "part", "nothing")
 _STALL = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30)
 _DURATION = (0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
 _UNIT = ("layer", "slot")
 
 
 class _Row(NamedTuple):
-    """A metric, ``driftpoint_`` before its name. buckets: of a histogram.
+    """A metric; its name is prefixed by ``driftpoint_``.
 
-    served: values of its one label that are served from the beginning. Prometheus sees no increase in a series that
-    appears with its first count."""
+    The values ``served`` of its only label have series from the start, since Prometheus sees no increase in a series
+    that appears with its first count."""
 
     kind: type[Counter | Gauge | Histogram]
     name: str
@@ -87,24 +78,14 @@ class _Row(NamedTuple):
 
 _TABLE = (
     # Layers
-    _Row(
-        Gauge,
-        "layer_drift_ratio",
-        "Relative distance of the live state to what a resume would give back, at the last decision",
-        _UNIT,
-    ),
+    _Row(Gauge, "layer_drift_ratio", "Relative distance from the live to the committed state, at a decision", _UNIT),
     _Row(Gauge, "layer_staleness_steps", "Steps since the newest committed version", _UNIT),
-    _Row(
-        Gauge,
-        "layer_drift_jump_ratio",
-        "Drift of weights against what this layer and the others are used to; a spike from 4 on",
-        _UNIT,
-    ),
-    _Row(Gauge, "layer_nonfinite", "1 where a layer has NaN or Inf, 0 again when it is saved", ("layer",)),
+    _Row(Gauge, "layer_drift_jump_ratio", "Drift of weights relative to what is usual; a spike from 4 on", _UNIT),
+    _Row(Gauge, "layer_nonfinite", "1 if a layer has NaN or Inf, 0 again once it is saved", ("layer",)),
     _Row(Gauge, "drift_max_ratio", "Largest drift of a moving unit"),
     _Row(Gauge, "staleness_max_steps", "Largest staleness of a moving unit"),
     _Row(Gauge, "nonfinite_layers", "Layers with NaN or Inf"),
-    _Row(Counter, "drift_spikes", "Times that the weights of a layer jumped, an early sign of corruption"),
+    _Row(Counter, "drift_spikes", "Drift spikes of weights, an early sign of corruption"),
     _Row(Gauge, "units", "Layer slots of the job"),
     _Row(Gauge, "units_hidden", "Layer slots without series of their own"),
     # Saves
@@ -115,128 +96,93 @@ _TABLE = (
     _Row(Counter, "failures", "Saves and upkeep that failed", ("reason",), FAILURES),
     _Row(Counter, "units_withheld", "Layer slots held back by the health gate"),
     _Row(Counter, "written_bytes", "Payload bytes committed, all ranks"),
-    _Row(Counter, "avoided_bytes", "Bytes that full saves would have written besides"),
+    _Row(Counter, "avoided_bytes", "Bytes that full saves would have written in addition"),
     _Row(Gauge, "full_save_bytes", "Bytes of a full save, not encoded, all ranks"),
-    _Row(Histogram, "save_duration_seconds", "From the begin of writing to the commit", buckets=_DURATION),
-    _Row(Gauge, "last_commit_step", "Step of the newest commit; after a resume that it went on from"),
-    _Row(Gauge, "last_commit_timestamp_seconds", "When the newest commit was made; 0: none"),
+    _Row(Histogram, "save_duration_seconds", "Time from the start of writing to the commit", buckets=_DURATION),
+    _Row(Gauge, "last_commit_step", "Step of the newest commit, or of the one that the job resumed"),
+    _Row(Gauge, "last_commit_timestamp_seconds", "Time of the newest commit; 0: none"),
     # Resume
     _Row(Gauge, "epoch", "Epoch of this incarnation of the job"),
-    _Row(Gauge, "attached_timestamp_seconds", "When this incarnation attached to its store"),
-    _Row(Gauge, "resumed_step", "Step that this job went on from"),
-    _Row(
-        Gauge,
-        "effective_step",
-        "Step that the resumed weights stand at, on average; that of the commit where none were stale",
-    ),
+    _Row(Gauge, "attached_timestamp_seconds", "Time at which this incarnation attached to its store"),
+    _Row(Gauge, "resumed_step", "Step from which this job resumed"),
+    _Row(Gauge, "effective_step", "Mean step of the resumed weights; that of the commit if none were stale"),
     _Row(Gauge, "resume_fallback_units", "Layer slots resumed from an older version than committed last"),
-    _Row(
-        Gauge,
-        "resume_passed_over_commits",
-        "Commits newer than the one resumed from, passed over as damaged or suspect",
-    ),
+    _Row(Gauge, "resume_passed_over_commits", "Newer commits skipped by the resume as damaged or suspect"),
     _Row(Gauge, "resumed_staleness_steps", "Staleness of the oldest moving layer slot resumed"),
-    _Row(Gauge, "resumed_exact", "1 where what was resumed is one step's state to the last bit"),
-    _Row(Gauge, "resumed_from_memory", "1 where this job went on from memory, not from the store"),
-    _Row(Gauge, "resumed_from_peer_ranks", "Ranks whose memory this job went on from as another node had kept it"),
+    _Row(Gauge, "resumed_exact", "1 if the resumed state is bitwise that of one step"),
+    _Row(Gauge, "resumed_from_memory", "1 if this job resumed from memory, not from the store"),
+    _Row(Gauge, "resumed_from_peer_ranks", "Ranks resumed from a replica on another node"),
     # Training, decisions and the budget
-    _Row(Gauge, "store_free_bytes", "Bytes that are free on the store's disk"),
+    _Row(Gauge, "store_free_bytes", "Free bytes on the store's disk"),
     _Row(Gauge, "store_size_bytes", "Bytes on the store's disk, free or not; 0: not known"),
     _Row(Gauge, "step", "Step that training has reached"),
-    _Row(Gauge, "step_timestamp_seconds", "When it was reached; 0: none yet"),
+    _Row(Gauge, "step_timestamp_seconds", "Time at which it was reached; 0: none yet"),
     _Row(Gauge, "step_seconds", "Time of a step, median of the last few, without saves"),
     _Row(Counter, "policy_failures", "Decisions at which the policy failed, so that everything was saved"),
     _Row(Counter, "observed_saves", "Saves that policy observe would have begun"),
-    _Row(Counter, "observed_written_bytes", "Bytes that they would have written, all ranks"),
-    _Row(Counter, "observed_avoided_bytes", "Bytes that full saves would have written besides"),
-    _Row(
-        Counter,
-        "preemptions",
-        "Ends of the job that a signal announced, by what of the last step was saved",
-        ("outcome",),
-        ("full", "part", "nothing"),
-    ),
-    _Row(Gauge, "budget_bytes", "Bytes that policy budget may spend now; below 0, what earlier saves overdrew"),
-    _Row(Counter, "budget_overdraft_bytes", "Bytes that bounds or save() demanded beyond what was at hand"),
+    _Row(Counter, "observed_written_bytes", "Bytes that these saves would have written, all ranks"),
+    _Row(Counter, "observed_avoided_bytes", "Bytes that full saves would have written in addition to these"),
+    _Row(Counter, "preemptions", "Announced ends of the job, by how much was saved", ("outcome",), _OUTCOMES),
+    _Row(Gauge, "budget_bytes", "Bytes that policy budget may spend now; below 0 after an overdraft"),
+    _Row(Counter, "budget_overdraft_bytes", "Bytes that bounds or save() required beyond the budget"),
     _Row(Gauge, "decision_interval_steps", "Steps between two decisions"),
     _Row(Gauge, "interruptions", "Interruptions of this run before this incarnation, as every auto counts them"),
     _Row(Gauge, "expected_interruptions_per_hour", "Interruptions that every auto expects in the next hour"),
-    _Row(
-        Gauge,
-        "decision_cost_seconds",
-        "Time that a decision and its save keep training, as every auto takes it",
-    ),
-    _Row(Histogram, "stall_seconds", "Time a decision kept the training thread", buckets=_STALL),
-    _Row(
-        Histogram,
-        "copy_wait_seconds",
-        "Time an optimizer step waited for copies of the state (staging lazy)",
-        buckets=_STALL,
-    ),
+    _Row(Gauge, "decision_cost_seconds", "Time that a decision and its save block training, as every auto counts it"),
+    _Row(Histogram, "stall_seconds", "Time that a decision blocked the training thread", buckets=_STALL),
+    _Row(Histogram, "copy_wait_seconds", "Time an optimizer step waited for copies (staging lazy)", buckets=_STALL),
     # Memory tier
-    _Row(Gauge, "memory_on", "1 where versions are kept in memory, 0 where not, or not any more"),
-    _Row(Gauge, "memory_free_bytes", "Bytes that are free in shared memory"),
-    _Row(Gauge, "memory_size_bytes", "Bytes in shared memory, free or not; 0: not known"),
-    _Row(Gauge, "memory_step", "Step of the newest version in memory that all ranks have"),
-    _Row(Gauge, "memory_timestamp_seconds", "When that version was seen whole"),
-    _Row(Counter, "memory_versions", "Versions kept in memory"),
-    _Row(
-        Histogram,
-        "memory_duration_seconds",
-        "Time from a version's staging to its record in memory, on rank 0",
-        buckets=_DURATION,
-    ),
-    _Row(
-        Gauge,
-        "peer_step",
-        "Step of the newest version in memory that all ranks have a replica of on another node",
-    ),
-    _Row(Gauge, "peer_timestamp_seconds", "When that version was seen replicated"),
-    _Row(Histogram, "peer_duration_seconds", "Time that a version of rank 0 took to its peer", buckets=_DURATION),
+    _Row(Gauge, "memory_on", "1 while snapshots are kept in memory, else 0"),
+    _Row(Gauge, "memory_free_bytes", "Free bytes of shared memory"),
+    _Row(Gauge, "memory_size_bytes", "Bytes of shared memory, free or not; 0: not known"),
+    _Row(Gauge, "memory_step", "Step of the newest snapshot in memory that all ranks have"),
+    _Row(Gauge, "memory_timestamp_seconds", "Time at which that snapshot was seen complete"),
+    _Row(Counter, "memory_versions", "Snapshots kept in memory"),
+    _Row(Histogram, "memory_duration_seconds", "Time to complete a snapshot in memory, rank 0", buckets=_DURATION),
+    _Row(Gauge, "peer_step", "Step of the newest snapshot of which all ranks have a replica on another node"),
+    _Row(Gauge, "peer_timestamp_seconds", "Time at which that snapshot was seen replicated"),
+    _Row(Histogram, "peer_duration_seconds", "Time to send a snapshot of rank 0 to its peer", buckets=_DURATION),
 )
 
 
 class Metrics(SaveListener):
-    """The metric set of a job. Without :meth:`serve` it only counts.
+    """Updates the metrics of a job from its events, and serves them after :meth:`serve`.
 
     Args:
         layer_series: (layer, slot) units with series of their own, see :mod:`monitor.telemetry.layer_metrics`.
-        rank: ranks other than 0 count stalls and failures only.
+        rank: Ranks other than 0 count stalls and failures only.
     """
 
     def __init__(self, layer_series: int = LAYER_SERIES, rank: int = 0) -> None:
         self.registry = CollectorRegistry()
-        self._made = {row.name: _make(row, self.registry) for row in _TABLE}
+        self._metrics = {row.name: _make(row, self.registry) for row in _TABLE}
         self._first = rank == 0
         self.layers = LayerMetrics(self.gauge, self.counter, layer_series)
         self._server: MetricsServer | None = None
         self.port: int | None = None
-        """That it listens on, or listened; None where it could not, or need not."""
+        """Port of the endpoint, also after it closed; None without one."""
         self.url: str | None = None
-        """That a scraper asks."""
+        """URL of the endpoint."""
         self.trouble: str | None = None
-        """Why there is no endpoint, where there should be one."""
+        """Why the endpoint could not be started, or None."""
 
     def counter(self, name: str) -> Counter:
-        """Return the counter ``driftpoint_{name}``."""
-        found = self._made[name]
-        assert isinstance(found, Counter)
-        return found
+        metric = self._metrics[name]
+        assert isinstance(metric, Counter)
+        return metric
 
     def gauge(self, name: str) -> Gauge:
-        """Return the gauge ``driftpoint_{name}``."""
-        found = self._made[name]
-        assert isinstance(found, Gauge)
-        return found
+        metric = self._metrics[name]
+        assert isinstance(metric, Gauge)
+        return metric
 
     def histogram(self, name: str) -> Histogram:
-        """Return the histogram ``driftpoint_{name}``."""
-        found = self._made[name]
-        assert isinstance(found, Histogram)
-        return found
+        metric = self._metrics[name]
+        assert isinstance(metric, Histogram)
+        return metric
 
     def serve(self, host: str, port: int, security: EndpointSecurity | None = None) -> None:
-        """Listen; ``port`` 0 takes a free one. Where that fails, training goes on without an endpoint."""
+        """Start the endpoint; ``port`` 0 chooses a free one. On failure, log a warning and continue without it."""
         try:
             self._server = MetricsServer(self.registry, host, port, security or EndpointSecurity())
             self.port, self.url = self._server.port, self._server.url
@@ -254,7 +200,7 @@ class Metrics(SaveListener):
             _log.error("no metrics endpoint: %s. Training is not affected", error)
 
     def background_failure(self, what: str, error: BaseException) -> None:
-        """Count and log that upkeep failed. what: subject of the message."""
+        """Count a failure of upkeep, and log "``what`` failed"."""
         self.on_background_failure(BackgroundFailureEvent("upkeep", f"{what} failed: {error}", error))
 
     @override
@@ -270,7 +216,7 @@ class Metrics(SaveListener):
     @override
     def on_step(self, step: int, at: float) -> None:
         if self._first:
-            self._reached(step)
+            self._set_step(step)
 
     @override
     def on_policy_failed(self, error: BaseException) -> None:
@@ -281,11 +227,11 @@ class Metrics(SaveListener):
         decided = event.decided
         staleness = {one.unit: one.staleness for one in decided.stats if one.staleness is not None}
         drift = {unit: one for unit, one in decided.drift.items() if one is not None and unit in event.committed}
-        self.layers.know(event.sizes)
+        self.layers.set_units(event.sizes)
         self.gauge("full_save_bytes").set(sum(size.nbytes for size in event.sizes.values()))
-        self.layers.show(drift, staleness)
-        self.layers.judge(event.step, _readings(drift, staleness))
-        self.layers.healthy(decided.drift.keys(), [one.unit for one in decided.stats if not one.finite])
+        self.layers.update(drift, staleness)
+        self.layers.detect_spikes(event.step, _readings(drift, staleness))
+        self.layers.update_health(decided.drift.keys(), [one.unit for one in decided.stats if not one.finite])
 
     @override
     def on_decision(self, event: DecisionEvent) -> None:
@@ -317,11 +263,11 @@ class Metrics(SaveListener):
         self.counter("avoided_bytes").inc(manifest.bytes_avoided)
         self.histogram("save_duration_seconds").observe(event.seconds)
         self.gauge("saves_failed_in_a_row").set(0)
-        self._newest_commit(manifest.step, time.time())
-        self.layers.show(drawn.drift, {record.unit: record.staleness for record in manifest.units})
-        self.layers.judge(manifest.step, _readings(drawn.drift, event.staleness))
+        self._set_newest_commit(manifest.step, time.time())
+        self.layers.update(drawn.drift, {record.unit: record.staleness for record in manifest.units})
+        self.layers.detect_spikes(manifest.step, _readings(drawn.drift, event.staleness))
         fresh = {record.unit for record in manifest.units if record.version == manifest.save}
-        self.layers.healthy(fresh, drawn.dropped)
+        self.layers.update_health(fresh, drawn.dropped)
         self.counter("units_withheld").inc(len(drawn.dropped))
 
     @override
@@ -332,11 +278,11 @@ class Metrics(SaveListener):
         self.gauge("saves_failed_in_a_row").inc()
         self.counter("failures").labels(event.reason).inc()
         if isinstance(event.error, NotFiniteError):
-            self.layers.healthy((), event.error.units)
+            self.layers.update_health((), event.error.units)
 
     @override
     def on_store_check(self, root: Path) -> None:
-        self._show_space("store", root)
+        self._update_space("store", root)
 
     @override
     def on_background_failure(self, event: BackgroundFailureEvent) -> None:
@@ -355,7 +301,7 @@ class Metrics(SaveListener):
             self.gauge("memory_timestamp_seconds").set(time.time())
             self.histogram("memory_duration_seconds").observe(event.seconds)
         self.gauge("memory_on").set(event.on)
-        self._show_space("memory", event.path)
+        self._update_space("memory", event.path)
 
     @override
     def on_replication(self, seconds: Sequence[float], step: int | None) -> None:
@@ -378,10 +324,10 @@ class Metrics(SaveListener):
         self.gauge("resumed_exact").set(certificate.exact)
         self.gauge("resumed_from_memory").set(event.from_memory)
         self.gauge("resumed_from_peer_ranks").set(event.replicas)
-        self._reached(event.step)
-        if event.newest is not None:  # a version in memory does not tell when the commit below it was made
+        self._set_step(event.step)
+        if event.newest is not None:  # the time of the commit below a snapshot in memory is not known
             made = 0.0 if event.from_memory else datetime.fromisoformat(event.created).timestamp()
-            self._newest_commit(event.newest.step, made)
+            self._set_newest_commit(event.newest.step, made)
 
     @override
     def on_preempted(self, event: PreemptedEvent) -> None:
@@ -392,24 +338,23 @@ class Metrics(SaveListener):
         self.close()
 
     def close(self) -> None:
-        """Stop listening."""
         if self._server is not None:
             self._server.close()
             self._server = None
 
-    def _reached(self, step: int) -> None:
+    def _set_step(self, step: int) -> None:
         self.gauge("step").set(step)
         self.gauge("step_timestamp_seconds").set(time.time())
 
-    def _newest_commit(self, step: int, made: float) -> None:
+    def _set_newest_commit(self, step: int, made: float) -> None:
         self.gauge("last_commit_step").set(step)
         self.gauge("last_commit_timestamp_seconds").set(made)
 
-    def _show_space(self, what: str, path: Path) -> None:
-        """Ask the filesystem of ``path``. May block."""
+    def _update_space(self, what: str, path: Path) -> None:
+        """Read the free space of the filesystem of ``path``. May block."""
         try:
             found = os.statvfs(path)
-        except OSError:  # it is not mounted; saves fail then, and report it
+        except OSError:  # not mounted: saves fail and report it
             self.gauge(f"{what}_size_bytes").set(0)
             return
         self.gauge(f"{what}_free_bytes").set(found.f_bavail * found.f_frsize)
@@ -429,7 +374,7 @@ def _make(row: _Row, registry: CollectorRegistry) -> Counter | Gauge | Histogram
 
 
 def _readings(drift: Mapping[Unit, float], staleness: Mapping[Unit, int | None]) -> dict[Unit, DriftReading]:
-    """Return drift and staleness of weights, in which spikes are looked for."""
+    """Return the drift and staleness of weights, in which spikes are detected."""
     return {
         unit: DriftReading(value, age)
         for unit, value in drift.items()

@@ -78,7 +78,7 @@ def main(spec: dict[str, Any]) -> None:
         step += 1
         time.sleep(spec["pause"])
         memory = job.ckpt._memory
-        replicated = None if memory is None else memory._peers.replicated
+        replicated = None if memory is None else memory._replication.replicated
         diary.put(
             "step",
             step=step,

@@ -73,7 +73,7 @@ def test_the_older_of_two_jobs_is_fenced(launched: Launched, rank: int) -> None:
     assert skipped(launched, "fenced", rank) == [None, None, "fenced", "fenced", "fenced"]
     assert commits(launched, "fenced") == [1]
     assert failures(launched, "fenced") == {"FencedError": 1}
-    assert "another job has taken the store over" in launched.output
+    assert "another job has taken over the store" in launched.output
 
 
 @pytest.mark.parametrize("rank", RANKS)

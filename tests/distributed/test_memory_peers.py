@@ -64,7 +64,7 @@ def test_a_lost_node_comes_back_from_its_peer_but_for_what_is_damaged_there(plac
             older += aged and old[name] != new[name]
     assert older and not any(one["exact"] for one in again.of("resumed"))
     assert all("peer" in one["sources"] for one in again.of("resumed"))
-    assert said(again, "2 of its ranks from what peers had kept")
+    assert said(again, "2 of its ranks from replicas on other nodes")
     place.ended_well(again)
 
 

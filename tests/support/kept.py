@@ -42,8 +42,8 @@ def abandoned(one: Job) -> None:
     one.ckpt.flush()
     assert one.ckpt._memory is not None
     one.ckpt._memory._writer.stop()
-    arena = one.ckpt._memory._room.arena
+    arena = one.ckpt._memory._buffers.arena
     assert arena is not None
     arena.close(remove=False)
-    one.ckpt._saver._opened.release()  # type: ignore[union-attr]
+    one.ckpt._saver._session.release()  # type: ignore[union-attr]
     tracer_of(one.ckpt).close(1.0)

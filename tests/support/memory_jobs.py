@@ -32,10 +32,10 @@ def abandoned(one: Job) -> None:
     one.ckpt._saver._writer.stop()  # type: ignore[union-attr]
     assert one.ckpt._memory is not None
     one.ckpt._memory._writer.stop()
-    arena = one.ckpt._memory._room.arena
+    arena = one.ckpt._memory._buffers.arena
     if arena is not None:
         arena.close(remove=False)
-    one.ckpt._saver._opened.release()  # type: ignore[union-attr]
+    one.ckpt._saver._session.release()  # type: ignore[union-attr]
     tracer_of(one.ckpt).close(1.0)
 
 

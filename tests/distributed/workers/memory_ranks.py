@@ -92,12 +92,12 @@ class Life:
         if "peer_seconds" in self.spec:
             monitor.memory.replica_client._SILENCE = self.spec["peer_seconds"]
         if memory is not None and rank() == self.spec.get("relayed"):
-            self.relay_server(memory._peers)
+            self.relay_server(memory._replication)
         return ckpt
 
     def relay_server(self, peers: Any) -> None:
         """Others reach this rank through a process that can be stopped: a network that falls silent."""
-        real = peers._opened
+        real = peers._open_server
 
         def opened() -> Any:
             server, problem = real()
@@ -108,7 +108,7 @@ class Life:
             server.endpoint = (family, host, int(self.relay.stdout.readline()))
             return server, problem
 
-        peers._opened = opened
+        peers._open_server = opened
 
     def train(self, trainee: Trainee, ckpt: monitor.Checkpointer, steps: range) -> None:
         for step in steps:
@@ -132,12 +132,12 @@ class Life:
 
     def replicated(self, memory: monitor.memory.tier.MemoryTier) -> None:
         """Until what was sent has arrived, as far as somebody takes it."""
-        sender = memory._peers._sender
+        sender = memory._replication._sender
         if sender is not None:
             sender._writer.join(180)
 
     def sending(self, memory: monitor.memory.tier.MemoryTier) -> bool:
-        sender = memory._peers._sender
+        sender = memory._replication._sender
         return sender is not None and sender.busy
 
     def dies_while_keeping(self, when: str) -> None:
@@ -156,7 +156,7 @@ class Life:
         return None if found is None else found.step
 
     def off(self, ckpt: monitor.Checkpointer) -> bool:
-        return ckpt._memory is None or ckpt._memory._off or ckpt._memory._room.arena is None
+        return ckpt._memory is None or ckpt._memory._disabled or ckpt._memory._buffers.arena is None
 
 
 def without_agreement() -> None:
@@ -207,7 +207,7 @@ def second(life: Life) -> None:
         step = ckpt.resume()
         life.results.tell("back", step=step, hashes=hashes(trainee))
         life.train(trainee, ckpt, range(step + 1, step + 5))
-        sender = ckpt._memory._peers._sender
+        sender = ckpt._memory._replication._sender
         life.results.tell("sent_again", save=str(None if sender is None else sender.sent))
     ckpt.save(wait=True)
     ckpt.close()

@@ -112,9 +112,9 @@ def test_layers_beyond_the_limit_are_counted_and_told(tmp_path: Path, caplog: py
 def test_ten_thousand_layers_are_no_burden() -> None:
     metrics = Metrics(layer_series=512)
     units = [Unit(f"experts.{i}", slot) for i in range(10_000) for slot in ("fp32", "exp_avg", "exp_avg_sq")]
-    metrics.layers.know(units)
-    metrics.layers.show(dict.fromkeys(units, 0.5), dict.fromkeys(units, 3))
-    metrics.layers.healthy(units, [units[1]])
+    metrics.layers.set_units(units)
+    metrics.layers.update(dict.fromkeys(units, 0.5), dict.fromkeys(units, 3))
+    metrics.layers.update_health(units, [units[1]])
     samples = [sample for family in metrics.registry.collect() for sample in family.samples]
     assert len([one for one in samples if one.name == "driftpoint_layer_drift_ratio"]) <= 512
     assert len([one for one in samples if "layer" in one.labels]) <= 3 * 512
@@ -123,16 +123,16 @@ def test_ten_thousand_layers_are_no_burden() -> None:
 
 def test_layers_that_get_well_and_layers_that_go_have_no_more_series_than_others() -> None:
     def named() -> list[str]:
-        return [one.labels["layer"] for one in next(iter(metrics.layers.layer_sick.collect())).samples]
+        return [one.labels["layer"] for one in next(iter(metrics.layers.layer_nonfinite.collect())).samples]
 
     metrics = Metrics(layer_series=16)
     units = [Unit(f"experts.{i}", "fp32") for i in range(1000)]
-    metrics.layers.know(units)
-    metrics.layers.healthy(units, units)
+    metrics.layers.set_units(units)
+    metrics.layers.update_health(units, units)
     assert len(named()) == 16
-    metrics.layers.healthy(units, [])
-    assert len(named()) == 16 and metrics.layers.sick._value.get() == 0
-    metrics.layers.know([Unit("others.0", "fp32")])
+    metrics.layers.update_health(units, [])
+    assert len(named()) == 16 and metrics.layers.nonfinite._value.get() == 0
+    metrics.layers.set_units([Unit("others.0", "fp32")])
     assert named() == ["others.0"]
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from deploy.supervisor.events import SupervisorMetrics
 from monitor.telemetry.metrics import Metrics
 
-DOCS = Path(__file__).resolve().parents[3] / "docs"
+DOCS = Path(__file__).resolve().parents[4] / "docs"
 
 
 def test_every_metric_is_documented_and_no_other() -> None:

@@ -26,11 +26,6 @@ from tests.support.jobs import Job, same
 from tests.support.kept import abandoned, catalog_of, kept_step, memory, tier_of
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> Path:
-    return tmp_path / "store"
-
-
 def died(store: Path, steps: int = 7, **settings: Any) -> dict[str, torch.Tensor]:
     """A job that committed every fourth step, kept each, and is dead. Its last state."""
     one = Job(store, **{"every": 4, "memory": memory(store), **settings})

@@ -23,13 +23,13 @@ def shown(one: SeriesSelector, of: list[Unit]) -> list[Unit]:
 
 def test_all_are_shown_where_there_is_room() -> None:
     one, all_ = SeriesSelector(512), units(129)
-    assert one.know(all_) == set()
+    assert one.set_units(all_) == set()
     assert shown(one, all_) == all_ and one.hidden == 0
 
 
 def test_of_many_whole_layers_from_first_to_last_are() -> None:
     one, all_ = SeriesSelector(512), units(10_000)
-    one.know(all_)
+    one.set_units(all_)
     found = shown(one, all_)
     assert 440 <= len(found) <= 448, "seven eighths of the places"
     assert one.hidden == len(all_) - len(found)
@@ -42,23 +42,23 @@ def test_of_many_whole_layers_from_first_to_last_are() -> None:
 
 def test_what_stands_out_gets_a_place_and_keeps_it() -> None:
     one, all_ = SeriesSelector(64), units(1000)
-    one.know(all_)
+    one.set_units(all_)
     before = set(shown(one, all_))
     for unit in all_[1:400]:
-        one.stood_out(unit)
+        one.add(unit)
     after = shown(one, all_)
     assert before < set(after) and len(after) == 64
-    one.know(all_)
+    one.set_units(all_)
     assert shown(one, all_) == after
-    one.stood_out(Unit("a stranger", "fp32"))
+    one.add(Unit("a stranger", "fp32"))
     assert Unit("a stranger", "fp32") not in one
 
 
 def test_units_that_come_and_go() -> None:
     one = SeriesSelector(30)
-    one.know(units(100))
+    one.set_units(units(100))
     old = shown(one, units(100))
-    gone = one.know(units(50))
+    gone = one.set_units(units(50))
     assert gone == {unit for unit in old if unit not in set(units(50))}
     assert set(shown(one, units(100))) >= {unit for unit in old if unit in set(units(50))}
 
@@ -68,8 +68,8 @@ def test_there_are_never_more_than_allowed(most: int, sizes: list[int], out: int
     one = SeriesSelector(most)
     for size in sizes:
         all_ = units(size)
-        one.know(all_)
+        one.set_units(all_)
         for unit in all_[:out]:
-            one.stood_out(unit)
+            one.add(unit)
         assert len(one) <= most and one.hidden == len(all_) - len(one)
         assert len(shown(one, all_)) == len(one)

@@ -19,11 +19,6 @@ from tests.support.kept import memory, tier_of
 from tests.support.memory_jobs import abandoned, settled
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> Path:
-    return tmp_path / "store"
-
-
 def test_a_killed_job_goes_on_from_memory_where_that_is_newer(store: Path) -> None:
     one = Job(store, every=4, memory=memory(store))
     one.ckpt.resume()
@@ -135,7 +130,7 @@ def test_on_cuda_versions_are_copied_into_pinned_shared_memory(store: Path, stag
         optimizer.step()
         ckpt.step()
         assert ckpt._memory is not None and ckpt._memory._writer.join(180)
-    assert ckpt._memory._room.pins._pinned
+    assert ckpt._memory._buffers.pins._pinned
     held = scan_node(tier_of(store)).versions
     newest = held[max(held)][0]
     entry = next(one for one in newest.record.part.entries if one.slot == "fp32" and one.fqn == "weight")

@@ -129,11 +129,11 @@ def test_a_save_that_broke_off_teaches_nothing_about_speed(tmp_path: Path) -> No
         files.before = refusing("sync", "segments/")
         job.train(2)
         job.ckpt._saver.settle(job.step, False)
-        assert job.packer._chooser._seen == {}
+        assert job.packer._chooser._costs == {}
         files.before = nothing
         job.train(1)
         job.ckpt._saver.settle(job.step, False)
-        assert set(job.packer._chooser._seen) == {None}
+        assert set(job.packer._chooser._costs) == {None}
 
 
 def test_memory_is_that_of_the_encoded_bases(tmp_path: Path) -> None:

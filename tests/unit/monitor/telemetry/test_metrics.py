@@ -39,8 +39,8 @@ def scrape(metrics: Metrics) -> str:
 def test_names_follow_the_rules_of_prometheus(served: Metrics) -> None:
     """As ``promtool check metrics`` has them: a prefix, base units, ``_total`` on counters and nowhere else."""
     unit = Unit("a", "fp32")
-    served.layers.know([unit])
-    served.layers.show({unit: 0.1}, {unit: 3})
+    served.layers.set_units([unit])
+    served.layers.update({unit: 0.1}, {unit: 3})
     served.counter("saves_skipped").labels("busy").inc()
     served.counter("failures").labels("StorageError").inc()
     served.counter("preemptions").labels("full").inc()

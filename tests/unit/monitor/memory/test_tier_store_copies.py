@@ -19,16 +19,6 @@ from tests.support.kept import catalog_of, memory, tier_of
 from tests.support.memory_jobs import abandoned, kept_steps, run, settled, sources
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> Path:
-    return tmp_path / "store"
-
-
-@pytest.fixture(autouse=True)
-def _seeded() -> None:
-    torch.manual_seed(0)
-
-
 def begun(store: Path, **settings: Any) -> Job:
     return Job(store, **{"every": 4, "memory": memory(store), "resume": {"at": "newest"}, **settings})
 
@@ -61,7 +51,7 @@ def test_a_store_that_was_put_back_is_not_run_ahead_of(store: Path, caplog: pyte
     put_back(store)
     one = begun(store)
     assert one.ckpt.resume() == 4 and sources(one) == {""}
-    assert "before it was restored" in caplog.text
+    assert "from before the store was restored" in caplog.text
     run(one, 2)
     abandoned(one)
     again = begun(store)

@@ -35,16 +35,6 @@ from tests.support.memory_jobs import (
 from tests.support.mounts import tmpfs
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> Path:
-    return tmp_path / "store"
-
-
-@pytest.fixture(autouse=True)
-def _seeded() -> None:
-    torch.manual_seed(0)
-
-
 def place_of(store: Path) -> Generation:
     return tier_of(store).generations()[0]
 
@@ -176,7 +166,7 @@ def test_a_record_that_cannot_be_removed_stays_out_of_training(
         one.model.head.weight[0, 0] = float("nan")
     one.step()
     settled(one)
-    whole = one.ckpt._memory._whole  # type: ignore[union-attr]
+    whole = one.ckpt._memory._newest  # type: ignore[union-attr]
     assert whole is not None
     blocked = place_of(store).record(0, 1 - whole[0])
     blocked.mkdir()
@@ -236,7 +226,7 @@ def test_one_version_survives_one_restart_after_the_other(store: Path, small: Pa
         assert kept is None or same(one.weights(), kept)
         run(one, 3)
         kept, at = one.weights(), at + 3
-        assert not one.ckpt._memory._off  # type: ignore[union-attr]
+        assert not one.ckpt._memory._disabled  # type: ignore[union-attr]
         abandoned(one)
     last = Job(store, every=100, memory=shared, width=WIDE)
     assert last.ckpt.resume() == at

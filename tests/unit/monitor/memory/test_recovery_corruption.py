@@ -36,16 +36,6 @@ from tests.support.memory_jobs import (
 )
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> Path:
-    return tmp_path / "store"
-
-
-@pytest.fixture(autouse=True)
-def _seeded() -> None:
-    torch.manual_seed(0)
-
-
 def place_of(store: Path) -> Generation:
     return tier_of(store).generations()[0]
 

@@ -20,11 +20,6 @@ from tests.support.kept import memory, tier_of
 from tests.support.memory_jobs import abandoned, kept_steps, run, settled, sources, state_in, version
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> Path:
-    return tmp_path / "store"
-
-
 def commits(store: Path) -> list[SaveId]:
     return open_catalog(LocalFiles(store)).saves()
 
@@ -277,7 +272,7 @@ def test_parameters_unfrozen_while_a_save_is_under_way(store: Path, monkeypatch:
     files.before = lambda name, path: released.wait(180) if "segments" in path else None
     for _ in range(3):
         one.step(flush=False)
-    assert one.ckpt._saver.under_way  # type: ignore[union-attr]
+    assert one.ckpt._saver.in_progress  # type: ignore[union-attr]
     one.model.blocks.requires_grad_(True)
     for _ in range(2):
         one.step(flush=False)
