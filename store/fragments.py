@@ -39,29 +39,20 @@ class Span(Protocol):
     """Elements [start, stop) of a flattened (fqn, slot), wherever they are kept."""
 
     @property
-    def fqn(self) -> str:
-        """Full name of the parameter or buffer."""
-        ...
+    def fqn(self) -> str: ...
 
     @property
-    def slot(self) -> str:
-        """The slot."""
-        ...
+    def slot(self) -> str: ...
 
     @property
-    def start(self) -> int:
-        """First element."""
-        ...
+    def start(self) -> int: ...
 
     @property
-    def stop(self) -> int:
-        """One past the last element."""
-        ...
+    def stop(self) -> int: ...
 
     @property
     def dtype(self) -> str:
         """As safetensors names it."""
-        ...
 
 
 S = TypeVar("S", bound=Span)
@@ -77,22 +68,18 @@ class Source:
 
     @property
     def fqn(self) -> str:
-        """Full name of the parameter or buffer."""
         return self.entry.fqn
 
     @property
     def slot(self) -> str:
-        """The slot."""
         return self.entry.slot
 
     @property
     def start(self) -> int:
-        """First element."""
         return self.entry.start
 
     @property
     def stop(self) -> int:
-        """One past the last element."""
         return self.entry.stop
 
     @property
@@ -180,7 +167,6 @@ class Readable(Protocol):
 
     def read_into(self, path: str, offset: int, target: memoryview) -> None:
         """Fill ``target`` from ``offset``. DamagedError where the file ends early, StorageError."""
-        ...
 
 
 def stored_slot(index: FragmentIndex[Source], fragment: Fragment) -> str | None:
@@ -291,7 +277,6 @@ class ReadPlan(Protocol):
 
     def expect(self, path: str, offset: int, nbytes: int) -> None:
         """These bytes will be read soon. Raises nothing."""
-        ...
 
 
 class ReadAhead:

@@ -36,7 +36,6 @@ _RANK_FILE = re.compile(r"rank-(\d{5,8})\.(json|safetensors)\Z")
 
 
 def epoch_path(epoch: int) -> str:
-    """Path of an epoch's record."""
     return f"{EPOCHS}/{epoch:06d}.json"
 
 
@@ -57,12 +56,10 @@ def segment_dir(save: SaveId) -> str:
 
 
 def part_path(save: SaveId, rank: int) -> str:
-    """Path of a rank's part."""
     return f"{segment_dir(save)}/rank-{rank:05d}.json"
 
 
 def payload_path(save: SaveId, rank: int) -> str:
-    """Path of a rank's payload."""
     return f"{segment_dir(save)}/rank-{rank:05d}.safetensors"
 
 
@@ -75,7 +72,6 @@ def parse_rank_file(name: str) -> tuple[int, str] | None:
 
 
 def manifest_path(save: SaveId) -> str:
-    """Path of a manifest."""
     return f"{MANIFESTS}/{save.name}.json"
 
 

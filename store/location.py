@@ -35,7 +35,6 @@ class ObjectUrl(PosixPath):
 
     @property
     def bucket(self) -> str:
-        """The bucket's name."""
         return self.parts[1]
 
     @property
@@ -50,27 +49,21 @@ class ObjectUrl(PosixPath):
         return str(self)
 
     def absolute(self) -> ObjectUrl:
-        """Itself."""
         return self
 
     def resolve(self, strict: bool = False) -> ObjectUrl:  # noqa: ARG002
-        """Itself."""
         return self
 
     def expanduser(self) -> ObjectUrl:
-        """Itself."""
         return self
 
     def exists(self, **_: bool) -> bool:
-        """False: nothing of this machine is there."""
         return False
 
     def is_dir(self, **_: bool) -> bool:
-        """As :meth:`exists`."""
         return False
 
     def is_file(self, **_: bool) -> bool:
-        """As :meth:`exists`."""
         return False
 
 

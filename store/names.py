@@ -54,7 +54,6 @@ class Fragment:
 
     @property
     def stop(self) -> int:
-        """One past the last element."""
         return self.start + self.numel
 
 

@@ -95,7 +95,6 @@ class Version:
 
     @property
     def save(self) -> SaveId:
-        """The save that holds the version."""
         return self.record.version
 
 

@@ -161,17 +161,14 @@ class Entry(Record):
 
     @property
     def unit(self) -> Unit:
-        """The unit that the fragment belongs to."""
         return Unit(self.layer, self.slot)
 
     @property
     def fragment(self) -> Fragment:
-        """The elements that it holds."""
         return Fragment(self.fqn, self.slot, self.start, self.numel)
 
     @property
     def stop(self) -> int:
-        """One past the last element."""
         return self.start + self.numel
 
 
@@ -202,7 +199,6 @@ class MeasureRecord(Record):
 
     @property
     def unit(self) -> Unit:
-        """The unit."""
         return Unit(self.layer, self.slot)
 
 
@@ -228,7 +224,6 @@ class PartRecord(Record):
 
     @property
     def save(self) -> SaveId:
-        """The save that the part belongs to."""
         return SaveId(self.step, self.epoch)
 
 
@@ -283,12 +278,10 @@ class UnitRecord(Record):
 
     @property
     def unit(self) -> Unit:
-        """The unit."""
         return Unit(self.layer, self.slot)
 
     @property
     def version(self) -> SaveId:
-        """The save that holds the version."""
         return SaveId.parse(self.save)
 
 
@@ -315,7 +308,6 @@ class ManifestRecord(Record):
 
     @property
     def save(self) -> SaveId:
-        """The save that the manifest commits."""
         return SaveId(self.step, self.epoch)
 
 

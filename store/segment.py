@@ -45,16 +45,13 @@ class Produced(Protocol):
     @property
     def nbytes(self) -> int:
         """How many there will be; where not ``exact``, at most."""
-        ...
 
     @property
     def exact(self) -> bool:
         """Whether the number is known before they are made."""
-        ...
 
     def pieces(self) -> Iterable[memoryview]:
         """All of them, once. Each piece stands still until the next is asked for; what is raised ends the write."""
-        ...
 
 
 Data = bytes | bytearray | memoryview | Produced
@@ -208,19 +205,14 @@ class RunTensor(Protocol):
     written."""
 
     @property
-    def dtype(self) -> str:
-        """As in safetensors."""
-        ...
+    def dtype(self) -> str: ...
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """Its dimensions."""
-        ...
+    def shape(self) -> tuple[int, ...]: ...
 
     @property
     def data(self) -> Data:
         """In C order, little-endian."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,6 @@ class TracedUnit(_Line):
 
     @property
     def unit(self) -> Unit:
-        """Its name."""
         return Unit(self.layer, self.slot)
 
 

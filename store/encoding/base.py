@@ -172,15 +172,12 @@ class Raw:
     relative_bound: float = 0.0
 
     def applies(self, dtype: str) -> bool:
-        """Any dtype that has a size."""
         return known(dtype)
 
     def stored_bytes(self, numel: int, dtype: str) -> int:
-        """See :class:`store.encoding.base.Encoding`."""
         return numel * itemsize(dtype)
 
     def lanes(self, numel: int, dtype: str) -> tuple[Lane, ...]:
-        """See :class:`store.encoding.base.Encoding`."""
         return (Lane(numel, itemsize(dtype)),)
 
     def encode(self, values: Values) -> Bytes:
@@ -193,5 +190,4 @@ class Raw:
         return data
 
     def error_bound(self, values: Values) -> NDArray[np.float64]:
-        """Zero everywhere."""
         return np.zeros(values.size)

@@ -80,20 +80,16 @@ class Bf16:
     relative_bound: float = 2.0**-8 * 1.01
 
     def applies(self, dtype: str) -> bool:
-        """F32 only."""
         return dtype == "F32"
 
     def stored_bytes(self, numel: int, dtype: str) -> int:
-        """Two bytes a value."""
         return sum_over_chunks(self, numel, dtype)
 
     def lanes(self, numel: int, dtype: str) -> tuple[Lane, ...]:
-        """See :class:`store.encoding.base.Encoding`."""
         check_applies(self, dtype)
         return (Lane(numel, 2),)
 
     def encode(self, values: Values) -> Bytes:
-        """See :class:`store.encoding.base.Encoding`."""
         checked = check_float32(self, values)
         check_rounds(self, checked)
         bits = checked.view("<u4")
@@ -103,7 +99,6 @@ class Bf16:
         return halves.view(np.uint8)
 
     def decode(self, data: Bytes, numel: int, dtype: str) -> Values:
-        """float32 values, exactly the bfloat16 ones."""
         check_size(self, data, numel, dtype)
         halves = data.view("<u2")
         check_finite(self, halves)
@@ -129,20 +124,16 @@ class Bf16Int8:
     relative_bound: float = 2.0**-15 * 1.01
 
     def applies(self, dtype: str) -> bool:
-        """F32 only."""
         return dtype == "F32"
 
     def stored_bytes(self, numel: int, dtype: str) -> int:
-        """Three bytes a value."""
         return sum_over_chunks(self, numel, dtype)
 
     def lanes(self, numel: int, dtype: str) -> tuple[Lane, ...]:
-        """See :class:`store.encoding.base.Encoding`."""
         check_applies(self, dtype)
         return Lane(numel, 2), Lane(numel, 1)
 
     def encode(self, values: Values) -> Bytes:
-        """See :class:`store.encoding.base.Encoding`."""
         checked = check_float32(self, values)
         check_rounds(self, checked)
         bits = checked.view("<u4")
@@ -158,7 +149,6 @@ class Bf16Int8:
         return data
 
     def decode(self, data: Bytes, numel: int, dtype: str) -> Values:
-        """float32 values."""
         check_size(self, data, numel, dtype)
         highs, lows = _split(data, numel)
         check_finite(self, highs)

@@ -133,19 +133,15 @@ class Int8SqrtBlock:
     relative_bound: float = 0.064
 
     def applies(self, dtype: str) -> bool:
-        """F32 only."""
         return dtype == "F32"
 
     def stored_bytes(self, numel: int, dtype: str) -> int:
-        """One byte a value and four a block."""
         return sum_over_chunks(self, numel, dtype)
 
     def lanes(self, numel: int, dtype: str) -> tuple[Lane, ...]:
-        """See :class:`store.encoding.base.Encoding`."""
         return block_lanes(self, numel, dtype)
 
     def encode(self, values: Values) -> Bytes:
-        """See :class:`store.encoding.base.Encoding`."""
         checked = check_float32(self, values)
         data = np.empty(lanes_bytes(self.lanes(checked.size, "F32")), np.uint8)
         codes, scales = split_lanes(data, checked.size)
@@ -177,7 +173,6 @@ class Int8SqrtBlock:
         return scale
 
     def decode(self, data: Bytes, numel: int, dtype: str) -> Values:
-        """float32 values, none negative."""
         check_size(self, data, numel, dtype)
         codes, scales = split_lanes(data, numel)
         check_scales(self, scales, LEAST_SQRT_SCALE, MOST_SQRT_SCALE)
@@ -233,19 +228,15 @@ class Int8Block:
     relative_bound: float = 0.032
 
     def applies(self, dtype: str) -> bool:
-        """F32 only."""
         return dtype == "F32"
 
     def stored_bytes(self, numel: int, dtype: str) -> int:
-        """One byte a value and four a block."""
         return sum_over_chunks(self, numel, dtype)
 
     def lanes(self, numel: int, dtype: str) -> tuple[Lane, ...]:
-        """See :class:`store.encoding.base.Encoding`."""
         return block_lanes(self, numel, dtype)
 
     def encode(self, values: Values) -> Bytes:
-        """See :class:`store.encoding.base.Encoding`."""
         checked = check_float32(self, values)
         data = np.empty(lanes_bytes(self.lanes(checked.size, "F32")), np.uint8)
         codes, scales = split_lanes(data, checked.size)
@@ -267,7 +258,6 @@ class Int8Block:
         return np.where(scale < LEAST_SCALE, np.float32(0), scale)
 
     def decode(self, data: Bytes, numel: int, dtype: str) -> Values:
-        """float32 values."""
         check_size(self, data, numel, dtype)
         codes, scales = split_lanes(data, numel)
         check_scales(self, scales, LEAST_SCALE, MOST_SCALE)

@@ -172,14 +172,12 @@ class Encoded:
 
     @property
     def nbytes(self) -> int:
-        """See :class:`store.segment.Produced`."""
         if self.packing is None:
             return self.encoding.stored_bytes(self.numel, self.dtype)
         return packed_bound(self.encoding, self.numel, self.dtype)
 
     @property
     def exact(self) -> bool:
-        """See :class:`store.segment.Produced`."""
         return self.packing is None
 
     def pieces(self) -> Iterator[memoryview]:

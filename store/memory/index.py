@@ -127,7 +127,6 @@ class Payload(Protocol):
 
     def read(self, offset: int, target: memoryview) -> None:
         """Fill ``target`` from ``offset``. StorageError; MissingError where asking again would be no use."""
-        ...
 
 
 Piece = tuple[int, int, int]
@@ -157,7 +156,6 @@ class MemoryVersion:
 
     @property
     def save(self) -> SaveId:
-        """What it is called."""
         return self.manifest.save
 
 

@@ -50,12 +50,10 @@ class Tier:
 
     @property
     def home(self) -> Path:
-        """Of this user."""
         return home(self.base)
 
     @property
     def folder(self) -> Path:
-        """Of this store."""
         return self.home / self.store_id
 
     def generations(self) -> list[Generation]:
@@ -83,7 +81,6 @@ class Generation:
 
     @property
     def folder(self) -> Path:
-        """Where."""
         return self.tier.folder / (f"{self.epoch:06d}" + (f".{self.branch}" if self.branch else ""))
 
     def make(self) -> None:

@@ -51,7 +51,6 @@ class Overlay:
         return Overlay(self._below, self._version, alone=True)
 
     def list_dir(self, path: str) -> list[str]:
-        """Names in a directory, those of the version among them."""
         if path == self._folder:
             return sorted(name.rpartition("/")[2] for name in (*self._records, *self._ranks) if name.startswith(path))
         if self._alone and path == self._manifest[0]:
@@ -65,7 +64,6 @@ class Overlay:
         return sorted({*names, self._manifest[2]}) if path == self._manifest[0] else names
 
     def size(self, path: str) -> int:
-        """Bytes of a file."""
         if path in self._records:
             return len(self._records[path])
         if path in self._ranks:
@@ -73,18 +71,15 @@ class Overlay:
         return self._below.size(path)
 
     def read(self, path: str, limit: int) -> bytes:
-        """All bytes of a small file."""
         return self._records[path] if path in self._records else self._below.read(path, limit)
 
     def read_into(self, path: str, offset: int, target: memoryview) -> None:
-        """Fill ``target`` from ``offset``. StorageError for a payload that lies on another node."""
         if path not in self._ranks:
             self._below.read_into(path, offset, target)
             return
         self.read_payload(self._ranks[path], offset, target)
 
     def expect(self, path: str, offset: int, nbytes: int) -> None:
-        """See :class:`store.fragments.ReadPlan`; what is in memory need not be fetched."""
         if path not in self._ranks and isinstance(self._below, ReadPlan):
             self._below.expect(path, offset, nbytes)
 
@@ -105,31 +100,24 @@ class Overlay:
         raise StorageError(f"rank {rank}'s memory is on another node")
 
     def create(self, path: str) -> NewFile:
-        """Refused."""
         raise _refused("create", path)
 
     def link(self, source: str, target: str) -> None:  # noqa: ARG002
-        """Refused."""
         raise _refused("link", target)
 
     def rename(self, source: str, target: str) -> None:  # noqa: ARG002
-        """Refused."""
         raise _refused("rename", source)
 
     def unlink(self, path: str) -> None:
-        """Refused."""
         raise _refused("unlink", path)
 
     def make_dir(self, path: str) -> bool:
-        """Refused."""
         raise _refused("make", path)
 
     def remove_dir(self, path: str) -> None:
-        """Refused."""
         raise _refused("remove", path)
 
     def sync_dir(self, path: str) -> None:
-        """Refused."""
         raise _refused("sync", path)
 
 

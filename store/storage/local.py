@@ -25,19 +25,15 @@ class NewFile(Protocol):
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         """Append all of ``data``."""
-        ...
 
     def write_at(self, offset: int, data: bytes | bytearray | memoryview) -> None:
         """Overwrite bytes that were written before, from ``offset``. ValueError beyond what was written."""
-        ...
 
     def sync(self) -> None:
         """Return when the bytes would survive a power loss."""
-        ...
 
     def close(self) -> None:
         """Give the descriptor back."""
-        ...
 
 
 class Files(Protocol):
@@ -45,47 +41,36 @@ class Files(Protocol):
 
     def create(self, path: str) -> NewFile:
         """Open a new file for writing. ExistsError where the name is taken."""
-        ...
 
     def link(self, source: str, target: str) -> None:
         """Give the file a second name. ExistsError where it is taken: this is how nothing gets replaced."""
-        ...
 
     def rename(self, source: str, target: str) -> None:
         """Move a file, replacing the target."""
-        ...
 
     def unlink(self, path: str) -> None:
         """Remove one name of a file. MissingError where there is none."""
-        ...
 
     def make_dir(self, path: str) -> bool:
         """Make one directory; False where it was there already."""
-        ...
 
     def remove_dir(self, path: str) -> None:
         """Remove an empty directory."""
-        ...
 
     def sync_dir(self, path: str) -> None:
         """Return when the names in the directory would survive a power loss. ``""`` is the root."""
-        ...
 
     def list_dir(self, path: str) -> list[str]:
         """Names in the directory, sorted. MissingError where it is not there."""
-        ...
 
     def size(self, path: str) -> int:
         """Bytes in a regular file. MissingError where there is none."""
-        ...
 
     def read(self, path: str, limit: int) -> bytes:
         """A whole small file. DamagedError where it is larger than ``limit`` bytes."""
-        ...
 
     def read_into(self, path: str, offset: int, target: memoryview) -> None:
         """Fill ``target`` from ``offset``. DamagedError where the file ends early."""
-        ...
 
 
 @runtime_checkable
@@ -96,15 +81,12 @@ class WholeFiles(Protocol):
         """Write a file under a name that must be free; durable on return. ExistsError where another file has it.
 
         patched: ``fill`` may call ``write_at``. most: bytes that a payload may come to; 0: a record."""
-        ...
 
     def replace(self, path: str, data: bytes) -> None:
         """Write or replace a small file; durable on return."""
-        ...
 
     def unlink_all(self, paths: Sequence[str]) -> None:
         """Remove files, those of them that are there, in no order."""
-        ...
 
 
 class LocalFiles:
@@ -114,23 +96,19 @@ class LocalFiles:
         self.root = Path(root).absolute()
 
     def create(self, path: str) -> NewFile:
-        """See :class:`Files`."""
         with self._told("create", path):
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
             return _LocalNewFile(os.open(self._at(path), flags, 0o644), str(self.root / path))
 
     def link(self, source: str, target: str) -> None:
-        """See :class:`Files`."""
         with self._told("link", target):
             os.link(self._at(source), self._at(target), follow_symlinks=False)
 
     def rename(self, source: str, target: str) -> None:
-        """See :class:`Files`."""
         with self._told("rename", target):
             os.replace(self._at(source), self._at(target))  # noqa: PTH105 - a string: this runs by the ten thousand
 
     def unlink(self, path: str) -> None:
-        """See :class:`Files`."""
         with self._told("unlink", path):
             os.unlink(self._at(path))  # noqa: PTH108
 
@@ -146,29 +124,24 @@ class LocalFiles:
             return True
 
     def remove_dir(self, path: str) -> None:
-        """See :class:`Files`."""
         with self._told("rmdir", path):
             os.rmdir(self._directory_at(path))  # noqa: PTH106
 
     def sync_dir(self, path: str) -> None:
-        """See :class:`Files`."""
         with self._told("fsync directory", path):
             _sync_directory(self._directory_at(path))
 
     def list_dir(self, path: str) -> list[str]:
-        """See :class:`Files`."""
         with self._told("list", path):
             return sorted(os.listdir(self._directory_at(path)))  # noqa: PTH208 - names, not paths
 
     def size(self, path: str) -> int:
-        """See :class:`Files`."""
         with self._told("stat", path):
             status = os.lstat(self._at(path))
         self._require_regular(status, path)
         return status.st_size
 
     def read(self, path: str, limit: int) -> bytes:
-        """See :class:`Files`."""
         with self._opened(path) as descriptor:
             size = os.fstat(descriptor).st_size
             if size > limit:
@@ -178,12 +151,10 @@ class LocalFiles:
             return bytes(data)
 
     def read_into(self, path: str, offset: int, target: memoryview) -> None:
-        """See :class:`Files`."""
         with self._opened(path) as descriptor:
             _fill(descriptor, offset, target, self.root / path)
 
     def expect(self, path: str, offset: int, nbytes: int) -> None:
-        """See :class:`store.fragments.ReadPlan`: the kernel reads it into the page cache."""
         with suppress(StorageError, DamagedError), self._opened(path) as descriptor:
             os.posix_fadvise(descriptor, offset, nbytes, os.POSIX_FADV_WILLNEED)
 

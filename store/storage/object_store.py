@@ -118,7 +118,6 @@ class ObjectFiles:
         self._prefix = f"{prefix}/" if prefix else ""
 
     def put_new(self, path: str, fill: Callable[[NewFile], None], *, patched: bool, most: int) -> None:
-        """See :class:`store.storage.local.WholeFiles`."""
         file = NewObject(self._bucket, self._key(path), patched=patched, most=most)
         try:
             fill(file)
@@ -127,7 +126,6 @@ class ObjectFiles:
             file.close()
 
     def replace(self, path: str, data: bytes) -> None:
-        """See :class:`store.storage.local.WholeFiles`."""
         self._bucket.replace(self._key(path), data)
 
     def require_conditional_puts(self) -> None:
@@ -143,15 +141,12 @@ class ObjectFiles:
         )
 
     def create(self, path: str) -> NewFile:
-        """Refused: files are put whole."""
         raise self._refused("create", path)
 
     def link(self, source: str, target: str) -> None:  # noqa: ARG002
-        """Refused."""
         raise self._refused("link", target)
 
     def rename(self, source: str, target: str) -> None:  # noqa: ARG002
-        """Refused."""
         raise self._refused("rename", target)
 
     def unlink(self, path: str) -> None:
@@ -159,7 +154,6 @@ class ObjectFiles:
         self._bucket.delete([self._key(path)])
 
     def unlink_all(self, paths: Sequence[str]) -> None:
-        """See :class:`store.storage.local.WholeFiles`."""
         self._bucket.delete([self._key(path) for path in paths])
 
     def make_dir(self, path: str) -> bool:
@@ -176,12 +170,10 @@ class ObjectFiles:
         self._checked(path)
 
     def list_dir(self, path: str) -> list[str]:
-        """See :class:`store.storage.local.Files`; empty where there is nothing."""
         self._checked(path)
         return self._bucket.names(f"{self._prefix}{path}/" if path else self._prefix)
 
     def size(self, path: str) -> int:
-        """See :class:`store.storage.local.Files`."""
         return self._bucket.size(self._key(path))
 
     def modified(self, path: str) -> float:
@@ -194,14 +186,12 @@ class ObjectFiles:
         return self._bucket.options.part_bytes()
 
     def read(self, path: str, limit: int) -> bytes:
-        """See :class:`store.storage.local.Files`."""
         data = self._bucket.get(self._key(path), limit)
         if data is None:
             raise DamagedError(f"{self.root}/{path} has more than the {limit} bytes such a file can have")
         return data
 
     def read_into(self, path: str, offset: int, target: memoryview) -> None:
-        """See :class:`store.storage.local.Files`."""
         self._reader.read_into(self._key(path), offset, target)
 
     def _key(self, path: str) -> str:

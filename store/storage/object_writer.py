@@ -35,7 +35,6 @@ class NewObject:
         self._size = 0
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        """See :class:`store.storage.local.NewFile`."""
         self._require_open("write")
         view = memoryview(data)
         flat = view.cast("B") if view.nbytes else memoryview(b"")
@@ -50,7 +49,6 @@ class NewObject:
             self._large.write(flat)
 
     def write_at(self, offset: int, data: bytes | bytearray | memoryview) -> None:
-        """See :class:`store.storage.local.NewFile`."""
         flat = memoryview(data).cast("B") if memoryview(data).nbytes else memoryview(b"")
         if offset < 0 or offset + len(flat) > self._size:
             raise ValueError(f"bytes {offset} to {offset + len(flat)} of {self._key} were never written")
@@ -63,7 +61,6 @@ class NewObject:
             raise ValueError(f"{self._key} was begun as one whose bytes are not written again")
 
     def sync(self) -> None:
-        """Nothing yet: :meth:`publish` returns when all is durable."""
         self._require_open("sync")
 
     def close(self) -> None:
