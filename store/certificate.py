@@ -27,7 +27,7 @@ from store.schema import GroupRecord
 
 
 @dataclass(frozen=True)
-class Aged:
+class LayerAge:
     """One layer's weights in a composite.
 
     numel: elements. staleness: steps behind the newest; below 0 where ahead of it (in a merge of several sources).
@@ -38,27 +38,27 @@ class Aged:
     moved: float | None
 
 
-Rule = Callable[[Sequence[Aged]], float]
+Rule = Callable[[Sequence[LayerAge]], float]
 """Mean staleness in steps, between 0 and that of the oldest (or, where all are ahead, of the newest)."""
 
 
-def newest(weights: Sequence[Aged]) -> float:
+def newest(weights: Sequence[LayerAge]) -> float:
     """Nothing is stale: the newest step counts, whatever lacks updates."""
     del weights
     return 0.0
 
 
-def oldest(weights: Sequence[Aged]) -> float:
+def oldest(weights: Sequence[LayerAge]) -> float:
     """The most stale weights count: no layer's progress is skipped, that of all others is done again."""
     return float(max((one.staleness for one in weights), default=0))
 
 
-def by_elements(weights: Sequence[Aged]) -> float:
+def by_elements(weights: Sequence[LayerAge]) -> float:
     """The mean over all elements."""
     return _mean(weights, [1.0] * len(weights))
 
 
-def by_pace(weights: Sequence[Aged]) -> float:
+def by_pace(weights: Sequence[LayerAge]) -> float:
     """The mean over all elements, weighted by each layer's pace: how far a step moves it, relative to its norm.
 
     Drift alone would not do: what is fresh has none, so it would not count, and one stale layer of a hundred would
@@ -81,7 +81,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
 """By name, for comparisons; a resume uses :func:`by_pace`."""
 
 
-def effective_step(step: int, weights: Sequence[Aged], rule: Rule = by_pace) -> float:
+def effective_step(step: int, weights: Sequence[LayerAge], rule: Rule = by_pace) -> float:
     """Where a composite of ``step`` stands: ``step`` itself where no weights are stale."""
     return step - rule(weights)
 
@@ -101,11 +101,11 @@ def run_saves(resolution: Resolution, effective: float) -> dict[SaveId, GroupRec
     return {save: found[save] for save in ordered[: ordered.index(own) + 1]}
 
 
-def _pace(one: Aged) -> float | None:
+def _pace(one: LayerAge) -> float | None:
     return None if one.moved is None or one.staleness <= 0 else one.moved / one.staleness
 
 
-def _mean(weights: Sequence[Aged], shares: Sequence[float]) -> float:
+def _mean(weights: Sequence[LayerAge], shares: Sequence[float]) -> float:
     """0 where nothing has any share; exact sums, so that the order of layers does not matter."""
     total = math.fsum(one.numel * share for one, share in zip(weights, shares, strict=True))
     if total == 0.0:
@@ -172,12 +172,12 @@ class Certificate:
     @property
     def max_error(self) -> float | None:
         """What encoding lost at most, over all units; None where any is unknown."""
-        return most(unit.error for unit in self.units)
+        return max_or_none(unit.error for unit in self.units)
 
     @property
     def max_drift(self) -> float | None:
         """Over moving units; None where any of them is unknown."""
-        return most(unit.drift for unit in self.units if unit.moving)
+        return max_or_none(unit.drift for unit in self.units if unit.moving)
 
     @property
     def effective_step(self) -> float:
@@ -186,7 +186,7 @@ class Certificate:
 
     def effective_by(self, rule: Rule) -> float:
         """The same by another rule, for comparisons."""
-        return effective_step(self.step, [_aged(unit) for unit in self.units if unit.slot == WEIGHTS], rule)
+        return effective_step(self.step, [_layer_age(unit) for unit in self.units if unit.slot == WEIGHTS], rule)
 
     def as_json(self) -> dict[str, Any]:
         """JSON object, bounds included."""
@@ -199,7 +199,7 @@ class Certificate:
         return {**asdict(self), **bounds}
 
 
-def most(values: Iterable[float | None]) -> float | None:
+def max_or_none(values: Iterable[float | None]) -> float | None:
     """The largest, 0 of none; None where any of them is unknown."""
     found = list(values)
     known = [value for value in found if value is not None]
@@ -212,7 +212,7 @@ def is_lossy(encoding: str) -> bool:
     return known is None or not known.lossless
 
 
-def from_memory(certificate: Certificate, save: SaveId, replicas: Collection[Unit] = ()) -> Certificate:
+def mark_memory_sources(certificate: Certificate, save: SaveId, replicas: Collection[Unit] = ()) -> Certificate:
     """The same, with what was read from the version ``save`` in memory marked as such. replicas: of these units
     something was read from what peers had kept."""
     marked = [
@@ -257,8 +257,8 @@ def _certified(step: int, version: Version) -> CertifiedUnit:
     )
 
 
-def _aged(unit: CertifiedUnit) -> Aged:
-    return Aged(unit.numel, unit.staleness, _moved(unit.drift, unit.error))
+def _layer_age(unit: CertifiedUnit) -> LayerAge:
+    return LayerAge(unit.numel, unit.staleness, _moved(unit.drift, unit.error))
 
 
 def _moved(drift: float | None, error: float | None) -> float | None:

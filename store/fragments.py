@@ -27,7 +27,7 @@ import xxhash
 
 from store.encoding import encoding_named
 from store.encoding.base import Values, chunk_sizes
-from store.encoding.stream import Stored, encoded_chunks
+from store.encoding.stream import BaseEntry, encoded_chunks
 from store.errors import DamagedError, StorageError
 from store.layout import payload_path
 from store.names import FROZEN, WEIGHTS, Fragment, SaveId
@@ -195,7 +195,7 @@ class FragmentReader:
         DamagedError, perhaps after the last chunk, where stored bytes are not what was written; StorageError."""
         entry = self._source.entry
         encoding, state = encoding_named(entry.encoding), xxhash.xxh3_128()
-        base = None if self._base is None else Stored(self._base.read, self._base.packed)
+        base = None if self._base is None else BaseEntry(self._base.read, self._base.packed)
         try:
             encoded = encoded_chunks(
                 self._own.read, entry.numel, entry.dtype, encoding, packed=self._own.packed, base=base

@@ -31,22 +31,22 @@ Key = tuple[str, str, str, int, int, str, str]
 def with_bases(stored: Sequence[tuple[PartRecord, Entry]], groups: Iterable[LoadedGroup]) -> tuple[Source, ...]:
     """Stored fragments of one unit, each with its base from ``groups``. DamagedError where one is not to be found."""
     units = {entry.unit for _, entry in stored if entry.base is not None}
-    bases = stored_whole(pair for group in groups for unit in units for pair in group.by_unit.get(unit, ()))
+    bases = index_bases(pair for group in groups for unit in units for pair in group.by_unit.get(unit, ()))
     return tuple(Source(part, entry, _base_of(part, entry, bases)) for part, entry in stored)
 
 
-def stored_whole(stored: Iterable[tuple[PartRecord, Entry]]) -> dict[Key, Source]:
+def index_bases(stored: Iterable[tuple[PartRecord, Entry]]) -> dict[Key, Source]:
     """The fragments that may be bases, by the :func:`base_key` of those that are differences to them."""
     return {whole_key(part, entry): Source(part, entry) for part, entry in stored if entry.base is None}
 
 
 def base_key(entry: Entry) -> Key | None:
-    """Where :func:`stored_whole` has what the entry is the difference to. None where it is stored whole itself."""
+    """Where :func:`index_bases` has what the entry is the difference to. None where it is stored whole itself."""
     return None if entry.base is None else _key(entry.base, entry)
 
 
 def whole_key(part: PartRecord, entry: Entry) -> Key:
-    """Where :func:`stored_whole` has the entry itself."""
+    """Where :func:`index_bases` has the entry itself."""
     return _key(part.save.name, entry)
 
 

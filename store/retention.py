@@ -61,7 +61,7 @@ class Retention:
             raise ConfigError(f"retention.keep_every is {self.keep_every}: give a number of steps, or leave it out")
 
 
-def kept(
+def select_retained(
     saves: Iterable[SaveId], proven: Set[SaveId], retention: Retention, suspects: Set[SaveId] = frozenset()
 ) -> set[SaveId]:
     """The commits to keep of those given. All must be whole: a damaged one must not push out a good one.
@@ -110,7 +110,7 @@ def plan_prune(catalog: Catalog, retention: Retention) -> PrunePlan:
         return PrunePlan(tuple(sorted(commits.readable)), (), (), (), tuple(strange), 0, blocked)
     # Damaged commits do not count as kept ones; but those newer than all whole ones may still be resumed in part.
     newest_whole = max(commits.whole)
-    keep = kept(commits.whole, catalog.proven(), retention, catalog.suspects().saves)
+    keep = select_retained(commits.whole, catalog.proven(), retention, catalog.suspects().saves)
     keep |= {save for save in commits.readable if save > newest_whole}
     keep |= _apart(catalog, commits.whole)
     reachable = {group for save in keep for group in _reached(catalog.manifest(save))}

@@ -23,7 +23,7 @@ import xxhash
 
 from store.encoding import BF16, RAW, encoding_named, itemsize
 from store.encoding.compression import packed_bound
-from store.encoding.stream import PACKING, Encoded
+from store.encoding.stream import PACKING, EncodedEntry
 from store.errors import DamagedError, MissingError, NewerFormatError
 from store.layout import parse_rank_file, part_path, payload_path, segment_dir
 from store.names import SaveId
@@ -39,7 +39,7 @@ _HASHED = 1 << 20
 """Bytes read and hashed at a time, so that hashing finds them in the core's cache."""
 
 
-class Produced(Protocol):
+class StreamedData(Protocol):
     """Bytes that are made while they are written, so that they need not all be in memory."""
 
     @property
@@ -54,7 +54,7 @@ class Produced(Protocol):
         """All of them, once. Each piece stands still until the next is asked for; what is raised ends the write."""
 
 
-Data = bytes | bytearray | memoryview | Produced
+Data = bytes | bytearray | memoryview | StreamedData
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Item:
 
 
 @dataclass(frozen=True)
-class Placed:
+class PayloadPiece:
     """Where an item ended up, and its hash."""
 
     offset: int
@@ -95,7 +95,7 @@ class Payload:
     payload_bytes: int
     header_bytes: int
     header_xxh3_128: str
-    placed: tuple[Placed, ...]
+    placed: tuple[PayloadPiece, ...]
 
 
 def write_payload(
@@ -122,11 +122,13 @@ def write_payload(
     most = len(reserved) + sum(item.nbytes for item in items)
     write_new(files, path, fill, patched=not all(item.exact for item in items), most=most)
     ends = list(accumulate(nbytes for nbytes, _ in found))
-    placed = tuple(Placed(end - nbytes, nbytes, hashed) for end, (nbytes, hashed) in zip(ends, found, strict=True))
+    placed = tuple(
+        PayloadPiece(end - nbytes, nbytes, hashed) for end, (nbytes, hashed) in zip(ends, found, strict=True)
+    )
     return Payload(len(reserved) + (ends[-1] if ends else 0), len(reserved), digest(headers[0]), placed)
 
 
-def read_piece(files: Files, path: str, header_bytes: int, piece: Placed, target: memoryview) -> None:
+def read_piece(files: Files, path: str, header_bytes: int, piece: PayloadPiece, target: memoryview) -> None:
     """Fill ``target`` (exactly ``piece.nbytes`` bytes) and check its hash. DamagedError where it is not right."""
     if target.nbytes != piece.nbytes:
         raise DamagedError(f"{path}: a piece of {piece.nbytes} bytes does not fit where {target.nbytes} are expected")
@@ -188,7 +190,7 @@ PART_LIMIT = 1 << 28
 class StagedFragment:
     """A fragment ready to be written: encoded bytes that stand still until the write returns, or come as it goes.
 
-    Only :class:`store.encoding.stream.Encoded` says how they are packed; all others are written as they are."""
+    Only :class:`store.encoding.stream.EncodedEntry` says how they are packed; all others are written as they are."""
 
     layer: str
     slot: str
@@ -316,7 +318,7 @@ def check_payload_size(files: Files, part: PartRecord) -> None:
 
 def read_entry(files: Files, part: PartRecord, entry: Entry, target: memoryview) -> None:
     """Fill ``target`` (``entry.nbytes`` bytes) with the stored bytes of a fragment, hash checked."""
-    placed = Placed(entry.offset, entry.nbytes, entry.xxh3_128)
+    placed = PayloadPiece(entry.offset, entry.nbytes, entry.xxh3_128)
     read_piece(files, payload_path(part.save, part.rank), part.header_bytes, placed, target)
 
 
@@ -327,7 +329,7 @@ def read_leaves(files: Files, part: PartRecord) -> list[Leaf]:
         if leaf_bytes(tensor.dtype, tensor.shape) != tensor.nbytes:
             raise DamagedError(f"{part_path(part.save, part.rank)}: a run-state tensor has the wrong size")
         data = bytearray(tensor.nbytes)
-        placed = Placed(tensor.offset, tensor.nbytes, tensor.xxh3_128)
+        placed = PayloadPiece(tensor.offset, tensor.nbytes, tensor.xxh3_128)
         read_piece(files, payload_path(part.save, part.rank), part.header_bytes, placed, memoryview(data))
         leaves.append(Leaf(tensor.dtype, tensor.shape, data))
     return leaves
@@ -359,8 +361,8 @@ def _item(fragment: StagedFragment) -> Item:
     return Item(name, dtype, (shape,), fragment.data)
 
 
-def _entry(fragment: StagedFragment, placed: Placed) -> Entry:
-    made = fragment.data if isinstance(fragment.data, Encoded) else None
+def _entry(fragment: StagedFragment, placed: PayloadPiece) -> Entry:
+    made = fragment.data if isinstance(fragment.data, EncodedEntry) else None
     return Entry(
         layer=fragment.layer,
         slot=fragment.slot,
@@ -378,7 +380,7 @@ def _entry(fragment: StagedFragment, placed: Placed) -> Entry:
     )
 
 
-def _state_tensor(leaf: RunTensor, placed: Placed) -> StateTensor:
+def _state_tensor(leaf: RunTensor, placed: PayloadPiece) -> StateTensor:
     return StateTensor(
         dtype=leaf.dtype,
         shape=leaf.shape,

@@ -168,11 +168,11 @@ def to_line(line: Line) -> bytes:
 
 def read_lines(data: Iterable[bytes]) -> Trace:
     """The trace in lines of a file; those that cannot be read are counted."""
-    found = list(each_line(data))
+    found = list(iter_lines(data))
     return Trace(tuple(line for line in found if line is not None), found.count(None))
 
 
-def each_line(data: Iterable[bytes]) -> Iterator[Line | None]:
+def iter_lines(data: Iterable[bytes]) -> Iterator[Line | None]:
     """One after the other, for a trace that is not to be held whole; None for each that cannot be read."""
     return (_line(raw) for raw in data if raw.strip())
 

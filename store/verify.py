@@ -26,7 +26,7 @@ from store.errors import DamagedError, NothingToResumeError, StorageError, Unrea
 from store.fragments import Readable, Source, StoredBytes, check_encoded
 from store.layout import part_path, payload_path
 from store.names import SaveId
-from store.resolve import Key, RejectedVersion, base_key, newest_resumable, resolve, stored_whole, whole_key
+from store.resolve import Key, RejectedVersion, base_key, index_bases, newest_resumable, resolve, whole_key
 from store.schema import Entry, PartRecord
 from store.segment import check_header, read_leaves
 
@@ -39,7 +39,7 @@ class Finding:
     error: DamagedError | StorageError
 
 
-def check_family(files: Readable, base: Source, differences: Sequence[Source]) -> list[Finding]:
+def check_with_differences(files: Readable, base: Source, differences: Sequence[Source]) -> list[Finding]:
     """What is wrong. Nothing is said of differences to a wrong base, but where their own bytes are wrong as well."""
     first, others = _Member(files, base), [_Member(files, source) for source in differences]
     for size in chunk_sizes(base.entry.numel):
@@ -202,7 +202,7 @@ class _Checker:
     def check(self, saves: Sequence[SaveId]) -> None:
         groups = self._reached(saves)
         stored = [(part, entry) for group in groups for part in group.parts.values() for entry in part.entries]
-        self._whole = stored_whole(stored)
+        self._whole = index_bases(stored)
         for part, entry in stored:
             key = base_key(entry)
             if key is not None and key in self._whole:
@@ -258,7 +258,7 @@ class _Checker:
         if key is None:
             source, key = Source(part, entry), whole_key(part, entry)
             differences = self._differences.get(key, []) if self._whole[key].entry is entry else []
-            findings = check_family(self._catalog.files, source, differences)
+            findings = check_with_differences(self._catalog.files, source, differences)
             self._told([source, *differences], findings)
         elif key not in self._whole:  # resolving says so where a commit needs it
             source = Source(part, entry)

@@ -35,11 +35,11 @@ from store.memory.index import (
     NodeIndex,
     Piece,
     RankShare,
-    assembled,
+    assemble_version,
     belonging_to,
-    mixed,
     rank_share,
     scan_node,
+    take_newer_units,
 )
 from store.memory.layout import Tier
 from store.memory.overlay import Overlay
@@ -311,7 +311,7 @@ def _over(
         manifest = _continued(found, newest if older is None else older.save)
         whole = Catalog(Overlay(files, found, manifest), catalog.record)
         return MemoryCandidate(found.save, found.save, whole, replicas, older=None if older is None else older.save)
-    composite = mixed(catalog.manifest(newest), found.manifest)
+    composite = take_newer_units(catalog.manifest(newest), found.manifest)
     if composite is None:
         return None
     return MemoryCandidate(
@@ -337,7 +337,7 @@ def _before(name: str, node: NodeIndex, sights: list[_Sight], disk: _OnDisk | No
     for other in sorted(node.versions, reverse=True):
         if other.epoch == save.epoch and other < save and (newest is None or other > newest):
             try:
-                return assembled(other, [rank_share(node.versions[other])], node)
+                return assemble_version(other, [rank_share(node.versions[other])], node)
             except StoreError:  # not of all ranks
                 continue
     return None
@@ -371,7 +371,7 @@ def _put_together(save: SaveId, node: NodeIndex, group: Group, *, tells: bool) -
     mine = rank_share(node.versions.get(save, {})) if tells else RankShare({}, None)
     shares = [RankShare(*told) for told in group.all_gather((dict(mine.parts), mine.head))]
     try:
-        return assembled(save, shares, node)
+        return assemble_version(save, shares, node)
     except StoreError as error:  # alike on all ranks: it is made of what all of them were told
         _log.warning("memory: %s", error)
         return None

@@ -151,7 +151,7 @@ _ITEMSIZE = {
 }  # fmt: skip
 
 
-def known(dtype: str) -> bool:
+def is_known_dtype(dtype: str) -> bool:
     """Whether this release knows the dtype."""
     return dtype in _ITEMSIZE
 
@@ -172,7 +172,7 @@ class Raw:
     relative_bound: float = 0.0
 
     def applies(self, dtype: str) -> bool:
-        return known(dtype)
+        return is_known_dtype(dtype)
 
     def stored_bytes(self, numel: int, dtype: str) -> int:
         return numel * itemsize(dtype)

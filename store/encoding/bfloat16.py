@@ -58,7 +58,7 @@ def check_rounds(encoding: Encoding, values: NDArray[np.float32]) -> None:
             raise ValuesError(f"{encoding.name} holds no NaN, no infinity and nothing above 3.3961e38")
 
 
-def rounded(bits: NDArray[np.uint32]) -> NDArray[np.uint32]:
+def round_to_bfloat16(bits: NDArray[np.uint32]) -> NDArray[np.uint32]:
     """The upper 16 bits after rounding to nearest, ties to even, right-aligned. Finite results only."""
     half = np.uint32(0x7FFF)
     return (bits + (((bits >> np.uint32(16)) & np.uint32(1)) + half)) >> np.uint32(16)
@@ -95,7 +95,7 @@ class Bf16:
         bits = checked.view("<u4")
         halves = np.empty(bits.size, "<u2")
         for piece in pieces(bits.size):
-            halves[piece] = rounded(bits[piece])
+            halves[piece] = round_to_bfloat16(bits[piece])
         return halves.view(np.uint8)
 
     def decode(self, data: Bytes, numel: int, dtype: str) -> Values:
@@ -140,7 +140,7 @@ class Bf16Int8:
         data = np.empty(lanes_bytes(self.lanes(bits.size, "F32")), np.uint8)
         highs, lows = _split(data, bits.size)
         for piece in pieces(bits.size):
-            high = rounded(bits[piece])
+            high = round_to_bfloat16(bits[piece])
             highs[piece] = high
             # Taking high * 2**16 off first or last is the same: it is an even multiple of 2**8.
             rest = (bits[piece] - (high << 16)).view("<i4")

@@ -49,7 +49,7 @@ def difference(chunk: Bytes, base: Bytes, lanes: Sequence[Lane]) -> Bytes:
     return result
 
 
-def restored(delta: Bytes, base: Bytes, lanes: Sequence[Lane]) -> Bytes:
+def apply_difference(delta: Bytes, base: Bytes, lanes: Sequence[Lane]) -> Bytes:
     """The chunk that ``difference`` was made of, given the same base."""
     result = np.empty_like(delta)
     for zigzag, old, out in _pieces((delta, base, result), lanes):
@@ -137,7 +137,7 @@ def unpack_body(body: memoryview, lanes: Sequence[Lane], base: Bytes | None = No
         start += lane.nbytes
     if at != len(body):
         raise DamagedError(f"a packed chunk has {len(body) - at} bytes more than its planes")
-    return content if base is None else restored(content, base, lanes)
+    return content if base is None else apply_difference(content, base, lanes)
 
 
 def _split(content: Bytes, lanes: Sequence[Lane]) -> Iterator[Bytes]:

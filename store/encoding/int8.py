@@ -96,7 +96,7 @@ def rows(values: Floats) -> Iterator[tuple[slice, slice, Floats]]:
         yield slice(whole, values.size), slice(whole // BLOCK, whole // BLOCK + 1), last
 
 
-def repeated(scales: Floats, blocks: slice, numel: int) -> Floats:
+def scale_per_element(scales: Floats, blocks: slice, numel: int) -> Floats:
     """The scale of each of ``numel`` elements that start with the first of the blocks."""
     return np.repeat(scales[blocks], BLOCK)[:numel]
 
@@ -179,7 +179,9 @@ class Int8SqrtBlock:
         values = np.empty(numel, "<f4")
         for piece in pieces(numel):
             blocks = slice(piece.start // BLOCK, -(-piece.stop // BLOCK))
-            roots = np.multiply(codes[piece], repeated(scales, blocks, piece.stop - piece.start), out=values[piece])
+            roots = np.multiply(
+                codes[piece], scale_per_element(scales, blocks, piece.stop - piece.start), out=values[piece]
+            )
             np.multiply(roots, roots, out=roots)
         return values
 
@@ -267,7 +269,7 @@ class Int8Block:
         values = np.empty(numel, "<f4")
         for piece in pieces(numel):
             blocks = slice(piece.start // BLOCK, -(-piece.stop // BLOCK))
-            np.multiply(signed[piece], repeated(scales, blocks, piece.stop - piece.start), out=values[piece])
+            np.multiply(signed[piece], scale_per_element(scales, blocks, piece.stop - piece.start), out=values[piece])
         return values
 
     def error_bound(self, values: Values) -> NDArray[np.float64]:

@@ -7,7 +7,7 @@ bytes come from a function that reads on, and go to whoever iterates. Each itera
 
 The bytes of an entry that are made while they are written: encoded chunk by chunk, and perhaps packed.
 
-A :class:`store.segment.Produced`. It does not know where values come from nor what becomes of the bytes.
+A :class:`store.segment.StreamedData`. It does not know where values come from nor what becomes of the bytes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Read = Callable[[int], memoryview]
 
 
 @dataclass(frozen=True)
-class Stored:
+class BaseEntry:
     """The bytes of an entry that another one is the difference to. It has no base itself."""
 
     read: Read
@@ -43,7 +43,7 @@ class Packing:
     base: Iterable[Bytes] | None = None
 
 
-def chunked(values: Values) -> Iterator[Values]:
+def iter_chunks(values: Values) -> Iterator[Values]:
     """The chunks of a fragment's values (1-d), as views."""
     for start in range(0, values.size, CHUNK):
         yield values[start : start + CHUNK]
@@ -60,17 +60,17 @@ def split_chunks(encoded: Bytes, encoding: Encoding, numel: int, dtype: str) -> 
         start = stop
 
 
-def encoded(
+def encode_entry(
     chunks: Iterable[Values], encoding: Encoding, numel: int, dtype: str, packing: Packing | None = None
 ) -> Iterator[memoryview]:
-    """The bytes of an entry, a piece a chunk, from the values of each chunk (:func:`chunked`).
+    """The bytes of an entry, a piece a chunk, from the values of each chunk (:func:`iter_chunks`).
 
     ValuesError, maybe after some bytes, where the encoding cannot hold the values: what was written is worthless.
     """
-    return stored((encoding.encode(values) for values in chunks), encoding, numel, dtype, packing)
+    return pack_chunks((encoding.encode(values) for values in chunks), encoding, numel, dtype, packing)
 
 
-def stored(
+def pack_chunks(
     chunks: Iterable[Bytes], encoding: Encoding, numel: int, dtype: str, packing: Packing | None = None
 ) -> Iterator[memoryview]:
     """The bytes of an entry, a piece a chunk, from encoded chunks. ValueError unless they are those of ``numel``."""
@@ -94,8 +94,8 @@ def _next(chunks: Iterator[Bytes], nbytes: int) -> Bytes:
     return chunk
 
 
-def decoded(
-    read: Read, numel: int, dtype: str, encoding: Encoding, *, packed: bool = False, base: Stored | None = None
+def decode_entry(
+    read: Read, numel: int, dtype: str, encoding: Encoding, *, packed: bool = False, base: BaseEntry | None = None
 ) -> Iterator[Values]:
     """The values of a fragment, chunk by chunk: float32 for the lossy encodings, bytes (uint8) for raw.
 
@@ -107,9 +107,9 @@ def decoded(
 
 
 def encoded_chunks(
-    read: Read, numel: int, dtype: str, encoding: Encoding, *, packed: bool = False, base: Stored | None = None
+    read: Read, numel: int, dtype: str, encoding: Encoding, *, packed: bool = False, base: BaseEntry | None = None
 ) -> Iterator[Bytes]:
-    """The encoded chunks of an entry, unpacked but not decoded: what a base cache holds. Errors as ``decoded``.
+    """The encoded chunks of an entry, unpacked but not decoded: what a base cache holds. Errors as ``decode_entry``.
 
     A chunk may be a view of what ``read`` gave, so the bytes it gave must not change.
     """
@@ -124,7 +124,7 @@ def encoded_chunks(
 
 
 def next_chunk(read: Read, lanes: Sequence[Lane], packed: bool, base: Bytes | None = None) -> Bytes:
-    """The next encoded chunk of an entry, of these lanes. base: the same chunk of its base. Errors as ``decoded``."""
+    """Return the next encoded chunk of an entry. ``base`` is the same chunk of its base. Errors as ``decode_entry``."""
     if packed:
         return unpack_body(_exactly(read, frame_length(_exactly(read, FRAME_HEADER), lanes)), lanes, base)
     return np.frombuffer(_exactly(read, lanes_bytes(lanes)), np.uint8)
@@ -148,7 +148,7 @@ PACKING = "planes"
 
 
 @dataclass
-class Encoded:
+class EncodedEntry:
     """A fragment of ``numel`` elements of ``dtype``. chunks: its encoded chunks, made anew with every call.
 
     packing: how to pack them, None where they are written as they are. base: name of the save that the chunks in
@@ -181,9 +181,9 @@ class Encoded:
         return self.packing is None
 
     def pieces(self) -> Iterator[memoryview]:
-        """See :class:`store.segment.Produced`. ValuesError where the encoding cannot hold the values."""
+        """See :class:`store.segment.StreamedData`. ValuesError where the encoding cannot hold the values."""
         self._hash.reset()
-        self.written, made = 0, stored(self._hashed(), self.encoding, self.numel, self.dtype, self.packing)
+        self.written, made = 0, pack_chunks(self._hashed(), self.encoding, self.numel, self.dtype, self.packing)
         while True:
             began = time.perf_counter()
             piece = next(made, None)

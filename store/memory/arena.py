@@ -48,13 +48,13 @@ def boot_seconds() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
-def date(owner: Path) -> None:
+def touch(owner: Path) -> None:
     """What the rank has counts as written now. OSError."""
     now = boot_seconds()
     os.utime(owner, (now, now))
 
 
-def age(place: Generation, rank: int, now: float) -> float:
+def seconds_since_written(place: Generation, rank: int, now: float) -> float:
     """Seconds since a rank's memory was written. now: see :func:`boot_seconds`."""
     written = _changed(place.owner(rank))
     if 0.0 < written <= now:
@@ -260,7 +260,7 @@ class Arena:
 
     def _date(self) -> None:
         with suppress(OSError):  # then the wall's clock has to do
-            date(self._place.owner(self._rank))
+            touch(self._place.owner(self._rank))
 
     def _older(self) -> Sequence[Generation]:
         return [one for one in self._earlier if self._ours(one, self._rank)]

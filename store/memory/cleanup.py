@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from store.memory.arena import age, boot_seconds, date, is_owned
+from store.memory.arena import boot_seconds, is_owned, seconds_since_written, touch
 from store.memory.index import version_in
 from store.memory.layout import SLOTS, Generation, Tier, tiers
 from store.names import SaveId
@@ -36,7 +36,7 @@ def clear_old(base: Path, keep_seconds: float = KEEP_SECONDS, clock: Callable[[]
     clock: see :func:`store.memory.arena.boot_seconds`."""
 
     def old(place: Generation, rank: int) -> bool:
-        return age(place, rank, clock()) > keep_seconds
+        return seconds_since_written(place, rank, clock()) > keep_seconds
 
     return sum(_removed(tier, old) for tier in tiers(base))
 
@@ -48,7 +48,7 @@ def renew(tier: Tier, save: SaveId) -> None:
             for slot in SLOTS:
                 if version_in(place, rank, slot) == save:
                     with suppress(FileNotFoundError):
-                        date(place.owner(rank))
+                        touch(place.owner(rank))
 
 
 def used_bytes(tier: Tier) -> int:

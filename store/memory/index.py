@@ -166,7 +166,7 @@ def rank_share(held: Mapping[int, HeldSnapshot]) -> RankShare:
     return RankShare({rank: one.part for rank, one in held.items()}, head)
 
 
-def assembled(save: SaveId, shares: Iterable[RankShare], node: NodeIndex) -> MemoryVersion:
+def assemble_version(save: SaveId, shares: Iterable[RankShare], node: NodeIndex) -> MemoryVersion:
     """The version that the shares of all nodes make up. DamagedError where they do not make one."""
     parts: dict[int, bytes] = {}
     head: ManifestRecord | None = None
@@ -196,7 +196,7 @@ def assembled(save: SaveId, shares: Iterable[RankShare], node: NodeIndex) -> Mem
     return MemoryVersion(manifest, parts, records, local)
 
 
-def mixed(commit: ManifestRecord, memory: ManifestRecord) -> ManifestRecord | None:
+def take_newer_units(commit: ManifestRecord, memory: ManifestRecord) -> ManifestRecord | None:
     """A commit in which the layers that memory has a newer version of are taken from there; None where it has none.
 
     Only within one epoch, in which steps follow each other: a later one may have gone back and another way."""

@@ -72,13 +72,13 @@ def _limits(folder: Path) -> list[tuple[int, str]]:
         found.append((status.f_bavail * status.f_frsize, "the filesystem has"))
     memory = psutil.virtual_memory()
     found.append((int(memory.available - _SPARE * memory.total), "the machine has, beside what is kept for others,"))
-    group = group_room()
+    group = cgroup_free_bytes()
     if group is not None:
         found.append((group - _AT_ONCE, "the control group may take, beside what is kept for others,"))
     return found
 
 
-def group_room(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int | None:
+def cgroup_free_bytes(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int | None:
     """Bytes left to this process's control group and to those above it; None where there is no limit."""
     with suppress(OSError):
         lines = [line.split(":", 2) for line in own.read_text().splitlines()]

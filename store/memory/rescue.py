@@ -45,7 +45,7 @@ from store.errors import (
 )
 from store.layout import MANIFESTS, manifest_path, part_path, payload_path, segment_dir
 from store.memory.arena import Owner, is_owned
-from store.memory.index import HeldSnapshot, MemoryVersion, assembled, belonging_to, rank_share, scan_node
+from store.memory.index import HeldSnapshot, MemoryVersion, assemble_version, belonging_to, rank_share, scan_node
 from store.memory.layout import Tier, require_own
 from store.memory.overlay import Overlay
 from store.names import SaveId
@@ -98,7 +98,7 @@ class _Source:
 
 @dataclass(frozen=True)
 class _Bytes:
-    """A :class:`store.segment.Produced` of a stored piece of memory."""
+    """A :class:`store.segment.StreamedData` of a stored piece of memory."""
 
     source: _Source
     piece: Entry | StateTensor
@@ -226,7 +226,7 @@ INCOMPLETE = "incomplete"
 
 
 @dataclass(frozen=True)
-class Rescued:
+class RescueResult:
     """What became of it. outcome: ``written``; ``nothing``: memory holds nothing newer than the store; ``incomplete``:
     what it holds is not there of all ranks. why: in words. manifest: of what was written."""
 
@@ -235,7 +235,7 @@ class Rescued:
     manifest: ManifestRecord | None = None
 
 
-def rescue_newest(tier: Tier, catalog: Catalog, *, aborted: Callable[[], bool] = lambda: False) -> Rescued:
+def rescue_newest(tier: Tier, catalog: Catalog, *, aborted: Callable[[], bool] = lambda: False) -> RescueResult:
     """Write the newest version that all ranks have and whose bytes are right, if no commit is as new.
 
     StoreInUseError where a process that owns it lives, or another rescue is under way. FencedError where another job
@@ -275,7 +275,7 @@ def rescue(
     return manifest
 
 
-def owner_of(tier: Tier, rank: int, held: HeldSnapshot) -> Path:
+def owner_path(tier: Tier, rank: int, held: HeldSnapshot) -> Path:
     """What the process that keeps a version holds locked as long as it lives."""
     epoch, _, branch = held.payload.parent.name.partition(".")
     return tier.generation(int(epoch), int(branch or 0)).owner(rank)
@@ -300,7 +300,7 @@ class _Watch:
         require_newest(self._files, self._epoch)
 
 
-def _rescue_newest(tier: Tier, catalog: Catalog, aborted: Callable[[], bool]) -> Rescued:
+def _rescue_newest(tier: Tier, catalog: Catalog, aborted: Callable[[], bool]) -> RescueResult:
     node, newest = belonging_to(scan_node(tier), catalog.files), next(iter(catalog.saves()), None)
     newer = sorted((save for save in node.versions if newest is None or save > newest), reverse=True)
     incomplete, damaged = [], list(node.problems)
@@ -312,19 +312,19 @@ def _rescue_newest(tier: Tier, catalog: Catalog, aborted: Callable[[], bool]) ->
             incomplete.append(f"version {save}: {missing}")
             continue
         try:
-            version = assembled(save, [rank_share(held)], node)
+            version = assemble_version(save, [rank_share(held)], node)
             manifest = rescue(catalog.files, catalog, version, aborted=aborted)
         except DamagedError as error:
             damaged.append(str(error))
             continue
         nbytes = sum(part.payload_bytes for part in version.records.values())
-        return Rescued(WRITTEN, f"wrote version {save} of {len(held)} ranks, {nbytes} bytes", manifest)
+        return RescueResult(WRITTEN, f"wrote version {save} of {len(held)} ranks, {nbytes} bytes", manifest)
     if damaged:
         raise DamagedError("no version in memory is whole: " + listed(damaged, 4, "; "))
     if incomplete:
-        return Rescued(INCOMPLETE, listed(incomplete, 4, "; "))
+        return RescueResult(INCOMPLETE, listed(incomplete, 4, "; "))
     there = "nothing" if not node.versions else f"version {node.newest}"
-    return Rescued(NOTHING, f"memory holds {there}, and the newest commit of the store is {newest or 'none'}")
+    return RescueResult(NOTHING, f"memory holds {there}, and the newest commit of the store is {newest or 'none'}")
 
 
 def _missing(held: Mapping[int, HeldSnapshot]) -> str | None:
@@ -348,7 +348,7 @@ def _locked(tier: Tier) -> Owner:
 
 def _require_dead(tier: Tier, held: Mapping[int, HeldSnapshot]) -> None:
     for rank, one in held.items():
-        if is_owned(owner_of(tier, rank, one)):
+        if is_owned(owner_path(tier, rank, one)):
             raise StoreInUseError(f"rank {rank} of the job that keeps version {one.record.save} lives: it saves itself")
 
 

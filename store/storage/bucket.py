@@ -73,7 +73,7 @@ _SIGNS = (
 """What the library says, where the server says nothing, and what to do then."""
 
 
-def library() -> Any:
+def import_obstore() -> Any:
     """obstore. UnsupportedError, with what to type, where it is not installed."""
     try:
         import obstore
@@ -103,7 +103,7 @@ def is_passing(error: BaseException) -> bool:
     return isinstance(error, found.GenericError | OSError)
 
 
-def told(error: BaseException, verb: str, where: str) -> StorageError:
+def storage_error(error: BaseException, verb: str, where: str) -> StorageError:
     """The error to raise instead. where: bucket and key."""
     text = str(error)
     code = _CODE.search(text)
@@ -131,7 +131,7 @@ def _short(text: str) -> str:
 
 
 def _exceptions() -> Any:
-    return library().exceptions
+    return import_obstore().exceptions
 
 
 MIB = 1 << 20
@@ -174,12 +174,12 @@ class Bucket:
 
     def __init__(self, name: str, options: ObjectOptions) -> None:
         self.name, self.options = name, options
-        self._lib = library()
+        self._lib = import_obstore()
         self._failures = (self._lib.exceptions.BaseError, OSError)
         try:
             self._store = self._opened()
         except (*self._failures, ValueError) as error:
-            raise told(error, "open", self.where("")) from error
+            raise storage_error(error, "open", self.where("")) from error
 
     def where(self, key: str) -> str:
         """An object, for people."""
@@ -193,7 +193,7 @@ class Bucket:
                 self._lib.put(self._store, key, data, mode="create", use_multipart=False)
             except self._failures as error:
                 if not is_taken(error) and not is_passing(error):
-                    raise told(error, "put", self.where(key)) from error
+                    raise storage_error(error, "put", self.where(key)) from error
                 found = self._holds(key, data)
                 if found is False:
                     raise ExistsError(f"cannot put {self.where(key)}: another object is there already") from error
@@ -277,7 +277,7 @@ class Bucket:
 
     def failed(self, error: BaseException, verb: str, key: str) -> StorageError:
         """An error of :meth:`writer` or :meth:`upload` in our words."""
-        return told(error, verb, self.where(key))
+        return storage_error(error, verb, self.where(key))
 
     @property
     def failures(self) -> tuple[type[BaseException], ...]:
@@ -300,7 +300,7 @@ class Bucket:
                 return ask()
             except self._failures as error:
                 if not is_passing(error):
-                    raise told(error, verb, self.where(key)) from error
+                    raise storage_error(error, verb, self.where(key)) from error
                 if time.monotonic() >= deadline:
                     raise self._gave_up(error, verb, key) from error
             time.sleep(pause)
@@ -311,7 +311,7 @@ class Bucket:
 
     def _gave_up(self, error: BaseException, verb: str, key: str) -> StorageError:
         """A refusal that might have passed and did not: never that a name is free or taken."""
-        found = told(error, verb, self.where(key))
+        found = storage_error(error, verb, self.where(key))
         contradicted = "" if type(found) is StorageError else ", and the answers contradict each other"
         return UnreachableError(f"{found}{contradicted}")
 

@@ -23,7 +23,7 @@ from store.names import SaveId, Unit
 from store.resolve import newest_resumable, whole_key
 from store.retention import execute, plan_prune
 from store.schema import Entry, ManifestRecord, PartRecord, digest
-from store.segment import Item, Payload, Placed, read_part
+from store.segment import Item, Payload, PayloadPiece, read_part
 from store.storage.atomic import write_new
 from store.storage.local import Files, NewFile
 from store.verify import verify
@@ -205,7 +205,9 @@ def header_first(
 
     write_new(files, path, fill)
     ends = list(itertools.accumulate(nbytes for nbytes, _ in found))
-    placed = tuple(Placed(end - nbytes, nbytes, hashed) for end, (nbytes, hashed) in zip(ends, found, strict=True))
+    placed = tuple(
+        PayloadPiece(end - nbytes, nbytes, hashed) for end, (nbytes, hashed) in zip(ends, found, strict=True)
+    )
     return Payload(len(header) + ends[-1], len(header), digest(header), placed)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from store.catalog import open_catalog
 from store.commit import commit
-from store.encoding.stream import Encoded
+from store.encoding.stream import EncodedEntry
 from store.errors import DamagedError, NothingToResumeError, SaveError
 from store.layout import part_path, payload_path, segment_dir
 from store.names import SaveId, Unit
@@ -249,10 +249,10 @@ def test_a_manifest_without_its_bases_is_not_committed(job: Job, saves: list[Sav
 class Mixed(Job):
     """One tensor of a unit is stored whole each time, the other as a difference."""
 
-    def _data(self, save: Save, rank: int, unit: Unit, fqn: str) -> bytes | Encoded:
+    def _data(self, save: Save, rank: int, unit: Unit, fqn: str) -> bytes | EncodedEntry:
         data = super()._data(save, rank, unit, fqn)
-        if fqn == "few.1.bias" and isinstance(data, Encoded) and data.base is not None:
-            return Encoded(data.encoding, data.numel, data.dtype, data.chunks)
+        if fqn == "few.1.bias" and isinstance(data, EncodedEntry) and data.base is not None:
+            return EncodedEntry(data.encoding, data.numel, data.dtype, data.chunks)
         return data
 
 
