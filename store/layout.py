@@ -9,7 +9,7 @@ manifests/00000120-000003.json            the commit
 proven/00000120-000003.json               resumed from, and a step succeeded
 suspect/00000120-000003.json              jobs that resumed from it died repeatedly
 LATEST                                    a hint, never trusted
-PROBE                                     in object stores: put once; a second put shows whether If-None-Match is honoured
+PROBE                                     in object stores: put once; a second put tests If-None-Match
 """
 
 from __future__ import annotations

@@ -28,7 +28,6 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-import struct
 import time
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
@@ -40,6 +39,7 @@ from store.memory.layout import BRANCHES, SLOTS, Generation, Tier, VersionRecord
 from store.memory.limits import reserve
 from store.names import SaveId
 from store.schema import to_bytes
+from store.session import locking_process
 from store.storage.local import Files
 
 
@@ -67,9 +67,6 @@ def _changed(path: Path) -> float:
         return path.stat().st_mtime
     return 0.0
 
-
-_FLOCK = "hhqqi4x"
-"""C's struct flock on 64-bit Linux: type, whence, start, length, process."""
 
 _held: dict[Path, int] = {}
 """Process that holds each lock: a forked child has a copy of this, but not of the lock."""
@@ -126,12 +123,11 @@ def is_owned(path: Path) -> bool:
     except OSError:
         return True  # what cannot be told is left alone
     try:
-        answer = fcntl.fcntl(descriptor, fcntl.F_GETLK, struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
+        return locking_process(descriptor) is not None
     except OSError:
         return True
     finally:
         os.close(descriptor)
-    return bool(struct.unpack(_FLOCK, answer)[0] != fcntl.F_UNLCK)
 
 
 _PAGE = mmap.PAGESIZE

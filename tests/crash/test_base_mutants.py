@@ -224,7 +224,7 @@ def stored_at_all(stored: Iterable[tuple[PartRecord, Entry]]) -> dict[Any, Sourc
 CODE_MUTANTS: dict[str, tuple[str, str, object]] = {
     "bases forgotten by a prune": ("BASES", "_reached", reached_without_bases),
     "hash of encoded bytes not checked": ("WRONG BASE", "check_encoded", lambda source, found: None),
-    "a base that is a difference itself": ("CHAIN", "stored_whole", stored_at_all),
+    "a base that is a difference itself": ("CHAIN", "index_bases", stored_at_all),
     "header written before the data is known": ("CONTAINER", "write_payload", header_first),
 }
 

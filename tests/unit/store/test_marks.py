@@ -123,9 +123,9 @@ def test_a_mark_that_cannot_be_read_counts_for_nothing_and_is_told(job: Job, dam
     put(job.files, suspect_path(newest), DAMAGE[damage])
     resolution, notes = newest_resumable(open_catalog(job.files))
     assert resolution.manifest.save == newest
-    assert len(notes) == 1 and "counts for nothing" in notes[0]
+    assert len(notes) == 1 and "is ignored" in notes[0]
     report = verify(open_catalog(job.files))
-    assert not report.ok and report.resumable == newest and "counts for nothing" in report.problems[0]
+    assert not report.ok and report.resumable == newest and "is ignored" in report.problems[0]
 
 
 def test_every_flipped_byte_of_a_mark_is_found(job: Job) -> None:

@@ -209,7 +209,7 @@ def test_what_cannot_be_a_base_is_refused(job: Job, saves: list[SaveId], what: s
     resolution = resolve(open_catalog(job.files), saves[3])
     assert resolution.versions[BF16].save in saves[:2]
     assert {version.save for unit, version in resolution.versions.items() if unit != BF16} == {saves[3]}
-    assert any("not to be found" in problem for problem in resolution.problems)
+    assert any("does not hold them" in problem for problem in resolution.problems)
     assert versions(job) == {unit: saves[0] if unit == BF16 else saves[3] for unit in VARIED.units}
 
 
