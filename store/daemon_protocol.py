@@ -214,7 +214,7 @@ def _require_version(body: dict[str, Any], sender: str) -> None:
     version = body.get("version", VERSION)
     if version != VERSION:
         raise DaemonError(
-            f"{sender} speaks version {version!r} of the daemon's protocol, this release speaks {VERSION}: end the daemon "
+            f"{sender} speaks version {version!r} of the daemon's protocol, this release {VERSION}: end the daemon "
             "with `driftpoint daemon stop`, and let a job of the newer release start it"
         )
 

@@ -1,13 +1,6 @@
-"""Chunked encode/decode of an entry.
+"""Encode and decode the entry of a fragment chunk by chunk, in bounded memory.
 
-A whole fragment, chunk by chunk: values to the bytes of its entry, and back, in bounded memory.
-
-The entry of a fragment holds its encoded chunks, or, packed, one frame for each of them. It does not know files:
-bytes come from a function that reads on, and go to whoever iterates. Each iterator belongs to one thread.
-
-The bytes of an entry that are made while they are written: encoded chunk by chunk, and perhaps packed.
-
-A :class:`store.segment.StreamedData`. It does not know where values come from nor what becomes of the bytes.
+An entry holds the encoded chunks of its fragment, or, packed, one frame for each. Each iterator belongs to one thread.
 """
 
 from __future__ import annotations
@@ -24,12 +17,12 @@ from store.encoding.compression import FRAME_HEADER, frame_length, pack_chunk, p
 from store.errors import DamagedError
 
 Read = Callable[[int], memoryview]
-"""The next so many bytes of an entry; fewer only where it ends."""
+"""Returns the next bytes of an entry, fewer only at its end."""
 
 
 @dataclass(frozen=True)
 class BaseEntry:
-    """The bytes of an entry that another one is the difference to. It has no base itself."""
+    """The stored bytes of a base, which has no base itself."""
 
     read: Read
     packed: bool
@@ -37,20 +30,20 @@ class BaseEntry:
 
 @dataclass(frozen=True)
 class Packing:
-    """How to pack. ``level`` is zstd's; ``base`` gives the encoded chunks to take differences to, in order."""
+    """Packing options. ``level`` is zstd's; ``base`` yields the encoded chunks of the base in order."""
 
     level: int = 1
     base: Iterable[Bytes] | None = None
 
 
 def iter_chunks(values: Values) -> Iterator[Values]:
-    """The chunks of a fragment's values (1-d), as views."""
+    """Yield the chunks of a fragment's values (1-d) as views."""
     for start in range(0, values.size, CHUNK):
         yield values[start : start + CHUNK]
 
 
 def split_chunks(encoded: Bytes, encoding: Encoding, numel: int, dtype: str) -> Iterator[Bytes]:
-    """The encoded chunks of a whole encoded fragment, as views. ValueError if the size does not fit."""
+    """Yield the encoded chunks of a whole encoded fragment as views. Raises ValueError if its size is wrong."""
     if encoded.size != encoding.stored_bytes(numel, dtype):
         raise ValueError(f"{encoded.size} bytes are not {numel} elements of {dtype} stored as {encoding.name}")
     start = 0
@@ -63,9 +56,9 @@ def split_chunks(encoded: Bytes, encoding: Encoding, numel: int, dtype: str) -> 
 def encode_entry(
     chunks: Iterable[Values], encoding: Encoding, numel: int, dtype: str, packing: Packing | None = None
 ) -> Iterator[memoryview]:
-    """The bytes of an entry, a piece a chunk, from the values of each chunk (:func:`iter_chunks`).
+    """Yield the bytes of an entry, a piece for each chunk of values (:func:`iter_chunks`).
 
-    ValuesError, maybe after some bytes, where the encoding cannot hold the values: what was written is worthless.
+    Raises ValuesError, possibly after some bytes, if the encoding cannot hold the values.
     """
     return pack_chunks((encoding.encode(values) for values in chunks), encoding, numel, dtype, packing)
 
@@ -73,7 +66,7 @@ def encode_entry(
 def pack_chunks(
     chunks: Iterable[Bytes], encoding: Encoding, numel: int, dtype: str, packing: Packing | None = None
 ) -> Iterator[memoryview]:
-    """The bytes of an entry, a piece a chunk, from encoded chunks. ValueError unless they are those of ``numel``."""
+    """Yield the bytes of an entry, a piece for each encoded chunk. Raises ValueError for a wrong number of elements."""
     base = None if packing is None or packing.base is None else iter(packing.base)
     given = iter(chunks)
     for size in chunk_sizes(numel):
@@ -97,9 +90,9 @@ def _next(chunks: Iterator[Bytes], nbytes: int) -> Bytes:
 def decode_entry(
     read: Read, numel: int, dtype: str, encoding: Encoding, *, packed: bool = False, base: BaseEntry | None = None
 ) -> Iterator[Values]:
-    """The values of a fragment, chunk by chunk: float32 for the lossy encodings, bytes (uint8) for raw.
+    """Yield the values of a fragment chunk by chunk: float32 for lossy encodings, bytes (uint8) for raw.
 
-    DamagedError where bytes are missing, left over, or nothing that was ever written. A base implies packing.
+    Raises DamagedError if bytes are missing, left over, or invalid. A base implies packing.
     """
     chunks = encoded_chunks(read, numel, dtype, encoding, packed=packed, base=base)
     for size, chunk in zip(chunk_sizes(numel), chunks, strict=True):
@@ -109,9 +102,9 @@ def decode_entry(
 def encoded_chunks(
     read: Read, numel: int, dtype: str, encoding: Encoding, *, packed: bool = False, base: BaseEntry | None = None
 ) -> Iterator[Bytes]:
-    """The encoded chunks of an entry, unpacked but not decoded: what a base cache holds. Errors as ``decode_entry``.
+    """Yield the encoded chunks of an entry, unpacked but not decoded. Errors as :func:`decode_entry`.
 
-    A chunk may be a view of what ``read`` gave, so the bytes it gave must not change.
+    A chunk may be a view of the bytes that ``read`` returned, which must not change.
     """
     if base is not None and not packed:
         raise DamagedError("an entry that is not packed cannot be the difference to another one")
@@ -138,7 +131,7 @@ def _exactly(read: Read, nbytes: int) -> memoryview:
 
 
 def require_end(read: Read) -> None:
-    """DamagedError where an entry has more bytes than its chunks."""
+    """Raise DamagedError if an entry has more bytes than its chunks."""
     if len(read(1)):
         raise DamagedError("an entry has more bytes than its chunks")
 
@@ -149,10 +142,13 @@ PACKING = "planes"
 
 @dataclass
 class EncodedEntry:
-    """A fragment of ``numel`` elements of ``dtype``. chunks: its encoded chunks, made anew with every call.
+    """Bytes of an entry that are encoded, and perhaps packed, while they are written; a StreamedData.
 
-    packing: how to pack them, None where they are written as they are. base: name of the save that the chunks in
-    ``packing.base`` are of."""
+    Args:
+        chunks: Returns the encoded chunks anew at every call.
+        packing: None to write the chunks unpacked.
+        base: Name of the save of ``packing.base``.
+    """
 
     encoding: Encoding
     numel: int
@@ -161,9 +157,9 @@ class EncodedEntry:
     packing: Packing | None = None
     base: str | None = None
     written: int = 0
-    """Bytes made so far."""
+    """Bytes produced so far."""
     seconds: float = 0.0
-    """Time that making them took, without what became of them."""
+    """Time spent producing them, without writing."""
     _hash: xxhash.xxh3_128 = field(default_factory=xxhash.xxh3_128, repr=False)
 
     def __post_init__(self) -> None:
@@ -194,7 +190,7 @@ class EncodedEntry:
             yield piece
 
     def encoded_xxh3_128(self) -> str | None:
-        """Hash of the encoded bytes, once they are all written; None where they are what is stored."""
+        """Return the hash of the encoded bytes after all are written; None if they are stored unpacked."""
         return None if self.packing is None else self._hash.hexdigest()
 
     def _hashed(self) -> Iterator[Bytes]:

@@ -1,7 +1,7 @@
-"""A store with a version from memory on top: whatever reads stores reads it like any other commit.
+"""Show an in-memory version as the newest commit of a store, read-only.
 
-Read only. What is not the version's comes from the store below, so that a layer whose bytes in memory are wrong falls
-back to its version on disk. Payloads of ranks on other nodes are known by size but cannot be read from here.
+Other files come from the store below, so that a layer whose bytes in memory are damaged falls back to its version on
+disk. Payloads of ranks on other nodes have a size but may not be readable from here.
 """
 
 from __future__ import annotations
@@ -18,9 +18,14 @@ from store.storage.local import Files, NewFile
 
 
 class Overlay:
-    """See :class:`store.storage.local.Files`; writing anything raises StorageError. manifest: shown instead of its
-    own. alone:
-    as if there were no other commit: where any of the version is wrong there is nothing to resume."""
+    """Read-only :class:`store.storage.local.Files`; any write raises StorageError.
+
+    Args:
+        below: Files of the store.
+        version: The in-memory version.
+        manifest: Shown instead of the version's own.
+        alone: Hide all other commits, so that a damaged version leaves nothing to resume.
+    """
 
     def __init__(
         self, below: Files, version: MemoryVersion, manifest: ManifestRecord | None = None, *, alone: bool = False
@@ -37,17 +42,16 @@ class Overlay:
 
     @property
     def root(self) -> Path | None:
-        """The store's below, for people."""
         found = getattr(self._below, "root", None)
         return found if isinstance(found, Path) else None
 
     @property
     def whole(self) -> bool:
-        """Whether all of the version can be read from here."""
+        """Whether the whole version can be read from here."""
         return not self._version.parts.keys() - self._version.payloads.keys() - self._version.far.keys()
 
     def alone(self) -> Overlay:
-        """The same version, as the only commit that there is."""
+        """Return an overlay that shows the version as the only commit."""
         return Overlay(self._below, self._version, alone=True)
 
     def list_dir(self, path: str) -> list[str]:
@@ -84,7 +88,7 @@ class Overlay:
             self._below.expect(path, offset, nbytes)
 
     def read_payload(self, rank: int, offset: int, target: memoryview) -> None:
-        """Fill ``target`` from ``offset`` of a rank's payload."""
+        """Fill ``target`` from ``offset`` of a rank's payload. Raises StorageError if it is on another node."""
         payload = self._version.payloads.get(rank)
         if payload is not None:
             _fill(payload, offset, target)
@@ -138,4 +142,4 @@ def _fill(payload: Path, offset: int, target: memoryview) -> None:
 
 
 def _refused(verb: str, path: str) -> StorageError:
-    return StorageError(f"cannot {verb} {path}: a version in memory is only read")
+    return StorageError(f"cannot {verb} {path}: a version in memory is read-only")
