@@ -33,6 +33,7 @@ from store.layout import (
 )
 from store.names import SaveId
 from store.resolve import with_bases
+from store.schema import ManifestRecord
 from store.storage.atomic import final_name, is_temporary, list_or_empty, remove_all
 from store.storage.local import Files
 
@@ -113,7 +114,7 @@ def plan_prune(catalog: Catalog, retention: Retention) -> PrunePlan:
     keep = select_retained(commits.whole, catalog.proven(), retention, catalog.suspects().saves)
     keep |= {save for save in commits.readable if save > newest_whole}
     keep |= _newest_with_other_bases(catalog, commits.whole)
-    reachable = {SaveId.parse(name) for save in keep for name in catalog.manifest(save).groups}
+    reachable = {group for save in keep for group in _needed_groups(catalog.manifest(save))}
     newest = max(commits.readable)
     dead = tuple(sorted(group for group in groups if group not in reachable and group < newest))
     dropped = tuple(sorted(set(commits.readable) - keep))
@@ -124,6 +125,10 @@ def plan_prune(catalog: Catalog, retention: Retention) -> PrunePlan:
         unrecognised += [f"{folder}/{name}" for name in names if not _is_segment_file(name)]
     freed = sum(_group_bytes(catalog.files, group) for group in dead)
     return PrunePlan(tuple(sorted(keep)), dropped, dead, temporaries, tuple(unrecognised), freed)
+
+
+def _needed_groups(manifest: ManifestRecord) -> set[SaveId]:
+    return {SaveId.parse(name) for name in manifest.groups}
 
 
 def _newest_with_other_bases(catalog: Catalog, whole: Sequence[SaveId]) -> set[SaveId]:

@@ -271,7 +271,7 @@ def test_an_overlay_is_only_read_and_shows_what_is_below(tier: Tier, tmp_path: P
         lambda: files.remove_dir("x"),
         lambda: files.sync_dir("x"),
     ):
-        with pytest.raises(StorageError, match="only read"):
+        with pytest.raises(StorageError, match="read-only"):
             refused()
 
 
