@@ -19,7 +19,7 @@ from monitor.save.torch_codecs import decode, encode_into
 from store.encoding import BF16, BF16_INT8, CHUNK, INT8_BLOCK, INT8_SQRT_BLOCK, encoding_named
 from store.encoding.base import Bytes
 from store.encoding.compression import pack_chunk, unpack_chunk
-from store.encoding.stream import chunked, split_chunks
+from store.encoding.stream import iter_chunks, split_chunks
 
 GOAL = 1.0
 """Seconds for a gigabyte of float32: 1 GB/s."""
@@ -141,11 +141,11 @@ def _ratio(ones: Sequence[float], others: Sequence[float]) -> float:
 
 def _in_numpy(name: str, values: torch.Tensor) -> tuple[Callable[[], object], Callable[[], object]]:
     encoding, flat = encoding_named(name), values.numpy()
-    chunks = [encoding.encode(chunk) for chunk in chunked(flat)]
-    sizes = [chunk.size for chunk in chunked(flat)]
+    chunks = [encoding.encode(chunk) for chunk in iter_chunks(flat)]
+    sizes = [chunk.size for chunk in iter_chunks(flat)]
 
     def forth() -> None:
-        for chunk in chunked(flat):
+        for chunk in iter_chunks(flat):
             encoding.encode(chunk)
 
     def back() -> None:
@@ -164,7 +164,7 @@ def _in_torch(name: str, values: torch.Tensor) -> tuple[Callable[[], object], Ca
 
 def _encoded(name: str, values: torch.Tensor) -> list[Bytes]:
     encoding = encoding_named(name)
-    whole = np.concatenate([encoding.encode(chunk) for chunk in chunked(values.numpy())])
+    whole = np.concatenate([encoding.encode(chunk) for chunk in iter_chunks(values.numpy())])
     return list(split_chunks(whole, encoding, values.numel(), "F32"))
 
 

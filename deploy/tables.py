@@ -21,7 +21,7 @@ from rich.text import Text
 
 from deploy import console as output
 from deploy.format import drift_text, printable, size_text, tail
-from store.certificate import CertifiedUnit, is_lossy, most
+from store.certificate import CertifiedUnit, is_lossy, max_or_none
 from store.names import BUFFER, FROZEN, WEIGHTS, Unit
 
 _GAP = 3
@@ -281,7 +281,7 @@ def _rounded_table(units: Sequence[CertifiedUnit], parameters: int) -> Table:
 
 
 def _rounded_row(units: Sequence[CertifiedUnit], parameters: int) -> list[str]:
-    error = drift_text(most(unit.error for unit in units))
+    error = drift_text(max_or_none(unit.error for unit in units))
     return [*span(units), max_drift(units), error, *sizes(units, parameters)]
 
 

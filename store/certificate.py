@@ -1,15 +1,9 @@
-"""Drift certificate and effective step.
+"""Compute the drift certificate of a rebuilt checkpoint and its effective step. Pure functions of records.
 
-The effective step: where the weights of a composite stand, and which save's run state is nearest to that.
+A certificate is exact only if every moving (layer, slot) is of the manifest's own save and was stored losslessly.
 
-Weights that are k steps old lack k updates, which a schedule that goes on at the newest step never gives back. So the
-step that counts is the newest less the mean staleness of the weights, each layer weighted by what it lost in a step.
-Pure: numbers and records in, numbers and save names out. It reads no file, and does not know what is resumed.
-
-The drift certificate: how old and how far moved every layer of a rebuilt checkpoint is.
-
-Pure: from a resolution to numbers. It is never called exact unless every moving (layer, slot) is of the
-manifest's own step and was stored losslessly.
+Weights that are k steps old lack k updates, which a schedule that continues at the newest step never makes up for. So
+the effective step is the newest step less the mean staleness of the weights, each layer weighted by its loss per step.
 """
 
 from __future__ import annotations
@@ -27,49 +21,48 @@ from store.schema import GroupRecord
 
 
 @dataclass(frozen=True)
-class Aged:
-    """One layer's weights in a composite.
-
-    numel: elements. staleness: steps behind the newest; below 0 where ahead of it (in a merge of several sources).
-    moved: relative distance that training went since that version; None where nobody measured it."""
+class LayerAge:
+    """One layer's weights in a composite."""
 
     numel: int
     staleness: int
+    """Steps behind the newest; negative if ahead of it (in a merge of several sources)."""
     moved: float | None
+    """Relative distance that training moved the layer since that version; None if unknown."""
 
 
-Rule = Callable[[Sequence[Aged]], float]
-"""Mean staleness in steps, between 0 and that of the oldest (or, where all are ahead, of the newest)."""
+Rule = Callable[[Sequence[LayerAge]], float]
+"""Mean staleness in steps, between 0 and that of the oldest layer (or of the newest, if all are ahead)."""
 
 
-def newest(weights: Sequence[Aged]) -> float:
-    """Nothing is stale: the newest step counts, whatever lacks updates."""
+def newest(weights: Sequence[LayerAge]) -> float:
+    """Return 0: the newest step counts, whichever layers lack updates."""
     del weights
     return 0.0
 
 
-def oldest(weights: Sequence[Aged]) -> float:
-    """The most stale weights count: no layer's progress is skipped, that of all others is done again."""
-    return float(max((one.staleness for one in weights), default=0))
+def oldest(weights: Sequence[LayerAge]) -> float:
+    """Return the largest staleness: no layer skips progress, and all others repeat theirs."""
+    return float(max((layer.staleness for layer in weights), default=0))
 
 
-def by_elements(weights: Sequence[Aged]) -> float:
-    """The mean over all elements."""
+def by_elements(weights: Sequence[LayerAge]) -> float:
+    """Return the mean staleness over all elements."""
     return _mean(weights, [1.0] * len(weights))
 
 
-def by_pace(weights: Sequence[Aged]) -> float:
-    """The mean over all elements, weighted by each layer's pace: how far a step moves it, relative to its norm.
+def by_pace(weights: Sequence[LayerAge]) -> float:
+    """Return the mean staleness over all elements, weighted by each layer's pace: its relative movement per step.
 
-    Drift alone would not do: what is fresh has none, so it would not count, and one stale layer of a hundred would
-    take the schedule all the way back. Pace is drift by staleness; where nobody knows it (fresh layers, versions that a
-    fallback found) the mean of the others stands in. A stale layer that did not move at all lost nothing, and counts
-    for nothing."""
-    paces = [_pace(one) for one in weights]
+    Weighting by drift would ignore fresh layers, which have none, so that one stale layer of a hundred would take the
+    schedule all the way back. Pace is drift divided by staleness. Where it is unknown (fresh layers, versions found by
+    a fallback) the mean of the other layers is used. A stale layer that did not move lost nothing and has no weight.
+    """
+    paces = [_pace(layer) for layer in weights]
     top = max((pace for pace in paces if pace is not None), default=0.0)
     if top == 0.0:
         return _mean(weights, [1.0 if pace is None else 0.0 for pace in paces])
-    known = [(one.numel, pace / top) for one, pace in zip(weights, paces, strict=True) if pace is not None]
+    known = [(layer.numel, pace / top) for layer, pace in zip(weights, paces, strict=True) if pace is not None]
     elements = sum(numel for numel, _ in known)
     usual = math.fsum(numel * pace for numel, pace in known) / elements if elements else 1.0
     return _mean(weights, [usual if pace is None else pace / top for pace in paces])
@@ -78,58 +71,65 @@ def by_pace(weights: Sequence[Aged]) -> float:
 RULES: Mapping[str, Rule] = MappingProxyType(
     {"newest": newest, "oldest": oldest, "by_elements": by_elements, "by_pace": by_pace}
 )
-"""By name, for comparisons; a resume uses :func:`by_pace`."""
+"""Rules by name, for comparisons; a resume uses :func:`by_pace`."""
 
 
-def effective_step(step: int, weights: Sequence[Aged], rule: Rule = by_pace) -> float:
-    """Where a composite of ``step`` stands: ``step`` itself where no weights are stale."""
+def effective_step(step: int, weights: Sequence[LayerAge], rule: Rule = by_pace) -> float:
+    """Return the effective step of a composite of ``step``: ``step`` itself if no weights are stale."""
     return step - rule(weights)
 
 
 def run_saves(resolution: Resolution, effective: float) -> dict[SaveId, GroupRecord]:
-    """The saves whose run state a resume may go on with, best first, each with its segment group.
+    """Return the saves whose run state may be resumed, best first, each with its segment group.
 
-    Of those that the resolution reads anyway: they are in the store, no prune takes them, and every rank's run state is
-    in them. The nearest to ``effective``, of two alike the older; the commit's own is the last that is ever needed."""
+    Only saves that the resolution reads anyway: they are in the store, pruning keeps them, and they hold every rank's
+    run state. The save nearest to ``effective`` comes first, the older of two equally near ones; the commit's own save
+    comes last.
+    """
     own = resolution.manifest.save
-    found = {own: resolution.manifest.groups[own.name]}
+    groups = {own: resolution.manifest.groups[own.name]}
     for version in resolution.versions.values():
-        found[version.save] = version.group
-        found |= {SaveId.parse(name): group for name, group in version.bases.items()}
-    usable = [save for save in found if save.step <= own.step]
+        groups[version.save] = version.group
+        groups |= {SaveId.parse(name): group for name, group in version.bases.items()}
+    usable = [save for save in groups if save.step <= own.step]
     ordered = sorted(usable, key=lambda save: (abs(save.step - effective), save.step, -save.epoch))
-    return {save: found[save] for save in ordered[: ordered.index(own) + 1]}
+    return {save: groups[save] for save in ordered[: ordered.index(own) + 1]}
 
 
-def _pace(one: Aged) -> float | None:
-    return None if one.moved is None or one.staleness <= 0 else one.moved / one.staleness
+def _pace(layer: LayerAge) -> float | None:
+    return None if layer.moved is None or layer.staleness <= 0 else layer.moved / layer.staleness
 
 
-def _mean(weights: Sequence[Aged], shares: Sequence[float]) -> float:
-    """0 where nothing has any share; exact sums, so that the order of layers does not matter."""
-    total = math.fsum(one.numel * share for one, share in zip(weights, shares, strict=True))
+def _mean(weights: Sequence[LayerAge], shares: Sequence[float]) -> float:
+    """Return the weighted mean staleness, 0 if all shares are 0; exact sums make the order of layers irrelevant."""
+    sizes = [layer.numel * share for layer, share in zip(weights, shares, strict=True)]
+    total = math.fsum(sizes)
     if total == 0.0:
         return 0.0
-    stale = math.fsum(one.numel * share * one.staleness for one, share in zip(weights, shares, strict=True)) / total
-    counted = [one.staleness for one in weights]
-    return min(max(stale, min(counted)), max(counted))
+    ages = [layer.staleness for layer in weights]
+    mean = math.fsum(size * age for size, age in zip(sizes, ages, strict=True)) / total
+    return min(max(mean, min(ages)), max(ages))
 
 
 MEMORY = "memory"
-"""Source of what a resume read from shared memory."""
+"""Source of units that a resume read from shared memory."""
 
 PEER = "peer"
-"""Source of what it read, at least in part, from replicas of the memory of nodes that are gone."""
+"""Source of units read, at least in part, from replicas of the memory of lost nodes."""
 
 
 @dataclass(frozen=True)
 class CertifiedUnit:
     """One (layer, slot).
 
-    drift: None where it is not known (after a fallback, or never finite). nbytes: as stored. error: relative distance
-    of what was to be stored to what decoding gives, as measured when it was stored; 0 for lossless encodings, None
-    where values were rounded later and nobody measured it. bases: the saves that it is stored as the difference to.
-    source: where it is read from, for people; empty for the store at hand. numel: elements, 0 where nobody counted.
+    Args:
+        drift: None if unknown (after a fallback, or never finite).
+        nbytes: As stored.
+        source: Where the unit is read from, for people; empty for the store at hand.
+        error: Relative distance of the values to their decoded form, measured when they were stored; 0 for lossless
+            encodings, None if values were rounded later and the distance was not measured.
+        bases: Saves that the unit is stored as the difference to.
+        numel: Elements; 0 if unknown.
     """
 
     layer: str
@@ -150,7 +150,7 @@ class CertifiedUnit:
 
 @dataclass(frozen=True)
 class Certificate:
-    """What a rebuilt checkpoint consists of."""
+    """The versions that a rebuilt checkpoint consists of."""
 
     store_id: str
     save: str
@@ -161,60 +161,57 @@ class Certificate:
 
     @property
     def max_staleness(self) -> int:
-        """In steps, over moving units."""
+        """Largest staleness of the moving units, in steps."""
         return max((unit.staleness for unit in self.units if unit.moving), default=0)
 
     @property
     def lossy(self) -> tuple[str, ...]:
-        """Names of the encodings in it that lose bits; one that this release does not know counts as such."""
+        """Names of the lossy encodings in it; an encoding unknown to this release counts as lossy."""
         return tuple(dict.fromkeys(unit.encoding for unit in self.units if is_lossy(unit.encoding)))
 
     @property
     def max_error(self) -> float | None:
-        """What encoding lost at most, over all units; None where any is unknown."""
-        return most(unit.error for unit in self.units)
+        """Largest encoding error over all units; None if any is unknown."""
+        return max_or_none(unit.error for unit in self.units)
 
     @property
     def max_drift(self) -> float | None:
-        """Over moving units; None where any of them is unknown."""
-        return most(unit.drift for unit in self.units if unit.moving)
+        """Largest drift over the moving units; None if any is unknown."""
+        return max_or_none(unit.drift for unit in self.units if unit.moving)
 
     @property
     def effective_step(self) -> float:
-        """Where the weights stand, in steps; ``step`` itself where none are stale. See :mod:`store.certificate`."""
+        """Step whose progress the weights hold; ``step`` itself if none are stale."""
         return self.effective_by(by_pace)
 
     def effective_by(self, rule: Rule) -> float:
-        """The same by another rule, for comparisons."""
-        return effective_step(self.step, [_aged(unit) for unit in self.units if unit.slot == WEIGHTS], rule)
+        """Return the effective step by another rule, for comparisons."""
+        return effective_step(self.step, [_layer_age(unit) for unit in self.units if unit.slot == WEIGHTS], rule)
 
     def as_json(self) -> dict[str, Any]:
-        """JSON object, bounds included."""
-        bounds = {
-            "effective_step": self.effective_step,
-            "max_staleness": self.max_staleness,
-            "max_drift": self.max_drift,
-            "max_error": self.max_error,
-        }
-        return {**asdict(self), **bounds}
+        """Return a JSON object with all fields and bounds."""
+        bounds = ("effective_step", "max_staleness", "max_drift", "max_error")
+        return {**asdict(self), **{name: getattr(self, name) for name in bounds}}
 
 
-def most(values: Iterable[float | None]) -> float | None:
-    """The largest, 0 of none; None where any of them is unknown."""
-    found = list(values)
-    known = [value for value in found if value is not None]
-    return max(known, default=0.0) if len(known) == len(found) else None
+def max_or_none(values: Iterable[float | None]) -> float | None:
+    """Return the largest value, 0 if there are none, None if any is None."""
+    listed = list(values)
+    known = [value for value in listed if value is not None]
+    return max(known, default=0.0) if len(known) == len(listed) else None
 
 
 def is_lossy(encoding: str) -> bool:
-    """Whether an encoding may lose bits. True for a name that this release does not know."""
+    """Return whether an encoding may lose bits; True for a name that this release does not know."""
     known = ENCODINGS.get(encoding)
     return known is None or not known.lossless
 
 
-def from_memory(certificate: Certificate, save: SaveId, replicas: Collection[Unit] = ()) -> Certificate:
-    """The same, with what was read from the version ``save`` in memory marked as such. replicas: of these units
-    something was read from what peers had kept."""
+def mark_memory_sources(certificate: Certificate, save: SaveId, replicas: Collection[Unit] = ()) -> Certificate:
+    """Return the certificate with the source of units read from the in-memory version ``save``.
+
+    ``replicas`` names the units that were read, at least in part, from replicas on other nodes.
+    """
     marked = [
         replace(unit, source=PEER if Unit(unit.layer, unit.slot) in replicas else MEMORY)
         if unit.save == save.name
@@ -225,9 +222,9 @@ def from_memory(certificate: Certificate, save: SaveId, replicas: Collection[Uni
 
 
 def certify(resolution: Resolution) -> Certificate:
-    """The certificate of the checkpoint that a resolution gives."""
+    """Build the certificate of a resolution."""
     manifest = resolution.manifest
-    units = tuple(_certified(manifest.step, version) for version in resolution.versions.values())
+    units = tuple(_certify_unit(manifest.step, version) for version in resolution.versions.values())
     return Certificate(
         store_id=manifest.store_id,
         save=manifest.save.name,
@@ -238,7 +235,7 @@ def certify(resolution: Resolution) -> Certificate:
     )
 
 
-def _certified(step: int, version: Version) -> CertifiedUnit:
+def _certify_unit(step: int, version: Version) -> CertifiedUnit:
     record = version.record
     return CertifiedUnit(
         layer=record.layer,
@@ -257,12 +254,12 @@ def _certified(step: int, version: Version) -> CertifiedUnit:
     )
 
 
-def _aged(unit: CertifiedUnit) -> Aged:
-    return Aged(unit.numel, unit.staleness, _moved(unit.drift, unit.error))
+def _layer_age(unit: CertifiedUnit) -> LayerAge:
+    return LayerAge(unit.numel, unit.staleness, _moved(unit.drift, unit.error))
 
 
 def _moved(drift: float | None, error: float | None) -> float | None:
-    """How far training went of what ``drift`` says; None where that is mostly what encoding lost, or not known."""
+    """Return the part of ``drift`` that is not encoding error; None if that is unknown or below the error."""
     if drift is None or error is None:
         return None
     if error == 0.0:
@@ -271,17 +268,16 @@ def _moved(drift: float | None, error: float | None) -> float | None:
 
 
 def _encoding(version: Version) -> str:
-    """What the manifest names; a fragment of the unit that lost bits is not passed over for that."""
-    named = version.record.encoding
-    if encoding_named(named).lossless:
-        return next((e for e in (s.entry.encoding for s in version.sources) if not encoding_named(e).lossless), named)
-    return named
+    """Return the manifest's encoding, or the first lossy one of the fragments if the manifest's is lossless."""
+    names = [version.record.encoding, *(source.entry.encoding for source in version.sources)]
+    return next((name for name in names if not encoding_named(name).lossless), names[0])
 
 
 def is_exact(unit: CertifiedUnit, save: str) -> bool:
-    """Whether a unit of the commit ``save`` is what training had when that was made, to the last bit.
+    """Return whether a unit of the commit ``save`` is bit-identical to the training state at that save.
 
-    A step may have several saves: of a job that went back, or that saved it anew. Another one's values may differ."""
+    Saves of the same step may differ: a job may have gone back, or saved the step again.
+    """
     if is_lossy(unit.encoding) or unit.error != 0:
         return False
     if unit.moving:

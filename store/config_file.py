@@ -98,7 +98,7 @@ def _load(text: str, name: str) -> tuple[Any, Mapping[tuple[str | int, ...], int
 
 
 class _Checker:
-    """Checks all nodes of a document before a value is built from them, and notes their lines."""
+    """Checks all nodes of a document before any value is built, and records their lines."""
 
     def __init__(self, name: str) -> None:
         self.lines: dict[tuple[str | int, ...], int] = {}

@@ -1,23 +1,10 @@
-"""Messages and socket of the node daemon.
+"""Define the messages of the node daemon, one JSON object a line, and connect to its Unix socket.
 
-What trainers, the command line and the daemon of a node say to each other: one JSON object a line.
+The client sends first: a trainer ``hello``, later ``note`` and ``bye``; the command line ``status`` or ``stop``.
+Messages carry the protocol version, and the daemon refuses other versions than its own. Unknown keys are ignored, so
+that a later release can add some without a new version. The daemon detects a dead trainer by the end of its process.
 
-Whoever connects speaks first: a trainer says ``hello``, and later ``note`` and ``bye``; the command line asks for
-``status`` or says ``stop``. These and the daemon's answers carry the version of the protocol, and the daemon refuses
-another one than its own. Lines to the daemon are short; its report may be longer. Unknown keys are ignored, so that a
-later release may add some without a new version.
-
-That a trainer died is no message: the daemon sees its process end.
-
-How the processes of a node find the daemon beside them, and what they say to each other. No process, no thread.
-
-place      where its socket is, and how to connect to it
-messages   what goes over it: one JSON object a line
-
-Where the daemon of a node is reached: a socket beside the memory of all stores, one for each user and base.
-
-It knows names and permissions, and how to connect. The folder is this user's own (mode 0700), so that what answers
-there is of this user.
+There is one socket for each user and base, in a folder of mode 0700, so that only this user can answer there.
 """
 
 from __future__ import annotations
@@ -36,16 +23,14 @@ from store.memory.layout import home, require_own
 from store.schema import Digest, Natural, SaveName
 
 VERSION = 1
-"""Of the protocol."""
-
 LINE_LIMIT = 1 << 16
-"""Bytes of a line to the daemon."""
-
+"""Largest line to the daemon, in bytes."""
 ANSWER_LIMIT = 1 << 24
-"""Bytes of a line from it."""
+"""Largest line from the daemon, in bytes."""
+_SOCKET_PATH_LIMIT = 107
+"""Longest path of a socket on Linux, in bytes."""
 
-Place = Annotated[str, StringConstraints(pattern=r"^/", max_length=4096)]
-"""An absolute path."""
+AbsolutePath = Annotated[str, StringConstraints(pattern=r"^/", max_length=4096)]
 
 
 class Message(BaseModel):
@@ -55,21 +40,21 @@ class Message(BaseModel):
 
 
 class Register(Message):
-    """A trainer: one rank of a job. epoch: that it claimed first. base: where its shared memory is."""
+    """Registers a trainer, one rank of a job. ``epoch`` is the first it claimed, ``base`` its shared memory."""
 
     kind: Literal["hello"] = "hello"
     version: Natural = VERSION
     pid: Natural
     rank: Natural
     world_size: Annotated[int, Field(ge=1)]
-    store: Place
+    store: AbsolutePath
     store_id: Digest
     epoch: Natural
-    base: Place
+    base: AbsolutePath
 
 
 class StatusUpdate(Message):
-    """What this rank knows of its job: the newest commit, and the newest version in memory that all ranks have."""
+    """Reports the newest commit and the newest in-memory version that all ranks have, as this rank knows them."""
 
     kind: Literal["note"] = "note"
     committed: SaveName | None = None
@@ -77,28 +62,28 @@ class StatusUpdate(Message):
 
 
 class Unregister(Message):
-    """A trainer's last word. clean: it ends as it was meant to, and left nothing that anybody should write."""
+    """Unregisters a trainer. ``clean``: it ended normally and left nothing to rescue."""
 
     kind: Literal["bye"] = "bye"
     clean: bool
 
 
 class AskStatus(Message):
-    """From the command line; answered by a :class:`Report`."""
+    """Asks for a :class:`Report`."""
 
     kind: Literal["status"] = "status"
     version: Natural = VERSION
 
 
 class AskStop(Message):
-    """From the command line: finish the rescue under way, and end. Answered by :class:`ShuttingDown`."""
+    """Asks the daemon to finish a running rescue and exit; answered by :class:`ShuttingDown`."""
 
     kind: Literal["stop"] = "stop"
     version: Natural = VERSION
 
 
 class Welcome(Message):
-    """To a trainer."""
+    """Accepts a trainer."""
 
     kind: Literal["welcome"] = "welcome"
     version: Natural = VERSION
@@ -106,7 +91,7 @@ class Welcome(Message):
 
 
 class Refused(Message):
-    """The daemon's last word on a connection."""
+    """Refuses a request; the daemon then closes the connection."""
 
     kind: Literal["refused"] = "refused"
     version: Natural = VERSION
@@ -114,7 +99,7 @@ class Refused(Message):
 
 
 class ShuttingDown(Message):
-    """The daemon ends because it was asked to, or because nobody needed it: no reason to start another one."""
+    """The daemon exits on request or because it is idle; clients should not start another one."""
 
     kind: Literal["leaving"] = "leaving"
     version: Natural = VERSION
@@ -122,8 +107,10 @@ class ShuttingDown(Message):
 
 
 class JobReport(Message):
-    """A job on this node. alive, dead: ranks. committed, memory: as its ranks told. state: ``training``, ``dying``
-    (some ranks are gone, the others are waited for), ``waiting`` or ``rescuing``."""
+    """A job on this node, with its live and dead ranks and their last :class:`StatusUpdate`.
+
+    ``state`` is ``training``, ``dying`` (some ranks died, the others may follow), ``waiting`` or ``rescuing``.
+    """
 
     store: str
     store_id: str
@@ -138,7 +125,7 @@ class JobReport(Message):
 
 
 class RescueReport(Message):
-    """What became of one. at: seconds since 1970, for people."""
+    """Outcome of one rescue. ``at`` is in seconds since 1970, for people."""
 
     store: str
     outcome: str
@@ -148,7 +135,7 @@ class RescueReport(Message):
 
 
 class StoreReport(Message):
-    """What the daemon verified of a store. damage: what it found, newest last."""
+    """Commits of a store that the daemon verified. ``damage``: the problems found, newest last."""
 
     store: str
     store_id: str
@@ -158,7 +145,7 @@ class StoreReport(Message):
 
 
 class Report(Message):
-    """All that the daemon knows. port, url: of its metrics, None where it could not have one."""
+    """State of the daemon. ``port`` and ``url`` are those of its metrics, None if it serves none."""
 
     kind: Literal["report"] = "report"
     version: Natural = VERSION
@@ -183,14 +170,14 @@ _from_daemon: TypeAdapter[Welcome | Refused | ShuttingDown | Report] = TypeAdapt
 
 
 def to_line(message: Message) -> bytes:
-    """The line that says it."""
+    """Return the line of a message."""
     return message.model_dump_json().encode() + b"\n"
 
 
 def parse_client_message(line: bytes) -> Register | StatusUpdate | Unregister | AskStatus | AskStop:
-    """What a line to the daemon says. DaemonError for anything else."""
-    body = _body(line, LINE_LIMIT)
-    _require_version(body, "it")
+    """Parse a line to the daemon. Raises DaemonError if it is invalid."""
+    body = _parse_object(line, LINE_LIMIT)
+    _require_version(body, "the client")
     try:
         return _to_daemon.validate_python(body, strict=False)
     except ValidationError as error:
@@ -198,20 +185,20 @@ def parse_client_message(line: bytes) -> Register | StatusUpdate | Unregister | 
 
 
 def parse_daemon_message(line: bytes) -> Welcome | Refused | ShuttingDown | Report:
-    """What a line from the daemon says. DaemonError for anything else."""
+    """Parse a line from the daemon. Raises DaemonError if it is invalid."""
     try:
-        body = _body(line, ANSWER_LIMIT)
+        body = _parse_object(line, ANSWER_LIMIT)
     except DaemonError as error:
-        raise DaemonError(f"the daemon answered what cannot be understood: {error}") from error
+        raise DaemonError(f"the daemon's answer is invalid: {error}") from error
     if body.get("kind") != "refused":
         _require_version(body, "the daemon")
     try:
         return _from_daemon.validate_python(body, strict=False)
     except ValidationError as error:
-        raise DaemonError(f"the daemon answered what cannot be understood: {_first(error)}") from error
+        raise DaemonError(f"the daemon's answer is invalid: {_first(error)}") from error
 
 
-def _body(line: bytes, limit: int) -> dict[str, Any]:
+def _parse_object(line: bytes, limit: int) -> dict[str, Any]:
     if len(line) > limit:
         raise DaemonError(f"a line of more than {limit} bytes")
     try:
@@ -223,11 +210,11 @@ def _body(line: bytes, limit: int) -> dict[str, Any]:
     return body
 
 
-def _require_version(body: dict[str, Any], who: str) -> None:
+def _require_version(body: dict[str, Any], sender: str) -> None:
     version = body.get("version", VERSION)
     if version != VERSION:
         raise DaemonError(
-            f"{who} speaks version {version!r} of the daemon's protocol, this release speaks {VERSION}: end the daemon "
+            f"{sender} speaks version {version!r} of the daemon's protocol, this release {VERSION}: end the daemon "
             "with `driftpoint daemon stop`, and let a job of the newer release start it"
         )
 
@@ -237,32 +224,29 @@ def _first(error: ValidationError) -> str:
     return f"{'.'.join(str(step) for step in first['loc'])}: {first['msg']}"
 
 
-_LONGEST = 107
-"""Bytes of a socket's path that Linux takes."""
-
-
 def socket_path(base: Path) -> Path:
-    """Of the daemon's socket. DaemonError where no socket can have such a path."""
+    """Return the path of the daemon's socket. Raises DaemonError if it is too long for one."""
     path = home(base) / "daemon.sock"
-    if len(os.fsencode(path)) > _LONGEST:
+    if len(os.fsencode(path)) > _SOCKET_PATH_LIMIT:
         raise DaemonError(
-            f"{path} is too long for a socket, which may have {_LONGEST} bytes: set a shorter `memory: {{path: ...}}`"
+            f"{path} is too long for a socket, which may have {_SOCKET_PATH_LIMIT} bytes: set a shorter "
+            "`memory: {path: ...}`"
         )
     return path
 
 
 def lock_path(base: Path) -> Path:
-    """Locked by the daemon as long as it lives."""
+    """Return the path of the file that a running daemon locks."""
     return home(base) / "daemon.lock"
 
 
 def log_path(base: Path) -> Path:
-    """Where a daemon that a job started writes its log."""
+    """Return the path of the log of a daemon that a job started."""
     return home(base) / "daemon.log"
 
 
 def make_home(base: Path) -> Path:
-    """The folder of this user below ``base``, made where it is not there. StorageError where it is not its own."""
+    """Create this user's folder below ``base`` if needed. Raises StorageError if others may access it."""
     place = home(base)
     try:
         place.mkdir(mode=0o700, exist_ok=True)
@@ -273,35 +257,33 @@ def make_home(base: Path) -> Path:
 
 
 def connect(base: Path, timeout: float) -> socket.socket:
-    """A connection to the daemon. DaemonError where there is none."""
+    """Connect to the daemon. Raises DaemonError if none answers."""
     path = socket_path(base)
     require_own(path.parent)
-    found = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        found.settimeout(timeout)
-        _connect(found, path, time.monotonic() + timeout)
+        connection.settimeout(timeout)
+        _connect(connection, path, time.monotonic() + timeout)
     except OSError as error:
-        found.close()
+        connection.close()
         raise DaemonError(
             f"no daemon answers at {path} ({error.strerror or error}): start one with `driftpoint daemon run`"
         ) from error
-    return found
+    return connection
 
 
-def _connect(link: socket.socket, path: Path, deadline: float) -> None:
+def _connect(connection: socket.socket, path: Path, deadline: float) -> None:
     while True:
         try:
-            link.connect(str(path))
-        except BlockingIOError:  # too many wait to be accepted; the system does not let us wait with them
+            return connection.connect(str(path))
+        except BlockingIOError:  # the backlog is full; the system does not block here
             if time.monotonic() >= deadline:
                 raise
             time.sleep(0.02)
-        else:
-            return
 
 
 def query_daemon(base: Path, question: Message, timeout: float) -> Welcome | Refused | ShuttingDown | Report:
-    """The daemon's answer to one question. DaemonError where there is none."""
+    """Send one message and return the daemon's answer. Raises DaemonError if there is none."""
     with connect(base, timeout) as link:
         try:
             link.sendall(to_line(question))

@@ -1,29 +1,19 @@
-"""The one error hierarchy of the project.
+"""Define the error hierarchy of the project, with the exit code of each class.
 
     DriftpointError
-    ├── UsageError                what the user gave cannot be carried out as given
-    │   ├── ConfigError           a setting is unknown, senseless or contradicts another one
-    │   ├── UnsupportedError      a framework, layout or tensor that is not handled (yet)
-    │   └── ModelMismatchError    the store holds another model than the one at hand
-    ├── StoreError                something about the store
-    │   ├── NoStoreError          there is no store at this path
-    │   ├── StoreInUseError       another job owns this store now
-    │   ├── FencedError           this job lost the store to a newer epoch
-    │   ├── NewerFormatError      written by a newer release
-    │   ├── NothingToResumeError  no manifest can be resumed
-    │   ├── StorageError          the operating system refused an operation
-    │   │   ├── MissingError      the file or directory is not there
-    │   │   ├── ExistsError       the name is taken, and nothing here is ever replaced
-    │   │   └── UnreachableError  an object store did not answer: what it holds is not known
-    │   └── DamagedError          bytes are not what was committed
-    ├── DaemonError               the daemon of this node is not there, or says what cannot be understood
-    ├── PeerError                 another rank's node does not take or give what memory holds
-    ├── SaveError                 a save did not come about; the older commit is intact
-    │   └── NotFiniteError        nothing of it was finite: NaN or Inf replaces nothing
-    └── MergeError                a checkpoint could not be rebuilt
+    ├── UsageError
+    │   ├── ConfigError
+    │   ├── UnsupportedError
+    │   └── ModelMismatchError
+    ├── StoreError
+    │   ├── NoStoreError, StoreInUseError, FencedError, NewerFormatError, NothingToResumeError, DamagedError
+    │   └── StorageError
+    │       └── MissingError, ExistsError, UnreachableError
+    ├── DaemonError, PeerError, MergeError
+    └── SaveError
+        └── NotFiniteError
 
-Every message says what is wrong, where, and what to do next. Each class carries the exit code of the
-command line, so that the table of codes lives in one place.
+Every message says what is wrong, where, and what to do next.
 """
 
 from __future__ import annotations
@@ -35,36 +25,35 @@ if TYPE_CHECKING:
     from store.names import Unit
 
 PREEMPTED: Final = 75
-"""Exit code of a training process that ended because it was told to, with what time allowed saved: not an error, and
-worth starting again (EX_TEMPFAIL)."""
+"""Exit code of a preempted training process that saved what time allowed; it can be restarted (EX_TEMPFAIL)."""
 
 
 class DriftpointError(Exception):
-    """Root of everything that this project raises on purpose."""
+    """Base of all errors that this project raises on purpose."""
 
     exit_code: ClassVar[int] = 1
 
 
 class UsageError(DriftpointError):
-    """What the user gave cannot be carried out as given."""
+    """The request cannot be carried out as given."""
 
     exit_code = 2
 
 
 class ConfigError(UsageError):
-    """A setting is unknown, senseless, or contradicts another one."""
+    """A setting is unknown, invalid, or contradicts another one."""
 
 
 class UnsupportedError(UsageError):
-    """A framework, layout or tensor that is not handled; the message says what is."""
+    """A framework, layout or tensor is not supported; the message names the supported ones."""
 
 
 class ModelMismatchError(UsageError):
-    """The store holds the state of another model than the one at hand."""
+    """The store holds the state of another model."""
 
 
 class StoreError(DriftpointError):
-    """Something about the store."""
+    """An operation on a store failed."""
 
 
 class NoStoreError(StoreError):
@@ -104,35 +93,33 @@ class MissingError(StorageError):
 
 
 class ExistsError(StorageError):
-    """The name is taken already; what is written once is never replaced."""
+    """The name is taken; files are never replaced."""
 
 
 class UnreachableError(StorageError):
-    """An object store gave no answer that tells anything, as long as it was asked: another time may go better.
-
-    Nothing stands in for what was asked for: it may well be whole."""
+    """An object store gave no usable answer until the retries ended. The object may be whole; nothing replaces it."""
 
 
 class DamagedError(StoreError):
-    """Bytes in the store are not what was committed."""
+    """Bytes in the store are not those that were committed."""
 
     exit_code = 12
 
 
 class DaemonError(DriftpointError):
-    """The daemon of this node is not there, or one of the two says what the other cannot understand."""
+    """The daemon of this node is not running, or a message of its protocol is invalid."""
 
 
 class PeerError(DriftpointError):
-    """Another rank's node does not take what it is to keep of this one's memory, or does not give it back."""
+    """Another rank's node refused a replica of this rank's memory, or did not return it."""
 
 
 class SaveError(DriftpointError):
-    """A save did not come about. The older commit is intact."""
+    """A save failed. The older commit is intact."""
 
 
 class NotFiniteError(SaveError):
-    """What was to be saved has NaN or Inf, and none of it replaces a version. units: those that have."""
+    """The values to save contain NaN or Inf in ``units``; no version was replaced."""
 
     def __init__(self, message: str, units: Sequence[Unit]) -> None:
         super().__init__(message)

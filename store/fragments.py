@@ -1,17 +1,7 @@
-"""Coverage arithmetic, fragment reader, read-ahead.
+"""Map wanted fragments to stored ones, and read stored fragments chunk by chunk.
 
-Interval arithmetic: which stored pieces fill a wanted fragment, and where there are holes.
-
-Every change of world size, of ZeRO stage or of framework is this and nothing else. Pure: no files, no bytes.
-
-Stored fragments back to values, chunk by chunk: read, checked, unpacked, decoded.
-
-Whether the bytes were right is known at the end: nobody may use a value before. Memory is a few chunks.
-
-Telling storage what will be read next, so that it fetches ahead while what came before is hashed and copied.
-
-A hint and nothing else: whether it is followed changes no byte that is read, and what is wrong with a file is told by
-the read itself.
+Every change of world size, ZeRO stage or framework is interval arithmetic on fragments. Reading checks hashes, unpacks
+and decodes in the memory of a few chunks; values must not be used before the last hash was checked.
 """
 
 from __future__ import annotations
@@ -27,7 +17,7 @@ import xxhash
 
 from store.encoding import encoding_named
 from store.encoding.base import Values, chunk_sizes
-from store.encoding.stream import Stored, encoded_chunks
+from store.encoding.stream import BaseEntry, encoded_chunks
 from store.errors import DamagedError, StorageError
 from store.layout import payload_path
 from store.names import FROZEN, WEIGHTS, Fragment, SaveId
@@ -36,32 +26,23 @@ from store.storage.local import Files
 
 
 class Span(Protocol):
-    """Elements [start, stop) of a flattened (fqn, slot), wherever they are kept."""
+    """Elements [start, stop) of a flattened (fqn, slot), stored anywhere; ``dtype`` as named in safetensors."""
 
     @property
-    def fqn(self) -> str:
-        """Full name of the parameter or buffer."""
-        ...
+    def fqn(self) -> str: ...
 
     @property
-    def slot(self) -> str:
-        """The slot."""
-        ...
+    def slot(self) -> str: ...
 
     @property
-    def start(self) -> int:
-        """First element."""
-        ...
+    def start(self) -> int: ...
 
     @property
-    def stop(self) -> int:
-        """One past the last element."""
-        ...
+    def stop(self) -> int: ...
 
     @property
     def dtype(self) -> str:
         """As safetensors names it."""
-        ...
 
 
 S = TypeVar("S", bound=Span)
@@ -69,7 +50,7 @@ S = TypeVar("S", bound=Span)
 
 @dataclass(frozen=True)
 class Source:
-    """A stored fragment and the part that holds it. A :class:`Span`. base: what it is stored as the difference to."""
+    """A stored fragment and the part that holds it; a :class:`Span`. ``base``: the fragment it is a difference to."""
 
     part: PartRecord
     entry: Entry
@@ -77,22 +58,18 @@ class Source:
 
     @property
     def fqn(self) -> str:
-        """Full name of the parameter or buffer."""
         return self.entry.fqn
 
     @property
     def slot(self) -> str:
-        """The slot."""
         return self.entry.slot
 
     @property
     def start(self) -> int:
-        """First element."""
         return self.entry.start
 
     @property
     def stop(self) -> int:
-        """One past the last element."""
         return self.entry.stop
 
     @property
@@ -118,27 +95,27 @@ class FragmentIndex(Generic[S]):
         self._by_name: dict[tuple[str, str], list[S]] = {}
         for source in sources:
             self._by_name.setdefault((source.fqn, source.slot), []).append(source)
-        for name, found in self._by_name.items():
-            # Empty fragments fill nothing and overlap nothing; one stays where it is all there is of a tensor.
-            found[:] = [source for source in found if source.stop > source.start] or found[:1]
-            found.sort(key=lambda source: source.start)
-            _refuse_overlap(name, found)
+        for name, spans in self._by_name.items():
+            # Empty fragments fill nothing and overlap nothing; one is kept if a tensor has no other.
+            spans[:] = [source for source in spans if source.stop > source.start] or spans[:1]
+            spans.sort(key=lambda source: source.start)
+            _refuse_overlap(name, spans)
 
     def names(self) -> Mapping[tuple[str, str], Sequence[S]]:
-        """All (fqn, slot) with their sources in order."""
+        """Return all (fqn, slot) with their sources in order."""
         return self._by_name
 
     def dtype(self, fqn: str, slot: str) -> str | None:
-        """dtype of a stored (fqn, slot), None where none is stored."""
-        found = self._by_name.get((fqn, slot))
-        return found[0].dtype if found else None
+        """Return the dtype of a stored (fqn, slot), None if none is stored."""
+        spans = self._by_name.get((fqn, slot))
+        return spans[0].dtype if spans else None
 
     def cover(self, wanted: Fragment) -> list[Copy[S]]:
-        """Copies that fill ``wanted`` completely. DamagedError, naming the hole, where something is missing."""
+        """Return copies that fill ``wanted`` completely. Raises DamagedError, naming the hole, if there is one."""
         copies, position = [], wanted.start
-        found = self._by_name.get((wanted.fqn, wanted.slot), [])
-        first = max(0, bisect_right(found, wanted.start, key=lambda source: source.start) - 1)
-        for source in found[first:]:
+        spans = self._by_name.get((wanted.fqn, wanted.slot), [])
+        first = max(0, bisect_right(spans, wanted.start, key=lambda source: source.start) - 1)
+        for source in spans[first:]:
             if source.start > position or position >= wanted.stop:
                 break
             if source.stop <= position:
@@ -154,33 +131,29 @@ class FragmentIndex(Generic[S]):
 
 
 def covered_numel(entries: Iterable[Entry]) -> int:
-    """Elements in a set of fragments. DamagedError where two overlap."""
+    """Return the number of elements in a set of fragments. Raises DamagedError if two overlap."""
     by_name: dict[tuple[str, str], list[Entry]] = {}
-    total = 0
     for entry in entries:
-        if entry.numel == 0:
-            continue
-        by_name.setdefault((entry.fqn, entry.slot), []).append(entry)
-        total += entry.numel
-    for name, found in by_name.items():
-        found.sort(key=lambda entry: entry.start)
-        _refuse_overlap(name, found)
-    return total
+        if entry.numel:
+            by_name.setdefault((entry.fqn, entry.slot), []).append(entry)
+    for name, spans in by_name.items():
+        spans.sort(key=lambda entry: entry.start)
+        _refuse_overlap(name, spans)
+    return sum(entry.numel for spans in by_name.values() for entry in spans)
 
 
-def _refuse_overlap(name: tuple[str, str], found: Sequence[Span]) -> None:
-    for before, after in pairwise(found):
+def _refuse_overlap(name: tuple[str, str], sorted_spans: Sequence[Span]) -> None:
+    for before, after in pairwise(sorted_spans):
         if before.stop > after.start:
             spans = f"[{before.start}, {before.stop}) and [{after.start}, {after.stop})"
             raise DamagedError(f"{name[0]}/{name[1]}: stored fragments {spans} overlap")
 
 
 class Readable(Protocol):
-    """Where stored bytes are read from. :class:`store.storage.local.Files` is one."""
+    """Storage that can be read; :class:`store.storage.local.Files` is one."""
 
     def read_into(self, path: str, offset: int, target: memoryview) -> None:
-        """Fill ``target`` from ``offset``. DamagedError where the file ends early, StorageError."""
-        ...
+        """Fill ``target`` from ``offset``. Raises DamagedError if the file ends early, StorageError."""
 
 
 def stored_slot(index: FragmentIndex[Source], fragment: Fragment) -> str | None:
@@ -194,22 +167,23 @@ def stored_slot(index: FragmentIndex[Source], fragment: Fragment) -> str | None:
 
 
 class FragmentReader:
-    """Reads one stored fragment, and the one that it is the difference to, once."""
+    """Reads one stored fragment and its base once."""
 
     def __init__(self, files: Readable, source: Source) -> None:
         self._source = source
         self._own = StoredBytes(files, source)
         self._base = None if source.base is None else StoredBytes(files, source.base)
         self.at_fault: SaveId = source.part.save
-        """The save whose bytes are wrong or refused, after an error."""
+        """After an error: the save whose bytes are damaged or cannot be read."""
 
     def chunks(self) -> Iterator[Values]:
-        """The values: float32 from lossy encodings, bytes (uint8) of ``entry.dtype`` from raw.
+        """Yield the values: float32 from lossy encodings, bytes (uint8) of ``entry.dtype`` from raw.
 
-        DamagedError, perhaps after the last chunk, where stored bytes are not what was written; StorageError."""
+        Raises DamagedError, perhaps after the last chunk, if stored bytes are not those written; StorageError.
+        """
         entry = self._source.entry
         encoding, state = encoding_named(entry.encoding), xxhash.xxh3_128()
-        base = None if self._base is None else Stored(self._base.read, self._base.packed)
+        base = None if self._base is None else BaseEntry(self._base.read, self._base.packed)
         try:
             encoded = encoded_chunks(
                 self._own.read, entry.numel, entry.dtype, encoding, packed=self._own.packed, base=base
@@ -218,41 +192,38 @@ class FragmentReader:
                 if self._own.packed:
                     state.update(chunk.data)
                 yield encoding.decode(chunk, size, entry.dtype)
-            self._check()
+            for stored in (self._base, self._own):
+                if stored is not None:
+                    stored.check()
         except (DamagedError, StorageError):
-            self._blame()
+            self._find_fault()
             raise
         if self._own.packed:
             check_encoded(self._source, state.hexdigest())
 
-    def _check(self) -> None:
-        for one in (self._base, self._own):
-            if one is not None:
-                one.check()
-
-    def _blame(self) -> None:
-        """Wrong bytes of a base show as nonsense of what depends on it, so ask the base first."""
-        base = self._base
-        if base is None or self._source.base is None:
+    def _find_fault(self) -> None:
+        # Damage of a base shows as damage of the fragment that depends on it, so check the base first.
+        if self._base is None or self._source.base is None:
             return
         try:
-            base.check()
+            self._base.check()
         except (DamagedError, StorageError):
             self.at_fault = self._source.base.part.save
 
 
-def check_encoded(source: Source, found: str) -> None:
-    """DamagedError unless what a packed fragment unpacked to has the hash of what was packed.
+def check_encoded(source: Source, unpacked_hash: str) -> None:
+    """Raise DamagedError unless a packed fragment unpacked to the bytes that were packed.
 
-    A wrong base shows here and nowhere else: its own bytes, and the difference's, may all be as they were written."""
-    if found != source.entry.encoded_xxh3_128:
+    Only this detects a wrong base: its own bytes and those of the difference may all be as they were written.
+    """
+    if unpacked_hash != source.entry.encoded_xxh3_128:
         where = payload_path(source.part.save, source.part.rank)
         base = "" if source.base is None else f", as the difference to {source.base.part.save}"
         raise DamagedError(f"{source.fqn}/{source.slot} in {where} does not unpack to what was packed{base}")
 
 
 class StoredBytes:
-    """An entry's stored bytes, front to back, hashed as they are read."""
+    """Reads an entry's stored bytes front to back and hashes them."""
 
     def __init__(self, files: Readable, source: Source) -> None:
         self._files = files
@@ -264,7 +235,7 @@ class StoredBytes:
         self.packed = source.entry.packing is not None
 
     def read(self, nbytes: int) -> memoryview:
-        """The next bytes; fewer only at the end."""
+        """Return the next bytes, fewer only at the end."""
         data = memoryview(bytearray(min(nbytes, self._entry.nbytes - self._read)))
         self._files.read_into(self._path, self._offset + self._read, data)
         self._read += len(data)
@@ -272,7 +243,7 @@ class StoredBytes:
         return data
 
     def check(self) -> None:
-        """Read what is left. DamagedError unless all bytes together have the hash that they were written with."""
+        """Read the rest. Raises DamagedError unless all bytes together match their hash."""
         while self._read < self._entry.nbytes:
             self.read(1 << 22)
         if self._hash.hexdigest() != self._entry.xxh3_128:
@@ -282,20 +253,19 @@ class StoredBytes:
 
 
 WINDOW = 256 << 20
-"""Bytes that are asked for ahead: far more than any disk has in flight, and little of a node's memory."""
+"""Bytes announced ahead: far more than any disk has in flight, and little of a node's memory."""
 
 
 @runtime_checkable
 class ReadPlan(Protocol):
-    """Files that can use a hint."""
+    """Storage that can fetch ahead."""
 
     def expect(self, path: str, offset: int, nbytes: int) -> None:
-        """These bytes will be read soon. Raises nothing."""
-        ...
+        """Announce that these bytes will be read soon. A hint that changes no byte read; raises nothing."""
 
 
 class ReadAhead:
-    """sources: stored fragments in the order in which they will be read."""
+    """Announces stored fragments to storage in the order in which they will be read."""
 
     def __init__(self, files: Files, sources: Iterable[Source]) -> None:
         self._files = files if isinstance(files, ReadPlan) else None
@@ -303,19 +273,18 @@ class ReadAhead:
         self._lead = -WINDOW
 
     def reading(self, nbytes: int) -> None:
-        """The next so many stored bytes are about to be read."""
+        """Announce more fragments, as the next ``nbytes`` stored bytes are about to be read."""
         self._lead -= nbytes
         while self._rest and self._lead < 0:
-            path, offset, end = _place(self._rest.popleft())
-            while self._rest and (path, end) == _place(self._rest[0])[:2]:  # neighbours in a file are one request
-                end = _place(self._rest.popleft())[2]
+            path, offset, end = _byte_range(self._rest.popleft())
+            while self._rest and (path, end) == _byte_range(self._rest[0])[:2]:  # neighbours in a file: one request
+                end = _byte_range(self._rest.popleft())[2]
             self._lead += end - offset
             if self._files is not None:
                 self._files.expect(path, offset, end - offset)
 
 
-def _place(source: Source) -> tuple[str, int, int]:
-    """Path, first byte and the byte behind the last."""
+def _byte_range(source: Source) -> tuple[str, int, int]:
     part, entry = source.part, source.entry
     first = part.header_bytes + entry.offset
     return payload_path(part.save, part.rank), first, first + entry.nbytes

@@ -1,11 +1,7 @@
-"""file or s3:// location; filesystem kind.
+"""Parse the location of a store (a directory or ``s3://BUCKET/PREFIX``), open its files, and find its filesystem.
 
-Where a store is: a directory, or a prefix in a bucket; and the files there.
-
-A bucket's place has the manners of a path, so that whoever hands places on, shows them or compares them need not ask
-which it is. It knows no store's format.
-
-Tell on which kind of filesystem a directory lies, and whether it outlasts the machine or the container.
+An s3 location behaves like an absolute path, so that code which passes, shows or compares locations need not tell the
+two apart.
 """
 
 from __future__ import annotations
@@ -23,24 +19,22 @@ from store.storage.bucket import ObjectOptions
 from store.storage.local import Files, LocalFiles
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/{1,2}(?!/)(.*)\Z", re.DOTALL)
-"""With one slash, too: a path that was made of a URL has lost the other."""
+"""Also with one slash: ``Path`` removes the other from a URL."""
 
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,253}[A-Za-z0-9]\Z")
 _PREFIX = re.compile(r"[\w.=+@,-]+(/[\w.=+@,-]+)*\Z", re.ASCII)
 
 
 class ObjectUrl(PosixPath):
-    """``s3://bucket/prefix``: a path that is absolute wherever one stands, and at which no directory of this machine
-    is. Opening it as a file finds nothing."""
+    """``s3://bucket/prefix`` as an absolute path at which this machine has no file or directory."""
 
     @property
     def bucket(self) -> str:
-        """The bucket's name."""
         return self.parts[1]
 
     @property
     def prefix(self) -> str:
-        """What the keys of all its objects begin with, without the slash at its end; ``""``: the whole bucket."""
+        """Common prefix of all keys, without the slash at its end; ``""`` is the whole bucket."""
         return "/".join(self.parts[2:])
 
     def __str__(self) -> str:
@@ -50,32 +44,26 @@ class ObjectUrl(PosixPath):
         return str(self)
 
     def absolute(self) -> ObjectUrl:
-        """Itself."""
         return self
 
     def resolve(self, strict: bool = False) -> ObjectUrl:  # noqa: ARG002
-        """Itself."""
         return self
 
     def expanduser(self) -> ObjectUrl:
-        """Itself."""
         return self
 
     def exists(self, **_: bool) -> bool:
-        """False: nothing of this machine is there."""
         return False
 
     def is_dir(self, **_: bool) -> bool:
-        """As :meth:`exists`."""
         return False
 
     def is_file(self, **_: bool) -> bool:
-        """As :meth:`exists`."""
         return False
 
 
 def place_of(text: str | os.PathLike[str]) -> Path:
-    """A directory's path as it was given, or an :class:`ObjectUrl`. ConfigError for a URL that is no store's place."""
+    """Return a directory's path as given, or an :class:`ObjectUrl`. Raises ConfigError for other URLs."""
     if isinstance(text, ObjectUrl):
         return text
     given = os.fspath(text)
@@ -85,12 +73,12 @@ def place_of(text: str | os.PathLike[str]) -> Path:
     scheme, rest = match[1].lower(), match[2].rstrip("/")
     if scheme != "s3":
         raise ConfigError(
-            f"{given}: stores are kept in directories and in s3://BUCKET/PREFIX, and {scheme}:// is neither; an object "
-            "store of another kind can be used through an S3 interface, with `s3: {endpoint: ...}`"
+            f"{given}: {scheme}:// is not supported; use a directory or s3://BUCKET/PREFIX. Other object stores work "
+            "through an S3 interface, with `s3: {endpoint: ...}`"
         )
     bucket, _, prefix = rest.partition("/")
     if not _BUCKET.match(bucket):
-        raise ConfigError(f"{given} names no bucket: a store's place is s3://BUCKET/PREFIX")
+        raise ConfigError(f"{given} names no bucket: a store's location is s3://BUCKET/PREFIX")
     if prefix and (not _PREFIX.match(prefix) or {".", ".."} & set(prefix.split("/"))):
         raise ConfigError(
             f"{given}: a prefix consists of names between single slashes, of letters, digits and . _ - = + @ ,"
@@ -99,35 +87,43 @@ def place_of(text: str | os.PathLike[str]) -> Path:
 
 
 def store_place(text: str | os.PathLike[str]) -> Path:
-    """As a job's settings name it: ``~`` is the user's home, and the rest of a path counts from where one stands."""
-    return Path(os.path.abspath(found.expanduser())) if not is_url(found := place_of(text)) else found  # noqa: PTH100
+    """Return the absolute location of a job's ``store:`` setting, with ``~`` expanded."""
+    location = place_of(text)
+    return location if is_url(location) else Path(os.path.abspath(location.expanduser()))  # noqa: PTH100
 
 
 def beside(place: Path, suffix: str) -> Path:
-    """A file of this machine called like the store: beside its directory; of one in a bucket, where one stands."""
+    """Return the local file named like the store plus ``suffix``: in its parent directory, or for s3 in the cwd."""
     return Path.cwd() / f"{place.name}{suffix}" if is_url(place) else Path(f"{place}{suffix}")
 
 
 def is_url(place: Path) -> bool:
-    """Whether it is in an object store."""
+    """Return whether the location is in an object store."""
     return isinstance(place, ObjectUrl)
 
 
 def files_at(place: str | os.PathLike[str], options: ObjectOptions | None = None) -> Files:
-    """The files at a place. options: of an object store; without them, what the environment says.
+    """Open the files at a location.
 
-    ConfigError where the place is none, UnsupportedError where what is needed for it is not installed."""
-    found = place_of(place)
-    if not isinstance(found, ObjectUrl):
-        return LocalFiles(found)
+    Args:
+        place: Directory or s3:// URL.
+        options: Of an object store; by default those of the environment.
+
+    Raises:
+        ConfigError: The location is invalid.
+        UnsupportedError: A library for it is not installed.
+    """
+    location = place_of(place)
+    if not isinstance(location, ObjectUrl):
+        return LocalFiles(location)
     from store.storage.object_store import ObjectFiles
 
-    return ObjectFiles(found, found.bucket, found.prefix, options or ObjectOptions())
+    return ObjectFiles(location, location.bucket, location.prefix, options or ObjectOptions())
 
 
 Kind = Literal["local", "shared", "passing", "container", "unknown"]
-"""``passing``: gone after a reboot. ``container``: gone with the container. ``local``, ``shared``: of one machine, or
-of all that mount it."""
+"""``passing``: gone after a reboot. ``container``: gone with the container. ``local``: of one machine. ``shared``: of
+all machines that mount it."""
 
 _SHARED: Final = frozenset(
     {"nfs", "nfs4", "lustre", "gpfs", "ceph", "fuse.ceph-fuse", "beegfs", "glusterfs", "fuse.glusterfs", "cifs", "smb3"}
@@ -141,14 +137,14 @@ _LOCAL: Final = frozenset(["ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs"
 
 @dataclass(frozen=True)
 class Mount:
-    """Where a directory lies. name: of the filesystem, as the kernel has it. point: where that is mounted."""
+    """Mounted filesystem: its type ``name`` in the kernel's terms, and its mount ``point``."""
 
     name: str
     point: str
 
     @property
     def kind(self) -> Kind:
-        """What that means. A FUSE filesystem, or one that is not known here, may be anything."""
+        """Kind of the filesystem; ``unknown`` for FUSE filesystems and types that are not listed here."""
         kinds: tuple[tuple[frozenset[str], Kind], ...] = (
             (_SHARED, "shared"),
             (_PASSING, "passing"),
@@ -159,24 +155,20 @@ class Mount:
 
     @property
     def loss(self) -> str | None:
-        """When what lies there is lost though no disk is; None where it is not."""
+        """Event that loses the files without a disk failure; None if there is none."""
         return {"passing": "a reboot empties it", "container": "it goes with the container"}.get(self.kind)
 
 
 def mount_of(path: str | os.PathLike[str]) -> Mount | None:
-    """Return the mount that ``path`` lies on, or would lie on once it is made; None where the list cannot be read."""
+    """Return the mount of ``path``, which need not exist; None if the mounts cannot be listed."""
     place = os.path.realpath(path)
     try:
         mounts = psutil.disk_partitions(all=True)
     except OSError:
         return None
-    above = [one for one in mounts if _below(place, one.mountpoint)]
+    above = [one for one in mounts if one.mountpoint in ("/", place) or place.startswith(f"{one.mountpoint}/")]
     if not above:
         return None
     # Of two mounts on the same point the later one hides the earlier one.
     longest = max(enumerate(above), key=lambda item: (len(item[1].mountpoint), item[0]))[1]
     return Mount(longest.fstype, longest.mountpoint)
-
-
-def _below(place: str, point: str) -> bool:
-    return point in ("/", place) or place.startswith(f"{point}/")

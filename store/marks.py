@@ -1,9 +1,8 @@
-"""Commits that jobs died of: the marks, and the order in which commits are resumed from where there are any.
+"""Mark suspect commits, and order commits for a resume.
 
-A mark says that jobs which resumed from a commit (or from a version in memory, which is named alike) died before they
-committed anything. ``driftpoint run`` sets it, and withdraws it where falling back did not help. It takes no commit
-away, it only puts others before it, so that a wrong mark costs a little training and a missing one nothing. One that
-cannot be read counts for nothing.
+A mark records that jobs which resumed from a commit (or from the in-memory version of that name) died before they
+committed. ``driftpoint run`` sets it, and withdraws it if falling back did not help. A marked commit stays resumable
+but comes after others, so a wrong mark costs a little training. Unreadable marks are ignored.
 """
 
 from __future__ import annotations
@@ -25,18 +24,17 @@ _LIMIT = 1 << 16
 
 @dataclass(frozen=True)
 class Suspects:
-    """The marked commits, each with what jobs died of. problems: marks that cannot be read."""
+    """The marked commits, each with the cause of the jobs' deaths. ``problems``: unreadable marks."""
 
     why: Mapping[SaveId, str] = field(default_factory=dict)
     problems: tuple[str, ...] = ()
 
     @property
     def saves(self) -> Set[SaveId]:
-        """The marked commits."""
         return self.why.keys()
 
-    def told(self, chosen: SaveId, saves: Sequence[SaveId]) -> Iterator[str]:
-        """What there is to say where ``chosen`` of all ``saves`` is resumed from."""
+    def messages(self, chosen: SaveId, saves: Sequence[SaveId]) -> Iterator[str]:
+        """Yield messages about marks that affect a resume from ``chosen`` of all ``saves``."""
         if chosen in self.why:
             yield f"{chosen} is suspect ({self.why[chosen]}), but no other commit can be resumed"
         for save in saves:
@@ -53,14 +51,14 @@ def mark_suspect(files: Files, store_id: str, save: SaveId, why: str) -> None:
 
 
 def withdraw_suspect(files: Files, save: SaveId) -> None:
-    """Take the mark back, durably. Nothing happens where there is none."""
+    """Remove the mark, durably, if there is one."""
     with suppress(MissingError):
         files.unlink(suspect_path(save))
         files.sync_dir(SUSPECT)
 
 
 def read_suspects(files: Files, store_id: str) -> Suspects:
-    """All marks of the store. Raises nothing that a disk or a damaged file may cause: it is in ``problems``."""
+    """Read all marks of the store. Storage errors and damage are listed in ``problems`` instead of raised."""
     why: dict[SaveId, str] = {}
     problems: list[str] = []
     try:
@@ -68,27 +66,27 @@ def read_suspects(files: Files, store_id: str) -> Suspects:
     except MissingError:
         return Suspects()
     except StorageError as error:
-        return Suspects(problems=(f"{error}; no commit is taken for a suspect",))
+        return Suspects(problems=(f"{error}; no commit counts as suspect",))
     for name in sorted(names):
         save = parse_save_file(name)
         if save is None:
             if not is_temporary(name):
-                problems.append(f"{SUSPECT}/{name} is not a mark's name, and counts for nothing")
+                problems.append(f"{SUSPECT}/{name} is not a mark's name; it is ignored")
             continue
         try:
             why[save] = _read(files, store_id, save).why
         except MissingError:  # withdrawn or pruned just now
             continue
         except (DamagedError, StorageError) as error:
-            problems.append(f"{error}; the mark counts for nothing")
+            problems.append(f"{error}; the mark is ignored")
     return Suspects(why, tuple(problems))
 
 
 def resume_order(saves: Sequence[SaveId], suspects: Set[SaveId], proven: Set[SaveId]) -> list[SaveId]:
-    """The order to resume in, of ``saves``, newest first: suspects last.
+    """Return ``saves`` (newest first) in the order to resume from: suspects last.
 
-    One suspect costs no more than the way to the commit before it. Where the two newest are suspect the state was bad
-    before them: then those go first that a job once resumed from and took a step.
+    If only the newest commit is suspect, the one before it comes first. If the two newest are suspect, the state was
+    bad before them, so proven commits come first.
     """
     leading = sum(1 for _ in takewhile(suspects.__contains__, saves))
     sound = [save for save in saves if save not in suspects]
@@ -99,7 +97,7 @@ def resume_order(saves: Sequence[SaveId], suspects: Set[SaveId], proven: Set[Sav
 
 def _read(files: Files, store_id: str, save: SaveId) -> SuspectRecord:
     path = suspect_path(save)
-    found = from_bytes(SuspectRecord, files.read(path, _LIMIT), path)
-    if (found.store_id, found.save) != (store_id, save.name):
-        raise DamagedError(f"{path} is the mark of {found.save} of store {found.store_id}: it was copied or renamed")
-    return found
+    mark = from_bytes(SuspectRecord, files.read(path, _LIMIT), path)
+    if (mark.store_id, mark.save) != (store_id, save.name):
+        raise DamagedError(f"{path} is the mark of {mark.save} of store {mark.store_id}: it was copied or renamed")
+    return mark

@@ -1,7 +1,4 @@
-"""The words everything shares: unit, fragment, save id, and the names of slots and encodings.
-
-Pure values. Nothing here touches a file or a tensor.
-"""
+"""Define units, fragments and save ids, and the names of slots. Pure values."""
 
 from __future__ import annotations
 
@@ -10,14 +7,14 @@ from dataclasses import dataclass
 from functools import total_ordering
 
 WEIGHTS = "fp32"
-"""Slot of the weights that the optimizer updates: the fp32 master weights where there are any,
-otherwise the parameter itself. The dtype stored with each fragment says which."""
+"""Slot of the weights that the optimizer updates: the fp32 master weights if there are any, otherwise the parameter
+itself. The dtype stored with each fragment tells which."""
 
 FROZEN = "frozen"
-"""Slot of parameters that take no gradient. They never move, so one version serves for good."""
+"""Slot of parameters without gradient. They never move, so one version is enough."""
 
 LEFT_OUT = "frozen_left_out"
-"""Key in run states and facts: frozen parameters that the script brings and the store has not."""
+"""Key in run states and facts: frozen parameters that the training script loads and the store does not hold."""
 
 BUFFER = "buffer"
 """Slot of a module's persistent buffers."""
@@ -54,17 +51,16 @@ class Fragment:
 
     @property
     def stop(self) -> int:
-        """One past the last element."""
         return self.start + self.numel
 
 
 @total_ordering
 @dataclass(frozen=True)
 class SaveId:
-    """Names one save: the optimizer step and the epoch that made it.
+    """Identifies one save by its optimizer step and the epoch that made it.
 
-    Newer means a later epoch, then a later step: what an older incarnation of the job still commits
-    after it was fenced never outranks what the newer incarnation committed. No clock is consulted.
+    Ordered by epoch, then by step, and by no clock: a commit that an older incarnation of the job still makes after it
+    was fenced is never newer than those of the newer incarnation.
     """
 
     step: int
@@ -77,14 +73,14 @@ class SaveId:
 
     @classmethod
     def parse(cls, name: str) -> SaveId:
-        """The inverse of :attr:`name`. Raises ValueError for anything else."""
+        """Parse a :attr:`name`. Raises ValueError for other text."""
         match = _SAVE_NAME.match(name)
         if match is None:
             raise ValueError(f"{name!r} is not a save name such as 00000120-000003")
-        found = cls(int(match[1]), int(match[2]))
-        if found.name != name:
-            raise ValueError(f"{name!r} is not the canonical form {found.name!r}")
-        return found
+        save = cls(int(match[1]), int(match[2]))
+        if save.name != name:
+            raise ValueError(f"{name!r} is not the canonical form {save.name!r}")
+        return save
 
     def __lt__(self, other: SaveId) -> bool:
         return (self.epoch, self.step) < (other.epoch, other.step)

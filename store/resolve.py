@@ -1,12 +1,8 @@
-"""Newest valid version of every unit.
+"""Resolve a commit: find the newest whole version of every unit, with the bases of its fragments.
 
-Which stored fragment another one is the difference to. One level deep: a base is never a difference itself.
-
-Which version of every unit a resume or a merge takes: the newest committed one that is whole.
-
-A bad unit falls back to its own previous version, found through the older manifests, not to the previous
-checkpoint. A version is known bad from its records (missing part, wrong size) or because a reader found bytes
-that do not match their hash and asks again with that version in ``bad``.
+A damaged unit falls back to its own previous version, found through older manifests, and not to the previous
+checkpoint. A version is damaged by its records (missing part, wrong size), or because a reader found bytes that do not
+match their hash and resolves again with that version in ``bad``. A base is never a difference itself.
 """
 
 from __future__ import annotations
@@ -25,28 +21,28 @@ from store.schema import Entry, GroupRecord, ManifestRecord, PartRecord, UnitRec
 from store.text import listed
 
 Key = tuple[str, str, str, int, int, str, str]
-"""A save, and what is the same for the same fragment encoded in the same way."""
+"""A save name, and the fields that a fragment has in common with its base."""
 
 
 def with_bases(stored: Sequence[tuple[PartRecord, Entry]], groups: Iterable[LoadedGroup]) -> tuple[Source, ...]:
-    """Stored fragments of one unit, each with its base from ``groups``. DamagedError where one is not to be found."""
+    """Return stored fragments of one unit with their bases from ``groups``. Raises DamagedError if one is missing."""
     units = {entry.unit for _, entry in stored if entry.base is not None}
-    bases = stored_whole(pair for group in groups for unit in units for pair in group.by_unit.get(unit, ()))
+    bases = index_bases(pair for group in groups for unit in units for pair in group.by_unit.get(unit, ()))
     return tuple(Source(part, entry, _base_of(part, entry, bases)) for part, entry in stored)
 
 
-def stored_whole(stored: Iterable[tuple[PartRecord, Entry]]) -> dict[Key, Source]:
-    """The fragments that may be bases, by the :func:`base_key` of those that are differences to them."""
+def index_bases(stored: Iterable[tuple[PartRecord, Entry]]) -> dict[Key, Source]:
+    """Index the fragments that can be bases by the :func:`base_key` of the differences to them."""
     return {whole_key(part, entry): Source(part, entry) for part, entry in stored if entry.base is None}
 
 
 def base_key(entry: Entry) -> Key | None:
-    """Where :func:`stored_whole` has what the entry is the difference to. None where it is stored whole itself."""
+    """Return the key of the entry's base in :func:`index_bases`, None if it has no base."""
     return None if entry.base is None else _key(entry.base, entry)
 
 
 def whole_key(part: PartRecord, entry: Entry) -> Key:
-    """Where :func:`stored_whole` has the entry itself."""
+    """Return the key of the entry itself in :func:`index_bases`."""
     return _key(part.save.name, entry)
 
 
@@ -57,7 +53,7 @@ def _base_of(part: PartRecord, entry: Entry, bases: Mapping[Key, Source]) -> Sou
     if key not in bases:
         raise DamagedError(
             f"save {part.save} holds elements {entry.start} to {entry.stop} of {entry.fqn}/{entry.slot} as the "
-            f"difference to {entry.base}, where they are not to be found as {entry.encoding}"
+            f"difference to {entry.base}, which does not hold them as {entry.encoding}"
         )
     return bases[key]
 
@@ -68,10 +64,11 @@ def _key(save: str, entry: Entry) -> Key:
 
 @dataclass(frozen=True)
 class RejectedVersion:
-    """A version found to be damaged: of one unit, or (unit None) the run state of a save.
+    """A damaged version of one unit, or (``unit`` None) the damaged run state of a save.
 
-    fragment: the only one of the unit's stored fragments that is. Without it, whatever is stored as a difference to
-    any fragment of that version is taken to be lost; with it, only what is the difference to that one."""
+    With ``fragment``, only that stored fragment and the differences to it are damaged; without it, all fragments of
+    the version and all differences to them.
+    """
 
     save: SaveId
     unit: Unit | None = None
@@ -82,9 +79,12 @@ class RejectedVersion:
 class Version:
     """A unit's version and the stored fragments that hold it.
 
-    record: as in the manifest that was asked for, or, after a fallback, in the older manifest it was found in.
-    group: the segment group it lies in. fallback: older than the manifest names, because that one is damaged.
-    bases: the groups of ``record.bases``.
+    Args:
+        record: From the resolved manifest, or after a fallback from an older manifest.
+        group: Segment group that holds the version.
+        sources: Its stored fragments.
+        fallback: Whether it is older than the resolved manifest's version, because that one is damaged.
+        bases: Groups of ``record.bases``.
     """
 
     record: UnitRecord
@@ -95,13 +95,12 @@ class Version:
 
     @property
     def save(self) -> SaveId:
-        """The save that holds the version."""
         return self.record.version
 
 
 @dataclass(frozen=True)
 class Resolution:
-    """One manifest with a whole version for every unit, and the parts that hold its run state by rank."""
+    """A manifest with a whole version of every unit, and the parts with its run state by rank."""
 
     manifest: ManifestRecord
     versions: Mapping[Unit, Version]
@@ -110,25 +109,25 @@ class Resolution:
 
     @property
     def fallbacks(self) -> tuple[Version, ...]:
-        """Versions that are older than the manifest names."""
+        """Versions older than those that the manifest names."""
         return tuple(version for version in self.versions.values() if version.fallback)
 
     def sources(self) -> Iterable[Source]:
-        """All stored fragments of all versions."""
+        """Yield all stored fragments of all versions."""
         for version in self.versions.values():
             yield from version.sources
 
 
 def resolve(catalog: Catalog, save: SaveId, bad: Set[RejectedVersion] = frozenset()) -> Resolution:
-    """Whole versions for every unit of a manifest. DamagedError where one has none, or its run state is gone."""
+    """Find a whole version of every unit of a manifest. Raises DamagedError if a unit or the run state has none."""
     manifest = catalog.manifest(save)
     problems: list[str] = []
     versions: dict[Unit, Version] = {}
     for record in manifest.units:
-        found = _whole(catalog, manifest, record, bad, problems)
-        versions[record.unit] = found or _previous(catalog, manifest, record, bad, problems)
+        version = _load_version(catalog, manifest, record, bad, problems)
+        versions[record.unit] = version or _previous_version(catalog, manifest, record, bad, problems)
     run_parts = _run_parts(catalog, manifest, bad)
-    # Units of different versions must not hold the same elements: then it is not one state.
+    # Raises if units of different versions hold the same elements, which would not be one state.
     FragmentIndex(source for version in versions.values() for source in version.sources)
     return Resolution(manifest, versions, run_parts, tuple(dict.fromkeys(problems)))
 
@@ -136,10 +135,12 @@ def resolve(catalog: Catalog, save: SaveId, bad: Set[RejectedVersion] = frozense
 def newest_resumable(
     catalog: Catalog, bad: Set[RejectedVersion] = frozenset(), skip: Set[SaveId] = frozenset()
 ) -> tuple[Resolution, tuple[str, ...]]:
-    """The newest manifest that resolves, and what was wrong with those before it. NothingToResumeError if none does;
-    UnreachableError where that cannot be known now.
+    """Resolve the first possible manifest in :func:`store.marks.resume_order`; also return problems of skipped ones.
 
-    Those that jobs died of come last, see :func:`store.marks.resume_order`."""
+    Raises:
+        NothingToResumeError: No manifest resolves.
+        UnreachableError: An object store does not answer.
+    """
     suspects = catalog.suspects()
     passed_over: list[str] = list(suspects.problems)
     saves = catalog.saves()
@@ -147,7 +148,7 @@ def newest_resumable(
         if save in skip:
             continue
         try:
-            return resolve(catalog, save, bad), (*passed_over, *suspects.told(save, saves))
+            return resolve(catalog, save, bad), (*passed_over, *suspects.messages(save, saves))
         except UnreachableError:
             raise
         except (DamagedError, StorageError) as error:
@@ -157,17 +158,17 @@ def newest_resumable(
     raise NothingToResumeError("the store holds no commit yet")
 
 
-def _whole(
+def _load_version(
     catalog: Catalog, manifest: ManifestRecord, record: UnitRecord, bad: Set[RejectedVersion], problems: list[str]
 ) -> Version | None:
-    # A later release's name is no reason to fall back.
+    # Raises NewerFormatError: an unknown encoding is no damage, and no reason to fall back.
     encoding_named(record.encoding, f"manifest {manifest.save}: {record.unit}")
     if RejectedVersion(record.version, record.unit) in bad:
-        problems.append(f"{record.unit}: version {_unfit(catalog, record.version)}")
+        problems.append(f"{record.unit}: version {_describe_rejected(catalog, record.version)}")
         return None
     damaged = [base for base in record.bases if RejectedVersion(SaveId.parse(base), record.unit) in bad]
     if damaged:
-        base = _unfit(catalog, SaveId.parse(damaged[0]), base=True)
+        base = _describe_rejected(catalog, SaveId.parse(damaged[0]), base=True)
         problems.append(f"{record.unit}: version {record.save} is the difference to {base}")
         return None
     group_record = _group_record(manifest, record.version)
@@ -198,50 +199,46 @@ def _require_undamaged(
         return
     for source in sources:
         if RejectedVersion(source.part.save, record.unit, source.entry.fragment) in bad:
-            raise DamagedError(f"{record.unit}: version {_unfit(catalog, source.part.save)}")
-        if (
-            source.base is not None
-            and RejectedVersion(source.base.part.save, record.unit, source.entry.fragment) in bad
-        ):
-            base = _unfit(catalog, source.base.part.save, base=True)
-            raise DamagedError(f"{record.unit}: version {record.save} is the difference to {base}")
+            raise DamagedError(f"{record.unit}: version {_describe_rejected(catalog, source.part.save)}")
+        base = source.base
+        if base is not None and RejectedVersion(base.part.save, record.unit, source.entry.fragment) in bad:
+            described = _describe_rejected(catalog, base.part.save, base=True)
+            raise DamagedError(f"{record.unit}: version {record.save} is the difference to {described}")
 
 
-def _unfit(catalog: Catalog, save: SaveId, *, base: bool = False) -> str:
-    """A save that a reader found to be of no use, and why: it may have been pruned while it was read."""
+def _describe_rejected(catalog: Catalog, save: SaveId, *, base: bool = False) -> str:
+    """Return the name of a rejected save and the reason: it may have been pruned while it was read."""
     try:
         catalog.files.list_dir(segment_dir(save))
     except MissingError:
         return f"{save}, which is gone" if base else f"{save} is gone"
     except StorageError:
-        pass  # whoever reads on is told what is refused
+        pass  # a later read raises it
     return f"{save}, which is damaged" if base else f"{save} does not match its hashes"
 
 
-def _previous(
+def _previous_version(
     catalog: Catalog, manifest: ManifestRecord, record: UnitRecord, bad: Set[RejectedVersion], problems: list[str]
 ) -> Version:
     tried = {record.version}
     for candidate_manifest in _ancestors(catalog, manifest, problems):
         candidate = next((u for u in candidate_manifest.units if u.unit == record.unit), None)
-        if candidate is None or not _alike(candidate, record) or candidate.version in tried:
+        if candidate is None or candidate.version in tried:
+            continue
+        if (candidate.numel, candidate.members) != (record.numel, record.members):
             continue
         tried.add(candidate.version)
-        found = _whole(catalog, candidate_manifest, candidate, bad, problems)
-        if found is not None:
-            return replace(found, fallback=True)
+        version = _load_version(catalog, candidate_manifest, candidate, bad, problems)
+        if version is not None:
+            return replace(version, fallback=True)
     raise DamagedError(f"{record.unit} has no version that is whole; " + "; ".join(dict.fromkeys(problems)))
 
 
-def _alike(older: UnitRecord, record: UnitRecord) -> bool:
-    return (older.numel, older.members) == (record.numel, record.members)
-
-
 def _ancestors(catalog: Catalog, manifest: ManifestRecord, problems: list[str]) -> Iterator[ManifestRecord]:
-    """Older manifests that the commit continues, newest first.
+    """Yield the older manifests that the commit continues, newest first.
 
-    What lies between a commit and the one it continues was given up by going back, so it is nobody's past.
-    Where that one is pruned or damaged the next older one stands in, unless it is ahead in steps.
+    Commits between one and the commit it continues were abandoned by a rollback and are not ancestors. If that commit
+    is pruned or damaged, the next older one takes its place, unless it is ahead in steps.
     """
     previous = manifest.previous
     for save in catalog.saves():

@@ -1,16 +1,11 @@
-"""Retention rules and pruning.
+"""Select the commits to retain, and prune the others with the segments that no commit needs.
 
-Which commits to keep: the last few, every N steps, and ever sparser ones further back. Pure.
+Silent corruption is detected late, so old commits are retained at ages in powers of two. The newest proven commit
+always stays; suspect commits are ignored, except the newest commit of all.
 
-Silent corruption is found late, so ages are covered in powers of two. The newest proven commit always stays. Suspects
-count as little as if they were not there, but for the newest commit of all.
-
-Pruning: drop commits that retention does not keep, then what no commit reaches. Planned first, then done.
-
-Order: manifests go first and their directory is synced before any segment goes, so a manifest never points to
-what was deleted, wherever a crash cuts in. What is not recognised is reported and stays. Only the owner of the
-store may prune (the lock, the newest epoch); segments newer than the newest commit belong to a save in progress
-and stay.
+Manifests are removed first and their directory is synced before any segment is removed, so after a crash no manifest
+points to a deleted segment. Unrecognised files are reported and stay. Only the owner of the store (the lock, the
+newest epoch) may prune. Segments newer than the newest commit belong to a save in progress and stay.
 """
 
 from __future__ import annotations
@@ -39,15 +34,18 @@ from store.layout import (
 from store.names import SaveId
 from store.resolve import with_bases
 from store.schema import ManifestRecord
-from store.storage.atomic import final_name, is_temporary, remove_all
+from store.storage.atomic import final_name, is_temporary, list_or_empty, remove_all
 from store.storage.local import Files
 
 
 @dataclass(frozen=True)
 class Retention:
-    """keep_last: newest commits to keep, at least 1. keep_every: also one in each stretch of so many steps.
+    """Rules for the commits to retain.
 
-    log_spaced: also the oldest in each age range [2^i, 2^(i+1)) steps behind the newest commit.
+    Args:
+        keep_last: Newest commits to retain, at least 1.
+        keep_every: Also retain one commit in each range of so many steps.
+        log_spaced: Also retain the oldest commit in each age range [2^i, 2^(i+1)) steps behind the newest.
     """
 
     keep_last: int = 3
@@ -61,15 +59,16 @@ class Retention:
             raise ConfigError(f"retention.keep_every is {self.keep_every}: give a number of steps, or leave it out")
 
 
-def kept(
+def select_retained(
     saves: Iterable[SaveId], proven: Set[SaveId], retention: Retention, suspects: Set[SaveId] = frozenset()
 ) -> set[SaveId]:
-    """The commits to keep of those given. All must be whole: a damaged one must not push out a good one.
+    """Return the commits to retain of ``saves``, which must all be whole.
 
-    Nor may a suspect: whatever is kept is chosen among the others, and the newest commit stays besides."""
-    everything = sorted(saves, reverse=True)
-    newest_first = [save for save in everything if save not in suspects] or everything
-    keep = {*everything[:1], *newest_first[: retention.keep_last]}
+    A damaged or suspect commit must not displace a good one: suspects are left out, and the newest commit always stays.
+    """
+    all_saves = sorted(saves, reverse=True)
+    newest_first = [save for save in all_saves if save not in suspects] or all_saves
+    keep = {*all_saves[:1], *newest_first[: retention.keep_last]}
     keep.update(sorted(proven & set(newest_first), reverse=True)[:1])
     if retention.keep_every is not None:
         keep |= _oldest_in_each(newest_first, [save.step // retention.keep_every for save in newest_first])
@@ -85,7 +84,7 @@ def _oldest_in_each(newest_first: Sequence[SaveId], buckets: Sequence[int]) -> s
 
 @dataclass(frozen=True)
 class PrunePlan:
-    """What would go and what stays, and why nothing goes where ``blocked`` says so."""
+    """Files to remove and commits to keep. ``blocked``: why nothing may be removed, None if pruning is possible."""
 
     keep: tuple[SaveId, ...]
     manifests: tuple[SaveId, ...]
@@ -97,40 +96,46 @@ class PrunePlan:
 
 
 def plan_prune(catalog: Catalog, retention: Retention) -> PrunePlan:
-    """Look at the store and decide. Writes nothing."""
+    """Plan a prune without writing anything."""
     commits = _commits(catalog)
-    groups, strange = _groups(catalog.files)
+    groups, unrecognised = _list_groups(catalog.files)
     known = TOP_LEVEL | FOREIGN
-    strange += [name for name in catalog.files.list_dir("") if name not in known and not is_temporary(name)]
-    strange += [f"{MANIFESTS}/{name}" for name in _names(catalog.files, MANIFESTS) if not _known_record(name)]
+    unrecognised += [name for name in catalog.files.list_dir("") if name not in known and not is_temporary(name)]
+    for name in list_or_empty(catalog.files, MANIFESTS):
+        if parse_save_file(final_name(name) or name) is None:
+            unrecognised.append(f"{MANIFESTS}/{name}")
     if commits.refused or commits.unreadable or not commits.whole:
-        # What a damaged manifest reaches is not known, so nothing may be called garbage. What storage refused to
-        # read may be whole: a passing error must not get a good commit deleted.
+        # The groups of a damaged manifest are unknown, so no group is garbage. A record that storage refused to read
+        # may be whole: a temporary error must not get a good commit deleted.
         blocked = f"{_why_blocked(commits)}: nothing is deleted"
-        return PrunePlan(tuple(sorted(commits.readable)), (), (), (), tuple(strange), 0, blocked)
-    # Damaged commits do not count as kept ones; but those newer than all whole ones may still be resumed in part.
+        return PrunePlan(tuple(sorted(commits.readable)), (), (), (), tuple(unrecognised), 0, blocked)
+    # Damaged commits are not retained, except those newer than all whole ones, which may be resumed in part.
     newest_whole = max(commits.whole)
-    keep = kept(commits.whole, catalog.proven(), retention, catalog.suspects().saves)
+    keep = select_retained(commits.whole, catalog.proven(), retention, catalog.suspects().saves)
     keep |= {save for save in commits.readable if save > newest_whole}
-    keep |= _apart(catalog, commits.whole)
-    reachable = {group for save in keep for group in _reached(catalog.manifest(save))}
+    keep |= _newest_with_other_bases(catalog, commits.whole)
+    reachable = {group for save in keep for group in _needed_groups(catalog.manifest(save))}
     newest = max(commits.readable)
     dead = tuple(sorted(group for group in groups if group not in reachable and group < newest))
     dropped = tuple(sorted(set(commits.readable) - keep))
-    quiet = sorted(group for group in groups if group < newest and group not in dead)
-    temporaries = tuple(_temporaries(catalog.files, quiet, newest, keep, set(commits.readable)))
-    strange += [path for group in dead for path in _strange_in(catalog.files, group)]
+    finished = sorted(group for group in groups if group < newest and group not in dead)
+    temporaries = tuple(_temporaries(catalog.files, finished, newest, keep, set(commits.readable)))
+    for folder in map(segment_dir, dead):
+        names = list_or_empty(catalog.files, folder)
+        unrecognised += [f"{folder}/{name}" for name in names if not _is_segment_file(name)]
     freed = sum(_group_bytes(catalog.files, group) for group in dead)
-    return PrunePlan(tuple(sorted(keep)), dropped, dead, temporaries, tuple(strange), freed)
+    return PrunePlan(tuple(sorted(keep)), dropped, dead, temporaries, tuple(unrecognised), freed)
 
 
-def _apart(catalog: Catalog, whole: Sequence[SaveId]) -> set[SaveId]:
-    """The newest commit that rests on no base of the newest: damage of one base must not take all that is kept."""
+def _needed_groups(manifest: ManifestRecord) -> set[SaveId]:
+    return {SaveId.parse(name) for name in manifest.groups}
+
+
+def _newest_with_other_bases(catalog: Catalog, whole: Sequence[SaveId]) -> set[SaveId]:
+    """Return the newest commit that needs no base of the newest, so that no damaged base costs all commits."""
     newest_first = sorted(whole, reverse=True)
     bases = {base for unit in catalog.manifest(newest_first[0]).units for base in unit.bases}
-    if not bases:
-        return set()
-    for save in newest_first[1:]:
+    for save in newest_first[1:] if bases else ():
         units = catalog.manifest(save).units
         if not any(bases.intersection((unit.save, *unit.bases)) for unit in units):
             return {save}
@@ -138,10 +143,10 @@ def _apart(catalog: Catalog, whole: Sequence[SaveId]) -> set[SaveId]:
 
 
 def execute(files: Files, plan: PrunePlan) -> None:
-    """Carry a plan out. It may be interrupted anywhere and run again.
+    """Execute a plan. It may be interrupted anywhere and run again.
 
-    The manifests that stay are made durable first, and the absence of the others before any segment goes, even
-    where the plan drops no manifest: what the plan saw may be the work of a process killed before it synced.
+    First the remaining manifests are made durable; then, before any segment is removed, the removal of the others. Both
+    happen even if the plan drops no manifest, because the process that made the planned state may have died unsynced.
     """
     if plan.blocked is not None:
         return
@@ -150,12 +155,8 @@ def execute(files: Files, plan: PrunePlan) -> None:
         with suppress(MissingError):
             files.unlink(manifest_path(save))
     files.sync_dir(MANIFESTS)
-    for save in plan.manifests:
-        with suppress(MissingError):
-            files.unlink(proven_path(save))
-        with suppress(MissingError):
-            files.unlink(suspect_path(save))
-    for path in plan.temporaries:
+    marks = [path(save) for save in plan.manifests for path in (proven_path, suspect_path)]
+    for path in (*marks, *plan.temporaries):
         with suppress(MissingError):
             files.unlink(path)
     for group in plan.groups:
@@ -166,7 +167,7 @@ def execute(files: Files, plan: PrunePlan) -> None:
 
 @dataclass(frozen=True)
 class _Commits:
-    """``unreadable``: damaged manifests. ``refused``: why storage did not give a record, '' where it gave all."""
+    """``unreadable``: damaged manifests. ``refused``: error of a refused read, '' if there was none."""
 
     whole: tuple[SaveId, ...]
     readable: tuple[SaveId, ...]
@@ -185,21 +186,16 @@ def _commits(catalog: Catalog) -> _Commits:
             refused = str(error)
         else:
             readable.append(save)
-    hurt = {save: [group for group in _groups_of(catalog, save) if group.problems] for save in readable}
-    refused = next((group.problems[-1] for groups in hurt.values() for group in groups if group.refused), refused)
-    whole = tuple(save for save in readable if not hurt[save] and _well_based(catalog, catalog.manifest(save)))
+    damaged = {save: [group for group in _groups_of(catalog, save).values() if group.problems] for save in readable}
+    refused = next((group.problems[-1] for groups in damaged.values() for group in groups if group.refused), refused)
+    whole = tuple(save for save in readable if not damaged[save] and _has_all_bases(catalog, save))
     return _Commits(whole, tuple(readable), tuple(unreadable), refused)
 
 
-def _reached(manifest: ManifestRecord) -> set[SaveId]:
-    """Every group that a commit needs: of its units, of the saves that those are differences to, and its own."""
-    return {SaveId.parse(name) for name in manifest.groups}
-
-
-def _well_based(catalog: Catalog, manifest: ManifestRecord) -> bool:
-    """Whether everything is there that its units are stored as differences to. Sizes and bytes are not looked at."""
-    groups = {name: catalog.group(SaveId.parse(name), record) for name, record in manifest.groups.items()}
-    for unit in manifest.units:
+def _has_all_bases(catalog: Catalog, save: SaveId) -> bool:
+    """Return whether the records of all bases of a commit's units are present; sizes and bytes are not checked."""
+    groups = _groups_of(catalog, save)
+    for unit in catalog.manifest(save).units:
         if not {unit.save, *unit.bases} <= groups.keys():
             return False
         stored = groups[unit.save].by_unit.get(unit.unit, ())
@@ -215,54 +211,41 @@ def _why_blocked(commits: _Commits) -> str:
     if commits.refused:
         return commits.refused
     if commits.unreadable:
-        return f"commit {commits.unreadable[0]} cannot be read (move its manifest away once you looked at it)"
+        return f"commit {commits.unreadable[0]} cannot be read (inspect its manifest, then move it away)"
     return "no commit is whole" if commits.readable else "there is no commit"
 
 
-def _groups_of(catalog: Catalog, save: SaveId) -> list[LoadedGroup]:
-    return [catalog.group(SaveId.parse(name), record) for name, record in catalog.manifest(save).groups.items()]
+def _groups_of(catalog: Catalog, save: SaveId) -> dict[str, LoadedGroup]:
+    groups = catalog.manifest(save).groups
+    return {name: catalog.group(SaveId.parse(name), record) for name, record in groups.items()}
 
 
-def _groups(files: Files) -> tuple[set[SaveId], list[str]]:
-    groups, strange = set(), []
-    for name in _names(files, SEGMENTS):
-        save = parse_save_dir(name)
-        if save is None:
-            strange.append(f"{SEGMENTS}/{name}")
-        else:
-            groups.add(save)
-    return groups, strange
+def _list_groups(files: Files) -> tuple[set[SaveId], list[str]]:
+    names = {name: parse_save_dir(name) for name in list_or_empty(files, SEGMENTS)}
+    unrecognised = [f"{SEGMENTS}/{name}" for name, save in names.items() if save is None]
+    return {save for save in names.values() if save is not None}, unrecognised
 
 
 def _temporaries(
-    files: Files, quiet: Sequence[SaveId], newest: SaveId, keep: Set[SaveId], readable: Set[SaveId]
+    files: Files, finished: Sequence[SaveId], newest: SaveId, keep: Set[SaveId], readable: Set[SaveId]
 ) -> Iterator[str]:
-    # Never one that may be in use: of the commit after the newest, or a mark that is being set on a kept commit.
-    for name in _names(files, MANIFESTS):
-        save = parse_save_file(final_name(name) or "")
-        if save is not None and save <= newest:
-            yield f"{MANIFESTS}/{name}"
-    for marks in (PROVEN, SUSPECT):
-        for name in _names(files, marks):
+    # Skips files that may be in use: of the commit after the newest, or a mark being set on a kept commit.
+    for folder in (MANIFESTS, PROVEN, SUSPECT):
+        for name in list_or_empty(files, folder):
             save = parse_save_file(final_name(name) or "")
-            if save is not None and save <= newest and save not in keep:
-                yield f"{marks}/{name}"
-    for name in _names(files, SUSPECT):  # of what is gone: a commit whose prune was cut off, or a version in memory
+            if save is not None and save <= newest and (folder == MANIFESTS or save not in keep):
+                yield f"{folder}/{name}"
+    for name in list_or_empty(files, SUSPECT):  # marks of a commit whose prune was interrupted, or of a lost memory
         save = parse_save_file(name)
         if save is not None and save < newest and save not in readable:
             yield f"{SUSPECT}/{name}"
-    for folder in map(segment_dir, quiet):
-        yield from (f"{folder}/{name}" for name in _names(files, folder) if is_temporary(name))
-
-
-def _strange_in(files: Files, group: SaveId) -> list[str]:
-    folder = segment_dir(group)
-    return [f"{folder}/{name}" for name in _names(files, folder) if not _is_segment_file(name)]
+    for folder in map(segment_dir, finished):
+        yield from (f"{folder}/{name}" for name in list_or_empty(files, folder) if is_temporary(name))
 
 
 def _remove_group(files: Files, group: SaveId) -> None:
     folder = segment_dir(group)
-    names = _names(files, folder)
+    names = list_or_empty(files, folder)
     remove_all(files, [f"{folder}/{name}" for name in names if _is_segment_file(name)])
     if all(_is_segment_file(name) for name in names):
         with suppress(MissingError):
@@ -271,19 +254,8 @@ def _remove_group(files: Files, group: SaveId) -> None:
 
 def _group_bytes(files: Files, group: SaveId) -> int:
     folder = segment_dir(group)
-    return sum(files.size(f"{folder}/{name}") for name in _names(files, folder) if parse_rank_file(name))
-
-
-def _names(files: Files, folder: str) -> list[str]:
-    try:
-        return files.list_dir(folder)
-    except MissingError:
-        return []
+    return sum(files.size(f"{folder}/{name}") for name in list_or_empty(files, folder) if parse_rank_file(name))
 
 
 def _is_segment_file(name: str) -> bool:
     return parse_rank_file(name) is not None or is_temporary(name)
-
-
-def _known_record(name: str) -> bool:
-    return parse_save_file(final_name(name) or name) is not None

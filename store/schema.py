@@ -1,18 +1,10 @@
-"""Records of format 1; checksummed JSON; member digests.
+"""Define the records of format 1, and read and write them as checksummed JSON.
 
-Self-checksummed JSON records: ``{"body":<JSON>,"xxh3_128":"<32 hex digits>"}``.
+A file is ``{"body":<JSON>,"xxh3_128":"<32 hex digits>"}``. The checksum covers the exact bytes of the body, and the
+bytes around it are fixed, so any flipped, missing or added byte is detected before the JSON is parsed.
 
-The checksum covers the body's bytes exactly as they stand, and the bytes around it are fixed, so any flipped,
-missing or added byte is found before a value is looked at. Nothing but JSON is ever parsed.
-
-The records of format 1, as frozen models: what their JSON must look like to be believed.
-
-Validated when read and when built. Unknown keys are ignored on reading, so that a later release may add some
-without a new format; a change that an old reader must not overlook raises ``reader`` in STORE.json instead.
-
-Which tensors a unit is made of, as one digest: two versions of a unit are comparable only where it is equal.
-
-The number of elements is not enough: two tensors of equal size may have changed places.
+Records are validated when read and when built. Unknown keys are ignored, so that a later release can add some without
+a new format; a change that old readers must not ignore raises ``reader`` in STORE.json.
 """
 
 from __future__ import annotations
@@ -35,12 +27,12 @@ _FIXED = len(_HEAD) + len(_MIDDLE) + _DIGEST_LENGTH + len(_TAIL)
 
 
 def digest(data: bytes | bytearray | memoryview) -> str:
-    """xxh3-128 of the bytes, as 32 hex digits."""
+    """Return the xxh3-128 of the bytes as 32 hex digits."""
     return xxhash.xxh3_128_hexdigest(data)
 
 
 def as_json(value: Any) -> Any:
-    """``value`` as it comes back from a record; what JSON cannot say (objects, infinities, NaN) becomes a string."""
+    """Return ``value`` as it comes back from a record; objects, infinities and NaN become strings."""
     return json.loads(json.dumps(value, default=str), parse_constant=_SPELLED.__getitem__)
 
 
@@ -48,13 +40,13 @@ _SPELLED = {"Infinity": "inf", "-Infinity": "-inf", "NaN": "nan"}
 
 
 def seal(body: Any) -> bytes:
-    """The file content for a JSON value, its keys in the order given. ValueError for NaN or infinity: JSON has none."""
+    """Return the file content of a JSON value, with its keys in order. Raises ValueError for NaN and infinities."""
     text = json.dumps(body, separators=(",", ":"), allow_nan=False, ensure_ascii=True).encode()
     return _HEAD + text + _MIDDLE + digest(text).encode() + _TAIL
 
 
 def unseal(data: bytes, what: str) -> Any:
-    """The JSON value in a sealed record. DamagedError, naming ``what``, unless every byte is right."""
+    """Return the JSON value of a sealed record. Raises DamagedError, naming ``what``, unless every byte is right."""
     end = len(data) - len(_MIDDLE) - _DIGEST_LENGTH - len(_TAIL)
     text = data[len(_HEAD) : end]
     framed = (
@@ -84,7 +76,7 @@ def _save_name(name: str) -> str:
 
 
 SaveName = Annotated[str, AfterValidator(_save_name)]
-"""Canonical, so that whoever holds a record may parse it without fear."""
+"""Canonical name of a save, which :meth:`SaveId.parse` accepts."""
 
 
 class Record(BaseModel):
@@ -94,7 +86,7 @@ class Record(BaseModel):
 
 
 class StoreRecord(Record):
-    """STORE.json. No defaults: no other record must pass for it."""
+    """STORE.json. It has no defaults, so that no other record is valid as one."""
 
     format: Natural
     reader: Natural
@@ -102,20 +94,20 @@ class StoreRecord(Record):
 
 
 class IncarnationRecord(Record):
-    """The processes of a job from one start to their end, whatever epochs they claim; written by ``every: auto``.
-
-    interruptions, rank_seconds: of the incarnations before this one; rank_seconds is world size x seconds."""
+    """The processes of a job from one start to their end, whatever epochs they claim; written by ``every: auto``."""
 
     token: Digest
     world_size: Annotated[int, Field(ge=1)]
     began: str
-    """Wall-clock time in ISO 8601. Only ever compared with what the same incarnation wrote."""
+    """Wall-clock time in ISO 8601, compared only with times that the same incarnation wrote."""
     interruptions: Natural
+    """Of the incarnations before this one."""
     rank_seconds: Ratio
+    """World size x seconds, summed over the incarnations before this one."""
 
 
 class ClosedRecord(Record):
-    """The incarnation that owns an epoch came to its end as it was meant to, after so many seconds."""
+    """The incarnation that owns an epoch ended cleanly after ``seconds``."""
 
     store_id: Digest
     epoch: Natural
@@ -123,7 +115,7 @@ class ClosedRecord(Record):
 
 
 class EpochRecord(Record):
-    """Who owns an epoch. ``token`` is drawn for each claim: a rank that reads the same one is on the same disk."""
+    """Owner of an epoch. ``token`` is random for each claim, so that ranks can check that they see the same store."""
 
     store_id: Digest
     epoch: Natural
@@ -136,10 +128,10 @@ class EpochRecord(Record):
 
 
 class Entry(Record):
-    """One stored fragment: elements [start, start + numel) of the flattened (fqn, slot), and where its bytes are.
+    """One stored fragment: elements [start, start + numel) of the flattened (fqn, slot), and the place of its bytes.
 
-    Its values, of ``dtype``, were encoded, and where ``packing`` is named the encoded bytes then packed: by
-    themselves, or as the difference to those of the same fragment in the save ``base``.
+    The values of ``dtype`` were encoded. If ``packing`` is set, the encoded bytes were packed: alone, or as the
+    difference to those of the same fragment in the save ``base``.
     """
 
     layer: Name
@@ -155,23 +147,20 @@ class Entry(Record):
     """In bytes from the start of the payload's data, after the safetensors header."""
     nbytes: Natural
     xxh3_128: Digest
-    """Of the bytes as they are stored."""
+    """Hash of the stored bytes."""
     encoded_xxh3_128: Digest | None = None
-    """Of the encoded bytes, where they are packed: unpacking, and the base, are proved right by it."""
+    """Hash of the encoded bytes, if they are packed; it verifies unpacking and the base."""
 
     @property
     def unit(self) -> Unit:
-        """The unit that the fragment belongs to."""
         return Unit(self.layer, self.slot)
 
     @property
     def fragment(self) -> Fragment:
-        """The elements that it holds."""
         return Fragment(self.fqn, self.slot, self.start, self.numel)
 
     @property
     def stop(self) -> int:
-        """One past the last element."""
         return self.start + self.numel
 
 
@@ -186,28 +175,29 @@ class StateTensor(Record):
 
 
 class MeasureRecord(Record):
-    """What one rank measured on its staged copy of a unit, against the version before.
+    """Measurements of one rank on its staged copy of a unit against the previous version; all norms add up over ranks.
 
-    moved_sq, reference_sq: squared L2 norms of the movement and of the reference; both 0 where there was no
-    version before or where values are not finite. error_sq, decoded_sq: squared L2 norms of what the encoding lost
-    and of what decoding gives; both 0 for lossless ones. They add up over ranks."""
+    The norms of movement and reference are both 0 if there was no previous version or values are not finite; those of
+    error and decoded values are both 0 for lossless encodings.
+    """
 
     layer: Name
     slot: Name
     moved_sq: Ratio
+    """Squared L2 norm of the movement."""
     reference_sq: Ratio
     finite: bool
     error_sq: Ratio = 0.0
+    """Squared L2 norm of the encoding error."""
     decoded_sq: Ratio = 0.0
 
     @property
     def unit(self) -> Unit:
-        """The unit."""
         return Unit(self.layer, self.slot)
 
 
 class PartRecord(Record):
-    """What one rank wrote in one save."""
+    """Contents of one rank's segment."""
 
     store_id: Digest
     step: Natural
@@ -224,11 +214,10 @@ class PartRecord(Record):
     run_state: Any
     run_tensors: tuple[StateTensor, ...]
     facts: dict[str, Any] = {}
-    """From rank 0: what the framework's own checkpoint layout needs besides the fragments."""
+    """From rank 0: data of the framework's own checkpoint layout besides the fragments."""
 
     @property
     def save(self) -> SaveId:
-        """The save that the part belongs to."""
         return SaveId(self.step, self.epoch)
 
 
@@ -243,14 +232,14 @@ class TensorRecord(Record):
 
 
 class LayerRecord(Record):
-    """One layer, in model order. ``block``: one of the repeated blocks."""
+    """One layer, in model order. ``block``: whether it is one of the repeated blocks."""
 
     name: Name
     block: bool
 
 
 class GroupRecord(Record):
-    """A segment group that the manifest reaches. ``parts`` is :func:`parts_digest` of its parts' files."""
+    """A segment group that the manifest needs. ``parts`` is the :func:`store.segment.parts_digest` of its files."""
 
     world_size: Annotated[int, Field(ge=1)]
     payload_bytes: Natural
@@ -258,13 +247,7 @@ class GroupRecord(Record):
 
 
 class UnitRecord(Record):
-    """The newest committed version of one (layer, slot).
-
-    drift: relative distance of the live state to this version when the manifest was written; None where it
-    could not be measured (the live values were not finite). staleness: steps between version and manifest.
-    error: relative distance of what was to be stored to what decoding gives, as measured when it was stored.
-    nbytes: as stored. bases: the saves that its fragments are stored as differences to.
-    """
+    """The newest committed version of one (layer, slot)."""
 
     layer: Name
     slot: Name
@@ -272,23 +255,26 @@ class UnitRecord(Record):
     encoding: Name
     numel: Natural
     nbytes: Natural
+    """As stored."""
     drift: Ratio | None
+    """Relative distance of the live state to this version at the manifest; None if the live values were not finite."""
     staleness: Natural
+    """Steps between version and manifest."""
     moving: bool
     error: Ratio = 0.0
+    """Relative distance of the values to their decoded form, measured when they were stored."""
     bases: tuple[SaveName, ...] = ()
+    """Saves that its fragments are stored as differences to."""
     reason: str = ""
     members: str = ""
-    """:func:`store.schema.members_digest` of what the unit was made of."""
+    """:func:`members_digest` of the unit's tensors."""
 
     @property
     def unit(self) -> Unit:
-        """The unit."""
         return Unit(self.layer, self.slot)
 
     @property
     def version(self) -> SaveId:
-        """The save that holds the version."""
         return SaveId.parse(self.save)
 
 
@@ -299,7 +285,7 @@ class ManifestRecord(Record):
     step: Natural
     epoch: Natural
     commits: Natural
-    """How many commits this one makes since the store began, over all epochs of its history."""
+    """Number of commits of the store's history up to this one, over all epochs."""
     world_size: Annotated[int, Field(ge=1)]
     framework: Name
     policy: Name
@@ -307,7 +293,7 @@ class ManifestRecord(Record):
     """Wall-clock time in ISO 8601, for people; nothing is ordered by it."""
     previous: SaveName | None
     bytes_avoided: Natural
-    """Bytes that a full save would have written and this one did not."""
+    """Bytes that a full save would have written in addition."""
     layers: tuple[LayerRecord, ...]
     tensors: dict[Name, TensorRecord]
     groups: dict[SaveName, GroupRecord]
@@ -315,7 +301,6 @@ class ManifestRecord(Record):
 
     @property
     def save(self) -> SaveId:
-        """The save that the manifest commits."""
         return SaveId(self.step, self.epoch)
 
 
@@ -328,7 +313,7 @@ class ProvenRecord(Record):
 
 
 class SuspectRecord(Record):
-    """Jobs that resumed from the manifest died before they committed anything. why: of what, for people."""
+    """Jobs that resumed from the manifest died before they committed. ``why``: the cause, for people."""
 
     store_id: Digest
     save: SaveName
@@ -339,12 +324,12 @@ _R = TypeVar("_R", bound=Record)
 
 
 def to_bytes(record: Record) -> bytes:
-    """The sealed file content of a record."""
+    """Return the sealed file content of a record."""
     return seal(record.model_dump(mode="json"))
 
 
 def from_bytes(kind: type[_R], data: bytes, what: str) -> _R:
-    """The record in sealed bytes. DamagedError, naming ``what``, unless all of it is valid."""
+    """Parse a record from sealed bytes. Raises DamagedError, naming ``what``, unless all of it is valid."""
     try:
         return kind.model_validate(unseal(data, what), strict=False)
     except ValidationError as error:
@@ -354,12 +339,15 @@ def from_bytes(kind: type[_R], data: bytes, what: str) -> _R:
 
 
 def members_digest(members: Mapping[str, tuple[int, str]]) -> str:
-    """Digest of ``{fqn: (elements over all ranks, dtype)}``, in any order."""
+    """Return the digest of ``{fqn: (elements over all ranks, dtype)}``, in any order.
+
+    Versions of a unit are comparable only if it is equal: the number of elements does not show swapped tensors.
+    """
     return digest(seal(sorted([fqn, numel, dtype] for fqn, (numel, dtype) in members.items())))
 
 
 def members_of(entries: Iterable[Entry]) -> dict[str, tuple[int, str]]:
-    """The members that stored fragments of one unit make up."""
+    """Return the members of a unit from its stored fragments."""
     members: dict[str, tuple[int, str]] = {}
     for entry in entries:
         numel, dtype = members.get(entry.fqn, (0, entry.dtype))

@@ -1,14 +1,8 @@
-"""Write and read segments and payloads.
+"""Write and read segments: one rank's payload (safetensors) and the part that describes it.
 
-Payload files: safetensors, hashed as they stream out, read back piece by piece with every hash checked.
-
-Any safetensors reader opens a payload. This module writes the container itself because it must hash each piece
+The payload is durable under its final name before its part is written, so a readable part proves that the payload was
+complete. Both are immutable. This module writes the safetensors container itself, because it must hash each tensor
 while it is written and fsync before the name appears. Offsets are relative to the end of the header.
-
-Segments: one rank's payload and the part that describes it.
-
-The payload is durable under its final name before its part is written, so a part that can be read vouches for a
-payload that was complete. Both are immutable.
 """
 
 from __future__ import annotations
@@ -23,41 +17,38 @@ import xxhash
 
 from store.encoding import BF16, RAW, encoding_named, itemsize
 from store.encoding.compression import packed_bound
-from store.encoding.stream import PACKING, Encoded
+from store.encoding.stream import PACKING, EncodedEntry
 from store.errors import DamagedError, MissingError, NewerFormatError
 from store.layout import parse_rank_file, part_path, payload_path, segment_dir
 from store.names import SaveId
 from store.schema import Entry, MeasureRecord, PartRecord, StateTensor, digest, from_bytes, to_bytes
 from store.state_tree import Leaf, leaf_bytes
-from store.storage.atomic import ensure_dir, write_new
+from store.storage.atomic import ensure_dir, list_or_empty, write_new
 from store.storage.local import Files, NewFile
 
 _CHUNK = 1 << 22
 _ALIGN = 64
 
 _HASHED = 1 << 20
-"""Bytes read and hashed at a time, so that hashing finds them in the core's cache."""
+"""Bytes read and hashed at a time, so that they are in the core's cache when hashed."""
 
 
-class Produced(Protocol):
-    """Bytes that are made while they are written, so that they need not all be in memory."""
+class StreamedData(Protocol):
+    """Bytes produced while they are written, so that they need not all be in memory."""
 
     @property
     def nbytes(self) -> int:
-        """How many there will be; where not ``exact``, at most."""
-        ...
+        """Number of bytes if ``exact``, otherwise an upper bound."""
 
     @property
     def exact(self) -> bool:
-        """Whether the number is known before they are made."""
-        ...
+        """Whether the number of bytes is known in advance."""
 
     def pieces(self) -> Iterable[memoryview]:
-        """All of them, once. Each piece stands still until the next is asked for; what is raised ends the write."""
-        ...
+        """Yield all bytes once. A piece is valid until the next one; an exception ends the write."""
 
 
-Data = bytes | bytearray | memoryview | Produced
+Data = bytes | bytearray | memoryview | StreamedData
 
 
 @dataclass(frozen=True)
@@ -71,20 +62,20 @@ class Item:
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes; where it is not known yet, the largest it may come to."""
+        """Size in bytes if ``exact``, otherwise an upper bound."""
         if isinstance(self.data, bytes | bytearray | memoryview):
             return memoryview(self.data).nbytes
         return self.data.nbytes
 
     @property
     def exact(self) -> bool:
-        """Whether ``nbytes`` is the size. Otherwise the item is a row of bytes (``U8``), as many as come."""
+        """Whether ``nbytes`` is the size. Otherwise the item is stored as ``U8`` of the final size."""
         return isinstance(self.data, bytes | bytearray | memoryview) or self.data.exact
 
 
 @dataclass(frozen=True)
-class Placed:
-    """Where an item ended up, and its hash."""
+class PayloadPiece:
+    """Place of an item in the payload, and its hash."""
 
     offset: int
     nbytes: int
@@ -98,7 +89,7 @@ class Payload:
     payload_bytes: int
     header_bytes: int
     header_xxh3_128: str
-    placed: tuple[Placed, ...]
+    placed: tuple[PayloadPiece, ...]
 
 
 def write_payload(
@@ -106,7 +97,8 @@ def write_payload(
 ) -> Payload:
     """Write all items under a name that must not exist; durable on return.
 
-    ``meanwhile`` runs once when all bytes are handed to the device and before they are waited for."""
+    ``meanwhile`` runs once after all bytes are written and before the fsync.
+    """
     if len({item.name for item in items}) != len(items):
         raise ValueError("two items of a payload have the same name")
     reserved = _header(items, [item.nbytes for item in items], 0)
@@ -117,7 +109,7 @@ def write_payload(
         headers[:], found[:] = [reserved], []
         file.write(reserved)
         found.extend(_stream(file, item) for item in items)
-        if not all(item.exact for item in items):  # sizes only shrink, and shorter numbers leave room
+        if not all(item.exact for item in items):  # sizes only shrink, so the new header fits
             headers[:] = [_header(items, [nbytes for nbytes, _ in found], len(reserved))]
             file.write_at(0, headers[0])
         meanwhile()
@@ -125,14 +117,16 @@ def write_payload(
     most = len(reserved) + sum(item.nbytes for item in items)
     write_new(files, path, fill, patched=not all(item.exact for item in items), most=most)
     ends = list(accumulate(nbytes for nbytes, _ in found))
-    placed = tuple(Placed(end - nbytes, nbytes, hashed) for end, (nbytes, hashed) in zip(ends, found, strict=True))
+    placed = tuple(
+        PayloadPiece(end - nbytes, nbytes, hashed) for end, (nbytes, hashed) in zip(ends, found, strict=True)
+    )
     return Payload(len(reserved) + (ends[-1] if ends else 0), len(reserved), digest(headers[0]), placed)
 
 
-def read_piece(files: Files, path: str, header_bytes: int, piece: Placed, target: memoryview) -> None:
-    """Fill ``target`` (exactly ``piece.nbytes`` bytes) and check its hash. DamagedError where it is not right."""
+def read_piece(files: Files, path: str, header_bytes: int, piece: PayloadPiece, target: memoryview) -> None:
+    """Fill ``target`` (exactly ``piece.nbytes`` bytes) and check its hash. Raises DamagedError if it differs."""
     if target.nbytes != piece.nbytes:
-        raise DamagedError(f"{path}: a piece of {piece.nbytes} bytes does not fit where {target.nbytes} are expected")
+        raise DamagedError(f"{path}: a piece has {piece.nbytes} bytes instead of {target.nbytes}")
     state, flat = xxhash.xxh3_128(), target.cast("B") if target.nbytes else memoryview(b"")
     for start in range(0, piece.nbytes, _HASHED):
         part = flat[start : start + _HASHED]
@@ -143,7 +137,7 @@ def read_piece(files: Files, path: str, header_bytes: int, piece: Placed, target
 
 
 def check_header(files: Files, path: str, header_bytes: int, expected: str) -> None:
-    """Check the container's own header. DamagedError where it is not what was written."""
+    """Check the hash of the safetensors header. Raises DamagedError if it differs."""
     found = bytearray(header_bytes)
     files.read_into(path, 0, memoryview(found))
     if digest(found) != expected:
@@ -151,7 +145,7 @@ def check_header(files: Files, path: str, header_bytes: int, expected: str) -> N
 
 
 def _header(items: Sequence[Item], sizes: Sequence[int], length: int) -> bytes:
-    """The container's header for items of these sizes, filled up to ``length`` bytes."""
+    """Return the safetensors header for items of these sizes, padded to ``length`` bytes."""
     position, table = 0, {}
     for item, nbytes in zip(items, sizes, strict=True):
         end = position + nbytes
@@ -164,14 +158,13 @@ def _header(items: Sequence[Item], sizes: Sequence[int], length: int) -> bytes:
 
 
 def _stream(file: NewFile, item: Item) -> tuple[int, str]:
-    """Bytes written, and their hash."""
     state, written = xxhash.xxh3_128(), 0
     for piece in _pieces(item.data):
         state.update(piece)
         file.write(piece)
         written += len(piece)
     if written > item.nbytes or (item.exact and written != item.nbytes):
-        raise ValueError(f"{item.name} was to have {item.nbytes} bytes and came to {written}")
+        raise ValueError(f"{item.name} has {written} bytes instead of {item.nbytes}")
     return written, state.hexdigest()
 
 
@@ -184,14 +177,15 @@ def _pieces(data: Data) -> Iterable[memoryview]:
 
 
 PART_LIMIT = 1 << 28
-"""Largest part that is read, in bytes: a million fragments."""
+"""Largest part that is read, in bytes; enough for a million fragments."""
 
 
 @dataclass(frozen=True)
 class StagedFragment:
-    """A fragment ready to be written: encoded bytes that stand still until the write returns, or come as it goes.
+    """A fragment ready to be written: constant encoded bytes, or bytes produced during the write.
 
-    Only :class:`store.encoding.stream.Encoded` says how they are packed; all others are written as they are."""
+    Data other than :class:`store.encoding.stream.EncodedEntry` is written unpacked.
+    """
 
     layer: str
     slot: str
@@ -204,28 +198,22 @@ class StagedFragment:
 
 
 class RunTensor(Protocol):
-    """A tensor of the run state to be written: a :class:`store.state_tree.Leaf`, or one whose bytes come as it is
-    written."""
+    """A tensor of the run state to be written; :class:`store.state_tree.Leaf` is one."""
 
     @property
-    def dtype(self) -> str:
-        """As in safetensors."""
-        ...
+    def dtype(self) -> str: ...
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """Its dimensions."""
-        ...
+    def shape(self) -> tuple[int, ...]: ...
 
     @property
     def data(self) -> Data:
-        """In C order, little-endian."""
-        ...
+        """Bytes in C order, little-endian."""
 
 
 @dataclass(frozen=True)
 class SegmentDraft:
-    """All that one rank writes in one save."""
+    """Contents of the segment that one rank writes in one save."""
 
     store_id: str
     save: SaveId
@@ -241,9 +229,10 @@ class SegmentDraft:
 def write_segment(
     files: Files, draft: SegmentDraft, measure: Callable[[], Sequence[MeasureRecord]] = lambda: ()
 ) -> PartRecord:
-    """Write payload, then part; both durable on return. ExistsError where this rank wrote this save before.
+    """Write payload, then part; both durable on return. Raises ExistsError if this rank wrote this save before.
 
-    ``measure`` is asked for what the part says of the staged copies while the device takes the payload."""
+    ``measure`` is called after the payload is written and before its fsync; its result goes into the part.
+    """
     measures: list[MeasureRecord] = []
     ensure_dir(files, segment_dir(draft.save))
     fragments = [_item(fragment) for fragment in draft.fragments]
@@ -265,7 +254,7 @@ def write_segment(
         entries=tuple(_entry(f, next(placed)) for f in draft.fragments),
         measures=tuple(measures),
         run_state=draft.run_state,
-        run_tensors=tuple(_state_tensor(leaf, next(placed)) for leaf in draft.run_leaves),
+        run_tensors=tuple(StateTensor(dtype=t.dtype, shape=t.shape, **vars(next(placed))) for t in draft.run_leaves),
         facts=dict(draft.facts),
     )
     data = to_bytes(part)
@@ -274,19 +263,19 @@ def write_segment(
 
 
 def read_part(files: Files, store_id: str, save: SaveId, rank: int) -> PartRecord:
-    """A rank's part, checked against where it stands and against itself."""
+    """Read a rank's part and check it like :func:`parse_part`."""
     return parse_part(files.read(part_path(save, rank), PART_LIMIT), store_id, save, rank)
 
 
 def parse_part(data: bytes, store_id: str, save: SaveId, rank: int) -> PartRecord:
-    """The part in the bytes of ``part_path(save, rank)``. DamagedError unless it belongs there and is consistent."""
+    """Parse the bytes of ``part_path(save, rank)``. Raises DamagedError for another rank's or an inconsistent part."""
     path = part_path(save, rank)
     part = from_bytes(PartRecord, data, path)
     if (part.store_id, part.save, part.rank) != (store_id, save, rank):
         raise DamagedError(f"{path} belongs to save {part.save}, rank {part.rank} of store {part.store_id}")
-    room = part.payload_bytes - part.header_bytes
+    data_bytes = part.payload_bytes - part.header_bytes
     pieces: list[Entry | StateTensor] = [*part.entries, *part.run_tensors]
-    if room < 0 or any(piece.offset + piece.nbytes > room for piece in pieces):
+    if data_bytes < 0 or any(piece.offset + piece.nbytes > data_bytes for piece in pieces):
         raise DamagedError(f"{path} names bytes beyond the end of its payload")
     for tensor in part.run_tensors:
         if leaf_bytes(tensor.dtype, tensor.shape) != tensor.nbytes:
@@ -312,7 +301,7 @@ def _check_entry(path: str, entry: Entry) -> None:
 
 
 def check_payload_size(files: Files, part: PartRecord) -> None:
-    """DamagedError unless the payload is there with the size its part says."""
+    """Raise DamagedError unless the payload exists with the size that its part records."""
     path = payload_path(part.save, part.rank)
     try:
         found = files.size(path)
@@ -323,36 +312,32 @@ def check_payload_size(files: Files, part: PartRecord) -> None:
 
 
 def read_entry(files: Files, part: PartRecord, entry: Entry, target: memoryview) -> None:
-    """Fill ``target`` (``entry.nbytes`` bytes) with the stored bytes of a fragment, hash checked."""
-    placed = Placed(entry.offset, entry.nbytes, entry.xxh3_128)
+    """Fill ``target`` (``entry.nbytes`` bytes) with the stored bytes of a fragment and check their hash."""
+    placed = PayloadPiece(entry.offset, entry.nbytes, entry.xxh3_128)
     read_piece(files, payload_path(part.save, part.rank), part.header_bytes, placed, target)
 
 
 def read_leaves(files: Files, part: PartRecord) -> list[Leaf]:
-    """The tensors of a part's run state, hashes checked. Their kind is in the tree."""
+    """Read the tensors of a part's run state and check their hashes."""
     leaves = []
     for tensor in part.run_tensors:
         if leaf_bytes(tensor.dtype, tensor.shape) != tensor.nbytes:
             raise DamagedError(f"{part_path(part.save, part.rank)}: a run-state tensor has the wrong size")
         data = bytearray(tensor.nbytes)
-        placed = Placed(tensor.offset, tensor.nbytes, tensor.xxh3_128)
+        placed = PayloadPiece(tensor.offset, tensor.nbytes, tensor.xxh3_128)
         read_piece(files, payload_path(part.save, part.rank), part.header_bytes, placed, memoryview(data))
         leaves.append(Leaf(tensor.dtype, tensor.shape, data))
     return leaves
 
 
 def present_parts(files: Files, save: SaveId) -> list[int]:
-    """Ranks whose part stands in the group, sorted."""
-    try:
-        names = files.list_dir(segment_dir(save))
-    except MissingError:
-        return []
-    found = [parse_rank_file(name) for name in names]
-    return sorted(item[0] for item in found if item is not None and item[1] == "json")
+    """Return the ranks whose part is present in the group, sorted."""
+    parsed = [parse_rank_file(name) for name in list_or_empty(files, segment_dir(save))]
+    return sorted(item[0] for item in parsed if item is not None and item[1] == "json")
 
 
 def parts_digest(part_files: Iterable[bytes]) -> str:
-    """Digest of the files of a group's parts, in rank order."""
+    """Return the digest of a group's part files, given in rank order."""
     state = xxhash.xxh3_128()
     for data in part_files:
         state.update(xxhash.xxh3_128_digest(data))
@@ -360,15 +345,15 @@ def parts_digest(part_files: Iterable[bytes]) -> str:
 
 
 def _item(fragment: StagedFragment) -> Item:
-    """What other readers of safetensors see: values where there is a dtype for them, bytes otherwise."""
+    # safetensors readers see values where safetensors has the dtype, bytes otherwise.
     name = f"{fragment.fqn}/{fragment.slot}/{fragment.start}"
     dtype = {RAW: fragment.dtype, BF16: "BF16"}.get(fragment.encoding, "U8")
     shape = encoding_named(fragment.encoding).stored_bytes(fragment.numel, fragment.dtype) // itemsize(dtype)
     return Item(name, dtype, (shape,), fragment.data)
 
 
-def _entry(fragment: StagedFragment, placed: Placed) -> Entry:
-    made = fragment.data if isinstance(fragment.data, Encoded) else None
+def _entry(fragment: StagedFragment, placed: PayloadPiece) -> Entry:
+    encoded = fragment.data if isinstance(fragment.data, EncodedEntry) else None
     return Entry(
         layer=fragment.layer,
         slot=fragment.slot,
@@ -377,20 +362,8 @@ def _entry(fragment: StagedFragment, placed: Placed) -> Entry:
         numel=fragment.numel,
         dtype=fragment.dtype,
         encoding=fragment.encoding,
-        packing=None if made is None or made.packing is None else PACKING,
-        base=None if made is None else made.base,
-        offset=placed.offset,
-        nbytes=placed.nbytes,
-        xxh3_128=placed.xxh3_128,
-        encoded_xxh3_128=None if made is None else made.encoded_xxh3_128(),
-    )
-
-
-def _state_tensor(leaf: RunTensor, placed: Placed) -> StateTensor:
-    return StateTensor(
-        dtype=leaf.dtype,
-        shape=leaf.shape,
-        offset=placed.offset,
-        nbytes=placed.nbytes,
-        xxh3_128=placed.xxh3_128,
+        packing=None if encoded is None or encoded.packing is None else PACKING,
+        base=None if encoded is None else encoded.base,
+        encoded_xxh3_128=None if encoded is None else encoded.encoded_xxh3_128(),
+        **vars(placed),
     )

@@ -1,25 +1,15 @@
-"""Epoch fencing, lock, incarnation count.
+"""Claim epochs, lock the store on this machine, and count incarnations.
 
-Epochs: each incarnation of the job claims the next number, and whoever lost the newest one may not commit.
+Each incarnation of a job claims the next epoch, by creating a file without replacing; only the owner of the newest one
+may commit. No clock is read, and no process is asked whether it lives.
 
-A claim is a file created without replacing, so of two claimants one wins each number. Nothing here looks at a
-clock or asks whether anyone is alive.
+An incarnation is the processes of a job from one start to their end. Its first epoch's record holds the counts before
+it. An incarnation with a commit counts its time up to its newest commit, and one interruption unless it was closed; an
+incarnation without a commit does not count. Unreadable records are ignored.
 
-How often a job was interrupted so far, and for how long it ran: told from its epochs.
-
-An incarnation is the processes of a job from one start to their end; its first epoch's record says what was counted
-before it, so that reading the newest one is enough. Counted is an incarnation that committed something: its time up to
-its newest commit, and one interruption unless it was closed. What ended before its first commit trained next to
-nothing (a wrong setting, a crash while starting) and counts as neither.
-
-It does not know what an incarnation ended of, and whether anyone is alive. What cannot be read counts as not there.
-
-Tells whether a live job on this machine owns a store, and refuses a second one.
-
-A POSIX record lock on ``LOCK``: the kernel drops it when the process dies however it dies, and forked children
-(data-loader workers) do not inherit it. It is a courtesy between jobs of one machine; what protects the data
-everywhere is the epoch. Nothing else may open ``LOCK`` in a process that holds it: closing any descriptor of
-the file would drop the lock.
+``LOCK`` has a POSIX record lock, which the kernel drops when the process dies and forked children do not inherit. It
+helps only jobs of one machine; the epoch protects the data. A process that holds the lock must not open ``LOCK`` again:
+closing any descriptor of the file would drop it.
 """
 
 from __future__ import annotations
@@ -28,6 +18,7 @@ import fcntl
 import os
 import secrets
 import socket
+import struct
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -48,21 +39,22 @@ from store.layout import (
     parse_save_file,
 )
 from store.schema import ClosedRecord, EpochRecord, IncarnationRecord, from_bytes, to_bytes
-from store.storage.atomic import ensure_dir, write_new
+from store.storage.atomic import ensure_dir, list_or_empty, write_new
 from store.storage.local import Files
 
 _LIMIT = 1 << 16
 
 
 def newest_epoch(files: Files) -> int:
-    """The highest epoch ever claimed, 0 where there is none."""
-    return max((epoch for name in _names(files, EPOCHS) if (epoch := parse_epoch(name)) is not None), default=0)
+    """Return the highest epoch ever claimed, 0 if there is none."""
+    epochs = map(parse_epoch, list_or_empty(files, EPOCHS))
+    return max((epoch for epoch in epochs if epoch is not None), default=0)
 
 
 def claim_epoch(files: Files, store_id: str, incarnation: IncarnationRecord | None = None) -> EpochRecord:
-    """Own the next epoch, durably. Older owners are fenced from now on. incarnation: goes into its record.
+    """Claim the next epoch, durably, which fences all older owners. ``incarnation`` goes into its record.
 
-    Higher than any number in use, also where the claim that took it was lost: saves must not collide with it.
+    The number is higher than any in use, even if the claim of that one was lost, so that names of saves never collide.
     """
     ensure_dir(files, EPOCHS)
     for _ in range(100):
@@ -81,24 +73,17 @@ def claim_epoch(files: Files, store_id: str, incarnation: IncarnationRecord | No
         except ExistsError:
             continue
         return record
-    raise StoreError("100 other jobs claimed this store one after the other: find out who keeps starting them")
+    raise StoreError("100 other jobs claimed this store at the same time: find and stop what keeps starting them")
 
 
 def _newest_in_use(files: Files) -> int:
-    saves = [parse_save_file(name) for name in _names(files, MANIFESTS)]
-    saves += [parse_save_dir(name) for name in _names(files, SEGMENTS)]
+    saves = [parse_save_file(name) for name in list_or_empty(files, MANIFESTS)]
+    saves += [parse_save_dir(name) for name in list_or_empty(files, SEGMENTS)]
     return max((save.epoch for save in saves if save is not None), default=0)
 
 
-def _names(files: Files, folder: str) -> list[str]:
-    try:
-        return files.list_dir(folder)
-    except MissingError:
-        return []
-
-
 def read_epoch(files: Files, epoch: int) -> EpochRecord:
-    """The record of an epoch. DamagedError or MissingError where there is no valid one."""
+    """Read the record of an epoch. Raises DamagedError or MissingError if there is no valid one."""
     path = epoch_path(epoch)
     record = from_bytes(EpochRecord, files.read(path, _LIMIT), path)
     if record.epoch != epoch:
@@ -107,34 +92,34 @@ def read_epoch(files: Files, epoch: int) -> EpochRecord:
 
 
 def require_newest(files: Files, epoch: int) -> None:
-    """FencedError unless ``epoch`` is still the newest one."""
+    """Raise FencedError unless ``epoch`` is still the newest one."""
     newest = newest_epoch(files)
     if newest != epoch:
         raise FencedError(
             f"epoch {epoch} lost the store to epoch {newest}: another job took it over. "
-            "This one goes on training but saves nothing more; stop it, or give it a store of its own"
+            "This job saves nothing more; stop it, or give it a store of its own"
         )
 
 
 _LOOK_BACK = 20
-"""Epochs, and commits, that are looked at: those of an import, say, belong to no incarnation."""
+"""Epochs and commits that are read; some, such as those of an import, belong to no incarnation."""
 
 
 @dataclass(frozen=True)
 class IncarnationCount:
-    """What was counted. rank_seconds: world size x seconds, over all incarnations."""
+    """Interruptions, and world size x seconds summed over all incarnations."""
 
     interruptions: int = 0
     rank_seconds: float = 0.0
 
 
 def begin_incarnation(catalog: Catalog, world_size: int) -> IncarnationRecord:
-    """The record of an incarnation that begins now, to go into the epochs that it claims. Nothing is written."""
+    """Build the record of an incarnation that begins now, for the epochs that it claims. Writes nothing."""
     return new_incarnation(count_incarnations(catalog), world_size)
 
 
 def new_incarnation(before: IncarnationCount, world_size: int) -> IncarnationRecord:
-    """As above, where it is known what was counted before."""
+    """Build the record of an incarnation that begins now, after those counted ``before``."""
     return IncarnationRecord(
         token=secrets.token_hex(16),
         world_size=world_size,
@@ -145,7 +130,7 @@ def new_incarnation(before: IncarnationCount, world_size: int) -> IncarnationRec
 
 
 def count_incarnations(catalog: Catalog) -> IncarnationCount:
-    """Of all incarnations up to the newest one, as it was when it ended."""
+    """Count all incarnations up to the end of the newest one."""
     newest = _newest(catalog.files)
     if newest is None or newest.incarnation is None:
         return IncarnationCount()
@@ -159,14 +144,14 @@ def count_incarnations(catalog: Catalog) -> IncarnationCount:
 
 
 def mark_closed(files: Files, store_id: str, epoch: int, seconds: float) -> None:
-    """Record that the owner of an epoch ends as it was meant to. A second mark changes nothing."""
+    """Record that the owner of an epoch ended cleanly. A second mark changes nothing."""
     data = to_bytes(ClosedRecord(store_id=store_id, epoch=epoch, seconds=max(0.0, seconds)))
     with suppress(ExistsError):
         write_new(files, closed_path(epoch), lambda file: file.write(data))
 
 
 def is_closed(catalog: Catalog, epoch: int) -> bool:
-    """Whether the owner of an epoch came to its end as it was meant to. What cannot be read says no."""
+    """Return whether the owner of an epoch ended cleanly; False if that cannot be read."""
     try:
         return _closed(catalog, epoch) is not None
     except StorageError:
@@ -193,12 +178,12 @@ def _closed(catalog: Catalog, epoch: int) -> ClosedRecord | None:
 
 
 def _seconds(catalog: Catalog, incarnation: IncarnationRecord, newest: int) -> float | None:
-    """From the beginning of an incarnation to its newest commit; None where it made none."""
+    """Return the seconds from the beginning of an incarnation to its newest commit; None if it made none."""
     began = _moment(incarnation.began)
     for save in [save for save in catalog.saves() if save.epoch <= newest][:_LOOK_BACK]:
         with suppress(DamagedError, MissingError):
             if read_epoch(catalog.files, save.epoch).incarnation != incarnation:
-                return None  # commits of older ones are all that is left
+                return None  # only commits of older incarnations are left
             created = _moment(catalog.manifest(save).created)
             if began is not None and created is not None:
                 return max(0.0, (created - began).total_seconds())
@@ -213,12 +198,15 @@ def _moment(text: str) -> datetime | None:
     return moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)
 
 
+_FLOCK = "hhqqi4x"
+"""struct flock of 64-bit Linux: l_type, l_whence, (padding,) l_start, l_len, l_pid, (padding)."""
+
 _held: dict[Path, int] = {}
-"""Process that holds each lock: a forked child has a copy of this, but not of the lock."""
+"""Process id of each lock's holder: a forked child inherits this table, but not the lock."""
 
 
 class StoreLock:
-    """Held from construction until :meth:`release`."""
+    """Lock of a store on this machine, held from construction until :meth:`release`."""
 
     def __init__(self, root: Path, wait_seconds: float) -> None:
         self._path = root.resolve() / LOCK
@@ -232,7 +220,6 @@ class StoreLock:
         _held[self._path] = os.getpid()
 
     def release(self) -> None:
-        """Let another job have the store."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
@@ -255,7 +242,7 @@ class StoreLock:
 
 
 def lock_holder(root: Path) -> int | None:
-    """Process id of the job on this machine that holds the store, None where there is none."""
+    """Return the process id of the job on this machine that holds the store, None if there is none."""
     path = root.resolve() / LOCK
     if _held.get(path) == os.getpid():
         return os.getpid()
@@ -264,21 +251,17 @@ def lock_holder(root: Path) -> int | None:
     except OSError:
         return None
     try:
-        return _holder(descriptor)
+        return locking_process(descriptor)
+    except OSError:
+        return None
     finally:
         os.close(descriptor)
 
 
-# struct flock of Linux on 64-bit: l_type, l_whence, (padding,) l_start, l_len, l_pid, (padding).
-def _holder(descriptor: int) -> int | None:
-    import struct
-
-    layout = "hhqqi4x"
-    question = struct.pack(layout, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-    try:
-        kind, _, _, _, pid = struct.unpack(layout, fcntl.fcntl(descriptor, fcntl.F_GETLK, question))
-    except OSError:
-        return None
+def locking_process(descriptor: int) -> int | None:
+    """Return the process id of another process that holds a record lock on the file, None if there is none. OSError."""
+    request = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+    kind, _, _, _, pid = struct.unpack(_FLOCK, fcntl.fcntl(descriptor, fcntl.F_GETLK, request))
     return None if kind == fcntl.F_UNLCK else int(pid)
 
 

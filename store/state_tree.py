@@ -1,7 +1,7 @@
-"""Run state as JSON plus tensors: a closed set of plain types, nothing pickled, nothing executed on reading.
+"""Encode run state as JSON plus tensors: a closed set of plain types, without pickle or code execution.
 
-Plain JSON values stand for themselves. What JSON has not is tagged: ``{"$": "tuple", "v": [...]}``. Arrays
-and tensors become leaves, kept beside the tree as bytes; the caller says how its tensors turn into leaves.
+JSON values stand for themselves, other values are tagged: ``{"$": "tuple", "v": [...]}``. Arrays and tensors become
+leaves, stored beside the tree as bytes; the caller converts its tensors to leaves.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from store.errors import DamagedError, UnsupportedError
 
 _TAG = "$"
 _DEEPEST = 100
-"""Levels of nesting that are written: far more than a state has, far fewer than reading could stumble over."""
+"""Largest nesting that is written; far below the recursion limit of reading."""
 _SEQUENCES: dict[str, type] = {"tuple": tuple, "set": set, "frozenset": frozenset}
 
 
 @dataclass(frozen=True)
 class Leaf:
-    """A tensor as bytes: C order, little-endian, dtype named as in safetensors; ``kind`` tells whose it was."""
+    """A tensor as bytes: C order, little-endian, dtype named as in safetensors; ``kind`` is its tag in the tree."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -33,10 +33,10 @@ class Leaf:
     kind: str = "tensor"
 
 
-_Where = tuple["_Where | None", Any]
-"""Where in the state a value is: where what holds it is, and its key or index there."""
+_Path = tuple["_Path | None", Any]
+"""Path to a value: the path to its container, and its key or index there. Formatted only for messages."""
 
-_AS_THEY_ARE = frozenset({type(None), bool, int, str})
+_JSON_TYPES = frozenset({type(None), bool, int, str})
 
 ToLeaf = Callable[[Any], Leaf | None]
 FromLeaf = Callable[[Leaf], Any]
@@ -50,13 +50,13 @@ _NUMPY_TYPES = {name: np.dtype(numpy_name) for numpy_name, name in _NUMPY_NAMES.
 
 
 def encode(value: Any, to_leaf: ToLeaf) -> tuple[Any, list[Leaf]]:
-    """(JSON tree, leaves). UnsupportedError names the place of what is not plain data."""
+    """Return (JSON tree, leaves). Raises UnsupportedError, naming the path, for values that are not plain data."""
     leaves: list[Leaf] = []
     return _Encoder(to_leaf, leaves).encode(value, (None, "state")), leaves
 
 
 def decode(tree: Any, leaves: Sequence[Leaf], from_leaf: FromLeaf) -> Any:
-    """The inverse of :func:`encode`. DamagedError for a tree that this module did not write."""
+    """Return the value that :func:`encode` encoded. Raises DamagedError for an invalid tree."""
     try:
         return _decode(tree, leaves, from_leaf)
     except (KeyError, IndexError, TypeError, ValueError, RecursionError) as error:
@@ -68,44 +68,43 @@ class _Encoder:
     to_leaf: ToLeaf
     leaves: list[Leaf]
     seen: dict[int, tuple[Any, int]] = field(default_factory=dict)
-    """Each value so far and its leaf, by identity: a tensor that a state names a thousand times is stored once.
-    The value is held, so that no other one takes its identity."""
+    """Encoded values and their leaves by id, so that a tensor is stored once; holding the value keeps its id unique."""
 
-    def encode(self, value: Any, where: _Where, depth: int = 0) -> Any:
+    def encode(self, value: Any, path: _Path, depth: int = 0) -> Any:
         if depth > _DEEPEST:
             raise UnsupportedError(
-                f"{_told(where)[:80]}... is nested more than {_DEEPEST} levels deep, or contains itself"
+                f"{_format(path)[:80]}... is nested more than {_DEEPEST} levels deep, or contains itself"
             )
-        if type(value) in _AS_THEY_ARE:
+        if type(value) in _JSON_TYPES:
             return value
         if type(value) is float:
             return value if math.isfinite(value) else {_TAG: "float", "v": repr(value)}
         if isinstance(value, Mapping):
-            return self._mapping(value, where, depth + 1)
+            return self._mapping(value, path, depth + 1)
         if isinstance(value, list | tuple | set | frozenset):
-            return self._sequence(value, where, depth + 1)
+            return self._sequence(value, path, depth + 1)
         if isinstance(value, bytes | bytearray):
             return {_TAG: "bytes", "v": base64.b64encode(value).decode()}
-        return self._leaf(value, where)
+        return self._leaf(value, path)
 
-    def _mapping(self, value: Mapping[Any, Any], where: _Where, depth: int) -> Any:
+    def _mapping(self, value: Mapping[Any, Any], path: _Path, depth: int) -> Any:
         if all(type(key) is str and key != _TAG for key in value):
-            return {key: self.encode(item, (where, key), depth) for key, item in value.items()}
+            return {key: self.encode(item, (path, key), depth) for key, item in value.items()}
         pairs = [
-            [self.encode(key, (where, "key"), depth), self.encode(item, (where, key), depth)]
+            [self.encode(key, (path, "key"), depth), self.encode(item, (path, key), depth)]
             for key, item in value.items()
         ]
         return {_TAG: "dict", "v": pairs}
 
-    def _sequence(self, value: Any, where: _Where, depth: int) -> Any:
+    def _sequence(self, value: Any, path: _Path, depth: int) -> Any:
         # Sets have no order; by repr because their items need not be comparable.
         items = sorted(value, key=repr) if isinstance(value, set | frozenset) else value
-        encoded = [self.encode(item, (where, i), depth) for i, item in enumerate(items)]
+        encoded = [self.encode(item, (path, i), depth) for i, item in enumerate(items)]
         if isinstance(value, list):
             return encoded
         return {_TAG: next(tag for tag, kind in _SEQUENCES.items() if isinstance(value, kind)), "v": encoded}
 
-    def _leaf(self, value: Any, where: _Where) -> Any:
+    def _leaf(self, value: Any, path: _Path) -> Any:
         known = self.seen.get(id(value))
         if known is not None:
             return {_TAG: self.leaves[known[1]].kind, "v": known[1]}
@@ -113,7 +112,7 @@ class _Encoder:
         if leaf is None:
             kind = f"{type(value).__module__}.{type(value).__qualname__}"
             raise UnsupportedError(
-                f"{_told(where)} is a {kind}, which cannot be stored without "
+                f"{_format(path)} is a {kind}, which cannot be stored without "
                 "pickling; keep it out of state_dict() or turn it into numbers, strings, lists, dicts or tensors"
             )
         self.seen[id(value)] = value, len(self.leaves)
@@ -121,10 +120,9 @@ class _Encoder:
         return {_TAG: leaf.kind, "v": len(self.leaves) - 1}
 
 
-def _told(where: _Where) -> str:
-    """For people; put together only where there is something to tell, since a state has thousands of values."""
-    outer, name = where
-    return str(name) if outer is None else f"{_told(outer)}[{name!r}]"
+def _format(path: _Path) -> str:
+    outer, name = path
+    return str(name) if outer is None else f"{_format(outer)}[{name!r}]"
 
 
 def _numpy_leaf(value: np.ndarray[Any, Any] | np.generic) -> Leaf | None:
@@ -177,6 +175,6 @@ def _index(value: Any, count: int) -> int:
 
 
 def leaf_bytes(dtype: str, shape: Sequence[int]) -> int:
-    """Bytes that a leaf of this dtype and shape must have."""
+    """Return the size of a leaf in bytes."""
     size = _NUMPY_TYPES[dtype].itemsize if dtype in _NUMPY_TYPES else itemsize(dtype)
     return math.prod(shape) * size

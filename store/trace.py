@@ -1,14 +1,13 @@
-"""The drift trace of a job: what every decision saw, chose and cost, a JSON object a line, only ever appended to.
+"""Define the records of a job's drift trace, one JSON object a line, and read them.
 
-A job that restarts appends to the same file; a line that a crash tore is skipped by the reader, and so is what a later
-release may add. Pure records, and bytes to and from them: it does not know when lines are written, nor by whom.
+A job that restarts appends to the same file. Readers skip torn lines and kinds that a later release added.
 
     {"kind": "job", ...}        one incarnation begins, and what its units are; again where the units change
-    {"kind": "decision", ...}   what a decision saw and chose
-    {"kind": "moved", ...}      how far units moved since earlier decisions, whatever was saved of them
+    {"kind": "decision", ...}   inputs and result of a decision
+    {"kind": "moved", ...}      movement of units since earlier decisions
     {"kind": "commit", ...}     a save became durable
     {"kind": "failed", ...}     a save did not
-    {"kind": "resumed", ...}    the job went back, or on, to a step
+    {"kind": "resumed", ...}    the job resumed at a step
 
 Units are named once, in the job line; elsewhere by their index there. See docs/trace.md.
 """
@@ -32,7 +31,7 @@ class _Line(BaseModel):
 
 
 class TracedUnit(_Line):
-    """As :class:`policies.base.UnitStats` has it; sizes over all ranks."""
+    """A unit as in :class:`policies.base.UnitStats`; sizes over all ranks."""
 
     layer: str
     slot: str
@@ -44,16 +43,18 @@ class TracedUnit(_Line):
 
     @property
     def unit(self) -> Unit:
-        """Its name."""
         return Unit(self.layer, self.slot)
 
 
 class JobLine(_Line):
-    """An incarnation, and its units from here on: none at its very beginning, where they are not known yet.
+    """An incarnation and its units from here on; none before they are known.
 
-    started: when it began, seconds since 1970; alike in all its job lines, and ``seconds`` of all its lines count from
-    there, on a clock that never goes back. settings: the configuration, as far as it was set. policy: where nothing is
-    saved but all is decided (``observing``), the one observed; then each commit is what would have been written."""
+    Args:
+        started: Begin of the incarnation in seconds since 1970, the same in all its job lines. ``seconds`` of all its
+            lines count from there, on a monotonic clock.
+        policy: With ``observing`` the observed policy: nothing is saved, and commits are those that it would make.
+        settings: The configuration that was set.
+    """
 
     kind: Literal["job"] = "job"
     version: int = VERSION
@@ -69,15 +70,21 @@ class JobLine(_Line):
 
 
 class DecisionLine(_Line):
-    """One decision. By unit: drift (null: not known, or not measured), staleness (null: no version), error, encoding
-    and stored_bytes of the newest version; all empty where a save was skipped before anything was measured. sick,
-    changed: units that are not finite, or hold other parameters, as far as the policy knew.
+    """One decision. Lists by unit are empty if a save was skipped before any measurement.
 
-    drift is all that was measured of it: a policy that does not look at drift decides before moving units are measured.
-    offered: bytes that the budget had, null where they were not limited. interval: steps to the next decision. saved:
-    unit -> encoding. skipped: why no save was begun. forced: somebody asked for it. preempted: the end of the job
-    did, and time limited it. stall: seconds that training
-    waited for the decision. copy_wait: those that an optimizer step waited, since the decision before, for copies."""
+    Args:
+        interval: Steps to the next decision.
+        offered: Bytes of the budget, null if unlimited.
+        drift: By unit, null if unknown. A policy that ignores drift decides before moving units are measured.
+        staleness, error, encoding, stored_bytes: By unit, of the newest version; staleness null without one.
+        sick, changed: Units that are not finite, or hold other parameters, as the policy knew them.
+        saved: Unit -> encoding.
+        skipped: Reason why no save was started.
+        forced: The save was requested.
+        preempted: The end of the job requested it, with limited time.
+        stall: Seconds that training waited for the decision.
+        copy_wait: Seconds that optimizer steps waited for copies since the previous decision.
+    """
 
     kind: Literal["decision"] = "decision"
     step: int
@@ -101,10 +108,10 @@ class DecisionLine(_Line):
 
 
 class MovedLine(_Line):
-    """How far units had moved at ``step``: since each of some earlier steps, the relative distance of each unit's live
-    values to its live values then (null: not known, or not moving). Precision is no part of it.
+    """Relative distance of each unit's live values at ``step`` to those at earlier steps; null: unknown or not moving.
 
-    Written once the save of that step, if there was one, is over: after the decision that it belongs to."""
+    Encoding error is no part of it. Written after the decision of ``step``, once its save, if any, ended.
+    """
 
     kind: Literal["moved"] = "moved"
     step: int
@@ -112,9 +119,14 @@ class MovedLine(_Line):
 
 
 class CommitLine(_Line):
-    """A save of ``step`` is committed. seconds: when training learned of it. took: seconds from its beginning. written:
-    payload bytes over all ranks, of which the fragments of units are in ``sizes``: unit -> bytes, encoding, error, and
-    drift as staged (null where there was no version to tell it from)."""
+    """A save of ``step`` is committed.
+
+    Args:
+        seconds: Time at which training was notified.
+        took: Duration of the save in seconds.
+        written: Payload bytes over all ranks.
+        sizes: Unit -> bytes, encoding, error, and drift as staged (null without a previous version).
+    """
 
     kind: Literal["commit"] = "commit"
     step: int
@@ -134,7 +146,7 @@ class FailedLine(_Line):
 
 
 class ResumedLine(_Line):
-    """The job stands at ``step`` now; ``newest`` is the step of the commit, which may be later."""
+    """The job resumed at ``step``; ``newest`` is the step of the commit, which may be later."""
 
     kind: Literal["resumed"] = "resumed"
     step: int
@@ -156,32 +168,33 @@ _KINDS: Mapping[str, type[Line]] = {
 
 @dataclass(frozen=True)
 class Trace:
-    """What a file holds. skipped: lines that are torn, or of no kind known here."""
+    """Contents of a trace file. ``skipped``: number of lines that are torn or of an unknown kind."""
 
     lines: tuple[Line, ...]
     skipped: int
 
 
 def to_line(line: Line) -> bytes:
-    """One line, its end included. Numbers are written so that reading gives the very same."""
+    """Return a line with its newline; numbers are read back exactly."""
     return json.dumps(line.model_dump(mode="json"), separators=(",", ":"), allow_nan=False).encode() + b"\n"
 
 
 def read_lines(data: Iterable[bytes]) -> Trace:
-    """The trace in lines of a file; those that cannot be read are counted."""
-    found = list(each_line(data))
-    return Trace(tuple(line for line in found if line is not None), found.count(None))
+    """Parse the lines of a file; invalid lines are counted."""
+    lines = list(iter_lines(data))
+    return Trace(tuple(line for line in lines if line is not None), lines.count(None))
 
 
-def each_line(data: Iterable[bytes]) -> Iterator[Line | None]:
-    """One after the other, for a trace that is not to be held whole; None for each that cannot be read."""
-    return (_line(raw) for raw in data if raw.strip())
+def iter_lines(data: Iterable[bytes]) -> Iterator[Line | None]:
+    """Parse lines lazily; None for each invalid line."""
+    return (_parse_line(raw) for raw in data if raw.strip())
 
 
 def incarnations(trace: Trace) -> Iterator[tuple[JobLine, tuple[Line, ...]]]:
-    """Each job line with the lines up to the next one; what comes before the first is left out.
+    """Yield each job line with the lines up to the next one; lines before the first are dropped.
 
-    Lines that came before the units were known go with the job line that tells them."""
+    Lines before the units were known belong to the job line that lists them.
+    """
     job: JobLine | None = None
     rest: list[Line] = []
     for line in trace.lines:
@@ -196,7 +209,7 @@ def incarnations(trace: Trace) -> Iterator[tuple[JobLine, tuple[Line, ...]]]:
         yield job, tuple(rest)
 
 
-def _line(raw: bytes) -> Line | None:
+def _parse_line(raw: bytes) -> Line | None:
     try:
         values = json.loads(raw)
         return _KINDS[values["kind"]].model_validate(values)

@@ -1,14 +1,6 @@
-"""Full verification.
+"""Verify a store: read every byte once, check every hash, unpack and decode. Changes nothing.
 
-Checking a stored fragment together with all those that are stored as differences to it.
-
-Their chunks go side by side, so every stored byte is read once, the base's too, and memory is a few chunks however
-many there are. Checked: the stored bytes' hash; that they unpack to what was packed; that they can be decoded.
-It does not know which of them a commit needs.
-
-Reading every byte of a store, checking every hash, and decoding what it finds. Changes nothing.
-
-Memory does not grow with fragments, and every byte is read once: differences are checked along with their base.
+A fragment is checked together with all differences to it, chunk by chunk, so memory is a few chunks.
 """
 
 from __future__ import annotations
@@ -26,21 +18,21 @@ from store.errors import DamagedError, NothingToResumeError, StorageError, Unrea
 from store.fragments import Readable, Source, StoredBytes, check_encoded
 from store.layout import part_path, payload_path
 from store.names import SaveId
-from store.resolve import Key, RejectedVersion, base_key, newest_resumable, resolve, stored_whole, whole_key
+from store.resolve import Key, RejectedVersion, base_key, index_bases, newest_resumable, resolve, whole_key
 from store.schema import Entry, PartRecord
 from store.segment import check_header, read_leaves
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A stored fragment whose own bytes are wrong, are refused, or do not give what was stored."""
+    """A stored fragment whose bytes are damaged, cannot be read, or do not decode to the stored values."""
 
     source: Source
     error: DamagedError | StorageError
 
 
-def check_family(files: Readable, base: Source, differences: Sequence[Source]) -> list[Finding]:
-    """What is wrong. Nothing is said of differences to a wrong base, but where their own bytes are wrong as well."""
+def check_with_differences(files: Readable, base: Source, differences: Sequence[Source]) -> list[Finding]:
+    """Check a fragment and the differences to it; with a damaged base, only the differences' own bytes."""
     first, others = _Member(files, base), [_Member(files, source) for source in differences]
     for size in chunk_sizes(base.entry.numel):
         chunk = first.chunk(size)
@@ -48,13 +40,13 @@ def check_family(files: Readable, base: Source, differences: Sequence[Source]) -
             break
         for one in others:
             one.chunk(size, chunk)
-    findings = [_found(first, well_based=True)]
-    findings += [_found(one, well_based=findings[0] is None) for one in others]
+    findings = [_check_member(first, well_based=True)]
+    findings += [_check_member(one, well_based=findings[0] is None) for one in others]
     return [finding for finding in findings if finding is not None]
 
 
 def check_stored(files: Readable, source: Source) -> Finding | None:
-    """The hash of the stored bytes alone: of a difference whose base is gone, because no commit needs it any more."""
+    """Check only the hash of stored bytes, for a difference whose base is gone because no commit needs it."""
     try:
         StoredBytes(files, source).check()
     except (DamagedError, StorageError) as error:
@@ -63,7 +55,7 @@ def check_stored(files: Readable, source: Source) -> Finding | None:
 
 
 class _Member:
-    """One fragment, as far as it was read. Holds no chunk of it."""
+    """Reads one fragment chunk by chunk without keeping chunks."""
 
     def __init__(self, files: Readable, source: Source) -> None:
         self.source = source
@@ -73,7 +65,7 @@ class _Member:
         self._error: DamagedError | StorageError | None = None
 
     def chunk(self, size: int, base: Bytes | None = None) -> Bytes | None:
-        """The next encoded chunk, of ``size`` elements, decoded to see that it can be. None after an error."""
+        """Return the next encoded chunk of ``size`` elements after test-decoding it; None after an error."""
         if self._error is not None:
             return None
         lanes = self._encoding.lanes(size, self.source.dtype)
@@ -88,11 +80,15 @@ class _Member:
         return chunk
 
     def check(self, well_based: bool) -> None:
-        """Raise what is wrong, once all chunks were asked for. well_based: whether its base is right, or it has none.
+        """Raise the error of the fragment after all chunks were read. ``well_based``: its base, if any, is whole.
 
-        The stored bytes come first: what they unpack to says nothing where they are wrong themselves."""
+        Damage of the stored bytes is raised first, because it also causes errors of unpacking.
+        """
         if well_based and self._error is None:
-            self._error = self._left_over()
+            try:
+                require_end(self._bytes.read)
+            except (DamagedError, StorageError) as error:
+                self._error = error
         self._bytes.check()
         if not well_based:
             return
@@ -101,15 +97,8 @@ class _Member:
         if self._bytes.packed:
             check_encoded(self.source, self._hash.hexdigest())
 
-    def _left_over(self) -> DamagedError | StorageError | None:
-        try:
-            require_end(self._bytes.read)
-        except (DamagedError, StorageError) as error:
-            return error
-        return None
 
-
-def _found(member: _Member, well_based: bool) -> Finding | None:
+def _check_member(member: _Member, well_based: bool) -> Finding | None:
     try:
         member.check(well_based)
     except (DamagedError, StorageError) as error:
@@ -118,7 +107,7 @@ def _found(member: _Member, well_based: bool) -> Finding | None:
 
 
 Progress = Callable[[int], None]
-"""Told the number of payload bytes just checked."""
+"""Called with the number of payload bytes just checked."""
 
 
 GroupKey = tuple[SaveId, str]
@@ -136,7 +125,7 @@ class CommitState:
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """All commits, newest first, and the one that a resume would take now."""
+    """All commits, newest first, and the one that a resume would take."""
 
     commits: tuple[CommitState, ...]
     problems: tuple[str, ...]
@@ -145,7 +134,6 @@ class VerifyReport:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing at all is wrong."""
         return not self.problems and all(commit.state == "ok" for commit in self.commits)
 
 
@@ -156,10 +144,18 @@ def verify(
     only: Collection[SaveId] | None = None,
     checked: Collection[GroupKey] = (),
 ) -> VerifyReport:
-    """Check every commit down to the last byte that it reaches. NewerFormatError where a newer release is needed;
-    UnreachableError where an object store does not answer.
+    """Check every byte that every commit needs.
 
-    only: these commits instead of all. checked: groups that were read and need not be read again."""
+    Args:
+        catalog: The store.
+        progress: Called with the number of bytes just checked.
+        only: Commits to check instead of all.
+        checked: Groups that were checked before and are skipped.
+
+    Raises:
+        NewerFormatError: The store needs a newer release.
+        UnreachableError: An object store does not answer.
+    """
     catalog.forget()
     checker = _Checker(catalog, progress, checked)
     saves = [save for save in catalog.saves() if only is None or save in only]
@@ -172,12 +168,12 @@ def verify(
 
 
 def groups_of(catalog: Catalog, save: SaveId) -> set[GroupKey]:
-    """All groups that a commit reaches. DamagedError or StorageError where its manifest cannot be read."""
+    """Return all groups that a commit needs. Raises DamagedError or StorageError if its manifest cannot be read."""
     return {(SaveId.parse(name), record.parts) for name, record in catalog.manifest(save).groups.items()}
 
 
 def total_bytes(catalog: Catalog) -> int:
-    """Payload bytes that :func:`verify` is going to read."""
+    """Return the payload bytes that :func:`verify` will read."""
     groups = {}
     for save in catalog.saves():
         try:
@@ -202,7 +198,7 @@ class _Checker:
     def check(self, saves: Sequence[SaveId]) -> None:
         groups = self._reached(saves)
         stored = [(part, entry) for group in groups for part in group.parts.values() for entry in part.entries]
-        self._whole = stored_whole(stored)
+        self._whole = index_bases(stored)
         for part, entry in stored:
             key = base_key(entry)
             if key is not None and key in self._whole:
@@ -215,7 +211,6 @@ class _Checker:
                 self._check_part(part)
 
     def _reached(self, saves: Sequence[SaveId]) -> list[LoadedGroup]:
-        """Of all commits, each once; but what was checked before."""
         found: dict[GroupKey, LoadedGroup] = {}
         for save in saves:
             try:
@@ -253,19 +248,19 @@ class _Checker:
         self._read(sum(tensor.nbytes for tensor in part.run_tensors))
 
     def _check_entry(self, part: PartRecord, entry: Entry) -> None:
-        """With all that are differences to it; a difference waits for its base's turn."""
+        """Check an entry with all differences to it; a difference is checked with its base."""
         key = base_key(entry)
         if key is None:
             source, key = Source(part, entry), whole_key(part, entry)
             differences = self._differences.get(key, []) if self._whole[key].entry is entry else []
-            findings = check_family(self._catalog.files, source, differences)
-            self._told([source, *differences], findings)
-        elif key not in self._whole:  # resolving says so where a commit needs it
+            findings = check_with_differences(self._catalog.files, source, differences)
+            self._record([source, *differences], findings)
+        elif key not in self._whole:  # if a commit needs the base, resolving reports it
             source = Source(part, entry)
             finding = check_stored(self._catalog.files, source)
-            self._told([source], [] if finding is None else [finding])
+            self._record([source], [] if finding is None else [finding])
 
-    def _told(self, checked: Sequence[Source], findings: Sequence[Finding]) -> None:
+    def _record(self, checked: Sequence[Source], findings: Sequence[Finding]) -> None:
         for found in findings:
             if isinstance(found.error, UnreachableError):
                 raise found.error

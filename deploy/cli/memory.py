@@ -28,7 +28,7 @@ from store.memory.arena import is_owned
 from store.memory.cleanup import clear, used_bytes
 from store.memory.index import scan_node, seen_stores
 from store.memory.layout import Tier, tiers
-from store.memory.rescue import INCOMPLETE, WRITTEN, Rescued, rescue_newest
+from store.memory.rescue import INCOMPLETE, WRITTEN, RescueResult, rescue_newest
 from store.text import listed
 
 app = typer.Typer(epilog=EPILOG, help="What lies in the shared memory of this node.", invoke_without_command=True)
@@ -196,7 +196,7 @@ def rescue(
     raise typer.Exit(DriftpointError.exit_code if done.outcome == INCOMPLETE else OK)
 
 
-def rescue_json(store: Path, done: Rescued) -> dict[str, Any]:
+def rescue_json(store: Path, done: RescueResult) -> dict[str, Any]:
     """The JSON object of the command."""
     save = None if done.manifest is None else done.manifest.save
     return {
@@ -208,7 +208,7 @@ def rescue_json(store: Path, done: Rescued) -> dict[str, Any]:
     }
 
 
-def _text(done: Rescued) -> str:
+def _text(done: RescueResult) -> str:
     if done.outcome == WRITTEN and done.manifest is not None:
         return f"Committed step {done.manifest.step} out of memory: {done.why}."
     return f"Nothing written: {done.why}."

@@ -22,7 +22,7 @@ from monitor.config.load import Config
 from store.encoding import encoding_named
 from store.errors import UsageError
 from store.names import RAW, WEIGHTS, SaveId
-from store.retention import kept
+from store.retention import select_retained
 
 SLOTS: Final = (WEIGHTS, "exp_avg", "exp_avg_sq")
 
@@ -52,7 +52,7 @@ class Plan:
         held: set[SaveId] = set()
         most = 0
         for number in range(1, _COMMITS + 1):
-            held = kept(held | {SaveId(number * every, 1)}, frozenset(), rule)
+            held = select_retained(held | {SaveId(number * every, 1)}, frozenset(), rule)
             most = max(most, len(held))
         return most + 1
 

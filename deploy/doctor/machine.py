@@ -18,7 +18,7 @@ import psutil
 from deploy.doctor.base import Finding, Plan, State
 from deploy.format import count_text, plural, size_text
 from store.errors import StorageError
-from store.memory.limits import free_bytes, group_room
+from store.memory.limits import cgroup_free_bytes, free_bytes
 
 _TORCH = """
 import json, torch
@@ -121,7 +121,7 @@ def _shared_memory(plan: Plan) -> Finding:
     if not folder.is_dir():
         return Finding("shared memory", wanted, f"there is no {folder}", "set `memory: {path: ...}` to where it is")
     try:
-        free, group = free_bytes(folder), group_room()
+        free, group = free_bytes(folder), cgroup_free_bytes()
     except (OSError, StorageError) as error:
         return Finding("shared memory", wanted, f"what is free in {folder} cannot be told: {error}", "")
     seen = (

@@ -29,7 +29,7 @@ from statistics import median
 from typing import BinaryIO
 
 from store.names import Unit
-from store.trace import CommitLine, DecisionLine, FailedLine, JobLine, Line, ResumedLine, each_line
+from store.trace import CommitLine, DecisionLine, FailedLine, JobLine, Line, ResumedLine, iter_lines
 
 _FEW = 32
 """Saves, and gaps between decisions, that rates are told from."""
@@ -326,7 +326,7 @@ class Tail:
         self._offset = start
 
     def _hear(self, raw: Iterable[bytes]) -> None:
-        for line in self._sceptic.believe(each_line(raw)):
+        for line in self._sceptic.believe(iter_lines(raw)):
             if line is not None:
                 self._listener.hear(line)
 

@@ -32,7 +32,7 @@ from deploy.report.incidents import (
 )
 from store.certificate import is_lossy
 from store.names import Unit
-from store.trace import CommitLine, DecisionLine, FailedLine, JobLine, Line, ResumedLine, each_line
+from store.trace import CommitLine, DecisionLine, FailedLine, JobLine, Line, ResumedLine, iter_lines
 
 _Floats = npt.NDArray[np.float64]
 _Counts = npt.NDArray[np.int64]
@@ -179,7 +179,7 @@ class History:
 def read_history(path: Path, most: int = 120, progress: Callable[[int], None] = lambda _: None) -> History:
     """Of a trace's file. progress: told the bytes just read. OSError where it cannot be read."""
     with path.open("rb") as file:
-        return history_of(TraceValidator().believe(each_line(_needed(file, progress))), most)
+        return history_of(TraceValidator().believe(iter_lines(_needed(file, progress))), most)
 
 
 def _needed(file: Iterable[bytes], progress: Callable[[int], None]) -> Iterator[bytes]:

@@ -33,7 +33,7 @@ from deploy.report.incidents import Incident, by_time
 from deploy.store_status import open_store, parameters
 from deploy.tables import max_drift, sizes, slots_of, span
 from store.catalog import Catalog
-from store.certificate import Certificate, CertifiedUnit, is_lossy, most
+from store.certificate import Certificate, CertifiedUnit, is_lossy, max_or_none
 from store.errors import DamagedError, NothingToResumeError, StorageError, UsageError
 from store.location import beside, store_place
 from store.memory.rescue import REASON
@@ -152,7 +152,7 @@ def _total(slot: str, units: Sequence[CertifiedUnit], parameters: int) -> SlotRo
     size, share = sizes(units, parameters)
     lossy = [unit for unit in units if is_lossy(unit.encoding)]
     encodings = ", ".join(dict.fromkeys(unit.encoding for unit in units))
-    error = drift_text(most(unit.error for unit in lossy)) if lossy else ""
+    error = drift_text(max_or_none(unit.error for unit in lossy)) if lossy else ""
     return SlotRow(slot, len(units), oldest, newest, max_drift(units), error, size, share, encodings)
 
 

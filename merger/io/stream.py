@@ -26,7 +26,7 @@ FRAGMENT_BYTES = 1 << 25
 class FragmentStream:
     """An extent, at most ``FRAGMENT_BYTES`` large, as bytes that come while they are written.
 
-    A :class:`store.segment.Produced`. last: nothing of the reading follows it.
+    A :class:`store.segment.StreamedData`. last: nothing of the reading follows it.
     """
 
     extent: Extent
@@ -40,11 +40,11 @@ class FragmentStream:
 
     @property
     def exact(self) -> bool:
-        """See :class:`store.segment.Produced`."""
+        """See :class:`store.segment.StreamedData`."""
         return True
 
     def pieces(self) -> Iterator[memoryview]:
-        """See :class:`store.segment.Produced`. DamagedError for a block that does not match its checksum."""
+        """See :class:`store.segment.StreamedData`. DamagedError for a block that does not match its checksum."""
         self.reading.go_to(self.extent.offset)
         left = self.nbytes
         while left:

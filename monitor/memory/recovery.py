@@ -26,11 +26,11 @@ from store.memory.index import (
     NodeIndex,
     Piece,
     RankShare,
-    assembled,
+    assemble_version,
     belonging_to,
-    mixed,
     rank_share,
     scan_node,
+    take_newer_units,
 )
 from store.memory.layout import Tier
 from store.memory.overlay import Overlay
@@ -230,7 +230,7 @@ def _overlaid(
         manifest = _following(found, newest if older is None else older.save)
         whole = Catalog(Overlay(files, found, manifest), catalog.record)
         return MemoryCandidate(found.save, found.save, whole, replicas, older=None if older is None else older.save)
-    composite = mixed(catalog.manifest(newest), found.manifest)
+    composite = take_newer_units(catalog.manifest(newest), found.manifest)
     if composite is None:
         return None
     return MemoryCandidate(
@@ -259,7 +259,7 @@ def _previous(
     for other in sorted(node.versions, reverse=True):
         if other.epoch == save.epoch and other < save and (newest is None or other > newest):
             try:
-                return assembled(other, [rank_share(node.versions[other])], node)
+                return assemble_version(other, [rank_share(node.versions[other])], node)
             except StoreError:  # not of all ranks
                 continue
     return None
@@ -295,7 +295,7 @@ def _assemble(save: SaveId, node: NodeIndex, group: Group, *, speaks: bool) -> M
     local = rank_share(node.versions.get(save, {})) if speaks else RankShare({}, None)
     shares = [RankShare(*share) for share in group.all_gather((dict(local.parts), local.head))]
     try:
-        return assembled(save, shares, node)
+        return assemble_version(save, shares, node)
     except StoreError as error:  # the same on all ranks: they have the same shares
         _log.warning("memory: %s", error)
         return None

@@ -35,7 +35,7 @@ from monitor.resume.read import (
 from monitor.resume.select import ResumePoint, resolved, select_commit, select_run_state, slots_of
 from monitor.run_state import StateLoader, UserState, restore_rng
 from store.catalog import Catalog
-from store.certificate import Certificate, certify, from_memory
+from store.certificate import Certificate, certify, mark_memory_sources
 from store.errors import DriftpointError, ModelMismatchError, NothingToResumeError, StorageError
 from store.names import SaveId, Unit
 from store.resolve import RejectedVersion, Resolution
@@ -251,7 +251,7 @@ def build_certificate(found: ResumeResult) -> Certificate:
     """What the job goes on from, rounding by the live dtypes included."""
     certificate = certify(found.resolution)
     for save in found.kept:
-        certificate = from_memory(certificate, save, _kept_by_peers(found))
+        certificate = mark_memory_sources(certificate, save, _kept_by_peers(found))
     exact = certificate.exact and not found.rounded
     return replace(certificate, exact=exact, problems=certificate.problems + found.rounded)
 

@@ -27,7 +27,7 @@ from monitor.save.staging import EncodedCopy, EncodingLoss, as_bytes, in_range
 from monitor.save.torch_codecs import encoder_named
 from store.encoding import CHUNK, Encoding, encoding_named
 from store.encoding.base import Bytes
-from store.encoding.stream import Encoded, Packing
+from store.encoding.stream import EncodedEntry, Packing
 from store.errors import SaveError
 from store.names import BUFFER, FROZEN, RAW, Fragment, SaveId, Unit
 from store.segment import StagedFragment
@@ -121,7 +121,7 @@ class _Base:
     last: int = 0  # compressed bytes of the last delta
     growth: int = 0
 
-    def fits(self, data: Encoded) -> bool:
+    def fits(self, data: EncodedEntry) -> bool:
         return (self.encoding, self.dtype) == (data.encoding.name, data.dtype)
 
     def pays(self) -> bool:
@@ -145,9 +145,9 @@ class SavePacking:
     bases: dict[Fragment, _Base]
     resting: frozenset[Fragment]  # fragments without deltas for a while
     lasting: bool = True  # False for a forced save, whose fragments do not become bases
-    made: list[tuple[Unit, Fragment, Encoded, list[Bytes]]] = field(default_factory=list)
+    made: list[tuple[Unit, Fragment, EncodedEntry, list[Bytes]]] = field(default_factory=list)
 
-    def packed(self, unit: Unit, fragment: Fragment, data: Encoded) -> Encoded:
+    def packed(self, unit: Unit, fragment: Fragment, data: EncodedEntry) -> EncodedEntry:
         """Set how ``data`` is compressed, and return it."""
         retained: list[Bytes] = []
         if self.level is not None:
@@ -278,7 +278,7 @@ def encode_unit(
         copy = staged.copy if isinstance(staged, EncodedCopy) else staged
         if isinstance(staged, EncodedCopy) and staged.held:
             chosen, known = staged.encoding, encoding_named(staged.encoding)
-            source = Encoded(known, copy.numel(), dtype_name(copy.dtype), staged.chunks)
+            source = EncodedEntry(known, copy.numel(), dtype_name(copy.dtype), staged.chunks)
             lost.error_sq += staged.lost.error_sq
             lost.decoded_sq += staged.lost.decoded_sq
         else:
@@ -311,10 +311,10 @@ def _applicable_encoding(encoding: str, copy: torch.Tensor) -> str:
     return encoding if in_range(copy, encoder_named(encoding).unsigned) else RAW
 
 
-def _encode_copy(name: str, copy: torch.Tensor, lost: EncodingLoss) -> Encoded:
+def _encode_copy(name: str, copy: torch.Tensor, lost: EncodingLoss) -> EncodedEntry:
     encoding = encoding_named(name)
     chunks = partial(_raw_chunks, copy) if encoding.lossless else partial(_lossy_chunks, copy, encoding, lost)
-    return Encoded(encoding, copy.numel(), dtype_name(copy.dtype), chunks)
+    return EncodedEntry(encoding, copy.numel(), dtype_name(copy.dtype), chunks)
 
 
 def _raw_chunks(copy: torch.Tensor) -> Iterator[Bytes]:

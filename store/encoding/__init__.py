@@ -1,8 +1,7 @@
-"""How the values of a fragment become bytes: a registry of named encodings, defined in numpy to the bit.
+"""Register the encodings of fragments, which are defined in numpy to the bit.
 
-An encoding makes bytes of a size known beforehand; packing (:mod:`store.encoding.compression`) makes those smaller
-without losing any. Names that are not registered are refused when a decision is made and again when a part is
-read, never guessed. ``docs/encodings.md`` defines each encoding and its bound.
+An encoding has a size known in advance; packing (:mod:`store.encoding.compression`) makes it smaller without loss.
+Unknown names are refused at decisions and when a part is read. ``docs/encodings.md`` defines encodings and bounds.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ ENCODINGS: dict[str, Encoding] = {encoding.name: encoding for encoding in _ALL}
 
 
 def encoding_named(name: str, where: str = "") -> Encoding:
-    """The registered encoding. NewerFormatError, naming ``where``, if this release knows none of that name."""
+    """Return a registered encoding. Raises NewerFormatError, naming ``where``, for unknown names."""
     if name not in ENCODINGS:
         place = f"{where}: " if where else ""
         raise NewerFormatError(

@@ -1,24 +1,17 @@
-"""bf16 and bf16+int8.
+"""Implement the encodings ``bf16`` and ``bf16+int8`` in integer arithmetic, independent of the floating-point mode.
 
-``bf16``: float32 values rounded to bfloat16, to the nearest, ties to even. Two bytes a value.
+``bf16`` rounds float32 values to bfloat16, to the nearest, ties to even, in two bytes a value. The result is bit for
+bit that of ``tensor.to(torch.bfloat16)``, including subnormals and -0.0, so a bfloat16 model computes with exactly the
+stored weights. Refused: NaN, infinities, and finite values above 3.3961e38, which would round to infinity.
 
-Bit for bit what ``tensor.to(torch.bfloat16)`` gives on every value that it holds, subnormals and -0.0 included, so
-that weights stored this way are exactly the weights that a bfloat16 model computes with. It is arithmetic on
-integers alone, and so the same in every floating-point mode.
-
-Refused: NaN, infinities, and finite values so large (above 3.3961e38) that they would become infinite.
-
-``bf16+int8``: a float32 value as its bfloat16 and a signed byte of what that leaves out. Three bytes a value.
+``bf16+int8`` stores a float32 value as its bfloat16 and a signed byte of the residual, in three bytes a value.
 
     high  = the value's bits rounded to bfloat16 (16 bits)
     low   = (bits - high * 2**16) / 2**8, rounded to the nearest, ties to even, clipped to [-127, 127]
     bits  = high * 2**16 + low * 2**8
 
-All in integers. Rounding a decoded value to bfloat16 gives ``high`` again: what low adds is at most 127 * 2**8,
-less than the half place, 2**15, at which rounding would turn. So the weights that a bfloat16 model computes with
-stay exact, and of the float32 master copy 16 significant bits, give or take a last one, are kept.
-
-Refused: what bf16 refuses.
+Rounding a decoded value to bfloat16 gives ``high`` again, because low adds at most 127 * 2**8, less than half a place,
+2**15. So the weights of a bfloat16 model stay exact, and the float32 master copy keeps about 16 significant bits.
 """
 
 from __future__ import annotations
@@ -51,21 +44,21 @@ TOO_LARGE = 0x7F7F8000
 
 
 def check_rounds(encoding: Encoding, values: NDArray[np.float32]) -> None:
-    """ValuesError where a value would not round to a finite bfloat16."""
+    """Raise ValuesError if a value does not round to a finite bfloat16."""
     bits = values.view("<u4")
     for piece in pieces(bits.size):
         if int((bits[piece] & MAGNITUDE).max()) >= TOO_LARGE:
             raise ValuesError(f"{encoding.name} holds no NaN, no infinity and nothing above 3.3961e38")
 
 
-def rounded(bits: NDArray[np.uint32]) -> NDArray[np.uint32]:
-    """The upper 16 bits after rounding to nearest, ties to even, right-aligned. Finite results only."""
+def round_to_bfloat16(bits: NDArray[np.uint32]) -> NDArray[np.uint32]:
+    """Return the upper 16 bits after rounding to nearest, ties to even, right-aligned. Finite results only."""
     half = np.uint32(0x7FFF)
     return (bits + (((bits >> np.uint32(16)) & np.uint32(1)) + half)) >> np.uint32(16)
 
 
 def check_finite(encoding: Encoding, halves: NDArray[np.uint16]) -> None:
-    """DamagedError where a stored bfloat16 is not finite: none was ever written."""
+    """Raise DamagedError if a stored bfloat16 is not finite: none is ever written."""
     for piece in pieces(halves.size):
         if int((halves[piece] & 0x7FFF).max()) >= 0x7F80:
             raise DamagedError(f"a chunk stored as {encoding.name} holds a value that is not finite")
@@ -80,30 +73,25 @@ class Bf16:
     relative_bound: float = 2.0**-8 * 1.01
 
     def applies(self, dtype: str) -> bool:
-        """F32 only."""
         return dtype == "F32"
 
     def stored_bytes(self, numel: int, dtype: str) -> int:
-        """Two bytes a value."""
         return sum_over_chunks(self, numel, dtype)
 
     def lanes(self, numel: int, dtype: str) -> tuple[Lane, ...]:
-        """See :class:`store.encoding.base.Encoding`."""
         check_applies(self, dtype)
         return (Lane(numel, 2),)
 
     def encode(self, values: Values) -> Bytes:
-        """See :class:`store.encoding.base.Encoding`."""
         checked = check_float32(self, values)
         check_rounds(self, checked)
         bits = checked.view("<u4")
         halves = np.empty(bits.size, "<u2")
         for piece in pieces(bits.size):
-            halves[piece] = rounded(bits[piece])
+            halves[piece] = round_to_bfloat16(bits[piece])
         return halves.view(np.uint8)
 
     def decode(self, data: Bytes, numel: int, dtype: str) -> Values:
-        """float32 values, exactly the bfloat16 ones."""
         check_size(self, data, numel, dtype)
         halves = data.view("<u2")
         check_finite(self, halves)
@@ -113,7 +101,7 @@ class Bf16:
         return bits.view("<f4")
 
     def error_bound(self, values: Values) -> NDArray[np.float64]:
-        """2**-8 of the value, and for subnormals 2**-134: half a unit in the last of eight places."""
+        """Return 2**-8 of the value, at least 2**-134 (subnormals): half a unit in the last of eight places."""
         return np.maximum(np.abs(values.astype(np.float64)) * 2.0**-8, 2.0**-134)
 
 
@@ -129,27 +117,23 @@ class Bf16Int8:
     relative_bound: float = 2.0**-15 * 1.01
 
     def applies(self, dtype: str) -> bool:
-        """F32 only."""
         return dtype == "F32"
 
     def stored_bytes(self, numel: int, dtype: str) -> int:
-        """Three bytes a value."""
         return sum_over_chunks(self, numel, dtype)
 
     def lanes(self, numel: int, dtype: str) -> tuple[Lane, ...]:
-        """See :class:`store.encoding.base.Encoding`."""
         check_applies(self, dtype)
         return Lane(numel, 2), Lane(numel, 1)
 
     def encode(self, values: Values) -> Bytes:
-        """See :class:`store.encoding.base.Encoding`."""
         checked = check_float32(self, values)
         check_rounds(self, checked)
         bits = checked.view("<u4")
         data = np.empty(lanes_bytes(self.lanes(bits.size, "F32")), np.uint8)
         highs, lows = _split(data, bits.size)
         for piece in pieces(bits.size):
-            high = rounded(bits[piece])
+            high = round_to_bfloat16(bits[piece])
             highs[piece] = high
             # Taking high * 2**16 off first or last is the same: it is an even multiple of 2**8.
             rest = (bits[piece] - (high << 16)).view("<i4")
@@ -158,7 +142,6 @@ class Bf16Int8:
         return data
 
     def decode(self, data: Bytes, numel: int, dtype: str) -> Values:
-        """float32 values."""
         check_size(self, data, numel, dtype)
         highs, lows = _split(data, numel)
         check_finite(self, highs)
@@ -171,7 +154,7 @@ class Bf16Int8:
         return bits.view("<f4")
 
     def error_bound(self, values: Values) -> NDArray[np.float64]:
-        """2**-15 of the value, and for subnormals 2**-141: one residual, where it is clipped; half of one elsewhere."""
+        """Return 2**-15 of the value, at least 2**-141 (subnormals): one residual if clipped, otherwise half of one."""
         return np.maximum(np.abs(values.astype(np.float64)) * 2.0**-15, 2.0**-141)
 
 

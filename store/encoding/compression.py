@@ -1,24 +1,15 @@
-"""zstd on byte planes, deltas.
-
-The difference of an encoded chunk to an older one of the same kind, and back. Lossless.
-
-Lane by lane, as little-endian integers of the lane's width: subtract, wrapping around, then zigzag, so that small
-differences of either sign have zeros in their high bytes and byte planes of those pack to nothing. Zigzag is what
-Protocol Buffers and Parquet do with signed integers. Widths other than 1, 2, 4 and 8 go byte by byte.
-
-It knows neither files nor compression, and checks nothing but sizes.
-
-Packing: encoded chunks made smaller without losing a bit; the size is known only afterwards.
+"""Pack encoded chunks losslessly: zstd (RFC 8878) on byte planes, optionally of the difference to a base chunk.
 
     frame = u32 length of what follows, then one plane for each byte of each lane
     plane = u8 method (0 stored, 1 zstd), u32 length, bytes
 
-Byte k of all elements of a lane makes one plane: signs and exponents of training state repeat, and so pack, while
-low bytes are close to noise. A plane that would not get at least 3 % smaller is stored. With a base, what is packed
-is the difference to it (:mod:`store.encoding.compression`).
+Byte k of all elements of a lane makes one plane: signs and exponents of training state repeat and compress, low bytes
+are close to noise. A plane that would not get at least 3 % smaller is stored. Byte planes are the shuffle filter of
+HDF5 and Blosc, applied to model weights by ZipNN (arXiv:2411.05239).
 
-Byte planes are the shuffle filter of HDF5 and Blosc, applied to model weights by ZipNN (arXiv:2411.05239); zstd is
-RFC 8878. It does not know files or dtypes. Reading trusts nothing: every length is checked before it is allocated.
+Differences are taken lane by lane on little-endian integers of the lane's width: subtraction with wrap-around, then
+zigzag as in Protocol Buffers and Parquet, so that small differences of either sign have zeros in their high bytes.
+Widths other than 1, 2, 4 and 8 go byte by byte. When reading, every length is checked before memory is allocated.
 """
 
 from __future__ import annotations
@@ -41,7 +32,7 @@ Integers = NDArray[np.signedinteger[Any]]
 
 
 def difference(chunk: Bytes, base: Bytes, lanes: Sequence[Lane]) -> Bytes:
-    """What leads from ``base`` to ``chunk``; both hold one encoded chunk of these lanes, and so does the result."""
+    """Return the difference of ``chunk`` to ``base``, two encoded chunks of these lanes, in the same size."""
     result = np.empty_like(chunk)
     for new, old, out in _pieces((chunk, base, result), lanes):
         delta = new - old
@@ -49,8 +40,8 @@ def difference(chunk: Bytes, base: Bytes, lanes: Sequence[Lane]) -> Bytes:
     return result
 
 
-def restored(delta: Bytes, base: Bytes, lanes: Sequence[Lane]) -> Bytes:
-    """The chunk that ``difference`` was made of, given the same base."""
+def apply_difference(delta: Bytes, base: Bytes, lanes: Sequence[Lane]) -> Bytes:
+    """Return the chunk from its ``difference`` to the same base."""
     result = np.empty_like(delta)
     for zigzag, old, out in _pieces((delta, base, result), lanes):
         half = (zigzag.view(zigzag.dtype.str.replace("i", "u")) >> 1).view(zigzag.dtype)
@@ -59,7 +50,7 @@ def restored(delta: Bytes, base: Bytes, lanes: Sequence[Lane]) -> Bytes:
 
 
 def _pieces(arrays: tuple[Bytes, Bytes, Bytes], lanes: Sequence[Lane]) -> Iterator[list[Integers]]:
-    """The arrays' lanes as integers, a piece at a time."""
+    """Yield the arrays' lanes as integers, a piece at a time."""
     if any(array.size != lanes_bytes(lanes) for array in arrays):
         raise ValueError(f"chunks of {[array.size for array in arrays]} bytes for lanes of {lanes_bytes(lanes)}")
     start = 0
@@ -72,17 +63,17 @@ def _pieces(arrays: tuple[Bytes, Bytes, Bytes], lanes: Sequence[Lane]) -> Iterat
 
 
 FRAME_HEADER = 4
-"""Bytes of the length that a frame begins with."""
+"""Bytes of the length at the start of a frame."""
 
 _LENGTH = struct.Struct("<I")
 _PLANE = struct.Struct("<BI")
 _STORED, _ZSTD = 0, 1
 
 _WORTH = 0.97
-"""A plane is compressed if that leaves at most this share of it."""
+"""A plane is stored compressed if its size is at most this share."""
 
 _PROMISING = 0.985
-"""A plane is tried as a whole if its sample packs to this share."""
+"""A plane is compressed as a whole if its sample compresses to this share."""
 
 _SAMPLE_RUN = 8192
 _SAMPLE_RUNS = 4
@@ -91,14 +82,14 @@ _local = threading.local()
 
 
 def pack_chunk(encoded: Bytes, lanes: Sequence[Lane], level: int, base: Bytes | None = None) -> bytes:
-    """One frame that holds an encoded chunk. ``level`` is zstd's; ``base`` an encoded chunk of the same lanes."""
+    """Return a frame of an encoded chunk. ``level`` is zstd's; ``base`` is an encoded chunk of the same lanes."""
     content = encoded if base is None else difference(encoded, base, lanes)
-    parts = [part for plane in _split(content, lanes) for part in _packed_plane(plane, level)]
+    parts = [part for plane in _split(content, lanes) for part in _pack_plane(plane, level)]
     return b"".join((_LENGTH.pack(sum(map(len, parts))), *parts))
 
 
 def unpack_chunk(frame: bytes | memoryview, lanes: Sequence[Lane], base: Bytes | None = None) -> Bytes:
-    """The encoded chunk of these lanes in a frame. DamagedError unless the frame is whole and holds just that."""
+    """Return the encoded chunk of these lanes in a frame. Raises DamagedError unless the frame is valid."""
     view = memoryview(frame)
     if len(view) < FRAME_HEADER or frame_length(view[:FRAME_HEADER], lanes) != len(view) - FRAME_HEADER:
         raise DamagedError(f"a packed chunk of {len(view)} bytes is cut off or too long")
@@ -106,7 +97,7 @@ def unpack_chunk(frame: bytes | memoryview, lanes: Sequence[Lane], base: Bytes |
 
 
 def frame_length(header: bytes | memoryview, lanes: Sequence[Lane]) -> int:
-    """Bytes that follow a frame's first four. DamagedError where no frame of these lanes can be that long."""
+    """Return the bytes after a frame's first four. Raises DamagedError if that is too long for these lanes."""
     length: int = _LENGTH.unpack(header)[0]
     if length > frame_bound(lanes) - FRAME_HEADER:
         raise DamagedError(f"a packed chunk claims {length} bytes; it can have {frame_bound(lanes) - FRAME_HEADER}")
@@ -114,34 +105,34 @@ def frame_length(header: bytes | memoryview, lanes: Sequence[Lane]) -> int:
 
 
 def frame_bound(lanes: Sequence[Lane]) -> int:
-    """The most bytes that a frame of these lanes takes: everything stored."""
+    """Return the largest size of a frame of these lanes, with all planes stored."""
     return FRAME_HEADER + lanes_bytes(lanes) + _PLANE.size * sum(lane.width for lane in lanes)
 
 
 def packed_bound(encoding: Encoding, numel: int, dtype: str) -> int:
-    """The most bytes that a packed fragment takes. 0 for an empty one."""
+    """Return the largest size of a packed fragment."""
     whole, rest = divmod(numel, CHUNK)  # not chunk by chunk: a damaged part may claim any size
     last = frame_bound(encoding.lanes(rest, dtype)) if rest else 0
     return last + whole * frame_bound(encoding.lanes(CHUNK, dtype))
 
 
 def unpack_body(body: memoryview, lanes: Sequence[Lane], base: Bytes | None = None) -> Bytes:
-    """As ``unpack_chunk``, of what follows the frame's first four bytes."""
+    """Unpack a frame without its first four bytes like :func:`unpack_chunk`."""
     content = np.empty(lanes_bytes(lanes), np.uint8)
     start = at = 0
     for lane in lanes:
         target = content[start : start + lane.nbytes].reshape(lane.count, lane.width)
         for k in range(lane.width):
-            plane, at = _plane_at(body, at, lane.count)
+            plane, at = _read_plane(body, at, lane.count)
             target[:, k] = plane
         start += lane.nbytes
     if at != len(body):
         raise DamagedError(f"a packed chunk has {len(body) - at} bytes more than its planes")
-    return content if base is None else restored(content, base, lanes)
+    return content if base is None else apply_difference(content, base, lanes)
 
 
 def _split(content: Bytes, lanes: Sequence[Lane]) -> Iterator[Bytes]:
-    """The byte planes, lane by lane, lowest byte first; each contiguous."""
+    """Yield the contiguous byte planes, lane by lane, lowest byte first."""
     if content.size != lanes_bytes(lanes):
         raise ValueError(f"a chunk of {content.size} bytes for lanes of {lanes_bytes(lanes)}")
     start = 0
@@ -152,16 +143,16 @@ def _split(content: Bytes, lanes: Sequence[Lane]) -> Iterator[Bytes]:
         start += lane.nbytes
 
 
-def _packed_plane(plane: Bytes, level: int) -> tuple[bytes, bytes | memoryview]:
-    if _promising(plane, level):
+def _pack_plane(plane: Bytes, level: int) -> tuple[bytes, bytes | memoryview]:
+    if _is_compressible(plane, level):
         packed = _compressor(level).compress(plane.data)
         if len(packed) <= _WORTH * plane.size:
             return _PLANE.pack(_ZSTD, len(packed)), packed
     return _PLANE.pack(_STORED, plane.size), plane.data
 
 
-def _promising(plane: Bytes, level: int) -> bool:
-    """Whether a few runs out of the plane pack at all; noise, which most low bytes are, ends here at little cost."""
+def _is_compressible(plane: Bytes, level: int) -> bool:
+    """Return whether a sample of the plane compresses, to skip noise (most low bytes) at little cost."""
     if plane.size <= 2 * _SAMPLE_RUN * _SAMPLE_RUNS:
         return True
     step = plane.size // _SAMPLE_RUNS
@@ -169,8 +160,8 @@ def _promising(plane: Bytes, level: int) -> bool:
     return len(_compressor(level).compress(sample.data)) <= _PROMISING * sample.size
 
 
-def _plane_at(body: memoryview, at: int, count: int) -> tuple[Bytes, int]:
-    """The plane of ``count`` bytes that begins at ``at``, and where it ends."""
+def _read_plane(body: memoryview, at: int, count: int) -> tuple[Bytes, int]:
+    """Return the plane of ``count`` bytes at ``at``, and its end."""
     if len(body) - at < _PLANE.size:
         raise DamagedError("a packed chunk ends within the head of a plane")
     method, length = _PLANE.unpack_from(body, at)
@@ -184,15 +175,15 @@ def _plane_at(body: memoryview, at: int, count: int) -> tuple[Bytes, int]:
         return np.frombuffer(data, np.uint8), stop
     if method != _ZSTD:
         raise DamagedError(f"a plane of a packed chunk has method {method}, which this release does not know")
-    return np.frombuffer(_decompressed(data, count), np.uint8), stop
+    return np.frombuffer(_decompress(data, count), np.uint8), stop
 
 
-def _decompressed(data: memoryview, count: int) -> bytes:
-    """``count`` bytes. The frame's own idea of its size is checked first, for it is what zstd would allocate."""
+def _decompress(data: memoryview, count: int) -> bytes:
+    """Decompress ``count`` bytes, after checking the frame's content size, which zstd allocates."""
     try:
-        promised = zstandard.get_frame_parameters(data).content_size
-        if promised != count:
-            raise DamagedError(f"a packed plane promises {promised} bytes instead of {count}")
+        content_size = zstandard.get_frame_parameters(data).content_size
+        if content_size != count:
+            raise DamagedError(f"a packed plane claims {content_size} bytes instead of {count}")
         plain = _decompressor().decompress(data, max_output_size=count, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise DamagedError(f"a packed plane cannot be decompressed: {error}") from error
@@ -202,7 +193,7 @@ def _decompressed(data: memoryview, count: int) -> bytes:
 
 
 def _compressor(level: int) -> zstandard.ZstdCompressor:
-    """This thread's, made once: the objects are not safe to share, and making one costs more than a small plane."""
+    """Return this thread's compressor: they are not thread-safe, and creating one costs more than a small plane."""
     made: dict[int, zstandard.ZstdCompressor] = _local.__dict__.setdefault("compressors", {})
     if level not in made:
         made[level] = zstandard.ZstdCompressor(level=level, write_checksum=False, write_content_size=True)

@@ -1,39 +1,33 @@
-"""Block int8 encodings.
+"""Implement the block encodings ``int8-block`` and ``int8-sqrt-block``: 17/16 bytes a value, all in float32.
 
-What the two block encodings share: a chunk in rows of 64, its lanes, and scales with short significands.
+Scales are float32 whose low 8 bits are zero. The product of such a scale with an 8-bit integer is exact in float32, so
+encoding a decoded value gives the same bytes again.
 
-Scales are float32 whose low 8 bits are zero. A product of such a scale with an integer of 8 bits is exact in
-float32, which is what makes encoding a decoded value give back the very same bytes. It does not know how a scale
-is chosen.
-
-``int8-sqrt-block``: values >= 0 by their square roots, as unsigned bytes, one float32 scale for 64. Rounded up.
+``int8-sqrt-block`` stores the square roots of values >= 0 as unsigned bytes, one scale for 64 values, rounded up.
 
     scale = the least float32 whose low 8 bits are zero, of at least 2**-62, for which (255 * scale)**2 >= the largest
             value of the block; 0 if all values are 0
     code  = the least whole number for which (code * scale)**2 >= the value
     value = (code * scale)**2
 
-All products in float32. 17/16 bytes a value. Made for second moments, which divide the update: a decoded value is
-never below the one it stands for, and zero only where that is zero, so no update can explode. Square roots are what
-the division sees, and they halve the range that the codes have to span.
+It is meant for second moments, which divide the update: a decoded value is never below the original, and zero only if
+that is zero, so no update can explode. The division uses square roots, which also halve the range of the codes.
 
-The definition takes no square root, on purpose: those of some libraries are wrong in the last place (torch's on
-CPUs, by Intel MKL, in 6 of 1000). Whatever root finds the code first, products and comparisons settle it.
+The definition uses no square root, because those of some libraries are wrong in the last place (torch's on CPUs, by
+Intel MKL, in 6 of 1000). A root gives a first guess of the code; products and comparisons decide.
 
-Refused: negative values (-0.0 counts as 0), NaN, infinities, and blocks that would need a scale above 2**56,
-which only values above 3.37e38 do.
+Refused: negative values (-0.0 counts as 0), NaN, infinities, and blocks that need a scale above 2**56 (values above
+3.37e38).
 
-``int8-block``: float32 values as signed bytes, with one float32 scale for each block of 64.
+``int8-block`` stores float32 values as signed bytes, one scale for 64 values.
 
     scale = |largest of the block| / 127, its low 8 bits cut off; 0 where that is below 2**-124
     code  = value / scale, rounded to the nearest, ties to even; 0 where the scale is 0
     value = code * scale
 
-All in float32. 17/16 bytes a value. Made for first moments, whose size matters less than their sign. What becomes
-of values far below the largest of their block: zero. Refused: NaN and infinities.
-
-Block-wise 8-bit state is Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (arXiv:2110.02861); here
-with linear codes.
+It is meant for first moments, whose size matters less than their sign; values far below the largest of their block
+become zero. Refused: NaN and infinities. Block-wise 8-bit state is from Dettmers et al., "8-bit Optimizers via
+Block-wise Quantization" (arXiv:2110.02861); here with linear codes.
 """
 
 from __future__ import annotations
@@ -61,31 +55,31 @@ from store.encoding.base import (
 from store.errors import DamagedError
 
 GRID = 0xFF
-"""The bits that are zero in every scale."""
+"""Bits that are zero in every scale."""
 
 Floats = NDArray[np.float32]
 
 
 def block_count(numel: int) -> int:
-    """Blocks of ``numel`` elements; the last may be shorter."""
+    """Return the number of blocks of ``numel`` elements; the last may be shorter."""
     return -(-numel // BLOCK)
 
 
 def block_lanes(encoding: Encoding, numel: int, dtype: str) -> tuple[Lane, ...]:
-    """One byte a value, then one float32 a block."""
+    """Return the lanes of a chunk: one byte a value, then one float32 a block."""
     check_applies(encoding, dtype)
     return Lane(numel, 1), Lane(block_count(numel), 4)
 
 
 def split_lanes(data: Bytes, numel: int) -> tuple[Bytes, Floats]:
-    """The codes and the scales of a chunk, as views."""
+    """Return the codes and the scales of a chunk as views."""
     return data[:numel], data[numel:].view("<f4")
 
 
 def rows(values: Floats) -> Iterator[tuple[slice, slice, Floats]]:
-    """Piece by piece: the elements, their blocks, and the values as an array of (blocks, 64).
+    """Yield for each piece its elements, its blocks, and its values of shape (blocks, 64).
 
-    A last block that is shorter comes by itself, filled up with zeros.
+    A shorter last block comes last, padded with zeros.
     """
     whole = values.size - values.size % BLOCK
     for piece in pieces(whole):
@@ -96,13 +90,13 @@ def rows(values: Floats) -> Iterator[tuple[slice, slice, Floats]]:
         yield slice(whole, values.size), slice(whole // BLOCK, whole // BLOCK + 1), last
 
 
-def repeated(scales: Floats, blocks: slice, numel: int) -> Floats:
-    """The scale of each of ``numel`` elements that start with the first of the blocks."""
+def scale_per_element(scales: Floats, blocks: slice, numel: int) -> Floats:
+    """Return the scale of each of ``numel`` elements, starting at the first of the blocks."""
     return np.repeat(scales[blocks], BLOCK)[:numel]
 
 
 def check_scales(encoding: Encoding, scales: Floats, least: float, most: float) -> None:
-    """DamagedError unless each scale is 0 or within the limits, on the grid: nothing else was ever written."""
+    """Raise DamagedError unless each scale is 0, or within the limits and on the grid, as all written ones are."""
     bits = np.ascontiguousarray(scales).view("<u4")
     low, high = np.array([least, most], "<f4").view("<u4").tolist()
     if not bool(np.all((bits == 0) | ((bits >= low) & (bits <= high) & ((bits & GRID) == 0)))):
@@ -112,7 +106,7 @@ def check_scales(encoding: Encoding, scales: Floats, least: float, most: float) 
 INT8_SQRT_BLOCK = "int8-sqrt-block"
 
 LEAST_SQRT_SCALE = 2.0**-62
-"""Its square is a normal number, so that neither a decoded value nor a code depends on whether a thread flushes
+"""Its square is a normal number, so that decoded values and codes do not depend on whether a thread flushes
 subnormals to zero."""
 
 MOST_SQRT_SCALE = 2.0**56
@@ -133,19 +127,15 @@ class Int8SqrtBlock:
     relative_bound: float = 0.064
 
     def applies(self, dtype: str) -> bool:
-        """F32 only."""
         return dtype == "F32"
 
     def stored_bytes(self, numel: int, dtype: str) -> int:
-        """One byte a value and four a block."""
         return sum_over_chunks(self, numel, dtype)
 
     def lanes(self, numel: int, dtype: str) -> tuple[Lane, ...]:
-        """See :class:`store.encoding.base.Encoding`."""
         return block_lanes(self, numel, dtype)
 
     def encode(self, values: Values) -> Bytes:
-        """See :class:`store.encoding.base.Encoding`."""
         checked = check_float32(self, values)
         data = np.empty(lanes_bytes(self.lanes(checked.size, "F32")), np.uint8)
         codes, scales = split_lanes(data, checked.size)
@@ -157,16 +147,16 @@ class Int8SqrtBlock:
         return data
 
     def _check(self, block: Floats) -> None:
-        """In bits, where -0.0 is the largest magnitude but one: 0 after the sign is flipped."""
+        # Compares bits: -0.0 is 0 after its sign is flipped.
         bits = block.view("<u4")
         if int((bits ^ _NEGATIVE_ZERO).view("<i4").max()) > 0 or int(bits.view("<i4").max()) >= _INFINITE:
             raise ValuesError(f"{self.name} holds no negative values, no NaN and no infinities")
 
     def _scales(self, largest: NDArray[np.int32]) -> Floats:
-        """From the bits of the largest value of each block; negative ones stand for -0.0."""
+        """Return the scales from the bits of the largest value of each block; negative bits mean -0.0."""
         root = np.sqrt(np.maximum(largest, 0).view("<f4"))
-        # Cut to the grid, this is the scale or one or two steps below: a step is 256 units in the last place, and
-        # the root is wrong by a few at most.
+        # Truncated to the grid, this is the scale or one or two steps below: a step is 256 units in the last place,
+        # and the root is wrong by a few at most.
         cut = (root / _UNSIGNED_LEVELS).view("<u4") & np.uint32(0xFFFFFFFF - GRID)
         bits = np.maximum(cut, np.float32(LEAST_SQRT_SCALE).view("<u4"))
         for _ in range(2):
@@ -177,19 +167,20 @@ class Int8SqrtBlock:
         return scale
 
     def decode(self, data: Bytes, numel: int, dtype: str) -> Values:
-        """float32 values, none negative."""
         check_size(self, data, numel, dtype)
         codes, scales = split_lanes(data, numel)
         check_scales(self, scales, LEAST_SQRT_SCALE, MOST_SQRT_SCALE)
         values = np.empty(numel, "<f4")
         for piece in pieces(numel):
             blocks = slice(piece.start // BLOCK, -(-piece.stop // BLOCK))
-            roots = np.multiply(codes[piece], repeated(scales, blocks, piece.stop - piece.start), out=values[piece])
+            roots = np.multiply(
+                codes[piece], scale_per_element(scales, blocks, piece.stop - piece.start), out=values[piece]
+            )
             np.multiply(roots, roots, out=roots)
         return values
 
     def error_bound(self, values: Values) -> NDArray[np.float64]:
-        """One scale between the square roots: (root + scale)**2 - value, with the scale that the block gets at most."""
+        """Return (root + scale)**2 - value, with the largest scale that the block can get."""
         bound = np.empty(values.size)
         for elements, _, block in rows(check_float32(self, values)):
             roots = np.sqrt(block.astype(np.float64))
@@ -200,7 +191,6 @@ class Int8SqrtBlock:
 
 
 def _codes(block: Floats, scale: Floats) -> NDArray[np.uint8]:
-    """Whole numbers in [0, 255]."""
     by = np.where(scale > 0, scale, np.float32(1))[:, None]
     # Divided by a little more than the scale, the root gives the code or one less, however it is rounded.
     code = np.ceil(np.sqrt(block) / (by * _SHORT)).astype(np.uint8)
@@ -209,7 +199,7 @@ def _codes(block: Floats, scale: Floats) -> NDArray[np.uint8]:
 
 
 def _square_bits(roots: Floats) -> NDArray[np.int32]:
-    """Squares as integers, which order as the values do and know no flushing to zero."""
+    """Return the bits of the squares, which order like the values but are not flushed to zero."""
     with np.errstate(over="ignore"):
         return np.multiply(roots, roots).view("<i4")
 
@@ -217,8 +207,8 @@ def _square_bits(roots: Floats) -> NDArray[np.int32]:
 INT8_BLOCK = "int8-block"
 
 LEAST_SCALE = 2.0**-124
-"""Below it a block is zero. It is this far from the smallest normal number so that a subnormal value is always less
-than half a scale, and the codes are the same in threads that flush subnormals to zero and in those that do not."""
+"""A block with a smaller scale is zero. So a subnormal value is always less than half a scale, and the codes do not
+depend on whether a thread flushes subnormals to zero."""
 
 MOST_SCALE = 2.0**128 / 127
 _SIGNED_LEVELS = np.float32(127)
@@ -233,19 +223,15 @@ class Int8Block:
     relative_bound: float = 0.032
 
     def applies(self, dtype: str) -> bool:
-        """F32 only."""
         return dtype == "F32"
 
     def stored_bytes(self, numel: int, dtype: str) -> int:
-        """One byte a value and four a block."""
         return sum_over_chunks(self, numel, dtype)
 
     def lanes(self, numel: int, dtype: str) -> tuple[Lane, ...]:
-        """See :class:`store.encoding.base.Encoding`."""
         return block_lanes(self, numel, dtype)
 
     def encode(self, values: Values) -> Bytes:
-        """See :class:`store.encoding.base.Encoding`."""
         checked = check_float32(self, values)
         data = np.empty(lanes_bytes(self.lanes(checked.size, "F32")), np.uint8)
         codes, scales = split_lanes(data, checked.size)
@@ -267,7 +253,6 @@ class Int8Block:
         return np.where(scale < LEAST_SCALE, np.float32(0), scale)
 
     def decode(self, data: Bytes, numel: int, dtype: str) -> Values:
-        """float32 values."""
         check_size(self, data, numel, dtype)
         codes, scales = split_lanes(data, numel)
         check_scales(self, scales, LEAST_SCALE, MOST_SCALE)
@@ -277,11 +262,11 @@ class Int8Block:
         values = np.empty(numel, "<f4")
         for piece in pieces(numel):
             blocks = slice(piece.start // BLOCK, -(-piece.stop // BLOCK))
-            np.multiply(signed[piece], repeated(scales, blocks, piece.stop - piece.start), out=values[piece])
+            np.multiply(signed[piece], scale_per_element(scales, blocks, piece.stop - piece.start), out=values[piece])
         return values
 
     def error_bound(self, values: Values) -> NDArray[np.float64]:
-        """Half a scale: the largest of the block / 254 * (1 + 2**-14), and at most 127 * 2**-124 in tiny blocks."""
+        """Return half a scale: largest of the block / 254 * (1 + 2**-14), at most 127 * 2**-124 in tiny blocks."""
         bound = np.empty(values.size)
         for elements, _, block in rows(check_float32(self, values)):
             largest = np.abs(block.astype(np.float64)).max(axis=1)

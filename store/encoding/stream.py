@@ -1,13 +1,6 @@
-"""Chunked encode/decode of an entry.
+"""Encode and decode the entry of a fragment chunk by chunk, in bounded memory.
 
-A whole fragment, chunk by chunk: values to the bytes of its entry, and back, in bounded memory.
-
-The entry of a fragment holds its encoded chunks, or, packed, one frame for each of them. It does not know files:
-bytes come from a function that reads on, and go to whoever iterates. Each iterator belongs to one thread.
-
-The bytes of an entry that are made while they are written: encoded chunk by chunk, and perhaps packed.
-
-A :class:`store.segment.Produced`. It does not know where values come from nor what becomes of the bytes.
+An entry holds the encoded chunks of its fragment, or, packed, one frame for each. Each iterator belongs to one thread.
 """
 
 from __future__ import annotations
@@ -24,12 +17,12 @@ from store.encoding.compression import FRAME_HEADER, frame_length, pack_chunk, p
 from store.errors import DamagedError
 
 Read = Callable[[int], memoryview]
-"""The next so many bytes of an entry; fewer only where it ends."""
+"""Returns the next bytes of an entry, fewer only at its end."""
 
 
 @dataclass(frozen=True)
-class Stored:
-    """The bytes of an entry that another one is the difference to. It has no base itself."""
+class BaseEntry:
+    """The stored bytes of a base, which has no base itself."""
 
     read: Read
     packed: bool
@@ -37,20 +30,20 @@ class Stored:
 
 @dataclass(frozen=True)
 class Packing:
-    """How to pack. ``level`` is zstd's; ``base`` gives the encoded chunks to take differences to, in order."""
+    """Packing options. ``level`` is zstd's; ``base`` yields the encoded chunks of the base in order."""
 
     level: int = 1
     base: Iterable[Bytes] | None = None
 
 
-def chunked(values: Values) -> Iterator[Values]:
-    """The chunks of a fragment's values (1-d), as views."""
+def iter_chunks(values: Values) -> Iterator[Values]:
+    """Yield the chunks of a fragment's values (1-d) as views."""
     for start in range(0, values.size, CHUNK):
         yield values[start : start + CHUNK]
 
 
 def split_chunks(encoded: Bytes, encoding: Encoding, numel: int, dtype: str) -> Iterator[Bytes]:
-    """The encoded chunks of a whole encoded fragment, as views. ValueError if the size does not fit."""
+    """Yield the encoded chunks of a whole encoded fragment as views. Raises ValueError if its size is wrong."""
     if encoded.size != encoding.stored_bytes(numel, dtype):
         raise ValueError(f"{encoded.size} bytes are not {numel} elements of {dtype} stored as {encoding.name}")
     start = 0
@@ -60,20 +53,20 @@ def split_chunks(encoded: Bytes, encoding: Encoding, numel: int, dtype: str) -> 
         start = stop
 
 
-def encoded(
+def encode_entry(
     chunks: Iterable[Values], encoding: Encoding, numel: int, dtype: str, packing: Packing | None = None
 ) -> Iterator[memoryview]:
-    """The bytes of an entry, a piece a chunk, from the values of each chunk (:func:`chunked`).
+    """Yield the bytes of an entry, a piece for each chunk of values (:func:`iter_chunks`).
 
-    ValuesError, maybe after some bytes, where the encoding cannot hold the values: what was written is worthless.
+    Raises ValuesError, possibly after some bytes, if the encoding cannot hold the values.
     """
-    return stored((encoding.encode(values) for values in chunks), encoding, numel, dtype, packing)
+    return pack_chunks((encoding.encode(values) for values in chunks), encoding, numel, dtype, packing)
 
 
-def stored(
+def pack_chunks(
     chunks: Iterable[Bytes], encoding: Encoding, numel: int, dtype: str, packing: Packing | None = None
 ) -> Iterator[memoryview]:
-    """The bytes of an entry, a piece a chunk, from encoded chunks. ValueError unless they are those of ``numel``."""
+    """Yield the bytes of an entry, a piece for each encoded chunk. Raises ValueError for a wrong number of elements."""
     base = None if packing is None or packing.base is None else iter(packing.base)
     given = iter(chunks)
     for size in chunk_sizes(numel):
@@ -94,12 +87,12 @@ def _next(chunks: Iterator[Bytes], nbytes: int) -> Bytes:
     return chunk
 
 
-def decoded(
-    read: Read, numel: int, dtype: str, encoding: Encoding, *, packed: bool = False, base: Stored | None = None
+def decode_entry(
+    read: Read, numel: int, dtype: str, encoding: Encoding, *, packed: bool = False, base: BaseEntry | None = None
 ) -> Iterator[Values]:
-    """The values of a fragment, chunk by chunk: float32 for the lossy encodings, bytes (uint8) for raw.
+    """Yield the values of a fragment chunk by chunk: float32 for lossy encodings, bytes (uint8) for raw.
 
-    DamagedError where bytes are missing, left over, or nothing that was ever written. A base implies packing.
+    Raises DamagedError if bytes are missing, left over, or invalid. A base implies packing.
     """
     chunks = encoded_chunks(read, numel, dtype, encoding, packed=packed, base=base)
     for size, chunk in zip(chunk_sizes(numel), chunks, strict=True):
@@ -107,11 +100,11 @@ def decoded(
 
 
 def encoded_chunks(
-    read: Read, numel: int, dtype: str, encoding: Encoding, *, packed: bool = False, base: Stored | None = None
+    read: Read, numel: int, dtype: str, encoding: Encoding, *, packed: bool = False, base: BaseEntry | None = None
 ) -> Iterator[Bytes]:
-    """The encoded chunks of an entry, unpacked but not decoded: what a base cache holds. Errors as ``decoded``.
+    """Yield the encoded chunks of an entry, unpacked but not decoded. Errors as :func:`decode_entry`.
 
-    A chunk may be a view of what ``read`` gave, so the bytes it gave must not change.
+    A chunk may be a view of the bytes that ``read`` returned, which must not change.
     """
     if base is not None and not packed:
         raise DamagedError("an entry that is not packed cannot be the difference to another one")
@@ -124,7 +117,7 @@ def encoded_chunks(
 
 
 def next_chunk(read: Read, lanes: Sequence[Lane], packed: bool, base: Bytes | None = None) -> Bytes:
-    """The next encoded chunk of an entry, of these lanes. base: the same chunk of its base. Errors as ``decoded``."""
+    """Return the next encoded chunk of an entry. ``base`` is the same chunk of its base. Errors as ``decode_entry``."""
     if packed:
         return unpack_body(_exactly(read, frame_length(_exactly(read, FRAME_HEADER), lanes)), lanes, base)
     return np.frombuffer(_exactly(read, lanes_bytes(lanes)), np.uint8)
@@ -138,7 +131,7 @@ def _exactly(read: Read, nbytes: int) -> memoryview:
 
 
 def require_end(read: Read) -> None:
-    """DamagedError where an entry has more bytes than its chunks."""
+    """Raise DamagedError if an entry has more bytes than its chunks."""
     if len(read(1)):
         raise DamagedError("an entry has more bytes than its chunks")
 
@@ -148,11 +141,14 @@ PACKING = "planes"
 
 
 @dataclass
-class Encoded:
-    """A fragment of ``numel`` elements of ``dtype``. chunks: its encoded chunks, made anew with every call.
+class EncodedEntry:
+    """Bytes of an entry that are encoded, and perhaps packed, while they are written; a StreamedData.
 
-    packing: how to pack them, None where they are written as they are. base: name of the save that the chunks in
-    ``packing.base`` are of."""
+    Args:
+        chunks: Returns the encoded chunks anew at every call.
+        packing: None to write the chunks unpacked.
+        base: Name of the save of ``packing.base``.
+    """
 
     encoding: Encoding
     numel: int
@@ -161,9 +157,9 @@ class Encoded:
     packing: Packing | None = None
     base: str | None = None
     written: int = 0
-    """Bytes made so far."""
+    """Bytes produced so far."""
     seconds: float = 0.0
-    """Time that making them took, without what became of them."""
+    """Time spent producing them, without writing."""
     _hash: xxhash.xxh3_128 = field(default_factory=xxhash.xxh3_128, repr=False)
 
     def __post_init__(self) -> None:
@@ -172,20 +168,18 @@ class Encoded:
 
     @property
     def nbytes(self) -> int:
-        """See :class:`store.segment.Produced`."""
         if self.packing is None:
             return self.encoding.stored_bytes(self.numel, self.dtype)
         return packed_bound(self.encoding, self.numel, self.dtype)
 
     @property
     def exact(self) -> bool:
-        """See :class:`store.segment.Produced`."""
         return self.packing is None
 
     def pieces(self) -> Iterator[memoryview]:
-        """See :class:`store.segment.Produced`. ValuesError where the encoding cannot hold the values."""
+        """See :class:`store.segment.StreamedData`. ValuesError where the encoding cannot hold the values."""
         self._hash.reset()
-        self.written, made = 0, stored(self._hashed(), self.encoding, self.numel, self.dtype, self.packing)
+        self.written, made = 0, pack_chunks(self._hashed(), self.encoding, self.numel, self.dtype, self.packing)
         while True:
             began = time.perf_counter()
             piece = next(made, None)
@@ -196,7 +190,7 @@ class Encoded:
             yield piece
 
     def encoded_xxh3_128(self) -> str | None:
-        """Hash of the encoded bytes, once they are all written; None where they are what is stored."""
+        """Return the hash of the encoded bytes after all are written; None if they are stored unpacked."""
         return None if self.packing is None else self._hash.hexdigest()
 
     def _hashed(self) -> Iterator[Bytes]:

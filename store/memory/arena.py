@@ -1,26 +1,14 @@
-"""One rank's shared-memory arena.
+"""Write one rank's shared memory: two payloads in turn, each with the record that makes it a version.
 
-How long ago a rank's memory was last written, by a clock that nobody sets: seconds since the machine started.
+A payload is overwritten only after its record was removed, and a record is written only after its whole payload, so a
+killed process leaves the other version whole. The caller must know which version all ranks have and may not be touched.
 
-It stands where a file's time of change does, on the file that the rank's process locks: that can be set without opening
-the file, which would cost the process its lock. What stands there may also be of the wall's clock, which is ahead of
-the machine's by decades, or of a start of the machine before this one: then the wall's clock has to do.
+Memory of an earlier incarnation is taken over file by file, so that two incarnations never need space for four
+payloads. Memory of a living process, or of a job on a copy of the store, is never taken. One thread at a time.
 
-Whether the process that writes a rank's memory still lives.
-
-A POSIX record lock, as for a store: the kernel drops it when the process dies however it dies, and forked children
-(data-loader workers) do not inherit it. Nothing else may open the file in a process that holds it: closing any
-descriptor of it would drop the lock, so what this process owns is remembered here.
-
-One rank's memory, as its process writes it: two payloads by turns, and the record that makes one a version.
-
-A payload is overwritten only after its record is gone, and its record written only when all of it is there. So
-whatever kills the process leaves the other version whole, if it was; and the hashes in a record tell whether the
-payload beside it is what it was. Which of two versions all ranks have, and may therefore not be touched, is the
-caller's to know.
-
-Memory of an earlier incarnation is taken over file by file, so that two incarnations never need room for four
-payloads. What a living process owns is never taken, nor what jobs on a copy of the store kept. One thread at a time.
+A living process holds a POSIX record lock on its ``.owner`` file, as for a store; opening that file again in the same
+process would drop the lock. The file's mtime is the boot time of the last write, set without opening the file. If it
+holds wall-clock time (decades larger) or is of an earlier boot, the wall clock is used.
 """
 
 from __future__ import annotations
@@ -28,7 +16,6 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-import struct
 import time
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
@@ -40,22 +27,23 @@ from store.memory.layout import BRANCHES, SLOTS, Generation, Tier, VersionRecord
 from store.memory.limits import reserve
 from store.names import SaveId
 from store.schema import to_bytes
+from store.session import locking_process
 from store.storage.local import Files
 
 
 def boot_seconds() -> float:
-    """Since the machine started, while it slept, too."""
+    """Return the seconds since the machine booted, including sleep."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
-def date(owner: Path) -> None:
-    """What the rank has counts as written now. OSError."""
+def touch(owner: Path) -> None:
+    """Mark a rank's memory as written now. Raises OSError."""
     now = boot_seconds()
     os.utime(owner, (now, now))
 
 
-def age(place: Generation, rank: int, now: float) -> float:
-    """Seconds since a rank's memory was written. now: see :func:`boot_seconds`."""
+def seconds_since_written(place: Generation, rank: int, now: float) -> float:
+    """Return the seconds since a rank's memory was written; ``now`` is in :func:`boot_seconds`."""
     written = _changed(place.owner(rank))
     if 0.0 < written <= now:
         return now - written
@@ -68,16 +56,17 @@ def _changed(path: Path) -> float:
     return 0.0
 
 
-_FLOCK = "hhqqi4x"
-"""C's struct flock on 64-bit Linux: type, whence, start, length, process."""
-
 _held: dict[Path, int] = {}
-"""Process that holds each lock: a forked child has a copy of this, but not of the lock."""
+"""Process id of each lock's holder: a forked child inherits this table, but not the lock."""
 
 
 class Owner:
-    """Held from construction until :meth:`release`. StorageError where another process holds it; MissingError where
-    its folder is not there, or the file was removed in between: then the lock would be on nothing that others see."""
+    """Lock of a rank's memory, held from construction until :meth:`release`.
+
+    Raises:
+        StorageError: Another process holds it.
+        MissingError: The folder does not exist, or the file was removed meanwhile and the lock would be invisible.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -94,21 +83,20 @@ class Owner:
         except OSError as error:
             os.close(self._descriptor)
             raise StorageError(f"{path} is held by another process: two jobs on one store?") from error
-        if not _names(path, self._descriptor):
+        if not _is_same_file(path, self._descriptor):
             os.close(self._descriptor)
             raise MissingError(f"{path} was removed by its owner before")
         _held[path] = os.getpid()
 
     def release(self) -> None:
-        """Let others take what is there. A second call changes nothing."""
+        """Release the lock. A second call changes nothing."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
             _held.pop(self._path, None)
 
 
-def _names(path: Path, descriptor: int) -> bool:
-    """Whether the file is still the one of that name."""
+def _is_same_file(path: Path, descriptor: int) -> bool:
     try:
         return os.path.samestat(path.lstat(), os.fstat(descriptor))
     except OSError:
@@ -116,7 +104,7 @@ def _names(path: Path, descriptor: int) -> bool:
 
 
 def is_owned(path: Path) -> bool:
-    """Whether a living process holds it. Asks only: who tried to take the lock might be in the owner's way."""
+    """Return whether a living process holds the lock, without trying to take it."""
     if _held.get(path) == os.getpid():
         return True
     try:
@@ -124,14 +112,13 @@ def is_owned(path: Path) -> bool:
     except FileNotFoundError:
         return False
     except OSError:
-        return True  # what cannot be told is left alone
+        return True  # unknown: leave the memory alone
     try:
-        answer = fcntl.fcntl(descriptor, fcntl.F_GETLK, struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
+        return locking_process(descriptor) is not None
     except OSError:
         return True
     finally:
         os.close(descriptor)
-    return bool(struct.unpack(_FLOCK, answer)[0] != fcntl.F_UNLCK)
 
 
 _PAGE = mmap.PAGESIZE
@@ -140,58 +127,66 @@ _TRIES = 100
 
 
 class Arena:
-    """The memory of ``rank``. versions: 2, or 1: then nothing is there while a version is being replaced.
+    """Writes the memory of one rank.
 
-    files: of the store, to tell what is its own from what is a copy's; without it all that lies there is. StorageError
-    where the place is held by another process."""
+    Args:
+        tier: Memory of the store on this node.
+        epoch: First epoch of the incarnation.
+        rank: Rank of this process.
+        versions: 2, or 1: then there is no version while one is being replaced.
+        files: Of the store, to recognise memory of its copies; without it all memory counts as the store's.
+
+    Raises:
+        StorageError: Another process holds the memory.
+    """
 
     def __init__(self, tier: Tier, epoch: int, rank: int, versions: int = 2, files: Files | None = None) -> None:
         self._tier = tier
         self._rank = rank
         self._slots = SLOTS[:versions]
         self._maps: dict[int, mmap.mmap] = {}
-        # Asked once, while the job begins: a store may hang later, and training is not to hang with it.
+        # Reads the store only here, while the job starts: a store that hangs later must not stop training.
         node = scan_node(tier)
-        self._strange = set() if files is None else foreign_snapshots(node, files)
-        # What a later incarnation has is never ours to take, also where this process slept and that one is dead.
+        self._foreign = set() if files is None else foreign_snapshots(node, files)
+        # Memory of a later incarnation is never taken, even if this process slept and that one is dead.
         self._earlier = tuple(one for one in tier.generations() if one.epoch < epoch)
-        if files is not None:  # who lives and has no version yet does not say whose it is
-            self._strange |= _untold(self._earlier, {snapshot_key(held) for held in node.everything()})
+        if files is not None:  # the store of a living process without a version is unknown
+            self._foreign |= _without_record(self._earlier, {snapshot_key(held) for held in node.everything()})
         branches = (tier.generation(epoch, branch) for branch in range(1 if files is None else BRANCHES))
-        free = (one for one in branches if (one.folder, rank) not in self._strange)
-        self._place, self._owner = _first_free(rank, free)
+        free = (one for one in branches if (one.folder, rank) not in self._foreign)
+        self._place, self._owner = _acquire_first_free(rank, free)
         self._date()
 
     @property
     def slots(self) -> tuple[int, ...]:
-        """Which there are."""
         return self._slots
 
     def files(self, slot: int) -> tuple[Path, Path]:
-        """Where the record of a payload is, and the payload."""
+        """Return the paths of a slot's record and payload."""
         return self._place.record(self._rank, slot), self._place.payload(self._rank, slot)
 
     def holding(self, save: SaveId) -> int | None:
-        """The payload that is this version."""
+        """Return the slot that holds this version."""
         return next((slot for slot in self._slots if version_in(self._place, self._rank, slot) == save), None)
 
     def room(self, slot: int, nbytes: int) -> mmap.mmap:
-        """Memory of at least ``nbytes`` bytes, backed, to write a version into; what was one there is none any more.
+        """Drop the slot's version and return its memory of at least ``nbytes`` reserved bytes.
 
-        StorageError, saying what to do, where there is no room."""
+        Raises StorageError, saying what to do, if there is not enough memory.
+        """
         self.drop(slot)
-        found = self._maps.get(slot)
-        if found is None or len(found) < nbytes:
-            found = self._maps[slot] = self._mapped(slot, max(nbytes, 1))
-        return found
+        buffer = self._maps.get(slot)
+        if buffer is None or len(buffer) < nbytes:
+            buffer = self._maps[slot] = self._map(slot, max(nbytes, 1))
+        return buffer
 
     def write_at(self, slot: int, offset: int, data: bytes | bytearray | memoryview) -> None:
-        """Put bytes into a payload that has :meth:`room` for them."""
+        """Write bytes into a payload that has :meth:`room` for them."""
         view = memoryview(data).cast("B") if memoryview(data).nbytes else memoryview(b"")
         self._maps[slot][offset : offset + len(view)] = view
 
     def seal(self, slot: int, record: VersionRecord) -> None:
-        """The payload holds all that the record says: from now on it is a version. StorageError where it cannot be."""
+        """Write the record of a complete payload, which makes it a version. Raises StorageError."""
         path, temporary = self._place.record(self._rank, slot), self._place.unsealed(self._rank, slot)
         try:
             with open(temporary, "wb", opener=_private) as file:
@@ -204,47 +199,49 @@ class Arena:
         self._date()
 
     def drop(self, slot: int) -> None:
-        """The payload is no version any more. StorageError."""
+        """Remove the record, so that the payload is no version any more. Raises StorageError."""
         _remove([self._place.record(self._rank, slot)])
 
     def take_over(self, keep: SaveId | None) -> None:
-        """Have the memory of this rank's earlier incarnations, but for the version ``keep``. StorageError."""
+        """Take over this rank's memory of earlier incarnations, except the version ``keep``. Raises StorageError."""
         for old in self._older():
             for slot in SLOTS:
                 if keep is None or version_in(old, self._rank, slot) != keep:
                     self._take(old, slot)
 
     def spares(self, keep: SaveId | None) -> bool:
-        """Whether an earlier incarnation's memory of this rank holds the version ``keep`` on this node."""
+        """Return whether an earlier incarnation's memory of this rank holds the version ``keep`` on this node."""
         if keep is None:
             return False
         return any(version_in(old, self._rank, slot) == keep for old in self._older() for slot in SLOTS)
 
     def take_rest(self, world_size: int) -> None:
-        """There is a version of this incarnation on every rank: nobody goes back to an older one's. StorageError.
+        """Take over or remove all memory of earlier incarnations, once every rank has a version of this one.
 
-        What they left on this node is taken over or removed: each rank's by its successor, by whoever comes first
-        where that is on another node now, or is none in this world."""
+        Each rank takes its own; memory of ranks that are on another node now, or no longer exist, is removed by any
+        rank. Raises StorageError.
+        """
         for old in self._earlier:
             for rank in old.ranks():
                 if rank == self._rank or rank >= world_size or not is_owned(self._place.owner(rank)):
                     self._clear(old, rank)
-            with suppress(OSError):  # others' files may be in it still
+            with suppress(OSError):  # it may still hold files of other ranks
                 old.folder.rmdir()
 
     def close(self, *, remove: bool) -> None:
-        """Let go of the memory; ``remove``: and give it back. A second call changes nothing.
+        """Unmap the memory and release the lock; with ``remove``, delete the files. A second call changes nothing.
 
-        StorageError where it cannot be given back."""
-        for found in self._maps.values():
-            with suppress(BufferError):  # somebody still looks at it; it ends with the process
-                found.close()
+        Raises StorageError if the files cannot be deleted.
+        """
+        for buffer in self._maps.values():
+            with suppress(BufferError):  # a view still exists; the mapping ends with the process
+                buffer.close()
         self._maps.clear()
         owner = self._place.owner(self._rank)
         try:
             if remove:
                 _remove(path for path in self._place.of(self._rank) if path != owner)
-                _remove([owner])  # as long as it is locked: afterwards it may be another's
+                _remove([owner])  # while it is locked: afterwards it may belong to another process
         finally:
             self._owner.release()
         if remove:
@@ -253,27 +250,26 @@ class Arena:
                     folder.rmdir()
 
     def give_back(self, slot: int) -> None:
-        """This payload is not needed any more, nor is its memory. StorageError."""
+        """Delete a version and free its memory. Raises StorageError."""
         self.drop(slot)
         self._maps.pop(slot, None)
         _remove([self._place.payload(self._rank, slot)])
 
     def _date(self) -> None:
-        with suppress(OSError):  # then the wall's clock has to do
-            date(self._place.owner(self._rank))
+        with suppress(OSError):  # then the wall clock is used
+            touch(self._place.owner(self._rank))
 
     def _older(self) -> Sequence[Generation]:
-        return [one for one in self._earlier if self._ours(one, self._rank)]
+        return [one for one in self._earlier if self._may_take(one, self._rank)]
 
-    def _ours(self, old: Generation, rank: int) -> bool:
-        """Whether an earlier incarnation's memory may be taken: of a dead process, and of this store."""
-        return (old.folder, rank) not in self._strange and not is_owned(old.owner(rank))
+    def _may_take(self, old: Generation, rank: int) -> bool:
+        return (old.folder, rank) not in self._foreign and not is_owned(old.owner(rank))
 
     def _take(self, old: Generation, slot: int) -> None:
-        """One payload becomes ours, or is removed where we need none."""
+        """Rename a payload to a free slot of this incarnation, or remove it if there is none."""
         _remove([old.record(self._rank, slot), old.unsealed(self._rank, slot)])
         payload = old.payload(self._rank, slot)
-        free = [mine for mine in self._slots if not self._place.payload(self._rank, mine).exists()]
+        free = [one for one in self._slots if not self._place.payload(self._rank, one).exists()]
         try:
             if free:
                 payload.rename(self._place.payload(self._rank, free[0]))
@@ -285,13 +281,13 @@ class Arena:
             raise StorageError(f"cannot take over {payload}: {error.strerror}") from error
 
     def _clear(self, old: Generation, rank: int) -> None:
-        if not self._ours(old, rank):
+        if not self._may_take(old, rank):
             return
         for slot in SLOTS if rank == self._rank else ():
             self._take(old, slot)
         _remove(old.of(rank))
 
-    def _mapped(self, slot: int, nbytes: int) -> mmap.mmap:
+    def _map(self, slot: int, nbytes: int) -> mmap.mmap:
         path = self._place.payload(self._rank, slot)
         size = -(-nbytes // _PAGE) * _PAGE
         try:
@@ -307,34 +303,33 @@ class Arena:
             os.close(descriptor)
 
 
-def _untold(places: Iterable[Generation], told: Collection[SnapshotKey]) -> set[SnapshotKey]:
-    """What living processes have that has no record yet."""
+def _without_record(places: Iterable[Generation], recorded: Collection[SnapshotKey]) -> set[SnapshotKey]:
+    """Return the memory of living processes that has no record yet."""
     return {
         (one.folder, rank)
         for one in places
         for rank in one.ranks()
-        if (one.folder, rank) not in told and is_owned(one.owner(rank))
+        if (one.folder, rank) not in recorded and is_owned(one.owner(rank))
     }
 
 
-def _first_free(rank: int, places: Iterable[Generation]) -> tuple[Generation, Owner]:
-    """The first place that no living process has: an epoch belongs to one job of a store, but copies have theirs."""
-    refused = StorageError("memory holds too many jobs of this epoch: `driftpoint memory clear` gives it back")
+def _acquire_first_free(rank: int, places: Iterable[Generation]) -> tuple[Generation, Owner]:
+    """Lock the first place that no living process holds: jobs on copies of a store may have the same epoch."""
+    refused = StorageError("memory holds too many jobs of this epoch: run `driftpoint memory clear` to free it")
     for place in places:
         try:
-            return place, _owned(place, rank)
+            return place, _acquire(place, rank)
         except StorageError as error:
             refused = error
     raise refused
 
 
-def _owned(place: Generation, rank: int) -> Owner:
-    """The rank's place, made and locked. Whoever cleans up may remove a folder while there is nothing in it."""
-    for _ in range(_TRIES):
+def _acquire(place: Generation, rank: int) -> Owner:
+    for _ in range(_TRIES):  # a cleanup may remove the empty folder in between
         place.make()
         with suppress(MissingError):
             return Owner(place.owner(rank))
-    raise StorageError(f"{place.folder} is removed again and again by another process")
+    raise StorageError(f"another process keeps removing {place.folder}: stop it")
 
 
 def _remove(paths: Iterable[Path]) -> None:

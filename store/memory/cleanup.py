@@ -1,8 +1,7 @@
-"""Giving memory back: what dead jobs left, once nobody will resume from it.
+"""Remove memory of dead jobs.
 
-Never touched: whatever a living process owns, and files with names that are not ours. A dead job's version is the
-newest state that there is until a commit is newer, so by itself only what a commit outranks is removed; the rest goes
-when it is old, or when it is asked for.
+Memory of living processes and files with other names are never touched. A dead job's version may be the newest state,
+so it is removed only when a commit is newer, when it is old, or on request.
 """
 
 from __future__ import annotations
@@ -11,17 +10,17 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from store.memory.arena import age, boot_seconds, date, is_owned
+from store.memory.arena import boot_seconds, is_owned, seconds_since_written, touch
 from store.memory.index import version_in
 from store.memory.layout import SLOTS, Generation, Tier, tiers
 from store.names import SaveId
 
 KEEP_SECONDS = 24 * 3600.0
-"""How long a dead job's memory stays for a restart that may come yet."""
+"""Time that a dead job's memory is kept for a restart."""
 
 
 def clear(tier: Tier, newest: SaveId | None = None) -> int:
-    """Remove what no living process owns: all of it, or what the commit ``newest`` outranks. Returns the bytes."""
+    """Remove memory of dead processes: all, or versions up to the commit ``newest``. Return the bytes freed."""
 
     def worthless(place: Generation, rank: int) -> bool:
         held = [version_in(place, rank, slot) for slot in SLOTS]
@@ -31,28 +30,26 @@ def clear(tier: Tier, newest: SaveId | None = None) -> int:
 
 
 def clear_old(base: Path, keep_seconds: float = KEEP_SECONDS, clock: Callable[[], float] = boot_seconds) -> int:
-    """Remove, of every store, what dead jobs last wrote longer than ``keep_seconds`` ago. Returns the bytes.
-
-    clock: see :func:`store.memory.arena.boot_seconds`."""
+    """Remove memory that dead jobs of any store last wrote over ``keep_seconds`` ago. Return the bytes freed."""
 
     def old(place: Generation, rank: int) -> bool:
-        return age(place, rank, clock()) > keep_seconds
+        return seconds_since_written(place, rank, clock()) > keep_seconds
 
     return sum(_removed(tier, old) for tier in tiers(base))
 
 
 def renew(tier: Tier, save: SaveId) -> None:
-    """A job came back for this version: what there is of it counts as written now. OSError, StorageError."""
+    """Mark a version as written now, because a job resumed from it. Raises OSError, StorageError."""
     for place in tier.generations():
         for rank in place.ranks():
             for slot in SLOTS:
                 if version_in(place, rank, slot) == save:
                     with suppress(FileNotFoundError):
-                        date(place.owner(rank))
+                        touch(place.owner(rank))
 
 
 def used_bytes(tier: Tier) -> int:
-    """Bytes of memory that the store's versions take on this node."""
+    """Return the bytes of memory that the store's versions use on this node."""
     return sum(_bytes(path) for place in tier.generations() for path, _, _ in place.files())
 
 

@@ -1,25 +1,11 @@
-"""Versions on this node and which belong to a store.
+"""Index the versions in this node's memory, assemble them over all ranks, and select those of a store.
 
-Which versions lie in the memory of this node: every rank's records, each checked against itself and its payload.
+Records are checked against themselves and the sizes of their payloads; readers of payloads check the hashes. All ranks
+assemble the same version, to the byte, from the shares of all nodes.
 
-Reads only. Payloads are not read here, only their sizes looked at: their hashes are checked by whoever reads them.
-
-A version in memory, all ranks' records put together: what a commit would be, but on no disk.
-
-Made from what every rank tells of its own node, so that all ranks put together the same one, to the byte.
-
-Which versions in memory are of the history that a store tells: memory knows a store by its identity alone.
-
-A copy of a store has that identity, too, and so has one that was restored from a copy. Jobs on both claim epochs of
-the same numbers, but each claim has a token of its own, that stands in the store and in every version kept under it.
-And a version says which commit it continues: where that is gone, the store was put back to what it was before it.
-
-What one incarnation of a job kept is believed as a whole or not at all. Reads only.
-
-Which stores were seen on this node, and where: what is in memory says whose it is, but not where that store lies.
-
-Kept in a file beside the memory, so that a daemon that was killed together with its trainers leaves the next one what
-it needs. The file is only ever believed as far as a store of that identity stands at the path.
+A copy or a restored backup of a store has the same store id, and jobs on both may claim the same epochs. Each claim has
+a token, which the store and every version hold, and a version names the commit it continues: if that is gone, the store
+was restored to an older state. The memory of one incarnation is accepted as a whole or not at all.
 """
 
 from __future__ import annotations
@@ -42,6 +28,7 @@ from store.names import RAW, SaveId
 from store.schema import GroupRecord, ManifestRecord, PartRecord, UnitRecord, from_bytes, to_bytes
 from store.segment import parse_part, parts_digest
 from store.session import read_epoch
+from store.storage.atomic import list_or_empty
 from store.storage.local import Files
 
 
@@ -54,34 +41,35 @@ class HeldSnapshot:
 
     @cached_property
     def part(self) -> bytes:
-        """The part as a store would hold it: the same bytes wherever they are made."""
+        """The bytes of the part as in a store, identical on all nodes."""
         return to_bytes(self.record.part)
 
 
 @dataclass(frozen=True)
 class NodeIndex:
-    """What this node holds of one store. problems: what is there and cannot be believed.
+    """Snapshots of one store on this node, and the problems of invalid ones.
 
-    others: of saves and ranks that are among ``versions``, too: jobs on copies of the store name theirs alike."""
+    ``others`` have the same save and rank as one of ``versions``; they are of jobs on copies of the store.
+    """
 
     versions: Mapping[SaveId, Mapping[int, HeldSnapshot]]
     problems: tuple[str, ...] = ()
     others: tuple[HeldSnapshot, ...] = ()
 
     def everything(self) -> Iterator[HeldSnapshot]:
-        """Whatever is there."""
+        """Yield all snapshots."""
         for held in self.versions.values():
             yield from held.values()
         yield from self.others
 
     @property
     def newest(self) -> SaveId | None:
-        """Of the versions that any rank has."""
+        """The newest version that any rank has."""
         return max(self.versions, default=None)
 
 
 def scan_node(tier: Tier) -> NodeIndex:
-    """What there is. StorageError where the folder is not this user's own."""
+    """Index the memory of a store on this node. Raises StorageError if other users may access it."""
     versions: dict[SaveId, dict[int, HeldSnapshot]] = {}
     problems: list[str] = []
     others: list[HeldSnapshot] = []
@@ -89,7 +77,7 @@ def scan_node(tier: Tier) -> NodeIndex:
         for rank in place.ranks():
             for slot in SLOTS:
                 try:
-                    held = _held(place, rank, slot)
+                    held = _read_snapshot(place, rank, slot)
                 except MissingError:
                     continue
                 except StoreError as error:
@@ -101,14 +89,14 @@ def scan_node(tier: Tier) -> NodeIndex:
 
 
 def version_in(place: Generation, rank: int, slot: int) -> SaveId | None:
-    """What a payload is a version of; None where it is none, or cannot be read."""
+    """Return the version in a slot; None if there is none or it is invalid."""
     try:
-        return _held(place, rank, slot).record.save
+        return _read_snapshot(place, rank, slot).record.save
     except StoreError:
         return None
 
 
-def _held(place: Generation, rank: int, slot: int) -> HeldSnapshot:
+def _read_snapshot(place: Generation, rank: int, slot: int) -> HeldSnapshot:
     path, payload = place.record(rank, slot), place.payload(rank, slot)
     record = parse_record(read_whole(path, RECORD_LIMIT), str(path))
     held = HeldSnapshot(record, payload)
@@ -123,20 +111,19 @@ def _held(place: Generation, rank: int, slot: int) -> HeldSnapshot:
 
 
 class Payload(Protocol):
-    """A rank's payload that lies elsewhere."""
+    """A rank's payload on another node."""
 
     def read(self, offset: int, target: memoryview) -> None:
-        """Fill ``target`` from ``offset``. StorageError; MissingError where asking again would be no use."""
-        ...
+        """Fill ``target`` from ``offset``. Raises StorageError; MissingError if a retry is useless."""
 
 
 Piece = tuple[int, int, int]
-"""Bytes of a payload: its rank, where they begin, and how many they are."""
+"""Range of a payload: rank, offset, and number of bytes."""
 
 
 @dataclass(frozen=True)
 class RankShare:
-    """What one node tells the others of one version: plain bytes. parts: rank -> its part. head: rank 0's."""
+    """One node's share of a version as plain bytes: its ranks' parts, and the head if rank 0 is there."""
 
     parts: Mapping[int, bytes]
     head: bytes | None
@@ -144,9 +131,13 @@ class RankShare:
 
 @dataclass(frozen=True)
 class MemoryVersion:
-    """All of a version's records. payloads: those that lie on this node. lent: bytes of others, from elsewhere.
+    """A complete version: the records of all ranks, like a commit.
 
-    far: payloads on other nodes that can be read from here."""
+    Args:
+        payloads: Payloads on this node.
+        lent: Ranges of other payloads that were sent to this node.
+        far: Payloads on other nodes that can be read from here.
+    """
 
     manifest: ManifestRecord
     parts: Mapping[int, bytes]
@@ -157,19 +148,18 @@ class MemoryVersion:
 
     @property
     def save(self) -> SaveId:
-        """What it is called."""
         return self.manifest.save
 
 
 def rank_share(held: Mapping[int, HeldSnapshot]) -> RankShare:
-    """What this node has of a version."""
+    """Return this node's share of a version."""
     first = held.get(0)
     head = None if first is None or first.record.head is None else to_bytes(first.record.head)
     return RankShare({rank: one.part for rank, one in held.items()}, head)
 
 
-def assembled(save: SaveId, shares: Iterable[RankShare], node: NodeIndex) -> MemoryVersion:
-    """The version that the shares of all nodes make up. DamagedError where they do not make one."""
+def assemble_version(save: SaveId, shares: Iterable[RankShare], node: NodeIndex) -> MemoryVersion:
+    """Assemble a version from the shares of all nodes. Raises DamagedError if they do not make a complete one."""
     parts: dict[int, bytes] = {}
     head: ManifestRecord | None = None
     for share in shares:
@@ -177,14 +167,14 @@ def assembled(save: SaveId, shares: Iterable[RankShare], node: NodeIndex) -> Mem
             if parts.setdefault(rank, data) != data:
                 raise DamagedError(f"memory holds two versions {save} of rank {rank}")
         if share.head is not None:
-            told = from_bytes(ManifestRecord, share.head, f"the head of version {save} in memory")
-            if head is not None and told != head:
+            parsed = from_bytes(ManifestRecord, share.head, f"the head of version {save} in memory")
+            if head is not None and parsed != head:
                 raise DamagedError(f"memory holds two heads of version {save}")
-            head = told
+            head = parsed
     if head is None:
         raise DamagedError(f"version {save} in memory lacks rank 0's head")
     if sorted(parts) != list(range(head.world_size)):
-        raise DamagedError(f"version {save} in memory: {len(parts)} of {head.world_size} ranks are there")
+        raise DamagedError(f"version {save} in memory has {len(parts)} of {head.world_size} ranks")
     records = {rank: parse_part(data, head.store_id, save, rank) for rank, data in sorted(parts.items())}
     _require_one_decision(save, head, records)
     group = GroupRecord(
@@ -198,10 +188,11 @@ def assembled(save: SaveId, shares: Iterable[RankShare], node: NodeIndex) -> Mem
     return MemoryVersion(manifest, parts, records, local)
 
 
-def mixed(commit: ManifestRecord, memory: ManifestRecord) -> ManifestRecord | None:
-    """A commit in which the layers that memory has a newer version of are taken from there; None where it has none.
+def take_newer_units(commit: ManifestRecord, memory: ManifestRecord) -> ManifestRecord | None:
+    """Return the commit with the layers that are newer in memory; None if there are none.
 
-    Only within one epoch, in which steps follow each other: a later one may have gone back and another way."""
+    Only within one epoch, where steps are monotonic: a later epoch may have rolled back.
+    """
     if commit.epoch != memory.epoch:
         return None
     theirs = {unit.unit: unit for unit in memory.units if unit.save == memory.save.name}
@@ -224,7 +215,7 @@ def _newer(unit: UnitRecord, other: UnitRecord | None, step: int) -> UnitRecord:
 
 
 def _as_held(unit: UnitRecord, parts: Collection[PartRecord]) -> UnitRecord:
-    """A unit as the parts have it, rather than as rank 0 expected it."""
+    """Return a unit with sizes and errors from the parts instead of rank 0's expectation."""
     entries = [entry for part in parts for entry in part.entries if entry.unit == unit.unit]
     losses = [found for part in parts for found in part.measures if found.unit == unit.unit]
     lost, decoded = sum(one.error_sq for one in losses), sum(one.decoded_sq for one in losses)
@@ -241,11 +232,11 @@ def _require_one_decision(save: SaveId, head: ManifestRecord, parts: Mapping[int
 
 
 SnapshotKey = tuple[Path, int]
-"""Where one rank's memory is: the folder, and the rank."""
+"""Identifies one rank's memory by its folder and rank."""
 
 
 def belonging_to(node: NodeIndex, files: Files) -> NodeIndex:
-    """The same, without what is not of this store. StorageError."""
+    """Return the index without memory that is not of this store. Raises StorageError."""
     strange = foreign_snapshots(node, files)
     versions: dict[SaveId, dict[int, HeldSnapshot]] = {}
     for held in node.everything():
@@ -255,29 +246,30 @@ def belonging_to(node: NodeIndex, files: Files) -> NodeIndex:
 
 
 def foreign_snapshots(node: NodeIndex, files: Files) -> set[SnapshotKey]:
-    """Memory of incarnations that are not of this store: of a copy's, or of what it was before it was put back.
+    """Return the memory of incarnations of a copy of the store, or of its state before it was restored.
 
-    An incarnation goes by the token of its claim and not by the folder: jobs on copies that begin at the same moment
-    may share one, since each rank takes the first place that is free. StorageError."""
-    there = list(node.everything())
-    tokens = {epoch: _token(files, epoch) for epoch in {held.record.save.epoch for held in there}}
-    newest = _newest(files) if there else None
+    An incarnation is identified by the token of its claim and not by its folder, because jobs on copies that start at
+    the same moment may share a folder: each rank takes the first free one. Raises StorageError.
+    """
+    snapshots = list(node.everything())
+    tokens = {epoch: _token(files, epoch) for epoch in {held.record.save.epoch for held in snapshots}}
+    saves = [parse_save_file(name) for name in list_or_empty(files, MANIFESTS)] if snapshots else []
+    newest = max((save for save in saves if save is not None), default=None)
     claims = {
         held.record.claim
-        for held in there
-        if held.record.claim != tokens[held.record.save.epoch] or _continues_nothing(held, newest, files)
+        for held in snapshots
+        if held.record.claim != tokens[held.record.save.epoch] or _lost_previous(held, newest, files)
     }
-    return {snapshot_key(held) for held in there if held.record.claim in claims}
+    return {snapshot_key(held) for held in snapshots if held.record.claim in claims}
 
 
 def snapshot_key(held: HeldSnapshot) -> SnapshotKey:
-    """Where it lies."""
+    """Return the folder and rank of a snapshot."""
     return held.payload.parent, held.record.part.rank
 
 
-def _continues_nothing(held: HeldSnapshot, newest: SaveId | None, files: Files) -> bool:
-    """Whether it continues a commit that was there and is not any more, though nothing newer is: then it was not
-    pruned."""
+def _lost_previous(held: HeldSnapshot, newest: SaveId | None, files: Files) -> bool:
+    """Return whether the commit it continues is gone though no newer one exists, so that it was not pruned."""
     head = held.record.head
     if head is None or head.previous is None or (newest is not None and newest > SaveId.parse(head.previous)):
         return False
@@ -286,17 +278,6 @@ def _continues_nothing(held: HeldSnapshot, newest: SaveId | None, files: Files) 
     except MissingError:
         return True
     return False
-
-
-def _newest(files: Files) -> SaveId | None:
-    try:
-        return max(_saves(files.list_dir(MANIFESTS)), default=None)
-    except MissingError:
-        return None
-
-
-def _saves(names: Iterable[str]) -> list[SaveId]:
-    return [save for name in names if (save := parse_save_file(name)) is not None]
 
 
 def _token(files: Files, epoch: int) -> str | None:
@@ -309,29 +290,32 @@ def _token(files: Files, epoch: int) -> str | None:
 _NAME = "stores.json"
 _LIMIT = 1 << 20
 _MOST = 256
-"""Stores that are remembered: those seen last."""
+"""Stores that are remembered, the last seen ones."""
 
 _COPIES = 8
-"""Places of one identity that are: a store and copies of it."""
+"""Locations remembered for one store id: a store and its copies."""
 
 
 class SeenStore:
-    """By store id. One process writes: the daemon."""
+    """Locations of the stores seen on this node by store id, in a file that only the daemon writes.
+
+    It tells a restarted daemon where the stores of the memory are; readers check the store id at the location.
+    """
 
     def __init__(self, base: Path) -> None:
         self._path = home(base) / _NAME
         self._places = _read(self._path)
 
     def everything(self) -> list[tuple[str, Path]]:
-        """(store id, place), seen last comes last."""
+        """Return (store id, location) pairs, the last seen one last."""
         return [(store_id, path) for store_id, paths in self._places.items() for path in paths]
 
     def places(self, store_id: str) -> list[Path]:
-        """Where a store and its copies are, or were; seen last comes last."""
+        """Return the known locations of a store and its copies, the last seen one last."""
         return list(self._places.get(store_id, ()))
 
     def seen(self, store_id: str, path: Path) -> None:
-        """A job has it open there. StorageError where that cannot be written down."""
+        """Record that a job has the store open at ``path``. Raises StorageError if that cannot be written."""
         before = self._places.pop(store_id, [])
         self._places[store_id] = [*(one for one in before if one != path), path][-_COPIES:]
         while len(self._places) > _MOST:
@@ -351,7 +335,7 @@ class SeenStore:
 
 
 def seen_stores(base: Path) -> dict[str, Path]:
-    """By store id: where a daemon last saw it. What cannot be read is nothing."""
+    """Return the last seen location of each store; empty if the file is unreadable."""
     return {store_id: paths[-1] for store_id, paths in _read(home(base) / _NAME).items()}
 
 
@@ -359,11 +343,11 @@ def _read(path: Path) -> dict[str, list[Path]]:
     try:
         found = json.loads(read_whole(path, _LIMIT))
     except (StorageError, ValueError, RecursionError):
-        return {}  # of nobody; a job that says hello makes it anew
+        return {}  # the next job that registers writes it again
     if not isinstance(found, dict):
         return {}
-    read = {key: _paths(value if isinstance(value, list) else [value]) for key, value in found.items()}
-    return {key: paths for key, paths in read.items() if paths}
+    locations = {key: _paths(value if isinstance(value, list) else [value]) for key, value in found.items()}
+    return {key: paths for key, paths in locations.items() if paths}
 
 
 def _paths(values: list[Any]) -> list[Path]:

@@ -1,6 +1,4 @@
-"""Folders and records of the memory tier.
-
-Where a store's state lies in shared memory, and what the files there are called.
+"""Define the folders, file names and records of the memory tier.
 
     /dev/shm/driftpoint-1000/              of one user, mode 0700
       <store id>/                          of one store, and of its copies
@@ -10,11 +8,9 @@ Where a store's state lies in shared memory, and what the files there are called
           rank-00003.0.payload             fragments as they are, then tensors of the run state
           rank-00003.0.json                the record that makes the payload a version
           rank-00003.0.new                 the record before it has its name
-          rank-00003.1.*                   the other one
+          rank-00003.1.*                   the other payload and its record
 
-It knows names and permissions only. Nothing in shared memory is ever synced: it ends with the node anyway.
-
-The record of one rank's version in memory. Written last, under its name at once: it is what makes the version.
+A record is written last and renamed into place; it makes the payload a version. Shared memory is never synced.
 """
 
 from __future__ import annotations
@@ -31,10 +27,10 @@ from store.names import SaveId
 from store.schema import Digest, ManifestRecord, Natural, PartRecord, Record, from_bytes, unseal
 
 SLOTS = (0, 1)
-"""Payloads of a rank: the version that counts, and the one that is being written."""
+"""Payloads of a rank: the current version, and the one being written."""
 
 BRANCHES = 10
-"""Jobs that claimed epochs of the same number, each on its own copy of a store, and may all have memory."""
+"""Number of jobs with the same epoch, each on its own copy of a store, that can have memory."""
 
 _GENERATION = re.compile(r"(\d{6,9})(?:\.(\d))?\Z")
 _STORE = re.compile(r"[0-9a-f]{32}\Z")
@@ -43,39 +39,38 @@ _FILE = re.compile(r"rank-(\d{5,8})\.(?:(owner)|([01])\.(payload|json|new))\Z")
 
 @dataclass(frozen=True)
 class Tier:
-    """The memory tier of one store on this node. base: of all users, ``/dev/shm`` but for tests."""
+    """The memory tier of one store on this node, below ``base`` (usually ``/dev/shm``)."""
 
     base: Path
     store_id: str
 
     @property
     def home(self) -> Path:
-        """Of this user."""
         return home(self.base)
 
     @property
     def folder(self) -> Path:
-        """Of this store."""
         return self.home / self.store_id
 
     def generations(self) -> list[Generation]:
-        """Newest first. StorageError where the folder is not this user's own."""
+        """Return the folders of all jobs, newest first. Raises StorageError if others may access them."""
         if not require_own(self.home):
             return []
-        found = [match for name in _names(self.folder) if (match := _GENERATION.match(name))]
-        there = sorted(((int(match[1]), int(match[2] or 0)) for match in found), reverse=True)
-        return [Generation(self, epoch, branch) for epoch, branch in there]
+        matches = [match for name in _names(self.folder) if (match := _GENERATION.match(name))]
+        jobs = sorted(((int(match[1]), int(match[2] or 0)) for match in matches), reverse=True)
+        return [Generation(self, epoch, branch) for epoch, branch in jobs]
 
     def generation(self, epoch: int, branch: int = 0) -> Generation:
-        """The folder of a job; it need not exist."""
+        """Return the folder of a job, which need not exist."""
         return Generation(self, epoch, branch)
 
 
 @dataclass(frozen=True)
 class Generation:
-    """What the ranks of one incarnation of a job keep on this node.
+    """Memory of one incarnation of a job on this node.
 
-    epoch: that it claimed first. branch: above 0 where a job on a copy of the store claimed that number, too."""
+    ``epoch`` is the first it claimed; ``branch`` is above 0 if a job on a copy of the store has the same epoch.
+    """
 
     tier: Tier
     epoch: int
@@ -83,11 +78,10 @@ class Generation:
 
     @property
     def folder(self) -> Path:
-        """Where."""
         return self.tier.folder / (f"{self.epoch:06d}" + (f".{self.branch}" if self.branch else ""))
 
     def make(self) -> None:
-        """Make the folder, readable by this user only. StorageError where it cannot be."""
+        """Create the folder, readable by this user only. Raises StorageError."""
         try:
             self.tier.home.mkdir(mode=0o700, exist_ok=True)
             require_own(self.tier.home)
@@ -96,32 +90,31 @@ class Generation:
             raise StorageError(f"cannot make {self.folder} for the memory tier: {error.strerror}") from error
 
     def owner(self, rank: int) -> Path:
-        """Locked by a rank's process."""
+        """Path of the file that a rank's process locks."""
         return self.folder / f"rank-{rank:05d}.owner"
 
     def payload(self, rank: int, slot: int) -> Path:
-        """A rank's memory."""
         return self.folder / f"rank-{rank:05d}.{slot}.payload"
 
     def record(self, rank: int, slot: int) -> Path:
-        """What says that the payload beside it is a version."""
+        """Path of the record that makes a payload a version."""
         return self.folder / f"rank-{rank:05d}.{slot}.json"
 
     def unsealed(self, rank: int, slot: int) -> Path:
-        """A record that is being written: no version yet."""
+        """Path of a record that is being written."""
         return self.record(rank, slot).with_suffix(".new")
 
     def of(self, rank: int) -> tuple[Path, ...]:
-        """Every file that a rank may have, its records first: a payload without one is no version."""
+        """Return all paths of a rank, records first, so that removing them in order leaves no half version."""
         made = [make(rank, slot) for make in (self.record, self.unsealed, self.payload) for slot in SLOTS]
         return (*made, self.owner(rank))
 
     def ranks(self) -> list[int]:
-        """Ranks that have any file here, sorted."""
+        """Return the ranks that have files here, sorted."""
         return sorted({rank for _, rank, _ in self.files()})
 
     def files(self) -> Iterator[tuple[Path, int, int | None]]:
-        """(path, rank, slot) of each file; slot None for an owner's. Other names are left alone."""
+        """Yield (path, rank, slot) of each file, slot None for owner files. Other names are ignored."""
         for name in _names(self.folder):
             match = _FILE.match(name)
             if match:
@@ -129,7 +122,7 @@ class Generation:
 
 
 def _names(folder: Path) -> list[str]:
-    """Sorted; none where the folder is not there, or any more."""
+    """Return the sorted names in a folder, none if it does not exist."""
     try:
         return sorted(place.name for place in folder.iterdir())
     except FileNotFoundError:
@@ -139,12 +132,12 @@ def _names(folder: Path) -> list[str]:
 
 
 def home(base: Path) -> Path:
-    """The folder of this user below ``base``."""
+    """Return the folder of this user below ``base``."""
     return base / f"driftpoint-{os.getuid()}"
 
 
 def tiers(base: Path) -> list[Tier]:
-    """Of every store that this user has state of in memory."""
+    """Return the memory tiers of all stores of this user."""
     place = home(base)
     if not require_own(place):
         return []
@@ -152,9 +145,10 @@ def tiers(base: Path) -> list[Tier]:
 
 
 def require_own(place: Path) -> bool:
-    """Whether the folder exists. StorageError where others may have put something into it.
+    """Return whether the folder exists. Raises StorageError if other users may access it.
 
-    Shared memory is open to every user: what lies there under our name is believed only if nobody else could write."""
+    Shared memory is open to every user, so its contents are trusted only if no other user could write them.
+    """
     try:
         status = os.lstat(place)
     except FileNotFoundError:
@@ -164,14 +158,14 @@ def require_own(place: Path) -> bool:
     own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077
     if not own:
         raise StorageError(
-            f"{place} is not a folder that only user {os.getuid()} may read and write, so nothing in it is believed: "
-            f"look who made it, remove it, or set another `memory: {{path: ...}}`"
+            f"{place} is not a folder that only user {os.getuid()} may read and write, so it is not used: "
+            f"check its owner, remove it, or set another `memory: {{path: ...}}`"
         )
     return True
 
 
 def read_whole(path: Path, limit: int) -> bytes:
-    """A record's bytes. MissingError or StorageError."""
+    """Read a whole file. Raises StorageError, also for a file above ``limit`` bytes, or MissingError."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError as error:
@@ -189,19 +183,21 @@ def read_whole(path: Path, limit: int) -> bytes:
 
 
 RECORD_LIMIT = 1 << 28
-"""Bytes; as large as a part may be."""
+"""Largest record in bytes, like a part."""
 
 READER = 1
-"""What a reader must know to read what is written now."""
+"""Oldest reader version that can read records written by this release."""
 
 
 class VersionRecord(Record):
     """One rank's share of a version.
 
-    claim: token of the claim of its epoch: a copy of the store whose job took that number, too, has another. part: as
-    in a store; offsets count from the payload's beginning. head: rank 0's: the manifest that a commit of this
-    version would have, but for the group of its own segments, which only all ranks' parts tell. replica: the rank was
-    on another node, and this is what a peer kept of it."""
+    Args:
+        claim: Token of the claim of its epoch, which differs from that of a job on a copy of the store.
+        part: As in a store; offsets count from the payload's beginning.
+        head: From rank 0: the manifest of a commit of this version, without the group of its own segments.
+        replica: Whether this is a replica that another node keeps of the rank.
+    """
 
     reader: Natural
     claim: Digest
@@ -211,12 +207,12 @@ class VersionRecord(Record):
 
     @property
     def save(self) -> SaveId:
-        """What the version is called: as a save would be."""
+        """Name of the version, like that of a save."""
         return self.part.save
 
 
 def parse_record(data: bytes, what: str) -> VersionRecord:
-    """DamagedError or NewerFormatError, naming ``what``, unless it is whole and for this release."""
+    """Parse a record. Raises DamagedError or NewerFormatError, naming ``what``, unless it is whole and readable."""
     body = unseal(data, what)
     reader = body.get("reader") if isinstance(body, dict) else None
     if isinstance(reader, int) and reader > READER:

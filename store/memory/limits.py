@@ -1,8 +1,8 @@
-"""How much memory the tier may take: asked, and taken, before anything is written to it.
+"""Check the limits of shared memory and reserve it before anything is written.
 
-Shared memory that is not there kills: a page of a file that the filesystem cannot back raises SIGBUS, and one that
-the control group cannot pay for brings the out-of-memory killer. So room is looked for first and then reserved, a
-little at a time: the other ranks of the node do the same at the same moment, and each is to see what the others took.
+Missing memory kills: a page that the filesystem cannot back raises SIGBUS, and one beyond the control group's limit
+brings the out-of-memory killer. Memory is reserved in small steps with a check before each, because other ranks of the
+node reserve at the same time.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ import psutil
 from store.errors import StorageError
 
 _SPARE = 0.05
-"""Of the memory that there is: left to everybody else."""
+"""Share of the machine's memory that is left to other processes."""
 
 _STEP = 8 << 20
-"""Bytes that are reserved at a time."""
+"""Bytes reserved at a time."""
 
 _AT_ONCE = 16 * _STEP
-"""What may be taken before anybody who looked a moment earlier knows of it: left in a control group."""
+"""Bytes left free in a control group, because other processes may reserve at the same moment."""
 
 _VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 _VERSION_2 = ("memory.max", "memory.current", "inactive_file")
-"""Of control groups: the files with what is allowed and used, and the cached pages in ``memory.stat``."""
+"""Control groups: files with the limit and the usage, and the key of cached pages in ``memory.stat``."""
 
 
 def reserve(descriptor: int, nbytes: int, path: Path) -> None:
-    """Have the file be ``nbytes`` long, all of it backed. StorageError, saying what to do, where there is no room."""
+    """Resize a file to ``nbytes`` with all pages reserved. Raises StorageError, saying what to do, if that fails."""
     before = os.fstat(descriptor).st_size
     _require(_lacking(descriptor, nbytes), path)
     try:
@@ -49,17 +49,17 @@ def reserve(descriptor: int, nbytes: int, path: Path) -> None:
 
 
 def _lacking(descriptor: int, nbytes: int) -> int:
-    """Bytes of the file that are not backed yet."""
+    """Return the bytes of the file that are not reserved yet."""
     return max(0, nbytes - os.fstat(descriptor).st_blocks * 512)
 
 
 def free_bytes(folder: Path) -> int:
-    """What may be taken below ``folder`` now, in bytes: the least of what anything allows."""
-    return min(found for found, _ in _limits(folder))
+    """Return the bytes that may be reserved below ``folder`` now: the lowest of all limits."""
+    return min(free for free, _ in _limits(folder))
 
 
 def _require(nbytes: int, path: Path, wanted: int | None = None) -> None:
-    """Room for so many bytes, of ``wanted`` in all. StorageError."""
+    """Raise StorageError unless ``nbytes``, of ``wanted`` in all, may be reserved."""
     for free, what in _limits(path.parent) if nbytes else ():
         if nbytes > free:
             raise StorageError(_no_room(wanted or nbytes, path, f"{what} {_size(max(0, free))}"))
@@ -72,14 +72,14 @@ def _limits(folder: Path) -> list[tuple[int, str]]:
         found.append((status.f_bavail * status.f_frsize, "the filesystem has"))
     memory = psutil.virtual_memory()
     found.append((int(memory.available - _SPARE * memory.total), "the machine has, beside what is kept for others,"))
-    group = group_room()
+    group = cgroup_free_bytes()
     if group is not None:
         found.append((group - _AT_ONCE, "the control group may take, beside what is kept for others,"))
     return found
 
 
-def group_room(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int | None:
-    """Bytes left to this process's control group and to those above it; None where there is no limit."""
+def cgroup_free_bytes(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int | None:
+    """Return the bytes left to this process's control group and its ancestors; None without a limit."""
     with suppress(OSError):
         lines = [line.split(":", 2) for line in own.read_text().splitlines()]
         left = [
@@ -92,7 +92,7 @@ def group_room(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self
 
 
 def _left(root: Path, controllers: str, path: str) -> Iterator[int]:
-    """Of one hierarchy: version 2, which has no controllers in its name, or the memory controller of version 1."""
+    """Yield the bytes left in one hierarchy: version 2 (no controllers) or the memory controller of version 1."""
     if controllers and "memory" not in controllers.split(","):
         return
     top = root / controllers
@@ -107,7 +107,7 @@ def _left(root: Path, controllers: str, path: str) -> Iterator[int]:
 
 
 def _reclaimable(place: Path, cached: str) -> int:
-    """Cached pages of files on disk: the kernel gives them up first."""
+    """Return the cached pages of files on disk, which the kernel reclaims first."""
     with suppress(OSError, ValueError):
         for line in (place / "memory.stat").read_text().splitlines():
             name, _, value = line.partition(" ")

@@ -1,7 +1,7 @@
-"""A store with a version from memory on top: whatever reads stores reads it like any other commit.
+"""Show an in-memory version as the newest commit of a store, read-only.
 
-Read only. What is not the version's comes from the store below, so that a layer whose bytes in memory are wrong falls
-back to its version on disk. Payloads of ranks on other nodes are known by size but cannot be read from here.
+Other files come from the store below, so that a layer whose bytes in memory are damaged falls back to its version on
+disk. Payloads of ranks on other nodes have a size but may not be readable from here.
 """
 
 from __future__ import annotations
@@ -18,9 +18,14 @@ from store.storage.local import Files, NewFile
 
 
 class Overlay:
-    """See :class:`store.storage.local.Files`; writing anything raises StorageError. manifest: shown instead of its
-    own. alone:
-    as if there were no other commit: where any of the version is wrong there is nothing to resume."""
+    """Read-only :class:`store.storage.local.Files`; any write raises StorageError.
+
+    Args:
+        below: Files of the store.
+        version: The in-memory version.
+        manifest: Shown instead of the version's own.
+        alone: Hide all other commits, so that a damaged version leaves nothing to resume.
+    """
 
     def __init__(
         self, below: Files, version: MemoryVersion, manifest: ManifestRecord | None = None, *, alone: bool = False
@@ -37,21 +42,19 @@ class Overlay:
 
     @property
     def root(self) -> Path | None:
-        """The store's below, for people."""
         found = getattr(self._below, "root", None)
         return found if isinstance(found, Path) else None
 
     @property
     def whole(self) -> bool:
-        """Whether all of the version can be read from here."""
+        """Whether the whole version can be read from here."""
         return not self._version.parts.keys() - self._version.payloads.keys() - self._version.far.keys()
 
     def alone(self) -> Overlay:
-        """The same version, as the only commit that there is."""
+        """Return an overlay that shows the version as the only commit."""
         return Overlay(self._below, self._version, alone=True)
 
     def list_dir(self, path: str) -> list[str]:
-        """Names in a directory, those of the version among them."""
         if path == self._folder:
             return sorted(name.rpartition("/")[2] for name in (*self._records, *self._ranks) if name.startswith(path))
         if self._alone and path == self._manifest[0]:
@@ -65,7 +68,6 @@ class Overlay:
         return sorted({*names, self._manifest[2]}) if path == self._manifest[0] else names
 
     def size(self, path: str) -> int:
-        """Bytes of a file."""
         if path in self._records:
             return len(self._records[path])
         if path in self._ranks:
@@ -73,23 +75,20 @@ class Overlay:
         return self._below.size(path)
 
     def read(self, path: str, limit: int) -> bytes:
-        """All bytes of a small file."""
         return self._records[path] if path in self._records else self._below.read(path, limit)
 
     def read_into(self, path: str, offset: int, target: memoryview) -> None:
-        """Fill ``target`` from ``offset``. StorageError for a payload that lies on another node."""
         if path not in self._ranks:
             self._below.read_into(path, offset, target)
             return
         self.read_payload(self._ranks[path], offset, target)
 
     def expect(self, path: str, offset: int, nbytes: int) -> None:
-        """See :class:`store.fragments.ReadPlan`; what is in memory need not be fetched."""
         if path not in self._ranks and isinstance(self._below, ReadPlan):
             self._below.expect(path, offset, nbytes)
 
     def read_payload(self, rank: int, offset: int, target: memoryview) -> None:
-        """Fill ``target`` from ``offset`` of a rank's payload."""
+        """Fill ``target`` from ``offset`` of a rank's payload. Raises StorageError if it is on another node."""
         payload = self._version.payloads.get(rank)
         if payload is not None:
             _fill(payload, offset, target)
@@ -105,31 +104,24 @@ class Overlay:
         raise StorageError(f"rank {rank}'s memory is on another node")
 
     def create(self, path: str) -> NewFile:
-        """Refused."""
         raise _refused("create", path)
 
     def link(self, source: str, target: str) -> None:  # noqa: ARG002
-        """Refused."""
         raise _refused("link", target)
 
     def rename(self, source: str, target: str) -> None:  # noqa: ARG002
-        """Refused."""
         raise _refused("rename", source)
 
     def unlink(self, path: str) -> None:
-        """Refused."""
         raise _refused("unlink", path)
 
     def make_dir(self, path: str) -> bool:
-        """Refused."""
         raise _refused("make", path)
 
     def remove_dir(self, path: str) -> None:
-        """Refused."""
         raise _refused("remove", path)
 
     def sync_dir(self, path: str) -> None:
-        """Refused."""
         raise _refused("sync", path)
 
 
@@ -150,4 +142,4 @@ def _fill(payload: Path, offset: int, target: memoryview) -> None:
 
 
 def _refused(verb: str, path: str) -> StorageError:
-    return StorageError(f"cannot {verb} {path}: a version in memory is only read")
+    return StorageError(f"cannot {verb} {path}: a version in memory is read-only")

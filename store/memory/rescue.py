@@ -1,23 +1,12 @@
-"""Write a dead job's version into the store.
+"""Write the newest in-memory version of a dead job into the store as a commit.
 
-One rank's share of a version in memory, written into the store as a segment like any other.
+The commit has the epoch of the dead job. If another job claims the store, the rescue is fenced and removes its files;
+that job finds the version in memory itself. The store's LOCK is not taken, so no job waits for a rescue. One rescue of
+a store runs on a node at a time, and only while no process of the job holds its lock. The next rescue completes an
+interrupted one.
 
-Bytes are read out of shared memory piece by piece into one small buffer, and their hashes are compared with those in
-the record of the version before the payload gets its name. They are read, not mapped: whoever shrinks a payload that is
-mapped elsewhere kills its reader. A rescue that was killed may have left some of it: what stands and says the same is
-taken as it is.
-
-Only for the holder of the rescue lock, and only for jobs whose processes are dead: what stands under the save's name
-and says something else is what they left of a save that never came about, and is removed.
-
-Writing out of memory what a dead job left there: its newest version becomes a commit like any other.
-
-It is committed under the epoch of the job that kept it. So as soon as another job has claimed the store the rescue is
-fenced, gives up and removes what it wrote; that job finds the version in memory by itself. The store's LOCK is not
-taken: nobody waits for a rescue. Killed half-way, it is completed by the next one.
-
-It does not know how anybody learned that the job is dead: it looks at the locks of its processes, and writes nothing as
-long as one of them is held. One rescue of a store at a time on a node, whoever begins it.
+Payloads are read through a small buffer and not mapped, because truncating a mapped payload kills its reader. Their
+hashes are checked before the segment gets its name. Other segments under the save's name are leftovers and are removed.
 """
 
 from __future__ import annotations
@@ -45,7 +34,7 @@ from store.errors import (
 )
 from store.layout import MANIFESTS, manifest_path, part_path, payload_path, segment_dir
 from store.memory.arena import Owner, is_owned
-from store.memory.index import HeldSnapshot, MemoryVersion, assembled, belonging_to, rank_share, scan_node
+from store.memory.index import HeldSnapshot, MemoryVersion, assemble_version, belonging_to, rank_share, scan_node
 from store.memory.layout import Tier, require_own
 from store.memory.overlay import Overlay
 from store.names import SaveId
@@ -62,15 +51,18 @@ _PIECE = 1 << 22
 
 @dataclass(frozen=True)
 class _Source:
-    """A rank's payload in memory. checked: called between pieces; what it raises ends the write."""
+    """A rank's payload in memory. ``checked`` is called between pieces; its exceptions end the write."""
 
     path: Path
     checked: Callable[[], None]
 
     def pieces(self, offset: int, nbytes: int, expected: str) -> Iterator[memoryview]:
-        """Bytes of the payload. DamagedError, after the last piece, where they do not match their hash."""
+        """Yield bytes of the payload. Raises DamagedError after the last piece if they do not match their hash."""
         state, buffer = xxhash.xxh3_128(), memoryview(bytearray(min(nbytes, _PIECE)))
-        descriptor = _opened(self.path)
+        try:
+            descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError as error:
+            raise StorageError(f"cannot open {self.path}: {error.strerror}") from error
         try:
             end = offset + nbytes
             while offset < end:
@@ -98,7 +90,7 @@ class _Source:
 
 @dataclass(frozen=True)
 class _Bytes:
-    """A :class:`store.segment.Produced` of a stored piece of memory."""
+    """A :class:`store.segment.StreamedData` of a stored piece of memory."""
 
     source: _Source
     piece: Entry | StateTensor
@@ -125,11 +117,13 @@ class _Tensor:
 
 
 def write_share(files: Files, version: MemoryVersion, rank: int, checked: Callable[[], None]) -> None:
-    """Have the segment of ``rank`` in the store, durable. DamagedError where memory is not what its record says.
+    """Write the segment of ``rank`` into the store, durably, unless it is there.
 
-    checked: called between pieces of a few megabytes; what it raises ends the write."""
+    ``checked`` is called between pieces of a few megabytes; its exceptions end the write. Raises DamagedError if memory
+    does not match its record.
+    """
     part = version.records[rank]
-    if _stands(files, part):
+    if _is_written(files, part):
         return
     remove_share(files, version.save, rank)
     payload = version.payloads.get(rank)
@@ -151,14 +145,14 @@ def write_share(files: Files, version: MemoryVersion, rank: int, checked: Callab
 
 
 def remove_share(files: Files, save: SaveId, rank: int) -> None:
-    """Remove a rank's segment of a save that nothing points to; whole, or what there is of it."""
+    """Remove a rank's segment, or its remains, of a save that no manifest names."""
     for path in (part_path(save, rank), payload_path(save, rank)):  # a part must not outlive its payload
         with suppress(MissingError):
             files.unlink(path)
 
 
 def remove_rest(files: Files, save: SaveId) -> None:
-    """Remove what a killed write left in the group, and the group where nothing is in it any more."""
+    """Remove temporary files of the group, and the group if it is empty."""
     folder = segment_dir(save)
     with suppress(MissingError):
         for name in files.list_dir(folder):
@@ -169,18 +163,16 @@ def remove_rest(files: Files, save: SaveId) -> None:
             files.remove_dir(folder)
 
 
-def _stands(files: Files, part: PartRecord) -> bool:
-    """Whether the rank's segment is there as this version's."""
+def _is_written(files: Files, part: PartRecord) -> bool:
     try:
-        found = read_part(files, part.store_id, part.save, part.rank)
-        check_payload_size(files, found)
+        stored = read_part(files, part.store_id, part.save, part.rank)
+        check_payload_size(files, stored)
     except (MissingError, DamagedError):
         return False
-    return _said(found) == _said(part)
+    return _without_offsets(stored) == _without_offsets(part)
 
 
-def _said(part: PartRecord) -> PartRecord:
-    """What a part says, but for where things lie in the payload."""
+def _without_offsets(part: PartRecord) -> PartRecord:
     return part.model_copy(
         update={
             "payload_bytes": 0,
@@ -205,20 +197,13 @@ def _fragment(source: _Source, entry: Entry) -> StagedFragment:
     )
 
 
-def _opened(path: Path) -> int:
-    try:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except OSError as error:
-        raise StorageError(f"cannot open {path}: {error.strerror}") from error
-
-
 REASON = "written out of memory after the job died"
 
 _CHECKED = 0.5
-"""Seconds between two looks at whether the store was claimed."""
+"""Seconds between two checks of the newest epoch."""
 
 RESCUE_LOCK = "rescue-{}.lock"
-"""Beside the stores' memory, with a store's id: held by whoever rescues on this node what lies there."""
+"""Lock file beside the stores' memory, named by store id, held during a rescue on this node."""
 
 WRITTEN = "written"
 NOTHING = "nothing"
@@ -226,21 +211,29 @@ INCOMPLETE = "incomplete"
 
 
 @dataclass(frozen=True)
-class Rescued:
-    """What became of it. outcome: ``written``; ``nothing``: memory holds nothing newer than the store; ``incomplete``:
-    what it holds is not there of all ranks. why: in words. manifest: of what was written."""
+class RescueResult:
+    """Result of a rescue, with the manifest if one was written.
+
+    ``outcome`` is ``written``, ``nothing`` (memory holds nothing newer than the store) or ``incomplete`` (versions in
+    memory lack ranks); ``why`` explains it.
+    """
 
     outcome: str
     why: str
     manifest: ManifestRecord | None = None
 
 
-def rescue_newest(tier: Tier, catalog: Catalog, *, aborted: Callable[[], bool] = lambda: False) -> Rescued:
-    """Write the newest version that all ranks have and whose bytes are right, if no commit is as new.
+def rescue_newest(tier: Tier, catalog: Catalog, *, aborted: Callable[[], bool] = lambda: False) -> RescueResult:
+    """Commit the newest whole version that all ranks have, if no commit is as new.
 
-    StoreInUseError where a process that owns it lives, or another rescue is under way. FencedError where another job
-    claimed the store. DamagedError where no version is whole. SaveError where it was ``aborted``. StorageError."""
-    lock = _locked(tier)
+    Raises:
+        StoreInUseError: A process that owns it lives, or another rescue is running.
+        FencedError: Another job claimed the store.
+        DamagedError: No version is whole.
+        SaveError: ``aborted`` returned True.
+        StorageError: Storage failed.
+    """
+    lock = _lock(tier)
     try:
         catalog.forget()
         return _rescue_newest(tier, catalog, aborted)
@@ -251,9 +244,10 @@ def rescue_newest(tier: Tier, catalog: Catalog, *, aborted: Callable[[], bool] =
 def rescue(
     files: Files, catalog: Catalog, version: MemoryVersion, *, aborted: Callable[[], bool] = lambda: False
 ) -> ManifestRecord:
-    """Commit one version, all of whose ranks lie on this node and are dead; for the holder of the rescue lock.
+    """Commit one version whose ranks are all on this node and dead; the caller holds the rescue lock.
 
-    Whatever it raises: nothing of it is left, unless it stands in the store as a commit after all. Errors as above."""
+    After an error its files are removed, unless it became a commit. Errors as :func:`rescue_newest`.
+    """
     watch = _Watch(files, version.save.epoch, aborted)
     try:
         watch.require_newest()
@@ -262,27 +256,27 @@ def rescue(
             write_share(files, version, rank, watch)
         remove_rest(files, version.save)
         manifest = _manifest(files, catalog, version)
-        with suppress(ExistsError):  # one that was killed before it could tell had come this far
+        with suppress(ExistsError):  # an interrupted rescue committed it
             commit(files, manifest)
     except (StoreError, SaveError) as error:
-        with suppress(StorageError):  # pruning knows what is left then
-            _give_up(files, catalog, version)
+        with suppress(StorageError):  # pruning removes the remains
+            _remove_unless_committed(files, catalog, version)
         if not isinstance(error, FencedError):
-            watch.require_newest()  # the job that claimed the store took the memory, too
+            watch.require_newest()  # the error may come from a job that claimed the store and took the memory
         raise
     with suppress(StorageError):
         hint_latest(files, version.save)
     return manifest
 
 
-def owner_of(tier: Tier, rank: int, held: HeldSnapshot) -> Path:
-    """What the process that keeps a version holds locked as long as it lives."""
+def owner_path(tier: Tier, rank: int, held: HeldSnapshot) -> Path:
+    """Return the file that the process which keeps a version locks while it lives."""
     epoch, _, branch = held.payload.parent.name.partition(".")
     return tier.generation(int(epoch), int(branch or 0)).owner(rank)
 
 
 class _Watch:
-    """Asked between pieces whether to go on."""
+    """Raises between pieces if the rescue was aborted or fenced."""
 
     def __init__(self, files: Files, epoch: int, aborted: Callable[[], bool]) -> None:
         self._files, self._epoch, self._aborted = files, epoch, aborted
@@ -290,51 +284,50 @@ class _Watch:
 
     def __call__(self) -> None:
         if self._aborted():
-            raise SaveError("the rescue was given up: it was asked to end")
+            raise SaveError("the rescue was given up on request")
         if time.monotonic() >= self._next:
             self.require_newest()
             self._next = time.monotonic() + _CHECKED
 
     def require_newest(self) -> None:
-        """FencedError where another job claimed the store."""
         require_newest(self._files, self._epoch)
 
 
-def _rescue_newest(tier: Tier, catalog: Catalog, aborted: Callable[[], bool]) -> Rescued:
+def _rescue_newest(tier: Tier, catalog: Catalog, aborted: Callable[[], bool]) -> RescueResult:
     node, newest = belonging_to(scan_node(tier), catalog.files), next(iter(catalog.saves()), None)
     newer = sorted((save for save in node.versions if newest is None or save > newest), reverse=True)
     incomplete, damaged = [], list(node.problems)
     for save in newer:
         held = node.versions[save]
         _require_dead(tier, held)
-        missing = _missing(held)
+        missing = _missing_ranks(held)
         if missing is not None:
             incomplete.append(f"version {save}: {missing}")
             continue
         try:
-            version = assembled(save, [rank_share(held)], node)
+            version = assemble_version(save, [rank_share(held)], node)
             manifest = rescue(catalog.files, catalog, version, aborted=aborted)
         except DamagedError as error:
             damaged.append(str(error))
             continue
         nbytes = sum(part.payload_bytes for part in version.records.values())
-        return Rescued(WRITTEN, f"wrote version {save} of {len(held)} ranks, {nbytes} bytes", manifest)
+        return RescueResult(WRITTEN, f"wrote version {save} of {len(held)} ranks, {nbytes} bytes", manifest)
     if damaged:
         raise DamagedError("no version in memory is whole: " + listed(damaged, 4, "; "))
     if incomplete:
-        return Rescued(INCOMPLETE, listed(incomplete, 4, "; "))
+        return RescueResult(INCOMPLETE, listed(incomplete, 4, "; "))
     there = "nothing" if not node.versions else f"version {node.newest}"
-    return Rescued(NOTHING, f"memory holds {there}, and the newest commit of the store is {newest or 'none'}")
+    return RescueResult(NOTHING, f"memory holds {there}, and the newest commit of the store is {newest or 'none'}")
 
 
-def _missing(held: Mapping[int, HeldSnapshot]) -> str | None:
-    """Which of its ranks were not on this node: replicas are of ranks that may live, which only their nodes know."""
+def _missing_ranks(held: Mapping[int, HeldSnapshot]) -> str | None:
+    """Return a message naming the ranks not on this node. Replicas do not count: their ranks may live elsewhere."""
     world_size = next(iter(held.values())).record.part.world_size
     lacking = sorted(set(range(world_size)) - {rank for rank, one in held.items() if not one.record.replica})
     return f"ranks {lacking[:8]} of {world_size} are not in the memory of this node" if lacking else None
 
 
-def _locked(tier: Tier) -> Owner:
+def _lock(tier: Tier) -> Owner:
     try:
         tier.home.mkdir(mode=0o700, exist_ok=True)
     except OSError as error:
@@ -343,22 +336,22 @@ def _locked(tier: Tier) -> Owner:
     try:
         return Owner(tier.home / RESCUE_LOCK.format(tier.store_id))
     except StorageError as error:
-        raise StoreInUseError(f"another rescue of it is under way on this node, wait for its end: {error}") from error
+        raise StoreInUseError(f"another rescue of it is under way on this node, wait for it: {error}") from error
 
 
 def _require_dead(tier: Tier, held: Mapping[int, HeldSnapshot]) -> None:
     for rank, one in held.items():
-        if is_owned(owner_of(tier, rank, one)):
+        if is_owned(owner_path(tier, rank, one)):
             raise StoreInUseError(f"rank {rank} of the job that keeps version {one.record.save} lives: it saves itself")
 
 
 def _require_readable(files: Files, catalog: Catalog, version: MemoryVersion) -> None:
-    """DamagedError where the commit could not be resumed: what it takes from older commits may be gone."""
+    """Raise DamagedError if the commit could not be resumed, because versions of older commits are gone."""
     resolve(Catalog(Overlay(files, version), catalog.record), version.save)
 
 
 def _manifest(files: Files, catalog: Catalog, version: MemoryVersion) -> ManifestRecord:
-    """Rank 0's, with what was not known when it was kept: its own segments, and the commit before it."""
+    """Complete rank 0's manifest with its own group and the previous commit."""
     head, save = version.manifest, version.save
     plan = next(iter(version.records.values())).plan
     group = wait_for_group(files, Expected(catalog.store_id, save, head.world_size, plan), timeout=0.0)
@@ -368,14 +361,16 @@ def _manifest(files: Files, catalog: Catalog, version: MemoryVersion) -> Manifes
             "previous": previous,
             "commits": commits + 1,
             "groups": {**head.groups, save.name: group.record},
-            "units": tuple(_told(unit, save) for unit in head.units),
+            "units": tuple(_with_reason(unit, save) for unit in head.units),
         }
     )
 
 
 def _before(catalog: Catalog, head: ManifestRecord) -> tuple[str | None, int]:
-    """The commit that a version continues, and how many there were. In one epoch a job never goes back, so the newest
-    of its own is that; before it has one, it is what the job knew when it kept the version."""
+    """Return the commit that a version continues, and the number of commits so far.
+
+    In one epoch a job never goes back, so it is the newest commit of that epoch, else the one that the job recorded.
+    """
     for save in catalog.saves():
         if save.epoch == head.epoch and save < head.save:
             with suppress(DamagedError):
@@ -383,13 +378,15 @@ def _before(catalog: Catalog, head: ManifestRecord) -> tuple[str | None, int]:
     return head.previous, head.commits
 
 
-def _told(unit: UnitRecord, save: SaveId) -> UnitRecord:
+def _with_reason(unit: UnitRecord, save: SaveId) -> UnitRecord:
     return unit.model_copy(update={"reason": REASON}) if unit.version == save else unit
 
 
-def _give_up(files: Files, catalog: Catalog, version: MemoryVersion) -> None:
-    """Remove what was written, unless it is a commit. One that came about too late, so that another job's pruning took
-    its segments for garbage, is removed as well: nobody was ever told of it."""
+def _remove_unless_committed(files: Files, catalog: Catalog, version: MemoryVersion) -> None:
+    """Remove the rescue's files unless they are a commit; also a commit whose segments another job already pruned.
+
+    Such a commit came too late and was never acknowledged.
+    """
     save = version.save
     if save in catalog.saves():
         catalog.forget()

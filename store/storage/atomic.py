@@ -1,12 +1,9 @@
-"""The order of operations that makes a write survive: temporary name, write, fsync, final name, fsync directory.
+"""Write files durably: temporary name, write, fsync, final name, fsync directory.
 
-Where storage shows files only when they are whole (:class:`store.storage.local.WholeFiles`) all of that is one request.
+On :class:`store.storage.local.WholeFiles`, which shows files only when they are whole, all of that is one request.
 
-Knows files only through ``files.Files`` and nothing of what is in them.
-
-Invariants: a final name never shows a file that is not complete and synced; a final name is never replaced
-(except by :func:`replace_hint`, for files that nobody trusts); after an error the temporary file is abandoned,
-never synced again.
+Invariants: a final name never shows a file that is not complete and synced; a final name is never replaced (except by
+:func:`replace_hint`, for untrusted hints); after an error the temporary file is abandoned, never synced again.
 """
 
 from __future__ import annotations
@@ -23,21 +20,28 @@ _TEMPORARY = re.compile(r"\.tmp-[0-9a-f]{12}-(.+)\Z")
 
 
 def is_temporary(name: str) -> bool:
-    """Whether a file name is one that an interrupted write may leave behind."""
+    """Return whether a file name is one that an interrupted write may leave behind."""
     return final_name(name) is not None
 
 
 def final_name(temporary: str) -> str | None:
-    """The name that a temporary file was to get, None where the name is not a temporary one."""
+    """Return the final name of a temporary file, None for other names."""
     match = _TEMPORARY.match(temporary)
     return match[1] if match else None
+
+
+def list_or_empty(files: Files, folder: str) -> list[str]:
+    """Return the names in a directory, none if it does not exist."""
+    try:
+        return files.list_dir(folder)
+    except MissingError:
+        return []
 
 
 def ensure_dir(files: Files, path: str) -> None:
     """Make ``path`` and its parents below the root, each durable in its parent.
 
-    The parent is synced even where the directory was there: another process may have made it a moment ago
-    and not have synced it yet.
+    The parent is synced even if the directory exists, because another process may have made it and not synced it yet.
     """
     names = path.split("/")
     for depth in range(len(names)):
@@ -48,10 +52,14 @@ def ensure_dir(files: Files, path: str) -> None:
 def write_new(
     files: Files, path: str, fill: Callable[[NewFile], None], *, patched: bool = False, most: int = 0
 ) -> None:
-    """Write a file that did not exist; returns when it is durable under its name.
+    """Write a file under a free name; it is durable on return. Raises ExistsError if the name is taken.
 
-    ``fill`` writes the content. ExistsError where the name is taken: what is there stays as it is. patched: ``fill``
-    may call ``write_at``. most: bytes that a payload may come to; 0: a record.
+    Args:
+        files: The storage.
+        path: Name of the file.
+        fill: Writes the content.
+        patched: Whether ``fill`` may call ``write_at``.
+        most: Largest size of a payload in bytes; 0 for a record.
     """
     if isinstance(files, WholeFiles):
         files.put_new(path, fill, patched=patched, most=most)
@@ -66,7 +74,7 @@ def write_new(
 
 
 def replace_hint(files: Files, path: str, data: bytes) -> None:
-    """Write or replace a small file that is only ever a hint."""
+    """Write or replace a small file that is only a hint."""
     if isinstance(files, WholeFiles):
         files.replace(path, data)
         return
@@ -81,7 +89,7 @@ def replace_hint(files: Files, path: str, data: bytes) -> None:
 
 
 def remove_all(files: Files, paths: Sequence[str]) -> None:
-    """Remove files, those of them that are there. Not durable yet; interrupted, any of them may be left."""
+    """Remove the files that exist, without a sync; if interrupted, any of them may remain."""
     if isinstance(files, WholeFiles):
         files.unlink_all(paths)
         return

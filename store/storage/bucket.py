@@ -1,16 +1,8 @@
-"""Options, requests, retries, error mapping (obstore).
+"""Send requests to one bucket with obstore: retried, bounded in time, with errors mapped to the project's.
 
-What an object store's refusals are in our words, and which of them may pass.
-
-Goes by the library's classes, and where those say no more than that something went wrong by what the server answered.
-
-What a bucket is reached with. Values only; credentials are never among them: they come from the environment.
-
-Requests to one bucket: retried, bounded in time, their errors in our words. The one user of obstore.
-
-An answer that did not come says nothing about what happened. So an object that must not exist yet is put on the
-condition that it does not, and where the answer is no, or none comes, it is read: what has our very bytes is ours. It
-does not know what objects mean. Any thread may use it.
+A missing answer does not tell whether a request was carried out. So a new object is put on the condition that it does
+not exist, and after a refusal or no answer it is read: an object with exactly our bytes is ours. Credentials come only
+from the environment. Any thread may use a bucket.
 """
 
 from __future__ import annotations
@@ -30,7 +22,7 @@ _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>(\w+)</Code>")
 
 _LOST = "Received redirect without LOCATION"
-"""How the library says that the bucket is in another region."""
+"""obstore's message when the bucket is in another region."""
 
 _PASSING = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 
@@ -48,18 +40,18 @@ _ADVICE = {
     "ExpiredToken": _CHECK_KEYS,
     "PermanentRedirect": _CHECK_REGION,
     "AuthorizationHeaderMalformed": _CHECK_REGION,
-    "NotImplemented": "the server cannot put on a condition (If-None-Match), which a commit needs: take one that can",
-    "SlowDown": "the server asks for fewer requests, and did so until the time was up",
+    "NotImplemented": "the server lacks conditional puts (If-None-Match), which a commit needs: use one that has them",
+    "SlowDown": "the server asked for fewer requests until the retries ended",
     "RequestTimeTooSkewed": "the clock of this machine is wrong: set it",
     "EntityTooLarge": "the object is too large for the server",
     "QuotaExceeded": "the quota is used up: free space or run `driftpoint prune STORE`",
 }
 _SIGNS = (
-    (("169.254.", "/latest/api/token"), f"there are no credentials, or they could not be got; {_CHECK_KEYS}"),
+    (("169.254.", "/latest/api/token"), f"there are no credentials, or they could not be fetched; {_CHECK_KEYS}"),
     ((_LOST,), _CHECK_REGION),
     (
         ("invalid path",),
-        "an object is in the way whose key is no path (an empty name, or a dot, between slashes): remove it",
+        "an object has a key that is no path (an empty name, or a dot, between slashes): remove it",
     ),
     (
         ("timed out", "kind: Timeout"),
@@ -70,11 +62,11 @@ _SIGNS = (
         "the server cannot be reached: check `s3: {endpoint: ...}`, or AWS_ENDPOINT_URL",
     ),
 )
-"""What the library says, where the server says nothing, and what to do then."""
+"""Parts of obstore's own messages, and the advice for each."""
 
 
-def library() -> Any:
-    """obstore. UnsupportedError, with what to type, where it is not installed."""
+def import_obstore() -> Any:
+    """Import obstore. Raises UnsupportedError, with the command to install it, if it is missing."""
     try:
         import obstore
         import obstore.exceptions
@@ -85,12 +77,12 @@ def library() -> Any:
 
 
 def is_taken(error: BaseException) -> bool:
-    """Whether a put was refused because something is there, or is being put there at this moment."""
+    """Return whether a put was refused because the object exists or is being put at this moment."""
     return isinstance(error, _exceptions().AlreadyExistsError | _exceptions().PreconditionError)
 
 
 def is_passing(error: BaseException) -> bool:
-    """Whether another try may go better: no answer came, or one that says so."""
+    """Return whether a retry may succeed: no answer came, or a temporary error."""
     found = _exceptions()
     refused = found.PermissionDeniedError, found.UnauthenticatedError, found.NotSupportedError, found.InvalidPathError
     if isinstance(error, (*refused, FileNotFoundError)):
@@ -103,8 +95,8 @@ def is_passing(error: BaseException) -> bool:
     return isinstance(error, found.GenericError | OSError)
 
 
-def told(error: BaseException, verb: str, where: str) -> StorageError:
-    """The error to raise instead. where: bucket and key."""
+def storage_error(error: BaseException, verb: str, where: str) -> StorageError:
+    """Return the project's error for an error of obstore. ``where`` is bucket and key."""
     text = str(error)
     code = _CODE.search(text)
     advice = _ADVICE.get(code[1] if code else "") or _advice(error, text)
@@ -125,13 +117,13 @@ def _advice(error: BaseException, text: str) -> str:
 
 
 def _short(text: str) -> str:
-    """An answer without the library's own view of it, on one line."""
+    """Return a server's answer on one line, without the library's debug output."""
     plain = text.split("\n\nDebug source", 1)[0]
     return " ".join(re.sub(r"<[^>]*>", " ", plain).split())[:240]
 
 
 def _exceptions() -> Any:
-    return library().exceptions
+    return import_obstore().exceptions
 
 
 MIB = 1 << 20
@@ -140,13 +132,18 @@ _PARTS = 9000
 
 @dataclass(frozen=True)
 class ObjectOptions:
-    """endpoint, region, allow_http: None: what the environment says (``AWS_ENDPOINT_URL``, ``AWS_REGION``,
-    ``AWS_ALLOW_HTTP``). virtual_hosted: the bucket is part of the host's name.
+    """Settings of an object store.
 
-    request_seconds: for one request and its answer. retry_seconds: from the first try of an operation until it fails.
-    part_mib: size of the parts that large payloads go in; what is no larger goes in one request. connections: parts on
-    their way at once, or ranges. spool: directory for payloads whose header is known last; None: the system's for
-    temporary files."""
+    Args:
+        endpoint, region, allow_http: None for the environment's (``AWS_ENDPOINT_URL``, ``AWS_REGION``,
+            ``AWS_ALLOW_HTTP``).
+        virtual_hosted: Whether the bucket is part of the host name.
+        request_seconds: Time limit of one request.
+        retry_seconds: Time limit of one operation with all retries.
+        part_mib: Size of the parts of large payloads; smaller ones take one request.
+        connections: Parallel parts or ranges.
+        spool: Directory for payloads whose header is written last; None for the system's temporary directory.
+    """
 
     endpoint: str | None = None
     region: str | None = None
@@ -159,41 +156,41 @@ class ObjectOptions:
     spool: str | None = None
 
     def part_bytes(self, most: int = 0) -> int:
-        """Bytes of each part of a payload that may come to ``most``: S3 takes 10 000 of them."""
+        """Return the part size in bytes of a payload of up to ``most`` bytes: S3 allows 10 000 parts."""
         return max(int(self.part_mib * MIB), -(-most // _PARTS))
 
 
 T = TypeVar("T")
 
 OWNER = "driftpoint-write"
-"""Key of the metadata by which an upload in parts is known again."""
+"""Metadata key that identifies an upload in parts."""
 
 
 class Bucket:
-    """One bucket. UnsupportedError where obstore is not installed, StorageError for what it cannot be reached with."""
+    """One bucket. Raises UnsupportedError if obstore is not installed, StorageError for invalid options."""
 
     def __init__(self, name: str, options: ObjectOptions) -> None:
         self.name, self.options = name, options
-        self._lib = library()
+        self._lib = import_obstore()
         self._failures = (self._lib.exceptions.BaseError, OSError)
         try:
-            self._store = self._opened()
+            self._store = self._open()
         except (*self._failures, ValueError) as error:
-            raise told(error, "open", self.where("")) from error
+            raise storage_error(error, "open", self.where("")) from error
 
     def where(self, key: str) -> str:
-        """An object, for people."""
+        """Return the URL of an object for messages."""
         return f"s3://{self.name}/{key}"
 
     def create(self, key: str, data: bytes) -> None:
-        """Have an object of just these bytes under a name that was free. ExistsError where others are there."""
+        """Put an object under a free name. Raises ExistsError if an object with other bytes is there."""
         deadline = self._deadline()
         for pause in _pauses():
             try:
                 self._lib.put(self._store, key, data, mode="create", use_multipart=False)
             except self._failures as error:
                 if not is_taken(error) and not is_passing(error):
-                    raise told(error, "put", self.where(key)) from error
+                    raise storage_error(error, "put", self.where(key)) from error
                 found = self._holds(key, data)
                 if found is False:
                     raise ExistsError(f"cannot put {self.where(key)}: another object is there already") from error
@@ -205,56 +202,56 @@ class Bucket:
             return
 
     def replace(self, key: str, data: bytes) -> None:
-        """Put an object, whatever is there."""
-        self._asked("put", key, lambda: self._lib.put(self._store, key, data, use_multipart=False))
+        """Put an object, replacing any other."""
+        self._retry("put", key, lambda: self._lib.put(self._store, key, data, use_multipart=False))
 
     def get(self, key: str, limit: int) -> bytes | None:
-        """A whole object; None where it has more than ``limit`` bytes. MissingError where there is none."""
+        """Return a whole object, None if it has more than ``limit`` bytes. Raises MissingError."""
 
         def ask() -> bytes | None:
             found = self._lib.get(self._store, key)
             return bytes(found.bytes()) if found.meta["size"] <= limit else None
 
-        return self._asked("read", key, ask)
+        return self._retry("read", key, ask)
 
     def get_range(self, key: str, start: int, stop: int) -> memoryview:
-        """Bytes [start, stop) of an object; it must have them."""
+        """Return bytes [start, stop) of an object, which must have them."""
         return memoryview(
-            self._asked("read", key, lambda: self._lib.get_range(self._store, key, start=start, end=stop))
+            self._retry("read", key, lambda: self._lib.get_range(self._store, key, start=start, end=stop))
         )
 
     def size(self, key: str) -> int:
-        """Bytes of an object. MissingError where there is none."""
-        found = self._asked("look at", key, lambda: self._lib.head(self._store, key))
+        """Return the size of an object in bytes. Raises MissingError."""
+        found = self._retry("look at", key, lambda: self._lib.head(self._store, key))
         return int(found["size"])
 
     def modified(self, key: str) -> float:
-        """When an object was put, by the server's clock, in seconds since 1970. MissingError where there is none."""
-        found = self._asked("look at", key, lambda: self._lib.head(self._store, key))
+        """Return when an object was put, by the server's clock, in seconds since 1970. Raises MissingError."""
+        found = self._retry("look at", key, lambda: self._lib.head(self._store, key))
         return float(found["last_modified"].timestamp())
 
     def upload_at(self, key: str) -> tuple[str | None, int]:
-        """What an upload left as its :data:`OWNER`, and its bytes. MissingError where there is no object."""
-        found = self._asked("look at", key, lambda: self._lib.get(self._store, key, options={"head": True}))
+        """Return the :data:`OWNER` of an upload, and its size in bytes. Raises MissingError."""
+        found = self._retry("look at", key, lambda: self._lib.get(self._store, key, options={"head": True}))
         return dict(found.attributes).get(OWNER), int(found.meta["size"])
 
     def names(self, prefix: str) -> list[str]:
-        """What stands directly below a prefix (ending in ``/``, or empty), however much it is, sorted."""
+        """Return all names directly below a prefix (ending in ``/``, or empty), sorted."""
         folder = prefix.rstrip("/")
-        found = self._asked("list", prefix, lambda: self._lib.list_with_delimiter(self._store, folder or None))
+        found = self._retry("list", prefix, lambda: self._lib.list_with_delimiter(self._store, folder or None))
         below = [*found["common_prefixes"], *(one["path"] for one in found["objects"])]
-        # Consoles make a folder of an empty object that is called like it: that is not in it.
+        # Consoles represent a folder by an empty object with its name, which is not part of its contents.
         return sorted({key.rstrip("/").rpartition("/")[2] for key in below if key.rstrip("/") != folder})
 
     def delete(self, keys: Sequence[str]) -> None:
-        """Remove objects, those of them that are there, a thousand in a request."""
+        """Remove the objects that exist, a thousand in a request."""
         if not keys:
             return
         with suppress(MissingError):
-            self._asked("delete", keys[0], lambda: self._lib.delete(self._store, list(keys)))
+            self._retry("delete", keys[0], lambda: self._lib.delete(self._store, list(keys)))
 
     def writer(self, key: str, owner: str, part_bytes: int) -> Any:
-        """An upload in parts, replacing what is there when its ``with`` ends well: takes ``write(bytes)``."""
+        """Return a context manager with ``write(bytes)`` that uploads in parts and replaces the object on success."""
         return self._lib.open_writer(
             self._store,
             key,
@@ -264,7 +261,7 @@ class Bucket:
         )
 
     def upload(self, key: str, owner: str, source: Any, part_bytes: int) -> None:
-        """Put a file's bytes, in parts, replacing what is there."""
+        """Upload a file in parts, replacing the object."""
         self._lib.put(
             self._store,
             key,
@@ -276,31 +273,30 @@ class Bucket:
         )
 
     def failed(self, error: BaseException, verb: str, key: str) -> StorageError:
-        """An error of :meth:`writer` or :meth:`upload` in our words."""
-        return told(error, verb, self.where(key))
+        """Return the project's error for an error of :meth:`writer` or :meth:`upload`."""
+        return storage_error(error, verb, self.where(key))
 
     @property
     def failures(self) -> tuple[type[BaseException], ...]:
-        """What :meth:`writer` and :meth:`upload` may raise."""
+        """Errors that :meth:`writer` and :meth:`upload` may raise."""
         return self._failures
 
     def _holds(self, key: str, data: bytes) -> bool | None:
-        """Whether an object is these bytes; None where there is none."""
+        """Return whether an object has these bytes; None if there is none."""
         try:
             return self.get(key, len(data)) == data
         except MissingError:
             return None
 
-    def _asked(self, verb: str, key: str, ask: Callable[[], T]) -> T:
-        """The answer to what may be asked twice. The library asks again by itself, but not where the server may have
-        carried out a request that it takes to be a change."""
+    def _retry(self, verb: str, key: str, ask: Callable[[], T]) -> T:
+        """Run an idempotent request with retries; obstore does not retry those that it considers changes."""
         deadline = self._deadline()
         for pause in _pauses():
             try:
                 return ask()
             except self._failures as error:
                 if not is_passing(error):
-                    raise told(error, verb, self.where(key)) from error
+                    raise storage_error(error, verb, self.where(key)) from error
                 if time.monotonic() >= deadline:
                     raise self._gave_up(error, verb, key) from error
             time.sleep(pause)
@@ -310,12 +306,12 @@ class Bucket:
         return time.monotonic() + self.options.retry_seconds
 
     def _gave_up(self, error: BaseException, verb: str, key: str) -> StorageError:
-        """A refusal that might have passed and did not: never that a name is free or taken."""
-        found = told(error, verb, self.where(key))
+        """Return the error after the last retry, which never claims that a name is free or taken."""
+        found = storage_error(error, verb, self.where(key))
         contradicted = "" if type(found) is StorageError else ", and the answers contradict each other"
         return UnreachableError(f"{found}{contradicted}")
 
-    def _opened(self) -> Any:
+    def _open(self) -> Any:
         given = self.options
         config: dict[str, Any] = {"virtual_hosted_style_request": given.virtual_hosted}
         if given.endpoint is not None:
@@ -333,7 +329,7 @@ class Bucket:
 
 
 def _pauses() -> Iterator[float]:
-    """Seconds between tries, without end."""
+    """Yield the seconds between retries, without end."""
     yield from (0.1, 0.2, 0.5, 1.0, 2.0)
     while True:
         yield 5.0

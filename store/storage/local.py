@@ -1,10 +1,8 @@
-"""The one interface through which a store touches storage.
+"""Define the interface to a store's files, and implement it for a local or shared filesystem.
 
-Everything that writes or deletes goes through :class:`Files`, so that a test can put a simulated disk in its
-place and enumerate what a crash may leave behind. Paths are relative, with ``/`` between names; a path that
-would leave the store (absolute, ``..``, through a symbolic link) is refused here and nowhere else.
-
-It does not know what is stored: no format, no names, no order of operations. That is ``durable``'s room.
+All storage access goes through :class:`Files`, so that tests can replace it by a simulated disk and enumerate the
+states after a crash. Paths are relative, with ``/`` between names; paths that leave the store (absolute, ``..``, by a
+symbolic link) are refused here. The order of operations is in :mod:`store.storage.atomic`.
 """
 
 from __future__ import annotations
@@ -25,120 +23,96 @@ class NewFile(Protocol):
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         """Append all of ``data``."""
-        ...
 
     def write_at(self, offset: int, data: bytes | bytearray | memoryview) -> None:
-        """Overwrite bytes that were written before, from ``offset``. ValueError beyond what was written."""
-        ...
+        """Overwrite written bytes from ``offset``. Raises ValueError beyond the end."""
 
     def sync(self) -> None:
-        """Return when the bytes would survive a power loss."""
-        ...
+        """Make the bytes durable against a power loss."""
 
     def close(self) -> None:
-        """Give the descriptor back."""
-        ...
+        """Close the file."""
 
 
 class Files(Protocol):
     """File operations below one root. Raises :class:`StorageError` and its children only."""
 
     def create(self, path: str) -> NewFile:
-        """Open a new file for writing. ExistsError where the name is taken."""
-        ...
+        """Open a new file for writing. Raises ExistsError if the name is taken."""
 
     def link(self, source: str, target: str) -> None:
-        """Give the file a second name. ExistsError where it is taken: this is how nothing gets replaced."""
-        ...
+        """Give the file a second name, without replacing. Raises ExistsError if it is taken."""
 
     def rename(self, source: str, target: str) -> None:
         """Move a file, replacing the target."""
-        ...
 
     def unlink(self, path: str) -> None:
-        """Remove one name of a file. MissingError where there is none."""
-        ...
+        """Remove one name of a file. Raises MissingError."""
 
     def make_dir(self, path: str) -> bool:
-        """Make one directory; False where it was there already."""
-        ...
+        """Make one directory. Return False if it exists."""
 
     def remove_dir(self, path: str) -> None:
         """Remove an empty directory."""
-        ...
 
     def sync_dir(self, path: str) -> None:
-        """Return when the names in the directory would survive a power loss. ``""`` is the root."""
-        ...
+        """Make the names in the directory durable against a power loss. ``""`` is the root."""
 
     def list_dir(self, path: str) -> list[str]:
-        """Names in the directory, sorted. MissingError where it is not there."""
-        ...
+        """Return the names in the directory, sorted. Raises MissingError."""
 
     def size(self, path: str) -> int:
-        """Bytes in a regular file. MissingError where there is none."""
-        ...
+        """Return the size of a regular file in bytes. Raises MissingError."""
 
     def read(self, path: str, limit: int) -> bytes:
-        """A whole small file. DamagedError where it is larger than ``limit`` bytes."""
-        ...
+        """Return a whole small file. Raises DamagedError if it is larger than ``limit`` bytes."""
 
     def read_into(self, path: str, offset: int, target: memoryview) -> None:
-        """Fill ``target`` from ``offset``. DamagedError where the file ends early."""
-        ...
+        """Fill ``target`` from ``offset``. Raises DamagedError if the file ends early."""
 
 
 @runtime_checkable
 class WholeFiles(Protocol):
-    """Besides, storage under whose names files only ever show whole, and that needs no temporary ones for it."""
+    """Additional operations of storage that shows files only when they are whole, without temporary names."""
 
     def put_new(self, path: str, fill: Callable[[NewFile], None], *, patched: bool, most: int) -> None:
-        """Write a file under a name that must be free; durable on return. ExistsError where another file has it.
-
-        patched: ``fill`` may call ``write_at``. most: bytes that a payload may come to; 0: a record."""
-        ...
+        """Write a file durably under a free name, as :func:`store.storage.atomic.write_new` does."""
 
     def replace(self, path: str, data: bytes) -> None:
         """Write or replace a small file; durable on return."""
-        ...
 
     def unlink_all(self, paths: Sequence[str]) -> None:
-        """Remove files, those of them that are there, in no order."""
-        ...
+        """Remove the files that exist, in any order."""
 
 
 class LocalFiles:
-    """A directory of this machine, or of a shared filesystem mounted on it."""
+    """Files below a directory of a local or shared filesystem."""
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.root = Path(root).absolute()
 
     def create(self, path: str) -> NewFile:
-        """See :class:`Files`."""
-        with self._told("create", path):
+        with self._translate_errors("create", path):
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
             return _LocalNewFile(os.open(self._at(path), flags, 0o644), str(self.root / path))
 
     def link(self, source: str, target: str) -> None:
-        """See :class:`Files`."""
-        with self._told("link", target):
+        with self._translate_errors("link", target):
             os.link(self._at(source), self._at(target), follow_symlinks=False)
 
     def rename(self, source: str, target: str) -> None:
-        """See :class:`Files`."""
-        with self._told("rename", target):
+        with self._translate_errors("rename", target):
             os.replace(self._at(source), self._at(target))  # noqa: PTH105 - a string: this runs by the ten thousand
 
     def unlink(self, path: str) -> None:
-        """See :class:`Files`."""
-        with self._told("unlink", path):
+        with self._translate_errors("unlink", path):
             os.unlink(self._at(path))  # noqa: PTH108
 
     def make_dir(self, path: str) -> bool:
-        """See :class:`Files`. The root itself is ``""``; its missing parents are made and synced too."""
+        """Make one directory. For the root, ``""``, its missing parents are made and synced too."""
         if path == "":
             return self._make_root()
-        with self._told("mkdir", path):
+        with self._translate_errors("mkdir", path):
             try:
                 os.mkdir(self._at(path))  # noqa: PTH102
             except FileExistsError:
@@ -146,29 +120,24 @@ class LocalFiles:
             return True
 
     def remove_dir(self, path: str) -> None:
-        """See :class:`Files`."""
-        with self._told("rmdir", path):
+        with self._translate_errors("rmdir", path):
             os.rmdir(self._directory_at(path))  # noqa: PTH106
 
     def sync_dir(self, path: str) -> None:
-        """See :class:`Files`."""
-        with self._told("fsync directory", path):
+        with self._translate_errors("fsync directory", path):
             _sync_directory(self._directory_at(path))
 
     def list_dir(self, path: str) -> list[str]:
-        """See :class:`Files`."""
-        with self._told("list", path):
+        with self._translate_errors("list", path):
             return sorted(os.listdir(self._directory_at(path)))  # noqa: PTH208 - names, not paths
 
     def size(self, path: str) -> int:
-        """See :class:`Files`."""
-        with self._told("stat", path):
+        with self._translate_errors("stat", path):
             status = os.lstat(self._at(path))
         self._require_regular(status, path)
         return status.st_size
 
     def read(self, path: str, limit: int) -> bytes:
-        """See :class:`Files`."""
         with self._opened(path) as descriptor:
             size = os.fstat(descriptor).st_size
             if size > limit:
@@ -178,19 +147,17 @@ class LocalFiles:
             return bytes(data)
 
     def read_into(self, path: str, offset: int, target: memoryview) -> None:
-        """See :class:`Files`."""
         with self._opened(path) as descriptor:
             _fill(descriptor, offset, target, self.root / path)
 
     def expect(self, path: str, offset: int, nbytes: int) -> None:
-        """See :class:`store.fragments.ReadPlan`: the kernel reads it into the page cache."""
         with suppress(StorageError, DamagedError), self._opened(path) as descriptor:
             os.posix_fadvise(descriptor, offset, nbytes, os.POSIX_FADV_WILLNEED)
 
     def _make_root(self) -> bool:
-        with self._told("mkdir", ""):
+        with self._translate_errors("mkdir", ""):
             missing = [p for p in (self.root, *self.root.parents) if not p.exists()]
-            # The deepest directory that is there may be the work of a process that was killed before it synced.
+            # The deepest existing directory may have been made by a process that was killed before it synced.
             _sync_parent_if_allowed(missing[-1].parent if missing else self.root)
             for directory in reversed(missing):
                 directory.mkdir(exist_ok=True)
@@ -204,18 +171,18 @@ class LocalFiles:
         place = str(self.root)
         for name in names[:-1]:
             place = f"{place}/{name}"
-            _refuse_link(place)
+            _require_no_link(place)
         return f"{place}/{names[-1]}" if names else place
 
     def _directory_at(self, path: str) -> str:
         place = self._at(path)
         if path:
-            _refuse_link(place)
+            _require_no_link(place)
         return place
 
     @contextmanager
     def _opened(self, path: str) -> Iterator[int]:
-        with self._told("read", path):
+        with self._translate_errors("read", path):
             descriptor = os.open(self._at(path), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             try:
                 self._require_regular(os.fstat(descriptor), path)
@@ -228,14 +195,14 @@ class LocalFiles:
             raise DamagedError(f"{self.root / path} is not a regular file")
 
     @contextmanager
-    def _told(self, verb: str, path: str) -> Iterator[None]:
+    def _translate_errors(self, verb: str, path: str) -> Iterator[None]:
         try:
             yield
         except OSError as error:
-            raise _translated(error, verb, self.root / path) from error
+            raise _storage_error(error, verb, self.root / path) from error
 
 
-_HAND_ON = 1 << 24
+_WRITE_BACK = 1 << 24
 
 
 class _LocalNewFile:
@@ -243,27 +210,27 @@ class _LocalNewFile:
         self._descriptor = descriptor
         self._path = path
         self._written = 0
-        self._handed_on = 0
+        self._write_back_from = 0
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         view = memoryview(data)
         rest = view.cast("B") if view.nbytes else memoryview(b"")  # an empty view of several dimensions has no cast
         descriptor = self._opened("write")
-        with self._told("write"):
+        with self._translate_errors("write"):
             while len(rest):
                 done = os.write(descriptor, rest[: 1 << 24])
-                if done == 0:  # never on a sane filesystem; asking again for ever would hang the saver
+                if done == 0:  # does not happen on a working filesystem; retrying would hang the save
                     raise OSError(errno.EIO, os.strerror(errno.EIO))
                 rest = rest[done:]
                 self._written += done
-                self._hand_on(descriptor)
+                self._start_write_back(descriptor)
 
     def write_at(self, offset: int, data: bytes | bytearray | memoryview) -> None:
         rest = memoryview(data).cast("B") if memoryview(data).nbytes else memoryview(b"")
         if offset < 0 or offset + len(rest) > self._written:
             raise ValueError(f"bytes {offset} to {offset + len(rest)} of {self._path} were never written")
         descriptor = self._opened("write")
-        with self._told("write"):
+        with self._translate_errors("write"):
             while len(rest):
                 done = os.pwrite(descriptor, rest[: 1 << 24], offset)
                 if done == 0:
@@ -272,7 +239,7 @@ class _LocalNewFile:
 
     def sync(self) -> None:
         descriptor = self._opened("fsync")
-        with self._told("fsync"):
+        with self._translate_errors("fsync"):
             os.fsync(descriptor)
             found = os.fstat(descriptor).st_size
         if found != self._written:
@@ -282,16 +249,16 @@ class _LocalNewFile:
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor < 0:
             return
-        with self._told("close"):
+        with self._translate_errors("close"):
             os.close(descriptor)
 
-    def _hand_on(self, descriptor: int) -> None:
+    def _start_write_back(self, descriptor: int) -> None:
         # The kernel would begin to write only when fsync asks: the device would idle while we copy and hash.
         # The advice starts write-back; errors of it still reach fsync.
-        ready = self._written - self._handed_on
-        if ready >= _HAND_ON:
-            os.posix_fadvise(descriptor, self._handed_on, ready, os.POSIX_FADV_DONTNEED)
-            self._handed_on = self._written
+        ready = self._written - self._write_back_from
+        if ready >= _WRITE_BACK:
+            os.posix_fadvise(descriptor, self._write_back_from, ready, os.POSIX_FADV_DONTNEED)
+            self._write_back_from = self._written
 
     def _opened(self, verb: str) -> int:
         if self._descriptor < 0:
@@ -299,11 +266,11 @@ class _LocalNewFile:
         return self._descriptor
 
     @contextmanager
-    def _told(self, verb: str) -> Iterator[None]:
+    def _translate_errors(self, verb: str) -> Iterator[None]:
         try:
             yield
         except OSError as error:
-            raise _translated(error, verb, Path(self._path)) from error
+            raise _storage_error(error, verb, Path(self._path)) from error
 
 
 def _sync_directory(path: str | Path) -> None:
@@ -315,12 +282,12 @@ def _sync_directory(path: str | Path) -> None:
 
 
 def _sync_parent_if_allowed(directory: Path) -> None:
-    # A directory that this user may pass through but not read was made, and synced, by somebody else.
+    # A directory that this user cannot read was made, and synced, by another user.
     with suppress(PermissionError):
         _sync_directory(directory.parent)
 
 
-def _refuse_link(place: str) -> None:
+def _require_no_link(place: str) -> None:
     if stat.S_ISLNK(os.lstat(place).st_mode):
         raise DamagedError(f"{place} leads out of the store through a symbolic link; put the directory itself there")
 
@@ -347,7 +314,7 @@ _ADVICE = {
 }
 
 
-def _translated(error: OSError, verb: str, path: Path) -> StorageError:
+def _storage_error(error: OSError, verb: str, path: Path) -> StorageError:
     number = error.errno or 0
     reason = _ADVICE.get(number, os.strerror(number) if number else str(error))
     kind = {errno.ENOENT: MissingError, errno.EEXIST: ExistsError}.get(number, StorageError)

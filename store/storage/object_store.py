@@ -1,26 +1,10 @@
-"""Files on an object store; range reads.
+"""Keep a store's files as whole objects, put once each, and read them by ranges.
 
-Reading objects by ranges: what is read front to back comes ahead of being asked for, several ranges at once.
+There are no temporary names, links, renames or syncs: an object appears when it is complete, and an acknowledged put is
+durable. Directories are common prefixes of keys, so every directory exists and may be empty.
 
-A block read ahead belongs to one thread and goes when it is used up; nothing is kept that could be given twice. Objects
-are never changed, so what was read of one stays right. It does not know what is read.
-
-A store's files as objects: whole ones, put once each, under keys that look like paths.
-
-There are no temporary names: an object shows when all of it is there, and an acknowledged put is durable. So links,
-renames and syncs have nothing to do here. Directories are what keys have in common: one in which nothing is stands for
-one that is there and empty, which is why no list is ever missing.
-
-Invariant: but for :meth:`ObjectFiles.replace` (hints), and for large payloads, whose names are one writer's own, no put
+Invariant: except for :meth:`ObjectFiles.replace` (hints) and large payloads, whose names belong to one writer, no put
 can replace an object.
-
-Stores in an object store: ``store.storage.local.Files`` by whole objects, put once each.
-
-options   what a bucket is reached with
-bucket    requests to one bucket: retried, bounded in time, their errors in our words; the one user of obstore
-newfile   a file while it is written: in memory, streamed, or spooled
-reader    ranges read ahead
-files     the operations of a store's files, by requests
 """
 
 from __future__ import annotations
@@ -39,12 +23,12 @@ from store.storage.local import NewFile
 from store.storage.object_writer import NewObject
 
 _LARGEST = 4 * MIB
-"""Bytes of one request."""
+"""Largest request in bytes."""
 
 
 @dataclass
 class _Place:
-    """Where a thread's last read ended, and what was read beyond it. size: of the object. window: bytes read ahead."""
+    """End of a thread's last read, and the block that was read ahead. ``size`` is that of the object."""
 
     key: str
     size: int
@@ -54,7 +38,7 @@ class _Place:
 
 
 class Reader:
-    """Of one bucket. Any thread."""
+    """Reads objects of one bucket; sequential reads are fetched ahead, in parallel ranges, for each thread."""
 
     def __init__(self, bucket: Bucket) -> None:
         self._bucket = bucket
@@ -64,7 +48,7 @@ class Reader:
         self._pool: ThreadPoolExecutor | None = None
 
     def read_into(self, key: str, offset: int, target: memoryview) -> None:
-        """Fill ``target`` from ``offset``. DamagedError where the object ends early; MissingError without one."""
+        """Fill ``target`` from ``offset``. Raises DamagedError if the object ends early, MissingError."""
         rest = target.cast("B") if target.nbytes else memoryview(b"")
         place = self._place(key, offset)
         if offset + len(rest) > place.size:
@@ -109,7 +93,7 @@ class Reader:
 
 
 class ObjectFiles:
-    """See :class:`store.storage.local.Files` and :class:`store.storage.local.WholeFiles`. root: for people."""
+    """:class:`store.storage.local.Files` and :class:`store.storage.local.WholeFiles` below a prefix of a bucket."""
 
     def __init__(self, root: Path, bucket: str, prefix: str, options: ObjectOptions) -> None:
         self.root = root
@@ -118,7 +102,6 @@ class ObjectFiles:
         self._prefix = f"{prefix}/" if prefix else ""
 
     def put_new(self, path: str, fill: Callable[[NewFile], None], *, patched: bool, most: int) -> None:
-        """See :class:`store.storage.local.WholeFiles`."""
         file = NewObject(self._bucket, self._key(path), patched=patched, most=most)
         try:
             fill(file)
@@ -127,81 +110,69 @@ class ObjectFiles:
             file.close()
 
     def replace(self, path: str, data: bytes) -> None:
-        """See :class:`store.storage.local.WholeFiles`."""
         self._bucket.replace(self._key(path), data)
 
     def require_conditional_puts(self) -> None:
-        """Try whether the server keeps a condition. UnsupportedError where it replaces what it must not."""
+        """Raise UnsupportedError if the server ignores the condition of a put (If-None-Match)."""
         for _ in range(2):
             try:
                 self._bucket.create(self._key(PROBE), secrets.token_hex(16).encode())
             except ExistsError:
                 return
         raise UnsupportedError(
-            f"the server of {self.root} puts objects over others although it is told not to (If-None-Match: *): two "
-            "jobs could commit over one another. Use S3 itself, or a server with conditional writes"
+            f"the server of {self.root} ignores If-None-Match and replaces objects, so two jobs could commit over one "
+            "another. Use S3 itself, or a server with conditional writes"
         )
 
     def create(self, path: str) -> NewFile:
-        """Refused: files are put whole."""
         raise self._refused("create", path)
 
     def link(self, source: str, target: str) -> None:  # noqa: ARG002
-        """Refused."""
         raise self._refused("link", target)
 
     def rename(self, source: str, target: str) -> None:  # noqa: ARG002
-        """Refused."""
         raise self._refused("rename", target)
 
     def unlink(self, path: str) -> None:
-        """Remove a file. Nothing is said where there is none."""
+        """Remove a file, if it exists."""
         self._bucket.delete([self._key(path)])
 
     def unlink_all(self, paths: Sequence[str]) -> None:
-        """See :class:`store.storage.local.WholeFiles`."""
         self._bucket.delete([self._key(path) for path in paths])
 
     def make_dir(self, path: str) -> bool:
-        """Nothing to make. False: it is there."""
         self._checked(path)
         return False
 
     def remove_dir(self, path: str) -> None:
-        """Nothing to remove: it is gone with what was in it."""
         self._checked(path)
 
     def sync_dir(self, path: str) -> None:
-        """Nothing to wait for."""
         self._checked(path)
 
     def list_dir(self, path: str) -> list[str]:
-        """See :class:`store.storage.local.Files`; empty where there is nothing."""
         self._checked(path)
         return self._bucket.names(f"{self._prefix}{path}/" if path else self._prefix)
 
     def size(self, path: str) -> int:
-        """See :class:`store.storage.local.Files`."""
         return self._bucket.size(self._key(path))
 
     def modified(self, path: str) -> float:
-        """When a file was put, by the server's clock, in seconds since 1970."""
+        """Return when a file was put, by the server's clock, in seconds since 1970."""
         return self._bucket.modified(self._key(path))
 
     @property
     def part_bytes(self) -> int:
-        """Payloads that are no larger go in one request."""
+        """Largest payload that is put in one request."""
         return self._bucket.options.part_bytes()
 
     def read(self, path: str, limit: int) -> bytes:
-        """See :class:`store.storage.local.Files`."""
         data = self._bucket.get(self._key(path), limit)
         if data is None:
             raise DamagedError(f"{self.root}/{path} has more than the {limit} bytes such a file can have")
         return data
 
     def read_into(self, path: str, offset: int, target: memoryview) -> None:
-        """See :class:`store.storage.local.Files`."""
         self._reader.read_into(self._key(path), offset, target)
 
     def _key(self, path: str) -> str:

@@ -1,11 +1,9 @@
-"""An object while it is written: in memory as long as it is small, then in parts, or spooled to a local file.
+"""Write an object: in memory while it is small, then in parts, or spooled to a local file.
 
-Records and small payloads go in one request that cannot replace anything. Large payloads go in parts, which S3 puts
-together at the end: as they are written, or, where the beginning is written last, from a file without a name on
-this machine. Parts come with a condition in no library at hand; their names are one writer's own (a save's, a rank's),
-they carry a token, and what is found under the name afterwards has to carry it, too.
-
-One thread writes a file.
+Records and small payloads are put in one conditional request that cannot replace an object. Large payloads are uploaded
+in parts: as they are written, or, if their beginning is written last, from an unnamed temporary file. obstore has no
+conditional upload in parts, but the name belongs to one writer (one rank of one save), and the object found there
+afterwards must carry the upload's token. One thread writes a file.
 """
 
 from __future__ import annotations
@@ -22,9 +20,11 @@ from store.storage.bucket import Bucket
 
 
 class NewObject:
-    """A :class:`store.storage.local.NewFile`, put by :meth:`publish`. patched: ``write_at`` will be called. most:
-    bytes that
-    it may come to, of a payload; 0: a record, which is never large and never replaces anything."""
+    """A :class:`store.storage.local.NewFile` that :meth:`publish` puts; ``sync`` does nothing.
+
+    ``patched``: ``write_at`` will be called. ``most``: largest size of a payload in bytes; 0 for a record, which is
+    never large and never replaces an object.
+    """
 
     def __init__(self, bucket: Bucket, key: str, *, patched: bool, most: int) -> None:
         self._bucket, self._key = bucket, key
@@ -35,7 +35,6 @@ class NewObject:
         self._size = 0
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        """See :class:`store.storage.local.NewFile`."""
         self._require_open("write")
         view = memoryview(data)
         flat = view.cast("B") if view.nbytes else memoryview(b"")
@@ -50,7 +49,6 @@ class NewObject:
             self._large.write(flat)
 
     def write_at(self, offset: int, data: bytes | bytearray | memoryview) -> None:
-        """See :class:`store.storage.local.NewFile`."""
         flat = memoryview(data).cast("B") if memoryview(data).nbytes else memoryview(b"")
         if offset < 0 or offset + len(flat) > self._size:
             raise ValueError(f"bytes {offset} to {offset + len(flat)} of {self._key} were never written")
@@ -60,14 +58,13 @@ class NewObject:
         elif isinstance(self._large, _Spooled):
             self._large.write_at(offset, flat)
         else:
-            raise ValueError(f"{self._key} was begun as one whose bytes are not written again")
+            raise ValueError(f"{self._key} was opened without `patched`, so its bytes cannot be written again")
 
     def sync(self) -> None:
-        """Nothing yet: :meth:`publish` returns when all is durable."""
         self._require_open("sync")
 
     def close(self) -> None:
-        """Give up what was not published."""
+        """Discard unpublished bytes."""
         self._closed = True
         self._head = bytearray()
         large, self._large = self._large, None
@@ -75,7 +72,7 @@ class NewObject:
             large.abandon()
 
     def publish(self) -> None:
-        """Have it under its name, durable. ExistsError where the name is taken."""
+        """Put the object under its name, durably. Raises ExistsError if the name is taken."""
         self._require_open("put")
         if self._large is None:
             self._bucket.create(self._key, bytes(self._head))
@@ -97,14 +94,14 @@ class NewObject:
 
 
 class _Upload:
-    """What both kinds have in common: a token, by which an upload whose answer was lost is known again."""
+    """Base of uploads: a token identifies an upload whose answer was lost."""
 
     def __init__(self, bucket: Bucket, key: str, part: int) -> None:
         self._bucket, self._key, self._part = bucket, key, part
         self._token = secrets.token_hex(16)
 
     def require_own(self, nbytes: int) -> None:
-        """What is there now carries this upload's token, and has so many bytes. StorageError."""
+        """Raise StorageError unless the object carries this upload's token and has ``nbytes`` bytes."""
         owner, found = self._bucket.upload_at(self._key)
         if owner != self._token:
             raise StorageError(f"{self._bucket.where(self._key)} was replaced by another upload while it was put")
@@ -121,7 +118,7 @@ class _Upload:
 
 
 class _Streamed(_Upload):
-    """Parts leave as they fill; as many as there are connections are in memory."""
+    """Uploads parts as they fill; at most ``connections`` parts are in memory."""
 
     def __init__(self, bucket: Bucket, key: str, part: int) -> None:
         super().__init__(bucket, key, part)
@@ -130,7 +127,7 @@ class _Streamed(_Upload):
 
     def write(self, data: bytearray | memoryview) -> None:
         try:
-            self._writer.write(bytes(data))  # it keeps a view of what it is given until the part is on its way
+            self._writer.write(bytes(data))  # the writer keeps a view of the data until the part is sent
         except self._bucket.failures as error:
             raise self._bucket.failed(error, "upload", self._key) from error
 
@@ -141,7 +138,7 @@ class _Streamed(_Upload):
             self._require_ours(error)
 
     def abandon(self) -> None:
-        """Have the parts removed. Where that fails they stay until the bucket's own rule removes them."""
+        """Remove the parts. If that fails they stay until the bucket's lifecycle rule removes them."""
         try:
             self._stack.__exit__(StorageError, StorageError("given up"), None)
         except self._bucket.failures:
@@ -149,7 +146,7 @@ class _Streamed(_Upload):
 
 
 class _Spooled(_Upload):
-    """A file that has no name, so that nothing is left of it however the process ends."""
+    """Spools to an unnamed file, of which nothing remains when the process ends."""
 
     def __init__(self, bucket: Bucket, key: str, part: int) -> None:
         super().__init__(bucket, key, part)
@@ -183,7 +180,6 @@ class _Spooled(_Upload):
             self._file.close()
 
     def abandon(self) -> None:
-        """Give its room back."""
         self._file.close()
 
     def _refused(self, error: OSError) -> StorageError:

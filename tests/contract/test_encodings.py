@@ -16,7 +16,7 @@ from monitor.save import torch_codecs as encoders
 from store.encoding import BLOCK, CHUNK, ENCODINGS, INT8_SQRT_BLOCK, RAW, Encoding, ValuesError, chunk_sizes
 from store.encoding.base import PIECE, lanes_bytes
 from store.encoding.compression import frame_bound, pack_chunk, packed_bound, unpack_chunk
-from store.encoding.stream import Packing, Read, Stored, chunked, decoded, encoded, split_chunks
+from store.encoding.stream import BaseEntry, Packing, Read, decode_entry, encode_entry, iter_chunks, split_chunks
 from store.errors import DamagedError
 
 Floats = NDArray[np.float32]
@@ -64,7 +64,7 @@ def floats(draw: st.DrawFn) -> Floats:
 
 
 def encode_all(encoding: Encoding, values: Floats) -> NDArray[np.uint8]:
-    return np.concatenate([np.zeros(0, np.uint8), *(encoding.encode(chunk) for chunk in chunked(values))])
+    return np.concatenate([np.zeros(0, np.uint8), *(encoding.encode(chunk) for chunk in iter_chunks(values))])
 
 
 def decode_all(encoding: Encoding, data: NDArray[np.uint8], numel: int) -> Floats:
@@ -73,7 +73,7 @@ def decode_all(encoding: Encoding, data: NDArray[np.uint8], numel: int) -> Float
 
 
 def bounds(encoding: Encoding, values: Floats) -> NDArray[np.float64]:
-    return np.concatenate([np.zeros(0), *(encoding.error_bound(chunk) for chunk in chunked(values))])
+    return np.concatenate([np.zeros(0), *(encoding.error_bound(chunk) for chunk in iter_chunks(values))])
 
 
 def in_torch(name: str, values: Floats) -> tuple[NDArray[np.uint8], bool]:
@@ -244,24 +244,25 @@ def test_packing_loses_nothing_and_never_grows_beyond_its_bound(
 def test_a_fragment_streams_there_and_back(encoding: Encoding, numel: int, kind: str) -> None:
     values = fitting(encoding, normal(numel))
     old = fitting(encoding, values + normal(numel, 1e-5, seed=2))
-    base_chunks = [encoding.encode(chunk) for chunk in chunked(old)] if kind.startswith("difference") else None
+    base_chunks = [encoding.encode(chunk) for chunk in iter_chunks(old)] if kind.startswith("difference") else None
     packing = None if kind == "plain" else Packing(1, base_chunks)
-    data = b"".join(encoded(chunked(values), encoding, numel, "F32", packing))
+    data = b"".join(encode_entry(iter_chunks(values), encoding, numel, "F32", packing))
     if packing is None:
         assert len(data) == encoding.stored_bytes(numel, "F32")
     else:
         assert len(data) <= packed_bound(encoding, numel, "F32")
 
-    def base() -> Stored | None:
+    def base() -> BaseEntry | None:
         if base_chunks is None:
             return None
         packed = kind.endswith("packed")
-        return Stored(
-            reader(b"".join(encoded(chunked(old), encoding, numel, "F32", Packing() if packed else None))), packed
+        return BaseEntry(
+            reader(b"".join(encode_entry(iter_chunks(old), encoding, numel, "F32", Packing() if packed else None))),
+            packed,
         )
 
     def read(stored: bytes) -> Iterator[NDArray[np.float32]]:
-        chunks = decoded(reader(stored), numel, "F32", encoding, packed=packing is not None, base=base())
+        chunks = decode_entry(reader(stored), numel, "F32", encoding, packed=packing is not None, base=base())
         return (chunk.view("<f4") for chunk in chunks)
 
     found = np.concatenate([np.zeros(0, "<f4"), *read(data)])
@@ -288,7 +289,7 @@ def test_only_raw_holds_other_dtypes(lossy: Encoding) -> None:
 def test_a_chunk_of_another_size_is_damage(encoding: Encoding) -> None:
     data = encoding.encode(fitting(encoding, normal(100)))
     for wrong in (data[:-1], np.append(data, np.uint8(0)), data[:0]):
-        with pytest.raises(DamagedError, match="bytes where"):
+        with pytest.raises(DamagedError, match="bytes; "):
             encoding.decode(wrong, 100, "F32")
 
 

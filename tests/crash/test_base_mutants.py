@@ -23,7 +23,7 @@ from store.names import SaveId, Unit
 from store.resolve import newest_resumable, whole_key
 from store.retention import execute, plan_prune
 from store.schema import Entry, ManifestRecord, PartRecord, digest
-from store.segment import Item, Payload, Placed, read_part
+from store.segment import Item, Payload, PayloadPiece, read_part
 from store.storage.atomic import write_new
 from store.storage.local import Files, NewFile
 from store.verify import verify
@@ -113,7 +113,7 @@ def chain(make: Make = SimulatedFiles) -> None:
     job = Chained(make(), Memory(), saves=4)
     resolution, _ = newest_resumable(open_catalog(job.files))
     assert {version.save for version in resolution.versions.values()} == {job.saves[2]}
-    assert "not to be found" in resolution.problems[0]
+    assert "does not hold them" in resolution.problems[0]
     report = verify(open_catalog(job.files))
     assert [commit.state for commit in report.commits] == ["fallback", "ok", "ok", "ok"]
     assert_true_to_write(read_newest(open_catalog(job.files)))
@@ -205,7 +205,9 @@ def header_first(
 
     write_new(files, path, fill)
     ends = list(itertools.accumulate(nbytes for nbytes, _ in found))
-    placed = tuple(Placed(end - nbytes, nbytes, hashed) for end, (nbytes, hashed) in zip(ends, found, strict=True))
+    placed = tuple(
+        PayloadPiece(end - nbytes, nbytes, hashed) for end, (nbytes, hashed) in zip(ends, found, strict=True)
+    )
     return Payload(len(header) + ends[-1], len(header), digest(header), placed)
 
 
@@ -220,9 +222,9 @@ def stored_at_all(stored: Iterable[tuple[PartRecord, Entry]]) -> dict[Any, Sourc
 
 
 CODE_MUTANTS: dict[str, tuple[str, str, object]] = {
-    "bases forgotten by a prune": ("BASES", "_reached", reached_without_bases),
+    "bases forgotten by a prune": ("BASES", "_needed_groups", reached_without_bases),
     "hash of encoded bytes not checked": ("WRONG BASE", "check_encoded", lambda source, found: None),
-    "a base that is a difference itself": ("CHAIN", "stored_whole", stored_at_all),
+    "a base that is a difference itself": ("CHAIN", "index_bases", stored_at_all),
     "header written before the data is known": ("CONTAINER", "write_payload", header_first),
 }
 

@@ -25,7 +25,7 @@ from store.errors import DriftpointError, ExistsError, FencedError, SaveError
 from store.layout import payload_path
 from store.names import SaveId
 from store.schema import GroupRecord, to_bytes
-from store.segment import Placed, parts_digest, present_parts, read_part
+from store.segment import PayloadPiece, parts_digest, present_parts, read_part
 from store.storage.local import Files, NewFile
 from store.verify import verify
 from tests.crash import workload
@@ -214,7 +214,7 @@ def name_first(files: Files, path: str, fill: Callable[[NewFile], None], **_: ob
     files.unlink(temporary)
 
 
-def read_unchecked(files: Files, path: str, header_bytes: int, piece: Placed, target: memoryview) -> None:
+def read_unchecked(files: Files, path: str, header_bytes: int, piece: PayloadPiece, target: memoryview) -> None:
     """Hash check dropped."""
     files.read_into(path, header_bytes + piece.offset, target)
 

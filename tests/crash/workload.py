@@ -24,7 +24,7 @@ from store.catalog import Catalog, open_catalog, open_or_create
 from store.commit import Expected, Group, commit, hint_latest, mark_proven, wait_for_group
 from store.encoding import ENCODINGS
 from store.encoding.base import Bytes
-from store.encoding.stream import Encoded, Packing
+from store.encoding.stream import EncodedEntry, Packing
 from store.errors import NothingToResumeError
 from store.names import SaveId, Unit
 from store.resolve import Resolution, newest_resumable
@@ -216,7 +216,7 @@ class Job:
                     found.append(StagedFragment(layer, unit.slot, fqn, start, numel, "F32", encoding, data))
         return found
 
-    def _data(self, save: Save, rank: int, unit: Unit, fqn: str) -> bytes | Encoded:
+    def _data(self, save: Save, rank: int, unit: Unit, fqn: str) -> bytes | EncodedEntry:
         start, numel = piece(fqn, rank)
         if not self.model.varied:
             return content(fqn, unit.slot, save.id)[4 * start : 4 * (start + numel)]
@@ -230,7 +230,7 @@ class Job:
             packing = Packing(1, chunks(base))
         elif (self.model.units.index(unit) + self.count[unit]) % 2:
             packing = Packing(1)
-        return Encoded(encoding, numel, "F32", chunks, packing, None if named is None else named.name)
+        return EncodedEntry(encoding, numel, "F32", chunks, packing, None if named is None else named.name)
 
 
 def run(files: Files, journal: Journal, saves: int = 5, model: Model = PLAIN) -> None:

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from monitor.adapters.module_tensors import torch_dtype
-from store.memory.index import assembled, rank_share, scan_node
+from store.memory.index import assemble_version, rank_share, scan_node
 from store.memory.layout import Tier
 from store.memory.overlay import Overlay
 from store.names import SaveId
@@ -38,7 +38,7 @@ def place(tmp_path: Path) -> Iterator[Place]:
 def in_memory(tier: Tier, save: SaveId) -> dict[tuple[str, str], torch.Tensor]:
     """Whole parameters as the version has them, flattened; every byte checked."""
     node = scan_node(tier)
-    version = assembled(save, [rank_share(node.versions[save])], node)
+    version = assemble_version(save, [rank_share(node.versions[save])], node)
     files, found = Overlay(LocalFiles(tier.base), version), {}
     for part in version.records.values():
         for entry in part.entries:

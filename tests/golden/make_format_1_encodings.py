@@ -23,7 +23,7 @@ from store.catalog import open_catalog, open_or_create
 from store.commit import Expected, commit, hint_latest, wait_for_group
 from store.encoding import CHUNK, ENCODINGS
 from store.encoding.base import Bytes
-from store.encoding.stream import Encoded, Packing, chunked
+from store.encoding.stream import EncodedEntry, Packing, iter_chunks
 from store.fragments import FragmentReader, Source
 from store.names import SaveId, Unit
 from store.resolve import resolve
@@ -126,12 +126,12 @@ def _staged(unit: Unit, kept: Kept, fqn: str, save: SaveId, first: SaveId) -> St
     encoding, numel = ENCODINGS[kept.encoding], NUMEL[fqn]
 
     def chunks(step: int = save.step) -> list[Bytes]:
-        return [encoding.encode(chunk) for chunk in chunked(value(fqn, unit.slot, step))]
+        return [encoding.encode(chunk) for chunk in iter_chunks(value(fqn, unit.slot, step))]
 
     packing = Packing(3) if kept.packed else None
     if save != first:
         packing = Packing(3, chunks(first.step))
-    data = Encoded(encoding, numel, "F32", chunks, packing, None if save == first else first.name)
+    data = EncodedEntry(encoding, numel, "F32", chunks, packing, None if save == first else first.name)
     return StagedFragment(unit.layer, unit.slot, fqn, 0, numel, "F32", kept.encoding, data)
 
 

@@ -15,7 +15,7 @@ from safetensors import safe_open
 from store.catalog import Catalog, open_catalog
 from store.certificate import certify
 from store.encoding import CHUNK, ENCODINGS
-from store.encoding.stream import chunked
+from store.encoding.stream import iter_chunks
 from store.layout import payload_path
 from store.names import SaveId, Unit
 from store.resolve import RejectedVersion, resolve
@@ -66,7 +66,7 @@ def test_every_bit(name: str, save: SaveId) -> None:
         assert bits(found) == expected[key], key
         meant = value(source.fqn, source.slot, save.step)
         encoding = ENCODINGS[source.entry.encoding]
-        for got, wanted in zip(chunked(found), chunked(meant), strict=True):
+        for got, wanted in zip(iter_chunks(found), iter_chunks(meant), strict=True):
             assert (np.abs(got.astype(np.float64) - wanted) <= encoding.error_bound(wanted)).all(), key
         seen.add((Unit(source.entry.layer, source.slot), source.fqn))
     assert seen == {(unit, fqn) for unit in STORES[name][1] for fqn in names(unit)}
@@ -77,7 +77,7 @@ def test_the_same_values_encode_to_the_same_bytes(name: str, save: SaveId) -> No
     """How they pack may change, what is packed may not."""
     for source in resolve(catalog_of(name), save).sources():
         state = xxhash.xxh3_128()
-        for chunk in chunked(value(source.fqn, source.slot, save.step)):
+        for chunk in iter_chunks(value(source.fqn, source.slot, save.step)):
             state.update(ENCODINGS[source.entry.encoding].encode(chunk).tobytes())
         assert state.hexdigest() == (source.entry.encoded_xxh3_128 or source.entry.xxh3_128), source.fqn
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from store.errors import StoreError
 from store.memory.arena import Arena
-from store.memory.index import MemoryVersion, assembled, rank_share, scan_node
+from store.memory.index import MemoryVersion, assemble_version, rank_share, scan_node
 from store.memory.layout import READER, Tier, VersionRecord
 from store.memory.overlay import Overlay
 from store.names import RAW, SaveId
@@ -94,7 +94,7 @@ def abandon(arena: Arena) -> None:
 def together(tier: Tier, save: SaveId) -> MemoryVersion:
     """The version, where all of it lies on this node. DamagedError where it is not whole."""
     node = scan_node(tier)
-    return assembled(save, [rank_share(node.versions.get(save, {}))], node)
+    return assemble_version(save, [rank_share(node.versions.get(save, {}))], node)
 
 
 def values(tier: Tier, save: SaveId, below: Any = None) -> bytes:

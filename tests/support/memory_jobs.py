@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from monitor.adapters.module_tensors import torch_dtype
-from store.memory.index import MemoryVersion, assembled, rank_share, scan_node
+from store.memory.index import MemoryVersion, assemble_version, rank_share, scan_node
 from store.memory.overlay import Overlay
 from store.names import SaveId
 from store.segment import read_entry, read_leaves
@@ -48,7 +48,7 @@ def version(store: Path, save: SaveId | None = None) -> MemoryVersion:
     """One that lies in memory; without ``save`` the newest."""
     node = scan_node(tier_of(store))
     found = save or max(node.versions)
-    return assembled(found, [rank_share(node.versions[found])], node)
+    return assemble_version(found, [rank_share(node.versions[found])], node)
 
 
 def state_in(store: Path, save: SaveId | None = None) -> dict[str, torch.Tensor]:

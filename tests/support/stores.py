@@ -28,7 +28,7 @@ from store.catalog import open_or_create
 from store.commit import Expected, Group, commit, hint_latest, mark_proven, wait_for_group
 from store.encoding import encoding_named
 from store.encoding.base import Bytes
-from store.encoding.stream import Encoded, Packing, chunked
+from store.encoding.stream import EncodedEntry, Packing, iter_chunks
 from store.layout import manifest_path, payload_path
 from store.names import BUFFER, FROZEN, RAW, WEIGHTS, SaveId, Unit
 from store.schema import GroupRecord, LayerRecord, ManifestRecord, TensorRecord, UnitRecord
@@ -193,7 +193,7 @@ class StoreBuilder:
         back = [
             encoding.decode(encoding.encode(chunk), chunk.size, "F32").view(np.float32)
             for start, stop in pairwise(cuts)
-            for chunk in chunked(values[start:stop])
+            for chunk in iter_chunks(values[start:stop])
         ]
         return np.concatenate(back)
 
@@ -243,7 +243,7 @@ class StoreBuilder:
             return self.values(unit, step)[start:stop].tobytes()
         base = None if how.base is None else self._encoded(unit, how.base.step, start, stop)
         packing = None if how.level is None else Packing(how.level, base)
-        return Encoded(
+        return EncodedEntry(
             encoding_named(how.encoding),
             stop - start,
             "F32",
@@ -255,7 +255,7 @@ class StoreBuilder:
     def _encoded(self, unit: Unit, step: int, start: int, stop: int) -> list[Bytes]:
         """The encoded chunks of a fragment."""
         encoding = encoding_named(self.how(unit, step).encoding)
-        return [encoding.encode(chunk) for chunk in chunked(self.values(unit, step)[start:stop])]
+        return [encoding.encode(chunk) for chunk in iter_chunks(self.values(unit, step)[start:stop])]
 
     def _error(self, unit: Unit, step: int) -> float:
         if encoding_named(self.how(unit, step).encoding).lossless:

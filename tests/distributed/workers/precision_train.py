@@ -32,7 +32,7 @@ from monitor.config.load import ENCODINGS
 from store.catalog import open_catalog
 from store.encoding import RAW, encoding_named
 from store.encoding.base import ValuesError
-from store.encoding.stream import chunked
+from store.encoding.stream import iter_chunks
 from store.names import WEIGHTS
 from store.storage.local import LocalFiles
 from store.verify import verify
@@ -157,7 +157,7 @@ def decoded(case: Case, trainee: Trainee) -> Iterator[tuple[Piece, torch.Tensor]
 
 def _decoded(values: np.ndarray, name: str) -> np.ndarray:
     encoding = encoding_named(name)
-    return np.concatenate([encoding.decode(encoding.encode(one), one.size, "F32") for one in chunked(values)])
+    return np.concatenate([encoding.decode(encoding.encode(one), one.size, "F32") for one in iter_chunks(values)])
 
 
 def tamper(trainee: Trainee) -> None:

@@ -237,7 +237,7 @@ def test_another_user_is_refused_and_told(tmp_path: Path) -> None:
 def test_messages_come_back_as_they_were() -> None:
     note = StatusUpdate(committed="00000004-000001", memory=None)
     assert parse_client_message(to_line(note)) == note
-    with pytest.raises(DaemonError, match="cannot be understood"):
+    with pytest.raises(DaemonError, match="answer is invalid"):
         parse_daemon_message(b'{"kind": "note"}\n')
     with pytest.raises(DaemonError, match="driftpoint daemon stop"):
         parse_daemon_message(b'{"kind": "welcome", "version": 2, "pid": 1}\n')

@@ -17,7 +17,7 @@ from deploy.report.page import build_report, render
 from store.marks import mark_suspect
 from store.memory.index import SeenStore
 from store.names import Unit
-from store.trace import CommitLine, DecisionLine, JobLine, Line, TracedUnit, each_line
+from store.trace import CommitLine, DecisionLine, JobLine, Line, TracedUnit, iter_lines
 from tests.support.cli import ROOT, Here
 from tests.support.daemons import daemon, until
 from tests.support.processes import holding_lock
@@ -360,7 +360,7 @@ def test_much_damage_is_told_in_a_few_lines(tmp_path: Path) -> None:
 
 def test_the_trace_of_a_real_run_adds_up() -> None:
     path = next((ROOT / "tests" / "golden" / "trace-1").glob("*.jsonl"))
-    lines = [line for line in each_line(path.read_bytes().splitlines()) if line is not None]
+    lines = [line for line in iter_lines(path.read_bytes().splitlines()) if line is not None]
     decisions = [line for line in lines if isinstance(line, DecisionLine)]
     commits = [line for line in lines if isinstance(line, CommitLine)]
     history = read_history(path)

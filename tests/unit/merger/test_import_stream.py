@@ -130,6 +130,6 @@ class Short:
 
 
 def test_a_payload_of_fewer_bytes_than_said_is_not_written(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="a was to have 10 bytes and came to 5"):
+    with pytest.raises(ValueError, match="a has 5 bytes instead of 10"):
         write_payload(LocalFiles(tmp_path), "payload", [Item("a", "U8", (10,), Short())])
     assert list(tmp_path.iterdir()) == []

@@ -19,7 +19,7 @@ from store.memory.layout import Generation
 from store.memory.overlay import Overlay
 from store.names import SaveId
 from store.schema import Entry, PartRecord, StateTensor
-from store.segment import Placed, read_piece
+from store.segment import PayloadPiece, read_piece
 from store.storage.local import LocalFiles
 from store.verify import verify
 from tests.support.jobs import Job, same
@@ -59,7 +59,7 @@ def test_every_flipped_byte_of_a_version_is_detected_or_harmless(store: Path) ->
 
 def sound(files: Overlay, part: PartRecord, piece: Entry | StateTensor) -> bool:
     """Whether the bytes are those of the hash, as all that reads a store finds it out."""
-    placed = Placed(piece.offset, piece.nbytes, piece.xxh3_128)
+    placed = PayloadPiece(piece.offset, piece.nbytes, piece.xxh3_128)
     try:
         read_piece(files, payload_path(part.save, part.rank), 0, placed, memoryview(bytearray(piece.nbytes)))
     except DamagedError:

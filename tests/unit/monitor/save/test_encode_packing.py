@@ -10,7 +10,7 @@ import pytest
 from monitor.save.encode import LIFE, Packer, SavePacking
 from store.encoding import BF16, INT8_BLOCK, RAW, encoding_named
 from store.encoding.base import CHUNK, Bytes
-from store.encoding.stream import Encoded
+from store.encoding.stream import EncodedEntry
 from store.names import Fragment, SaveId, Unit
 
 UNIT = Unit("layer", "fp32")
@@ -28,7 +28,7 @@ class Run:
 
     def save(
         self, values: np.ndarray, encoding: str = RAW, *, committed: bool = True, dropped: bool = False
-    ) -> Encoded:
+    ) -> EncodedEntry:
         save = self.begin()
         made = self.add(save, values, encoding)
         self.settle(save, made, committed=committed, dropped=dropped)
@@ -38,14 +38,14 @@ class Run:
         self.step += 1
         return self.packer.begin(SaveId(self.step, 1), 4 * NUMEL, None)
 
-    def add(self, save: SavePacking, values: np.ndarray, encoding: str = RAW) -> Encoded:
+    def add(self, save: SavePacking, values: np.ndarray, encoding: str = RAW) -> EncodedEntry:
         known = encoding_named(encoding)
         chunks: list[Bytes] = [known.encode(values[at : at + CHUNK]) for at in range(0, values.size, CHUNK)]
-        made = save.packed(UNIT, self.fragment, Encoded(known, values.size, "F32", lambda: iter(chunks)))
+        made = save.packed(UNIT, self.fragment, EncodedEntry(known, values.size, "F32", lambda: iter(chunks)))
         assert sum(len(piece) for piece in made.pieces()) == made.written
         return made
 
-    def settle(self, save: SavePacking, made: Encoded, *, committed: bool = True, dropped: bool = False) -> None:
+    def settle(self, save: SavePacking, made: EncodedEntry, *, committed: bool = True, dropped: bool = False) -> None:
         moved = committed and not dropped
         if moved:  # the manifest names what its units rest on
             self.reached = {save.save.name, *({made.base} if made.base else set())}
@@ -191,7 +191,7 @@ def test_kept_chunks_stand_still_when_the_copies_are_used_again() -> None:
     known = encoding_named(RAW)
     chunk = values.copy().view(np.uint8)
     save = run.begin()
-    made = save.packed(UNIT, run.fragment, Encoded(known, NUMEL, "F32", lambda: iter([chunk])))
+    made = save.packed(UNIT, run.fragment, EncodedEntry(known, NUMEL, "F32", lambda: iter([chunk])))
     assert list(made.pieces())
     chunk[:] = 0
     run.settle(save, made)

@@ -8,7 +8,7 @@ import torch
 
 from monitor.save import torch_codecs as encoders
 from store.encoding import CHUNK, ENCODINGS, encoding_named
-from store.encoding.stream import chunked
+from store.encoding.stream import iter_chunks
 from store.errors import DamagedError, StoreError
 
 LOSSY = sorted(name for name, encoding in ENCODINGS.items() if not encoding.lossless)
@@ -94,7 +94,7 @@ def test_cuda_gives_the_same_bytes(name: str) -> None:
     bits = rng.integers(0, 0x7F000000, 2 * CHUNK + 77, dtype=np.uint32)
     for values in (bits.view("<f4"), (bits >> 7).view("<f4"), rng.random(CHUNK, dtype="f4")):
         data, good = encoders.encode(torch.from_numpy(values).cuda(), name)
-        expected = b"".join(encoding_named(name).encode(chunk).tobytes() for chunk in chunked(values))
+        expected = b"".join(encoding_named(name).encode(chunk).tobytes() for chunk in iter_chunks(values))
         assert good
         assert data.cpu().numpy().tobytes() == expected
         on_host = encoders.decode(data.cpu(), name, torch.empty(values.size))

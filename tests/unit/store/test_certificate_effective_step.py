@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from store.catalog import open_catalog
 from store.certificate import (
     RULES,
-    Aged,
+    LayerAge,
     Rule,
     by_elements,
     by_pace,
@@ -31,69 +31,69 @@ from tests.support.stores import FakeLayer, How, StoreBuilder
 STEP = 1000
 
 moved = st.none() | st.floats(0, 1e300, allow_subnormal=False) | st.floats(0, 10) | st.just(0.0)
-aged = st.builds(Aged, st.integers(0, 1 << 50), st.integers(0, STEP), moved)
+aged = st.builds(LayerAge, st.integers(0, 1 << 50), st.integers(0, STEP), moved)
 weights = st.lists(aged, max_size=12)
 rules = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 
 
 @rules
 @given(weights)
-def test_it_lies_between_the_oldest_weights_and_the_newest_step(rule: Rule, found: list[Aged]) -> None:
+def test_it_lies_between_the_oldest_weights_and_the_newest_step(rule: Rule, found: list[LayerAge]) -> None:
     step = effective_step(STEP, found, rule)
     assert min((STEP - one.staleness for one in found), default=STEP) <= step <= STEP
 
 
 @rules
-@given(st.lists(st.builds(Aged, st.integers(0, 1 << 50), st.just(0), moved), max_size=8))
-def test_fresh_weights_are_at_the_newest_step_itself(rule: Rule, found: list[Aged]) -> None:
+@given(st.lists(st.builds(LayerAge, st.integers(0, 1 << 50), st.just(0), moved), max_size=8))
+def test_fresh_weights_are_at_the_newest_step_itself(rule: Rule, found: list[LayerAge]) -> None:
     assert effective_step(STEP, found, rule) == STEP
 
 
 @rules
 @given(st.lists(aged, max_size=6).flatmap(lambda found: st.tuples(st.just(found), st.permutations(found))))
-def test_the_order_of_layers_does_not_matter(rule: Rule, pair: tuple[list[Aged], Sequence[Aged]]) -> None:
+def test_the_order_of_layers_does_not_matter(rule: Rule, pair: tuple[list[LayerAge], Sequence[LayerAge]]) -> None:
     assert effective_step(STEP, pair[0], rule) == effective_step(STEP, pair[1], rule)
 
 
 @rules
 @given(weights, st.sampled_from([2, 3, 1024]), st.sampled_from([0.5, 3.0, 2.0**40]))
 def test_neither_the_size_of_the_model_nor_the_unit_of_drift_matters(
-    rule: Rule, found: list[Aged], larger: int, farther: float
+    rule: Rule, found: list[LayerAge], larger: int, farther: float
 ) -> None:
     assume(all(one.moved is None or one.moved == 0 or 1e-290 < one.moved < 1e250 for one in found))
     scaled = [
-        Aged(one.numel * larger, one.staleness, None if one.moved is None else one.moved * farther) for one in found
+        LayerAge(one.numel * larger, one.staleness, None if one.moved is None else one.moved * farther) for one in found
     ]
     assert effective_step(STEP, found, rule) == pytest.approx(effective_step(STEP, scaled, rule), abs=1e-6)
 
 
 @given(weights)
-def test_equally_stale_weights_are_where_they_are(found: list[Aged]) -> None:
-    alike = [Aged(one.numel + 1, 7, None if one.moved is None else one.moved + 1) for one in found]
+def test_equally_stale_weights_are_where_they_are(found: list[LayerAge]) -> None:
+    alike = [LayerAge(one.numel + 1, 7, None if one.moved is None else one.moved + 1) for one in found]
     assert effective_step(STEP, alike) == (STEP - 7 if found else STEP)
 
 
 def test_a_layer_that_is_fresh_counts_with_the_pace_of_the_others() -> None:
     # Drift alone would give the fresh one no weight, and the step of the stale one.
-    assert by_pace([Aged(100, 0, 0.0), Aged(100, 20, 0.02)]) == 10.0
-    assert by_pace([Aged(300, 0, 0.0), Aged(100, 20, 0.02)]) == 5.0
+    assert by_pace([LayerAge(100, 0, 0.0), LayerAge(100, 20, 0.02)]) == 10.0
+    assert by_pace([LayerAge(300, 0, 0.0), LayerAge(100, 20, 0.02)]) == 5.0
 
 
 def test_a_layer_that_moves_three_times_as_fast_counts_three_times() -> None:
-    assert by_pace([Aged(100, 10, 0.03), Aged(100, 30, 0.03)]) == pytest.approx((3 * 10 + 1 * 30) / 4)
+    assert by_pace([LayerAge(100, 10, 0.03), LayerAge(100, 30, 0.03)]) == pytest.approx((3 * 10 + 1 * 30) / 4)
     # the fresh one at the mean pace, 2
-    assert by_pace([Aged(100, 10, 0.03), Aged(100, 30, 0.03), Aged(100, 0, 0.0)]) == pytest.approx(60 / 6)
+    assert by_pace([LayerAge(100, 10, 0.03), LayerAge(100, 30, 0.03), LayerAge(100, 0, 0.0)]) == pytest.approx(60 / 6)
 
 
 def test_a_stale_layer_that_stood_still_lost_nothing() -> None:
-    assert by_pace([Aged(100, 0, 0.0), Aged(100, 50, 0.0)]) == 0.0
-    assert by_pace([Aged(100, 10, 0.01), Aged(100, 50, 0.0)]) == 10.0
+    assert by_pace([LayerAge(100, 0, 0.0), LayerAge(100, 50, 0.0)]) == 0.0
+    assert by_pace([LayerAge(100, 10, 0.01), LayerAge(100, 50, 0.0)]) == 10.0
     # and one of which nobody knows is not taken to stand still
-    assert by_pace([Aged(100, 0, 0.0), Aged(100, 50, 0.0), Aged(100, 40, None)]) == 20.0
+    assert by_pace([LayerAge(100, 0, 0.0), LayerAge(100, 50, 0.0), LayerAge(100, 40, None)]) == 20.0
 
 
 def test_the_other_rules() -> None:
-    found = [Aged(300, 0, None), Aged(100, 20, 0.5)]
+    found = [LayerAge(300, 0, None), LayerAge(100, 20, 0.5)]
     assert (newest(found), oldest(found), by_elements(found)) == (0.0, 20.0, 5.0)
 
 

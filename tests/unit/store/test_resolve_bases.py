@@ -8,7 +8,7 @@ import pytest
 
 from store.catalog import open_catalog
 from store.commit import commit
-from store.encoding.stream import Encoded
+from store.encoding.stream import EncodedEntry
 from store.errors import DamagedError, NothingToResumeError, SaveError
 from store.layout import part_path, payload_path, segment_dir
 from store.names import SaveId, Unit
@@ -209,7 +209,7 @@ def test_what_cannot_be_a_base_is_refused(job: Job, saves: list[SaveId], what: s
     resolution = resolve(open_catalog(job.files), saves[3])
     assert resolution.versions[BF16].save in saves[:2]
     assert {version.save for unit, version in resolution.versions.items() if unit != BF16} == {saves[3]}
-    assert any("not to be found" in problem for problem in resolution.problems)
+    assert any("does not hold them" in problem for problem in resolution.problems)
     assert versions(job) == {unit: saves[0] if unit == BF16 else saves[3] for unit in VARIED.units}
 
 
@@ -249,10 +249,10 @@ def test_a_manifest_without_its_bases_is_not_committed(job: Job, saves: list[Sav
 class Mixed(Job):
     """One tensor of a unit is stored whole each time, the other as a difference."""
 
-    def _data(self, save: Save, rank: int, unit: Unit, fqn: str) -> bytes | Encoded:
+    def _data(self, save: Save, rank: int, unit: Unit, fqn: str) -> bytes | EncodedEntry:
         data = super()._data(save, rank, unit, fqn)
-        if fqn == "few.1.bias" and isinstance(data, Encoded) and data.base is not None:
-            return Encoded(data.encoding, data.numel, data.dtype, data.chunks)
+        if fqn == "few.1.bias" and isinstance(data, EncodedEntry) and data.base is not None:
+            return EncodedEntry(data.encoding, data.numel, data.dtype, data.chunks)
         return data
 
 

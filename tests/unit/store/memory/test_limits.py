@@ -14,7 +14,7 @@ import pytest
 
 from store.errors import StorageError
 from store.memory.arena import Arena
-from store.memory.limits import free_bytes, group_room, reserve
+from store.memory.limits import cgroup_free_bytes, free_bytes, reserve
 from store.names import SaveId
 from tests.support.cli import environment
 from tests.support.control_groups import group
@@ -314,7 +314,7 @@ def test_the_least_that_any_group_above_leaves_counts(tmp_path: Path) -> None:
     put(root / "a", max=1000, current=100, stat="anon 5\ninactive_file 30\nactive_file 7")
     put(root / "a" / "b", max="max", current=90, stat="")
     put(root / "a" / "b" / "c", max=5000, current=10, stat="inactive_file 0")
-    assert group_room(root, own(tmp_path, "0::/a/b/c")) == 1000 - 100 + 30
+    assert cgroup_free_bytes(root, own(tmp_path, "0::/a/b/c")) == 1000 - 100 + 30
 
 
 def test_version_1_of_control_groups_counts_too(tmp_path: Path) -> None:
@@ -323,17 +323,17 @@ def test_version_1_of_control_groups_counts_too(tmp_path: Path) -> None:
     put(job, limit_in_bytes=700, usage_in_bytes=100, stat="inactive_file 1\ntotal_inactive_file 50")
     put(root / "memory", limit_in_bytes=9223372036854771712, usage_in_bytes=5, stat="")
     lines = ("9:name=systemd:/", "5:devices:/", "4:memory:/job", "0::/")
-    assert group_room(root, own(tmp_path, *lines)) == 650
+    assert cgroup_free_bytes(root, own(tmp_path, *lines)) == 650
 
 
 def test_without_limits_or_groups_nothing_is_known(tmp_path: Path) -> None:
-    assert group_room(tmp_path, tmp_path / "nothing") is None
-    assert group_room(tmp_path, own(tmp_path, "0::/")) is None
+    assert cgroup_free_bytes(tmp_path, tmp_path / "nothing") is None
+    assert cgroup_free_bytes(tmp_path, own(tmp_path, "0::/")) is None
     put(tmp_path / "sys" / "a", max="max", current=1, stat="")
-    assert group_room(tmp_path / "sys", own(tmp_path, "0::/a", "rubbish")) is None
+    assert cgroup_free_bytes(tmp_path / "sys", own(tmp_path, "0::/a", "rubbish")) is None
 
 
 def test_a_group_of_a_container_is_read_from_its_root(tmp_path: Path) -> None:
     """The path in /proc is the host's, and in the container only the root of it is there."""
     put(tmp_path / "sys", max=400, current=100, stat="")
-    assert group_room(tmp_path / "sys", own(tmp_path, "0::/kubepods/pod1/abc")) == 300
+    assert cgroup_free_bytes(tmp_path / "sys", own(tmp_path, "0::/kubepods/pod1/abc")) == 300

@@ -11,7 +11,7 @@ from store.layout import suspect_path
 from store.marks import mark_suspect, resume_order, withdraw_suspect
 from store.names import SaveId
 from store.resolve import newest_resumable
-from store.retention import Retention, execute, kept, plan_prune
+from store.retention import Retention, execute, plan_prune, select_retained
 from store.schema import SuspectRecord, to_bytes
 from store.storage.atomic import write_new
 from store.verify import verify
@@ -123,9 +123,9 @@ def test_a_mark_that_cannot_be_read_counts_for_nothing_and_is_told(job: Job, dam
     put(job.files, suspect_path(newest), DAMAGE[damage])
     resolution, notes = newest_resumable(open_catalog(job.files))
     assert resolution.manifest.save == newest
-    assert len(notes) == 1 and "counts for nothing" in notes[0]
+    assert len(notes) == 1 and "is ignored" in notes[0]
     report = verify(open_catalog(job.files))
-    assert not report.ok and report.resumable == newest and "counts for nothing" in report.problems[0]
+    assert not report.ok and report.resumable == newest and "is ignored" in report.problems[0]
 
 
 def test_every_flipped_byte_of_a_mark_is_found(job: Job) -> None:
@@ -180,12 +180,12 @@ def test_prune_removes_marks_of_what_is_gone(job: Job) -> None:
 def test_retention_never_leaves_suspects_alone(saves: list[SaveId], last: int, data: st.DataObject) -> None:
     some = st.sets(st.sampled_from(saves)) if saves else st.just(set())
     suspects, proven = data.draw(some), data.draw(some)
-    keep = kept(saves, proven, Retention(last), suspects)
+    keep = select_retained(saves, proven, Retention(last), suspects)
     sound = sorted(set(saves) - suspects, reverse=True)
     assert set(sound[:last]) <= keep
     assert set(sorted(saves)[-1:]) <= keep
     assert set(sorted(proven - suspects)[-1:]) <= keep
-    assert kept(keep, proven & keep, Retention(last), suspects & keep) == keep
+    assert select_retained(keep, proven & keep, Retention(last), suspects & keep) == keep
 
 
 def test_a_job_goes_on_from_the_fall_back_and_saves(files: SimulatedFiles) -> None:

@@ -16,14 +16,14 @@ from numpy.typing import NDArray
 from store.catalog import open_catalog
 from store.encoding import CHUNK, ENCODINGS
 from store.encoding.base import Bytes
-from store.encoding.stream import Encoded, Packing, chunked
+from store.encoding.stream import EncodedEntry, Packing, iter_chunks
 from store.errors import StorageError
 from store.fragments import FragmentReader, Source
 from store.layout import part_path
 from store.names import SaveId
 from store.schema import PartRecord, digest
 from store.segment import SegmentDraft, StagedFragment, write_segment
-from store.verify import check_family, check_stored, verify
+from store.verify import check_stored, check_with_differences, verify
 from tests.crash.damage import forge
 from tests.crash.models import RANKS, VARIED
 from tests.crash.simulated import SimulatedFiles
@@ -34,7 +34,7 @@ NUMEL = CHUNK + 77
 
 
 def chunks_of(encoding: str, values: NDArray[Any]) -> list[Bytes]:
-    return [ENCODINGS[encoding].encode(chunk) for chunk in chunked(values)]
+    return [ENCODINGS[encoding].encode(chunk) for chunk in iter_chunks(values)]
 
 
 def noise(seed: int, numel: int = NUMEL) -> NDArray[np.float32]:
@@ -47,7 +47,7 @@ def write(files: SimulatedFiles, step: int, *fragments: StagedFragment) -> PartR
 
 
 def staged(encoding: str, values: NDArray[Any], packing: Packing | None, base: str | None = None, **kwargs: Any) -> Any:
-    data = Encoded(ENCODINGS[encoding], values.size, "F32", lambda: chunks_of(encoding, values), packing, base)
+    data = EncodedEntry(ENCODINGS[encoding], values.size, "F32", lambda: chunks_of(encoding, values), packing, base)
     return StagedFragment("l", "fp32", "l.w", 0, values.size, "F32", encoding, data, **kwargs)
 
 
@@ -86,7 +86,7 @@ def test_a_healthy_family_is_read_once(files: SimulatedFiles, encoding: str, pac
     values = np.abs(noise(0, numel))
     base, others = family(files, encoding, packed, [values, values * 1.01, values * 0.99])
     counting = Counting(files)
-    assert check_family(counting, base, others) == []
+    assert check_with_differences(counting, base, others) == []
     by_path: dict[str, list[tuple[int, int]]] = {}
     for path, start, stop in counting.spans:
         if stop > start:
@@ -102,7 +102,7 @@ def test_memory_does_not_grow_with_the_family(files: SimulatedFiles) -> None:
     base, others = family(files, "raw", True, (noise(seed) for seed in range(13)))
     assert sum(source.entry.nbytes for source in others) > 40 << 20
     tracemalloc.start()
-    assert check_family(files, base, others) == []
+    assert check_with_differences(files, base, others) == []
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 24 << 20, peak
@@ -140,10 +140,10 @@ def place(source: Source, at: int) -> tuple[str, int]:
 def test_what_is_wrong_is_told_of_the_one_that_is(three: tuple[SimulatedFiles, Source, list[Source]], at: int) -> None:
     files, base, others = three
     for hurt in (base, *others):
-        found = check_family(Flipped(files, dict([place(hurt, at)])), base, others)
+        found = check_with_differences(Flipped(files, dict([place(hurt, at)])), base, others)
         assert [finding.source for finding in found] == [hurt]
     both = Flipped(files, dict([place(base, at), place(others[1], at)]))
-    assert [finding.source for finding in check_family(both, base, others)] == [base, others[1]]
+    assert [finding.source for finding in check_with_differences(both, base, others)] == [base, others[1]]
     finding = check_stored(Flipped(files, dict([place(others[1], at)])), others[1])
     assert finding is not None
     assert finding.source == others[1]
@@ -153,7 +153,7 @@ def test_what_is_wrong_is_told_of_the_one_that_is(three: tuple[SimulatedFiles, S
 def test_what_storage_refuses_is_told(three: tuple[SimulatedFiles, Source, list[Source]]) -> None:
     files, base, others = three
     for hurt in (base, *others):
-        found = check_family(Flipped(files, {}, refused=place(hurt, 0)[0]), base, others)
+        found = check_with_differences(Flipped(files, {}, refused=place(hurt, 0)[0]), base, others)
         assert [finding.source for finding in found] == [hurt]
         assert "I/O error" in str(found[0].error)
 
@@ -166,13 +166,13 @@ def test_a_writers_faults_are_found_before_they_are_needed(files: SimulatedFiles
     nan_scale[-4:] = np.frombuffer(np.float32(np.nan).tobytes(), np.uint8)
     for packing in (None, Packing(1)):
         disk = SimulatedFiles()
-        data = Encoded(ENCODINGS["int8-block"], 200, "F32", lambda: [nan_scale], packing)
+        data = EncodedEntry(ENCODINGS["int8-block"], 200, "F32", lambda: [nan_scale], packing)
         part = write(disk, 1, StagedFragment("l", "fp32", "l.w", 0, 200, "F32", "int8-block", data))
-        (finding,) = check_family(disk, Source(part, part.entries[0]), [])
+        (finding,) = check_with_differences(disk, Source(part, part.entries[0]), [])
         assert "scale" in str(finding.error)
     base, (other,) = family(files, "int8-block", False, [values, values * 1.5])
     entry = other.entry.model_copy(update={"encoded_xxh3_128": digest(b"")})
-    (finding,) = check_family(files, base, [Source(other.part, entry, base)])
+    (finding,) = check_with_differences(files, base, [Source(other.part, entry, base)])
     assert "does not unpack to what was packed, as the difference to 00000001-000001" in str(finding.error)
 
 

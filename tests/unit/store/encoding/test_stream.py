@@ -6,7 +6,17 @@ import numpy as np
 import pytest
 
 from store.encoding import CHUNK, ENCODINGS, ValuesError
-from store.encoding.stream import Packing, Read, Stored, chunked, decoded, encoded, encoded_chunks, split_chunks, stored
+from store.encoding.stream import (
+    BaseEntry,
+    Packing,
+    Read,
+    decode_entry,
+    encode_entry,
+    encoded_chunks,
+    iter_chunks,
+    pack_chunks,
+    split_chunks,
+)
 from store.errors import DamagedError
 
 BF16 = ENCODINGS["bf16"]
@@ -30,8 +40,8 @@ def test_no_read_is_larger_than_a_chunk() -> None:
     values = np.linspace(-1, 1, numel, dtype="<f4")
     for packing in (None, Packing()):
         asked: list[int] = []
-        data = b"".join(encoded(chunked(values), BF16, numel, "F32", packing))
-        chunks = decoded(reader(data, asked), numel, "F32", BF16, packed=packing is not None)
+        data = b"".join(encode_entry(iter_chunks(values), BF16, numel, "F32", packing))
+        chunks = decode_entry(reader(data, asked), numel, "F32", BF16, packed=packing is not None)
         assert [chunk.size for chunk in chunks] == [CHUNK, CHUNK, CHUNK, 5]
         assert max(asked) <= 2 * CHUNK
         assert asked[-1] == 1  # whether anything is left over
@@ -39,8 +49,8 @@ def test_no_read_is_larger_than_a_chunk() -> None:
 
 def test_encoded_chunks_are_what_the_encoding_wrote() -> None:
     values = np.linspace(-1, 1, CHUNK + 9, dtype="<f4")
-    chunks = [BF16.encode(chunk) for chunk in chunked(values)]
-    data = b"".join(stored(chunks, BF16, values.size, "F32", Packing()))
+    chunks = [BF16.encode(chunk) for chunk in iter_chunks(values)]
+    data = b"".join(pack_chunks(chunks, BF16, values.size, "F32", Packing()))
     found = list(encoded_chunks(reader(data), values.size, "F32", BF16, packed=True))
     assert [one.tobytes() for one in found] == [one.tobytes() for one in chunks]
     whole = np.concatenate(chunks)
@@ -51,10 +61,10 @@ def test_wrong_numbers_of_chunks_are_the_writers_mistake() -> None:
     chunk = BF16.encode(np.ones(10, "<f4"))
     for chunks, numel in (([chunk], 11), ([chunk], 9), ([chunk, chunk], 10), ([], 10), ([chunk], 0)):
         with pytest.raises(ValueError, match="chunk"):
-            list(stored(chunks, BF16, numel, "F32"))
+            list(pack_chunks(chunks, BF16, numel, "F32"))
     for base in ([], [chunk, chunk], [chunk[:-2]]):
         with pytest.raises(ValueError, match="chunk"):
-            list(stored([chunk], BF16, 10, "F32", Packing(1, base)))
+            list(pack_chunks([chunk], BF16, 10, "F32", Packing(1, base)))
     with pytest.raises(ValueError, match="bf16"):
         list(split_chunks(chunk, BF16, 11, "F32"))
 
@@ -62,7 +72,7 @@ def test_wrong_numbers_of_chunks_are_the_writers_mistake() -> None:
 def test_values_that_cannot_be_held_stop_the_stream() -> None:
     values = np.ones(CHUNK + 1, "<f4")
     values[-1] = np.nan
-    stream = encoded(chunked(values), BF16, values.size, "F32")
+    stream = encode_entry(iter_chunks(values), BF16, values.size, "F32")
     assert len(next(stream)) == 2 * CHUNK
     with pytest.raises(ValuesError):
         next(stream)
@@ -71,13 +81,13 @@ def test_values_that_cannot_be_held_stop_the_stream() -> None:
 def test_a_base_that_is_cut_off_or_too_long_is_damage() -> None:
     values = np.ones(100, "<f4")
     base = BF16.encode(values * 2)
-    data = b"".join(encoded([values], BF16, 100, "F32", Packing(1, [base])))
+    data = b"".join(encode_entry([values], BF16, 100, "F32", Packing(1, [base])))
     for old in (base.tobytes()[:-1], base.tobytes() + b"\0", b""):
         with pytest.raises(DamagedError):
-            list(decoded(reader(data), 100, "F32", BF16, packed=True, base=Stored(reader(old), packed=False)))
+            list(decode_entry(reader(data), 100, "F32", BF16, packed=True, base=BaseEntry(reader(old), packed=False)))
 
 
 def test_only_packed_entries_have_a_base() -> None:
-    base = Stored(reader(b""), packed=False)
+    base = BaseEntry(reader(b""), packed=False)
     with pytest.raises(DamagedError, match="not packed"):
-        list(decoded(reader(bytes(20)), 10, "F32", BF16, base=base))
+        list(decode_entry(reader(bytes(20)), 10, "F32", BF16, base=base))

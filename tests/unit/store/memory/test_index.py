@@ -11,7 +11,7 @@ import pytest
 from store.catalog import Catalog
 from store.errors import DamagedError, NewerFormatError, StorageError
 from store.memory.arena import Arena
-from store.memory.index import RankShare, assembled, rank_share, scan_node
+from store.memory.index import RankShare, assemble_version, rank_share, scan_node
 from store.memory.layout import READER, Tier, VersionRecord, parse_record
 from store.memory.overlay import Overlay
 from store.names import SaveId
@@ -194,7 +194,7 @@ def test_two_nodes_that_tell_of_other_bytes_of_one_rank_do_not_make_a_version(ti
     share = rank_share(scan_node(tier).versions[SAVE])
     lying = RankShare({0: to_bytes(part_of(SAVE, 0, 1, facts={"a": 1}))}, None)
     with pytest.raises(DamagedError, match="two versions"):
-        assembled(SAVE, [share, lying], scan_node(tier))
+        assemble_version(SAVE, [share, lying], scan_node(tier))
 
 
 def test_two_heads_do_not_make_a_version(tier: Tier) -> None:
@@ -202,7 +202,7 @@ def test_two_heads_do_not_make_a_version(tier: Tier) -> None:
     share = rank_share(scan_node(tier).versions[SAVE])
     other = to_bytes(head_of(SAVE, 1).model_copy(update={"policy": "another"}))
     with pytest.raises(DamagedError, match="two heads"):
-        assembled(SAVE, [share, RankShare({}, other)], scan_node(tier))
+        assemble_version(SAVE, [share, RankShare({}, other)], scan_node(tier))
 
 
 def test_nodes_put_the_same_version_together_and_read_what_they_hold(tmp_path: Path) -> None:
@@ -213,7 +213,7 @@ def test_nodes_put_the_same_version_together_and_read_what_they_hold(tmp_path: P
         abandon(arena)
     nodes = [scan_node(tier) for tier in tiers]
     shares = [rank_share(node.versions[SAVE]) for node in nodes]
-    versions = [assembled(SAVE, shares, node) for node in nodes]
+    versions = [assemble_version(SAVE, shares, node) for node in nodes]
     assert versions[0].manifest == versions[1].manifest and versions[0].parts == versions[1].parts
     assert [list(version.payloads) for version in versions] == [[0], [1]]
     for rank, version in enumerate(versions):
@@ -232,7 +232,7 @@ def test_a_payload_of_another_attempt_is_not_read(tier: Tier) -> None:
     replaced(
         tier, VersionRecord(reader=READER, claim=CLAIM, part=part_of(SAVE, 0, 1, facts={"a": 1}), head=head_of(SAVE, 1))
     )
-    version = assembled(SAVE, [rank_share(node.versions[SAVE])], scan_node(tier))
+    version = assemble_version(SAVE, [rank_share(node.versions[SAVE])], scan_node(tier))
     assert not version.payloads
 
 
@@ -271,7 +271,7 @@ def test_an_overlay_is_only_read_and_shows_what_is_below(tier: Tier, tmp_path: P
         lambda: files.remove_dir("x"),
         lambda: files.sync_dir("x"),
     ):
-        with pytest.raises(StorageError, match="only read"):
+        with pytest.raises(StorageError, match="read-only"):
             refused()
 
 
