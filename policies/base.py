@@ -1,7 +1,7 @@
 """Define the policy protocol: the statistics that a policy sees and the decision that it returns.
 
-A policy is a pure function of its arguments: no clock, no I/O, no randomness, no memory of its own. What it needs to know
-about the past is in :class:`History`, which survives a restart. docs/own-policies.md shows how to write one.
+A policy is a pure function of its arguments: no clock, no I/O, no randomness, no memory of its own. What it needs to
+know about the past is in :class:`History`, which survives a restart. docs/own-policies.md shows how to write one.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ class History:
 
     Attributes:
         step: Optimizer step of this decision.
-        commits: Commits in the store so far. Failed saves do not count, so a policy that takes turns repeats a turn that
+        commits: Commits in the store so far. Failed saves do not count, so a policy that takes turns repeats a turn
+        that
             failed.
         interval: Steps to the next decision, if they vary (``every: auto``); otherwise None.
     """
@@ -111,8 +112,8 @@ class Decision:
 class Policy(Protocol):
     """Chooses which units a save stores. Any class with these members is a policy; subclassing is not needed.
 
-    A policy that limits itself to ``budget.bytes`` also has an attribute ``spends = True``. Check an implementation with
-    ``driftpoint policy check``.
+    A policy that limits itself to ``budget.bytes`` also has an attribute ``spends = True``. Check an implementation
+    with ``driftpoint policy check``.
     """
 
     @property

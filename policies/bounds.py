@@ -53,8 +53,8 @@ class Bounds:
             raise ConfigError("bounds: max_staleness needs interval, the most steps between two decisions")
         if max_staleness < self.interval:
             raise ConfigError(
-                f"bounds: max_staleness {max_staleness} cannot hold with interval {self.interval}: even units saved every "
-                f"time become {self.interval} steps old; set max_staleness >= {self.interval}, or a smaller `every`"
+                f"bounds: max_staleness {max_staleness} cannot hold with interval {self.interval}: even units "
+                f"saved every time become {self.interval} steps old; set max_staleness >= {self.interval}, or a smaller `every`"
             )
 
     def refusal(self, slot: str, encoding: str) -> str | None:

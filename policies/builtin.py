@@ -18,8 +18,8 @@ class Filter:
     """Policy ``filter``: saves the first and last ``n`` blocks every time, the other blocks at every ``m``-th commit.
 
     From the literature, which finds that the ends of the stack change most. If none of the layers saved every time can
-    be saved (frozen, not finite), the others are saved every time: otherwise no commit would be made, and the m-th never
-    reached.
+    be saved (frozen, not finite), the others are saved every time: otherwise no commit would be made, and the m-th
+    never reached.
 
     Args:
         n: Blocks at each end, >= 0.
@@ -41,8 +41,8 @@ class Filter:
         check_one_of("policy filter", "auxiliary", self.auxiliary, ("always", "interval"))
         if self.n == 0 and self.auxiliary == "interval" and self.m > 1:
             raise ConfigError(
-                "policy filter: with n 0 and auxiliary 'interval' there is nothing to save between the intervals; set n >= 1 "
-                "or auxiliary 'always', or use policy full and save less often"
+                "policy filter: with n 0 and auxiliary 'interval' there is nothing to save between the intervals; set "
+                "n >= 1 or auxiliary 'always', or use policy full and save less often"
             )
 
     def select(self, stats: Sequence[UnitStats], budget: Budget, history: History) -> Decision:
@@ -159,10 +159,10 @@ class Parity:
     """Policy ``parity``: saves one of ``k`` groups of layers at a time; with k = 2, odd and even layers in turn.
 
     From the literature (layer-wise merging of checkpoints saved by halves). A layer's group is its position modulo k.
-    Every unit that can be saved is saved at least once in any k commits. Turns count commits, not steps, so a failed save
-    is repeated with the same group and a restart continues with the store's turn. The first commit is full, so the turn
-    is ``(commits - 1) mod k``. A group in which nothing can be saved (frozen, not finite, or empty) passes its turn to
-    the next: otherwise no commit would be made and the turn would never pass.
+    Every unit that can be saved is saved at least once in any k commits. Turns count commits, not steps, so a failed
+    save is repeated with the same group and a restart continues with the store's turn. The first commit is full, so the
+    turn is ``(commits - 1) mod k``. A group in which nothing can be saved (frozen, not finite, or empty) passes its
+    turn to the next: otherwise no commit would be made and the turn would never pass.
 
     Args:
         k: Number of groups, >= 2.
@@ -200,8 +200,8 @@ class Parity:
 class Threshold:
     """Policy ``threshold``: saves the units whose drift is at least ``threshold``.
 
-    Drift is relative, so one threshold serves layers of any size. Slots differ in how fast they move (first moments turn
-    over within a few steps), so each may have its own. A unit whose drift is unknown or NaN is saved.
+    Drift is relative, so one threshold serves layers of any size. Slots differ in how fast they move (first moments
+    turn over within a few steps), so each may have its own. A unit whose drift is unknown or NaN is saved.
 
     Args:
         threshold: Relative drift, >= 0. 0 saves everything.

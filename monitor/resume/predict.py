@@ -2,8 +2,9 @@
 
 The Hugging Face Trainer skips data before it loads a checkpoint, so it needs the step first. The prediction reads
 records as a resume does, in-memory snapshots included, and run states, but no tensors. It therefore cannot know about
-damaged payload or a model that does not match: the caller compares it with the actual resume. If they differ, the actual
-step is written to a file beside the store, so that the next attempt predicts correctly. Training thread; collective.
+damaged payload or a model that does not match: the caller compares it with the actual resume. If they differ, the
+actual step is written to a file beside the store, so that the next attempt predicts correctly. Training thread;
+collective.
 """
 
 from __future__ import annotations

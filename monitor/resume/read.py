@@ -58,8 +58,8 @@ def require_model(manifest: ManifestRecord, adapter: Adapter) -> None:
     if buffers and buffers == resized and len(differences) == 1:
         advice = (
             f"Buffers that grow during training need their saved size: give {buffers[0]} the shape "
-            f"{stored[buffers[0]]} before resume(), or register it with persistent=False and pass an object in state=[...] whose "
-            "load_state_dict creates it"
+            f"{stored[buffers[0]]} before resume(), or register it with persistent=False and pass an object in "
+            "state=[...] whose load_state_dict creates it"
         )
     raise ModelMismatchError("the store holds another model: " + "; ".join(differences) + ". " + advice)
 

@@ -66,9 +66,9 @@ MESSAGES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"policy": MINE},
-        """policy mine was rehearsed on the layers of this job before training, and failed: first save (5 units,
-        step 1, 0 commits): it raised ValueError('no') at my.py:14; mend it, and look at all of it with
-        `driftpoint policy check`""",
+        """policy mine failed the check on the layers of this job before training: first save (5 units,
+        step 1, 0 commits): it raised ValueError('no') at my.py:14; fix it, and run `driftpoint policy check` for
+        all checks""",
     ),
 ]
 
