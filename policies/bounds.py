@@ -54,7 +54,8 @@ class Bounds:
         if max_staleness < self.interval:
             raise ConfigError(
                 f"bounds: max_staleness {max_staleness} cannot hold with interval {self.interval}: even units "
-                f"saved every time become {self.interval} steps old; set max_staleness >= {self.interval}, or a smaller `every`"
+                f"saved every time become {self.interval} steps old; set max_staleness >= {self.interval}, "
+                "or decide more often (a smaller `every`)"
             )
 
     def refusal(self, slot: str, encoding: str) -> str | None:

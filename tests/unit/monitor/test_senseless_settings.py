@@ -33,7 +33,7 @@ MESSAGES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"every": 100, "bounds": {"max_staleness": 50}},
-        """bounds: max_staleness 50 cannot hold with interval 100: even what is saved every time grows 100 steps
+        """bounds: max_staleness 50 cannot hold with interval 100: even units saved every time become 100 steps
         old; set max_staleness >= 100, or decide more often (a smaller `every`)""",
     ),
     (
