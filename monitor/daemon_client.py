@@ -214,7 +214,7 @@ class DaemonClient(SaveListener):
         try:
             data = connection.recv(LINE_LIMIT)
         except OSError as error:
-            raise _ConnectionLostError(f"lost the connection to the node daemon: {error}") from error
+            raise _ConnectionLostError(f"the node daemon is gone: {error}") from error
         if not data:
             raise _ConnectionLostError(
                 "the node daemon is gone: saves continue, but in-memory snapshots are not rescued if this job dies now"
@@ -235,7 +235,7 @@ class DaemonClient(SaveListener):
             connection.sendall(to_line(message))
         except OSError as error:
             self._receive(connection, lines)  # its last message may give the reason
-            raise _ConnectionLostError(f"lost the connection to the node daemon: {error}") from error
+            raise _ConnectionLostError(f"the node daemon is gone: {error}") from error
 
     def _closing(self) -> bool:
         with self._lock:
