@@ -150,7 +150,7 @@ def test_it_is_shown_what_it_cannot_change(tmp_path: Path) -> None:
         (
             "import no_such_thing",
             {},
-            "it raised ModuleNotFoundError(\"No module named 'no_such_thing'\") at my.py:7; mend",
+            "it raised ModuleNotFoundError(\"No module named 'no_such_thing'\") at my.py:7; fix",
         ),
         ("def (:", {}, "my.py:Mine cannot be imported: it raised SyntaxError("),
         ("raise SystemExit(3)", {}, "cannot be imported: it raised SystemExit('3') at my.py:7; fix that first"),
