@@ -1,21 +1,21 @@
-"""Driftpoint inside the training process.
+"""Save and resume training state adaptively, from inside the training loop.
 
-import monitor
+Example::
 
-ckpt = monitor.attach(engine, "driftpoint.yaml", state=[scheduler, loader])
-for step in range(ckpt.resume(), total_steps):
-    ...
-    engine.step()
-    ckpt.step()
+    import monitor
 
-Names are imported when they are first used, so that importing this costs nothing: the command line reads settings
-without torch, and data-loader workers that import the script do not pay for what they never call.
+    ckpt = monitor.attach(engine, "driftpoint.yaml", state=[scheduler, loader])
+    for step in range(ckpt.resume(), total_steps):
+        ...
+        engine.step()
+        ckpt.step()
+
+Public names are imported on first use, so ``import monitor`` is cheap and does not import torch.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 __all__ = ["CheckpointCallback", "Checkpointer", "Config", "Preempted", "StepReport", "attach", "resume_path"]
 
-# No name may be that of its own module: importing that would put the module in the name's place.
-_PLACES = {
+# A public name must differ from its module's name: importing the submodule would replace it.
+_MODULES = {
     "CheckpointCallback": "huggingface.callback",
     "Checkpointer": "checkpointer",
     "Config": "config.load",
@@ -40,22 +40,18 @@ _PLACES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _PLACES:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = getattr(_imported(_PLACES[name]), name)
-    globals()[name] = found
-    return found
-
-
-def _imported(place: str) -> ModuleType:
     try:
-        return import_module(f"{__name__}.{place}")
+        value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] not in ("transformers", "accelerate"):
             raise
         raise ImportError(
             "monitor.CheckpointCallback needs transformers and accelerate: `pip install 'driftpoint[hf]'`"
         ) from error
+    globals()[name] = value
+    return value
 
 
 def __dir__() -> list[str]:

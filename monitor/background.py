@@ -1,29 +1,28 @@
-"""The one background thread that does a rank's slow work: segments, commits, pruning, marks.
+"""Run a rank's slow work (segments, commits, pruning) in one background thread.
 
-One job at a time, in order. The training thread submits and asks; it never waits except in
-:meth:`BackgroundWorker.join`.
-The thread is a daemon: a storage that hangs cannot keep the process from ending. What a job raises is kept and
-handed to the training thread, nothing is swallowed.
+Tasks run one at a time, in order. The training thread blocks only in :meth:`BackgroundWorker.wait`, ``join`` and
+``stop``. The thread is a daemon, so hanging storage cannot keep the process from exiting. An exception of a task is
+kept in its :class:`TaskResult`; none is swallowed.
 """
 
 from __future__ import annotations
 
 import queue
 import threading
-import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
-_LAST = 2.0
-"""Seconds that an idle thread gets to end."""
+_STOP_TIMEOUT = 2.0
+"""Seconds that an idle thread gets to exit."""
 
 
 @dataclass(frozen=True)
 class TaskResult(Generic[T]):
-    """A finished job, by its number: its result, or what it raised."""
+    """Result or exception of the finished task ``number``."""
 
     number: int
     result: T | None
@@ -31,10 +30,10 @@ class TaskResult(Generic[T]):
 
 
 class BackgroundWorker(Generic[T]):
-    """Runs jobs beside training."""
+    """Runs tasks in a background thread."""
 
     def __init__(self, name: str) -> None:
-        self._jobs: queue.SimpleQueue[tuple[int, Callable[[], T]] | None] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[tuple[int, Callable[[], T]] | None] = queue.SimpleQueue()
         self._finished: queue.SimpleQueue[TaskResult[T]] = queue.SimpleQueue()
         self._lock = threading.Condition()
         self._open: set[int] = set()
@@ -43,55 +42,53 @@ class BackgroundWorker(Generic[T]):
         self._thread.start()
 
     def running(self, number: int) -> bool:
-        """Whether a submitted job is not finished."""
+        """Return whether a submitted task is not finished."""
         with self._lock:
             return number in self._open
 
-    def submit(self, job: Callable[[], T]) -> int:
-        """Run a job after those before it. Returns its number, counted from 1."""
+    def submit(self, task: Callable[[], T]) -> int:
+        """Queue a task and return its number, counted from 1."""
         with self._lock:
             self._last += 1
             number = self._last
             self._open.add(number)
-        self._jobs.put((number, job))
+        self._tasks.put((number, task))
         return number
 
     def finished(self) -> list[TaskResult[T]]:
-        """What finished since the last call, in order."""
-        done = []
-        while True:
-            try:
-                done.append(self._finished.get_nowait())
-            except queue.Empty:
-                return done
+        """Return the tasks that finished since the last call, in order."""
+        results = []
+        with suppress(queue.Empty):
+            while True:
+                results.append(self._finished.get_nowait())
+        return results
 
     def wait(self, number: int, timeout: float) -> bool:
-        """Wait until this job is finished; False after ``timeout`` seconds."""
+        """Wait until this task is finished. Return False after ``timeout`` seconds."""
         with self._lock:
             return self._lock.wait_for(lambda: number not in self._open, max(0.0, timeout))
 
     def join(self, timeout: float) -> bool:
-        """Wait until nothing is left to do; False after ``timeout`` seconds."""
-        deadline = time.monotonic() + timeout
+        """Wait until all tasks are finished. Return False after ``timeout`` seconds."""
         with self._lock:
-            return self._lock.wait_for(lambda: not self._open, max(0.0, deadline - time.monotonic()))
+            return self._lock.wait_for(lambda: not self._open, max(0.0, timeout))
 
     def stop(self) -> None:
-        """End the thread after the jobs submitted so far; where they are done already, wait for its end.
+        """Stop the thread after the tasks submitted so far. If all are finished, wait for the thread to exit.
 
-        A thread that still lets go of tensors while the interpreter ends may abort the process."""
-        self._jobs.put(None)
+        A thread that still frees tensors at interpreter shutdown may abort the process."""
+        self._tasks.put(None)
         if self.join(0.0) and threading.current_thread() is not self._thread:
-            self._thread.join(_LAST)
+            self._thread.join(_STOP_TIMEOUT)
 
     def _work(self) -> None:
-        while (item := self._jobs.get()) is not None:
-            number, job = item
+        while (item := self._tasks.get()) is not None:
+            number, task = item
             try:
-                done = TaskResult(number, job(), None)
+                result = TaskResult(number, task(), None)
             except BaseException as error:  # noqa: BLE001 - the thread's edge: kept for the training thread
-                done = TaskResult(number, None, error)
-            self._finished.put(done)
+                result = TaskResult(number, None, error)
+            self._finished.put(result)
             with self._lock:
                 self._open.discard(number)
                 self._lock.notify_all()

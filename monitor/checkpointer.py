@@ -1,8 +1,8 @@
-"""The object in the user's training loop: measure, decide, stage, and let the background thread do the rest.
+"""Save and resume from the training loop: measure drift, decide, stage, and commit in the background.
 
-All public methods are called by the training thread of every rank, in the same order: they hold collectives.
-Rank 0 keeps the ledger and decides; every rank stages and writes its own segment. References (what drift is
-measured against) move only when a save is known to be committed, at the next decision.
+The public methods contain collectives: the training thread of every rank calls them in the same order, except where
+the docstring says otherwise. Rank 0 keeps the ledger and decides; every rank stages and writes its own segment. The
+references that drift is measured against move at the next decision after a save is known to be committed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from monitor.memory.tier import memory_tier
 from monitor.observe.units import LocalUnit, Surveyor
 from monitor.preemption import FinalSave, Preemption
 from monitor.resume.read import ReadBuffers
-from monitor.resume.resume import ResumeResult, build_certificate, reset_ledger, resume, resumed
+from monitor.resume.resume import ResumeResult, build_certificate, reset_ledger, resume, resume_memory_or_store
 from monitor.save.dry_run import DryRunSaver
 from monitor.save.saver import Saver
 from monitor.save.store_session import StoreSession
@@ -45,28 +45,42 @@ _log = logging.getLogger("driftpoint")
 
 
 class Checkpointer:
-    """Made by :func:`monitor.attach`. Usable as a context manager, which closes it."""
+    """Saves and resumes the state of one training job. Create it with :func:`monitor.attach`.
+
+    Can be used as a context manager, which closes it on exit.
+
+    Example::
+
+        with monitor.attach((model, optimizer), "driftpoint.yaml", state=[scheduler]) as ckpt:
+            for step in range(ckpt.resume(), total_steps):
+                train_one_step()
+                ckpt.step()
+
+    Attributes:
+        config: The validated settings.
+        metrics: Metrics of this job, served on the configured port by rank 0.
+        certificate: Steps, encodings and exactness of the resumed state, on all ranks. None if nothing was resumed.
+        preempted: True once the job was preempted and the last save is done: leave the training loop.
+    """
 
     def __init__(
         self,
         job: JobContext,
         metrics: Metrics,
-        spending: BudgetTracker,
+        budget_tracker: BudgetTracker,
         opened: StoreSession | None,
         catalog: Catalog | None,
     ) -> None:
         self.config = job.config
         self.metrics = metrics
         self.certificate: Certificate | None = None
-        """What was resumed, on every rank; None where nothing was."""
         self.preempted = False
-        """Whether the end of the job was announced, and all ranks have saved what time allowed: leave the loop."""
         self._job = job
         self._group = job.group
         self._opened = opened
         self._catalog = catalog
-        self._spending = spending
-        self._decider = Decider(job, spending)
+        self._budget_tracker = budget_tracker
+        self._decider = Decider(job, budget_tracker)
         self._listeners = job.listeners
         self._pace = job.pace
         saver = None if opened is None else Saver(job, opened)
@@ -76,18 +90,18 @@ class Checkpointer:
         self._surveyor = Surveyor(job.adapter, job.table)
         self._step = job.completed_steps() or 0
         self._resumed: ResumeResult | None = None
-        self._asked_to_resume = False
+        self._resume_called = False
         self._updates = 0
         job.adapter.before_update(self._count_update)
         self._proven = False
         self._closed = False
         self._process = os.getpid()
-        self._forget_exit = _close_at_exit(self)
+        self._unregister_exit = _close_at_exit(self)
         self._preemption = Preemption(job.config.preemption, job.group, active=opened is not None)
         self._attached(opened)
 
     def _attached(self, opened: StoreSession | None) -> None:
-        """Tell the listeners, and serve the metrics. Collective."""
+        """Notify the listeners and serve the metrics. Collective."""
         self._listeners.on_attach(
             AttachEvent(
                 rank=self._group.rank,
@@ -103,67 +117,86 @@ class Checkpointer:
 
     @property
     def layers(self) -> tuple[str, ...]:
-        """Names of the layers found, in model order."""
+        """Names of the detected layers, in model order."""
         return tuple(layer.name for layer in self._job.table.layers)
 
     @property
     def rank(self) -> int:
-        """Of this process among those of the job."""
+        """Rank of this process in the job."""
         return self._group.rank
 
     @property
     def resumed(self) -> ResumeResult | None:
-        """What the job was brought back to, in full; see ``certificate`` for what to tell of it."""
+        """The full result of the last resume, None if nothing was resumed. ``certificate`` is its summary."""
         return self._resumed
 
     @property
     def holds_commits(self) -> bool:
-        """Whether there was anything in the store when the job attached to it."""
+        """Whether the store contained commits when the job attached to it."""
         return self._opened is not None and self._opened.has_commits
 
     def resume(self, *, memory: bool = True) -> int:
-        """Bring the newest resumable commit into the model, the optimizer and the run state.
+        """Load the newest resumable state into the model, the optimizer and the objects in ``state=[...]``.
 
-        memory: whether what the memory tier holds counts.
+        An in-memory snapshot is used if it is newer than the newest commit. A damaged fragment falls back to the
+        previous version of its unit. All checks run on all ranks before the first tensor changes. Call it before the
+        first :meth:`step`; this is required if the store contains commits. Collective.
 
-        Returns the step to continue from: 0 where the store holds nothing yet; else the commit's, or, where its weights
-        come from several steps, the saved step nearest to their effective step (see ``resume:`` in the settings).
+        Args:
+            memory: Whether to use in-memory snapshots. False reads the store only.
 
-        Raises, on all ranks and with the job left as it was: NothingToResumeError where no commit is whole,
-        ModelMismatchError where the store is another model's, UsageError where an object in ``state=[...]`` does not
-        take its state.
+        Returns:
+            The step to continue from. 0 if the store is empty; otherwise the step of the commit. If its weights come
+            from several steps, the saved step closest to their effective step (see ``resume:`` in the settings).
+
+        Raises:
+            NothingToResumeError: The store contains commits, but none is complete.
+            ModelMismatchError: The stored tensors or optimizer do not match this job.
+            UsageError: An object in ``state=[...]`` rejects its saved state.
+            DamagedError: Ranks could not read the records of the commit.
+            StorageError: Ranks do not see the same store, or storage failed.
+
+            These are raised on all ranks and leave the job unchanged. Only a failure while the checked values are
+            copied, such as a device out of memory, raises a DriftpointError after which the job must be restarted.
         """
-        if self._asked_to_resume:  # what is still being written is of a branch that this job may be about to leave
+        if self._resume_called:  # the save under way may belong to a branch that this resume leaves
             self.flush()
             self._saver.settle(self._step, False)
-        job, found = self._job, None
-        room = ReadBuffers(self._saver.borrow_buffers(job.table.local()))
+        job, result = self._job, None
+        buffers = ReadBuffers(self._saver.borrow_buffers(job.table.local()))
         if self._catalog is not None:
-            remembered = self._memory.find(self._catalog) if memory and self._memory is not None else None
-            live = partial(resume, adapter=job.adapter, group=self._group, user=job.user, room=room)
-            found = resumed(partial(live, settings=self.config.resume), self._catalog, remembered)
-        self._saver.return_buffers(job.table.local(), room.buffers)
-        self._asked_to_resume = True
+            snapshot = self._memory.find(self._catalog) if memory and self._memory is not None else None
+            attempt = partial(
+                resume,
+                adapter=job.adapter,
+                group=self._group,
+                user=job.user,
+                buffers=buffers,
+                settings=self.config.resume,
+            )
+            result = resume_memory_or_store(attempt, self._catalog, snapshot)
+        self._saver.return_buffers(job.table.local(), buffers.buffers)
+        self._resume_called = True
         self._updates = 0
         self._pace.restart()
         self._surveyor.mark()
-        if found is not None and self._catalog is not None:
-            self._stand_on(found, self._catalog)
+        if result is not None and self._catalog is not None:
+            self._adopt(result, self._catalog)
         if self._memory is not None:
-            self._memory.begin(job.table.local(), None if found is None else found.memory)
+            self._memory.begin(job.table.local(), None if result is None else result.memory)
         return self._step
 
-    def _stand_on(self, found: ResumeResult, catalog: Catalog) -> None:
-        """The job is what was resumed: count from there, and measure from there."""
-        self._resumed = found
+    def _adopt(self, result: ResumeResult, catalog: Catalog) -> None:
+        """Count steps and measure drift from the resumed state."""
+        self._resumed = result
         self._saver.forget_bases()
-        self._step = found.onward.save.step
-        self.certificate = build_certificate(found)
-        reset_ledger(self._job, catalog, found, self._step)
+        self._step = result.resume_point.save.step
+        self.certificate = build_certificate(result)
+        reset_ledger(self._job, catalog, result, self._step)
         for unit, part in self._job.table.local().items():
-            if unit in found.resolution.versions:
+            if unit in result.resolution.versions:
                 self._job.meter.reset(unit, part.tensors)
-        manifest = found.resolution.manifest
+        manifest = result.resolution.manifest
         self._listeners.on_resume(
             ResumeEvent(
                 step=self._step,
@@ -171,42 +204,66 @@ class Checkpointer:
                 created=manifest.created,
                 newest=self._job.ledger.newest,
                 certificate=self.certificate,
-                from_memory=found.memory is not None,
-                replicas=len(found.replicas),
-                fallbacks=len(found.resolution.fallbacks),
-                passed_over=found.passed_over,
-                notes=found.notes,
+                from_memory=result.memory is not None,
+                replicas=len(result.replicas),
+                fallbacks=len(result.resolution.fallbacks),
+                passed_over=result.passed_over,
+                notes=result.notes,
             )
         )
 
     def step(self) -> StepReport | None:
-        """Call after every optimizer step. When it is time for that (``every``) it decides, and perhaps begins a save.
+        """Count an optimizer step; if a decision is due (``every``), decide what to save and begin the save.
 
-        Returns what was decided, or None where it was not time for a decision. Never waits for the disk, but where a
-        signal announced the end of the job: then it saves what time allows, alike on all ranks, and raises
-        :class:`monitor.Preempted`, which ends the process with code 75. Under ``preemption: {exit: false}`` it returns,
-        and the loop is to be left (see ``preempted``)."""
+        Call it after every optimizer step. It copies what the policy chose and returns; writing happens in the
+        background. It never waits for storage, except when the job is preempted: then all ranks save as much as the
+        grace period allows. Collective.
+
+        Returns:
+            The decision, or None if none was due. With ``preemption: {exit: false}``, the report of the last save,
+            with ``preempted`` set: leave the training loop.
+
+        Raises:
+            Preempted: The job was preempted and the last save is done. Uncaught, it ends the process with code 75.
+            ConfigError: The checkpointer is closed, or the store contains commits and :meth:`resume` was not called.
+        """
         began = time.perf_counter()
         self._require_open()
-        if not self._advanced():
+        if not self._count_step():
             return None
-        self._require_asked()
+        self._require_resume_called()
         self._mark_proven()
         self._listeners.on_step(self._step, began)
         if self._preemption.agreed():
             return self._leave()
         with self._job.adapter.still():
             report = self._decide(began, None) if self._pace.due(self._step) else None
-            self._remember(looked=report is not None)
+            self._snapshot(surveyed=report is not None)
         return report
 
     def save(self, *, wait: bool = False) -> StepReport:
-        """Save everything now, whatever the policy says, after the save under way.
+        """Save all units now, regardless of the policy and of ``every``. Collective.
 
-        ``wait``: return when it is committed, or failed. Collective."""
+        First waits, at most ``timeouts.close`` seconds, for the save under way. Layers with NaN or Inf are not saved;
+        their previous version stays.
+
+        Args:
+            wait: Whether to wait, at most ``timeouts.close`` seconds, until the save is committed or has failed.
+
+        Returns:
+            The decision. ``skipped`` says why no save began; with ``wait`` it is ``failed`` if the save failed.
+
+        Raises:
+            ConfigError: The checkpointer is closed, the store contains commits and :meth:`resume` was not called, or
+                an optimizer step was taken without :meth:`step`.
+        """
         self._require_open()
-        self._require_asked()
-        self._require_told()
+        self._require_resume_called()
+        if self._job.completed_steps() is None and self._updates:
+            raise ConfigError(
+                "save() was called between optimizer.step() and ckpt.step(), so the state would be saved under the "
+                "previous step number: call ckpt.step() first"
+            )
         self._step = self._job.completed_steps() or self._step
         self.flush()
         with self._job.adapter.still():
@@ -219,34 +276,40 @@ class Checkpointer:
         return report
 
     def preempt(self) -> None:
-        """The end of the job is announced, as by a signal: for handlers of your own, and for threads that ask a cloud.
+        """Announce the end of the job, like a signal does: the next :meth:`step` makes the last save.
 
-        Any thread, on any rank; a note and no more: the next ``step()`` sees to it. ConfigError where it is off."""
+        For your own signal handlers and for threads that poll a cloud provider. Any thread, any rank; returns at once.
+
+        Raises:
+            ConfigError: Preemption is off (``preemption: {signals: []}``, or policy ``observe``).
+        """
         self._preemption.preempt()
 
     def flush(self) -> None:
-        """Wait, at most ``timeouts.close`` seconds, until this rank's part of the save under way is done.
+        """Wait, at most ``timeouts.close`` seconds, until this rank has finished its part of the save under way.
 
-        On rank 0 that is the commit. Not collective."""
+        On rank 0 this includes the commit. Not collective."""
         self._saver.flush(self.config.timeouts.close)
 
     def copied(self) -> None:
-        """Have what is being saved copied whole, as before an optimizer step: from then on the state may be changed by
-        other means, such as another checkpoint that is loaded over it. Not collective."""
+        """Wait until the save under way has copied its tensors, so that they may be changed. Not collective.
+
+        Optimizer steps wait by themselves. Call it before changing the state by other means, such as loading another
+        checkpoint."""
         self._saver.finish_copies()
         if self._memory is not None:
             self._memory.finish_copies()
 
     def close(self) -> None:
-        """Wait, at most ``timeouts.close`` seconds, for the save under way; let go of the store and the port.
+        """Wait, at most ``timeouts.close`` seconds, for the save under way; release the store and the metrics port.
 
-        Called while an error is on its way out (from ``finally:``, say), it leaves what a restart goes on from. In a
-        forked child it does nothing: all of this is its parent's."""
+        If an exception is propagating (for example in ``finally:``), in-memory snapshots stay for the restart. In a
+        forked child it does nothing. Calling it again does nothing."""
         clean = sys.exc_info()[0] is None
         self._close(self.config.timeouts.close, clean=clean, ended=clean)
 
     def finish(self, *, clean: bool) -> None:
-        """:meth:`close`, by somebody who knows. clean: the job ends as it was meant to, and nobody goes on from it."""
+        """Close with a known outcome. clean: training is complete, so no restart needs the in-memory snapshots."""
         self._close(self.config.timeouts.close if clean else self._patience, clean=clean, ended=clean)
 
     def __enter__(self) -> Checkpointer:
@@ -259,14 +322,14 @@ class Checkpointer:
 
     @property
     def _patience(self) -> float:
-        # After an error other ranks may be gone, and what they owe to a commit with them.
+        # After an error other ranks may be gone, and their part of a commit with them.
         return min(30.0, self.config.timeouts.close)
 
     def _close(self, timeout: float, clean: bool, ended: bool) -> None:
-        """clean: as far as can be told, the job ends as it was meant to. ended: that is certain."""
+        """Close once. clean: the job ends as intended, as far as is known. ended: that is certain."""
         if not self._closed and os.getpid() == self._process:
             self._closed = True
-            self._forget_exit()
+            self._unregister_exit()
             self._saver.close(timeout, clean and not self.preempted)
             if self._memory is not None:
                 self._memory.close(remove=ended and not self.preempted)
@@ -274,58 +337,52 @@ class Checkpointer:
             self._preemption.close(leaving=self.preempted and self.config.preemption.exit)
 
     def _leave(self) -> StepReport:
-        """The last step: save what time allows. Where the process is to end, it ends in time whatever happens."""
-        assert isinstance(self._saver, Saver)  # nothing is heeded where nothing is saved
-        last = FinalSave(
+        """Save what time allows. If the process is to exit, it exits by the deadline in any case."""
+        assert isinstance(self._saver, Saver)  # preemption is off if nothing is saved
+        final_save = FinalSave(
             self._job,
             self._saver,
             self._step,
-            lambda demand: self._decide(time.perf_counter(), demand),
-            self._spending.writing.affordable,
+            lambda request: self._decide(time.perf_counter(), request),
+            self._budget_tracker.writing.affordable,
         )
         deadline = self._preemption.deadline()
         with deadline.enforced() if self.config.preemption.exit else nullcontext():
-            report = last.make(deadline)
+            report = final_save.run(deadline)
             self.preempted = True
             if not self.config.preemption.exit:
                 return report
             self._close(deadline.to_leave, clean=False, ended=False)
         raise Preempted(report)
 
-    def _require_told(self) -> None:
-        if self._job.completed_steps() is None and self._updates:
-            raise ConfigError(
-                "save() was called between optimizer.step() and ckpt.step(), so the state would be filed under the "
-                "step before: call ckpt.step() first"
-            )
-
     def _count_update(self) -> None:
         self._updates += 1
 
-    def _advanced(self) -> bool:
+    def _count_step(self) -> bool:
+        """Return False on a micro step of gradient accumulation."""
         self._updates = 0
         counted = self._job.completed_steps()
         if counted is None:
             self._step += 1
             return True
         if counted == self._step:
-            return False  # a micro step of gradient accumulation
+            return False
         self._step = counted
         return True
 
     def _require_open(self) -> None:
         if self._closed:
-            raise ConfigError("this checkpointer is closed: attach a new one")
+            raise ConfigError("this checkpointer is closed: call monitor.attach() again")
 
-    def _require_asked(self) -> None:
-        if not self._asked_to_resume and self._opened is not None and self._opened.has_commits:
+    def _require_resume_called(self) -> None:
+        if not self._resume_called and self._opened is not None and self._opened.has_commits:
             raise ConfigError(
-                f"the store {self.config.store} holds commits and resume() was not called: going on would bury them. "
-                "Begin the loop with `range(ckpt.resume(), total_steps)`, or name another `store:`"
+                f"the store {self.config.store} holds commits and resume() was not called, so new saves would replace "
+                "them. Begin the loop with `range(ckpt.resume(), total_steps)`, or name another `store:`"
             )
-        if not self._asked_to_resume and self._memory is not None:
+        if not self._resume_called and self._memory is not None:
             self._memory.begin(self._job.table.local(), None)
-        self._asked_to_resume = True
+        self._resume_called = True
 
     def _mark_proven(self) -> None:
         opened, resumed = self._opened, self._resumed
@@ -339,42 +396,43 @@ class Checkpointer:
                 "marking the commit proven",
             )
 
-    def _decide(self, began: float, demand: SaveRequest | None) -> StepReport:
-        survey = self._surveyor.survey(stepped=demand is None)
+    def _decide(self, began: float, request: SaveRequest | None) -> StepReport:
+        """Decide and begin a save. request: None if the policy decides. Collective."""
+        survey = self._surveyor.survey(stepped=request is None)
         local, trouble = survey.local, survey.trouble is not None
         settled = self._saver.settle(self._step, not trouble and self._job.table.changed(local), trouble)
         if settled.skip is not None:
-            if demand is None:
+            if request is None:
                 self._pace.put_off(self._step, busy=settled.skip == "busy")
             problem = collect_messages(self._group, survey.trouble) if settled.skip == "unsupported" else None
-            return self._skipped(settled.skip, began, None, problem)
+            return self._report(settled.skip, began, None, problem=problem)
         if settled.changed:
             self._agree(local)
-        decided = self._decider.decide(self._step, local, demand)
+        decided = self._decider.decide(self._step, local, request)
         self._pace.agreed(self._step, decided.interval)
         if self._group.rank == 0:
             committed = self._job.ledger.versions.keys()
             self._listeners.on_measured(MeasuredEvent(self._step, decided, self._job.table.sizes, committed))
-        if decided.lacking:
-            return self._skipped("withheld", began, decided)
+        if decided.incomplete:
+            return self._report("withheld", began, decided)
         if not decided.saved:
             if self._memory is not None:
                 self._memory.on_decision(self._step, ())
-            return self._skipped("nothing", began, decided)
-        unnamed = self._saver.claim_name(self._step)
-        if unnamed is not None:
-            return self._skipped(unnamed, began, decided)
+            return self._report("nothing", began, decided)
+        refusal = self._saver.claim_name(self._step)
+        if refusal is not None:
+            return self._report(refusal, began, decided)
         staged = self._saver.begin(self._step, decided, local)
         if self._memory is not None:
             self._memory.on_decision(self._step, decided.saved)
         return self._report("observe" if self._opened is None else None, began, decided, staged)
 
-    def _remember(self, looked: bool) -> None:
-        """Keep a version of this step in memory, where it is time for that. looked: a decision surveyed the job."""
+    def _snapshot(self, surveyed: bool) -> None:
+        """Take an in-memory snapshot if one is due. surveyed: a decision of this step surveyed the job."""
         memory, began = self._memory, time.perf_counter()
         if memory is None or not memory.due(self._step):
             return
-        survey = self._surveyor.survey(stepped=not looked)
+        survey = self._surveyor.survey(stepped=not surveyed)
         local, trouble = survey.local, survey.trouble is not None
         agreed = memory.settle(self._step, not trouble and self._job.table.changed(local), trouble)
         if agreed.skip in (None, "unready") and agreed.changed:
@@ -388,20 +446,20 @@ class Checkpointer:
                 self._job.meter.reset(unit, local[unit].tensors)
         self._listeners.on_units_changed(local)
 
-    def _skipped(
-        self, reason: str, began: float, decided: DecisionResult | None, problem: str | None = None
-    ) -> StepReport:
-        return replace(self._report(reason, began, decided, 0, problem), problem=problem)
-
     def _report(
-        self, skipped: str | None, began: float, decided: DecisionResult | None, staged: int, problem: str | None = None
+        self,
+        skipped: str | None,
+        began: float,
+        decided: DecisionResult | None,
+        staged: int = 0,
+        problem: str | None = None,
     ) -> StepReport:
         stall = time.perf_counter() - began
         why = None if skipped == "observe" else skipped
         commits = self._job.ledger.commits
         self._listeners.on_decision(DecisionEvent(self._step, why, problem, stall, decided, commits))
         if decided is None:
-            return StepReport(self._step, skipped, stall_seconds=stall)
+            return StepReport(self._step, skipped, stall_seconds=stall, problem=problem)
         saved = decided.saved if skipped in (None, "observe") else {}
         return StepReport(
             self._step, skipped, decided.stats, saved, decided.choices, staged, stall, interval=decided.interval
@@ -409,13 +467,13 @@ class Checkpointer:
 
 
 def _close_at_exit(checkpointer: Checkpointer) -> Callable[[], None]:
-    """A script that ends without ``close()``, or by an error, still gets the save that is under way."""
+    """Finish the save under way at interpreter exit, if the script did not call ``close()``. Return its undo."""
     reference = weakref.ref(checkpointer)
 
     def close() -> None:
         living = reference()
         if living is not None:
-            # last_value: set by an error that nobody caught, but not by sys.exit(1).
+            # last_value: set by an uncaught exception, but not by sys.exit(1).
             living._close(living._patience, clean=not hasattr(sys, "last_value"), ended=False)
 
     atexit.register(close)

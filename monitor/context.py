@@ -1,4 +1,4 @@
-"""What every part of one job shares, made once by ``attach``."""
+"""Hold the parts of a job that all components share. ``attach`` builds one per rank."""
 
 from __future__ import annotations
 
@@ -19,11 +19,7 @@ from policies.base import Policy
 
 @dataclass(frozen=True)
 class JobContext:
-    """The parts of one rank. ``ledger`` is kept on rank 0 (and after a resume stands alike everywhere).
-
-    pace: says on every rank when to decide. listeners: what follows the job, see :mod:`monitor.events`.
-
-    observing: nothing is written, everything is measured. steps: counts where the framework does not."""
+    """The shared parts of one rank."""
 
     config: Config
     policy: Policy
@@ -33,12 +29,16 @@ class JobContext:
     meter: DriftMeter
     user: UserState
     pace: Schedule
+    """When to decide; alike on all ranks."""
     listeners: Listeners
     observing: bool = False
+    """Everything is measured and nothing is written."""
     steps: Callable[[], int] | None = None
+    """Counts optimizer steps if the framework does not."""
     ledger: Ledger = field(default_factory=Ledger)
+    """Advances on rank 0 only; a resume resets it on all ranks."""
 
     def completed_steps(self) -> int | None:
-        """Optimizer steps taken so far, or None where nobody counts them."""
+        """Return the optimizer steps taken so far, or None if neither the framework nor ``steps`` counts them."""
         counted = self.adapter.completed_steps()
         return self.steps() if counted is None and self.steps is not None else counted

@@ -1,8 +1,8 @@
-"""A trainer's word with the daemon of its node: that it lives, what is committed, what is in memory, and goodbye.
+"""Register the trainer with the node daemon and report its commits and in-memory snapshots.
 
-The training thread only notes; a thread of its own does everything that may take time: connecting, starting a daemon
-where there is none, noticing that it is gone. Whatever happens to the daemon, training goes on and saves by itself; it
-is said once in the log and counted. A forked child (a data-loader worker) has a copy of this that does nothing.
+The training thread only records updates; a background thread connects, starts a daemon if there is none, and sends. If
+the daemon is lost, training continues and saves by itself; the failure is logged once and counted. In a forked child
+(a data-loader worker) the client does nothing.
 """
 
 from __future__ import annotations
@@ -47,47 +47,42 @@ from store.metrics_server import EndpointSecurity
 
 _log = logging.getLogger("driftpoint")
 
-_CONNECTING = 1.0
-"""Seconds for a daemon that is there to accept."""
-
-_ANSWERING = 10.0
-"""Seconds for it to take or say a line."""
-
-_STARTING = 60.0
-"""Seconds for one that was started to be there."""
-
-_STARTS, _PER = 3, 3600.0
-"""Daemons that one trainer starts in so many seconds."""
-
-_AGAIN = 10.0
-"""Seconds between two attempts to connect, where no daemon is; besides, only news bring one about."""
-
-_PAUSE = 0.1
-"""Seconds between two looks whether a daemon is there yet, or not any more."""
-
-_LAST = 1.0
-"""Seconds that the end of a job waits for the goodbye to be sent."""
+_CONNECT_TIMEOUT = 1.0  # all times in seconds
+_MESSAGE_TIMEOUT = 10.0
+"""For the daemon to take or send a line."""
+_START_TIMEOUT = 60.0
+_MAX_STARTS, _START_PERIOD = 3, 3600.0
+"""Daemons that one trainer starts in a period."""
+_RETRY_DELAY = 10.0
+"""Least time between two attempts to connect. A further attempt also needs a new update to send."""
+_POLL_INTERVAL = 0.1
+_CLOSE_TIMEOUT = 1.0
+"""For the final message at the end of a job."""
 
 
-class _LostError(Exception):
+class _ConnectionLostError(Exception):
     """The daemon is gone."""
 
 
-class _EndedError(Exception):
-    """It said why it will have nothing more to do with us."""
+class _RejectedError(Exception):
+    """The daemon refused this job, or was asked to shut down."""
 
 
 @dataclass(frozen=True)
-class _News:
-    """What is to be told. goodbye: and then nothing more."""
-
-    note: StatusUpdate
-    goodbye: Unregister | None
+class _Outbox:
+    status: StatusUpdate
+    unregister: Unregister | None  # the last message
 
 
 class DaemonClient(SaveListener):
-    """Of one rank. Does nothing before the job is attached, or if the settings want no daemon. base: of shared memory.
-    security: of the metrics endpoint of a daemon that it starts."""
+    """Connects one rank to the daemon of its node. Does nothing until the job is attached, or if disabled.
+
+    Args:
+        settings: Whether and how to use a daemon.
+        base: Folder of shared memory.
+        metrics: Counts failures.
+        security: Protects the metrics endpoint of a daemon that this client starts.
+    """
 
     def __init__(
         self, settings: DaemonSettings, base: str, metrics: Metrics, security: EndpointSecurity | None = None
@@ -97,19 +92,19 @@ class DaemonClient(SaveListener):
         self._pid = os.getpid()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
-        self._note, self._fresh = StatusUpdate(), False
-        self._goodbye: Unregister | None = None
+        self._status, self._unsent = StatusUpdate(), False
+        self._unregister: Unregister | None = None
         self._wake = -1
-        self._hello: Register | None = None
-        self._starter = _Starter(self._base, settings, security or EndpointSecurity())
+        self._register: Register | None = None
+        self._starter = _DaemonStarter(self._base, settings, security or EndpointSecurity())
         self._may_start = settings.start
-        self._told = ""
+        self._last_warning = ""
 
     @override
     def on_attach(self, event: AttachEvent) -> None:
         if not self._settings.enabled or event.store_id is None or self._thread is not None:
             return
-        self._hello = Register(
+        self._register = Register(
             pid=self._pid,
             rank=event.rank,
             world_size=event.world_size,
@@ -124,199 +119,200 @@ class DaemonClient(SaveListener):
 
     @override
     def on_commit(self, event: CommitEvent) -> None:
-        self._tell(lambda note: note.model_copy(update={"committed": event.save.name}))
+        self._update(lambda status: status.model_copy(update={"committed": event.save.name}))
 
     @override
     def on_memory(self, event: MemoryEvent) -> None:
         snapshot = event.snapshot
         if snapshot is not None:
-            self._tell(lambda note: note.model_copy(update={"memory": snapshot.name}))
+            self._update(lambda status: status.model_copy(update={"memory": snapshot.name}))
 
     @override
     def on_close(self, clean: bool, timeout: float) -> None:
         if self._thread is None or os.getpid() != self._pid:
             return
         with self._lock:
-            self._goodbye = self._goodbye or Unregister(clean=clean)
-        self._ring()
-        self._thread.join(_LAST)
+            self._unregister = self._unregister or Unregister(clean=clean)
+        self._wake_thread()
+        self._thread.join(_CLOSE_TIMEOUT)
 
-    def _tell(self, change: Callable[[StatusUpdate], StatusUpdate]) -> None:
+    def _update(self, change: Callable[[StatusUpdate], StatusUpdate]) -> None:
         if self._thread is None or os.getpid() != self._pid:
             return
         with self._lock:
-            self._note, self._fresh = change(self._note), True
-        self._ring()
+            self._status, self._unsent = change(self._status), True
+        self._wake_thread()
 
-    def _ring(self) -> None:
+    def _wake_thread(self) -> None:
         with suppress(OSError):
             os.eventfd_write(self._wake, 1)
 
-    # The thread.
+    # Everything below runs in the client's thread.
 
     def _work(self) -> None:
         try:
-            while self._news().goodbye is None:
-                self._once()
-        except Exception as error:  # noqa: BLE001 - the thread's edge: told, and training goes on
-            self._complain(f"the link to the daemon failed and is given up: {error!r}")
+            while not self._closing():
+                self._run_connection()
+        except Exception as error:  # noqa: BLE001 - the thread's edge: logged, and training continues
+            self._warn(f"daemon client stopped after an unexpected error, saves continue: {error!r}")
         finally:
             self._starter.close()
 
-    def _once(self) -> None:
-        """Connect, and stay so as long as it goes well; or wait until it may be worth another attempt."""
+    def _run_connection(self) -> None:
+        """Connect and send updates until the connection ends; then wait until another attempt is due."""
         try:
-            with self._connected() as link:
-                lines = _Lines()
+            with self._connect() as connection:
+                lines = _LineBuffer()
                 try:
-                    self._introduce(link, lines)
-                except _LostError:  # one that was about to end
-                    time.sleep(_PAUSE)
+                    self._handshake(connection, lines)
+                except _ConnectionLostError:  # a daemon that was about to exit
+                    time.sleep(_POLL_INTERVAL)
                     return
-                self._attend(link, lines)
+                self._serve(connection, lines)
             return
-        except _LostError as error:
-            self._complain(str(error))
+        except _ConnectionLostError as error:
+            self._warn(str(error))
             return
-        except (DriftpointError, _EndedError) as error:
-            self._complain(str(error))
-        self._wait(_AGAIN)  # not at once, whatever the news
+        except (DriftpointError, _RejectedError) as error:
+            self._warn(str(error))
+        self._wait(_RETRY_DELAY)
         self._wait(None)
 
-    def _connected(self) -> socket.socket:
+    def _connect(self) -> socket.socket:
         try:
-            return connect(self._base, _CONNECTING)
+            return connect(self._base, _CONNECT_TIMEOUT)
         except DaemonError:
             if not self._may_start or not self._starter.may_start():
                 raise
-        return self._starter.start(lambda: self._news().goodbye is not None)
+        return self._starter.start(self._closing)
 
-    def _introduce(self, link: socket.socket, lines: _Lines) -> None:
-        assert self._hello is not None
-        link.settimeout(_ANSWERING)
-        self._send(link, self._hello, lines)
-        self._hear(link, lines)
-        self._told = ""
+    def _handshake(self, connection: socket.socket, lines: _LineBuffer) -> None:
+        assert self._register is not None
+        connection.settimeout(_MESSAGE_TIMEOUT)
+        self._send(connection, self._register, lines)
+        self._receive(connection, lines)
+        self._last_warning = ""
         with self._lock:
-            self._fresh = True
+            self._unsent = True
 
-    def _attend(self, link: socket.socket, lines: _Lines) -> None:
-        """As long as it goes well, or until goodbye is said."""
+    def _serve(self, connection: socket.socket, lines: _LineBuffer) -> None:
+        """Send updates and read messages until the job ends or the connection is lost."""
         while True:
-            news = self._taken()
-            if news is not None:
-                self._send(link, news.note, lines)
-                if news.goodbye is not None:
-                    self._send(link, news.goodbye, lines)
+            outbox = self._take_outbox()
+            if outbox is not None:
+                self._send(connection, outbox.status, lines)
+                if outbox.unregister is not None:
+                    self._send(connection, outbox.unregister, lines)
                     return
-            ready, _, _ = select.select([link.fileno(), self._wake], [], [])
+            ready, _, _ = select.select([connection.fileno(), self._wake], [], [])
             if self._wake in ready:
-                self._hush()
-            if link.fileno() in ready:
-                self._hear(link, lines)
+                self._clear_wake()
+            if connection.fileno() in ready:
+                self._receive(connection, lines)
 
-    def _hear(self, link: socket.socket, lines: _Lines) -> None:
+    def _receive(self, connection: socket.socket, lines: _LineBuffer) -> None:
         try:
-            data = link.recv(LINE_LIMIT)
+            data = connection.recv(LINE_LIMIT)
         except OSError as error:
-            raise _LostError(f"the daemon of this node is gone: {error}") from error
+            raise _ConnectionLostError(f"the node daemon is gone: {error}") from error
         if not data:
-            raise _LostError(
-                "the daemon of this node is gone: what is in memory is not written if this job dies now, saves go on"
+            raise _ConnectionLostError(
+                "the node daemon is gone: saves continue, but in-memory snapshots are not rescued if this job dies now"
             )
-        for line in lines.of(data):
-            said = parse_daemon_message(line)
-            if isinstance(said, Refused):
+        for line in lines.feed(data):
+            message = parse_daemon_message(line)
+            if isinstance(message, Refused):
                 self._may_start = False
-                raise _EndedError(f"the daemon of this node refused this job: {said.why}")
-            if isinstance(said, ShuttingDown):
-                self._may_start = False  # somebody asked it to, or nobody needs it
-                raise _EndedError(f"the daemon of this node (process {said.pid}) was asked to end: no other is started")
+                raise _RejectedError(f"the node daemon refused this job: {message.why}")
+            if isinstance(message, ShuttingDown):
+                self._may_start = False  # stopped on request, or unused
+                raise _RejectedError(
+                    f"the node daemon (process {message.pid}) was asked to stop; this job does not start another"
+                )
 
-    def _send(self, link: socket.socket, message: Message, lines: _Lines) -> None:
+    def _send(self, connection: socket.socket, message: Message, lines: _LineBuffer) -> None:
         try:
-            link.sendall(to_line(message))
+            connection.sendall(to_line(message))
         except OSError as error:
-            self._hear(link, lines)  # it may have said why
-            raise _LostError(f"the daemon of this node is gone: {error}") from error
+            self._receive(connection, lines)  # its last message may give the reason
+            raise _ConnectionLostError(f"the node daemon is gone: {error}") from error
 
-    def _news(self) -> _News:
+    def _closing(self) -> bool:
         with self._lock:
-            return _News(self._note, self._goodbye)
+            return self._unregister is not None
 
-    def _taken(self) -> _News | None:
-        """What was not told yet."""
+    def _take_outbox(self) -> _Outbox | None:
         with self._lock:
-            fresh, self._fresh = self._fresh, False
-            return _News(self._note, self._goodbye) if fresh or self._goodbye is not None else None
+            unsent, self._unsent = self._unsent, False
+            return _Outbox(self._status, self._unregister) if unsent or self._unregister is not None else None
 
     def _wait(self, seconds: float | None) -> None:
-        """For news, or the end of the job; with ``seconds`` for the end alone."""
+        """Wait for an update or the end of the job; with ``seconds`` for the end alone."""
         deadline = None if seconds is None else time.monotonic() + seconds
-        while self._news().goodbye is None and not (deadline is None and self._fresh):
+        while not self._closing() and not (deadline is None and self._unsent):
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             if not select.select([self._wake], [], [], left)[0]:
                 return
-            self._hush()
+            self._clear_wake()
 
-    def _hush(self) -> None:
+    def _clear_wake(self) -> None:
         with suppress(BlockingIOError):
             os.eventfd_read(self._wake)
 
-    def _complain(self, text: str) -> None:
-        """Once, until it is another trouble."""
-        if text != self._told and self._news().goodbye is None:
+    def _warn(self, text: str) -> None:
+        """Log a failure once, until another one occurs."""
+        if text != self._last_warning and not self._closing():
             self._metrics.counter("failures").labels("daemon").inc()
             _log.warning("%s", text)
-        self._told = text
+        self._last_warning = text
 
 
-class _Lines:
-    """Whole lines out of what arrives."""
+class _LineBuffer:
+    """Splits received bytes into lines."""
 
     def __init__(self) -> None:
         self._rest = b""
 
-    def of(self, data: bytes) -> list[bytes]:
-        """Those that are whole now. DaemonError where one is endless."""
-        *whole, self._rest = (self._rest + data).split(b"\n")
+    def feed(self, data: bytes) -> list[bytes]:
+        """Return the complete lines. Raises DaemonError if an incomplete line exceeds the limit."""
+        *lines, self._rest = (self._rest + data).split(b"\n")
         if len(self._rest) > LINE_LIMIT:
-            raise DaemonError("the daemon sends a line without an end")
-        return whole
+            raise DaemonError(f"the daemon sent a line longer than {LINE_LIMIT} bytes")
+        return lines
 
 
-class _Starter:
-    """Starts daemons, but not too many. Link's thread only."""
+class _DaemonStarter:
+    """Starts daemons, at a limited rate. Client's thread only."""
 
     def __init__(self, base: Path, settings: DaemonSettings, security: EndpointSecurity) -> None:
         self._base, self._settings, self._security = base, settings, security
-        self._times: deque[float] = deque(maxlen=_STARTS)
+        self._times: deque[float] = deque(maxlen=_MAX_STARTS)
         self._process: subprocess.Popen[bytes] | None = None
 
     def may_start(self) -> bool:
-        """Whether there were few enough."""
-        return len(self._times) < _STARTS or time.monotonic() - self._times[0] > _PER
+        """Return whether the rate limit allows another daemon."""
+        return len(self._times) < _MAX_STARTS or time.monotonic() - self._times[0] > _START_PERIOD
 
-    def start(self, ended: Callable[[], bool]) -> socket.socket:
-        """A connection to a daemon that this process or another one of this node starts. DaemonError, StorageError."""
+    def start(self, closing: Callable[[], bool]) -> socket.socket:
+        """Connect to a daemon that this or another process of the node starts. Raises DaemonError, StorageError."""
         make_home(self._base)
-        mine: Owner | None = None
-        with suppress(StorageError):  # another rank does it: wait with it
-            mine = Owner(home(self._base) / "daemon.starting")
+        lock: Owner | None = None
+        with suppress(StorageError):  # another rank starts it: wait for that one
+            lock = Owner(home(self._base) / "daemon.starting")
         try:
-            if mine is not None:
+            if lock is not None:
                 self._times.append(time.monotonic())
                 self._spawn()
-            return self._awaited(self._process if mine is not None else None, ended)
+            return self._wait_for_daemon(self._process if lock is not None else None, closing)
         finally:
-            if mine is not None:
-                mine.release()
+            if lock is not None:
+                lock.release()
 
     def close(self) -> None:
-        """Have nothing more to do with it: it lives on."""
+        """Detach from the daemon, which keeps running."""
         if self._process is not None:
             self._process.poll()
-            self._process.returncode = self._process.returncode or 0  # no complaint that it still runs
+            self._process.returncode = self._process.returncode or 0  # no ResourceWarning that it still runs
 
     def _spawn(self) -> None:
         if self._process is not None:
@@ -325,25 +321,23 @@ class _Starter:
         command = [sys.executable, "-m", "deploy.cli", "daemon", "run", "--memory", str(self._base)]
         command += ["--port", str(settings.port), "--exit-idle", str(settings.exit_idle_seconds)]
         command += ["--log", str(log_path(self._base)), "--host", settings.host, *self._security.cli_options()]
-        nothing = subprocess.DEVNULL
+        null = subprocess.DEVNULL
         try:
-            self._process = subprocess.Popen(
-                command, stdin=nothing, stdout=nothing, stderr=nothing, start_new_session=True
-            )
+            self._process = subprocess.Popen(command, stdin=null, stdout=null, stderr=null, start_new_session=True)
         except OSError as error:
-            raise DaemonError(f"no daemon could be started: {error}") from error
+            raise DaemonError(f"the node daemon could not be started: {error}") from error
 
-    def _awaited(self, process: subprocess.Popen[bytes] | None, ended: Callable[[], bool]) -> socket.socket:
-        deadline = time.monotonic() + _STARTING
+    def _wait_for_daemon(self, process: subprocess.Popen[bytes] | None, closing: Callable[[], bool]) -> socket.socket:
+        deadline = time.monotonic() + _START_TIMEOUT
         while True:
             try:
-                return connect(self._base, _CONNECTING)
+                return connect(self._base, _CONNECT_TIMEOUT)
             except DaemonError as error:
                 code = None if process is None else process.poll()
-                if code is not None or time.monotonic() >= deadline or ended():
-                    why = f"it ended with {code}" if code is not None else f"it is not there after {_STARTING:g} s"
+                if code is not None or time.monotonic() >= deadline or closing():
+                    why = f"it exited with code {code}" if code is not None else f"no answer after {_START_TIMEOUT:g} s"
                     raise DaemonError(
-                        f"no daemon could be started ({why}); see {log_path(self._base)}, or run "
+                        f"the node daemon could not be started ({why}); see {log_path(self._base)}, or run "
                         f"`driftpoint daemon run --memory {self._base}` yourself"
                     ) from error
-            time.sleep(_PAUSE)
+            time.sleep(_POLL_INTERVAL)

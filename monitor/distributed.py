@@ -1,18 +1,7 @@
-"""Process group wrapper, all-or-none execution, node identity.
+"""Run small CPU collectives, execute actions on all ranks or none, and identify nodes.
 
-The ranks of a job, as far as a checkpointer must talk to them: small CPU collectives, main thread only.
-
-A process group of its own on gloo, so that nothing here orders itself among the framework's own collectives on
-the accelerator. Background threads never call into this module.
-
-All ranks or none: run something on every rank (or on rank 0) and let an error on any of them be everybody's.
-
-Without this, the rank that failed raises while the others wait in a collective for good. That goes for any error,
-also one that nobody raises on purpose: the rank that has it raises it as it is, the others a DriftpointError.
-
-What a node is called, so that ranks can tell whether they are on the same one: whether they see the same memory.
-
-Several nodes in this sense may be containers on one machine, and are lost together.
+Collectives use a gloo group of their own, so they never interleave with the framework's collectives on the
+accelerator. Training thread only; background threads never call into this module.
 """
 
 from __future__ import annotations
@@ -31,39 +20,43 @@ from store.memory.layout import Tier
 
 
 class Group(Protocol):
-    """Collectives that every rank calls in the same order."""
+    """Collectives that every rank calls in the same order. Values are plain data."""
 
     rank: int
     world_size: int
 
     def all_reduce_max(self, values: Sequence[int]) -> list[int]:
-        """Element-wise maximum over ranks."""
+        """Return the element-wise maximum over ranks."""
         ...
 
     def all_reduce_sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Element-wise sum over ranks of a float64 tensor."""
+        """Return the element-wise sum over ranks of a float64 tensor."""
         ...
 
     def broadcast(self, value: Any) -> Any:
-        """Rank 0's value, on every rank. Plain data only."""
+        """Return rank 0's value."""
         ...
 
     def all_gather(self, value: Any) -> list[Any]:
-        """Every rank's value, on every rank, in rank order. Plain data only."""
+        """Return the values of all ranks, in rank order."""
         ...
 
     def async_flag(self) -> AsyncFlag:
-        """A new one; collective."""
+        """Create an :class:`AsyncFlag`. Collective."""
         ...
 
 
 class AsyncFlag(Protocol):
-    """Passes a flag on from one call to the next, over all ranks."""
+    """Shares a flag among ranks without waiting: a call returns the result of the call before it."""
 
     def exchange(self, flag: bool) -> bool:
-        """Whether any rank gave True in the call before; then ``flag`` is not sent. Every rank calls it equally often.
+        """Send ``flag``; return whether any rank sent True in the previous call. In that case ``flag`` is not sent.
 
-        Waits for ranks that have not made the call before, and for none that has. RuntimeError where one is gone."""
+        All ranks must call it equally often. It waits only for ranks that have not made the previous call yet.
+
+        Raises:
+            RuntimeError: Another rank is gone.
+        """
         ...
 
 
@@ -74,31 +67,23 @@ class SingleProcessGroup:
     world_size = 1
 
     def all_reduce_max(self, values: Sequence[int]) -> list[int]:
-        """See :class:`Group`."""
         return list(values)
 
     def all_reduce_sum(self, values: torch.Tensor) -> torch.Tensor:
-        """See :class:`Group`."""
         return values
 
     def broadcast(self, value: Any) -> Any:
-        """See :class:`Group`."""
         return value
 
     def all_gather(self, value: Any) -> list[Any]:
-        """See :class:`Group`."""
         return [value]
 
     def async_flag(self) -> AsyncFlag:
-        """See :class:`Group`."""
         return _ImmediateFlag()
 
 
 class _ImmediateFlag:
-    """There is nobody to wait for."""
-
     def exchange(self, flag: bool) -> bool:
-        """See :class:`AsyncFlag`."""
         return flag
 
 
@@ -111,36 +96,32 @@ class GlooGroup:
         self.world_size = dist.get_world_size()
 
     def all_reduce_max(self, values: Sequence[int]) -> list[int]:
-        """See :class:`Group`."""
         tensor = torch.tensor(list(values), dtype=torch.int64)
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group)
         return [int(value) for value in tensor.tolist()]
 
     def all_reduce_sum(self, values: torch.Tensor) -> torch.Tensor:
-        """See :class:`Group`."""
         summed = values.to(torch.float64).clone()
         dist.all_reduce(summed, op=dist.ReduceOp.SUM, group=self._group)
         return summed
 
     def broadcast(self, value: Any) -> Any:
-        """See :class:`Group`."""
         box = [value]
         dist.broadcast_object_list(box, src=0, group=self._group)
         return box[0]
 
     def all_gather(self, value: Any) -> list[Any]:
-        """See :class:`Group`."""
         boxes: list[Any] = [None] * self.world_size
         dist.all_gather_object(boxes, value, group=self._group)
         return boxes
 
     def async_flag(self) -> AsyncFlag:
-        """See :class:`Group`. It has a process group of its own: its reductions outlast calls."""
+        """Create a flag with its own process group, since its reductions outlast calls."""
         return _GlooAsyncFlag()
 
 
 class _GlooAsyncFlag:
-    """One reduction under way between two calls."""
+    """Keeps one asynchronous all-reduce in flight between two calls."""
 
     def __init__(self) -> None:
         self._group = dist.new_group(backend="gloo")
@@ -148,7 +129,6 @@ class _GlooAsyncFlag:
         self._work: dist.Work | None = None
 
     def exchange(self, flag: bool) -> bool:
-        """See :class:`AsyncFlag`."""
         if self._work is not None:
             self._work.wait()
             if int(self._flag.item()):
@@ -160,7 +140,7 @@ class _GlooAsyncFlag:
 
 
 def current_group() -> Group:
-    """The ranks of this job: those of the default process group, or this process alone."""
+    """Return the group of this job: all ranks of the default process group, or this process alone."""
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         return GlooGroup()
     return SingleProcessGroup()
@@ -170,68 +150,75 @@ T = TypeVar("T")
 
 
 def run_on_all_ranks(group: Group, action: Callable[[], T]) -> T:
-    """The action's result on this rank, once it succeeded on every rank. Else an error on every rank."""
+    """Run ``action`` on all ranks and return this rank's result, or raise on all ranks if any rank fails.
+
+    The failing rank raises its own exception; the others raise the same error type if it is a DriftpointError, else
+    DriftpointError. Without this, the other ranks would block in their next collective. Collective."""
     result: T | None = None
-    mine: Exception | None = None
+    local_error: Exception | None = None
     try:
         result = action()
     except Exception as error:  # noqa: BLE001 - this rank's edge: raised again once the others know
-        mine = error
-    told = group.all_gather(None if mine is None else _packed(mine))
-    if mine is not None:
-        raise mine
-    failed = [(rank, packed) for rank, packed in enumerate(told) if packed is not None]
+        local_error = error
+    errors_by_rank = group.all_gather(None if local_error is None else _pack_error(local_error))
+    if local_error is not None:
+        raise local_error
+    failed = [(rank, packed) for rank, packed in enumerate(errors_by_rank) if packed is not None]
     if failed:
         rank, (kind, message) = failed[0]
-        raise _unpacked(kind, f"rank {rank}: {message}")
+        raise _unpack_error(kind, f"rank {rank}: {message}")
     return result  # type: ignore[return-value]
 
 
 def run_on_rank0(group: Group, action: Callable[[], T]) -> T:
-    """Rank 0's result on every rank, or rank 0's error on every rank. The result must be plain data."""
+    """Run ``action`` on rank 0 and return its result, or raise its error, on all ranks. Collective.
+
+    The result must be plain data."""
     packed: tuple[T | None, tuple[str, str] | None] = (None, None)
-    mine: Exception | None = None
+    local_error: Exception | None = None
     if group.rank == 0:
         try:
             packed = (action(), None)
         except Exception as error:  # noqa: BLE001 - this rank's edge: raised again once the others know
-            mine = error
-            packed = (None, _packed(error))
+            local_error = error
+            packed = (None, _pack_error(error))
     result, failed = group.broadcast(packed)
-    if mine is not None:
-        raise mine
+    if local_error is not None:
+        raise local_error
     if failed is not None:
-        raise _unpacked(*failed)
+        raise _unpack_error(*failed)
     return result  # type: ignore[no-any-return]
 
 
-def collect_messages(group: Group, mine: str | None) -> str:
-    """What any rank has to say, and which; collective. Alike on all of them, most of the time."""
-    told: dict[str, int] = {}
-    for rank, text in enumerate(group.all_gather(mine)):
+def collect_messages(group: Group, message: str | None) -> str:
+    """Join the distinct messages of all ranks, each with the first rank that has it. Collective."""
+    first_rank: dict[str, int] = {}
+    for rank, text in enumerate(group.all_gather(message)):
         if text is not None:
-            told.setdefault(text, rank)
-    return "; ".join(f"rank {rank}: {text}" if group.world_size > 1 else text for text, rank in told.items())
+            first_rank.setdefault(text, rank)
+    return "; ".join(f"rank {rank}: {text}" if group.world_size > 1 else text for text, rank in first_rank.items())
 
 
-def _packed(error: Exception) -> tuple[str, str]:
-    named = isinstance(error, DriftpointError)  # others say little without their class: KeyError('n') says 'n'
-    return type(error).__name__, str(error) if named else repr(error)
+def _pack_error(error: Exception) -> tuple[str, str]:
+    own = isinstance(error, DriftpointError)  # others need their class: str(KeyError('n')) is just 'n'
+    return type(error).__name__, str(error) if own else repr(error)
 
 
-def _unpacked(kind: str, message: str) -> DriftpointError:
-    found = getattr(errors, kind, DriftpointError)
-    known = isinstance(found, type) and issubclass(found, DriftpointError)
-    return found(message) if known else DriftpointError(message)
+def _unpack_error(kind: str, message: str) -> DriftpointError:
+    error_type = getattr(errors, kind, DriftpointError)
+    known = isinstance(error_type, type) and issubclass(error_type, DriftpointError)
+    return error_type(message) if known else DriftpointError(message)
 
 
 def node_id(tier: Tier) -> str:
-    """Alike for ranks that share memory, and for no others."""
+    """Return an id that is equal for ranks that share memory, and only for those.
+
+    Several containers on one machine are several nodes; they are lost together (see :func:`machine_id`)."""
     return f"{socket.gethostname()} {machine_id()} {tier.folder} {_mount(tier)}"
 
 
 def machine_id() -> str:
-    """Alike for all that is lost when a machine is, and for nothing else; empty where that cannot be told."""
+    """Return an id that is equal for all processes on one machine; empty if the machine has no boot id."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -239,7 +226,7 @@ def machine_id() -> str:
 
 
 def _mount(tier: Tier) -> str:
-    """Tells containers apart that share a machine and a host name, but not their memory."""
+    """Return the device and inode of the memory mount: containers may share a host name but not their memory."""
     try:
         status = tier.base.stat()
     except OSError:

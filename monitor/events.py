@@ -22,7 +22,7 @@ from store.names import SaveId, Unit
 
 @dataclass(frozen=True)
 class AttachEvent:
-    """The job is attached. ``epoch`` is 0 and ``store_id`` None where nothing is written."""
+    """The job is attached. ``epoch`` is 0 and ``store_id`` None if nothing is written."""
 
     rank: int
     world_size: int
@@ -43,21 +43,19 @@ class MeasuredEvent:
 
 @dataclass(frozen=True)
 class DecisionEvent:
-    """A decision ended, after ``stall`` seconds. skipped: why it began no save, None where it did, or would have.
-
-    decided: None where nothing was decided. problem: details of ``unsupported``. commits: number so far."""
+    """A decision ended, after ``stall`` seconds."""
 
     step: int
-    skipped: str | None
-    problem: str | None
+    skipped: str | None  # why no save began; None if one did, or would have under policy observe
+    problem: str | None  # details of ``unsupported``
     stall: float
-    decided: DecisionResult | None
-    commits: int
+    decided: DecisionResult | None  # None if nothing was decided
+    commits: int  # so far
 
 
 @dataclass(frozen=True)
 class SaveBeginEvent:
-    """A save begins. first: the store has no commit yet. dry_run: where nothing is written, the units it would hold."""
+    """A save begins. first: the store has no commit yet. dry_run: if nothing is written, the units it would hold."""
 
     step: int
     decided: DecisionResult
@@ -82,7 +80,7 @@ class CommitEvent:
 
     @property
     def save(self) -> SaveId:
-        """Its name."""
+        """Id of the committed save."""
         return self.drawn.manifest.save
 
 
@@ -101,37 +99,31 @@ class SaveFailedEvent:
 
 @dataclass(frozen=True)
 class ResumeEvent:
-    """The job resumed, and continues from ``step``.
-
-    commit: step of the newest commit that it consists of, made at ``created``. newest: the commit that saves build on.
-    fallbacks: units resumed from an older version. passed_over: newer commits that were not used."""
+    """The job resumed, and continues from ``step``."""
 
     step: int
-    commit: int
-    created: str
-    newest: SaveId | None
+    commit: int  # step of the newest commit in the resumed state
+    created: str  # of that commit
+    newest: SaveId | None  # the commit that later saves build on
     certificate: Certificate
     from_memory: bool
     replicas: int
-    fallbacks: int
-    passed_over: int
+    fallbacks: int  # units resumed from an older version
+    passed_over: int  # newer commits that were not used
     notes: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class PreemptedEvent:
-    """The last save of a preempted job ended, ``seconds`` after the signal. skipped: why nothing more was saved.
-
-    fresh: of the ``moving`` units, those committed at ``step``. oldest: largest staleness of the others.
-    exact: one commit holds all of them without rounding."""
+    """The last save of a preempted job ended, ``seconds`` after the signal."""
 
     step: int
     seconds: float
-    skipped: str | None
-    moving: int
-    fresh: int
-    oldest: int
-    exact: bool
+    skipped: str | None  # why nothing more was saved
+    moving: int  # units that the optimizer updates
+    fresh: int  # those of them committed at ``step``
+    oldest: int  # largest staleness of the others
+    exact: bool  # one commit holds all of them without rounding
     newest: SaveId | None
 
     @property
@@ -152,7 +144,7 @@ class MemoryEvent:
 
 @dataclass(frozen=True)
 class BackgroundFailureEvent:
-    """Work beside training failed; saves continue. reason: label in metrics. message: empty if another rank logs it."""
+    """Background work failed; saves continue. reason: metrics label. message: empty if another rank logs it."""
 
     reason: str
     message: str = ""
@@ -172,7 +164,7 @@ class SaveListener:
         """Collective."""
 
     def on_epoch(self, epoch: int) -> None:
-        """The job claimed another epoch, to save a step anew."""
+        """The job claimed another epoch, to save a step again."""
 
     def on_step(self, step: int, at: float) -> None:
         """Training reached ``step``; nothing is decided on it yet. at: seconds of ``time.perf_counter``."""
@@ -181,7 +173,7 @@ class SaveListener:
         """The units of the job changed, or their pieces. local: those of this rank."""
 
     def on_policy_failed(self, error: BaseException) -> None:
-        """(0) The policy raised or broke its contract, and everything is saved."""
+        """(0) The policy raised or returned an invalid decision, so everything is saved."""
 
     def on_measured(self, event: MeasuredEvent) -> None:
         """(0) Before a save begins."""
@@ -196,7 +188,7 @@ class SaveListener:
         """An optimizer step waited for copies of the save under way."""
 
     def on_snapshot_copy_wait(self, seconds: float) -> None:
-        """An optimizer step waited for copies of a version for the memory tier."""
+        """An optimizer step waited for copies of an in-memory snapshot."""
 
     def on_commit(self, event: CommitEvent) -> None:
         """(0) After the ledger advanced."""
@@ -217,7 +209,7 @@ class SaveListener:
         """The memory tier changed."""
 
     def on_replication(self, seconds: Sequence[float], step: int | None) -> None:
-        """(0) Versions took ``seconds`` each to a peer. step: of one that all ranks have a replica of since now."""
+        """(0) Snapshots took ``seconds`` each to reach a peer. step: newest snapshot that all ranks have replicated."""
 
     def on_resume(self, event: ResumeEvent) -> None:
         """After the ledger was reset."""
@@ -226,11 +218,11 @@ class SaveListener:
         """(0) Before the process leaves."""
 
     def on_close(self, clean: bool, timeout: float) -> None:
-        """The job ends. clean: as it was meant to, so nothing needs to be rescued. timeout: seconds it may take."""
+        """The job ends. clean: as intended, so nothing needs to be rescued. timeout: seconds it may take."""
 
 
 class Listeners(SaveListener):
-    """The listeners of a job, called in the order given; at the end of the job in the opposite order."""
+    """Calls the listeners of a job in the order given, and ``on_close`` in the opposite order."""
 
     def __init__(self, *listeners: SaveListener) -> None:
         self.all = listeners

@@ -1,12 +1,13 @@
-"""What is committed so far, and the next manifest: kept on rank 0, moved only by a commit.
+"""Track the committed version of every unit on rank 0, and build the manifest of the next commit.
 
-Knows records, not tensors or files. The training thread owns the ledger; the background thread gets an
-immutable :class:`CommitDraft` and gives a manifest back.
+The training thread owns the ledger; only a commit advances it. The background thread gets an immutable
+:class:`CommitDraft` and returns a manifest.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -34,7 +35,7 @@ from store.schema import (
 
 @dataclass(frozen=True)
 class JobFacts:
-    """What every manifest of this job says alike."""
+    """Fields that are equal in all manifests of a job."""
 
     store_id: str
     framework: str
@@ -45,10 +46,7 @@ class JobFacts:
 
 @dataclass(frozen=True)
 class CommitDraft:
-    """A manifest but for what the segments tell.
-
-    kept: the versions that stay where they are not replaced, drift and staleness as of this save.
-    saved: the units of this save and why. sizes: of all units over all ranks."""
+    """A manifest without the facts that come from the segments."""
 
     facts: JobFacts
     save: SaveId
@@ -56,14 +54,16 @@ class CommitDraft:
     commits: int
     previous: SaveId | None
     kept: Mapping[Unit, UnitRecord]
+    """Present versions, with drift and staleness as of this save; ``saved`` replaces some."""
     saved: Mapping[Unit, Choice]
     sizes: Mapping[Unit, UnitSize]
+    """Of all units, over all ranks."""
     groups: Mapping[str, GroupRecord]
 
 
 @dataclass(frozen=True)
 class PreparedCommit:
-    """A manifest ready to be committed; units that the health gate held back; drift of each unit as staged."""
+    """A manifest ready to commit, the units dropped by the health gate, and the drift of each unit as staged."""
 
     manifest: ManifestRecord
     dropped: tuple[Unit, ...]
@@ -72,7 +72,7 @@ class PreparedCommit:
 
 @dataclass
 class Ledger:
-    """The newest committed version of every unit, the groups they lie in, and how many commits there were."""
+    """The newest committed version of every unit, the segment groups that hold them, and the number of commits."""
 
     versions: dict[Unit, UnitRecord] = field(default_factory=dict)
     groups: dict[str, GroupRecord] = field(default_factory=dict)
@@ -80,11 +80,16 @@ class Ledger:
     newest: SaveId | None = None
 
     def adopt(self, resolution: Resolution, step: int, *, renew: bool = True) -> None:
-        """Stand where a resume put the state, fallbacks included. step: that the job goes on from.
+        """Reset to a resumed commit, fallbacks included.
 
-        Where that lies before the commit's, versions ahead of it would pass for fresher than they are, so that they
-        count for nothing. renew: nor does any other of what moves, so that the next save is full: as long as some were
-        stale, the next resume might come back to the same step, and a job which fails often would never get on."""
+        Args:
+            resolution: The resumed commit.
+            step: Step that the job continues from. Versions after it are dropped: they would count as fresher than
+                they are.
+            renew: If ``step`` is before the commit's step, drop all versions of moving units, so that the next save
+                is full. Otherwise the next resume may return to the same step, and a job that fails often would
+                never advance.
+        """
         back = renew and step < resolution.manifest.step
         taken = [
             version
@@ -99,26 +104,26 @@ class Ledger:
         self.newest = resolution.manifest.save
 
     def forget(self) -> None:
-        """No commit can be built on: the next save is a first one."""
+        """Drop all versions, so that the next save is a first one."""
         self.versions, self.groups, self.newest = {}, {}, None
 
     def advance(self, manifest: ManifestRecord) -> None:
-        """A manifest was committed."""
+        """Make a committed manifest the newest."""
         self.versions = {record.unit: record for record in manifest.units}
         self.groups = dict(manifest.groups)
         self.commits = manifest.commits
         self.newest = manifest.save
 
     def staleness(self, unit: Unit, step: int) -> int | None:
-        """Steps since the step of the newest version; None where there is none."""
+        """Return the steps since the newest version; None if there is none."""
         record = self.versions.get(unit)
-        # A version of a later step is no version any more: the job went back behind it.
+        # A version of a later step does not count: the job resumed from an earlier step.
         return None if record is None or record.version.step > step else step - record.version.step
 
     def kept(
         self, step: int, drift: Mapping[Unit, float | None], sizes: Mapping[Unit, UnitSize]
     ) -> dict[Unit, UnitRecord]:
-        """The present versions, for units that still exist with the same elements, as of ``step``."""
+        """Return the present versions, as of ``step``, of units that still exist with the same elements."""
         return {
             unit: record.model_copy(
                 update={"drift": drift.get(unit), "staleness": step - record.version.step, "reason": ""}
@@ -129,25 +134,28 @@ class Ledger:
 
 
 def build_manifest(draft: CommitDraft, group: Group) -> PreparedCommit:
-    """The manifest that commits a complete segment group.
+    """Build the manifest that commits a complete segment group.
 
-    SaveError or DamagedError where the segments do not hold exactly what was decided, or where a unit would be
-    left without any version because its values are not finite."""
-    sick_layers, drift, errors = _measured(group)
+    Raises:
+        SaveError: The segments do not hold exactly the units that were decided.
+        DamagedError: A unit was stored in several lossy encodings at once.
+        NotFiniteError: No layer to be saved is finite, or a unit with NaN or Inf has no version yet.
+    """
+    nonfinite, drift, errors = _combine_measures(group)
     _require_whole_tensors(draft, group)
-    stored = _stored(group)
+    stored = _stored_units(group)
     for unit in draft.saved:
-        found, wanted = stored.get(unit), draft.sizes[unit]
-        if found is None or (found.numel, found.members) != (wanted.numel, wanted.members):
-            raise SaveError(f"save {draft.save}: the segments hold {found} of {unit}, not {wanted}")
-    dropped = tuple(unit for unit in draft.saved if unit.layer in sick_layers)
+        actual, expected = stored.get(unit), draft.sizes[unit]
+        if actual is None or (actual.numel, actual.members) != (expected.numel, expected.members):
+            raise SaveError(f"save {draft.save}: the segments hold {actual} of {unit}, expected {expected}")
+    dropped = tuple(unit for unit in draft.saved if unit.layer in nonfinite)
     units = [_unit_record(draft, unit, dropped, stored, errors) for unit in draft.sizes]
     if len(dropped) == len(draft.saved):
         raise NotFiniteError(
-            f"save {draft.save}: every layer to be saved has NaN or Inf; the versions before stay", dropped
+            f"save {draft.save}: all layers to be saved have NaN or Inf; the previous versions stay", dropped
         )
-    reached = {name for record in units for name in (record.save, *record.bases)}
-    groups = {name: record for name, record in draft.groups.items() if name in reached}
+    referenced = {name for record in units for name in (record.save, *record.bases)}
+    groups = {name: record for name, record in draft.groups.items() if name in referenced}
     groups[draft.save.name] = group.record
     written = sum(stored[unit].nbytes for unit in draft.saved)
     manifest = ManifestRecord(
@@ -160,7 +168,7 @@ def build_manifest(draft: CommitDraft, group: Group) -> PreparedCommit:
         policy=draft.facts.policy,
         created=datetime.now(UTC).isoformat(timespec="milliseconds"),
         previous=draft.previous.name if draft.previous else None,
-        # Frames take a few bytes: a small state that does not pack comes out a little larger than it is.
+        # Compression frames take a few bytes: a small state that does not compress grows a little.
         bytes_avoided=max(0, sum(size.nbytes for size in draft.sizes.values()) - written),
         layers=draft.facts.layers,
         tensors=dict(draft.facts.tensors),
@@ -174,7 +182,7 @@ def _unit_record(
     draft: CommitDraft,
     unit: Unit,
     dropped: tuple[Unit, ...],
-    stored: Mapping[Unit, _Stored],
+    stored: Mapping[Unit, _StoredUnit],
     errors: Mapping[Unit, float],
 ) -> UnitRecord:
     choice = draft.saved.get(unit)
@@ -182,62 +190,62 @@ def _unit_record(
         record = draft.kept.get(unit)
         if record is None:
             raise NotFiniteError(
-                f"save {draft.save}: {unit} has NaN or Inf and no version yet, so nothing complete can be saved",
+                f"save {draft.save}: {unit} has NaN or Inf and no earlier version, so a commit would be incomplete",
                 dropped,
             )
         return record.model_copy(update={"drift": None}) if unit in dropped else record
-    found = stored[unit]
+    actual = stored[unit]
     error = errors.get(unit, 0.0)
     return UnitRecord(
         layer=unit.layer,
         slot=unit.slot,
         save=draft.save.name,
-        encoding=found.encoding,
-        numel=found.numel,
-        nbytes=found.nbytes,
+        encoding=actual.encoding,
+        numel=actual.numel,
+        nbytes=actual.nbytes,
         drift=error,
         staleness=0,
         moving=is_moving(unit),
         error=error,
-        bases=found.bases,
+        bases=actual.bases,
         reason=choice.reason,
-        members=found.members,
+        members=actual.members,
     )
 
 
 def _require_whole_tensors(draft: CommitDraft, group: Group) -> None:
-    found: dict[tuple[str, str], int] = {}
+    numels: Counter[tuple[str, str]] = Counter()
     for part in group.parts:
         for entry in part.entries:
-            found[entry.fqn, entry.slot] = found.get((entry.fqn, entry.slot), 0) + entry.numel
-    for (fqn, slot), numel in found.items():  # every slot is of its parameter's shape
+            numels[entry.fqn, entry.slot] += entry.numel
+    for (fqn, slot), numel in numels.items():  # every slot has its parameter's shape
         shape = draft.facts.tensors[fqn].shape if fqn in draft.facts.tensors else None
         if shape is None or math.prod(shape) != numel:
             raise SaveError(
-                f"save {draft.save}: the segments hold {numel} elements of {fqn}/{slot}, of shape {shape}: the "
-                "ranks do not hold the same tensors, or optimizer state exists on some of them only"
+                f"save {draft.save}: the segments hold {numel} elements of {fqn}/{slot}, whose shape is {shape}: the "
+                "ranks hold different tensors, or only some of them have optimizer state"
             )
 
 
-def _measured(group: Group) -> tuple[set[str], dict[Unit, float], dict[Unit, float]]:
-    """Layers with values that are not finite; drift, as staged, and error of encoding, of the units of the others."""
-    sick: set[str] = set()
+def _combine_measures(group: Group) -> tuple[set[str], dict[Unit, float], dict[Unit, float]]:
+    """Return the layers with NaN or Inf, and the drift as staged and encoding error of the other layers' units."""
+    nonfinite: set[str] = set()
     squares: dict[Unit, list[float]] = {}
     for part in group.parts:
-        for found in part.measures:
-            if not found.finite:
-                sick.add(found.layer)
-            total = squares.setdefault(found.unit, [0.0] * 4)
-            for i, more in enumerate((found.moved_sq, found.reference_sq, found.error_sq, found.decoded_sq)):
+        for one in part.measures:
+            if not one.finite:
+                nonfinite.add(one.layer)
+            total = squares.setdefault(one.unit, [0.0] * 4)
+            for i, more in enumerate((one.moved_sq, one.reference_sq, one.error_sq, one.decoded_sq)):
                 total[i] += more
-    sound = {unit: total for unit, total in squares.items() if unit.layer not in sick}
-    drift = {unit: drift_ratio(moved, reference) for unit, (moved, reference, _, _) in sound.items()}
-    return sick, drift, {unit: drift_ratio(error, decoded) for unit, (_, _, error, decoded) in sound.items()}
+    finite = {unit: total for unit, total in squares.items() if unit.layer not in nonfinite}
+    drift = {unit: drift_ratio(moved, reference) for unit, (moved, reference, _, _) in finite.items()}
+    return nonfinite, drift, {unit: drift_ratio(error, decoded) for unit, (_, _, error, decoded) in finite.items()}
 
 
 @dataclass(frozen=True)
-class _Stored:
-    """A unit as the segments of a save hold it."""
+class _StoredUnit:
+    """A unit in the segments of a save."""
 
     numel: int
     nbytes: int
@@ -246,14 +254,14 @@ class _Stored:
     bases: tuple[str, ...]
 
 
-def _stored(group: Group) -> dict[Unit, _Stored]:
+def _stored_units(group: Group) -> dict[Unit, _StoredUnit]:
     entries: dict[Unit, list[Entry]] = {}
     for part in group.parts:
         for entry in part.entries:
             entries.setdefault(entry.unit, []).append(entry)
-    # Without overlaps, as many elements as the unit has means that no element is missing.
+    # Fragments do not overlap, so the unit's number of elements means that none is missing.
     return {
-        unit: _Stored(
+        unit: _StoredUnit(
             covered_numel(found),
             sum(entry.nbytes for entry in found),
             members_digest(members_of(found)),
@@ -265,7 +273,7 @@ def _stored(group: Group) -> dict[Unit, _Stored]:
 
 
 def _encoding_of(entries: Sequence[Entry]) -> str:
-    """What the unit was encoded in. Fragments that it could not hold, or did not apply to, are raw."""
+    """Return the unit's encoding. Fragments that it does not apply to are raw."""
     names = {entry.encoding for entry in entries}
     lossy = sorted(name for name in names if not encoding_named(name).lossless)
     if len(lossy) > 1:

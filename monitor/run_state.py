@@ -1,16 +1,10 @@
-"""Run state: counters, RNG, user objects; transactional load.
+"""Capture and load run state: counters, random states and user objects.
 
-Run state: whatever a resume needs besides tensors of the model and the optimizer, rank by rank.
+Run state is everything a resume needs besides the tensors of the model and the optimizer, per rank: the random states
+of torch, CUDA, numpy and python; the framework's counters and schedules (from the adapter); the user's objects.
 
-The random generators of torch, CUDA, numpy and python; the framework's counters and schedules (from the
-adapter); and the objects that the user names. Turned into plain data here, stored by ``store.state_tree``.
-
-Objects of other people's making: giving them their saved state, so that it can be taken back.
-
-What ``load_state_dict`` of a scheduler or a sampler does is nobody's business here: it may raise half-way, draw random
-numbers or set learning rates. So a resume calls it before anything of its own changes, and where any rank's object
-raises, every rank puts its objects, its param groups and its generators back.
-Knows the adapter, no store and no other rank. Training thread.
+``load_state_dict`` of user objects may raise halfway, consume random numbers or set learning rates. A resume therefore
+calls it before any other state changes, and if it fails on any rank, all ranks undo it. Training thread.
 """
 
 from __future__ import annotations
@@ -28,16 +22,18 @@ from monitor.adapters.module_tensors import dtype_name, torch_dtype
 from store.errors import ConfigError, ModelMismatchError, UsageError
 from store.state_tree import Leaf, decode, encode
 
+_log = logging.getLogger("driftpoint")
+
 
 class UserState:
-    """The objects given as ``state=[...]``: with state_dict and load_state_dict, or a ``torch.Generator``."""
+    """Holds the objects given as ``state=[...]``: with state_dict and load_state_dict, or a ``torch.Generator``."""
 
     def __init__(self, objects: Sequence[Any]) -> None:
         for index, item in enumerate(objects):
             if not isinstance(item, torch.Generator) and not _has_state(item):
                 raise ConfigError(
-                    f"state[{index}] is a {type(item).__name__} without state_dict() and load_state_dict(): "
-                    "give it both, or leave it out"
+                    f"state[{index}] is a {type(item).__name__} without state_dict() and load_state_dict(): add both "
+                    "methods, or remove it from state=[...]"
                 )
         self._objects = list(objects)
 
@@ -46,23 +42,23 @@ class UserState:
 
     @property
     def objects(self) -> Sequence[Any]:
-        """The objects themselves, in order."""
+        """The objects, in order."""
         return tuple(self._objects)
 
     def capture(self) -> list[Any]:
-        """Their states, in order."""
+        """Return the states of the objects, in order."""
         return [state_of(item) for item in self._objects]
 
     def require(self, states: Sequence[Any]) -> None:
-        """ModelMismatchError where there is another number of objects than when it was saved."""
+        """Raise ModelMismatchError unless there are as many saved states as objects."""
         if len(states) != len(self._objects):
             raise ModelMismatchError(
-                f"the store holds the state of {len(states)} objects, state=[...] has {len(self._objects)}: "
-                "pass the same objects in the same order as when it was saved"
+                f"the store holds the state of {len(states)} objects, state=[...] has {len(self._objects)}: pass the "
+                "same objects in the same order as when they were saved"
             )
 
     def named(self, states: Sequence[Any]) -> list[tuple[str, Any, Any]]:
-        """(name for people, object, its saved state) of each; :meth:`require` the states first."""
+        """Return (name for messages, object, its saved state) of each; call :meth:`require` first."""
         return [
             (f"state[{index}] (a {type(item).__name__})", item, state)
             for index, (item, state) in enumerate(zip(self._objects, states, strict=True))
@@ -70,12 +66,12 @@ class UserState:
 
 
 def state_of(item: Any) -> Any:
-    """The state of an object of the user's, live tensors in it."""
+    """Return the state of a user object, with its live tensors."""
     return item.get_state() if isinstance(item, torch.Generator) else item.state_dict()
 
 
 def load_state(item: Any, state: Any) -> None:
-    """The inverse of :func:`state_of`. Raises whatever the object raises."""
+    """Load a state from :func:`state_of`. Propagates exceptions of the object."""
     if isinstance(item, torch.Generator):
         item.set_state(state)
     else:
@@ -83,7 +79,7 @@ def load_state(item: Any, state: Any) -> None:
 
 
 def capture_rng() -> dict[str, Any]:
-    """The state of every global generator of this process."""
+    """Return the state of every global random generator of this process."""
     return {
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
@@ -93,7 +89,7 @@ def capture_rng() -> dict[str, Any]:
 
 
 def restore_rng(state: Mapping[str, Any]) -> None:
-    """Put the generators back where they were."""
+    """Restore the global random generators from :func:`capture_rng`."""
     torch.set_rng_state(state["torch"])
     if torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all(state["cuda"])
@@ -102,21 +98,21 @@ def restore_rng(state: Mapping[str, Any]) -> None:
 
 
 def capture_run_state(adapter: Adapter, user: UserState, rank: int) -> dict[str, Any]:
-    """All of this rank's run state now.
+    """Return the current run state of this rank.
 
-    The framework's is the same on all ranks and names every parameter, so rank 0 alone stores it: thousands of ranks
-    would write, and a merge would read, gigabytes of the same text."""
+    The framework's state is the same on all ranks and names every parameter, so only rank 0 stores it: copies of
+    thousands of ranks would add up to gigabytes."""
     framework = adapter.run_state() if rank == 0 else None
     return {"framework": framework, "rng": capture_rng(), "user": user.capture()}
 
 
 def to_tree(state: Any) -> tuple[Any, list[Leaf]]:
-    """Plain data and tensors as a JSON tree and leaves; a snapshot, nothing live stays in it."""
+    """Copy plain data and tensors into a JSON tree and leaves."""
     return encode(state, _tensor_leaf)
 
 
 def from_tree(tree: Any, leaves: Sequence[Leaf]) -> Any:
-    """The inverse of :func:`to_tree`, tensors in host memory."""
+    """Return the data of :func:`to_tree`, with tensors in host memory."""
     return decode(tree, leaves, _leaf_tensor)
 
 
@@ -126,7 +122,7 @@ def _has_state(item: Any) -> bool:
 
 def _tensor_leaf(value: Any) -> Leaf | None:
     if not isinstance(value, torch.Tensor) or value.layout != torch.strided or type(value).__name__ == "DTensor":
-        return None  # a rank's part of a DTensor says nothing of which part it is
+        return None  # a local shard does not know which part of the DTensor it is
     host = value.detach().to("cpu", copy=True).contiguous()
     data = host.reshape(-1).view(torch.uint8).numpy().tobytes() if host.numel() else b""
     return Leaf(dtype_name(host.dtype), tuple(host.shape), data)
@@ -139,13 +135,18 @@ def _leaf_tensor(leaf: Leaf) -> torch.Tensor:
     return torch.frombuffer(bytearray(leaf.data), dtype=dtype).reshape(leaf.shape)
 
 
-_log = logging.getLogger("driftpoint")
-
-
 class StateLoader:
-    """One attempt. Making it changes nothing; UsageError where an object's present state cannot be had.
+    """Loads saved state into user objects and random generators, and can undo it. Construction changes nothing.
 
-    saved: the run state of this rank as stored. generators: whether the saved random states are this rank's."""
+    Args:
+        saved: The stored run state of this rank.
+        adapter: Gives the framework's objects and run state.
+        user: The user's objects.
+        generators: Whether the saved random states belong to this rank.
+
+    Raises:
+        UsageError: The present state of an object cannot be captured.
+    """
 
     def __init__(self, saved: Mapping[str, Any], adapter: Adapter, user: UserState, generators: bool) -> None:
         framework = saved["framework"]
@@ -157,22 +158,25 @@ class StateLoader:
         self._objects += [] if saved["user"] is None else user.named(saved["user"])
         self._rng = saved["rng"] if generators else None
         self._adapter = adapter
-        self._before: list[Any] = [_copied(name, item) for name, item, _ in self._objects]
+        self._before: list[Any] = [_copy_state(name, item) for name, item, _ in self._objects]
         self._framework_before = adapter.run_state()
         self._rng_before = capture_rng()
-        self._tried = 0
+        self._attempted = 0
 
     def load(self) -> None:
-        """Give every object its state, and see that the generators take theirs. UsageError from the first that
-        refuses; :meth:`undo` it then."""
+        """Load every object, then the generators.
+
+        Raises:
+            UsageError: An object or a generator rejects its saved state; call :meth:`undo`.
+        """
         for name, item, state in self._objects:
-            self._tried += 1
+            self._attempted += 1
             try:
                 load_state(item, state)
             except Exception as error:
                 raise UsageError(
-                    f"{name} cannot load the state that was saved: {error!r}. Nothing was resumed; pass the object "
-                    "that was saved in this place, or leave it out of both runs"
+                    f"{name} cannot load its saved state: {error!r}. Nothing was resumed. Pass the object that was "
+                    "saved at this position, or remove it from both runs"
                 ) from error
         if self._rng is None:
             return
@@ -180,26 +184,26 @@ class StateLoader:
             restore_rng(self._rng)
         except Exception as error:
             raise UsageError(
-                f"the random generators of this process cannot take the state that was saved: {error!r}. Nothing was "
-                "resumed; use the versions of python, torch and numpy that it was saved with"
+                f"the random generators of this process cannot load their saved state: {error!r}. Nothing was resumed. "
+                "Use the versions of python, torch and numpy of the run that saved it"
             ) from error
 
     def undo(self) -> None:
-        """Put back what :meth:`load` changed, and what the objects may have changed beside themselves."""
-        tried = list(zip(self._objects, self._before, strict=True))[: self._tried]
-        for (name, item, _), state in reversed(tried):
+        """Restore everything that :meth:`load` changed, including param groups and generators."""
+        attempted = list(zip(self._objects, self._before, strict=True))[: self._attempted]
+        for (name, item, _), state in reversed(attempted):
             try:
                 load_state(item, state)
-            except Exception as error:  # noqa: BLE001 - it raises on its own state: told, and the others are put back
-                _log.error("%s cannot load the state either that it had before the resume: %r", name, error)
+            except Exception as error:  # noqa: BLE001 - logged, so that the other objects are restored
+                _log.error("%s cannot load its state from before the resume either: %r", name, error)
         self._adapter.load_run_state(self._framework_before)
         restore_rng(self._rng_before)
 
 
-def _copied(name: str, item: Any) -> Any:
+def _copy_state(name: str, item: Any) -> Any:
     try:
         return from_tree(*to_tree(state_of(item)))
     except Exception as error:
         raise UsageError(
-            f"the state of {name} cannot be had, so it could not be put back if the resume were refused: {error!r}"
+            f"the state of {name} cannot be captured, so a refused resume could not restore it: {error!r}"
         ) from error

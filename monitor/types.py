@@ -1,9 +1,4 @@
-"""StepReport, Preempted, Decision outcome records.
-
-What one decision was, as the parts that carry it out and record it get it. Plain records.
-
-What one decision was, for the user's own logs and for tests. Plain records.
-"""
+"""Define the records of a decision: requests, results, and the report returned to the training loop."""
 
 from __future__ import annotations
 
@@ -16,53 +11,70 @@ from store.errors import PREEMPTED
 from store.names import Unit
 
 Sizes = Mapping[Unit, tuple[int, str, float, float | None]]
-"""What a save holds: unit -> bytes, encoding, error, drift as staged."""
+"""Units of a save -> bytes, encoding, error, drift as staged."""
 
 
 @dataclass(frozen=True)
 class SaveRequest:
-    """A save that is not the policy's doing. reason: of every unit. purse: where the job is about to end, the bytes
-    that can still become durable, asked on rank 0; None: everything is saved, however long it takes."""
+    """A save that the policy did not decide."""
 
     reason: str
-    purse: Callable[[], float] | None = None
+    """Recorded for every unit."""
+    budget_bytes: Callable[[], float] | None = None
+    """Bytes that can become durable before the job ends, called on rank 0. None: save everything, without a limit."""
+
+    @property
+    def preempted(self) -> bool:
+        """Whether the job is about to end."""
+        return self.budget_bytes is not None
 
 
 @dataclass(frozen=True)
 class DecisionResult:
-    """A decision and what it rests on.
+    """A decision and the measurements behind it.
 
-    stats, choices: rank 0 only. saved: the same on all ranks. drift: of measured units, None where not finite.
-    mine: this rank's part of what was measured on live tensors. lacking: units that would have no version. forced: not
-    the policy's doing. interval: steps to the next decision, where they vary; the same on all ranks. seen, offered,
-    commits: rank 0 only, the units as the policy saw them, before the rest was measured, the bytes that it was offered,
-    and the commits so far. preempted: forced by the end of the job, as much as time allowed."""
+    ``stats``, ``choices``, ``seen``, ``offered`` and ``commits`` are set on rank 0 only. ``saved``, ``incomplete`` and
+    ``interval`` are the same on all ranks."""
 
     stats: tuple[UnitStats, ...]
+    """All units, including those measured after the policy chose."""
     choices: Mapping[Unit, Choice]
     saved: Mapping[Unit, Choice]
     drift: Mapping[Unit, float | None]
+    """Of the measured units; None where it is not finite."""
     mine: Mapping[Unit, Measure]
-    lacking: tuple[Unit, ...]
+    """This rank's share of the measurements on live tensors."""
+    incomplete: tuple[Unit, ...]
+    """Units that a commit of this decision would lack."""
     forced: bool = False
+    """Requested by ``save()`` or by a preemption."""
     interval: int | None = None
+    """Steps to the next decision, if they vary."""
     seen: tuple[UnitStats, ...] = ()
+    """The units as the policy saw them."""
     offered: float | None = None
+    """Bytes that the policy was offered."""
     commits: int = 0
     preempted: bool = False
+    """Limited to the time left before the job ends."""
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """Returned by ``ckpt.step()`` at every decision.
+    """Result of a decision, returned by :meth:`monitor.Checkpointer.step` and :meth:`~monitor.Checkpointer.save`.
 
-    skipped: why no save was begun (``busy``, ``nothing``, ``withheld``, ``fenced``, ``storage``, ``disagree``,
-    ``unsupported``, ``observe``), None where one was. problem: with ``unsupported``, what is not as it was attached.
-    stats: what the policy saw (drift and staleness of every unit over all ranks); rank 0 only, empty elsewhere
-    and where nothing was measured. saved: units that this save holds, with the reason for each.
-    choices: the whole decision with its reasons; rank 0 only. staged_bytes: copied on this rank.
-    stall_seconds: time the training thread was kept. interval: steps to the next decision, under ``every: auto``.
-    preempted: the end of the job was announced, and this is its last step; ``skipped`` may be ``failed`` then.
+    Attributes:
+        step: Optimizer step of the decision.
+        skipped: Why no save began: ``busy``, ``nothing``, ``withheld``, ``fenced``, ``storage``, ``disagree``,
+            ``unsupported`` or ``observe``. ``failed`` if the save was waited for and failed. None if a save began.
+        stats: Drift and staleness of every unit over all ranks. Rank 0 only; empty if nothing was measured.
+        saved: Units in this save, with the reason for each.
+        choices: The choice for every unit, with its reason. Rank 0 only.
+        staged_bytes: Bytes copied on this rank.
+        stall_seconds: Seconds that the training thread was blocked.
+        problem: With ``unsupported``: the difference from the state when the job was attached.
+        interval: Steps to the next decision, under ``every: auto``.
+        preempted: Whether this was the last save before the job ends.
     """
 
     step: int
@@ -78,7 +90,11 @@ class StepReport:
 
 
 class Preempted(SystemExit):
-    """The end of the job was announced, and what time allowed is saved. Uncaught, the process exits with code 75."""
+    """Raised by ``step()`` after the last save of a preempted job. Uncaught, the process exits with code 75.
+
+    Attributes:
+        report: The :class:`StepReport` of the last save.
+    """
 
     def __init__(self, report: StepReport) -> None:
         super().__init__(PREEMPTED)

@@ -1,19 +1,7 @@
-"""Policy protocol, UnitStats, Budget, Decision; non-finite layers.
+"""Define the policy protocol: the statistics that a policy sees and the decision that it returns.
 
-What a policy sees and what it answers.
-
-A policy is a pure function of its arguments: no clock, no I/O, no randomness, no memory of its own.
-Whatever it needs to know of the past is in :class:`History`, which survives a restart.
-
-Which layers hold non-finite values, and which units there is any use in saving.
-
-The gate works on whole layers: weights and moments belong together, and a layer whose second moment has
-overflowed has weights that the next step will spoil.
-
-Sentences that give the reason of a choice.
-
-A reason has to stay true when it is read: a drift of 0.0099999 must not be printed as "0.01 < threshold
-0.01". So a measured value gets as many digits as it takes to stand on the right side of its limit.
+A policy is a pure function of its arguments: no clock, no I/O, no randomness, no memory of its own. What it needs to
+know about the past is in :class:`History`, which survives a restart. docs/own-policies.md shows how to write one.
 """
 
 from __future__ import annotations
@@ -27,19 +15,23 @@ from store.names import Unit
 
 @dataclass(frozen=True)
 class UnitStats:
-    """One (layer, slot) at the moment of a decision, summed over all ranks.
+    """Statistics of one unit, a (layer, slot), at a decision, over all ranks.
 
-    position: the layer's place in model order, from 0; all slots of a layer share it.
-    block: the layer is one of the repeated blocks (not an embedding, a final norm or a head).
-    nbytes: size when stored raw, over all ranks.
-    drift: relative distance to what a resume would give back; None when there is no version yet.
-    staleness: steps since the step of the newest committed version; None when there is none.
-    finite: no NaN or infinity among its values.
-    moving: False for what no optimizer updates (frozen parameters).
-    error: relative distance of what was stored to what decoding that newest version gives; 0 where it is lossless.
-    changed_shape: the set of parameters in it is not the one of the newest version.
-    numel: values over all ranks; 0 where that is not known, and then they count as float32.
-    encoding, stored_bytes: of the newest version, as it was stored; None and 0 where there is none.
+    Attributes:
+        unit: Layer and slot, such as ``("model.layers.3", "exp_avg")``.
+        position: Index of the layer in model order, from 0. All slots of a layer share it.
+        block: Whether the layer is one of the repeated blocks, not an embedding, a final norm or a head.
+        nbytes: Size in bytes when stored raw.
+        drift: ‖live − committed‖ / ‖committed‖ against the newest committed version, decoded. None if there is no
+            version yet, or if drift was not measured.
+        staleness: Steps since the newest committed version. None if there is none.
+        finite: False if the unit contains NaN or infinity.
+        moving: False for parameters that no optimizer updates (frozen).
+        changed_shape: Whether its set of parameters differs from that of the newest version.
+        error: Relative error of the newest version's encoding; 0 if it is lossless.
+        numel: Number of values; 0 if unknown, in which case the unit counts as float32.
+        encoding: Encoding of the newest version. None if there is none.
+        stored_bytes: Stored size of the newest version; 0 if there is none.
     """
 
     unit: Unit
@@ -59,10 +51,11 @@ class UnitStats:
 
 @dataclass(frozen=True)
 class Budget:
-    """What this decision may cost.
+    """Limits of one decision.
 
-    bytes: that may be written; None means unlimited, below 0 that earlier saves are not paid for yet.
-    demanded: units that are saved whatever the policy says, so that what they cost comes off first.
+    Attributes:
+        bytes: Bytes that may be written. None: unlimited. Below 0: earlier saves are not paid for yet.
+        demanded: Units that are saved regardless of the policy. Their cost is deducted first.
     """
 
     bytes: float | None = None
@@ -71,10 +64,14 @@ class Budget:
 
 @dataclass(frozen=True)
 class History:
-    """What happened before: ``step`` of this decision and the number of ``commits`` in the store so far.
+    """The past of a job at a decision.
 
-    A failed save is not counted, so a policy that takes turns repeats the turn that failed.
-    interval: steps to the next decision, where they vary; None where they are as the policy's bounds have them.
+    Attributes:
+        step: Optimizer step of this decision.
+        commits: Commits in the store so far. Failed saves do not count, so a policy that takes turns repeats a turn
+        that
+            failed.
+        interval: Steps to the next decision, if they vary (``every: auto``); otherwise None.
     """
 
     step: int
@@ -84,53 +81,70 @@ class History:
 
 @dataclass(frozen=True)
 class Choice:
-    """What to do with one unit: the name of an encoding, or None to skip it; and why."""
+    """Decision about one unit.
+
+    Attributes:
+        encoding: Name of the encoding to store it in, such as ``raw``. None: skip it.
+        reason: Why, in a few words. It is stored in the manifest and shown by the command line.
+    """
 
     encoding: str | None
     reason: str
 
     @property
     def saved(self) -> bool:
-        """Whether the unit is to be stored."""
+        """Whether the unit is stored."""
         return self.encoding is not None
 
 
 @dataclass(frozen=True)
 class Decision:
-    """One choice for each unit that the policy was shown."""
+    """One :class:`Choice` for each unit that the policy was shown."""
 
     choices: Mapping[Unit, Choice]
 
     @property
     def saved(self) -> tuple[Unit, ...]:
-        """The units to store, in the order they were shown."""
+        """The units to store, in the order shown."""
         return tuple(unit for unit, choice in self.choices.items() if choice.saved)
 
 
 class Policy(Protocol):
-    """Chooses what to save. Deterministic; every unit shown gets exactly one choice with a reason.
+    """Chooses which units a save stores. Any class with these members is a policy; subclassing is not needed.
 
-    needs_drift: whether ``select`` looks at ``drift``. Where it does not, the measurement may be taken
-    beside the save instead of before it.
+    A policy that limits itself to ``budget.bytes`` also has an attribute ``spends = True``. Check an implementation
+    with ``driftpoint policy check``.
     """
 
     @property
     def name(self) -> str:
-        """As in settings and manifests."""
+        """Name in manifests, metrics and logs: short, and not that of a built-in policy."""
         ...
 
     @property
     def needs_drift(self) -> bool:
-        """See the class."""
+        """Whether :meth:`select` reads ``drift``. If False, drift is measured beside the save instead of before it."""
         ...
 
     def select(self, stats: Sequence[UnitStats], budget: Budget, history: History) -> Decision:
-        """Decide on every unit shown."""
+        """Decide about every unit. Called on rank 0 in the training thread, so training waits for it.
+
+        Deterministic: equal arguments give an equal decision, in any process. It must not change its arguments. If it
+        raises or returns an invalid decision, everything is saved at this step and training continues.
+
+        Args:
+            stats: All units, in model order. The decision must not depend on the order.
+            budget: Bytes that may be written.
+            history: Step and number of commits.
+
+        Returns:
+            A decision with exactly one choice, with a reason, for each unit in ``stats``.
+        """
         ...
 
 
 def nonfinite_slots(stats: Sequence[UnitStats]) -> Mapping[str, tuple[str, ...]]:
-    """For every layer with NaN or infinity: the slots that have them, sorted by name."""
+    """Return the slots with NaN or infinity of each layer that has any, sorted by name."""
     found: dict[str, list[str]] = {}
     for one in stats:
         if not one.finite:
@@ -139,18 +153,20 @@ def nonfinite_slots(stats: Sequence[UnitStats]) -> Mapping[str, tuple[str, ...]]
 
 
 def worth_saving(stats: Sequence[UnitStats]) -> frozenset[Unit]:
-    """The units that move and whose layer is finite: the others are held back whatever a policy says."""
-    sick = nonfinite_slots(stats)
-    return frozenset(one.unit for one in stats if one.moving and one.unit.layer not in sick)
+    """Return the moving units of finite layers.
+
+    The health gate works on whole layers: if a second moment overflowed, the next step corrupts the weights too."""
+    nonfinite = nonfinite_slots(stats)
+    return frozenset(one.unit for one in stats if one.moving and one.unit.layer not in nonfinite)
 
 
 def compared(name: str, value: float, sign: str, limit_name: str, limit: float) -> str:
-    """For instance ``drift 0.0123 >= threshold 0.01``; the limit is written as it was set."""
+    """Format a comparison: ``drift 0.0123 >= threshold 0.01``. The limit is written as it was set."""
     return f"{name} {digits(value, limit)} {sign} {limit_name} {limit!r}"
 
 
 def digits(value: float, limit: float) -> str:
-    """``value`` with three significant digits, or more where rounding would change how it compares."""
+    """Format ``value`` with three significant digits, or more if rounding would change how it compares to ``limit``."""
     for count in range(3, 17):
         text = f"{value:.{count}g}"
         if _order(float(text), limit) == _order(value, limit):
@@ -159,7 +175,7 @@ def digits(value: float, limit: float) -> str:
 
 
 def version(step: int, staleness: int | None) -> str:
-    """What a resume would give back of a unit: ``the version of step 110``, or that there is none."""
+    """Format the version that a resume would load: ``the version of step 110``."""
     return "there is no version yet" if staleness is None else f"the version of step {step - staleness}"
 
 

@@ -1,14 +1,6 @@
-"""Bounds, health gate, forced saves.
+"""Enforce bounds on drift, staleness and precision around a policy; hold back layers with NaN or infinity.
 
-The bounds that every policy runs inside, and the gate that keeps broken values out of the store.
-
-Pure, as all policies are. It does not know when decisions happen beyond ``Bounds.interval`` and
-``History.interval``, nor whether a save comes about: a save that fails, or a commit that lands late, is the caller's
-to report.
-
-A save that somebody asked for: everything is saved, whatever the policy says, but what is not finite. Pure.
-
-And one that the end of the job asked for, as a replay has it: how much time there was is no matter of policy.
+Pure, like all policies. A save that fails, or a commit that is late, is the caller's to report.
 """
 
 from __future__ import annotations
@@ -29,15 +21,15 @@ from store.names import RAW, Unit
 
 @dataclass(frozen=True)
 class Bounds:
-    """What holds whatever the policy chooses. None: not bounded.
+    """Limits that hold regardless of the policy. None: no limit.
 
-    max_staleness: steps that the newest committed version of a moving, finite unit may lie back, at every
-    step up to and including the next decision; a save that commits late adds its own delay.
-    max_drift: relative distance that a unit may have when a decision leaves it unsaved; between decisions it
-    goes on growing.
-    precision: ``exact`` allows lossless encodings only.
-    interval: the most steps between two decisions; needed with max_staleness, which must not be smaller. Where
-    ``History.interval`` tells the steps to the next one, those count.
+    Args:
+        max_staleness: Largest age in steps of the newest committed version of a moving, finite unit, at every step up
+            to and including the next decision. A save that commits late adds its delay.
+        max_drift: Largest drift of a unit that a decision leaves unsaved. It keeps growing until the next decision.
+        precision: ``exact`` allows lossless encodings only.
+        interval: Largest number of steps between two decisions. Required with ``max_staleness``, which must not be
+            smaller. ``History.interval``, if given, takes precedence.
     """
 
     max_staleness: int | None = None
@@ -61,13 +53,13 @@ class Bounds:
             raise ConfigError("bounds: max_staleness needs interval, the most steps between two decisions")
         if max_staleness < self.interval:
             raise ConfigError(
-                f"bounds: max_staleness {max_staleness} cannot hold with interval {self.interval}: even what is "
-                f"saved every time grows {self.interval} steps old; set max_staleness >= {self.interval}, "
+                f"bounds: max_staleness {max_staleness} cannot hold with interval {self.interval}: even units "
+                f"saved every time become {self.interval} steps old; set max_staleness >= {self.interval}, "
                 "or decide more often (a smaller `every`)"
             )
 
     def refusal(self, slot: str, encoding: str) -> str | None:
-        """Why a policy may not store the slot in this encoding, and what it may do; None where it may."""
+        """Return why the slot may not be stored in this encoding, and an alternative; None if it may."""
         known = ENCODINGS.get(encoding)
         if known is None:
             return f"encoding {encoding!r} is unknown; there is {', '.join(sorted(ENCODINGS))}"
@@ -80,11 +72,11 @@ class Bounds:
                 f"encoding {encoding!r} may be off by {known.relative_bound:.2g}, and max_drift is {self.max_drift!r}; "
                 f"use {RAW}, or raise max_drift"
             )
-        told = explosive(slot, encoding)
-        return None if told is None else f"encoding {encoding!r}: {told}"
+        problem = explosive(slot, encoding)
+        return None if problem is None else f"encoding {encoding!r}: {problem}"
 
     def is_stale(self, staleness: int, interval: int | None = None) -> bool:
-        """Whether a version this old would be too old by the next decision, ``interval`` steps from now."""
+        """Return whether a version this old exceeds max_staleness by the next decision, ``interval`` steps from now."""
         steps = self.interval if interval is None else interval
         if self.max_staleness is None or steps is None:
             return False
@@ -125,32 +117,25 @@ class Bounded:
 
     @property
     def name(self) -> str:
-        """The inner policy's."""
         return self.policy.name
 
     @property
     def needs_drift(self) -> bool:
-        """True where the inner policy or max_drift needs it."""
         return self.policy.needs_drift or self.bounds.max_drift is not None
 
     def select(self, stats: Sequence[UnitStats], budget: Budget, history: History) -> Decision:
-        """One choice for each unit, by the table above."""
         check_shown(self.name, stats)
         rows, stale = self._rows(stats, history.step), self._stale_units(stats, history.interval)
-        demanded = {one.unit for one in stats if (rows.get(one.unit) or stale.get(one.unit) or _NOTHING).saved}
+        demanded = {unit for unit in (*rows, *stale) if (rows.get(unit) or stale[unit]).saved}
         answer = self.policy.select(stats, replace(budget, demanded=frozenset(demanded)), history)
         inner = checked_answer(self.name, stats, answer, self.bounds.refusal)
-        return Decision(
-            {
-                one.unit: rows.get(one.unit)
-                or _by_staleness(stale.get(one.unit), inner.choices[one.unit])
-                or inner.choices[one.unit]
-                for one in stats
-            }
-        )
+        chosen = dict(inner.choices)
+        for unit, choice in stale.items():  # the inner policy's encoding stands if it saves the unit anyway
+            chosen[unit] = replace(choice, encoding=chosen[unit].encoding or choice.encoding)
+        return Decision({**chosen, **rows})
 
     def _rows(self, stats: Sequence[UnitStats], step: int) -> Mapping[Unit, Choice]:
-        """The units that the table decides without the inner policy, but for those of max_staleness."""
+        """Return the choices of the table that do not depend on the inner policy, except for max_staleness."""
         sick = nonfinite_slots(stats)
         first = all(one.staleness is None for one in stats)
         found = {
@@ -188,26 +173,18 @@ class Bounded:
         return Choice(RAW, f"staleness {one.staleness} + interval {steps} > max_staleness {self.bounds.max_staleness}")
 
 
-_NOTHING = Choice(None, "nothing is demanded")
-
-
-def _by_staleness(demand: Choice | None, inner: Choice) -> Choice | None:
-    return None if demand is None else replace(demand, encoding=inner.encoding or demand.encoding)
-
-
 def bound(policy: Policy, bounds: Bounds) -> Policy:
-    """The policy inside bounds. Observe stays outermost: it then tells what the bounded policy would do."""
+    """Put a policy inside bounds. Observe stays outermost and reports what the bounded policy would do."""
     if isinstance(policy, Observe):
         return Observe(Bounded(policy.inner, bounds))
     return Bounded(policy, bounds)
 
 
 def incomplete(stats: Sequence[UnitStats], decision: Decision) -> tuple[Unit, ...]:
-    """The units that a commit of this decision would lack, in the order shown.
+    """Return the units that a commit of this decision would lack, in the order shown.
 
-    They are neither saved now nor covered by an older version (one that holds other parameters covers
-    nothing). The caller must refuse the commit unless this is empty.
-    """
+    They are neither saved nor covered by an older version with the same parameters. The caller must not commit unless
+    this is empty."""
     return tuple(
         one.unit
         for one in stats
@@ -242,7 +219,7 @@ def _standing(one: UnitStats, step: int) -> Choice | None:
 
 
 def forced(decision: Decision, stats: Sequence[UnitStats], reason: str) -> Decision:
-    """Every unit raw, for ``reason``; layers with NaN or infinity as ``decision`` has them, which the gate made."""
+    """Save every unit raw, for ``reason``, except layers that the health gate held back in ``decision``."""
     sick = {one.unit.layer for one in stats if not one.finite}
     return Decision(
         {one.unit: decision.choices[one.unit] if one.unit.layer in sick else Choice(RAW, reason) for one in stats}
@@ -250,7 +227,7 @@ def forced(decision: Decision, stats: Sequence[UnitStats], reason: str) -> Decis
 
 
 def hurried(decision: Decision, stats: Sequence[UnitStats], saved: Mapping[Unit, str]) -> Decision:
-    """What time allowed in the recorded run; and what no commit could do without, where other versions are held."""
+    """Apply the units saved before a deadline in a recorded run, and add those that a commit would lack."""
     sick = {one.unit.layer for one in stats if not one.finite}
     return Decision({one.unit: _hurried(one, decision, saved, one.unit.layer in sick) for one in stats})
 

@@ -1,30 +1,4 @@
-"""full, parity, filter, threshold, observe; fallback.
-
-Policy ``filter``: the first and the last blocks every time, those between them less often.
-
-From the literature, which finds that the ends of the stack change most. Counted in commits, not in steps.
-
-What stands in for a policy that failed at one decision: everything is saved, and every reason says why.
-
-It goes inside the same bounds and encodings as the policy it stands in for. That costs bytes, never state.
-
-Policy ``full``: every unit, every time. The only one whose resume continues bit for bit.
-
-Policy ``observe``: saves nothing and says what another policy would have saved.
-
-For a trial on a live run before anything is trusted to the product. It goes around everything else, bounds
-included: the bounds of an observed policy must not cause a write either.
-
-Policy ``parity``: the layers in k groups, one group at a time; odd and even layers where k is 2.
-
-From the literature (layer-wise merging of checkpoints saved by halves). The turn is counted in commits, not
-in steps: a save that failed is repeated with the same group, and a restart goes on where the store stands.
-
-Policy ``threshold``: what has moved far enough.
-
-Drift is relative to what a resume would give back, so one threshold serves layers of any size. Slots differ
-in how fast they move by nature (first moments turn over within a few steps), hence a threshold for each.
-"""
+"""Implement the built-in policies full, parity, filter, threshold and observe, and the fallback for a failed policy."""
 
 from __future__ import annotations
 
@@ -41,19 +15,25 @@ from store.names import RAW, Unit
 
 @dataclass(frozen=True)
 class Filter:
-    """Saves the first ``n`` and the last ``n`` blocks every time, the other blocks every ``m``-th commit.
+    """Policy ``filter``: saves the first and last ``n`` blocks every time, the other blocks at every ``m``-th commit.
 
-    n: how many blocks at each end, >= 0. m: commits between two saves of the others, >= 1.
-    auxiliary: when layers that are no blocks (embeddings, final norm, head) are saved: ``always``, or at the
-    ``interval`` of the others.
+    From the literature, which finds that the ends of the stack change most. If none of the layers saved every time can
+    be saved (frozen, not finite), the others are saved every time: otherwise no commit would be made, and the m-th
+    never reached.
 
-    Where none of the layers of every time can be saved (frozen, not finite), the others are saved every time:
-    otherwise a decision would save nothing, no commit would come of it, and the m-th would never be reached.
+    Args:
+        n: Blocks at each end, >= 0.
+        m: Commits between two saves of the other blocks, >= 1.
+        auxiliary: When to save layers that are no blocks (embeddings, final norm, head): ``always``, or at the
+            ``interval`` of the other blocks.
     """
 
     n: int = 2
     m: int = 5
     auxiliary: Literal["always", "interval"] = "always"
+
+    name: ClassVar[str] = "filter"
+    needs_drift: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_integer("policy filter", "n", self.n, least=0)
@@ -61,22 +41,11 @@ class Filter:
         check_one_of("policy filter", "auxiliary", self.auxiliary, ("always", "interval"))
         if self.n == 0 and self.auxiliary == "interval" and self.m > 1:
             raise ConfigError(
-                "policy filter: with n 0 and auxiliary 'interval' nothing is left to save between the "
-                "intervals; set n >= 1 or auxiliary 'always', or use policy full and save less often"
+                "policy filter: with n 0 and auxiliary 'interval' there is nothing to save between the intervals; set "
+                "n >= 1 or auxiliary 'always', or use policy full and save less often"
             )
 
-    @property
-    def name(self) -> str:
-        """``filter``."""
-        return "filter"
-
-    @property
-    def needs_drift(self) -> bool:
-        """False: only positions and commits count."""
-        return False
-
     def select(self, stats: Sequence[UnitStats], budget: Budget, history: History) -> Decision:
-        """The layers of every time, and at every m-th commit the others."""
         del budget
         always = self._always(stats)
         others = self._others(alone=worth_saving(stats).isdisjoint(always), commits=history.commits)
@@ -105,7 +74,9 @@ class Filter:
 
 @dataclass(frozen=True)
 class Fallback:
-    """Saves every unit. name: of the policy that failed."""
+    """Saves every unit, in place of the policy ``name`` that failed; every reason says why.
+
+    It runs in the same bounds and encodings as that policy."""
 
     name: str
     failure: Failure
@@ -113,120 +84,99 @@ class Fallback:
     needs_drift: bool = False
 
     @property
-    def told(self) -> str:
-        """``policy mine raised ValueError('x')``."""
+    def message(self) -> str:
+        """The failure: ``policy mine raised ValueError('x')``."""
         return f"policy {self.name} {self.failure.what}"
 
     def select(self, stats: Sequence[UnitStats], budget: Budget, history: History) -> Decision:
-        """Everything is saved."""
         del budget, history
-        return Decision({one.unit: Choice(RAW, f"{self.told}: saved as under full") for one in stats})
+        return Decision({one.unit: Choice(RAW, f"{self.message}: saved as under full") for one in stats})
 
     def named(self, decision: Decision) -> Decision:
-        """The decision with the failure in the reasons that bounds gave, too."""
+        """Return the decision with the failure added to the reasons given by bounds."""
         return Decision(
             {
-                unit: choice if choice.reason.startswith(self.told) else self._named(choice)
+                unit: choice
+                if choice.reason.startswith(self.message)
+                else Choice(choice.encoding, f"{choice.reason} ({self.message})")
                 for unit, choice in decision.choices.items()
             }
         )
 
-    def _named(self, choice: Choice) -> Choice:
-        return Choice(choice.encoding, f"{choice.reason} ({self.told})")
-
 
 @dataclass(frozen=True)
 class Full:
-    """Saves every unit raw."""
+    """Policy ``full``: saves every unit raw. The only policy whose resume is always bitwise exact."""
 
-    @property
-    def name(self) -> str:
-        """``full``."""
-        return "full"
-
-    @property
-    def needs_drift(self) -> bool:
-        """False: what moved how far changes nothing."""
-        return False
+    name: ClassVar[str] = "full"
+    needs_drift: ClassVar[bool] = False
 
     def select(self, stats: Sequence[UnitStats], budget: Budget, history: History) -> Decision:
-        """Everything is saved."""
         del budget, history
         return Decision({one.unit: Choice(RAW, "everything is saved every time") for one in stats})
 
 
 @dataclass(frozen=True)
 class Observe:
-    """Skips every unit; the reason says what ``inner`` would have done with it.
+    """Policy ``observe``: skips every unit; the reason says what the policy ``inner`` would do.
 
-    writes_nothing: marks the policy for its caller, who must then commit nothing at all.
-    """
+    For a trial on a live run. It goes around bounds, so that bounds do not cause a write either."""
 
     inner: Policy = field(default_factory=Full)
 
+    name: ClassVar[str] = "observe"
     writes_nothing: ClassVar[bool] = True
+    """Tells the caller to commit nothing."""
 
     def __post_init__(self) -> None:
         if isinstance(self.inner, Observe):
             raise ConfigError("policy observe: inner must be a policy that saves, not observe again")
 
     @property
-    def name(self) -> str:
-        """``observe``."""
-        return "observe"
-
-    @property
     def needs_drift(self) -> bool:
-        """As the inner policy."""
         return self.inner.needs_drift
 
     def would(self, stats: Sequence[UnitStats], budget: Budget, history: History) -> Decision:
-        """What the inner policy decides: for logs, metrics and estimates of what would be written."""
+        """Return the inner policy's decision, for logs, metrics and estimates."""
         return self.inner.select(stats, budget, history)
 
     def select(self, stats: Sequence[UnitStats], budget: Budget, history: History) -> Decision:
-        """Nothing is saved."""
         would = checked_answer(self.inner.name, stats, self.would(stats, budget, history), refusal=None)
-        return Decision({one.unit: self._skip(would.choices[one.unit]) for one in stats})
-
-    def _skip(self, choice: Choice) -> Choice:
-        act = "save" if choice.saved else "skip"
-        return Choice(None, f"observe: {self.inner.name} would {act} it ({choice.reason})")
+        skipped = {}
+        for unit, choice in would.choices.items():
+            action = "save" if choice.saved else "skip"
+            skipped[unit] = Choice(None, f"observe: {self.inner.name} would {action} it ({choice.reason})")
+        return Decision(skipped)
 
 
 def writes_nothing(policy: Policy) -> bool:
-    """Whether the caller must commit nothing under this policy."""
+    """Return whether the caller must commit nothing under this policy."""
     return getattr(policy, "writes_nothing", False) is True
 
 
 @dataclass(frozen=True)
 class Parity:
-    """Saves the layers whose position modulo ``k`` equals the turn.
+    """Policy ``parity``: saves one of ``k`` groups of layers at a time; with k = 2, odd and even layers in turn.
 
-    k: number of groups, >= 2. Every unit that can be saved is saved at least once in any k commits.
+    From the literature (layer-wise merging of checkpoints saved by halves). A layer's group is its position modulo k.
+    Every unit that can be saved is saved at least once in any k commits. Turns count commits, not steps, so a failed
+    save is repeated with the same group and a restart continues with the store's turn. The first commit is full, so the
+    turn is ``(commits - 1) mod k``. A group in which nothing can be saved (frozen, not finite, or empty) passes its
+    turn to the next: otherwise no commit would be made and the turn would never pass.
 
-    The first commit is the full one, so the turn is ``(commits - 1) mod k``. A group in which nothing can be
-    saved (frozen, not finite, or no layer at all) hands its turn on to the next group: otherwise a decision
-    would save nothing, no commit would come of it, and the turn would never pass.
+    Args:
+        k: Number of groups, >= 2.
     """
 
     k: int = 2
 
+    name: ClassVar[str] = "parity"
+    needs_drift: ClassVar[bool] = False
+
     def __post_init__(self) -> None:
         check_integer("policy parity", "k", self.k, least=2)
 
-    @property
-    def name(self) -> str:
-        """``parity``."""
-        return "parity"
-
-    @property
-    def needs_drift(self) -> bool:
-        """False: only positions and commits count."""
-        return False
-
     def select(self, stats: Sequence[UnitStats], budget: Budget, history: History) -> Decision:
-        """The group whose turn it is."""
         del budget
         group = self._group(stats, history)
         return Decision({one.unit: self._choice(one, group) for one in stats})
@@ -248,14 +198,21 @@ class Parity:
 
 @dataclass(frozen=True)
 class Threshold:
-    """Saves the units whose drift is at least ``threshold``.
+    """Policy ``threshold``: saves the units whose drift is at least ``threshold``.
 
-    threshold: relative, >= 0; at 0 everything is saved. slots: other thresholds for the slots it names.
-    A unit whose drift is not known, or is not a number though its values are finite, is saved.
+    Drift is relative, so one threshold serves layers of any size. Slots differ in how fast they move (first moments
+    turn over within a few steps), so each may have its own. A unit whose drift is unknown or NaN is saved.
+
+    Args:
+        threshold: Relative drift, >= 0. 0 saves everything.
+        slots: Thresholds of individual slots.
     """
 
     threshold: float
     slots: Mapping[str, float] = field(default_factory=dict, hash=False)
+
+    name: ClassVar[str] = "threshold"
+    needs_drift: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_number("policy threshold", "threshold", self.threshold)
@@ -268,20 +225,9 @@ class Threshold:
             if not isinstance(slot, str):
                 raise ConfigError(f"policy threshold: slots must have names for keys, not {described(slot)}")
             check_number("policy threshold", f"slots.{slot}", limit)
-        object.__setattr__(self, "slots", dict(self.slots))  # a copy: the caller may change theirs
-
-    @property
-    def name(self) -> str:
-        """``threshold``."""
-        return "threshold"
-
-    @property
-    def needs_drift(self) -> bool:
-        """True."""
-        return True
+        object.__setattr__(self, "slots", dict(self.slots))  # a copy, since the caller may change its own
 
     def select(self, stats: Sequence[UnitStats], budget: Budget, history: History) -> Decision:
-        """The units at or above their threshold."""
         del budget, history
         return Decision({one.unit: self._choice(one) for one in stats})
 

@@ -1,16 +1,8 @@
-"""Conformance suite and pre-training check.
+"""Check that a policy keeps its contract: the suite behind ``driftpoint policy check``, and a check before training.
 
-Asks a policy about a made-up case, and tells what it did wrong in a way that its author can act on.
-
-What every policy promises, tried on made-up models and runs: the suite behind ``driftpoint policy check``.
-
-Seeded, so that a finding can be had again. It cannot prove a promise, only find where one is broken; and a policy that
-never comes back is never found: it has no clock but for one measurement.
-
-A policy's rehearsal on the units of a real job, before anything depends on it.
-
-It finds what fails at once on this model: code that raises, answers that are none. What takes long to show is for
-:mod:`policies.conformance`. It writes nothing.
+The suite runs the policy on seeded synthetic models and runs, so a finding can be reproduced. It cannot prove that a
+promise holds, and it does not detect a policy that never returns. The check before training runs on the units of the
+real job and finds failures that occur at once. Neither writes anything.
 """
 
 from __future__ import annotations
@@ -23,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from policies.base import Budget, Decision, History, Policy, UnitStats, nonfinite_slots, worth_saving
+from policies.base import Budget, Choice, Decision, History, Policy, UnitStats, nonfinite_slots, worth_saving
 from policies.bounds import Bounded, Bounds, incomplete
 from policies.budget import spends
 from policies.builtin import Observe
@@ -34,17 +26,17 @@ from store.errors import ConfigError
 from store.text import listed
 
 ANY = Bounds(precision="any")
-"""Bounds that leave everything to the policy but what nobody may do."""
+"""Bounds that allow everything that any policy may do."""
 
 
 class BrokenError(Exception):
-    """A promise that a policy does not keep; the message says on what, and what it did."""
+    """Raised if a policy breaks a promise; the message gives the case and the policy's behaviour."""
 
 
 def query_policy(
     policy: Policy, case: SyntheticCase, bounds: Bounds = ANY, stats: Sequence[UnitStats] | None = None
 ) -> Decision:
-    """The policy's answer, found to be one. stats: instead of the case's own. Raises BrokenError."""
+    """Return the policy's decision, checked. stats: replace the case's own. Raises BrokenError."""
     shown = case.stats if stats is None else stats
     try:
         return checked_answer(policy.name, case.stats, policy.select(shown, case.budget, case.history), bounds.refusal)
@@ -55,66 +47,67 @@ def query_policy(
 
 
 def difference(one: Decision, other: Decision) -> str | None:
-    """The first unit that two decisions on the same units differ in, and how; None where they are equal."""
+    """Describe the first difference between two decisions on the same units; None if they are equal."""
     for unit, choice in one.choices.items():
-        found = other.choices[unit]
-        if found != choice:
-            return f"{unit}: {_shown(choice.encoding, choice.reason)}, and then {_shown(found.encoding, found.reason)}"
+        second = other.choices[unit]
+        if second != choice:
+            return f"{unit}: {_format(choice)}, and then {_format(second)}"
     return None
 
 
-def _shown(encoding: str | None, reason: str) -> str:
-    return f"{encoding or 'skip'} ({reason[:80]})"
+def _format(choice: Choice) -> str:
+    return f"{choice.encoding or 'skip'} ({choice.reason[:80]})"
 
 
 Outcome = Literal["holds", "broken", "not checked", "take note"]
 
 MODELS = 120
-"""Made-up models that every promise about single decisions is tried on."""
+"""Synthetic models on which promises about single decisions are tried."""
 
 PATIENCE = 200
 """Decisions within which a unit that keeps drifting should be saved again."""
 
 LARGE = 10_000
-"""Units of the large model: more than the largest models have. LIMIT: seconds that a decision on them may take."""
+"""Units of the large model: more than the largest models have."""
 
 LIMIT = 5.0
+"""Seconds that a decision on the large model may take."""
 
 TIMED = "decides on 10 000 units in time"
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What became of one promise. take note: it is not broken, and yet the user should do something."""
+    """Result of trying one promise. ``take note``: it holds, but the user should act."""
 
     promise: str
     outcome: Outcome
     detail: str
 
 
-class _Note(Exception):  # noqa: N818 - no error: how a trial ends that neither holds nor is broken
+class _Note(Exception):  # noqa: N818 - no error: ends a trial that neither holds nor is broken
     def __init__(self, outcome: Outcome, detail: str) -> None:
         super().__init__(detail)
         self.outcome: Outcome = outcome
 
 
 def examine(policy: Policy, bounds: Bounds = ANY) -> tuple[Finding, ...]:
-    """Every promise, tried on the policy inside ``bounds``; of ``observe``, on the policy that it observes."""
+    """Try every promise on the policy inside ``bounds``; for ``observe``, on the inner policy."""
     inner = policy.inner if isinstance(policy, Observe) else policy
-    return tuple(_found(promise, trial, inner, bounds) for promise, trial in TRIALS.items())
+    return tuple(_try(promise, trial, inner, bounds) for promise, trial in TRIALS.items())
 
 
 def digest(policy: Policy) -> str:
-    """A digest of the policy's answers, the same in every process. Raises BrokenError where it has none."""
+    """Return a digest of the policy's decisions, equal in every process. Raises BrokenError."""
     inner = policy.inner if isinstance(policy, Observe) else policy
-    told = hashlib.sha256()
+    hasher = hashlib.sha256()
     for case in _cases():
         for unit, choice in query_policy(inner, case).choices.items():
-            told.update(repr((unit.layer, unit.slot, choice.encoding, choice.reason)).encode())
-    return told.hexdigest()
+            hasher.update(repr((unit.layer, unit.slot, choice.encoding, choice.reason)).encode())
+    return hasher.hexdigest()
 
 
-def _found(promise: str, trial: Callable[[Policy, Bounds], str], policy: Policy, bounds: Bounds) -> Finding:
+def _try(promise: str, trial: Callable[[Policy, Bounds], str], policy: Policy, bounds: Bounds) -> Finding:
     try:
         return Finding(promise, "holds", trial(policy, bounds))
     except _Note as note:
@@ -277,14 +270,21 @@ TRIALS: dict[str, Callable[[Policy, Bounds], str]] = {
     "no layer starves": _starves,
     TIMED: _in_time,
 }
-"""Every promise that one process can try, in the order told."""
+"""Every promise that one process can try, in the order reported."""
 
 
 def check_before_training(policy: Policy, stats: Sequence[UnitStats], *, measured: bool, limited: bool) -> None:
-    """Ask ``policy``, inside its bounds, at a first save and in mid-run.
+    """Try a bounded policy on the units of a job: at a first save and in mid-run.
 
-    measured: whether drift is known when it decides. limited: whether it is told of a budget. Raises ConfigError where
-    it raises, breaks its contract, answers differently when asked again, or would leave the first save incomplete.
+    Args:
+        policy: The policy inside its bounds.
+        stats: The units of the job.
+        measured: Whether drift is known at a decision.
+        limited: Whether the job has a budget.
+
+    Raises:
+        ConfigError: The policy raises, returns an invalid decision, decides differently when asked again, or leaves the
+            first save incomplete.
     """
     try:
         for case in _check_cases(stats, measured, limited):
@@ -296,8 +296,8 @@ def check_before_training(policy: Policy, stats: Sequence[UnitStats], *, measure
                 raise BrokenError(f"{case}: {incomplete(case.stats, decision)[0]} is left without a version")
     except BrokenError as error:
         raise ConfigError(
-            f"policy {policy.name} was rehearsed on the layers of this job before training, and failed: {error}; mend "
-            "it, and look at all of it with `driftpoint policy check`"
+            f"policy {policy.name} failed the check on the layers of this job before training: {error}; fix it, and "
+            "run `driftpoint policy check` for all checks"
         ) from error
 
 

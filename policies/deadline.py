@@ -1,8 +1,7 @@
-"""The last save before a job is ended from outside: what does most good among what can still become durable. Pure.
+"""Choose what to save before a deadline: the units that remove the most damage per byte, among those that fit.
 
-All or nothing is the wrong bet against a deadline: a save that is not finished leaves nothing at all. So where not all
-is expected to fit, the units that take most damage away a byte are saved, and the others stay as they are in the commit
-before. It knows no clock: seconds and what bytes take come from the caller.
+A save that does not finish leaves nothing. So if not everything is expected to fit, the other units stay as they are in
+the previous commit. Pure; the caller supplies time and bandwidth.
 """
 
 from __future__ import annotations
@@ -19,76 +18,80 @@ from policies.encodings import Option, options
 from store.names import RAW, Unit
 
 SAFETY = 0.7
-"""Share of the time left that a save is planned to take: nothing is gained where it comes too late by a little."""
+"""Share of the time left that a save is planned to take, since a save that is late is lost."""
 
 UNKNOWN = 50e6
-"""Bytes a second, over all ranks, as long as no save has shown any: less than a disk of today writes."""
+"""Bytes per second over all ranks, assumed until a save was measured: less than current disks write."""
 
-_THERE = Choice(None, "preempted: its newest version is of this step, or it needs none")
-_WHOLE = Choice(RAW, "preempted: there is time for everything")
+_NOT_NEEDED = Choice(None, "preempted: its newest version is of this step, or it needs none")
+_ALL_FIT = Choice(RAW, "preempted: there is time for everything")
 
 
 @dataclass
 class WriteEstimate:
-    """How long bytes of units took to become durable, of the saves of this process: about the last ten."""
+    """Estimates how long bytes of units take to become durable, from about the last ten saves of this process."""
 
     _fitted: Fitted = field(default_factory=Fitted)
     _rate: float = UNKNOWN
 
     def learn(self, nbytes: float, seconds: float) -> None:
-        """A save of so many bytes of units took so long, whatever it wrote besides."""
+        """Record the seconds of a save of ``nbytes`` of units; other bytes that it wrote do not count."""
         self._fitted.learn(nbytes, seconds)
         if nbytes >= 1.0 and seconds > 0.0:
             self._rate = nbytes / seconds
 
     def affordable(self, seconds: float) -> float:
-        """Bytes that are expected to become durable in so many seconds; above 0 as long as there are any."""
+        """Return the bytes expected to become durable in ``seconds``; above 0 if ``seconds`` is."""
         time = SAFETY * seconds
-        line = self._fitted.affordable(time) if self._fitted.known else 0.0
-        return line if line > 0.0 else self._rate * time  # saves of one kind say little of what a small one takes
+        fitted = self._fitted.affordable(time) if self._fitted.known else 0.0
+        return fitted if fitted > 0.0 else self._rate * time  # equal saves do not determine the cost of a small one
 
 
 @dataclass(frozen=True)
 class Nothing:
-    """A policy that saves nothing of its own. Inside bounds it shows what they demand."""
+    """Saves nothing. Inside bounds it shows what the bounds demand."""
 
     name: str = "nothing"
     needs_drift: bool = False
 
     def select(self, stats: Sequence[UnitStats], budget: Budget, history: History) -> Decision:
-        """Nothing is saved."""
         del budget, history
-        return Decision({one.unit: _THERE for one in stats})
+        return Decision({one.unit: _NOT_NEEDED for one in stats})
 
 
 @dataclass(frozen=True)
 class DeadlinePolicy:
-    """Chooses what is saved. bounds: :class:`Nothing` inside the job's bounds. encodings: of slots, the coarsest.
+    """Chooses the units of a save before a deadline.
 
-    All that moves, raw, where that fits into the bytes. Else each unit in the coarsest encoding that takes damage away,
-    in this order: what no commit can do without; what bounds demand; what takes most damage away a byte. A unit
-    that does not fit is left out, and a smaller one behind it may be saved; where none fits the smallest is tried: time
-    is of no other use. Where nothing has a version yet nothing can be left out: all is tried. What a save of this
-    very step holds already is not saved again."""
+    If all moving units fit raw, they are saved raw. Otherwise each unit gets the coarsest encoding that removes damage,
+    in this order: units that a commit cannot lack; units that bounds demand; units that remove the most damage per
+    byte. A unit that does not fit is skipped and a smaller one after it may be saved; if none fits, the smallest is
+    tried. If no unit has a version yet, everything is tried. Units that a save of this step already holds are not saved
+    again.
+
+    Args:
+        bounds: :class:`Nothing` inside the job's bounds.
+        encodings: Coarsest encoding of each slot.
+    """
 
     bounds: Policy
     encodings: Mapping[str, str]
 
-    def fits(self, stats: Sequence[UnitStats], purse: float, history: History) -> bool:
-        """Whether everything is saved, so that drift need not be known."""
+    def fits(self, stats: Sequence[UnitStats], budget_bytes: float, history: History) -> bool:
+        """Return whether everything is saved, so that drift need not be measured."""
         wanted = self._wanted(stats, self._demanded(stats, history))
-        return self._takes_all(wanted, purse)
+        return self._takes_all(wanted, budget_bytes)
 
-    def select(self, stats: Sequence[UnitStats], purse: float, history: History) -> Decision:
-        """One choice for each unit, for about ``purse`` bytes."""
+    def select(self, stats: Sequence[UnitStats], budget_bytes: float, history: History) -> Decision:
+        """Choose for each unit, for about ``budget_bytes`` bytes."""
         demanded = self._demanded(stats, history)
         wanted = self._wanted(stats, demanded)
-        if self._takes_all(wanted, purse):
-            chosen = {one.unit: _WHOLE for one in wanted}
+        if self._takes_all(wanted, budget_bytes):
+            chosen = {one.unit: _ALL_FIT for one in wanted}
         else:
-            needed = frozenset(incomplete(stats, Decision({one.unit: _THERE for one in stats})))
-            chosen = self._in_order(stats, wanted, needed, demanded.saved, purse)
-        return Decision({one.unit: chosen.get(one.unit) or _left(demanded.choices[one.unit]) for one in stats})
+            needed = frozenset(incomplete(stats, Decision({one.unit: _NOT_NEEDED for one in stats})))
+            chosen = self._in_order(stats, wanted, needed, demanded.saved, budget_bytes)
+        return Decision({one.unit: chosen.get(one.unit) or _skip(demanded.choices[one.unit]) for one in stats})
 
     def _demanded(self, stats: Sequence[UnitStats], history: History) -> Decision:
         return self.bounds.select(stats, Budget(), history)
@@ -98,8 +101,8 @@ class DeadlinePolicy:
         wanted = [one for one in stats if one.unit in worth or demanded.choices[one.unit].saved]
         return [one for one in wanted if one.staleness != 0 or one.changed_shape]
 
-    def _takes_all(self, wanted: Sequence[UnitStats], purse: float) -> bool:
-        return sum(one.nbytes for one in wanted) <= purse or all(one.staleness is None for one in wanted)
+    def _takes_all(self, wanted: Sequence[UnitStats], budget_bytes: float) -> bool:
+        return sum(one.nbytes for one in wanted) <= budget_bytes or all(one.staleness is None for one in wanted)
 
     def _in_order(
         self,
@@ -107,33 +110,33 @@ class DeadlinePolicy:
         wanted: Sequence[UnitStats],
         needed: Collection[Unit],
         demanded: Collection[Unit],
-        purse: float,
+        budget_bytes: float,
     ) -> dict[Unit, Choice]:
         scale = scales(stats, {})
-        bids = [
-            (_rank(one.unit, needed, demanded), -worth / way.nbytes, place, one, way)
+        queue = [
+            (_rank(one.unit, needed, demanded), -worth / option.nbytes, place, one, option)
             for place, one in enumerate(wanted)
-            for way, worth in [self._way(one, scale[one.unit.layer][one.unit.slot])]
+            for option, worth in [self._option(one, scale[one.unit.layer][one.unit.slot])]
             if worth > 0.0 or one.unit in needed or one.unit in demanded
         ]
         chosen: dict[Unit, Choice] = {}
-        for rank, _, _, one, way in sorted(bids, key=lambda bid: bid[:3]):
-            if rank == 0 or way.nbytes <= purse:
-                purse -= way.nbytes
-                chosen[one.unit] = Choice(way.encoding, f"preempted: {_WHY[rank]}")
-        if not chosen and bids and purse > 0.0:
-            *_, one, way = min(bids, key=lambda bid: (bid[4].nbytes, *bid[:3]))
-            chosen[one.unit] = Choice(way.encoding, "preempted: nothing fits, and the smallest may nevertheless")
+        for rank, _, _, one, option in sorted(queue, key=lambda candidate: candidate[:3]):
+            if rank == 0 or option.nbytes <= budget_bytes:
+                budget_bytes -= option.nbytes
+                chosen[one.unit] = Choice(option.encoding, f"preempted: {_WHY[rank]}")
+        if not chosen and queue and budget_bytes > 0.0:
+            *_, one, option = min(queue, key=lambda candidate: (candidate[4].nbytes, *candidate[:3]))
+            chosen[one.unit] = Choice(option.encoding, "preempted: nothing fits, and the smallest may nevertheless")
         return chosen
 
-    def _way(self, one: UnitStats, scale: float) -> tuple[Option, float]:
-        """The coarsest encoding that takes damage away, and how much; else raw."""
+    def _option(self, one: UnitStats, scale: float) -> tuple[Option, float]:
+        """Return the coarsest encoding that removes damage, and how much; if none does, raw."""
         drift = math.inf if one.drift is None or math.isnan(one.drift) else one.drift
         found = [
-            (way, scale * (drift * drift - way.error * way.error))
-            for way in options(one, self.encodings.get(one.unit.slot, RAW))
+            (option, scale * (drift * drift - option.error * option.error))
+            for option in options(one, self.encodings.get(one.unit.slot, RAW))
         ]
-        return next((bid for bid in found if bid[1] > 0.0), found[-1])
+        return next((candidate for candidate in found if candidate[1] > 0.0), found[-1])
 
 
 _WHY = ("it has no version that could stand in for it", "bounds demand it", "most drifted a byte, in the time left")
@@ -143,6 +146,6 @@ def _rank(unit: Unit, needed: Collection[Unit], demanded: Collection[Unit]) -> i
     return 0 if unit in needed else 1 if unit in demanded else 2
 
 
-def _left(demanded: Choice) -> Choice:
-    """Why a unit is not saved: for the reason that the gate has, or for want of time."""
+def _skip(demanded: Choice) -> Choice:
+    """Skip a unit for the health gate's reason, or for lack of time."""
     return Choice(None, "preempted: no time was left for it") if demanded.saved else demanded

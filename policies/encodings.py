@@ -1,11 +1,7 @@
-"""What each encoding of a unit costs and loses.
+"""List the encodings open to a unit, with the expected size and error of each.
 
-What can be done with a unit besides skipping it: the encodings open to it, with what each costs and loses.
-
-Sizes and errors are those of the unit's newest version where that was stored in the same encoding, packing
-included; else what the encoding's format says (size, unpacked) and what it loses on ordinary values (error).
-
-Slots that updates are divided by, and the encoding that would make them explode. Pure names.
+Sizes and errors are those of the unit's newest version if it has the same encoding, compression included. Otherwise the
+size follows from the format (uncompressed), and the error is that on ordinary values.
 """
 
 from __future__ import annotations
@@ -19,21 +15,22 @@ from store.encoding import BF16, BF16_INT8, INT8_BLOCK, INT8_SQRT_BLOCK, encodin
 from store.names import RAW
 
 FINER: Mapping[str, tuple[str, ...]] = MappingProxyType({BF16: (BF16_INT8,)})
-"""Encodings of the same slot that lose less, besides raw."""
+"""Finer lossy encodings of the same slot."""
 
 TYPICAL_ERROR: Mapping[str, float] = MappingProxyType(
     {RAW: 0.0, BF16: 1.7e-3, BF16_INT8: 6.6e-6, INT8_BLOCK: 6e-3, INT8_SQRT_BLOCK: 6.6e-3}
 )
-"""Relative distance between values and what decoding gives: measured on a quarter million normal values (second
-moments: on their squares). It serves until a unit has been stored in that encoding once."""
+"""Relative error after decoding, measured on 250,000 normal values (second moments: on their squares).
+
+Used until a unit was stored in the encoding once."""
 
 _F32 = 4
-"""Bytes of the values that lossy encodings apply to."""
+"""Bytes of a float32, the only type that lossy encodings apply to."""
 
 
 @dataclass(frozen=True)
 class Option:
-    """One way to save a unit. nbytes: expected, over all ranks, at least 1. error: relative, expected."""
+    """An encoding for a unit, with its expected size over all ranks (>= 1) and relative error."""
 
     encoding: str
     nbytes: float
@@ -41,16 +38,16 @@ class Option:
 
 
 def options(one: UnitStats, coarsest: str) -> tuple[Option, ...]:
-    """The ways to save a unit whose slot may be stored as ``coarsest`` or finer; from the coarsest to raw.
+    """Return the options for a unit, from the encoding ``coarsest`` to raw.
 
-    What does not move, or is not float32, has one: raw."""
+    Units that are frozen or not float32 have only raw."""
     lossy = () if encoding_named(coarsest).lossless else (coarsest, *FINER.get(coarsest, ()))
     names = (*lossy, RAW) if one.moving and _is_f32(one) else (RAW,)
     return tuple(Option(name, max(1.0, expected_bytes(one, name)), expected_error(one, name)) for name in names)
 
 
 def expected_bytes(one: UnitStats, encoding: str) -> float:
-    """Bytes that storing the unit in ``encoding`` will take, over all ranks."""
+    """Return the expected stored size in bytes, over all ranks."""
     if one.stored_bytes and one.encoding == encoding and not one.changed_shape:
         return one.stored_bytes
     known = encoding_named(encoding)
@@ -60,7 +57,7 @@ def expected_bytes(one: UnitStats, encoding: str) -> float:
 
 
 def expected_error(one: UnitStats, encoding: str) -> float:
-    """Relative distance of the unit to what a resume would give back, right after storing it in ``encoding``."""
+    """Return the expected relative error of the decoded unit right after storing it in ``encoding``."""
     if one.encoding == encoding and not one.changed_shape:
         return one.error
     known = encoding_named(encoding)
@@ -68,16 +65,16 @@ def expected_error(one: UnitStats, encoding: str) -> float:
 
 
 def _is_f32(one: UnitStats) -> bool:
-    # Parameters of several dtypes in one unit do not occur with a mean of four bytes in any framework handled.
+    # No supported framework mixes dtypes in a unit such that their mean is four bytes.
     return one.nbytes == _F32 * (one.numel or one.nbytes // _F32)
 
 
 DIVISORS = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "sum", "exp_inf", "v"})
-"""Slots of torch's and DeepSpeed's optimizers that updates are divided by."""
+"""Slots that updates are divided by, in the optimizers of torch and DeepSpeed."""
 
 
 def explosive(slot: str, encoding: str) -> str | None:
-    """Why the slot must not be stored in this encoding, and what to take instead; None where it may."""
+    """Return why the slot must not be stored in this encoding, and an alternative; None if it may."""
     if slot not in DIVISORS or encoding != INT8_BLOCK:
         return None
     return (

@@ -1,13 +1,6 @@
-"""Young/Daly interval, failure-rate prior.
+"""Compute the interval between decisions (Young/Daly, within limits, damped), and estimate the interruption rate.
 
-How many steps lie between two decisions: Young's and Daly's optimum, inside limits, and damped.
-
-Pure. It does not know how its figures come to be measured, nor what a decision then saves. docs/interval.md derives
-what is done here and says what is minimised.
-
-How often a job is expected to be interrupted: what is known beforehand, corrected by what happened to it.
-
-Pure. It does not know how interruptions and hours are counted. docs/interval.md says why the prior is what it is.
+Pure. docs/interval.md derives the formulas and explains the prior.
 """
 
 from __future__ import annotations
@@ -17,31 +10,32 @@ from dataclasses import dataclass
 from typing import Final
 
 FIRST: Final = 3
-"""Steps before the first decision of a job: enough to know what a step takes, and soon enough to learn from."""
+"""Steps before the first decision of a job: enough to measure the time of a step."""
 
 _STEADY = 1.25
-"""The interval stays where it is while the optimum is within this factor of it. There the time lost is within 3 % of
-the least, and an interval that moved with every measurement would be no easier to reason about than the noise."""
+"""The interval is kept while the optimum is within this factor of it: the time lost is then within 3 % of the least."""
 
 _GROWTH = 4
-"""An interval grows by no more at a time: the first save of a job is slower than those that follow."""
+"""Largest growth factor of the interval: the first save of a job is slower than later ones."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What a job has shown of itself so far, in seconds; None: nothing yet.
-
-    step: of one optimizer step in which nothing is decided. cost: that one decision, with the save that it may begin,
-    keeps training from going on. durable: from the decision to the commit, beside training."""
+    """Measured times of a job in seconds; None: not measured yet."""
 
     step: float | None = None
+    """Of an optimizer step without a decision."""
     cost: float | None = None
+    """That a decision and its save block training."""
     durable: float | None = None
+    """From a decision to the commit."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """max_loss: seconds of training that one interruption may cost, restart not counted. max_staleness: steps."""
+    """Upper limits of the interval.
+
+    max_loss: seconds of training that an interruption may cost, without the restart. max_staleness: steps."""
 
     max_loss: float = math.inf
     max_staleness: int | None = None
@@ -49,7 +43,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Interval:
-    """steps: to the next decision, >= 1. because: what set it, for people. too_slow: max_loss cannot hold."""
+    """``steps`` to the next decision, >= 1, and the reason. too_slow: max_loss cannot be kept."""
 
     steps: int
     because: str
@@ -57,7 +51,7 @@ class Interval:
 
 
 def daly(cost: float, between: float) -> float:
-    """Seconds of training between two saves that cost ``cost`` seconds each, for the least time lost.
+    """Return the seconds between two saves of ``cost`` seconds each that lose the least time.
 
     between: mean seconds between two interruptions, > 0. Eq. (37) of J. T. Daly, *A higher order estimate of the
     optimum checkpoint interval for restart dumps*, Future Generation Computer Systems 22 (2006) 303-312, valid for
@@ -70,17 +64,19 @@ def daly(cost: float, between: float) -> float:
 
 
 def next_interval(now: int, measured: Measured, per_hour: float, limits: Limits) -> Interval:
-    """The steps to the next decision, where ``now`` lay between the last two. per_hour: interruptions expected, > 0.
+    """Return the steps to the next decision; ``now`` is the current interval.
 
-    In order of strength: at least 1; at most max_staleness; at least what a save takes to become durable, since a
-    decision meanwhile could begin none; at most what max_loss allows; Daly's optimum, damped. Until a step and a save
-    have been measured, ``now`` within the limits that are known."""
+    In order of precedence: at least 1; at most max_staleness; at least the time that a save takes to become durable,
+    since a decision during a save cannot begin another; at most max_loss; Daly's optimum, damped. Until a step and a
+    save were measured: ``now``, within the known limits.
+
+    per_hour: expected interruptions, > 0."""
     least, most = _within(measured, limits)
     if measured.step is None or measured.cost is None:
         return _limited(now, "want of measurements", least, most, limits)
     best = max(1.0, daly(measured.cost, 3600.0 / per_hour) / max(measured.step, 1e-9))
     because = "the least time lost"
-    # Limits first, so that the damping is about the interval that is wanted, not about one that no limit allows.
+    # Limits before damping, so that damping does not apply to an interval that a limit forbids.
     wanted = _limited(_whole(best), because, least, most, limits)
     steady = now / _STEADY <= wanted.steps <= now * _STEADY
     steps = now if steady else min(wanted.steps, now * _GROWTH)
@@ -89,11 +85,11 @@ def next_interval(now: int, measured: Measured, per_hour: float, limits: Limits)
 
 
 def _within(measured: Measured, limits: Limits) -> tuple[int, float]:
-    """(least, most) steps by what a save takes and what may be lost; inf where nothing is known."""
+    """Return the (least, most) steps that save time and max_loss allow; inf if unknown."""
     if measured.step is None:
         return 1, math.inf
     step, durable = max(measured.step, 1e-9), measured.durable or 0.0
-    # One step more: a save that takes just as long as the steps between would be waited for every other time.
+    # One step more: otherwise every other decision would meet a save that is just about to finish.
     least = 1 if measured.durable is None else _whole(durable / step) + 1
     left = limits.max_loss - durable - (measured.cost or 0.0)
     return least, math.inf if left == math.inf else math.floor(max(0.0, min(left / step, 1e15)))
@@ -114,22 +110,21 @@ def _whole(steps: float) -> int:
     return int(min(max(1.0, math.floor(steps)), 1e15))
 
 
-_TIMES = 10.0
-"""Each kind of job beyond the ordinary one is interrupted so many times as often as the one before it."""
 _KINDS = 6
-"""Kinds of job that are considered: up to 100 000 times as often."""
+"""Kinds of jobs in the prior, from ordinary ones to those interrupted 100,000 times as often."""
+_TIMES = 10.0
+"""Factor between the interruption rates of two kinds."""
 _RARER = 100.0
-"""And is so many times as rare."""
+"""Factor between the prior weights of two kinds."""
 
 
 @dataclass(frozen=True)
 class Prior:
-    """What is known before the first interruption: one in so many GPU-hours, and so many an hour of the whole job
-    besides, on a job of ``gpus``.
+    """Prior of the interruption rate: hardware failures per GPU-hour, plus preemptions per hour of the job.
 
-    It weighs as much as one interruption seen, and is a mixture: most jobs are interrupted about that often; one in a
-    hundred ten times as often, one in ten thousand a hundred times, and so on. So hours without any interruption
-    change little, one interruption changes a little, and a few in a row are believed."""
+    It weighs as much as one observed interruption and is a mixture: most jobs have this rate, one in a hundred ten
+    times the rate, one in ten thousand a hundred times, and so on. So hours without interruptions and a single
+    interruption change little, while several in a row raise the estimate quickly."""
 
     gpu_hours_per_interruption: float
     preemptions_per_hour: float
@@ -137,15 +132,16 @@ class Prior:
 
     @property
     def per_gpu_hour(self) -> float:
-        """The rate expected beforehand, and the mean of the mixture."""
+        """The prior rate, which is the mean of the mixture."""
         return 1.0 / self.gpu_hours_per_interruption + self.preemptions_per_hour / self.gpus
 
     def expected_per_hour(self, interruptions: int, gpu_hours: float) -> float:
-        """Interruptions of the whole job expected in the next hour, after so many in ``gpu_hours`` of it. > 0.
+        """Return the interruptions of the job expected in the next hour, > 0, after ``interruptions`` in ``gpu_hours``.
 
         Each kind k has a Gamma prior of shape 1 and rate b_k GPU-hours; counts being Poisson, its posterior is a Gamma
-        of shape 1 + interruptions and rate b_k + gpu_hours, and its weight is multiplied by the probability of what
-        was seen (Gelman et al., *Bayesian Data Analysis*, 3rd edition, 2.6). The mean over all kinds is returned."""
+        of shape 1 + interruptions and rate b_k + gpu_hours, and its weight is multiplied by the probability of the
+        observations (Gelman et al., *Bayesian Data Analysis*, 3rd edition, 2.6). The mean over all kinds is
+        returned."""
         seen = interruptions + 1
         kinds = [(self._log_weight(kind), self._hours(kind)) for kind in range(_KINDS)]
         logs = [weight + math.log(hours) - seen * math.log(hours + gpu_hours) for weight, hours in kinds]
@@ -159,7 +155,7 @@ class Prior:
         return -kind * math.log(_RARER)
 
     def _hours(self, kind: int) -> float:
-        """GPU-hours in which one interruption of this kind of job is expected."""
+        """Return the expected GPU-hours between two interruptions of this kind of job."""
         weights = [_RARER**-one for one in range(_KINDS)]
         more = sum(weight * _TIMES**one for one, weight in enumerate(weights)) / sum(weights)
         return more / self.per_gpu_hour / _TIMES**kind

@@ -1,22 +1,6 @@
-"""Policies by name, file or entry point; fixed encodings.
+"""Build policies from settings: built-in names, classes in files or modules, and entry points; apply fixed encodings.
 
-Policies of the user's: a class in a file, in an installed module, or registered under an entry point.
-
-Their code runs only where settings name it; reading a store never does. A file is run once for each content it has.
-It does not know what makes a policy good: :mod:`policies.conformance` does.
-
-Which encoding a policy's choices are stored in, where the configuration names one for each slot.
-
-Named policies choose what to save and say ``raw``; here raw becomes the encoding of the slot. What does not move
-(frozen parameters, buffers) stays raw: it is stored once. A policy that names other encodings itself keeps them, and
-``budget``, which weighs encodings against each other, is told which one is the coarsest that each slot may have.
-
-From settings to a policy: ``{"name": "threshold", "threshold": 0.01}`` or just ``"full"``.
-
-The parameters of a policy are the fields of its class, which checks their values itself; here only names are
-matched. A name that is not ours is a class of the user's, see :mod:`policies.registry`. Bounds are not a policy's
-setting:
-see :func:`policies.bounds.bound`.
+User code runs only if settings name it; reading a store never runs code. A file is executed once per content.
 """
 
 from __future__ import annotations
@@ -44,7 +28,7 @@ from store.names import RAW
 from store.text import suggestion
 
 GROUP = "driftpoint.policies"
-"""Entry points by which a package registers policies: name -> class."""
+"""Entry-point group in which packages register policies: name -> class."""
 
 _GUIDE = "docs/own-policies.md shows one"
 T = TypeVar("T")
@@ -52,7 +36,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class UserPolicy:
-    """A policy of the user's. What it says of itself is asked once, when it is made."""
+    """Wraps a user's policy. Its attributes are read once, at construction."""
 
     inner: Any
     name: str
@@ -60,26 +44,31 @@ class UserPolicy:
     spends: bool = False
 
     def select(self, stats: Sequence[UnitStats], budget: Budget, history: History) -> Decision:
-        """The user's answer, not yet checked."""
         answer: Decision = self.inner.select(tuple(stats), budget, history)
         return answer
 
 
 def load_user_policy(reference: str, parameters: Mapping[str, Any], taken: Sequence[str]) -> Policy:
-    """The policy that ``reference`` names: ``my.py:Mine``, ``package.module:Mine``, or a registered name.
+    """Build the policy that ``reference`` names.
 
-    It is made with the parameters. taken: names that it may not call itself.
+    Args:
+        reference: ``my.py:Mine``, ``package.module:Mine``, or a registered name.
+        parameters: Keyword arguments of the class.
+        taken: Names that the policy may not have.
 
-    Raises ConfigError: no such file, module, class or name, code that raises, unknown or missing parameters, or an
-    object that is no policy."""
-    kind = _class(reference, taken)
+    Raises:
+        ConfigError: There is no such file, module, class or name; the code raises; a parameter is unknown or missing;
+        or
+            the object is not a policy.
+    """
+    kind = _load_class(reference, taken)
     check_parameters(reference, kind, parameters)
-    made = _run(reference, "cannot be made", lambda: kind(**parameters))
-    return _run(reference, "does not say what it is", lambda: _described(reference, made, taken))
+    policy = _run(reference, "cannot be made", lambda: kind(**parameters))
+    return _run(reference, "has unreadable attributes", lambda: _wrap(reference, policy, taken))
 
 
 def anchored(settings: object, folder: Path) -> object:
-    """The settings of a policy with the path of its file, where they name one, taken from ``folder``."""
+    """Return policy settings with a file path in them resolved against ``folder``."""
     if isinstance(settings, str):
         place, colon, name = settings.rpartition(":")
         return f"{folder.absolute() / Path(place).expanduser()}:{name}" if colon and _is_file(place) else settings
@@ -89,7 +78,7 @@ def anchored(settings: object, folder: Path) -> object:
     return settings
 
 
-def _class(reference: str, taken: Sequence[str]) -> type[Any]:
+def _load_class(reference: str, taken: Sequence[str]) -> type[Any]:
     place, colon, name = reference.rpartition(":")
     if not colon:
         return _require_class(reference, _registered(reference, taken))
@@ -97,7 +86,7 @@ def _class(reference: str, taken: Sequence[str]) -> type[Any]:
         raise ConfigError(f"policy {reference}: after the last colon comes the name of a class, such as my.py:Mine")
     module = _file(reference, Path(place).expanduser().absolute()) if _is_file(place) else _module(reference, place)
     if not hasattr(module, name):
-        raise ConfigError(f"policy {reference}: {_what_there_is(module, name)}")
+        raise ConfigError(f"policy {reference}: {_missing_class_message(module, name)}")
     return _require_class(reference, getattr(module, name))
 
 
@@ -149,17 +138,17 @@ def _file(reference: str, path: Path) -> ModuleType:
         and getattr(script, "__file__", None)
         and Path(str(script.__file__)).resolve() == path.resolve()
     ):
-        return script  # the script that is running: importing it would begin it anew
+        return script  # importing the running script would execute it again
     name = f"driftpoint_policy_{hashlib.sha256(str(path).encode() + source).hexdigest()[:16]}"
-    return sys.modules.get(name) or _run(reference, "cannot be imported", lambda: _executed(name, path, source))
+    return sys.modules.get(name) or _run(reference, "cannot be imported", lambda: _execute(name, path, source))
 
 
-def _executed(name: str, path: Path, source: bytes) -> ModuleType:
-    """Run the bytes that were read: no compiled file of an older content, and none left beside it."""
+def _execute(name: str, path: Path, source: bytes) -> ModuleType:
+    """Execute the bytes that were read, without reading or writing a compiled file."""
     loader = SourceFileLoader(name, str(path))
     module = importlib.util.module_from_spec(ModuleSpec(name, loader, origin=str(path)))
     module.__file__ = str(path)
-    sys.modules[name] = module  # dataclasses look their module up there
+    sys.modules[name] = module  # dataclasses look up their module here
     try:
         exec(loader.source_to_code(source, str(path)), module.__dict__)
     except BaseException:
@@ -168,7 +157,7 @@ def _executed(name: str, path: Path, source: bytes) -> ModuleType:
     return module
 
 
-def _what_there_is(module: ModuleType, name: str) -> str:
+def _missing_class_message(module: ModuleType, name: str) -> str:
     there = getattr(module, "__file__", None) or module.__name__
     classes = [key for key, value in vars(module).items() if isinstance(value, type) and hasattr(value, "select")]
     if classes:
@@ -183,11 +172,11 @@ def _require_class(reference: str, found: object) -> type[Any]:
     return found
 
 
-def _described(reference: str, made: Any, taken: Sequence[str]) -> UserPolicy:
-    lacking = [word for word in ("name", "needs_drift", "select") if not hasattr(made, word)]
+def _wrap(reference: str, policy: Any, taken: Sequence[str]) -> UserPolicy:
+    lacking = [word for word in ("name", "needs_drift", "select") if not hasattr(policy, word)]
     if lacking:
         raise ConfigError(f"policy {reference} is no policy: it lacks {', '.join(lacking)}; {_GUIDE}")
-    name, drift, spends = made.name, made.needs_drift, getattr(made, "spends", False)
+    name, drift, spends = policy.name, policy.needs_drift, getattr(policy, "spends", False)
     if not isinstance(name, str) or not name.isprintable() or not 0 < len(name) <= 64:
         raise ConfigError(f"policy {reference}: its name must be a short text, not {described(name)[:80]}")
     if name in taken:
@@ -197,13 +186,13 @@ def _described(reference: str, made: Any, taken: Sequence[str]) -> UserPolicy:
     for word, value in (("needs_drift", drift), ("spends", spends)):
         if not isinstance(value, bool):
             raise ConfigError(f"policy {reference}: its {word} must be True or False, not {described(value)[:80]}")
-    if not callable(made.select):
-        raise ConfigError(f"policy {reference}: its select must be a method, not {described(made.select)[:80]}")
-    return UserPolicy(made, str.__str__(name), drift, spends)
+    if not callable(policy.select):
+        raise ConfigError(f"policy {reference}: its select must be a method, not {described(policy.select)[:80]}")
+    return UserPolicy(policy, str.__str__(name), drift, spends)
 
 
 def _run(reference: str, trouble: str, action: Callable[[], T]) -> T:
-    """Run something of the user's. What it raises becomes a ConfigError."""
+    """Run user code and turn its exceptions into ConfigError."""
     try:
         return action()
     except ConfigError:
@@ -211,30 +200,28 @@ def _run(reference: str, trouble: str, action: Callable[[], T]) -> T:
     except (Exception, SystemExit) as error:
         failure = failure_of(error)
         at = f" at {failure.place}" if failure.place else ""
-        raise ConfigError(f"policy {reference} {trouble}: it {failure.what}{at}; mend that first") from error
+        raise ConfigError(f"policy {reference} {trouble}: it {failure.what}{at}; fix that first") from error
 
 
 @dataclass(frozen=True)
 class FixedEncodingPolicy:
-    """A policy whose raw choices are stored in the encodings of their slots; a policy itself.
+    """Stores the raw choices of a policy in the configured encodings of their slots.
 
-    Goes around the bounds, so that what they demand is encoded too."""
+    Frozen units stay raw, since they are stored once, and other encodings that the policy chose are kept. It goes
+    around the bounds, so that units they demand are encoded too."""
 
     policy: Policy
     encodings: Mapping[str, str]
 
     @property
     def name(self) -> str:
-        """The inner policy's."""
         return self.policy.name
 
     @property
     def needs_drift(self) -> bool:
-        """The inner policy's."""
         return self.policy.needs_drift
 
     def select(self, stats: Sequence[UnitStats], budget: Budget, history: History) -> Decision:
-        """The inner policy's decision, encoded."""
         inner = self.policy.select(stats, budget, history)
         return Decision({one.unit: self._encoded(one, inner.choices[one.unit]) for one in stats})
 
@@ -246,9 +233,13 @@ class FixedEncodingPolicy:
 
 
 def with_fixed_encoding(policy: Policy, encodings: Mapping[str, str], bounds: Bounds) -> Policy:
-    """The policy with encodings by slot. Observe stays outermost. ConfigError where the bounds forbid what is lossy.
+    """Apply encodings by slot to a policy. Observe stays outermost.
 
-    What an encoding loses is drift from the moment it is stored, so max_drift has to be at least what it may lose."""
+    Encoding error counts as drift as soon as it is stored, so max_drift must be at least the error bound.
+
+    Raises:
+        ConfigError: The bounds forbid one of the encodings.
+    """
     lossy = sorted({name for name in encodings.values() if not encoding_named(name).lossless})
     if lossy and bounds.precision == "exact":
         raise ConfigError(
@@ -270,7 +261,7 @@ def with_fixed_encoding(policy: Policy, encodings: Mapping[str, str], bounds: Bo
 
 def _encoded(policy: Policy, encodings: Mapping[str, str]) -> Policy:
     if isinstance(policy, Bounded) and isinstance(policy.policy, BudgetPolicy):
-        # Its raw is a choice like another, so only what the bounds demand is theirs to encode.
+        # It weighs raw against other encodings itself: only units that bounds demand are encoded here.
         return replace(policy, policy=replace(policy.policy, encodings=encodings), encodings=encodings)
     return FixedEncodingPolicy(policy, encodings)
 
@@ -285,16 +276,19 @@ POLICIES: Mapping[str, type[Any]] = MappingProxyType(
         "threshold": Threshold,
     }
 )
-"""Every policy that settings can name. Each is a frozen dataclass; its fields are its parameters, but for those
-whose metadata say that they are not ``setting``."""
+"""The built-in policies. Each is a frozen dataclass; its fields are its parameters, except those whose metadata have
+``setting`` False."""
 
 
 def policy_from(settings: Mapping[str, Any] | str) -> Policy:
-    """The policy that the settings describe: a name, or a mapping with ``name`` and the parameters.
+    """Build the policy that settings describe: a name, or a mapping with ``name`` and the parameters.
 
-    Runs the user's code where the name is that of a class of theirs. Raises ConfigError: unknown name or parameter
-    (the message names the nearest known one), a missing parameter, a senseless value (the message says what is
-    allowed), and what :func:`policies.registry.load_user_policy` raises.
+    For example ``"full"`` or ``{"name": "threshold", "threshold": 0.01}``. A name that is not built in is loaded with
+    :func:`load_user_policy`, which runs user code. Bounds are separate: see :func:`policies.bounds.bound`.
+
+    Raises:
+        ConfigError: A name or parameter is unknown (the message suggests the nearest one), a parameter is missing, or a
+            value is invalid.
     """
     name, parameters = _parts(settings)
     kind = POLICIES.get(name)

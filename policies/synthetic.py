@@ -1,12 +1,7 @@
-"""Synthetic statistics and runs.
+"""Generate synthetic unit statistics, and simulate runs without training, to try out policies.
 
-Made-up statistics of layers, for trying a policy out. Seeded: the same on every machine and in every process.
-
-What real training shows is among them, and what it shows seldom: new, frozen, broken, changed and unmeasured units.
-
-A training run without training: units drift, decisions are taken, saves take effect at once.
-
-It knows nothing of files or time; bytes come to be at hand by the decision.
+Seeded: equal on every machine and in every process. The cases include rare states: new, frozen, non-finite, changed and
+unmeasured units. In a simulated run units drift, decisions are made, and saves take effect at once.
 """
 
 from __future__ import annotations
@@ -23,7 +18,7 @@ from store.encoding import BF16
 from store.names import FROZEN, RAW, WEIGHTS, Unit
 
 SLOTS = (WEIGHTS, "exp_avg", "exp_avg_sq")
-"""As AdamW keeps them."""
+"""Slots of AdamW."""
 
 _UNLIMITED, _LATER = Budget(), History(1000, 10)
 _ODD_DRIFTS = (None, 0.0, 0.05, 0.3, math.inf, math.nan)
@@ -31,7 +26,7 @@ _ODD_DRIFTS = (None, 0.0, 0.05, 0.3, math.inf, math.nan)
 
 @dataclass(frozen=True)
 class SyntheticCase:
-    """The arguments of one decision. title: what is special about it."""
+    """The arguments of one decision. title: its special property."""
 
     title: str
     stats: tuple[UnitStats, ...]
@@ -44,7 +39,7 @@ class SyntheticCase:
 
 
 def any_case(seed: int) -> SyntheticCase:
-    """A model in any state, with a budget in any state."""
+    """Generate a model in a random state, with a random budget."""
     chance = random.Random(f"case {seed}")
     stats = tuple(
         _any_unit(chance, position, slot)
@@ -53,14 +48,14 @@ def any_case(seed: int) -> SyntheticCase:
     )
     demanded = {one.unit for one in stats if one.changed_shape or chance.random() < 0.2}
     total = sum(one.nbytes for one in stats)
-    purse = chance.choice([None, None, -100.0, 0.0, chance.random() * total])
+    available = chance.choice([None, None, -100.0, 0.0, chance.random() * total])
     commits = chance.randint(0, 40)
     history = History(60 + 10 * commits + chance.randint(0, 9), commits)
-    return SyntheticCase(f"made-up model {seed}", stats, Budget(purse, frozenset(demanded)), history)
+    return SyntheticCase(f"made-up model {seed}", stats, Budget(available, frozenset(demanded)), history)
 
 
 def edge_cases() -> Iterator[SyntheticCase]:
-    """States at the rim of what there is."""
+    """Generate the extreme states."""
     usual = usual_units(5)
     yield SyntheticCase("no units", ())
     yield SyntheticCase("first save", unversioned(usual), history=History(10, 0))
@@ -78,7 +73,7 @@ def edge_cases() -> Iterator[SyntheticCase]:
 
 
 def usual_units(layers: int, seed: int = 0) -> tuple[UnitStats, ...]:
-    """An ordinary model in mid-run: every unit of AdamW's in every layer versioned, drift growing with its age."""
+    """Generate an ordinary AdamW model in mid-run: every unit has a version, and drift grows with its age."""
     chance = random.Random(f"usual {seed}")
     return tuple(
         _versioned(UnitStats(Unit(f"layer.{at}", slot), at, 0 < at < layers - 1, 4 * numel, None, None), chance, numel)
@@ -89,7 +84,7 @@ def usual_units(layers: int, seed: int = 0) -> tuple[UnitStats, ...]:
 
 
 def unversioned(stats: Sequence[UnitStats]) -> tuple[UnitStats, ...]:
-    """The same units before their first save."""
+    """Return the units as before their first save."""
     return tuple(
         replace(one, drift=None, staleness=None, encoding=None, stored_bytes=0, error=0.0, changed_shape=False)
         for one in stats
@@ -97,7 +92,7 @@ def unversioned(stats: Sequence[UnitStats]) -> tuple[UnitStats, ...]:
 
 
 def versioned(stats: Sequence[UnitStats], measured: bool) -> tuple[UnitStats, ...]:
-    """The same units in mid-run. measured: whether the drift of what moves is known."""
+    """Return the units as in mid-run. measured: whether the drift of moving units is known."""
     chance = random.Random("mid-run")
     made = [_versioned(one, chance, one.numel or one.nbytes // 4) for one in stats]
     return tuple(one if measured or not one.moving else replace(one, drift=None) for one in made)
@@ -125,8 +120,7 @@ def _any_unit(chance: random.Random, position: int, slot: str) -> UnitStats:
 
 
 def _some_slots(chance: random.Random) -> tuple[str, ...]:
-    found = tuple(slot for slot in (*SLOTS, FROZEN) if chance.random() < 0.7)
-    return found or (WEIGHTS,)
+    return tuple(slot for slot in (*SLOTS, FROZEN) if chance.random() < 0.7) or (WEIGHTS,)
 
 
 def _frozen(stats: Sequence[UnitStats]) -> tuple[UnitStats, ...]:
@@ -140,15 +134,15 @@ def _renamed(one: UnitStats) -> UnitStats:
     )
 
 
-_SHARE = 0.15
-"""Of a full save in bytes that come to be at hand from one decision to the next, where the policy spends."""
+_BUDGET_SHARE = 0.15
+"""Share of a full save that the budget gains per decision, if the policy spends."""
 
 
 @dataclass
 class SimulatedRun:
-    """AdamW on 7 layers, one of them frozen; weights drift 0.0003 to 0.01 a step, moments ten times as fast.
+    """AdamW on 7 layers, one of them frozen. Weights drift 0.0003 to 0.01 per step, moments ten times as fast.
 
-    spends: bytes are limited. sick: between these steps layer 2 has NaN."""
+    spends: bytes are limited. sick: steps at which layer 2 has NaN."""
 
     policy: Policy
     interval: int
@@ -172,7 +166,7 @@ class SimulatedRun:
             for unit in self.units
             if unit.slot in SLOTS
         }
-        self._purse = 0.0
+        self._available = 0.0
 
     @property
     def full(self) -> int:
@@ -185,15 +179,15 @@ class SimulatedRun:
             self.units[unit] = self._trained(one)
         self.step += self.interval
         shown = tuple(self._shown(one) for one in self.units.values())
-        self._purse = min(self._purse + _SHARE * self.full, float(self.full))
-        budget = Budget(self._purse) if self.spends else Budget()
+        self._available = min(self._available + _BUDGET_SHARE * self.full, float(self.full))
+        budget = Budget(self._available) if self.spends else Budget()
         decision = self.policy.select(shown, budget, History(self.step, self.commits))
         if decision.saved and not incomplete(shown, decision):
             self._commit(decision)
         return decision
 
     def is_sick(self, one: UnitStats) -> bool:
-        """Whether its layer holds NaN now."""
+        """Return whether the unit's layer has NaN now."""
         return one.position == 2 and self.step in self.sick
 
     def _trained(self, one: UnitStats) -> UnitStats:
@@ -213,7 +207,7 @@ class SimulatedRun:
         for unit in decision.saved:
             one, encoding = self.units[unit], decision.choices[unit].encoding or ""
             cost, error = expected_bytes(one, encoding), expected_error(one, encoding)
-            self._purse -= 0 if first else cost
+            self._available -= 0 if first else cost
             self.units[unit] = replace(
                 one, staleness=0, drift=error, error=error, encoding=encoding, stored_bytes=int(cost)
             )

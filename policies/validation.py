@@ -1,21 +1,8 @@
-"""Check settings and policy answers; describe failures.
+"""Check settings, parameters and decisions of policies, and describe their failures in one line.
 
-Checks of single settings. What arrives here was typed by a user, so any type is possible.
-
-Every message names the setting, what is allowed and what was given. ``where`` says whose setting it is, such
-as ``policy parity``.
-
-Checks what a policy answered before anything acts on it.
-
-A policy may come from a user. A unit it forgot would silently grow stale, and an encoding that loses bits
-would break a promise of exactness: both are refused here, by name, not found at the resume. What passes is taken over
-as plain values, so that nothing of the user's own classes goes further.
-
-What a policy did wrong, in one line: for error messages, logs and manifests.
-
-What the user's code raised may be of the user's own class, so even asking it for its text can fail.
-
-Check the names of the parameters that settings give a policy's class, against its signature. Values are not seen.
+Settings may have any type, since users type them. User code may raise any exception class, so even ``str(error)`` may
+fail. Messages name the setting or unit, the value seen, and the allowed values; ``where`` is a prefix such as
+``policy parity``.
 """
 
 from __future__ import annotations
@@ -25,6 +12,7 @@ import inspect
 import math
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,51 +24,47 @@ from store.text import suggestion
 
 
 def check_integer(where: str, name: str, value: object, least: int) -> None:
-    """Raises ConfigError unless ``value`` is an integer >= ``least``. True and False are no integers here."""
+    """Raise ConfigError unless ``value`` is an integer >= ``least``. Booleans do not count."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ConfigError(f"{where}: {name} must be an integer >= {least}, not {described(value)}")
 
 
 def check_number(where: str, name: str, value: object) -> None:
-    """Raises ConfigError unless ``value`` is a finite number >= 0."""
+    """Raise ConfigError unless ``value`` is a finite number >= 0."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number or not math.isfinite(value) or value < 0:  # type: ignore[arg-type, operator]
         raise ConfigError(f"{where}: {name} must be a finite number >= 0, not {described(value)}")
 
 
 def check_one_of(where: str, name: str, value: object, allowed: Iterable[str]) -> None:
-    """Raises ConfigError unless ``value`` is one of the words ``allowed``."""
+    """Raise ConfigError unless ``value`` is in ``allowed``."""
     words = tuple(allowed)
     if value not in words:
         raise ConfigError(f"{where}: {name} must be {' or '.join(map(repr, words))}, not {described(value)}")
 
 
 def described(value: object) -> str:
-    """A value as an error message shows it; explains the one way in which YAML turns a number into text."""
-    if isinstance(value, str) and _is_number(value):
-        return f"the text {value!r} (YAML takes 1e-3 for text: write 1.0e-3, without quotes)"
+    """Format a value for an error message; explain numbers that YAML reads as text."""
+    if isinstance(value, str):
+        with suppress(ValueError):
+            float(value)
+            return f"the text {value!r} (YAML takes 1e-3 for text: write 1.0e-3, without quotes)"
     return repr(value)
 
 
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
-
-
 Refusal = Callable[[str, str], str | None]
-"""(slot, encoding) -> why it may not be, or None."""
+"""(slot, encoding) -> why it is not allowed, or None."""
 
-_LONGEST = 1000
-"""Characters of a reason: every manifest carries one for each unit that its save wrote."""
+_MAX_REASON = 1000
+"""Characters of a reason: every manifest has one for each unit of its save."""
+
+_MAX_FAILURE = 200
 
 
 class PolicyError(UsageError):
-    """A policy broke its contract, or was shown what it cannot decide on. unit: None where it is about no single one.
+    """Raised if a policy breaks its contract, or is shown a unit twice.
 
-    what: the message without policy and unit."""
+    unit: None if the error is not about a single unit. what: the message without policy and unit."""
 
     def __init__(self, policy: str, unit: Unit | None, what: str) -> None:
         super().__init__(f"policy {policy}: {what}" if unit is None else f"policy {policy}: {unit}: {what}")
@@ -90,7 +74,7 @@ class PolicyError(UsageError):
 
 
 def check_shown(policy: str, stats: Sequence[UnitStats]) -> None:
-    """Raises PolicyError where a unit is shown twice."""
+    """Raise PolicyError if a unit is shown twice."""
     seen: set[Unit] = set()
     for one in stats:
         if one.unit in seen:
@@ -99,10 +83,15 @@ def check_shown(policy: str, stats: Sequence[UnitStats]) -> None:
 
 
 def checked_answer(policy: str, stats: Sequence[UnitStats], answer: object, refusal: Refusal | None) -> Decision:
-    """The answer as a decision in the order shown.
+    """Check a policy's return value and copy it into a decision in the order shown, of plain values.
 
-    Raises PolicyError unless every unit shown, and no other, has a choice with a reason and an encoding that
-    ``refusal`` (None: any name) does not refuse."""
+    A missing unit would silently grow stale, and a lossy encoding would break a promise of exactness.
+
+    Raises:
+        PolicyError: Not exactly the units shown have a choice, or a choice has no reason or an encoding that
+        ``refusal``
+            refuses. With ``refusal`` None any name is allowed.
+    """
     choices = _choices(policy, answer)
     for one in stats:
         if one.unit not in choices:
@@ -110,8 +99,8 @@ def checked_answer(policy: str, stats: Sequence[UnitStats], answer: object, refu
     shown = {one.unit for one in stats}
     for unit in choices:
         if unit not in shown:
-            raise _stranger(policy, unit)
-    return Decision({one.unit: _checked(policy, one.unit, choices[one.unit], refusal) for one in stats})
+            raise _unknown_unit(policy, unit)
+    return Decision({one.unit: _check_choice(policy, one.unit, choices[one.unit], refusal) for one in stats})
 
 
 def _choices(policy: str, answer: object) -> dict[object, object]:
@@ -124,50 +113,49 @@ def _choices(policy: str, answer: object) -> dict[object, object]:
     return dict(found)
 
 
-def _stranger(policy: str, unit: object) -> PolicyError:
+def _unknown_unit(policy: str, unit: object) -> PolicyError:
     if isinstance(unit, Unit):
         return PolicyError(policy, unit, "decided on but never shown; choose among the units given to select")
     return PolicyError(policy, None, f"Decision.choices has the key {described(unit)[:80]}; keys are the units shown")
 
 
-def _checked(policy: str, unit: Unit, choice: object, refusal: Refusal | None) -> Choice:
+def _check_choice(policy: str, unit: Unit, choice: object, refusal: Refusal | None) -> Choice:
     if not isinstance(choice, Choice):
         raise PolicyError(policy, unit, f"its choice is {described(choice)[:80]}; make it Choice(encoding, reason)")
     reason, encoding = _text(choice.reason), _text(choice.encoding)
     if not reason:
         raise PolicyError(policy, unit, "its choice has no reason; say why it is saved or skipped")
-    if len(reason) > _LONGEST:
-        raise PolicyError(policy, unit, f"its reason has {len(reason)} characters; {_LONGEST} at most, please")
+    if len(reason) > _MAX_REASON:
+        raise PolicyError(policy, unit, f"its reason has {len(reason)} characters; at most {_MAX_REASON} are allowed")
     if choice.encoding is not None and not encoding:
         raise PolicyError(policy, unit, f"encoding {choice.encoding!r} is no name; use None to skip the unit")
-    told = None if encoding is None or refusal is None else refusal(unit.slot, encoding)
-    if told is not None:
-        raise PolicyError(policy, unit, told)
+    problem = None if encoding is None or refusal is None else refusal(unit.slot, encoding)
+    if problem is not None:
+        raise PolicyError(policy, unit, problem)
     return Choice(encoding, reason)
 
 
 def _text(value: object) -> str | None:
-    """A plain str of it that UTF-8 can hold; None where it is none."""
+    """Convert to a plain str that UTF-8 can encode; None if ``value`` is not a str."""
     if not isinstance(value, str):
         return None
     return str.__str__(value).encode("utf-8", "backslashreplace").decode("utf-8")
 
 
-_LONGEST_FAILURE = 200
-
-
 @dataclass(frozen=True)
 class Failure:
-    """what: ``raised ValueError('x')``, or how the contract was broken. place: ``file:line`` where it was raised, or
-    empty. Two failures are the same one if :attr:`kind` is equal: texts may hold a step or a value."""
+    """A policy's failure, for error messages, logs and manifests."""
 
     what: str
+    """``raised ValueError('x')``, or the breach of contract."""
     place: str
+    """``file:line`` where it was raised, or empty."""
     kind: str
+    """Equal for repetitions of a failure, although texts may contain a step or a value."""
 
 
 def failure_of(error: BaseException) -> Failure:
-    """The failure that an error tells of."""
+    """Describe an exception as a failure."""
     if isinstance(error, PolicyError):
         about = "" if error.unit is None else f"{error.unit}: "
         return Failure(f"broke its contract ({_line(about + error.what)})", "", error.what)
@@ -176,10 +164,10 @@ def failure_of(error: BaseException) -> Failure:
 
 
 def raised(error: BaseException) -> str:
-    """Class and text of an error in one printable line."""
+    """Format the class and text of an error as one printable line."""
     try:
         text = str(error)
-    except Exception:  # noqa: BLE001 - the edge to the user's own class of errors: its text cannot be had
+    except Exception:  # noqa: BLE001 - the edge to the user's exception class: its text is unavailable
         text = "?"
     return _line(f"{type(error).__name__}({text!r})" if text else f"{type(error).__name__}()")
 
@@ -193,7 +181,7 @@ def _place(error: BaseException) -> str:
 
 def _line(text: str) -> str:
     flat = " ".join(text.encode("utf-8", "backslashreplace").decode("utf-8").split())
-    return flat if len(flat) <= _LONGEST_FAILURE else flat[: _LONGEST_FAILURE - 1] + "…"
+    return flat if len(flat) <= _MAX_FAILURE else flat[: _MAX_FAILURE - 1] + "…"
 
 
 def check_parameters(policy: str, kind: type[Any], given: Mapping[str, Any]) -> None:

@@ -1,20 +1,13 @@
-"""Measure, ask the policy on rank 0, broadcast; fallback on policy errors.
+"""Decide what to save: measure the units, ask the policy on rank 0, and broadcast its choices.
 
-The edge to the policy in mid-run: where it fails, this decision saves everything, and training goes on.
-
-Rank 0 only. The next decision asks the policy again. It does not know what a decision is for; a policy that never comes
-back stops the job, as any code in the training loop would.
-
-One decision: measure what the policy needs, let rank 0 choose, measure the rest. Training thread; collective.
-
-A policy that does not look at drift decides first; what it saves is measured later, on the staged copies, by
-the background thread. So the training thread passes over each byte once: it either copies or measures it.
+A policy that needs no drift decides first; what it saves is then measured on the staged copies by the background
+thread. So the training thread reads each byte once: it either copies or measures it. Training thread; collective.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from monitor.config.load import Config
@@ -35,37 +28,39 @@ from store.names import Unit
 
 _log = logging.getLogger("driftpoint")
 
-_MOST_TOLD = 100
-"""Distinct errors that are logged; beyond them the metric counts on."""
+_MAX_LOGGED = 100
+"""Distinct errors that are logged; the metric counts all of them."""
 
 
 class SafePolicy:
-    """Asks the policy of a job, and stands in for it where it raises or breaks its contract."""
+    """Asks the policy of a job; if it raises or returns an invalid decision, everything is saved. Rank 0 only.
+
+    The next decision asks the policy again. A policy that never returns blocks the job."""
 
     def __init__(self, policy: Policy, config: Config, listeners: Listeners) -> None:
         self._policy = policy
         self._config = config
         self._listeners = listeners
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
 
     def select(self, stats: Sequence[UnitStats], budget: Budget, history: History) -> Decision:
-        """The policy's decision. Where it fails: everything, inside the job's bounds and in its encodings."""
+        """Return the policy's decision. If it fails: save everything, within the job's bounds and encodings."""
         try:
             return self._policy.select(stats, budget, history)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - the edge to the user's own code
             failure = failure_of(error)
             self._listeners.on_policy_failed(error)
-            self._tell(failure, error, history.step)
+            self._log_failure(failure, error, history.step)
         fallback = Fallback(self._policy.name, failure)
         return fallback.named(self._config.in_bounds(fallback).select(stats, budget, history))
 
-    def _tell(self, failure: Failure, error: BaseException, step: int) -> None:
-        if failure.kind in self._told or len(self._told) >= _MOST_TOLD:
+    def _log_failure(self, failure: Failure, error: BaseException, step: int) -> None:
+        if failure.kind in self._logged or len(self._logged) >= _MAX_LOGGED:
             return
-        self._told.add(failure.kind)
+        self._logged.add(failure.kind)
         _log.error(
-            "policy %s %s at step %d: everything is saved at this decision, as under full, and whenever it fails again "
-            "(this error is not logged again; driftpoint_policy_failures_total counts on)",
+            "policy %s %s at step %d: everything is saved at this decision, and whenever it fails again (this error is "
+            "logged once; driftpoint_policy_failures_total counts all)",
             self._policy.name,
             failure.what,
             step,
@@ -74,52 +69,67 @@ class SafePolicy:
 
 
 class Decider:
-    """Asks the policy. spending: says what a decision may cost."""
+    """Makes the decisions of a job."""
 
-    def __init__(self, job: JobContext, spending: BudgetTracker) -> None:
+    def __init__(self, job: JobContext, budget_tracker: BudgetTracker) -> None:
         self._policy = SafePolicy(job.policy, job.config, job.listeners)
         self._sees_all = job.policy.needs_drift or job.observing
         self._meter = job.meter
         self._group = job.group
         self._table = job.table
         self._ledger = job.ledger
-        self._spending = spending
+        self._budget_tracker = budget_tracker
         self._pace = job.pace
-        self._urgent = DeadlinePolicy(job.config.in_bounds(Nothing()), job.config.encodings())
+        self._deadline_policy = DeadlinePolicy(job.config.in_bounds(Nothing()), job.config.encodings())
 
-    def decide(self, step: int, local: Mapping[Unit, LocalUnit], demand: SaveRequest | None) -> DecisionResult:
-        """Decide on every unit; with ``demand`` not as the policy says, but as that does."""
+    def decide(self, step: int, local: Mapping[Unit, LocalUnit], request: SaveRequest | None) -> DecisionResult:
+        """Decide on every unit: as ``request`` asks, or by the policy if it is None. Collective."""
         units = list(self._table.sizes)
         first = [unit for unit in units if self._sees_all or not is_moving(unit)]
         measured, mine = self._measure(first, local)
         stats = unit_stats(self._table, self._ledger, step, measured)
-        if demand is not None and demand.purse is not None and not self._fits(step, stats, demand.purse):
-            more, mine_too = self._measure([unit for unit in units if unit not in measured], local)
-            measured, mine = {**measured, **more}, {**mine, **mine_too}
-            stats = unit_stats(self._table, self._ledger, step, measured)
-        made, saved, lacking, interval = self._chosen(step, stats, demand)
-        rest = [unit for unit in units if unit not in measured and unit not in saved]
-        measured_too, mine_too = self._measure(rest, local)
-        drift = {unit: found.drift for unit, found in {**measured, **measured_too}.items()}
-        shown = unit_stats(self._table, self._ledger, step, {**measured, **measured_too})
-        found = DecisionResult((), {}, saved, drift, {**mine, **mine_too}, lacking, demand is not None, interval)
-        found = replace(found, preempted=demand is not None and demand.purse is not None)
+        if request is not None and request.budget_bytes is not None:
+            history, budget_bytes = History(step, self._ledger.commits), request.budget_bytes
+            if not run_on_rank0(self._group, lambda: self._deadline_policy.fits(stats, budget_bytes(), history)):
+                self._measure_more([unit for unit in units if unit not in measured], local, measured, mine)
+                stats = unit_stats(self._table, self._ledger, step, measured)
+        made, saved, missing, interval = self._choose(step, stats, request)
+        self._measure_more(
+            [unit for unit in units if unit not in measured and unit not in saved], local, measured, mine
+        )
+        result = DecisionResult(
+            stats=(),
+            choices={},
+            saved=saved,
+            drift={unit: one.drift for unit, one in measured.items()},
+            mine=mine,
+            incomplete=missing,
+            forced=request is not None,
+            interval=interval,
+            preempted=request is not None and request.preempted,
+        )
         if made is None:
-            return found
+            return result
         decision, budget = made
         return replace(
-            found,
-            stats=shown,
+            result,
+            stats=unit_stats(self._table, self._ledger, step, measured),
             choices=decision.choices,
             seen=stats,
             offered=budget.bytes,
             commits=self._ledger.commits,
         )
 
-    def _fits(self, step: int, stats: tuple[UnitStats, ...], purse: Callable[[], float]) -> bool:
-        """Whether everything is saved in any case, so that nothing more need be measured first. Collective."""
-        history = History(step, self._ledger.commits)
-        return run_on_rank0(self._group, lambda: self._urgent.fits(stats, purse(), history))
+    def _measure_more(
+        self,
+        units: list[Unit],
+        local: Mapping[Unit, LocalUnit],
+        measured: dict[Unit, Measured],
+        mine: dict[Unit, Measure],
+    ) -> None:
+        more, mine_more = self._measure(units, local)
+        measured.update(more)
+        mine.update(mine_more)
 
     def _measure(
         self, units: list[Unit], local: Mapping[Unit, LocalUnit]
@@ -129,35 +139,36 @@ class Decider:
             measured[unit] = replace(measured[unit], drift=None)
         return measured, mine
 
-    def _chosen(
-        self, step: int, stats: tuple[UnitStats, ...], demand: SaveRequest | None
+    def _choose(
+        self, step: int, stats: tuple[UnitStats, ...], request: SaveRequest | None
     ) -> tuple[tuple[Decision, Budget] | None, dict[Unit, Choice], tuple[Unit, ...], int | None]:
+        """Decide on rank 0. Return the decision and its budget (rank 0 only), units saved, units missing, interval."""
         made: list[tuple[Decision, Budget]] = []
 
         def choose() -> tuple[list[tuple[int, str, str]], list[int], int | None]:
-            interval, budget = self._pace.choose(), self._spending.offer(stats)
-            decision = self._select(stats, budget, demand, History(step, self._ledger.commits, interval))
+            interval, budget = self._pace.choose(), self._budget_tracker.offer(stats)
+            decision = self._select(stats, budget, request, History(step, self._ledger.commits, interval))
             made.append((decision, budget))
             saved = [
                 (index, choice.encoding, choice.reason)
                 for index, one in enumerate(stats)
                 if (choice := decision.choices[one.unit]).encoding is not None
             ]
-            lacking = set(incomplete(stats, decision))
-            return saved, [index for index, one in enumerate(stats) if one.unit in lacking], interval
+            missing = set(incomplete(stats, decision))
+            return saved, [index for index, one in enumerate(stats) if one.unit in missing], interval
 
-        saved, lacking, interval = run_on_rank0(self._group, choose)
+        saved, missing, interval = run_on_rank0(self._group, choose)
         return (
             made[0] if made else None,
             {stats[index].unit: Choice(encoding, reason) for index, encoding, reason in saved},
-            tuple(stats[index].unit for index in lacking),
+            tuple(stats[index].unit for index in missing),
             interval,
         )
 
     def _select(
-        self, stats: tuple[UnitStats, ...], budget: Budget, demand: SaveRequest | None, history: History
+        self, stats: tuple[UnitStats, ...], budget: Budget, request: SaveRequest | None, history: History
     ) -> Decision:
-        if demand is not None and demand.purse is not None:
-            return self._urgent.select(stats, demand.purse(), history)
+        if request is not None and request.budget_bytes is not None:
+            return self._deadline_policy.select(stats, request.budget_bytes(), history)
         decision = self._policy.select(stats, budget, history)
-        return decision if demand is None else forced(decision, stats, demand.reason)
+        return decision if request is None else forced(decision, stats, request.reason)

@@ -1,20 +1,7 @@
-"""When to decide: fixed or auto interval, step timing, memory-tier interval.
+"""Schedule decisions (fixed or automatic interval) and in-memory snapshots, from measured step and save times.
 
-What a job has shown of itself: seconds a step, seconds that a decision costs training, seconds to a commit.
-
-Medians of the last few, so that an evaluation between two steps, or the first save, which is slower than those that
-follow, is no measure of what comes. Told by the training thread of its rank; it knows neither saves nor the clock.
-
-When to decide: every so many steps, or as ``every: auto`` finds best from what rank 0 measures.
-
-All ranks come to the same steps: what only rank 0 can know travels with the decision itself (``History.interval``),
-and what follows a decision that was not made is worked out from what all of them know already. Training thread.
-
-How often a version is kept in memory: every so many steps, or as often as copying allows.
-
-``auto``: so seldom that what training waits for it, copies and all, stays below a share of its time, and that the
-background thread has most of it to itself. Each rank finds its own and the longest holds, so all come to the same
-steps. Training thread.
+All ranks reach the same steps: rank 0's choice travels with the decision (``History.interval``), everything else
+follows from what all ranks know. Training thread.
 """
 
 from __future__ import annotations
@@ -34,59 +21,77 @@ from monitor.events import AttachEvent, CommitEvent, DecisionEvent, SaveListener
 from monitor.telemetry.metrics import Metrics
 from policies.interval import FIRST, Interval, Limits, Measured, Prior, next_interval
 
+_log = logging.getLogger("driftpoint")
+
 _STEPS = 51
+"""Steps in a median."""
 _SAVES = 5
+"""Decisions and saves in a median."""
+
+FIRST_SNAPSHOT = 10
+"""Steps between in-memory snapshots until their cost is known."""
+
+_MAX_BUSY_SHARE = 0.25
+"""Share of the time that the background thread may work on snapshots: it uses memory bandwidth and a core."""
+
+_MAX_SEND_SHARE = 0.5
+"""Share of the time that a snapshot may be in transit to a peer."""
+
+_MAX_INTERVAL = 100_000
 
 
 class StepTiming:
-    """All moments are seconds on one clock that never goes back."""
+    """Measures the time of steps, decisions and commits. Times are monotonic seconds.
+
+    Medians of the last few, so that an evaluation between two steps, or the slow first save, does not distort them."""
 
     def __init__(self) -> None:
         self._steps: deque[float] = deque(maxlen=_STEPS)
         self._costs: deque[float] = deque(maxlen=_SAVES)
         self._durable: deque[float] = deque(maxlen=_SAVES)
         self._last: float | None = None
-        self._held_up = 0.0
+        self._stall = 0.0
         self._cost: float | None = None
 
     @property
     def step(self) -> float | None:
-        """Seconds that a step takes; None where that is not known yet."""
+        """Seconds of a step; None if not known yet."""
         return _median(self._steps)
 
     def restart(self) -> None:
-        """What comes between the step before and the next one is no step (a resume, say)."""
+        """Ignore the time until the next step (after a resume, for example)."""
         self._last = None
-        self._held_up = 0.0
+        self._stall = 0.0
         self._cost = None
 
     def stepped(self, at: float) -> None:
-        """An optimizer step was taken; before anything is decided on it."""
+        """Record an optimizer step, before a decision on it."""
         if self._last is not None:
-            self._steps.append(max(0.0, at - self._last - self._held_up))
-        self._last, self._held_up = at, 0.0
+            self._steps.append(max(0.0, at - self._last - self._stall))
+        self._last, self._stall = at, 0.0
 
     def stalled(self, seconds: float, counts: bool) -> None:
-        """Training waited for a decision. counts: for one that is like those to come, not one that was asked for by
-        hand, or that came to nothing because a save was under way."""
-        self._held_up += seconds
+        """Record that training waited for a decision.
+
+        counts: the decision is typical; False for ``save()``, or if a save was under way."""
+        self._stall += seconds
         self._settle()
         self._cost = seconds if counts else None
 
     def waited(self, seconds: float) -> None:
-        """An optimizer step waited for copies of the save that the last decision began."""
-        self._held_up += seconds
+        """Record that an optimizer step waited for copies of the last save."""
+        self._stall += seconds
         if self._cost is not None:
             self._cost += seconds
 
     def committed(self, seconds: float) -> None:
-        """A save became durable, so long after it began."""
+        """Record a commit, ``seconds`` after its save began."""
         self._durable.append(seconds)
 
     def measured(self) -> Measured:
-        """As of now, the last decision with all that it cost."""
+        """Return the current measurements; the last decision counts with all its cost."""
         self._settle()
-        # The slowest commit, not the median: a decision that comes too early begins no save at all.
+        # The slowest commit, not the median: a decision during a save cannot begin another.
         slowest = max(self._durable) if self._durable else None
         return Measured(_median(self._steps), _median(self._costs), slowest)
 
@@ -97,25 +102,22 @@ class StepTiming:
 
 
 def _median(values: Iterable[float]) -> float | None:
-    found = list(values)
-    return median(found) if found else None
-
-
-_log = logging.getLogger("driftpoint")
+    known = list(values)
+    return median(known) if known else None
 
 
 class Schedule(SaveListener):
-    """Says at which steps decisions are made, and measures the time of steps, decisions and saves."""
+    """Determines at which steps to decide, and measures the time of steps, decisions and saves."""
 
     def __init__(self, metrics: Metrics) -> None:
         self.timing = StepTiming()
-        """Of this rank; only rank 0's counts."""
+        """Measurements of this rank; only those of rank 0 are used."""
         self._metrics = metrics
 
     @override
     def on_attach(self, event: AttachEvent) -> None:
         if event.rank == 0:
-            # At each scrape, in its thread: copying a few numbers is no race, and steps need not pay for it.
+            # Evaluated at each scrape, in its thread, so that steps do not pay for it.
             self._metrics.gauge("step_seconds").set_function(lambda: self.timing.step or 0.0)
 
     @override
@@ -135,28 +137,28 @@ class Schedule(SaveListener):
         self.timing.committed(event.seconds)
 
     def count(self, interruptions: int, rank_seconds: float) -> None:
-        """Of the incarnations before this one."""
+        """Set the interruptions and rank-seconds of the incarnations before this one."""
 
     def restart(self) -> None:
-        """The job stands at another step than it was brought to by its own steps. Alike on all ranks."""
+        """Start anew after a resume. Alike on all ranks."""
 
     def due(self, step: int) -> bool:
-        """Whether to decide at this step. Alike on all ranks."""
+        """Return whether to decide at this step. Alike on all ranks."""
         raise NotImplementedError
 
     def choose(self) -> int | None:
-        """Rank 0, at a decision: the steps to the next one, None where that is settled already."""
+        """Return the steps to the next decision; None if the interval is fixed. Rank 0, at a decision."""
         return None
 
     def agreed(self, step: int, interval: int | None) -> None:
-        """A decision was made at ``step``; ``interval`` is rank 0's choice. Alike on all ranks."""
+        """Record a decision at ``step``; ``interval`` is rank 0's choice. Alike on all ranks."""
 
     def put_off(self, step: int, busy: bool) -> None:
-        """No decision could be made at ``step``; ``busy``: for a save that is under way. Alike on all ranks."""
+        """Record that no decision was possible at ``step``. busy: a save is under way. Alike on all ranks."""
 
 
 class FixedInterval(Schedule):
-    """Every ``every`` steps, counted from step 0 of the training: nothing is chosen."""
+    """Decides every ``every`` steps, counted from step 0 of the training."""
 
     def __init__(self, every: int, metrics: Metrics) -> None:
         super().__init__(metrics)
@@ -169,7 +171,9 @@ class FixedInterval(Schedule):
 
 
 class AdaptiveInterval(Schedule):
-    """``every: auto``. world_size: ranks, each taken for a GPU. clock: seconds, never going back."""
+    """Chooses the interval that loses the least time (``every: auto``); see :mod:`policies.interval`.
+
+    world_size: ranks, each counted as one GPU. clock: monotonic seconds."""
 
     def __init__(
         self,
@@ -186,13 +190,13 @@ class AdaptiveInterval(Schedule):
         self._clock = clock
         self._began = clock()
         self._before = (0, 0.0)
-        # What is held back until a bound is near was promised a decision that the next incarnation must keep: at once.
+        # With max_staleness, units may already be close to it after a restart: decide at the first step.
         self._first = FIRST if max_staleness is None else 1
         self._interval = FIRST
         self._next: int | None = None
-        self._in_vain = 0
-        self._told: int | None = None
-        self._told_slow = False
+        self._attempts = 0
+        self._logged_steps: int | None = None
+        self._warned_slow = False
         metrics.gauge("decision_interval_steps").set(self._first)
 
     @override
@@ -203,12 +207,12 @@ class AdaptiveInterval(Schedule):
     @override
     def restart(self) -> None:
         self._next = None
-        self._in_vain = 0
+        self._attempts = 0
         self.timing.restart()
 
     @override
     def due(self, step: int) -> bool:
-        # The first one comes soon: the others are placed by what it measures.
+        # The first decision comes soon: its measurements determine the next ones.
         if self._next is None:
             self._next = step - 1 + self._first
         return step >= self._next
@@ -216,86 +220,76 @@ class AdaptiveInterval(Schedule):
     @override
     def choose(self) -> int | None:
         measured, per_hour = self.timing.measured(), self._per_hour()
-        found = next_interval(self._interval, measured, per_hour, self._limits)
-        self._show(found, measured, per_hour)
-        return found.steps
+        interval = next_interval(self._interval, measured, per_hour, self._limits)
+        self._report(interval, measured, per_hour)
+        return interval.steps
 
     @override
     def agreed(self, step: int, interval: int | None) -> None:
         self._interval = interval or self._interval
         self._next = step + self._interval
-        self._in_vain = 0
+        self._attempts = 0
 
     @override
     def put_off(self, step: int, busy: bool) -> None:
-        # While a save is under way: soon, then at doubling distances, since the time that the first one takes is not
-        # known. So a decision is never later than twice the time of the save.
+        # If a save is running, retry with exponential backoff: at most twice the time of the save is lost.
         wait = self._interval
         if busy:
-            wait = max(1, self._interval // 4) << min(self._in_vain, 40)
-            self._in_vain += 1
+            wait = max(1, self._interval // 4) << min(self._attempts, 40)
+            self._attempts += 1
         self._next = step + min(wait, self._limits.max_staleness or wait)
 
     def _per_hour(self) -> float:
         interruptions, rank_seconds = self._before
-        own = self._world_size * max(0.0, self._clock() - self._began)  # a clock that went back ends no training
+        own = self._world_size * max(0.0, self._clock() - self._began)  # the clock may have gone back
         return self._prior.expected_per_hour(interruptions, (rank_seconds + own) / 3600.0)
 
-    def _show(self, found: Interval, measured: Measured, per_hour: float) -> None:
-        self._metrics.gauge("decision_interval_steps").set(found.steps)
+    def _report(self, interval: Interval, measured: Measured, per_hour: float) -> None:
+        self._metrics.gauge("decision_interval_steps").set(interval.steps)
         self._metrics.gauge("expected_interruptions_per_hour").set(per_hour)
         self._metrics.gauge("decision_cost_seconds").set(measured.cost or 0.0)
-        if found.too_slow and not self._told_slow:
+        if interval.too_slow and not self._warned_slow:
             _log.warning(
-                "every: auto: auto.max_loss_minutes cannot hold, since a save takes %.3g s to become durable and a "
-                "step %.3g s: saves follow each other as they can. Raise it, write less, or to a faster disk",
+                "every: auto: auto.max_loss_minutes cannot be kept, because a save takes %.3g s to become durable and "
+                "a step %.3g s; saves run back to back. Raise the limit, save less, or use faster storage",
                 measured.durable or 0.0,
                 measured.step or 0.0,
             )
-        self._told_slow = found.too_slow
-        if self._told is None or not self._told / 2 <= found.steps <= self._told * 2:
-            self._tell(found, measured, per_hour)
+        self._warned_slow = interval.too_slow
+        if self._logged_steps is None or not self._logged_steps / 2 <= interval.steps <= self._logged_steps * 2:
+            self._log_interval(interval, measured, per_hour)
 
-    def _tell(self, found: Interval, measured: Measured, per_hour: float) -> None:
-        was = "" if self._told is None else f" (it was {self._told})"
+    def _log_interval(self, interval: Interval, measured: Measured, per_hour: float) -> None:
+        before = "" if self._logged_steps is None else f" (before: {self._logged_steps})"
         known = [
             f"{name} {seconds:.3g} s"
             for name, seconds in (("a step takes", measured.step), ("a save costs training", measured.cost))
             if seconds is not None
         ]
         _log.info(
-            "every: auto: %d steps to the next decision%s, for %s; %s",
-            found.steps,
-            was,
-            found.because,
-            ", ".join([*known, f"one interruption in {1 / per_hour:.3g} h is expected"]),
+            "every: auto: %d steps to the next decision%s, reason: %s; %s",
+            interval.steps,
+            before,
+            interval.because,
+            ", ".join([*known, f"one interruption is expected every {1 / per_hour:.3g} h"]),
         )
-        self._told = found.steps
+        self._logged_steps = interval.steps
 
 
 def schedule_for(
     every: int | Literal["auto"], auto: AutoSettings, max_staleness: int | None, world_size: int, metrics: Metrics
 ) -> Schedule:
-    """The pace that the settings name."""
+    """Build the schedule that the settings describe."""
     if every == "auto":
         return AdaptiveInterval(auto, max_staleness, world_size, metrics)
     return FixedInterval(every, metrics)
 
 
-FIRST_SNAPSHOT = 10
-"""Steps between versions until it is known what they cost."""
-
-_BUSY = 0.25
-"""Share of the time that the background thread may take: it uses memory bandwidth and a core."""
-
-_SENDING = 0.5
-"""Share of the time that a version may be on its way to a peer."""
-
-_LONGEST = 100_000
-
-
 class SnapshotSchedule:
-    """every: steps, or ``auto`` under ``stall_share``. clock: seconds, never going back."""
+    """Schedules in-memory snapshots: at a fixed interval, or (``auto``) as often as copying allows.
+
+    ``auto`` keeps the share of time that training waits below ``stall_share``, and limits the work of the background
+    thread and of sending. Each rank computes its interval and the longest applies. clock: monotonic seconds."""
 
     def __init__(
         self, every: int | Literal["auto"], stall_share: float, clock: Callable[[], float] = time.perf_counter
@@ -313,23 +307,23 @@ class SnapshotSchedule:
         self._stall = 0.0
 
     def due(self, step: int) -> bool:
-        """Whether a version is due. Alike on all ranks."""
+        """Return whether a snapshot is due. Alike on all ranks."""
         if self._next is None:
             self._next = step + (self._interval - step % self._interval) % self._interval
         return step >= self._next
 
     def wanted(self) -> int:
-        """Steps that this rank wants between two versions."""
+        """Return the interval in steps that this rank needs."""
         if isinstance(self._every, int):
             return self._every
         if not (self._steps and self._stalls and self._works):
             return FIRST_SNAPSHOT
-        needed = max(median(self._stalls) / self._share, median(self._works) / _BUSY)
-        needed = max(needed, median(self._sends) / _SENDING if self._sends else 0.0)
-        return max(1, min(_LONGEST, math.ceil(needed / max(median(self._steps), 1e-6))))
+        needed = max(median(self._stalls) / self._share, median(self._works) / _MAX_BUSY_SHARE)
+        needed = max(needed, median(self._sends) / _MAX_SEND_SHARE if self._sends else 0.0)
+        return max(1, min(_MAX_INTERVAL, math.ceil(needed / max(median(self._steps), 1e-6))))
 
     def agreed(self, step: int, interval: int) -> None:
-        """A version is due at ``step``; the next one so many steps later. Alike on all ranks."""
+        """Record a snapshot at ``step``; the next one is ``interval`` steps later. Alike on all ranks."""
         now = self._clock()
         if self._before is not None and step > self._before[0]:
             self._steps.append((now - self._before[1]) / (step - self._before[0]))
@@ -341,21 +335,21 @@ class SnapshotSchedule:
         self._next = step + interval
 
     def put_off(self, step: int) -> None:
-        """No version at ``step``, but at the next one. Alike on all ranks."""
+        """Move a snapshot that was not possible at ``step`` to the next step. Alike on all ranks."""
         self._next = step + 1
 
     def restart(self) -> None:
-        """The job stands at another step than its own steps brought it to."""
+        """Start anew after a resume."""
         self._next = self._before = None
 
     def stalled(self, seconds: float) -> None:
-        """Training waited for the version under way."""
+        """Record that training waited for the snapshot under way."""
         self._stall += seconds
 
     def took(self, seconds: float) -> None:
-        """The background thread worked on a version for so long."""
+        """Record the seconds that the background thread worked on a snapshot."""
         self._works.append(seconds)
 
     def sent(self, seconds: float) -> None:
-        """A version was on its way to a peer for so long."""
+        """Record the seconds that sending a snapshot to a peer took."""
         self._sends.append(seconds)

@@ -1,8 +1,4 @@
-"""One decision's measurements: every unit over all ranks, and what the policy is shown.
-
-Joins the meter (distances on this rank), the group (sums over ranks) and the ledger (versions, on rank 0).
-Training thread only.
-"""
+"""Measure units over all ranks and build the statistics shown to the policy. Training thread."""
 
 from __future__ import annotations
 
@@ -22,7 +18,7 @@ from store.names import Unit
 
 @dataclass(frozen=True)
 class Measured:
-    """A unit over all ranks. drift is None where it is not finite."""
+    """Measurement of a unit over all ranks. ``drift`` is None if it is not finite."""
 
     drift: float | None
     finite: bool
@@ -31,50 +27,54 @@ class Measured:
 def measure_all(
     meter: DriftMeter, group: Group, units: Collection[Unit], local: Mapping[Unit, LocalUnit]
 ) -> tuple[dict[Unit, Measured], dict[Unit, Measure]]:
-    """Measure ``units`` (the same on all ranks) on live tensors: over all ranks, and on this one. Collective."""
+    """Measure ``units`` on live tensors. Return the results over all ranks, and those of this rank. Collective.
+
+    ``units`` must be the same on all ranks."""
     if not units:
         return {}, {}
     mine = {unit: meter.measure(unit, local[unit].tensors) for unit in units if unit in local}
     rows = torch.tensor([_row(mine.get(unit)) for unit in units], dtype=torch.float64).reshape(-1, 4)
     summed = group.all_reduce_sum(rows).tolist()
     measured = {}
-    for unit, (moved, reference, sick, unknown) in zip(units, summed, strict=True):
-        drift = drift_ratio(moved, reference) if not (sick or unknown) else None
-        measured[unit] = Measured(drift if drift is None or math.isfinite(drift) else None, sick == 0)
+    for unit, (moved, reference, nonfinite, unknown) in zip(units, summed, strict=True):
+        drift = drift_ratio(moved, reference) if not (nonfinite or unknown) else None
+        measured[unit] = Measured(drift if drift is None or math.isfinite(drift) else None, nonfinite == 0)
     return measured, mine
 
 
 def unit_stats(table: UnitTable, ledger: Ledger, step: int, measured: Mapping[Unit, Measured]) -> tuple[UnitStats, ...]:
-    """What the policy is shown. A unit that was not measured has a version but no drift."""
-    shown = []
+    """Return the statistics shown to the policy. Units that were not measured have no drift."""
+    stats = []
     for unit, size in table.sizes.items():
         layer = table.layer(unit)
         staleness = ledger.staleness(unit, step)
-        found = measured.get(unit)
+        measurement = measured.get(unit)
         version = ledger.versions.get(unit)
-        shown.append(
+        stats.append(
             UnitStats(
                 unit=unit,
                 position=layer.position,
                 block=layer.block,
                 nbytes=size.nbytes,
-                drift=found.drift if found is not None and staleness is not None else None,
+                drift=measurement.drift if measurement is not None and staleness is not None else None,
                 staleness=staleness,
-                finite=found is None or found.finite,
+                finite=measurement is None or measurement.finite,
                 moving=is_moving(unit),
                 error=version.error if version is not None else 0.0,
                 numel=size.numel,
                 encoding=version.encoding if version is not None else None,
                 stored_bytes=version.nbytes if version is not None else 0,
-                changed_shape=version is not None and (version.members != size.members or _untold(table, unit, found)),
+                changed_shape=version is not None
+                and (version.members != size.members or _is_unverified(table, unit, measurement)),
             )
         )
-    return tuple(shown)
+    return tuple(stats)
 
 
-def _untold(table: UnitTable, unit: Unit, found: Measured | None) -> bool:
-    """Whether something that should stand still cannot be told to do so: then it has to be saved."""
-    return not is_moving(unit) and (unit in table.lost or (found is not None and found.finite and found.drift is None))
+def _is_unverified(table: UnitTable, unit: Unit, measured: Measured | None) -> bool:
+    """Return whether a frozen unit may have changed, since its drift is unknown. It must be saved then."""
+    unknown = measured is not None and measured.finite and measured.drift is None
+    return not is_moving(unit) and (unit in table.lost or unknown)
 
 
 def _row(measure: Measure | None) -> list[float]:

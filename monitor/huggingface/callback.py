@@ -214,7 +214,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
     def _tell_otherwise(self, checkpointer: Checkpointer, planned: Mapping[str, Any] | None) -> None:
         found = checkpointer.resumed
         if checkpointer.rank == 0 and planned is not None and found is not None:
-            commit, onward = found.resolution.manifest, found.onward.save
+            commit, onward = found.resolution.manifest, found.resume_point.save
             groups = {version.save: version.group for version in found.resolution.versions.values()}
             group = groups.get(onward) or commit.groups[onward.name]
             correction = PredictionOverride(

@@ -1,18 +1,15 @@
-"""Which commit, and which save's run state.
+"""Select the commit to resume, and the save whose run state it continues from.
 
-Which save's run state a resume goes on with: the one nearest to the effective step that is whole and fits.
-
-Counters, schedules, random states and the user's objects exist only as they were at a save, so they are taken from one
-save whole: no scheduler is wound back, nothing is computed. All ranks read theirs and check it, none changes anything;
-what cannot be used on one rank is used on none. Knows no tensors of the model. Training thread; collective.
-
-Which commit a resume takes: the newest that is whole. Reads records and no payload; knows no live job.
+Counters, schedules, random states and user objects are taken whole from one save: the one closest to the effective step
+that all ranks can read. Nothing is interpolated and no scheduler is rewound. Reads records and run states, no model
+tensors, and changes no state. Training thread; collective, except :func:`resolve_commit`.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -34,20 +31,21 @@ from store.segment import read_leaves
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """Where the job goes on.
-
-    save: whose run state this is; its step is the one to go on from. state: ``framework``, ``user`` and ``rng``, as
-    this rank is to load them. generators: whether ``rng`` is this rank's. notes: nearer saves that cannot be used."""
+    """The run state that a job continues from."""
 
     save: SaveId
+    """The save of this run state; the job continues from its step."""
     state: Mapping[str, Any]
+    """``framework``, ``user`` and ``rng`` of this rank."""
     generators: bool
+    """Whether ``rng`` belongs to this rank."""
     notes: tuple[str, ...] = ()
+    """Closer saves that cannot be used."""
 
 
 @dataclass(frozen=True)
-class _Read:
-    """One rank's run state in one save. problem: why it is none."""
+class _RunStateRead:
+    """One rank's run state of a save. problem: why it cannot be used; empty if it can."""
 
     state: Mapping[str, Any]
     generators: bool
@@ -57,41 +55,39 @@ class _Read:
 def select_run_state(
     catalog: Catalog, resolution: Resolution, slots: Slots, group: Group, *, user: UserState, settings: ResumeSettings
 ) -> ResumePoint | RejectedVersion:
-    """Where a job that resumes ``resolution`` goes on; or what is bad: the run state of the commit itself. Collective.
+    """Return the resume point of ``resolution``, or the commit as rejected if its run state is unusable. Collective.
 
-    slots: those stored, by parameter."""
+    slots: stored slots of each parameter."""
     own = resolution.manifest.save
     effective = certify(resolution).effective_step
     saves = run_saves(resolution, effective if settings.at == "effective" else own.step)
     notes: list[str] = []
     for save, record in saves.items():
-        found = _everywhere_read(catalog, save, record, group)
-        problem = found.problem or ("" if save == own else _everywhere_unfit(found.state, slots, user, group))
+        found = _read_on_all_ranks(catalog, save, record, group)
+        problem = found.problem or ("" if save == own else _mismatch_on_any_rank(found.state, slots, user, group))
         if problem and save == own:
             break
         if problem:
-            notes.append(
-                f"the run state of {save}, next to the effective step {effective:.4g}, is passed over: {problem}"
-            )
+            notes.append(f"skipped the run state of {save}, near the effective step {effective:.4g}: {problem}")
             continue
-        onward = ResumePoint(save, found.state, found.generators, tuple(notes))
+        point = ResumePoint(save, found.state, found.generators, tuple(notes))
         if save == own or settings.data == "back":
-            return onward
-        latest = _everywhere_read(catalog, own, saves[own], group)
+            return point
+        latest = _read_on_all_ranks(catalog, own, saves[own], group)
         if latest.problem:
             return RejectedVersion(own)
-        return run_on_all_ranks(group, partial(_data_goes_on, onward, latest, user))
+        return run_on_all_ranks(group, partial(_keep_newest_data_position, point, latest, user))
     return RejectedVersion(own)
 
 
 def read_run_state(catalog: Catalog, save: SaveId, record: GroupRecord, group: Group) -> Mapping[str, Any] | None:
-    """This rank's run state of a save; None, on all ranks, where any of them has none. Collective."""
-    found = _everywhere_read(catalog, save, record, group)
+    """Return this rank's run state of a save; None on all ranks if any rank has none. Collective."""
+    found = _read_on_all_ranks(catalog, save, record, group)
     return None if found.problem else found.state
 
 
 def is_schedule(item: Any) -> bool:
-    """Whether an object of the user's is a learning-rate schedule, which counts steps and not data."""
+    """Return whether a user object is a learning-rate schedule, which counts steps and not data."""
     if isinstance(item, torch.optim.lr_scheduler.LRScheduler) or getattr(item, "counts_steps", False):
         return True
     if hasattr(item, "step_with_optimizer"):  # Accelerate's wrapper
@@ -99,46 +95,46 @@ def is_schedule(item: Any) -> bool:
     return any(base.__module__ == "deepspeed.runtime.lr_schedules" for base in type(item).__mro__)
 
 
-def _data_goes_on(onward: ResumePoint, latest: _Read, user: UserState) -> ResumePoint:
-    """Schedules from the save that the job goes on from; generators and other objects from the commit itself."""
-    then, now = onward.state["user"], latest.state["user"]
+def _keep_newest_data_position(point: ResumePoint, latest: _RunStateRead, user: UserState) -> ResumePoint:
+    """Combine the schedules of the resume point with the generators and other objects of the commit itself."""
+    then, now = point.state["user"], latest.state["user"]
     if then is not None and now is not None:
         user.require(then)
         user.require(now)
         now = [old if is_schedule(item) else new for item, old, new in zip(user.objects, then, now, strict=True)]
-    state = {**onward.state, "user": now, "rng": latest.state["rng"]}
-    return replace(onward, state=state, generators=latest.generators)
+    state = {**point.state, "user": now, "rng": latest.state["rng"]}
+    return replace(point, state=state, generators=latest.generators)
 
 
-def _everywhere_read(catalog: Catalog, save: SaveId, record: GroupRecord, group: Group) -> _Read:
-    """This rank's run state of a save, once every rank has its own."""
+def _read_on_all_ranks(catalog: Catalog, save: SaveId, record: GroupRecord, group: Group) -> _RunStateRead:
+    """Read this rank's run state of a save; ``problem`` is that of the first rank that has one."""
     found = run_on_all_ranks(group, lambda: _read(catalog, save, record, group.rank))
-    return replace(found, problem=_first(group, found.problem))
+    return replace(found, problem=_first_problem(group, found.problem))
 
 
-def _everywhere_unfit(state: Mapping[str, Any], slots: Slots, user: UserState, group: Group) -> str:
-    return _first(group, run_on_all_ranks(group, lambda: _unfit(state, slots, user)))
+def _mismatch_on_any_rank(state: Mapping[str, Any], slots: Slots, user: UserState, group: Group) -> str:
+    return _first_problem(group, run_on_all_ranks(group, lambda: _mismatch(state, slots, user)))
 
 
-def _first(group: Group, problem: str) -> str:
-    return next((told for told in group.all_gather(problem) if told), "")
+def _first_problem(group: Group, problem: str) -> str:
+    return next((one for one in group.all_gather(problem) if one), "")
 
 
-def _read(catalog: Catalog, save: SaveId, record: GroupRecord, rank: int) -> _Read:
+def _read(catalog: Catalog, save: SaveId, record: GroupRecord, rank: int) -> _RunStateRead:
     parts = catalog.group(save, record)
     if parts.problems or len(parts.parts) != record.world_size:
-        return _Read({}, False, "; ".join(parts.problems) or "its parts are not all there")
+        return _RunStateRead({}, False, "; ".join(parts.problems) or "parts are missing")
     first = parts.parts[0]
     try:
-        # A job with more ranks than there were gives the others rank 0's objects, and generators of their own.
+        # Additional ranks get rank 0's objects and keep their own generators.
         state = _tree(catalog, parts.parts.get(rank, first))
-        if state.get("framework") is None:  # rank 0 alone stores it; older stores have it on every rank
+        if state.get("framework") is None:  # only rank 0 stores it, except in older stores
             state["framework"] = _tree(catalog, first)["framework"]
     except UnreachableError:
         raise
     except (DamagedError, StorageError) as error:
-        return _Read({}, False, str(error))
-    return _Read(state, rank < record.world_size and state["rng"] is not None)
+        return _RunStateRead({}, False, str(error))
+    return _RunStateRead(state, rank < record.world_size and state["rng"] is not None)
 
 
 def _tree(catalog: Catalog, part: PartRecord) -> dict[str, Any]:
@@ -147,62 +143,60 @@ def _tree(catalog: Catalog, part: PartRecord) -> dict[str, Any]:
     return tree
 
 
-def _unfit(state: Mapping[str, Any], slots: Slots, user: UserState) -> str:
-    """Why an older save's run state does not go with the state that is resumed; nothing where it does."""
+def _mismatch(state: Mapping[str, Any], slots: Slots, user: UserState) -> str:
+    """Return why an older save's run state does not match the resumed tensors; empty if it does."""
     if state["rng"] is None or (state["user"] is None and len(user)):
-        return "it holds no random states or no objects, as imported checkpoints do"
+        return "it has no random states or no user objects (an imported checkpoint)"
     if state["user"] is not None and len(state["user"]) != len(user):
-        return f"it holds the state of {len(state['user'])} objects, and state=[...] has {len(user)}"
+        return f"it has the state of {len(state['user'])} objects, state=[...] has {len(user)}"
     known = state["framework"].get("slots")
     for fqn, stored in slots.items() if known is not None else ():
-        more = sorted(set(stored) - {WEIGHTS, FROZEN, BUFFER} - set(known.get(fqn, ())))
-        if more:  # a load would take the optimizer's state for one that was not there yet, and drop it
-            return f"the optimizer had no {more[0]} for {fqn} yet"
+        added = sorted(set(stored) - {WEIGHTS, FROZEN, BUFFER} - set(known.get(fqn, ())))
+        if added:  # loading would drop optimizer state that did not exist at that save
+            return f"the optimizer had no {added[0]} for {fqn} yet"
     return ""
 
 
 def select_commit(catalog: Catalog, bad: frozenset[RejectedVersion]) -> tuple[str | None, tuple[str, ...], int]:
-    """The name of the newest commit that is whole, None where there is no commit; what was wrong with newer ones; and
-    how many of them are passed over.
+    """Return the name of the newest complete commit (None in an empty store), problems of newer ones, and their number.
 
-    NothingToResumeError where there are commits and none is whole."""
+    Raises:
+        NothingToResumeError: There are commits, but none is complete.
+    """
     catalog.forget()
     if not catalog.saves():
         return None, (), 0
     try:
         resolution, passed_over = newest_resumable(catalog, bad)
         if passed_over or resolution.problems:
-            _pause(catalog)
+            _retry_later(catalog)
             resolution, passed_over = newest_resumable(catalog, bad)
     except NothingToResumeError as error:
         raise NothingToResumeError(
-            f"{error}. Look with `driftpoint verify STORE`; to start over on purpose, name another `store:`"
+            f"{error}. Run `driftpoint verify STORE` for details; to start over, set another `store:`"
         ) from error
     chosen = resolution.manifest.save
     return chosen.name, passed_over, sum(save > chosen for save in catalog.saves())
 
 
-def resolved(catalog: Catalog, save: SaveId, bad: frozenset[RejectedVersion]) -> Resolution:
-    """The versions of that commit. DamagedError or StorageError where this rank does not find them whole."""
-    try:
+def resolve_commit(catalog: Catalog, save: SaveId, bad: frozenset[RejectedVersion]) -> Resolution:
+    """Resolve the versions of a commit, with one retry. Raises DamagedError or StorageError if this rank cannot."""
+    with suppress(DamagedError, StorageError):
         resolution = resolve(catalog, save, bad)
-    except (DamagedError, StorageError):
-        _pause(catalog)
-        return resolve(catalog, save, bad)
-    if resolution.problems:
-        _pause(catalog)
-        return resolve(catalog, save, bad)
-    return resolution
+        if not resolution.problems:
+            return resolution
+    _retry_later(catalog)
+    return resolve(catalog, save, bad)
 
 
-def _pause(catalog: Catalog) -> None:
-    """Before a second look: what a disk refuses once it may give the next time."""
+def _retry_later(catalog: Catalog) -> None:
+    """Wait and drop cached records: a read error may be transient."""
     time.sleep(0.2)
     catalog.forget()
 
 
-def slots_of(resolution: Resolution) -> Slots:
-    """What is stored of each parameter."""
+def stored_slots(resolution: Resolution) -> Slots:
+    """Return the stored slots of each parameter, with their dtypes."""
     slots: Slots = {}
     for source in resolution.sources():
         slots.setdefault(source.entry.fqn, {})[source.entry.slot] = source.entry.dtype

@@ -1,14 +1,8 @@
-"""Expected cost of a failure.
+"""Compute the expected cost of a failure: averages over all steps of the state that the store holds then.
 
-What a failure would cost: averages over all moments at which one may come, of what lies in the store then.
-
-A failure comes at a moment that has nothing to do with saves, so that the average over all steps is what is expected.
-Damage is that of docs/budget.md. Pure; it does not know how versions came about.
-
-What the store of a replay held, stretch by stretch, and what a failure finds from some moment on.
-
-Configurations are compared from one moment on, alike for all: what came before the first commit of the latest of them
-would count for some only. Pure; it does not know how versions came about.
+A failure is independent of saves, so the average over all steps is the expectation. Damage is defined in
+docs/budget.md. Configurations are compared from a common step on: steps before the first commit of the latest of them
+would count for some only. Pure.
 """
 
 from __future__ import annotations
@@ -27,55 +21,59 @@ from store.trace import TracedUnit
 
 @dataclass
 class Spread:
-    """Mean, weighed by steps, and greatest."""
+    """Step-weighted mean and maximum."""
 
     total: float = 0.0
     weight: float = 0.0
     worst: float = 0.0
 
     def add(self, mean: float, worst: float, weight: float) -> None:
-        """Over ``weight`` steps."""
+        """Add a mean and a maximum over ``weight`` steps."""
         self.total += mean * weight
         self.weight += weight
         self.worst = max(self.worst, worst)
 
     @property
     def mean(self) -> float:
-        """0 where nothing was added."""
+        """The mean; 0 if nothing was added."""
         return self.total / self.weight if self.weight else 0.0
 
 
 @dataclass
 class Exposure:
-    """What a failure finds, over a run. By slot: damage, summed over layers; drift and staleness of single units.
-
-    lost: steps since the newest commit. rewound: steps since that less the staleness of its weights, weighed by their
-    pace and size, which is where a resume goes on (the effective step). unprotected: steps without any commit."""
+    """State of the store at a failure, averaged over a run."""
 
     damage: dict[str, Spread] = field(default_factory=dict)
+    """By slot, summed over layers."""
     total: Spread = field(default_factory=Spread)
+    """Damage over all slots."""
     drift: dict[str, Spread] = field(default_factory=dict)
+    """By slot, of single units."""
     staleness: Spread = field(default_factory=Spread)
     lost: Spread = field(default_factory=Spread)
+    """Steps since the newest commit."""
     rewound: Spread = field(default_factory=Spread)
+    """Steps since the effective step: ``lost`` plus the staleness of the weights, weighted by pace and size."""
     unprotected: float = 0.0
+    """Steps without any commit."""
     unknown: int = 0
-    """Units at stretches whose movement is not known: they are left out."""
+    """Units in intervals whose movement is unknown; they are left out."""
 
 
 @dataclass(frozen=True)
 class Held:
-    """What the store gives back between two steps. By unit: step of the version, the step since which live values
-    moved away from it, and its error. newest: step of the commit."""
+    """Versions in the store between two steps, by unit."""
 
     steps: Vector
     since: Vector
+    """Steps from which live values moved away from the versions."""
     errors: Vector
     newest: float
+    """Step of the newest commit."""
 
 
 class Exposed:
-    """Adds up an era. Only what moves counts: weights, and the optimizer's slots."""
+    """Sums the exposure of one segment. Only moving units count: weights and optimizer slots."""
 
     def __init__(self, units: Sequence[TracedUnit], movement: Movement, sums: Exposure) -> None:
         self._movement = movement
@@ -93,7 +91,7 @@ class Exposed:
         self._numel = np.array([max(1, unit.numel or unit.nbytes // 4) for unit in units], dtype=np.float64)
 
     def between(self, begin: float, end: float, held: Held) -> None:
-        """``held`` is what the store gives back from ``begin`` to ``end``."""
+        """Add the steps from ``begin`` to ``end``, in which the store has ``held``."""
         if end <= begin:
             return
         middle = (begin + end) / 2
@@ -110,7 +108,7 @@ class Exposed:
         return moved
 
     def _scales(self, step: float) -> tuple[Vector, Vector]:
-        """Damage of a squared drift of 1, by unit; and the squared pace of each unit's layer."""
+        """Return the damage of a squared drift of 1, by unit, and the squared pace of each unit's layer."""
         own = self._movement.pace_squared(step)
         paces = np.full(self._layers, np.nan)
         paces[self._layer[self._weights]] = own[self._weights]
@@ -146,7 +144,7 @@ class Exposed:
         self._sums.rewound.add(middle - held.newest + behind, end - held.newest + behind, steps)
 
     def _behind(self, held: Held, pace_sq: Vector) -> float:
-        """Steps by which the effective step lies behind the newest commit."""
+        """Return the steps by which the effective step is behind the newest commit."""
         chosen = self._weights & self._counted
         if not chosen.any():
             return 0.0
@@ -157,7 +155,7 @@ class Exposed:
 
 
 def _mean(first: Vector, middle: Vector, last: Vector, young: npt.ArrayLike, old: npt.ArrayLike) -> Vector:
-    """Mean of what grows like a power of age from ``young`` to ``old``: exact for a power, whatever its exponent."""
+    """Return the mean of a function that grows like a power of age from ``young`` to ``old``; exact for any power."""
     young, old = np.maximum(np.asarray(young, dtype=np.float64), 0.0), np.asarray(old, dtype=np.float64)
     with np.errstate(all="ignore"):
         new = young <= 0.0
@@ -169,21 +167,21 @@ def _mean(first: Vector, middle: Vector, last: Vector, young: npt.ArrayLike, old
 
 
 def goodput(*, stall_share: float, lost_seconds: float, restart_seconds: float, mtbf_seconds: float) -> float:
-    """Share of wall time that training keeps: neither waiting for saves, nor redone, nor spent restarting.
+    """Return the share of wall time not spent waiting for saves, repeating lost steps, or restarting.
 
-    In every ``mtbf_seconds`` of running, one failure: (1 - stall) * (mtbf - lost) / (mtbf + restart), at least 0. The
-    same terms as in Young (1974) and Daly (2006), with the time that is redone taken from the replay."""
+    With one failure per ``mtbf_seconds``: (1 - stall) * (mtbf - lost) / (mtbf + restart), at least 0. The terms are
+    those of Young (1974) and Daly (2006), with the lost time taken from the replay."""
     kept = max(0.0, mtbf_seconds - lost_seconds) / (mtbf_seconds + restart_seconds)
     return max(0.0, 1.0 - stall_share) * kept
 
 
 Position = tuple[int, float]
-"""A moment of a run: number of the era, and step. Steps alone go back where a job resumes."""
+"""(segment, step): steps alone are ambiguous, since they go back at a resume."""
 
 
 @dataclass(frozen=True)
 class TimelineInterval:
-    """From step ``begin`` to ``end`` of an era the store held this; None: no commit."""
+    """The store's state from step ``begin`` to ``end`` of a segment; ``held`` is None without a commit."""
 
     era: int
     begin: float
@@ -193,27 +191,27 @@ class TimelineInterval:
 
 @dataclass(frozen=True)
 class StoreTimeline:
-    """A whole replay. eras: units of each, and how they moved. stretches: in order, without gaps within an era."""
+    """The store's state over a replay: units and movement of each segment, and its intervals, in order and gapless."""
 
     eras: Sequence[tuple[Sequence[TracedUnit], Movement]]
     stretches: Sequence[TimelineInterval]
 
     @property
     def first(self) -> Position | None:
-        """Since when there is a commit. None: there never is."""
+        """Position of the first commit. None: there is none."""
         return next(((one.era, one.begin) for one in self.stretches if one.held is not None), None)
 
     @property
     def end(self) -> Position:
-        """The last recorded decision."""
+        """Position of the last recorded decision."""
         return (self.stretches[-1].era, self.stretches[-1].end) if self.stretches else (0, 0.0)
 
     def steps(self, since: Position | None = None) -> float:
-        """Steps of training from ``since`` on; None: all of them."""
+        """Return the steps of training from ``since`` on; None: all steps."""
         return sum(one.end - one.begin for one in self._after(since))
 
     def exposure(self, since: Position | None = None) -> Exposure:
-        """What a failure finds from ``since`` on; steps without a commit are counted over the whole of it."""
+        """Return the exposure from ``since`` on. Steps without a commit are counted over the whole replay."""
         sums = Exposure()
         adding: dict[int, Exposed] = {}
         for one in self._after(since):
@@ -233,5 +231,5 @@ class StoreTimeline:
 
 
 def latest_first(courses: Iterable[StoreTimeline]) -> Position | None:
-    """Since when all of those that ever commit have a commit. None: none does."""
+    """Return the position from which all timelines that ever commit have a commit. None: there is none."""
     return max((one.first for one in courses if one.first is not None), default=None)

@@ -1,8 +1,8 @@
-"""How far each unit moved between any two steps, from how far it moved over some ages.
+"""Interpolate how far each unit moved between any two steps of a segment.
 
-A trace tells distances over a few ages only (1, 2, 4, ... decisions), at the steps of decisions. Between recorded ages
-log distance is a line in log age; beyond them the line goes on with the exponent that it has there. A movement within
-one stretch of training; it knows no versions and no precision. docs/simulate.md says what that is worth.
+A trace has distances over a few ages only (1, 2, 4, ... decisions), at the steps of decisions. Between recorded ages,
+log distance is linear in log age; beyond them it is extrapolated with the exponent there. docs/simulate.md discusses
+the accuracy.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from policies.replay.recorded_run import DecisionPoint, RunSegment
 Vector = npt.NDArray[np.float64]
 
 EXPONENT = GROWTH / 2
-"""Of distance ~ age^x, where only one age is known: damage is its square."""
+"""Exponent x of distance ~ age^x if only one age is known; damage is its square."""
 
 _TINY = 1e-300
 
 
 @dataclass(frozen=True)
 class _Table:
-    """What is known at one step. ages, distances: [point, unit], ages ascending, infinite where there is no point."""
+    """Known points at one step. ages, distances: [point, unit]; ages ascending, infinite where there is no point."""
 
     ages: Vector
     distances: Vector
 
 
 class Movement:
-    """Of all units of an era. still: units that do not move, whose distance is 0 where nothing else is known."""
+    """Movement of all units of a segment. still: frozen units, whose distance is 0 unless known otherwise."""
 
     def __init__(self, tables: Mapping[int, _Table], still: Sequence[bool]) -> None:
         self._steps = sorted(tables)
@@ -43,16 +43,16 @@ class Movement:
         self._still = np.array(still, dtype=bool)
 
     def distance(self, step: float, since: Vector) -> Vector:
-        """Relative distance of each unit's live values at ``step`` to those at the step in ``since``.
+        """Return the relative distance of each unit between ``step`` and the step in ``since``; NaN if unknown.
 
-        step may lie between decisions. NaN: not known."""
+        ``step`` may lie between decisions."""
         if not self._steps:
             return np.where(self._still, 0.0, np.nan)
         table = self._tables[self._nearest(step)]
         return np.where((step <= since) | self._unmoved(table), 0.0, _read(table, np.maximum(step - since, 0.0)))
 
     def pace_squared(self, step: float) -> Vector:
-        """Squared distance a step, over the shortest age that is recorded; NaN: not known."""
+        """Return the squared distance per step, over the shortest recorded age; NaN if unknown."""
         if not self._steps:
             return np.full(self._still.shape, np.nan)
         table = self._tables[self._nearest(step)]
@@ -64,12 +64,12 @@ class Movement:
         return unmoved
 
     def _nearest(self, step: float) -> int:
-        """The first recorded step that is not before ``step``; the last one beyond it."""
+        """Return the first recorded step at or after ``step``, or the last one."""
         return self._steps[min(bisect_left(self._steps, step), len(self._steps) - 1)]
 
 
 def movement_of(era: RunSegment) -> Movement:
-    """From ``moved`` lines, and from drift against the versions of the recorded run, precision taken off."""
+    """Build the movement from ``moved`` lines, and from recorded drift without its encoding error."""
     units = len(era.units)
     found: dict[int, list[tuple[int, float, float]]] = {}
     for step, line in era.moved.items():
@@ -79,7 +79,7 @@ def movement_of(era: RunSegment) -> Movement:
             for index, distance in enumerate(distances)
             if distance is not None and step > since
         )
-    # A ladder of ages says more than one drift: it is taken from the steps around rather than that from this one.
+    # Several ages at a nearby step are better than a single drift at this step.
     laddered = {index for points in found.values() for index, _, _ in points}
     for moment in era.moments:
         here = found.setdefault(moment.line.step, [])
@@ -91,7 +91,7 @@ def movement_of(era: RunSegment) -> Movement:
 
 
 def _drifts(moment: DecisionPoint) -> Iterable[tuple[int, float, int, float]]:
-    """(unit, drift, staleness, error of the version) where all are known; as decided on, or as staged."""
+    """Yield (unit, drift, staleness, error of the version) if all are known, at the decision or as staged."""
     line, commit = moment.line, moment.commit
     for index, staleness in enumerate(line.staleness):
         drift = line.drift[index] if index < len(line.drift) else None
@@ -111,7 +111,7 @@ def _from_drift(
 
 
 def _filled(found: Mapping[int, Sequence[tuple[int, float, float]]], units: int) -> Mapping[int, _Table]:
-    """Tables; a unit without a point at some step has those of the nearest later step, else of an earlier one."""
+    """Build the tables. A unit without a point at a step gets those of the next later step, or else an earlier one."""
     columns: dict[int, dict[int, dict[float, float]]] = {}
     for step, points in found.items():
         made = columns.setdefault(step, {})

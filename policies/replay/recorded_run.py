@@ -1,12 +1,6 @@
-"""A trace as decisions and uninterrupted segments.
+"""Build a recorded run from a trace: decisions with the outcome of their saves, and segments of unbroken training.
 
-A recorded run as a replay needs it: decisions with what became of their saves, and stretches of unbroken training.
-
-Made of the lines of a trace. Pure. It does not know how far units moved (:mod:`policies.replay.movement`), nor what
-another
-policy would have done (:mod:`policies.replay.replay`).
-
-At which recorded decisions another configuration would decide. Pure.
+Also selects the recorded decisions at which another configuration would decide. Pure.
 """
 
 from __future__ import annotations
@@ -33,51 +27,49 @@ from store.trace import (
     incarnations,
 )
 
-_PRETENDED = "observe"
-"""Why a decision of an observed run did not save."""
+_OBSERVED = "observe"
+"""``skipped`` of decisions under policy observe."""
 
 
 @dataclass(frozen=True)
 class DecisionPoint:
-    """A decision, and what became of the save that it began, if it did.
-
-    copied: seconds that the next optimizer step waited for copies of that save. commit, failed: neither where nothing
-    was saved, or where the process ended first."""
+    """A decision and the outcome of its save. Neither ``commit`` nor ``failed`` if the process ended first."""
 
     line: DecisionLine
     copied: float = 0.0
+    """Seconds that the next optimizer step waited for copies of the save."""
     commit: CommitLine | None = None
     failed: bool = False
 
     @property
     def saved(self) -> bool:
-        """Whether a save began, or would have."""
-        return bool(self.line.saved) and self.line.skipped in (None, _PRETENDED)
+        """Whether a save began, or would have under policy observe."""
+        return bool(self.line.saved) and self.line.skipped in (None, _OBSERVED)
 
 
 @dataclass(frozen=True)
 class RunSegment:
-    """Training without a break: no restart, no resume. Movement is known within one only.
-
-    begins: the step at which it begins, if that is known. process: a new one began here, so that the clock starts at
-    0 and so does the account. resumed: the state was that of a commit, of step ``newest``."""
+    """Training without a restart or resume. Movement is known only within a segment."""
 
     job: JobLine
     begins: int | None
+    """First step, if known."""
     process: bool
+    """A new process began here: clock and account start at 0."""
     resumed: bool
+    """The state was that of a commit, of step ``newest``."""
     moments: tuple[DecisionPoint, ...]
     moved: Mapping[int, MovedLine]
     newest: int | None = None
 
     @property
     def units(self) -> tuple[TracedUnit, ...]:
-        """What there was to save."""
+        """The units of the job."""
         return self.job.units
 
     @property
     def start(self) -> int:
-        """The first step of which the state is known, or guessed: one interval before the first decision."""
+        """First step whose state is known; if unknown, one interval before the first decision."""
         if self.begins is not None:
             return self.begins
         steps = [moment.line.step for moment in self.moments]
@@ -86,17 +78,19 @@ class RunSegment:
 
 @dataclass(frozen=True)
 class Costs:
-    """What saves took in the recorded run. stall: seconds by bytes copied, raw; a decision that saves nothing copies
-    none. write: seconds to the commit by bytes written. overhead: bytes that a save writes besides units."""
+    """Costs of saves in the recorded run."""
 
     stall: Fitted = field(default_factory=Fitted)
+    """Seconds of stall by raw bytes copied."""
     write: Fitted = field(default_factory=Fitted)
+    """Seconds to the commit by bytes written."""
     overhead: float = 0.0
+    """Bytes that a save writes besides units."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """All of it."""
+    """A recorded run: its segments, total seconds, and costs."""
 
     eras: tuple[RunSegment, ...]
     seconds: float
@@ -104,17 +98,21 @@ class Run:
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """The configuration of the newest incarnation, as far as it was set."""
+        """Explicitly set configuration of the newest incarnation."""
         return self.eras[-1].job.settings
 
     @property
     def moments(self) -> Sequence[DecisionPoint]:
-        """All decisions."""
+        """All decisions, in order."""
         return [moment for era in self.eras for moment in era.moments]
 
 
 def run_of(trace: Trace) -> Run:
-    """The run that a trace tells of. Incarnations without a decision are left out."""
+    """Build the run recorded in a trace. Incarnations without a decision are left out.
+
+    Raises:
+        UsageError: The trace has no decisions, or mixes several jobs.
+    """
     eras: list[RunSegment] = []
     seconds: dict[float, float] = {}
     before: JobLine | None = None
@@ -126,19 +124,18 @@ def run_of(trace: Trace) -> Run:
         seconds[job.started] = max(seconds.get(job.started, 0.0), latest)
         eras += [era for era in _eras(job, lines, again) if era.moments and era.units]
     if not eras:
-        raise UsageError("the trace holds no decision yet: let the job run on, or give another trace")
+        raise UsageError("the trace holds no decision yet: let the job continue, or use another trace")
     return Run(tuple(eras), sum(seconds.values()), _costs(eras))
 
 
 def _require_one_job(job: JobLine, lines: Sequence[Line]) -> None:
-    """Two jobs that wrote one file, or a first line that is lost, would make figures of nothing."""
-    told = [line.seconds for line in lines if not isinstance(line, MovedLine | JobLine)]
-    back = any(later < earlier for earlier, later in pairwise(told))
+    """Raise UsageError if two jobs wrote one file, or the first line of a job is lost."""
+    seconds = [line.seconds for line in lines if not isinstance(line, MovedLine | JobLine)]
+    back = any(later < earlier for earlier, later in pairwise(seconds))
     if back or not all(_fits(line, len(job.units)) for line in lines):
         raise UsageError(
-            f"the trace is not of one job: lines after the beginning of epoch {job.epoch} do not follow from each "
-            "other. Did two jobs write it, or is the first line of one lost? Give each job a `trace: {path: ...}` of "
-            "its own"
+            f"the trace mixes several jobs: the lines after the start of epoch {job.epoch} are inconsistent. Two jobs "
+            "may have written it, or the first line of one is lost. Set a separate `trace: {path: ...}` for each job"
         )
 
 
@@ -193,12 +190,12 @@ def _era(job: JobLine, lines: Sequence[object], resumed: ResumedLine | None, pro
 
 
 def _of_step(moments: Sequence[DecisionPoint], step: int) -> int | None:
-    """The newest save of a step: one at a time is under way."""
+    """Return the index of the newest save of a step: only one save runs at a time."""
     return next((i for i in range(len(moments) - 1, -1, -1) if moments[i].line.step == step and moments[i].saved), None)
 
 
 def _costs(eras: Sequence[RunSegment]) -> Costs:
-    """An observed run copies and writes nothing, so that nothing is learned of it but what deciding takes."""
+    """Learn the costs of saves. A run under policy observe shows only the time of decisions."""
     costs = Costs()
     overheads = []
     for era in eras:
@@ -214,9 +211,9 @@ def _costs(eras: Sequence[RunSegment]) -> Costs:
 
 
 def chosen(moments: Sequence[DecisionPoint], every: int | None) -> list[DecisionPoint]:
-    """The moments nearest to the multiples of ``every``, the later of two equally near, and those that were forced.
+    """Select the decisions closest to the multiples of ``every`` (the later of a tie), and the forced ones.
 
-    None: all of them. Where the trace is coarser than ``every``, all of them too."""
+    ``every`` None, or finer than the trace: all decisions."""
     if every is None or not moments:
         return list(moments)
     steps = [moment.line.step for moment in moments]
@@ -226,7 +223,7 @@ def chosen(moments: Sequence[DecisionPoint], every: int | None) -> list[Decision
 
 
 def widest(moments: Sequence[DecisionPoint]) -> int | None:
-    """The most steps between two of them; None where there are fewer than two."""
+    """Return the most steps between two decisions; None if there are fewer than two."""
     steps = [moment.line.step for moment in moments]
     return max((later - step for step, later in itertools.pairwise(steps)), default=None)
 

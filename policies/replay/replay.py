@@ -1,11 +1,10 @@
-"""A recorded run under another configuration: the same decisions' moments, the same policy code, a clock that is read.
+"""Replay a recorded run under another configuration, with the same policy code and the recorded clock.
 
-Where the replay stands where the recorded run stood, what was recorded is used: a unit whose version is the recorded
-one has the recorded drift; a unit that is stored as it was recorded takes the recorded bytes; a decision that comes out
-as recorded has the recorded stall and write time; and while everything did, the recorded offers of the budget. So the
-recorded configuration gives the recorded run, to the byte. The rest is estimated: movement between any two steps
-(:mod:`policies.replay.movement`), bytes (:mod:`policies.encodings`), seconds (:mod:`policies.accounting`).
-docs/simulate.md.
+Recorded values are used while the replay agrees with the recorded run: the drift of a unit whose version is the
+recorded one, the bytes of a unit stored as recorded, stall and write time of an equal decision, and budget offers while
+all decisions were equal. So the recorded configuration reproduces the recorded run to the byte. Everything else is
+estimated: movement (:mod:`policies.replay.movement`), bytes (:mod:`policies.encodings`), seconds
+(:mod:`policies.accounting`). docs/simulate.md describes the method.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ from policies.validation import Failure, failure_of
 from store.names import Unit
 
 _OUTSIDE = frozenset({"disagree", "unsupported", "fenced", "storage"})
-"""Why no save began, where that is no matter of policy."""
+"""``skipped`` values that do not depend on the policy."""
 
 
 def replay(run: Run, plan: ReplayPlan) -> ReplayResult:
-    """Replay it. Deterministic."""
+    """Replay a run. Deterministic."""
     return _Replay(run, plan).result()
 
 
@@ -77,14 +76,14 @@ class _Replay:
 
     def _end_era(self, era: RunSegment, following: RunSegment | None) -> None:
         pending, self._state.pending = self._state.pending, None
-        if pending is not None and not pending.failed and self._lasts(pending, era, following):
+        if pending is not None and not pending.failed and self._becomes_durable(pending, era, following):
             self._commit(pending)
 
-    def _lasts(self, pending: Pending, era: RunSegment, following: RunSegment | None) -> bool:
-        """Whether the save that is under way when an era ends becomes durable.
+    def _becomes_durable(self, pending: Pending, era: RunSegment, following: RunSegment | None) -> bool:
+        """Return whether the save under way at the end of a segment becomes durable.
 
-        The trace tells of a commit when training learns of it: of the last save of a job that was killed it may not,
-        though there is one. What was resumed next says. Steps beyond the era are of commits before it."""
+        A trace records a commit when training learns of it, so the last commit of a killed job may be missing. The next
+        resume shows it. Steps beyond the segment belong to commits before it."""
         last = next((moment for moment in reversed(era.moments) if moment.saved), None)
         cut = last is not None and last.commit is None and not last.failed
         if last is None or not cut or following is None or era.job.observing:
@@ -104,7 +103,7 @@ class _Replay:
 
 
 class _EraReplay:
-    """One era of a replay."""
+    """Replays one segment."""
 
     def __init__(self, owner: _Replay, era: RunSegment, number: int) -> None:
         self._owner = owner
@@ -117,7 +116,7 @@ class _EraReplay:
         self._copied = 0.0
 
     def run(self) -> None:
-        """Every step between recorded decisions is exposed, whichever of them this configuration decides at."""
+        """Replay all recorded decisions; steps between them count even if this configuration does not decide there."""
         moments = self._era.moments
         deciding = {id(moment) for moment in chosen(moments, self._plan.every)}
         self._between(self._begin(), float(moments[0].line.step))
@@ -130,7 +129,7 @@ class _EraReplay:
                 self._expose(moment, then, id(then) in deciding)
 
     def _begin(self) -> float:
-        """Where it is looked at from: where it resumed, or from its beginning where nothing is held yet."""
+        """Return the first step that counts: that of the resume, or the beginning if the store is still empty."""
         era = self._era
         known = era.resumed or (era.process and self._held() is None)
         return float(min(era.start, era.moments[0].line.step) if known else era.moments[0].line.step)
@@ -162,7 +161,7 @@ class _EraReplay:
         self._add(made, moment)
 
     def _settled(self, moment: DecisionPoint) -> bool:
-        """Whether no save is under way any more; what was, is committed."""
+        """Commit a finished save; return whether none is under way."""
         state, pending, line = self._state, self._state.pending, moment.line
         if pending is None:
             return True
@@ -184,14 +183,14 @@ class _EraReplay:
         moved = self._movement.distance(line.step, since)
         sick = set(line.sick)
         if self._owner._sees_all:
-            sick |= self._found_sick(moment)
+            sick |= self._found_nonfinite(moment)
         shown = []
         for index, (traced, version) in enumerate(zip(self._era.units, versions, strict=True)):
             seen = self._owner._sees_all or not traced.moving
             drift = None
             if version is not None and seen and index not in sick:
                 drift = self._recorded_drift(moment, index, version)
-                if drift is None and np.isfinite(moved[index]) and not self._untold(moment, index, version):
+                if drift is None and np.isfinite(moved[index]) and not self._drift_unknown(moment, index, version):
                     drift = float(np.hypot(moved[index], version.error))
             size = (traced.nbytes, traced.numel)
             changed = version is not None and (
@@ -217,7 +216,7 @@ class _EraReplay:
         return tuple(shown)
 
     def _note_changes(self, moment: DecisionPoint, names: Sequence[Unit]) -> None:
-        """Units whose set of parameters changed at this decision are no more what any version before holds."""
+        """Mark units whose set of parameters changed, so that earlier versions do not cover them."""
         state, now = self._state, frozenset(names[index] for index in moment.line.changed)
         for unit in now - state.changed:
             state.changes[unit] = state.changes.get(unit, 0) + 1
@@ -230,13 +229,13 @@ class _EraReplay:
     def _recorded_drift(self, moment: DecisionPoint, index: int, version: Version) -> float | None:
         return moment.line.drift[index] if self._is_recorded(moment, index, version) else None
 
-    def _untold(self, moment: DecisionPoint, index: int, version: Version) -> bool:
-        """Nobody knew how far the unit was: the job went on from memory, and this version is of before that."""
+    def _drift_unknown(self, moment: DecisionPoint, index: int, version: Version) -> bool:
+        """Return whether the drift was unknown: the job resumed from memory and this version is older."""
         before = self._era.resumed and version.step <= self._era.start
         return before and self._is_recorded(moment, index, version) and moment.line.drift[index] is None
 
     def _is_recorded(self, moment: DecisionPoint, index: int, version: Version) -> bool:
-        """Whether this is the version that the recorded run had then."""
+        """Return whether the recorded run had this version at that decision."""
         line = moment.line
         if index >= len(line.drift) or index >= len(line.staleness):
             return False
@@ -257,14 +256,14 @@ class _EraReplay:
     def _select(self, stats: tuple[UnitStats, ...], budget: Budget, moment: DecisionPoint) -> Decision:
         line = moment.line
         history = History(line.step, self._state.commits, line.interval if self._plan.varying else None)
-        decision = self._asked(stats, budget, history)
+        decision = self._query_policy(stats, budget, history)
         if line.preempted:
             saved = {self._era.units[index].unit: encoding for index, encoding in line.saved.items()}
             return hurried(decision, stats, saved)
         return forced(decision, stats, "asked for by save()") if line.forced else decision
 
-    def _asked(self, stats: tuple[UnitStats, ...], budget: Budget, history: History) -> Decision:
-        """The policy's decision; where it fails everything is saved, as live."""
+    def _query_policy(self, stats: tuple[UnitStats, ...], budget: Budget, history: History) -> Decision:
+        """Return the policy's decision; if it fails everything is saved, as in a live run."""
         policy = self._plan.policy
         try:
             return policy.select(stats, budget, history)
@@ -319,11 +318,11 @@ class _EraReplay:
         return found
 
     def _dropped(self, moment: DecisionPoint) -> set[str]:
-        """Layers that are not finite, so that they are left out where they are saved nevertheless."""
-        return {self._era.units[index].layer for index in (*moment.line.sick, *self._found_sick(moment))}
+        """Return the layers with NaN or infinity, which a commit leaves out."""
+        return {self._era.units[index].layer for index in (*moment.line.sick, *self._found_nonfinite(moment))}
 
-    def _found_sick(self, moment: DecisionPoint) -> set[int]:
-        """Units that turned out not to be finite only while they were saved."""
+    def _found_nonfinite(self, moment: DecisionPoint) -> set[int]:
+        """Return units that were found to have NaN or infinity only while they were saved."""
         commit = moment.commit
         return set() if commit is None else {index for index in moment.line.saved if index not in commit.sizes}
 
@@ -337,7 +336,7 @@ class _EraReplay:
         return self._same_save(made, moment) if moment.saved else not made.saved
 
     def _add(self, made: ReplayedSave, moment: DecisionPoint) -> None:
-        """Charge the stall of a decision. A recorded one where the decision came out as recorded."""
+        """Charge the stall of a decision: the recorded one if the decision is equal."""
         line, costs = moment.line, self._owner._costs
         if self._plan.costs is None and self._as_recorded(made, moment):
             stall, self._copied = line.stall, moment.copied
@@ -348,9 +347,9 @@ class _EraReplay:
         self._owner._made.append(replace(made, stall=stall + self._copied))
 
     def _expose(self, moment: DecisionPoint, then: DecisionPoint, deciding: bool) -> None:
-        """The steps up to the next recorded decision: what a failure would find, before and after the save is durable.
+        """Record the store's state up to the next recorded decision, before and after the save becomes durable.
 
-        deciding: this configuration decides there too."""
+        deciding: this configuration decides at the next one too."""
         state, begin, end = self._state, float(moment.line.step), float(then.line.step)
         pending = state.pending
         if pending is None or pending.failed:

@@ -1,11 +1,4 @@
-"""Replay plan, state and result.
-
-What is replayed and what comes of it: plans, decisions, whole replays. Records; see :mod:`policies.replay.replay`.
-
-Where a replay stands: the versions that its store would hold, and the save under way.
-
-Pure records and how a run begins with them; :mod:`policies.replay.replay` moves them.
-"""
+"""Define the plan, state and result of a replay."""
 
 from __future__ import annotations
 
@@ -23,25 +16,29 @@ from store.names import WEIGHTS, Unit
 
 @dataclass(frozen=True)
 class ReplayPlan:
-    """What is replayed. policy: bounded, and never one that only observes. account: empty, for a clock.
-
-    every: steps between decisions; None: all recorded ones. same_offers: its budget is the recorded one. same_sizes:
-    saves are packed as the recorded ones were. costs: instead of the recorded ones. sees_all: the policy is shown what
-    was measured though it does not look at it, as one that only observes is. goes_back: composites are resumed at their
-    effective step. varying: the steps to the next decision are those that each recorded one told. bounded: what
-    stands in for the policy where it fails, in the same bounds."""
+    """The configuration to replay."""
 
     name: str
     policy: Policy
+    """Inside its bounds, and not policy observe."""
     account: Callable[[Callable[[], float]], Account]
+    """Creates an empty account for a clock."""
     every: int | None = None
+    """Steps between decisions; None: all recorded decisions."""
     same_offers: bool = False
+    """The budget is the recorded one."""
     same_sizes: bool = True
+    """Saves are encoded and compressed as recorded."""
     costs: Costs | None = None
+    """Used instead of the recorded costs."""
     sees_all: bool = False
+    """The policy is shown all measurements, even if it does not need drift, as under policy observe."""
     goes_back: bool = True
+    """Composites are resumed at their effective step."""
     varying: bool = False
+    """``History.interval`` is that of each recorded decision."""
     bounded: Callable[[Policy], Policy] = lambda policy: policy
+    """Puts the fallback for a failed policy into the same bounds."""
 
 
 @dataclass(frozen=True)
@@ -61,10 +58,10 @@ class ReplayedSave:
 
 @dataclass(frozen=True)
 class ReplayResult:
-    """A whole replay. committed: saves that became durable. as_recorded: every decision came out as recorded.
-    failures: of the policy, at so many decisions.
+    """Result of a replay.
 
-    since: from where on a failure is looked at; None: from the first commit."""
+    ``committed`` are the saves that became durable, ``failures`` those of the policy. ``as_recorded``: all decisions
+    equal the recorded ones. ``since``: position from which exposure counts; None: from the first commit."""
 
     plan: ReplayPlan
     made: tuple[ReplayedSave, ...]
@@ -76,11 +73,11 @@ class ReplayResult:
 
     @cached_property
     def exposure(self) -> Exposure:
-        """What a failure finds, from ``since`` on."""
+        """State of the store at a failure, from ``since`` on."""
         return self.course.exposure(self.since)
 
     def seen_from(self, since: Position | None) -> ReplayResult:
-        """The same, of which a failure is looked at from there on."""
+        """Return the result with exposure counted from another position."""
         return self if since == self.since else replace(self, since=since)
 
     @property
@@ -96,23 +93,22 @@ class ReplayResult:
 
 @dataclass(frozen=True)
 class Version:
-    """A unit as the store holds it.
-
-    step: of the version. since: the step of this era since which live values moved away from it."""
+    """A unit's version in the replayed store."""
 
     step: int
     since: int
+    """Step of the segment from which live values moved away from it."""
     encoding: str
     error: float
     nbytes: int
     size: tuple[int, int]
     marked: int = 0
-    """How often the unit's set of parameters had changed when it was stored."""
+    """Number of changes of the unit's set of parameters before it was stored."""
 
 
 @dataclass
 class Pending:
-    """The save under way: what it stores, when it is durable (seconds of the run's clock), whether it is going to."""
+    """The save under way. done_at: when it becomes durable, in seconds of the run's clock, unless it failed."""
 
     made: ReplayedSave
     versions: Mapping[Unit, Version]
@@ -122,10 +118,7 @@ class Pending:
 
 @dataclass
 class ReplayState:
-    """versions, commits, newest: as live decisions know them. durable: as a failure finds them, which is earlier.
-
-    on_path: every decision came out as recorded. changes: how often each unit's set of parameters changed; changed:
-    the units of which the last decision said so."""
+    """The store during a replay: ``versions`` as decisions see them, ``durable`` as a failure finds them."""
 
     versions: dict[Unit, Version] = field(default_factory=dict)
     commits: int = 0
@@ -134,19 +127,24 @@ class ReplayState:
     durable_newest: int | None = None
     pending: Pending | None = None
     on_path: bool = True
+    """All decisions so far equal the recorded ones."""
     changes: dict[Unit, int] = field(default_factory=dict)
+    """Number of changes of each unit's set of parameters."""
     changed: frozenset[Unit] = frozenset()
+    """Units that changed at the last decision."""
 
     def begin(self, era: RunSegment) -> None:
-        """With what the recorded run began with."""
+        """Start with the versions that the recorded run began with."""
         commits = era.moments[0].line.commits
         self.versions, self.commits = adopted(era), commits
         self.newest = max((one.step for one in self.versions.values()), default=era.newest if commits else None)
         self.durable, self.durable_newest = dict(self.versions), self.newest
 
     def resume(self, era: RunSegment, goes_back: bool) -> None:
-        """The job stands where the recorded one stood then. Where a composite is resumed before its newest step, what
-        moves counts as not saved, as live: the next save is full."""
+        """Resume where the recorded run did.
+
+        If a composite is resumed before its newest step, moving units count as not saved, as in a live run: the next
+        save is full."""
         back = self._returns(goes_back) if not self.on_path else (era.newest or era.start) > era.start
         self.durable = {unit: brought_back(one, era.start) for unit, one in self.versions.items()}
         self.durable_newest = None if self.newest is None else min(self.newest, era.start)
@@ -154,9 +152,9 @@ class ReplayState:
         self.versions = {unit: one for unit, one in self.durable.items() if not (back and unit in moving)}
 
     def _returns(self, goes_back: bool) -> bool:
-        """Whether of the saves that it is made of another one than the newest is nearest to the effective step.
+        """Return whether a save other than the newest is closest to the effective step.
 
-        Weighed by elements: how fast each layer moves is not known here."""
+        Weighted by elements, since the pace of each layer is unknown here."""
         weights = [one for unit, one in self.versions.items() if unit.slot == WEIGHTS]
         if self.newest is None or not weights or not goes_back:
             return False
@@ -168,7 +166,7 @@ class ReplayState:
 
 
 def adopted(era: RunSegment) -> dict[Unit, Version]:
-    """The versions that the recorded run began with."""
+    """Return the versions that the recorded run began with."""
     line = era.moments[0].line
     found = {}
     for index, staleness in enumerate(line.staleness):
@@ -188,5 +186,5 @@ def adopted(era: RunSegment) -> dict[Unit, Version]:
 
 
 def brought_back(version: Version, step: int) -> Version:
-    """After a resume at ``step`` live values are what the version gives back, and move away from there."""
+    """Return a version after a resume at ``step``, from which live values move away."""
     return replace(version, step=min(version.step, step), since=step)

@@ -195,4 +195,4 @@ def test_ranks_that_are_configured_otherwise_are_refused_instead_of_waiting(
         timeout=180,
     )
     assert done.code not in (0, -1)
-    assert "give every rank the same configuration" in done.output
+    assert "all ranks must use the same configuration" in done.output

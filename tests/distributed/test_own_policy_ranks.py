@@ -65,7 +65,7 @@ def test_settings_that_differ_between_ranks_are_refused(launched: Launched, case
     key = {"auto": "every", "data": "resume"}.get(case, case)
     for rank in (0, 1):
         found = launched.one("refused", case=case, rank=rank)
-        assert found["error"] == "ConfigError" and "give every rank the same configuration" in found["text"]
+        assert found["error"] == "ConfigError" and "all ranks must use the same configuration" in found["text"]
         assert found["text"].removeprefix("rank 1: ").startswith(f"{key} is ")
 
 

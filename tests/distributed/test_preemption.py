@@ -106,7 +106,7 @@ def test_the_process_ends_in_time_where_training_itself_is_stuck(tmp_path: Path)
     ended = run(tmp_path, settings={"every": 2, "preemption": {"grace_seconds": 1.0}}, situation="stuck",
                 signals={"0": 5})  # fmt: skip
     assert ended.code == 75, ended.output
-    assert "not done when the time was over" in ended.output
+    assert "grace period expired before the save finished" in ended.output
     assert steps(tmp_path)[0] == 4
 
 

@@ -38,7 +38,7 @@ def kept_step(one: Job) -> None:
 def abandoned(one: Job) -> None:
     """As a process leaves it that is killed: nothing is told to anybody."""
     one.ckpt._closed = True
-    one.ckpt._forget_exit()
+    one.ckpt._unregister_exit()
     one.ckpt.flush()
     assert one.ckpt._memory is not None
     one.ckpt._memory._writer.stop()

@@ -27,7 +27,7 @@ def abandoned(one: Job) -> None:
     """As a process leaves it that is killed: nothing is told to anybody."""
     settled(one)
     one.ckpt._closed = True
-    one.ckpt._forget_exit()
+    one.ckpt._unregister_exit()
     one.ckpt.flush()
     one.ckpt._saver._writer.stop()  # type: ignore[union-attr]
     assert one.ckpt._memory is not None

@@ -136,12 +136,12 @@ def test_a_daemon_that_is_killed_is_missed_once_and_another_one_found(store: Pat
     with daemon(base) as first, trainer(store, base, 7) as job:
         known(base)
         first.kill()
-        until(lambda: "daemon of this node is gone" in job.said(), "a warning")
+        until(lambda: "node daemon is gone" in job.said(), "a warning")
         for _ in range(2):
             job.told("step")
         with daemon(base) as second:
             known(base)
-            assert job.said().count("daemon of this node is gone") == 1, job.said()
+            assert job.said().count("node daemon is gone") == 1, job.said()
             job.kill()
             assert second.rescued() == "written"
         assert steps(store)[:2] == [9, 8]

@@ -118,7 +118,7 @@ def test_so_it_does_where_the_end_of_the_job_allowed_only_a_part(tmp_path: Path,
             one.step()
         one.ckpt.flush()
         for _ in range(20):  # as if the storage had become slow: a part first, and then more
-            one.ckpt._spending.writing.learn(1e5, 100.0)
+            one.ckpt._budget_tracker.writing.learn(1e5, 100.0)
         one.ckpt.preempt()
         one.step()
         assert one.metric("driftpoint_preemptions_total", outcome="full") == 1

@@ -33,7 +33,7 @@ MESSAGES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"every": 100, "bounds": {"max_staleness": 50}},
-        """bounds: max_staleness 50 cannot hold with interval 100: even what is saved every time grows 100 steps
+        """bounds: max_staleness 50 cannot hold with interval 100: even units saved every time become 100 steps
         old; set max_staleness >= 100, or decide more often (a smaller `every`)""",
     ),
     (
@@ -66,9 +66,9 @@ MESSAGES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"policy": MINE},
-        """policy mine was rehearsed on the layers of this job before training, and failed: first save (5 units,
-        step 1, 0 commits): it raised ValueError('no') at my.py:14; mend it, and look at all of it with
-        `driftpoint policy check`""",
+        """policy mine failed the check on the layers of this job before training: first save (5 units,
+        step 1, 0 commits): it raised ValueError('no') at my.py:14; fix it, and run `driftpoint policy check` for
+        all checks""",
     ),
 ]
 

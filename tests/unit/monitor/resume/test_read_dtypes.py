@@ -196,7 +196,7 @@ def test_a_buffer_that_has_grown_says_what_to_do(tmp_path: Path) -> None:
         ckpt.resume()
     text = str(caught.value)
     assert "bank (7,) -> (4,)" in text
-    assert "make bank of shape (7,) before resume()" in text
+    assert "give bank the shape (7,) before resume()" in text
     assert "persistent=False" in text and "state=[...]" in text
     assert "fix the model" not in text
 

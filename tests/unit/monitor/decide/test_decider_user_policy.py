@@ -60,7 +60,7 @@ def test_a_file_beside_the_configuration(tmp_path: Path, monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("lines", "told"),
     [
-        ("raise ValueError('no')", r"first save \(5 units, .*it raised ValueError\('no'\) at my.py:\d+; mend it"),
+        ("raise ValueError('no')", r"first save \(5 units, .*it raised ValueError\('no'\) at my.py:\d+; fix it"),
         ("if stats[0].staleness: 1 / 0", r"in mid-run \(5 units, .*it raised ZeroDivisionError\('division by zero'\)"),
         ("if not stats[0].finite: 1 / 0", r"NaN in one layer \(5 units, .*it raised ZeroDivisionError"),
         ("return {}", r"first save .*it broke its contract \(select returned {}, not a Decision"),
@@ -76,7 +76,7 @@ return Decision({one.unit: Choice('raw' if self.turn else None, 'x') for one in 
 @pytest.mark.parametrize("observing", [False, True])
 def test_it_is_rehearsed_before_a_store_is_made(tmp_path: Path, lines: str, told: str, observing: bool) -> None:
     policy: Any = policy_file(tmp_path, selecting(lines))
-    with pytest.raises(ConfigError, match=r"policy mine was rehearsed .* failed: .*" + told):
+    with pytest.raises(ConfigError, match=r"policy mine failed the check .*: .*" + told):
         Job(tmp_path / "store", policy={"name": "observe", "inner": policy} if observing else policy)
     assert not (tmp_path / "store").exists()
 

@@ -62,7 +62,7 @@ def test_a_hole_is_refused() -> None:
 
 def test_a_hole_in_a_moment_is_refused_though_the_ranks_agreed_on_what_they_have() -> None:
     """It would be committed, and no resume could fill the whole moment."""
-    with pytest.raises(SaveError, match="9 elements of w/exp_avg, of shape"):
+    with pytest.raises(SaveError, match="9 elements of w/exp_avg, whose shape is"):
         drawn(part(0, (0, 5), slot="exp_avg"), part(1, (5, 4), slot="exp_avg"), unit=Unit("block", "exp_avg"), numel=9)
 
 

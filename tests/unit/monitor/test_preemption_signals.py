@@ -55,7 +55,7 @@ def test_a_handler_of_the_user_stays(caplog: pytest.LogCaptureFixture) -> None:
 
     signal.signal(USR1, own)
     one = SignalWatcher(["SIGUSR1"])
-    assert "SIGUSR1 has a handler already" in caplog.text
+    assert "SIGUSR1 already has a handler" in caplog.text
     signal.raise_signal(USR1)
     assert (heard, one.first) == ([USR1], None)
     one.close()

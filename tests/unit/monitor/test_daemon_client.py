@@ -90,7 +90,7 @@ def test_another_version_of_the_protocol_is_said(
     ("line", "why"),
     [
         (b'{"kind": "refused", "version": 9, "why": "because"}\n', "refused this job: because"),
-        (b'{"kind": "leaving", "version": 1, "pid": 1}\n', "was asked to end"),
+        (b'{"kind": "leaving", "version": 1, "pid": 1}\n', "was asked to stop"),
         (b"\xff\n", "no JSON"),
     ],
 )

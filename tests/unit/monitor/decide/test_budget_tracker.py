@@ -103,8 +103,8 @@ def test_what_bounds_demand_makes_a_debt_that_is_told_once(caplog: pytest.LogCap
             spending.committed(400, 1.0)
     assert [record.message.split(";")[0] for record in caplog.records] == [
         (
-            "budget: the save of step 10 takes 400 bytes more than are at hand, since bounds, save() or a policy "
-            "that failed demand it"
+            "budget: the save of step 10 exceeds the budget by 400 bytes, because bounds, save() or a failed policy "
+            "require it"
         )
     ]
     assert value(metrics, "driftpoint_budget_overdraft_bytes_total") == 800.0
@@ -125,8 +125,8 @@ def test_where_deciding_alone_takes_all_that_is_allowed_it_is_said_once(caplog: 
             clock.now += 1.0
             spending.stalled(0.02)
             assert (spending.offer([unit("a")]).bytes or 0.0) <= 0.0
-    assert [record.message.split(".")[0] for record in caplog.records] == [
-        "budget: at the last 20 decisions there was nothing to spend"
+    assert [record.message.split(",")[0] for record in caplog.records] == [
+        "budget: there was nothing to spend at the last 20 decisions"
     ]
 
 
@@ -137,9 +137,9 @@ def test_how_long_the_largest_unit_takes_to_be_paid_is_told_once(caplog: pytest.
             clock.now += 1.0
             spending.offer([unit("a"), unit("small", values=1)])
     assert [record.message.split(",")[:2] for record in caplog.records] == [
-        ["budget: the largest layer slot", " 400 bytes raw"]
+        ["budget: at the configured rate the largest unit", " 400 bytes raw"]
     ]
-    assert "paid for in 2 hours" in caplog.text
+    assert "can be saved every 2 hours" in caplog.text
 
 
 @dataclass

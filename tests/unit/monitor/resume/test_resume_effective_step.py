@@ -378,9 +378,9 @@ def test_damaged_run_state_is_passed_over_for_the_next_nearest(store: Path, capl
             assert other.ckpt.resume() == wanted
             assert run_state(other.look()) == run_state(seen[wanted])
             require_versions(other, seen)
-        told = [record.getMessage() for record in caplog.records if "is passed over" in record.getMessage()]
+        told = [record.getMessage() for record in caplog.records if "skipped the run state" in record.getMessage()]
         assert len(told) == tried + 1
-        assert f"the run state of {SaveId(order[0], 1)}" in told[0]
+        assert f"skipped the run state of {SaveId(order[0], 1)}" in told[0]
     # The commit's own, too: then the commit itself is none.
     flip_run_state(store, 7)
     with run(store, seed=5, **parity(4)) as other:

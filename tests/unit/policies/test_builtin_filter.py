@@ -78,7 +78,7 @@ def test_reasons(position: int, commits: int, choice: Choice) -> None:
         ({"m": 2.5}, r"policy filter: m must be an integer >= 1, not 2.5"),
         ({"auxiliary": "never"}, r"auxiliary must be 'always' or 'interval', not 'never'"),
         ({"auxiliary": ["always"]}, r"auxiliary must be 'always' or 'interval', not \['always'\]"),
-        ({"n": 0, "auxiliary": "interval"}, r"nothing is left to save between the intervals; set n >= 1 or"),
+        ({"n": 0, "auxiliary": "interval"}, r"there is nothing to save between the intervals; set n >= 1 or"),
     ],
 )
 def test_senseless_settings_are_refused(settings: dict[str, object], message: str) -> None:

@@ -62,7 +62,7 @@ def test_attach_alone(capsys: pytest.CaptureFixture[str]) -> None:
     )
     assert where in said
     assert said.endswith(
-        "; nothing to resume; all of this is by default, and `driftpoint init` writes a file to change it\n"
+        "; nothing to resume; using default settings: `driftpoint init` writes a file to change them\n"
     )
     assert Path("driftpoint-checkpoints/STORE.json").is_file()
 
@@ -70,7 +70,7 @@ def test_attach_alone(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_file_that_was_not_given(capsys: pytest.CaptureFixture[str]) -> None:
     Path("driftpoint.yaml").write_text("every: 5\n")
     _attached().close()
-    assert "all of this is by default: driftpoint.yaml is not read unless attach is given it" in capsys.readouterr().err
+    assert "using default settings: driftpoint.yaml exists but was not passed to attach()" in capsys.readouterr().err
 
 
 def test_a_put_off_decision_is_no_warning(caplog: pytest.LogCaptureFixture) -> None:
@@ -99,11 +99,11 @@ QUIET = {"metrics": {"enabled": False}}
         ({"every": 1, "encoding": "compact"}, "not exact: rounded to bf16, int8-block, int8-sqrt-block) to"),
         (
             {"policy": "parity", "every": 1},
-            "saving what policy parity chooses of 5 layers (266 parameters, every bit of what it chooses) to",
+            "saving the choice of policy parity from 5 layers (266 parameters, stored without rounding) to",
         ),
         (
             {"policy": "observe", "every": 1},
-            "watching 5 layers (266 parameters), at every step, and saving nothing (policy observe); no metrics",
+            "measuring 5 layers (266 parameters), at every step, and saving nothing (policy observe); no metrics",
         ),
         ({"store": "mine"}, "to mine, every: auto"),
     ],
@@ -111,7 +111,7 @@ QUIET = {"metrics": {"enabled": False}}
 def test_it_says_what_was_decided(capsys: pytest.CaptureFixture[str], settings: dict[str, Any], told: str) -> None:
     said = _said(capsys, {**QUIET, **settings})
     assert told in said
-    assert "by default" not in said
+    assert "default settings" not in said
 
 
 def test_a_store_that_something_empties(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,7 +127,7 @@ def test_commits_and_the_resume(capsys: pytest.CaptureFixture[str]) -> None:
     first.close()
     assert capsys.readouterr().err.count("\n") == 1
     second = _attached(QUIET)
-    assert "; ckpt.resume() goes on from its newest commit\n" in capsys.readouterr().err
+    assert "; ckpt.resume() continues from its newest commit\n" in capsys.readouterr().err
     second.resume()
     assert capsys.readouterr().err == "driftpoint: resumed step 0 from ./driftpoint-checkpoints (exact)\n"
     second.close()

@@ -145,15 +145,15 @@ def test_it_is_shown_what_it_cannot_change(tmp_path: Path) -> None:
         (
             selecting("", more="def __init__(self, a): raise ValueError('a is too small')"),
             {"a": 1},
-            "cannot be made: it raised ValueError('a is too small') at my.py:11; mend that first",
+            "cannot be made: it raised ValueError('a is too small') at my.py:11; fix that first",
         ),
         (
             "import no_such_thing",
             {},
-            "it raised ModuleNotFoundError(\"No module named 'no_such_thing'\") at my.py:7; mend",
+            "it raised ModuleNotFoundError(\"No module named 'no_such_thing'\") at my.py:7; fix",
         ),
         ("def (:", {}, "my.py:Mine cannot be imported: it raised SyntaxError("),
-        ("raise SystemExit(3)", {}, "cannot be imported: it raised SystemExit('3') at my.py:7; mend that first"),
+        ("raise SystemExit(3)", {}, "cannot be imported: it raised SystemExit('3') at my.py:7; fix that first"),
         ("class Mind:\n    def select(self): pass", {}, "my.py has no Mine: did you mean 'Mind'?"),
         ("", {}, "my.py has no Mine, nor another class with select: define it there; docs/own-policies.md shows one"),
         ("def Mine(): pass", {}, "not a class; docs/own-policies.md shows one"),

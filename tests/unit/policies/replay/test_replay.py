@@ -63,7 +63,7 @@ def test_lines_of_two_jobs_are_refused() -> None:
     body = [line for line in lines if isinstance(line, DecisionLine | CommitLine)]
     later = [line.model_copy(update={"seconds": line.seconds + 3.5}) for line in body]
     mixed = [line for both in zip(later, body, strict=True) for line in both]
-    with pytest.raises(UsageError, match="not of one job"):
+    with pytest.raises(UsageError, match="mixes several jobs"):
         run_of(Trace((lines[0], *mixed), 0))
 
 
@@ -72,7 +72,7 @@ def test_lines_of_another_model_are_refused() -> None:
     others = trace_of(movers(5), range(EVERY, 201, EVERY), every=EVERY).lines
     late = [line for line in others if isinstance(line, MovedLine) and line.step > 100]
     assert late
-    with pytest.raises(UsageError, match="not of one job"):
+    with pytest.raises(UsageError, match="mixes several jobs"):
         run_of(Trace((*lines, *late), 0))
 
 
