@@ -31,7 +31,7 @@ def adapter_for(target: Any) -> Adapter:
         model, optimizer = target
         if _is_engine(model):
             return adapter_for(model)
-        return _plain(model, *_around(optimizer))
+        return _module_adapter(model, *_wrappers(optimizer))
     if _is_engine(target):
         from monitor.adapters.deepspeed import engine_adapter
 
@@ -45,7 +45,7 @@ def _is_engine(target: Any) -> bool:
     )
 
 
-def _plain(model: Any, *optimizers: Any) -> Adapter:
+def _module_adapter(model: Any, *optimizers: Any) -> Adapter:
     *around, optimizer = optimizers
     if not isinstance(model, nn.Module) or not isinstance(optimizer, torch.optim.Optimizer):
         found = f"({type(model).__name__}, {type(optimizer).__name__})"
@@ -75,8 +75,8 @@ def _is_sharded(module: nn.Module) -> bool:
     ) or any(type(parameter.data).__name__ == "DTensor" for parameter in module.parameters())
 
 
-def _around(optimizer: Any) -> list[Any]:
+def _wrappers(optimizer: Any) -> list[Any]:
     """An optimizer behind the wrappers around it, outermost first. A launcher's (such as Accelerate's) has no state but
     the inner optimizer's."""
     inner = getattr(optimizer, "optimizer", None)
-    return [optimizer, *_around(inner)] if isinstance(inner, torch.optim.Optimizer) else [optimizer]
+    return [optimizer, *_wrappers(inner)] if isinstance(inner, torch.optim.Optimizer) else [optimizer]

@@ -60,7 +60,7 @@ class TensorInfo:
 
 
 @dataclass(frozen=True)
-class VersionTrail:
+class StateVersions:
     """What tells whether weights, and the state of the optimizer that holds them, were changed in between: equal
     where they were not. Nothing is read but version counters, so no value is looked at. optimizer: its class."""
 
@@ -99,7 +99,7 @@ class Adapter(Protocol):
         """Optimizer steps taken so far, or None where the framework does not count them."""
         ...
 
-    def still(self) -> AbstractContextManager[None]:
+    def cache_lookups(self) -> AbstractContextManager[None]:
         """Nothing of the job changes inside, so that what is asked for again need not be looked up again."""
         ...
 
@@ -108,8 +108,8 @@ class Adapter(Protocol):
         the optimizer holds and the model does not, another optimizer or module in an engine."""
         ...
 
-    def trail(self) -> VersionTrail | None:
-        """The :class:`VersionTrail` of the attached optimizer's weights, or None where another one could not go
+    def state_versions(self) -> StateVersions | None:
+        """The :class:`StateVersions` of the attached optimizer's weights, or None where another one could not go
         unnoticed."""
         ...
 

@@ -24,9 +24,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from monitor.adapters.base import Adapter, Piece, VersionTrail
+from monitor.adapters.base import Adapter, Piece, StateVersions
 from monitor.adapters.deepspeed_base import (
-    Flat,
+    FlatPartition,
     Placement,
     ZeroAdapter,
     check_engine_state,
@@ -36,7 +36,7 @@ from monitor.adapters.deepspeed_base import (
     load_engine_state,
     require_same_engine,
 )
-from monitor.adapters.module_tensors import ModuleTensors, Names, slice_of, whole
+from monitor.adapters.module_tensors import ModuleTensors, ParameterNames, slice_piece, whole_piece
 from monitor.adapters.pytorch import PyTorchAdapter
 from store.errors import UnsupportedError
 from store.names import FROZEN, WEIGHTS, Fragment
@@ -49,7 +49,7 @@ def engine_adapter(engine: Any) -> Adapter:
             raise UnsupportedError(f"{base.__name__} is not handled yet; use deepspeed.initialize on a plain module")
     if engine.optimizer is None or type(engine.optimizer).__name__ == "DummyOptim":
         raise UnsupportedError("the DeepSpeed engine has no optimizer, so there is nothing to checkpoint; give it one")
-    _refuse_model_parallelism(engine)
+    _check_parallelism(engine)
     stage, kind = int(engine.zero_optimization_stage()), type(engine.optimizer).__name__
     if kind in {"DeepSpeedZeroOptimizer", "BF16_Optimizer"}:
         return Zero12Adapter(engine)
@@ -62,7 +62,7 @@ def engine_adapter(engine: Any) -> Adapter:
     )
 
 
-def _refuse_model_parallelism(engine: Any) -> None:
+def _check_parallelism(engine: Any) -> None:
     if getattr(engine, "has_moe_layers", False):
         raise UnsupportedError("DeepSpeed MoE (expert parallelism) is not handled yet; use a dense model")
     group = getattr(engine.optimizer, "dp_process_group", engine.data_parallel_group)
@@ -85,7 +85,7 @@ class Stage0Adapter(PyTorchAdapter):
         self.engine = engine
         super().__init__(engine.module, engine.optimizer, engine.data_parallel_group)
 
-    def _take_inventory(self, module: nn.Module) -> ModuleTensors:
+    def _collect_tensors(self, module: nn.Module) -> ModuleTensors:
         return ModuleTensors(module)  # by the names that DeepSpeed's own files have
 
     def completed_steps(self) -> int | None:
@@ -93,41 +93,35 @@ class Stage0Adapter(PyTorchAdapter):
         return int(self.engine.global_steps)
 
     def check_attached(self) -> None:
-        """See :class:`monitor.adapters.base.Adapter`."""
         require_same_engine(self.engine, self.module, self.optimizer)
         super().check_attached()
 
-    def trail(self) -> VersionTrail | None:
+    def state_versions(self) -> StateVersions | None:
         """None: the engine says which optimizer it has."""
         return None
 
     def run_state(self) -> dict[str, Any]:
-        """See :class:`monitor.adapters.base.Adapter`."""
         return {**super().run_state(), **engine_state(self.engine)}
 
     def objects(self) -> Mapping[str, Any]:
-        """See :class:`monitor.adapters.base.Adapter`."""
         return engine_objects(self.engine)
 
     def check_run_state(self, state: Mapping[str, Any]) -> None:
-        """See :class:`monitor.adapters.base.Adapter`."""
         super().check_run_state(state)
         check_engine_state(self.engine, state)
 
     def load_run_state(self, state: Mapping[str, Any]) -> None:
-        """See :class:`monitor.adapters.base.Adapter`."""
         super().load_run_state(state)
         load_engine_state(self.engine, state)
 
     def layout_facts(self) -> dict[str, Any]:
-        """See :class:`monitor.adapters.base.Adapter`."""
         return {**super().layout_facts(), **engine_facts(self.engine, self._inventory)}
 
 
 class Zero12Adapter(ZeroAdapter):
     """Adapter of an engine at ZeRO stage 1 or 2."""
 
-    def _flats(self) -> list[Flat]:
+    def _flats(self) -> list[FlatPartition]:
         """One per param group."""
         names = self._inventory.names()
         return [self._flat(index, names) for index in range(len(self._param_lists()))]
@@ -136,7 +130,7 @@ class Zero12Adapter(ZeroAdapter):
         """Working weights from the masters: each rank casts its partition, then all gather. Collective."""
         self._zero.update_lp_params()
 
-    def _flat(self, index: int, names: Names) -> Flat:
+    def _flat(self, index: int, names: ParameterNames) -> FlatPartition:
         masters, working = self._masters()[index], self._working()[index]
         size = masters.numel()
         first = dist.get_rank(self._zero.real_dp_process_group[index]) * size
@@ -146,23 +140,23 @@ class Zero12Adapter(ZeroAdapter):
             start, stop = max(offset, first), min(offset + numel, first + size)
             if start < stop:
                 placements.append(Placement(fqn, start - offset, start - first, stop - start))
-        return Flat(masters, index, tuple(fqn for fqn, _, _ in placed), tuple(placements))
+        return FlatPartition(masters, index, tuple(fqn for fqn, _, _ in placed), tuple(placements))
 
-    def _outside(self) -> tuple[list[Piece], list[Piece]]:
+    def _unpartitioned(self) -> tuple[list[Piece], list[Piece]]:
         inside = {id(parameter) for group in self._param_lists() for parameter in group}
         replicated = [
-            whole(fqn, WEIGHTS if parameter.requires_grad else FROZEN, parameter)
+            whole_piece(fqn, WEIGHTS if parameter.requires_grad else FROZEN, parameter)
             for fqn, parameter in self._inventory.parameters().items()
             if id(parameter) not in inside
         ]
         return replicated, []
 
-    def _refuse_this_stage(self) -> None:
-        self._need("real_dp_process_group", "update_lp_params", "partition_count")
+    def _check_supported(self) -> None:
+        self._require_attributes("real_dp_process_group", "update_lp_params", "partition_count")
         if self._is_bf16_optimizer():
-            self._need("bf16_groups", "bf16_groups_flat", "fp32_groups_flat_partition")
+            self._require_attributes("bf16_groups", "bf16_groups_flat", "fp32_groups_flat_partition")
         else:
-            self._need("bit16_groups", "bit16_groups_flat", "single_partition_of_fp32_groups")
+            self._require_attributes("bit16_groups", "bit16_groups_flat", "single_partition_of_fp32_groups")
         self.flats()
 
     def _stage_facts(self) -> dict[str, Any]:
@@ -212,7 +206,7 @@ class Zero12Adapter(ZeroAdapter):
         return partitions
 
 
-def _in_memory_order(params: Sequence[nn.Parameter], flat: torch.Tensor, names: Names) -> list[tuple[str, int, int]]:
+def _in_memory_order(params: Sequence[nn.Parameter], flat: torch.Tensor, names: ParameterNames) -> list[tuple[str, int, int]]:
     """(fqn, offset in the flat tensor, numel) of each parameter, by offset. Raises UnsupportedError for a
     parameter that is not a view of the flat tensor (states moved off the device, for one)."""
     begin, width = flat.data_ptr(), flat.element_size()
@@ -232,7 +226,7 @@ def _in_memory_order(params: Sequence[nn.Parameter], flat: torch.Tensor, names: 
 class Zero3Adapter(ZeroAdapter):
     """Adapter of an engine at ZeRO stage 3."""
 
-    def _flats(self) -> list[Flat]:
+    def _flats(self) -> list[FlatPartition]:
         """One per sub-group (several in a param group that ``sub_group_size`` splits)."""
         names = self._inventory.names()
         return [self._flat(index, names) for index in range(len(self._zero.fp16_groups))]
@@ -247,32 +241,32 @@ class Zero3Adapter(ZeroAdapter):
             self._zero._reassign_or_swap_out_partitioned_parameters(index)
         self._zero.checkpoint_event_epilogue()
 
-    def _flat(self, index: int, names: Names) -> Flat:
+    def _flat(self, index: int, names: ParameterNames) -> FlatPartition:
         placements, fqns, offset = [], [], 0
         for parameter in self._zero.fp16_groups[index]:
             fqn = names.of(parameter, f"sub-group {index} of ZeRO-3")
-            start, numel = _own_slice(parameter)
+            start, numel = _local_slice(parameter)
             fqns.append(fqn)
             if numel:
                 placements.append(Placement(fqn, start, offset, numel))
             offset += parameter.partition_numel()
         group = int(self._zero.sub_group_to_group_id[index])
-        return Flat(self._zero.fp32_partitioned_groups_flat[index], group, tuple(fqns), tuple(placements))
+        return FlatPartition(self._zero.fp32_partitioned_groups_flat[index], group, tuple(fqns), tuple(placements))
 
-    def _outside(self) -> tuple[list[Piece], list[Piece]]:
+    def _unpartitioned(self) -> tuple[list[Piece], list[Piece]]:
         inside = {id(parameter) for group in self._zero.fp16_groups for parameter in group}
         sliced: list[Piece] = []
         parameter: Any
         for fqn, parameter in self._inventory.parameters().items():
-            start, numel = _own_slice(parameter)
+            start, numel = _local_slice(parameter)
             if id(parameter) not in inside and numel:
                 slot = WEIGHTS if parameter.requires_grad else FROZEN
-                piece = slice_of(whole(fqn, slot, parameter.ds_tensor), 0, numel)
+                piece = slice_piece(whole_piece(fqn, slot, parameter.ds_tensor), 0, numel)
                 sliced.append(Piece(Fragment(fqn, slot, start, numel), piece.tensor))
         return [], sliced
 
-    def _refuse_this_stage(self) -> None:
-        self._need("fp16_groups", "fp32_partitioned_groups_flat", "sub_group_to_group_id", "checkpoint_event_prologue")
+    def _check_supported(self) -> None:
+        self._require_attributes("fp16_groups", "fp32_partitioned_groups_flat", "sub_group_to_group_id", "checkpoint_event_prologue")
         zero = self._zero
         if getattr(zero, "swap_optimizer", False) or getattr(zero, "params_in_nvme_and_cpu", False):
             raise UnsupportedError("ZeRO-3 with offload to NVMe is not handled; offload to the CPU, or not at all")
@@ -281,9 +275,9 @@ class Zero3Adapter(ZeroAdapter):
         if getattr(zero, "use_muon", False):
             raise UnsupportedError("Muon at ZeRO stage 3 is not handled; use stage 1 or 2")
         for fqn, parameter in self._inventory.parameters().items():
-            self._refuse_parameter(fqn, parameter)
+            self._check_parameter(fqn, parameter)
 
-    def _refuse_parameter(self, fqn: str, parameter: Any) -> None:
+    def _check_parameter(self, fqn: str, parameter: Any) -> None:
         if not hasattr(parameter, "ds_tensor"):
             raise UnsupportedError(f"{fqn} is not partitioned by ZeRO-3; was it added after the engine was built?")
         if dist.get_world_size(parameter.ds_process_group) != self._world_size:
@@ -309,7 +303,7 @@ class Zero3Adapter(ZeroAdapter):
             }
 
 
-def _own_slice(parameter: Any) -> tuple[int, int]:
+def _local_slice(parameter: Any) -> tuple[int, int]:
     """(start, numel) of this rank's slice of a partitioned parameter, without padding."""
     part, total = int(parameter.partition_numel()), int(parameter.ds_numel)
     start = min(dist.get_rank(parameter.ds_process_group) * part, total)

@@ -7,7 +7,7 @@ The same for every ZeRO stage; it does not know how any of them lays out its ten
 What the ZeRO stages have in common.
 
 A stage says where its flat fp32 partitions are and which piece of which parameter lies where in them
-(:class:`Flat`); everything else here follows from that. Parameters that the optimizer does not hold
+(:class:`FlatPartition`); everything else here follows from that. Parameters that the optimizer does not hold
 (frozen ones, mostly) are the stage's too. Reads and writes DeepSpeed's tensors in place, from the training
 thread, between optimizer steps. It knows neither tensor nor pipeline nor expert parallelism, and refuses them.
 """
@@ -26,8 +26,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from monitor.adapters.base import FragmentPlace, Piece, TensorInfo, VersionTrail
-from monitor.adapters.module_tensors import ModuleTensors, whole
+from monitor.adapters.base import FragmentPlace, Piece, TensorInfo, StateVersions
+from monitor.adapters.module_tensors import ModuleTensors, whole_piece
 from monitor.adapters.optimizer_state import (
     common_scalars,
     complete_state,
@@ -39,10 +39,10 @@ from monitor.adapters.optimizer_state import (
     restore_scalar,
     scalar_device,
     slots_of,
-    slots_to_be,
-    snapshot,
+    planned_slots,
+    to_host,
 )
-from monitor.adapters.pytorch import share
+from monitor.adapters.pytorch import partition_replicated
 from store.errors import ModelMismatchError, UnsupportedError
 from store.names import BUFFER, WEIGHTS, Fragment
 from store.schema import as_json
@@ -82,13 +82,13 @@ def engine_objects(engine: Any) -> dict[str, Any]:
 def check_engine_state(engine: Any, state: Mapping[str, Any]) -> None:
     """Raise whatever :func:`load_engine_state` would raise. Changes nothing."""
     _counters(engine, state)
-    _scaler_values(engine.optimizer, state.get("loss_scaler"))
+    _scaler_updates(engine.optimizer, state.get("loss_scaler"))
 
 
 def load_engine_state(engine: Any, state: Mapping[str, Any]) -> None:
     """The inverse of :func:`engine_state` but for the scheduler. State that no engine saved has its counters derived
     from ``step``."""
-    values = _scaler_values(engine.optimizer, state.get("loss_scaler"))
+    values = _scaler_updates(engine.optimizer, state.get("loss_scaler"))
     for name, value in _counters(engine, state).items():
         setattr(engine, name, value)
     _load_scaler(engine.optimizer, values)
@@ -137,7 +137,7 @@ def _live_scaler(optimizer: Any) -> tuple[Any, tuple[str, ...]]:
     return scaler, _SCALER_STATE if getattr(scaler, "dynamic", False) else ()
 
 
-def _scaler_values(optimizer: Any, saved: Mapping[str, Any] | None) -> dict[str, Any]:
+def _scaler_updates(optimizer: Any, saved: Mapping[str, Any] | None) -> dict[str, Any]:
     """What the live scaler takes of the saved one's state. Another precision scales in its own way, and starts with
     its own configuration."""
     scaler, keys = _live_scaler(optimizer)
@@ -208,7 +208,7 @@ class Placement:
 
 
 @dataclass(frozen=True)
-class Flat:
+class FlatPartition:
     """One flat partition of master weights on this rank, 1-d, to which the base optimizer's state is keyed.
 
     group: index of its param group. fqns: every parameter laid out in it over all ranks, in that order.
@@ -233,21 +233,21 @@ class ZeroAdapter(ABC):
         self._zero = engine.optimizer
         self._inventory = ModuleTensors(self.module)
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
-        self._refuse_this_stage()
-        self._wrapped, self._group_count = self._base(), len(self._base().param_groups)
+        self._check_supported()
+        self._wrapped, self._group_count = self._base_optimizer(), len(self._base_optimizer().param_groups)
 
     # ---- what a stage says
 
     @abstractmethod
-    def _flats(self) -> list[Flat]:
+    def _flats(self) -> list[FlatPartition]:
         """The flat partitions of this rank, in the order of DeepSpeed's own (sub-)groups."""
 
     @abstractmethod
-    def _outside(self) -> tuple[list[Piece], list[Piece]]:
+    def _unpartitioned(self) -> tuple[list[Piece], list[Piece]]:
         """Pieces of the parameters that no flat partition holds: (replicated whole, this rank's own slices)."""
 
     @abstractmethod
-    def _refuse_this_stage(self) -> None:
+    def _check_supported(self) -> None:
         """Raise UnsupportedError, naming it, for a variant of the stage that is not handled."""
 
     @abstractmethod
@@ -264,35 +264,34 @@ class ZeroAdapter(ABC):
         """Steps at accumulation boundaries, those skipped for an overflow included, as DeepSpeed counts."""
         return int(self.engine.global_steps)
 
-    def still(self) -> AbstractContextManager[None]:
-        """See :class:`monitor.adapters.base.Adapter`."""
-        return self._inventory.still.period()
+    def cache_lookups(self) -> AbstractContextManager[None]:
+        return self._inventory.cache.enabled()
 
-    def flats(self) -> list[Flat]:
+    def flats(self) -> list[FlatPartition]:
         """The flat partitions of this rank."""
-        return self._inventory.still.once("flats", self._flats)
+        return self._inventory.cache.get("flats", self._flats)
 
     def check_attached(self) -> None:
         """See :class:`monitor.adapters.base.Adapter`: ZeRO itself would not update what was added behind its back."""
         require_same_engine(self.engine, self.module, self._zero)
-        if self._base() is not self._wrapped:
+        if self._base_optimizer() is not self._wrapped:
             raise UnsupportedError(
                 "ZeRO's inner optimizer is another object than when it was attached: close() and attach the engine anew"
             )
-        self._refuse_this_stage()
-        require_by_parameter(self._base())
-        known, groups = {id(flat.tensor) for flat in self.flats()}, self._base().param_groups
+        self._check_supported()
+        require_by_parameter(self._base_optimizer())
+        known, groups = {id(flat.tensor) for flat in self.flats()}, self._base_optimizer().param_groups
         strangers = [
             index for index, group in enumerate(groups) if any(id(one) not in known for one in group["params"])
         ]
         if strangers or len(groups) != self._group_count:
             raise UnsupportedError(
-                f"{type(self._base()).__name__} has param groups or parameters that ZeRO does not know (group "
+                f"{type(self._base_optimizer()).__name__} has param groups or parameters that ZeRO does not know (group "
                 f"{(strangers or [len(groups) - 1])[0]}), so they would not be saved; give them to "
                 "deepspeed.initialize, or take them out"
             )
 
-    def trail(self) -> VersionTrail | None:
+    def state_versions(self) -> StateVersions | None:
         """None: the engine says which optimizer it has."""
         return None
 
@@ -302,28 +301,26 @@ class ZeroAdapter(ABC):
         optimizer.register_step_pre_hook(lambda *_: hook())
 
     def tensors(self) -> Mapping[str, TensorInfo]:
-        """See :class:`monitor.adapters.base.Adapter`."""
         return self._inventory.infos(frozenset(fqn for flat in self.flats() for fqn in flat.fqns))
 
     def owned(self) -> list[Piece]:
         """Pieces of the flat partitions and of their optimizer state, and a share of what is replicated."""
-        replicated, sliced = self._outside()
-        return [*self._flat_pieces(), *sliced, *share([*replicated, *self._buffers()], self._rank, self._world_size)]
+        replicated, sliced = self._unpartitioned()
+        return [*self._flat_pieces(), *sliced, *partition_replicated([*replicated, *self._buffers()], self._rank, self._world_size)]
 
     def held(self) -> list[Piece]:
         """As :meth:`owned`, with what is replicated whole on every rank."""
-        replicated, sliced = self._outside()
+        replicated, sliced = self._unpartitioned()
         pieces = [*self._flat_pieces(), *sliced, *replicated, *self._buffers()]
         return [piece for piece in pieces if piece.fragment.numel]
 
     def expected(self, slots: Mapping[str, Mapping[str, str]]) -> list[FragmentPlace]:
-        """See :class:`monitor.adapters.base.Adapter`."""
-        replicated, sliced = self._outside()
+        replicated, sliced = self._unpartitioned()
         places = [
             FragmentPlace(piece.fragment, piece.tensor.dtype) for piece in [*sliced, *replicated, *self._buffers()]
         ]
         for flat in self.flats():
-            planned = slots_to_be(self._states().get(flat.tensor, {}), flat.tensor, _wanted(flat, slots))
+            planned = planned_slots(self._states().get(flat.tensor, {}), flat.tensor, _wanted_slots(flat, slots))
             for slot, dtype in {WEIGHTS: flat.tensor.dtype, **planned}.items():
                 places += [
                     FragmentPlace(Fragment(one.fqn, slot, one.start, one.numel), dtype) for one in flat.placements
@@ -337,7 +334,7 @@ class ZeroAdapter(ABC):
         a partition only, the others' pieces become zeros.
         """
         for flat in self.flats():
-            fit_slots(self._base(), flat.tensor, _wanted(flat, slots))
+            fit_slots(self._base_optimizer(), flat.tensor, _wanted_slots(flat, slots))
             state = self._states().get(flat.tensor, {})
             for slot in slots_of(state, flat.tensor):
                 for place in flat.placements:
@@ -353,7 +350,7 @@ class ZeroAdapter(ABC):
             for fqn in flat.fqns:
                 slots[fqn], scalars[fqn] = names, values  # one copy, taken above, serves all of them
         return {
-            "optimizer": type(self._base()).__name__,
+            "optimizer": type(self._base_optimizer()).__name__,
             "param_groups": [describe_group(fqns, group) for fqns, group in self._groups()],
             "scalars": scalars,
             "slots": slots,
@@ -361,15 +358,13 @@ class ZeroAdapter(ABC):
         }
 
     def objects(self) -> Mapping[str, Any]:
-        """See :class:`monitor.adapters.base.Adapter`."""
         return engine_objects(self.engine)
 
     def check_run_state(self, state: Mapping[str, Any]) -> None:
-        """See :class:`monitor.adapters.base.Adapter`."""
         match_groups(state["param_groups"], self._groups())
         check_engine_state(self.engine, state)
         for flat in self.flats():
-            self._scalars_to_be(flat, common_scalars(flat.fqns, state)[1], state)
+            self._restored_scalars(flat, common_scalars(flat.fqns, state)[1], state)
 
     def load_run_state(self, state: Mapping[str, Any]) -> None:
         """See :class:`monitor.adapters.base.Adapter`. Call it on every rank, after :meth:`prepare_load`."""
@@ -378,31 +373,30 @@ class ZeroAdapter(ABC):
         load_engine_state(self.engine, state)
         for flat in self.flats():
             slots, saved = common[flat.fqns]
-            scalars = self._scalars_to_be(flat, saved, state)
-            if complete_state(self._base(), flat.tensor, slots, bool(scalars)):
+            scalars = self._restored_scalars(flat, saved, state)
+            if complete_state(self._base_optimizer(), flat.tensor, slots, bool(scalars)):
                 self._states()[flat.tensor].update(scalars)
 
     def layout_facts(self) -> dict[str, Any]:
-        """See :class:`monitor.adapters.base.Adapter`."""
         facts = {**engine_facts(self.engine, self._inventory), **self._stage_facts()}
-        for group, live in zip(facts["param_groups"], self._base().param_groups, strict=True):
+        for group, live in zip(facts["param_groups"], self._base_optimizer().param_groups, strict=True):
             group["hyper"] = as_json({key: value for key, value in live.items() if key != "params"})
         return facts
 
     # ---- shared parts
 
-    def _base(self) -> torch.optim.Optimizer:
+    def _base_optimizer(self) -> torch.optim.Optimizer:
         optimizer: torch.optim.Optimizer = self._zero.optimizer
         return optimizer
 
     def _states(self) -> Any:
-        return self._base().state
+        return self._base_optimizer().state
 
     def _groups(self) -> list[tuple[list[str], dict[str, Any]]]:
         fqns: dict[int, list[str]] = {}
         for flat in self.flats():
             fqns.setdefault(flat.group, []).extend(flat.fqns)
-        return [(fqns.get(index, []), group) for index, group in enumerate(self._base().param_groups)]
+        return [(fqns.get(index, []), group) for index, group in enumerate(self._base_optimizer().param_groups)]
 
     def _flat_pieces(self) -> Iterator[Piece]:
         for flat in self.flats():
@@ -415,9 +409,9 @@ class ZeroAdapter(ABC):
                     yield Piece(fragment, tensor.detach().narrow(0, place.offset, place.numel))
 
     def _buffers(self) -> list[Piece]:
-        return [whole(fqn, BUFFER, buffer) for fqn, buffer in self._inventory.buffers().items()]
+        return [whole_piece(fqn, BUFFER, buffer) for fqn, buffer in self._inventory.buffers().items()]
 
-    def _state_of(self, flat: Flat) -> tuple[list[str], dict[str, Any]]:
+    def _state_of(self, flat: FlatPartition) -> tuple[list[str], dict[str, Any]]:
         """(slots, scalars) of a flat partition's optimizer state."""
         state = self._states().get(flat.tensor, {})
         slots, scalars = slots_of(state, flat.tensor), {}
@@ -426,28 +420,28 @@ class ZeroAdapter(ABC):
                 continue
             if isinstance(value, torch.Tensor) and value.ndim:
                 raise UnsupportedError(
-                    f"{type(self._base()).__name__} keeps {key!r} of shape {tuple(value.shape)} for a flat partition "
+                    f"{type(self._base_optimizer()).__name__} keeps {key!r} of shape {tuple(value.shape)} for a flat partition "
                     f"of {flat.tensor.numel()} elements: it cannot be taken apart by parameter; use an optimizer with "
                     "state per element, such as AdamW"
                 )
-            scalars[key] = snapshot(value, f"optimizer state {key!r} of the partition with {flat.fqns[0]}")
+            scalars[key] = to_host(value, f"optimizer state {key!r} of the partition with {flat.fqns[0]}")
         return slots, scalars
 
-    def _scalars_to_be(self, flat: Flat, scalars: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-        live, group = self._states().get(flat.tensor, {}), self._base().param_groups[flat.group]
+    def _restored_scalars(self, flat: FlatPartition, scalars: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+        live, group = self._states().get(flat.tensor, {}), self._base_optimizer().param_groups[flat.group]
         return {
             key: restore_scalar(
                 key,
                 value,
                 live=live.get(key),
-                optimizer=self._base(),
+                optimizer=self._base_optimizer(),
                 saved_by=saved.get("optimizer"),
                 device=scalar_device(value, group, flat.tensor),
             )
             for key, value in scalars.items()
         }
 
-    def _need(self, *attributes: str) -> None:
+    def _require_attributes(self, *attributes: str) -> None:
         for name in attributes:
             if not hasattr(self._zero, name):
                 raise UnsupportedError(
@@ -456,6 +450,6 @@ class ZeroAdapter(ABC):
                 )
 
 
-def _wanted(flat: Flat, slots: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
+def _wanted_slots(flat: FlatPartition, slots: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
     """The slots that any parameter in a flat partition has."""
     return {slot: dtype for fqn in flat.fqns for slot, dtype in slots.get(fqn, {}).items()}

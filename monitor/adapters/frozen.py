@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from monitor.adapters.base import Adapter, FragmentPlace, Piece, TensorInfo, VersionTrail
+from monitor.adapters.base import Adapter, FragmentPlace, Piece, TensorInfo, StateVersions
 from monitor.distributed import Group
 from store.errors import ModelMismatchError, UnsupportedError
 from store.names import FROZEN, LEFT_OUT
@@ -75,9 +75,9 @@ class WithoutFrozen:
         """The inner one's."""
         return self._inner.completed_steps()
 
-    def still(self) -> AbstractContextManager[None]:
+    def cache_lookups(self) -> AbstractContextManager[None]:
         """The inner one's."""
-        return self._inner.still()
+        return self._inner.cache_lookups()
 
     def check_attached(self) -> None:
         """The inner one's; and UnsupportedError where something is trained that is left out."""
@@ -89,9 +89,9 @@ class WithoutFrozen:
                     "unfreeze it before monitor.attach, or set `frozen: save`"
                 )
 
-    def trail(self) -> VersionTrail | None:
+    def state_versions(self) -> StateVersions | None:
         """The inner one's."""
-        return self._inner.trail()
+        return self._inner.state_versions()
 
     def before_update(self, hook: Callable[[], None]) -> None:
         """The inner one's."""

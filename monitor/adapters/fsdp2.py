@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement, Shard
 
 from monitor.adapters.base import Piece
-from monitor.adapters.module_tensors import ModuleTensors, require_values, whole, without_wrappers
+from monitor.adapters.module_tensors import ModuleTensors, require_materialized, whole_piece, without_wrappers
 from monitor.adapters.optimizer_state import slots_of
 from monitor.adapters.pytorch import PyTorchAdapter, Replica, even_slice
 from store.errors import UnsupportedError
@@ -38,7 +38,7 @@ from store.names import Fragment
 
 
 @dataclass(frozen=True)
-class RowRun:
+class RowRange:
     """Elements [start, start + numel) of the flattened tensor, which ``count`` ranks hold alike; this rank is number
     ``number`` of them."""
 
@@ -48,13 +48,13 @@ class RowRun:
     count: int = 1
 
 
-class RowRuns:
+class RowRanges:
     """Finds the runs of this rank, and remembers them: there are few ways in which a model's tensors are cut."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[DeviceMesh, torch.Size, tuple[Placement, ...]], RowRun] = {}
+        self._known: dict[tuple[DeviceMesh, torch.Size, tuple[Placement, ...]], RowRange] = {}
 
-    def of(self, tensor: DTensor, what: str) -> tuple[RowRun, torch.Tensor]:
+    def of(self, tensor: DTensor, what: str) -> tuple[RowRange, torch.Tensor]:
         """The run of a tensor, and the memory behind it. what: the tensor's name in errors.
 
         UnsupportedError for placements other than ``Replicate`` and ``Shard(0)``, for a mesh without some of the job's
@@ -62,7 +62,7 @@ class RowRuns:
         key = (tensor.device_mesh, tensor.shape, tensor.placements)
         run = self._known.get(key)
         if run is None:
-            run = self._known[key] = _run_of(tensor, what)
+            run = self._known[key] = _row_range_of(tensor, what)
         local = local_of(tensor, what)
         if local.numel() != run.numel:
             raise UnsupportedError(
@@ -73,7 +73,7 @@ class RowRuns:
         return run, local
 
 
-def _run_of(tensor: DTensor, what: str) -> RowRun:
+def _row_range_of(tensor: DTensor, what: str) -> RowRange:
     mesh = tensor.device_mesh
     world_size, coordinate = dist.get_world_size(), mesh.get_coordinate()
     if coordinate is None or mesh.size() != world_size:
@@ -84,12 +84,12 @@ def _run_of(tensor: DTensor, what: str) -> RowRun:
     _require_ascending(mesh, what)
     for dimension, placement in enumerate(tensor.placements):
         _require_rows(placement, mesh.size(dimension), what)
-    return rows_of(tuple(tensor.shape), tuple(mesh.shape), coordinate, tensor.placements)
+    return row_range(tuple(tensor.shape), tuple(mesh.shape), coordinate, tensor.placements)
 
 
-def rows_of(
+def row_range(
     shape: Sequence[int], mesh: Sequence[int], coordinate: Sequence[int], placements: Sequence[Placement]
-) -> RowRun:
+) -> RowRange:
     """The run at a coordinate of a mesh. placements: ``Replicate``, ``Shard(0)``, any where the mesh has one rank."""
     first, rows, number, count = 0, shape[0] if shape else 1, 0, 1
     for size, place, placement in zip(mesh, coordinate, placements, strict=True):
@@ -99,7 +99,7 @@ def rows_of(
             start, rows = even_slice(rows, place, size)
             first += start
     row = math.prod(shape[1:])
-    return RowRun(first * row, rows * row, number, count)
+    return RowRange(first * row, rows * row, number, count)
 
 
 def local_of(tensor: DTensor, what: str) -> torch.Tensor:
@@ -111,7 +111,7 @@ def local_of(tensor: DTensor, what: str) -> torch.Tensor:
             f"{what} is made of {type(local).__name__} (quantized or otherwise packed), which is not handled; train "
             "with plain tensors"
         )
-    require_values(local, what)
+    require_materialized(local, what)
     return local
 
 
@@ -140,7 +140,7 @@ def _require_rows(placement: Placement, size: int, what: str) -> None:
 
 
 class ShardedModuleTensors(ModuleTensors):
-    """Names of sharded parameters, whichever form the last forward left registered."""
+    """ParameterNames of sharded parameters, whichever form the last forward left registered."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module, without_wrappers)
@@ -155,7 +155,7 @@ class ShardedModuleTensors(ModuleTensors):
 
     def reshard(self) -> None:
         """Have the sharded parameters registered. No collective; the next forward gathers anew."""
-        for part in self.still.once("parts", self._parts):
+        for part in self.cache.get("parts", self._parts):
             part.reshard()
 
     def _parts(self) -> list[FSDPModule]:
@@ -174,12 +174,12 @@ class Fsdp2Adapter(PyTorchAdapter):
         if not dist.is_initialized():
             raise UnsupportedError("the model is sharded and there is no process group: was it destroyed already?")
         _require_sharded_first(module, optimizer)
-        self._runs = RowRuns()
+        self._ranges = RowRanges()
         super().__init__(module, optimizer, around=around)
 
     def owned(self) -> list[Piece]:
         """This rank's runs, and its share of what other ranks hold alike."""
-        self._refuse_state()
+        self._check_state()
         return super().owned()
 
     def run_state(self) -> dict[str, Any]:
@@ -194,7 +194,6 @@ class Fsdp2Adapter(PyTorchAdapter):
         return {**super().run_state(), "on_mesh": on_mesh}
 
     def layout_facts(self) -> dict[str, Any]:
-        """See :class:`monitor.adapters.base.Adapter`."""
         meshes = {
             tuple(parameter.device_mesh.shape)
             for parameter in self._inventory.parameters().values()
@@ -202,33 +201,33 @@ class Fsdp2Adapter(PyTorchAdapter):
         }
         return {**super().layout_facts(), "meshes": [list(mesh) for mesh in sorted(meshes)]}
 
-    def _take_inventory(self, module: nn.Module) -> ModuleTensors:
+    def _collect_tensors(self, module: nn.Module) -> ModuleTensors:
         return ShardedModuleTensors(module)
 
     def _replica(self, fqn: str, slot: str, tensor: torch.Tensor) -> Replica:
         if not isinstance(tensor, DTensor):
             return super()._replica(fqn, slot, tensor)
-        run, local = self._runs.of(tensor, f"{fqn} ({slot})")
-        here = whole(fqn, slot, local)
+        run, local = self._ranges.of(tensor, f"{fqn} ({slot})")
+        here = whole_piece(fqn, slot, local)
         return Replica(Piece(Fragment(fqn, slot, run.start, run.numel), here.tensor), run.number, run.count)
 
     def _scalar(self, key: str, value: Any, fqn: str) -> Any:
         return local_of(value, f"{fqn} ({key})") if isinstance(value, DTensor) else value
 
-    def _scalars_to_be(
+    def _restored_scalars(
         self, fqn: str, parameter: nn.Parameter, group: Mapping[str, Any], saved: Mapping[str, Any]
     ) -> dict[str, Any]:
         """Beside a DTensor, state of a shape of its own is one, too, on every rank whole."""
-        found = super()._scalars_to_be(fqn, parameter, group, saved)
+        found = super()._restored_scalars(fqn, parameter, group, saved)
         if not isinstance(parameter, DTensor):
             return found
         on_mesh = saved.get("on_mesh", {}).get(fqn, ())
         return {
-            key: _replicated(value, parameter) if key in on_mesh or _has_a_shape(value) else value
+            key: _replicated(value, parameter) if key in on_mesh or _is_shaped_tensor(value) else value
             for key, value in found.items()
         }
 
-    def _refuse_state(self) -> None:
+    def _check_state(self) -> None:
         """UnsupportedError for optimizer state of which this rank has a part that cannot be told."""
         for fqn, parameter, _ in self._optimized():
             if not isinstance(parameter, DTensor):
@@ -236,7 +235,7 @@ class Fsdp2Adapter(PyTorchAdapter):
             state = self.optimizer.state.get(parameter, {})
             slots = slots_of(state, parameter)
             for key, value in state.items():
-                lies = self._how_it_lies(f"{fqn} ({key})", value, slot=key in slots)
+                lies = self._sharding_problem(f"{fqn} ({key})", value, slot=key in slots)
                 if lies is not None:
                     raise UnsupportedError(
                         f"{type(self.optimizer).__name__} keeps {key!r} of {fqn}, of shape {tuple(value.shape)}, "
@@ -244,17 +243,17 @@ class Fsdp2Adapter(PyTorchAdapter):
                         "element, such as AdamW"
                     )
 
-    def _how_it_lies(self, what: str, value: Any, *, slot: bool) -> str | None:
+    def _sharding_problem(self, what: str, value: Any, *, slot: bool) -> str | None:
         """What is wrong with a value in the state of a sharded parameter, if anything is."""
         if not isinstance(value, DTensor):
-            return "as a plain tensor beside a sharded parameter" if _has_a_shape(value) else None
+            return "as a plain tensor beside a sharded parameter" if _is_shaped_tensor(value) else None
         if slot:
             return None  # looked at as a piece
-        run, _ = self._runs.of(value, what)
+        run, _ = self._ranges.of(value, what)
         return None if run.numel == value.numel() else "cut up over the ranks"
 
 
-def _has_a_shape(value: Any) -> bool:
+def _is_shaped_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.ndim > 0
 
 

@@ -59,7 +59,7 @@ def torch_dtype(name: str) -> torch.dtype:
     return dtype
 
 
-class Names:
+class ParameterNames:
     """The fqn of each parameter of a module, as of one moment."""
 
     def __init__(self, by_id: Mapping[int, str]) -> None:
@@ -95,7 +95,7 @@ def without_wrappers(name: str) -> str:
 
 
 class ModuleTensors:
-    """Names of a module's parameters and persistent buffers.
+    """ParameterNames of a module's parameters and persistent buffers.
 
     The canonical name of a tied tensor is the first in the module's own order; the others are aliases.
     naming: what becomes of a name in the module tree.
@@ -103,20 +103,20 @@ class ModuleTensors:
 
     def __init__(self, module: nn.Module, naming: Callable[[str], str] = as_written) -> None:
         self._module = module
-        self.still = StepCache()
+        self.cache = StepCache()
         self._naming = naming
         self._refuse_unhandled()
 
     def parameters(self) -> Mapping[str, nn.Parameter]:
         """Every parameter by canonical fqn, in model order."""
-        return self.still.once("parameters", self._parameters)
+        return self.cache.get("parameters", self._parameters)
 
     def _parameters(self) -> dict[str, nn.Parameter]:
         return {self._naming(name): parameter for name, parameter in self._module.named_parameters()}
 
     def buffers(self) -> Mapping[str, torch.Tensor]:
         """Every persistent buffer by canonical fqn, in model order."""
-        return self.still.once("buffers", self._buffers)
+        return self.cache.get("buffers", self._buffers)
 
     def _buffers(self) -> dict[str, torch.Tensor]:
         found: dict[int, str] = {}
@@ -127,15 +127,15 @@ class ModuleTensors:
                 out[name] = buffer
         return out
 
-    def names(self) -> Names:
+    def names(self) -> ParameterNames:
         """Canonical fqn of each parameter."""
-        return self.still.once(
-            "names", lambda: Names({id(parameter): name for name, parameter in self.parameters().items()})
+        return self.cache.get(
+            "names", lambda: ParameterNames({id(parameter): name for name, parameter in self.parameters().items()})
         )
 
     def aliases(self) -> Mapping[str, tuple[str, ...]]:
         """Further names of tied tensors, by canonical fqn. Tensors with one name only are absent."""
-        return self.still.once("aliases", self._aliases)
+        return self.cache.get("aliases", self._aliases)
 
     def _aliases(self) -> dict[str, tuple[str, ...]]:
         every: list[tuple[str, torch.Tensor]] = [
@@ -209,7 +209,7 @@ def _in_state_dict_order(module: nn.Module, prefix: str) -> Iterator[str]:
             yield from _in_state_dict_order(child, f"{prefix}{name}.")
 
 
-def require_values(tensor: torch.Tensor, what: str) -> None:
+def require_materialized(tensor: torch.Tensor, what: str) -> None:
     """UnsupportedError for a tensor on the meta device: what is loaded into it would be lost without a word."""
     if tensor.is_meta:
         raise UnsupportedError(
@@ -218,9 +218,9 @@ def require_values(tensor: torch.Tensor, what: str) -> None:
         )
 
 
-def whole(fqn: str, slot: str, tensor: torch.Tensor) -> Piece:
+def whole_piece(fqn: str, slot: str, tensor: torch.Tensor) -> Piece:
     """A piece that spans all of ``tensor``, as a view. UnsupportedError when it is not contiguous, or on meta."""
-    require_values(tensor, f"{fqn} ({slot})")
+    require_materialized(tensor, f"{fqn} ({slot})")
     if not tensor.is_contiguous():
         raise UnsupportedError(
             f"{fqn} ({slot}) is not contiguous in memory (shape {tuple(tensor.shape)}, stride {tensor.stride()}); "
@@ -229,7 +229,7 @@ def whole(fqn: str, slot: str, tensor: torch.Tensor) -> Piece:
     return Piece(Fragment(fqn, slot, 0, tensor.numel()), tensor.detach().view(-1))
 
 
-def slice_of(piece: Piece, start: int, numel: int) -> Piece:
+def slice_piece(piece: Piece, start: int, numel: int) -> Piece:
     """Elements [start, start + numel) of a piece, counted from its own beginning."""
     fragment = piece.fragment
     return Piece(

@@ -27,14 +27,14 @@ _IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"}
 """How a step is computed, not what it computes: a load leaves these as they were configured."""
 
 
-def snapshot(value: Any, where: str) -> Any:
+def to_host(value: Any, where: str) -> Any:
     """A copy on the host of plain values and tensors, nested at will. Raises UnsupportedError for others."""
     if isinstance(value, torch.Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, Mapping):
-        return {key: snapshot(item, where) for key, item in value.items()}
+        return {key: to_host(item, where) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)([snapshot(item, where) for item in value])
+        return type(value)([to_host(item, where) for item in value])
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise UnsupportedError(f"{where} holds a {type(value).__name__}, which cannot be saved as plain data")
@@ -43,7 +43,7 @@ def snapshot(value: Any, where: str) -> Any:
 def describe_group(fqns: Iterable[str], group: Mapping[str, Any]) -> dict[str, Any]:
     """One param group of an optimizer: ``{"params": [fqn, ...], "hyper": {lr, betas, ...}}``."""
     hyper = {
-        key: snapshot(value, f"hyperparameter {key!r} of an optimizer param group")
+        key: to_host(value, f"hyperparameter {key!r} of an optimizer param group")
         for key, value in group.items()
         if key != "params"
     }
@@ -65,7 +65,7 @@ def match_groups(saved: Sequence[Mapping[str, Any]], live: LiveGroups) -> list[M
     for index, ((_, group), hyper) in enumerate(zip(live, chosen, strict=True)):
         for key, value in hyper.items():
             if key not in _IMPLEMENTATION:
-                _require_alike(index, key, group.get(key), value)
+                _check_same_shape(index, key, group.get(key), value)
     return chosen
 
 
@@ -77,12 +77,12 @@ def restore_groups(saved: Sequence[Mapping[str, Any]], live: LiveGroups) -> None
                 group[key] = _like(group.get(key), value)
 
 
-def _require_alike(index: int, key: str, live: Any, value: Any) -> None:
+def _check_same_shape(index: int, key: str, live: Any, value: Any) -> None:
     if not isinstance(live, torch.Tensor):
         return
     number = isinstance(value, bool | int | float)
     shape = value.shape if isinstance(value, torch.Tensor) else torch.Size() if number else None
-    if shape is None or not _fills(shape, live.shape):
+    if shape is None or not _can_broadcast(shape, live.shape):
         raise ModelMismatchError(
             f"{key!r} of param group {index} is a tensor of shape {tuple(live.shape)} here and was saved as "
             f"{value if shape is None or number else f'one of shape {tuple(shape)}'}; give the optimizer what it had "
@@ -90,7 +90,7 @@ def _require_alike(index: int, key: str, live: Any, value: Any) -> None:
         )
 
 
-def _fills(shape: torch.Size, live: torch.Size) -> bool:
+def _can_broadcast(shape: torch.Size, live: torch.Size) -> bool:
     """Whether copying would stretch ``shape`` to ``live``, as it does for a number."""
     return len(shape) <= len(live) and all(a in (1, b) for a, b in zip(reversed(shape), reversed(live), strict=False))
 
@@ -156,7 +156,7 @@ def slots_of(state: Mapping[str, Any], parameter: torch.Tensor) -> list[str]:
     )
 
 
-def slots_to_be(state: Mapping[str, Any], parameter: torch.Tensor, wanted: Mapping[str, str]) -> dict[str, torch.dtype]:
+def planned_slots(state: Mapping[str, Any], parameter: torch.Tensor, wanted: Mapping[str, str]) -> dict[str, torch.dtype]:
     """The slots, with their dtypes, that :func:`fit_slots` makes of a parameter's state. Changes nothing.
 
     wanted: slot -> dtype as stored; a slot that is there already keeps the dtype it has. UnsupportedError for a
@@ -187,7 +187,7 @@ def fit_slots(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, wanted:
     Missing ones are created with zeros, on the parameter's device; others are dropped.
     """
     state = optimizer.state.get(parameter, {})
-    planned, live = slots_to_be(state, parameter, wanted), slots_of(state, parameter)
+    planned, live = planned_slots(state, parameter, wanted), slots_of(state, parameter)
     for slot in live if parameter.numel() else ():  # of no elements nothing is stored, and nothing is lost
         if slot not in planned:
             del state[slot]

@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from monitor.adapters.base import FragmentPlace, Piece, TensorInfo, VersionTrail, versions_of
-from monitor.adapters.module_tensors import ModuleTensors, slice_of, whole, without_wrappers
+from monitor.adapters.base import FragmentPlace, Piece, TensorInfo, StateVersions, versions_of
+from monitor.adapters.module_tensors import ModuleTensors, slice_piece, whole_piece, without_wrappers
 from monitor.adapters.optimizer_state import (
     LiveGroups,
     complete_state,
@@ -37,8 +37,8 @@ from monitor.adapters.optimizer_state import (
     restore_scalar,
     scalar_device,
     slots_of,
-    slots_to_be,
-    snapshot,
+    planned_slots,
+    to_host,
 )
 from store.errors import UnsupportedError
 from store.names import BUFFER, FROZEN, WEIGHTS, Fragment
@@ -66,12 +66,12 @@ def even_slice(numel: int, rank: int, world_size: int) -> tuple[int, int]:
     return start, min(part, numel - start)
 
 
-def share(pieces: Iterable[Piece], rank: int, world_size: int) -> list[Piece]:
-    """:func:`share_out` of pieces that all ranks hold alike."""
-    return share_out(Replica(piece, rank, world_size) for piece in pieces)
+def partition_replicated(pieces: Iterable[Piece], rank: int, world_size: int) -> list[Piece]:
+    """:func:`partition_replicas` of pieces that all ranks hold alike."""
+    return partition_replicas(Replica(piece, rank, world_size) for piece in pieces)
 
 
-def share_out(replicas: Iterable[Replica]) -> list[Piece]:
+def partition_replicas(replicas: Iterable[Replica]) -> list[Piece]:
     """The parts of replicated pieces that this rank saves; over all ranks that hold one they cover it exactly once.
 
     Buffers are all the first one's: where ranks disagree (running statistics that nothing synchronises), they are saved
@@ -83,15 +83,15 @@ def share_out(replicas: Iterable[Replica]) -> list[Piece]:
         if fragment.slot == BUFFER:
             start, numel = (0, fragment.numel) if replica.number == 0 else (0, 0)
         elif fragment.numel < SMALL:
-            start, numel = (0, fragment.numel) if replica.number == _turn(fragment) % replica.count else (0, 0)
+            start, numel = (0, fragment.numel) if replica.number == _writer_number(fragment) % replica.count else (0, 0)
         else:
             start, numel = even_slice(fragment.numel, replica.number, replica.count)
         if numel:
-            out.append(slice_of(replica.piece, start, numel))
+            out.append(slice_piece(replica.piece, start, numel))
     return out
 
 
-def _turn(fragment: Fragment) -> int:
+def _writer_number(fragment: Fragment) -> int:
     return zlib.crc32(f"{fragment.fqn}/{fragment.slot}".encode())
 
 
@@ -118,8 +118,8 @@ class PyTorchAdapter:
     ) -> None:
         self.module = module
         self.optimizer = optimizer
-        self._around = tuple(around)
-        self._inventory = self._take_inventory(module)
+        self._wrappers = tuple(around)
+        self._inventory = self._collect_tensors(module)
         together = dist.is_available() and dist.is_initialized()
         self._rank = dist.get_rank(group) if together else 0
         self._world_size = dist.get_world_size(group) if together else 1
@@ -134,42 +134,37 @@ class PyTorchAdapter:
         """None: torch does not count them."""
         return None
 
-    def still(self) -> AbstractContextManager[None]:
-        """See :class:`monitor.adapters.base.Adapter`."""
-        return self._inventory.still.period()
+    def cache_lookups(self) -> AbstractContextManager[None]:
+        return self._inventory.cache.enabled()
 
     def check_attached(self) -> None:
         """See :class:`monitor.adapters.base.Adapter`: every parameter that is optimized is in the model, and all state
         is of one."""
         self._groups()
         require_by_parameter(self.optimizer)
-        for wrapper in self._around:
+        for wrapper in self._wrappers:
             _require_no_state(wrapper, self.optimizer)
 
-    def trail(self) -> VersionTrail | None:
-        """See :class:`monitor.adapters.base.Adapter`."""
+    def state_versions(self) -> StateVersions | None:
         moved = [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
         state = (value for p in moved for value in self.optimizer.state.get(p, {}).values())
-        return VersionTrail(type(self.optimizer).__name__, versions_of(moved), versions_of(state))
+        return StateVersions(type(self.optimizer).__name__, versions_of(moved), versions_of(state))
 
     def before_update(self, hook: Callable[[], None]) -> None:
-        """See :class:`monitor.adapters.base.Adapter`."""
         self.optimizer.register_step_pre_hook(lambda *_: hook())
 
     def tensors(self) -> Mapping[str, TensorInfo]:
-        """See :class:`monitor.adapters.base.Adapter`."""
         return self._inventory.infos(trainable=frozenset())
 
     def owned(self) -> list[Piece]:
         """This rank's share of :meth:`held`. Optimizer state appears once it exists, after the first step."""
-        return share_out(self._replicas())
+        return partition_replicas(self._replicas())
 
     def held(self) -> list[Piece]:
         """All of this rank's pieces: here every tensor, whole."""
         return [replica.piece for replica in self._replicas() if replica.piece.fragment.numel]
 
     def expected(self, slots: Mapping[str, Mapping[str, str]]) -> list[FragmentPlace]:
-        """See :class:`monitor.adapters.base.Adapter`."""
         optimized = {fqn: parameter for fqn, parameter, _ in self._optimized()}
         places = [
             FragmentPlace(piece.fragment, piece.tensor.dtype)
@@ -179,7 +174,7 @@ class PyTorchAdapter:
         for fqn, parameter in optimized.items():
             state = self.optimizer.state.get(parameter, {})
             live = slots_of(state, parameter)
-            for slot, dtype in slots_to_be(state, parameter, slots.get(fqn, {})).items():
+            for slot, dtype in planned_slots(state, parameter, slots.get(fqn, {})).items():
                 tensor = state[slot] if slot in live else parameter
                 places.append(FragmentPlace(self._replica(fqn, slot, tensor).piece.fragment, dtype))
         return [place for place in places if place.fragment.numel]
@@ -200,7 +195,7 @@ class PyTorchAdapter:
             state = self.optimizer.state.get(parameter, {})
             slots[fqn] = slots_of(state, parameter)
             scalars[fqn] = {
-                key: snapshot(self._scalar(key, value, fqn), f"optimizer state {key!r} of {fqn}")
+                key: to_host(self._scalar(key, value, fqn), f"optimizer state {key!r} of {fqn}")
                 for key, value in state.items()
                 if key not in slots[fqn]
             }
@@ -219,21 +214,19 @@ class PyTorchAdapter:
         return {}
 
     def check_run_state(self, state: Mapping[str, Any]) -> None:
-        """See :class:`monitor.adapters.base.Adapter`."""
-        match_groups(state["param_groups"], self._groups_that_count(state))
+        match_groups(state["param_groups"], self._groups_to_restore(state))
         for fqn, parameter, group in self._optimized():
-            self._scalars_to_be(fqn, parameter, group, state)
+            self._restored_scalars(fqn, parameter, group, state)
 
     def load_run_state(self, state: Mapping[str, Any]) -> None:
         """See :class:`monitor.adapters.base.Adapter`. Parameters saved without state lose theirs."""
-        restore_groups(state["param_groups"], self._groups_that_count(state))
+        restore_groups(state["param_groups"], self._groups_to_restore(state))
         for fqn, parameter, group in self._optimized():
-            scalars = self._scalars_to_be(fqn, parameter, group, state)
+            scalars = self._restored_scalars(fqn, parameter, group, state)
             if complete_state(self.optimizer, parameter, state.get("slots", {}).get(fqn, ()), bool(scalars)):
                 self.optimizer.state[parameter].update(scalars)
 
     def layout_facts(self) -> dict[str, Any]:
-        """See :class:`monitor.adapters.base.Adapter`."""
         return {
             "framework": self.framework,
             "optimizer": type(self.optimizer).__name__,
@@ -245,12 +238,12 @@ class PyTorchAdapter:
 
     # ---- what a kind of sharding says
 
-    def _take_inventory(self, module: nn.Module) -> ModuleTensors:
+    def _collect_tensors(self, module: nn.Module) -> ModuleTensors:
         return ModuleTensors(module, without_wrappers)
 
     def _replica(self, fqn: str, slot: str, tensor: torch.Tensor) -> Replica:
         """What this rank holds of a tensor, and who else does."""
-        return Replica(whole(fqn, slot, tensor), self._rank, self._world_size)
+        return Replica(whole_piece(fqn, slot, tensor), self._rank, self._world_size)
 
     def _scalar(self, key: str, value: Any, fqn: str) -> Any:  # noqa: ARG002 - for errors of subclasses
         """Optimizer state besides the slots, as it is saved."""
@@ -271,7 +264,7 @@ class PyTorchAdapter:
     def _groups(self) -> list[tuple[list[str], dict[str, Any]]]:
         names = self._inventory.names()
         return [
-            ([names.of(parameter, self._holder(index)) for parameter in group["params"]], group)
+            ([names.of(parameter, self._group_label(index)) for parameter in group["params"]], group)
             for index, group in enumerate(self.optimizer.param_groups)
         ]
 
@@ -279,9 +272,9 @@ class PyTorchAdapter:
         names = self._inventory.names()
         for index, group in enumerate(self.optimizer.param_groups):
             for parameter in group["params"]:
-                yield names.of(parameter, self._holder(index)), parameter, group
+                yield names.of(parameter, self._group_label(index)), parameter, group
 
-    def _groups_that_count(self, saved: Mapping[str, Any]) -> LiveGroups:
+    def _groups_to_restore(self, saved: Mapping[str, Any]) -> LiveGroups:
         # Frozen parameters in a group say nothing: ZeRO drops them from its groups.
         known = {fqn for group in saved["param_groups"] for fqn in group["params"]}
         parameters = self._inventory.parameters()
@@ -290,7 +283,7 @@ class PyTorchAdapter:
             for fqns, group in self._groups()
         ]
 
-    def _scalars_to_be(
+    def _restored_scalars(
         self, fqn: str, parameter: nn.Parameter, group: Mapping[str, Any], saved: Mapping[str, Any]
     ) -> dict[str, Any]:
         live = self.optimizer.state.get(parameter, {})
@@ -306,7 +299,7 @@ class PyTorchAdapter:
             for key, value in saved["scalars"].get(fqn, {}).items()
         }
 
-    def _holder(self, index: int) -> str:
+    def _group_label(self, index: int) -> str:
         return f"param group {index} of {type(self.optimizer).__name__}"
 
 

@@ -133,7 +133,6 @@ class BufferMeter:
         return 16 * len(self._references)
 
     def has_reference(self, unit: Unit) -> bool:
-        """See :class:`monitor.observe.drift_meter.DriftMeter`."""
         return unit in self._references
 
     def measure(self, unit: Unit, pieces: Sequence[torch.Tensor]) -> Measure:
@@ -145,17 +144,14 @@ class BufferMeter:
         return Measure(float(_hash(pieces) != reference), 1.0, finite)
 
     def reset(self, unit: Unit, pieces: Sequence[torch.Tensor]) -> None:
-        """See :class:`monitor.observe.drift_meter.DriftMeter`."""
         self._references[unit] = _hash(pieces)
 
     def stage(self, unit: Unit, copies: Sequence[torch.Tensor]) -> None:
-        """See :class:`monitor.observe.drift_meter.DriftMeter`."""
         if unit in self._staged:
             raise ValueError(f"{unit} is staged already")
         self._staged[unit] = list(copies)
 
     def settle(self, unit: Unit, committed: bool) -> list[torch.Tensor]:
-        """See :class:`monitor.observe.drift_meter.DriftMeter`."""
         if unit not in self._staged:
             raise ValueError(f"{unit} is not staged")
         copies = self._staged.pop(unit)
@@ -177,23 +173,18 @@ class BySlotMeter:
         return self._state.memory_bytes + self._buffers.memory_bytes
 
     def has_reference(self, unit: Unit) -> bool:
-        """See :class:`monitor.observe.drift_meter.DriftMeter`."""
         return self._of(unit).has_reference(unit)
 
     def measure(self, unit: Unit, pieces: Sequence[torch.Tensor]) -> Measure:
-        """See :class:`monitor.observe.drift_meter.DriftMeter`."""
         return self._of(unit).measure(unit, pieces)
 
     def reset(self, unit: Unit, pieces: Sequence[torch.Tensor]) -> None:
-        """See :class:`monitor.observe.drift_meter.DriftMeter`."""
         self._of(unit).reset(unit, pieces)
 
     def stage(self, unit: Unit, copies: Sequence[torch.Tensor]) -> None:
-        """See :class:`monitor.observe.drift_meter.DriftMeter`."""
         self._of(unit).stage(unit, copies)
 
     def settle(self, unit: Unit, committed: bool) -> list[torch.Tensor]:
-        """See :class:`monitor.observe.drift_meter.DriftMeter`."""
         return self._of(unit).settle(unit, committed)
 
     def _of(self, unit: Unit) -> DriftMeter:

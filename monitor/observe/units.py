@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from monitor.adapters.base import Adapter, Piece, VersionTrail
+from monitor.adapters.base import Adapter, Piece, StateVersions
 from monitor.adapters.module_tensors import dtype_name
 from monitor.distributed import Group
 from monitor.observe.layers import Layer
@@ -191,13 +191,13 @@ class Surveyor:
         self._adapter = adapter
         self._table = table
         self._updates = 0
-        self._trail: VersionTrail | None = None
+        self._trail: StateVersions | None = None
         adapter.before_update(self._count)
         self.mark()
 
     def mark(self) -> None:
         """From now on weights change only by the optimizer."""
-        self._trail, self._updates = self._adapter.trail(), 0
+        self._trail, self._updates = self._adapter.state_versions(), 0
 
     def survey(self, stepped: bool) -> Survey:
         """Look. ``stepped``: the training loop says that it took optimizer steps since the last time."""
@@ -221,7 +221,7 @@ class Surveyor:
         (scripts clip them, average them). Both together, with a state that stood still, are another optimizer's work:
         its moments are nowhere, and a resume would go on with the old ones."""
         before = self._trail
-        now = None if self._updates or before is None else self._adapter.trail()
+        now = None if self._updates or before is None else self._adapter.state_versions()
         if before is None or now is None:
             return
         if now.weights != before.weights and now.state == before.state:
