@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from monitor.adapters import adapter_for
-from monitor.adapters.frozen import WithoutFrozen
+from monitor.adapters.frozen import SkipFrozenAdapter
 from monitor.checkpointer import Checkpointer
 from monitor.config.load import Config, load_config
 from monitor.context import JobContext
@@ -211,7 +211,7 @@ def attach_counted(
     made = run_on_all_ranks(group, lambda: _job(target, config, state, group, steps))
     job, metrics = made.job, made.metrics
     check_same_config(job)
-    if isinstance(job.adapter, WithoutFrozen):
+    if isinstance(job.adapter, SkipFrozenAdapter):
         job.adapter.agree(group)
     check_policy(job)
     settings = job.config
@@ -249,7 +249,7 @@ def _job(
     settings = load_config(config)
     adapter = adapter_for(target)
     if settings.frozen == "skip":
-        adapter = WithoutFrozen(adapter)
+        adapter = SkipFrozenAdapter(adapter)
     user = UserState(state)
     to_tree({"framework": adapter.run_state(), "user": user.capture()})  # what cannot be stored is told now
     layers = find_layers(
