@@ -1,23 +1,8 @@
-"""Choose by ZeRO stage; ZeRO-1/2 and ZeRO-3 layouts.
-
-DeepSpeed engines: choosing the adapter of a ZeRO stage, and stage 0, which shards nothing.
-
-ZeRO stages 1 and 2: each param group is one flat tensor, cut into equal partitions, one per rank.
-
-Also the wrapper ``BF16_Optimizer``, which DeepSpeed builds for stage 1 in bf16 with fp32 gradient
-accumulation. A parameter's place is read off the memory that it views in the flat tensor, not from
-DeepSpeed's parameter mappings: with ``round_robin_gradients`` those are in another order than the data.
-
-ZeRO stage 3: every parameter is cut into ceil(numel / world size) slices, one per rank; the slices of a
-sub-group lie behind one another in one flat partition.
-
-The last ranks hold padding, which is cut off here. Parameters outside the optimizer (frozen ones) have
-their slice in ``param.ds_tensor``.
-"""
+"""Adapt DeepSpeed engines, by ZeRO stage: 0 (no sharding), 1 and 2, 3."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -43,12 +28,12 @@ from store.names import FROZEN, WEIGHTS, Fragment
 
 
 def engine_adapter(engine: Any) -> Adapter:
-    """The adapter for an engine's ZeRO stage. Raises UnsupportedError, naming it, for what is not handled."""
+    """Return the adapter for an engine's ZeRO stage. Raise UnsupportedError for unsupported engines."""
     for base in type(engine).__mro__:
         if base.__name__ in {"PipelineEngine", "DeepSpeedHybridEngine"}:
-            raise UnsupportedError(f"{base.__name__} is not handled yet; use deepspeed.initialize on a plain module")
+            raise UnsupportedError(f"{base.__name__} is not supported; use deepspeed.initialize on a plain module")
     if engine.optimizer is None or type(engine.optimizer).__name__ == "DummyOptim":
-        raise UnsupportedError("the DeepSpeed engine has no optimizer, so there is nothing to checkpoint; give it one")
+        raise UnsupportedError("the DeepSpeed engine has no optimizer; pass one to deepspeed.initialize")
     _check_parallelism(engine)
     stage, kind = int(engine.zero_optimization_stage()), type(engine.optimizer).__name__
     if kind in {"DeepSpeedZeroOptimizer", "BF16_Optimizer"}:
@@ -58,26 +43,26 @@ def engine_adapter(engine: Any) -> Adapter:
     if stage == 0 and engine.optimizer is engine.basic_optimizer:
         return Stage0Adapter(engine)
     raise UnsupportedError(
-        f"DeepSpeed's {kind} at ZeRO stage {stage} is not handled; use stage 1, 2 or 3 (or stage 0 in fp32)"
+        f"DeepSpeed's {kind} at ZeRO stage {stage} is not supported; use stage 1, 2 or 3 (or stage 0 in fp32)"
     )
 
 
 def _check_parallelism(engine: Any) -> None:
     if getattr(engine, "has_moe_layers", False):
-        raise UnsupportedError("DeepSpeed MoE (expert parallelism) is not handled yet; use a dense model")
+        raise UnsupportedError("DeepSpeed MoE (expert parallelism) is not supported; use a dense model")
     group = getattr(engine.optimizer, "dp_process_group", engine.data_parallel_group)
     size, world_size = dist.get_world_size(group), dist.get_world_size()
     if size != world_size or int(engine.mp_world_size) != 1:
         raise UnsupportedError(
             f"DeepSpeed is data parallel over {size} of {world_size} ranks: tensor, pipeline or other model "
-            "parallelism is not handled yet; use data parallelism over all ranks"
+            "parallelism is not supported; use data parallelism over all ranks"
         )
     if getattr(engine.optimizer, "zenflow", False):
-        raise UnsupportedError("ZenFlow is not handled; remove zero_optimization.zenflow")
+        raise UnsupportedError("ZenFlow is not supported; remove zero_optimization.zenflow")
 
 
 class Stage0Adapter(PyTorchAdapter):
-    """An engine without ZeRO, in fp32: replicas, with DeepSpeed's counters and scheduler."""
+    """Adapter of an engine without ZeRO, in fp32: replicas, with DeepSpeed's counters and scheduler."""
 
     framework = "deepspeed"
 
@@ -86,10 +71,9 @@ class Stage0Adapter(PyTorchAdapter):
         super().__init__(engine.module, engine.optimizer, engine.data_parallel_group)
 
     def _collect_tensors(self, module: nn.Module) -> ModuleTensors:
-        return ModuleTensors(module)  # by the names that DeepSpeed's own files have
+        return ModuleTensors(module)  # with the names that DeepSpeed's own files use
 
     def completed_steps(self) -> int | None:
-        """Steps at accumulation boundaries."""
         return int(self.engine.global_steps)
 
     def check_attached(self) -> None:
@@ -97,8 +81,7 @@ class Stage0Adapter(PyTorchAdapter):
         super().check_attached()
 
     def state_versions(self) -> StateVersions | None:
-        """None: the engine says which optimizer it has."""
-        return None
+        return None  # check_attached() detects another optimizer
 
     def run_state(self) -> dict[str, Any]:
         return {**super().run_state(), **engine_state(self.engine)}
@@ -119,16 +102,20 @@ class Stage0Adapter(PyTorchAdapter):
 
 
 class Zero12Adapter(ZeroAdapter):
-    """Adapter of an engine at ZeRO stage 1 or 2."""
+    """Adapter of an engine at ZeRO stage 1 or 2, also with DeepSpeed's wrapper ``BF16_Optimizer``.
+
+    Each param group is one flat tensor, cut into equal partitions, one per rank. A parameter's offset is derived from
+    the address of its view in the flat tensor, not from DeepSpeed's parameter mappings: with ``round_robin_gradients``
+    those are in another order than the data.
+    """
 
     def _flats(self) -> list[FlatPartition]:
-        """One per param group."""
+        """Return one per param group."""
         names = self._inventory.names()
         return [self._flat(index, names) for index in range(len(self._param_lists()))]
 
     def finish_load(self) -> None:
-        """Working weights from the masters: each rank casts its partition, then all gather. Collective."""
-        self._zero.update_lp_params()
+        self._zero.update_lp_params()  # each rank casts its partition of the masters, then all gather
 
     def _flat(self, index: int, names: ParameterNames) -> FlatPartition:
         masters, working = self._masters()[index], self._working()[index]
@@ -206,9 +193,12 @@ class Zero12Adapter(ZeroAdapter):
         return partitions
 
 
-def _in_memory_order(params: Sequence[nn.Parameter], flat: torch.Tensor, names: ParameterNames) -> list[tuple[str, int, int]]:
-    """(fqn, offset in the flat tensor, numel) of each parameter, by offset. Raises UnsupportedError for a
-    parameter that is not a view of the flat tensor (states moved off the device, for one)."""
+def _in_memory_order(
+    params: Sequence[nn.Parameter], flat: torch.Tensor, names: ParameterNames
+) -> list[tuple[str, int, int]]:
+    """Return (fqn, offset in the flat tensor, numel) of each parameter, by offset.
+
+    Raise UnsupportedError for a parameter that is not a view of the flat tensor (offloaded states, for example)."""
     begin, width = flat.data_ptr(), flat.element_size()
     out = []
     for parameter in params:
@@ -216,7 +206,7 @@ def _in_memory_order(params: Sequence[nn.Parameter], flat: torch.Tensor, names: 
         offset, remainder = divmod(parameter.data_ptr() - begin, width)
         if remainder or not 0 <= offset <= flat.numel() - parameter.numel() or not parameter.is_contiguous():
             raise UnsupportedError(
-                f"{fqn} does not lie in its group's flat tensor; if states were offloaded, call "
+                f"{fqn} is not a view of its group's flat tensor; if states were offloaded, call "
                 "engine.reload_states() first"
             )
         out.append((fqn, offset, parameter.numel()))
@@ -224,18 +214,21 @@ def _in_memory_order(params: Sequence[nn.Parameter], flat: torch.Tensor, names: 
 
 
 class Zero3Adapter(ZeroAdapter):
-    """Adapter of an engine at ZeRO stage 3."""
+    """Adapter of an engine at ZeRO stage 3.
+
+    Every parameter is cut into ceil(numel / world size) slices, one per rank; the slices of a sub-group are consecutive
+    in one flat partition. The padding on the last ranks is cut off. Parameters that are not in the optimizer (frozen
+    ones) have their slice in ``param.ds_tensor``.
+    """
 
     def _flats(self) -> list[FlatPartition]:
-        """One per sub-group (several in a param group that ``sub_group_size`` splits)."""
+        """Return one per sub-group (several in a param group that ``sub_group_size`` splits)."""
         names = self._inventory.names()
         return [self._flat(index, names) for index in range(len(self._zero.fp16_groups))]
 
     def finish_load(self) -> None:
-        """Working slices from the masters, then the small parameters that stay gathered. Collective.
-
-        Everything gathered is let go first: it was gathered from what was there before the load.
-        """
+        # Release gathered parameters, whose values are from before the load; cast the working slices from the masters;
+        # then gather the small parameters that persist.
         self._zero.checkpoint_event_prologue()
         for index in range(len(self._zero.fp16_groups)):
             self._zero._reassign_or_swap_out_partitioned_parameters(index)
@@ -266,22 +259,28 @@ class Zero3Adapter(ZeroAdapter):
         return [], sliced
 
     def _check_supported(self) -> None:
-        self._require_attributes("fp16_groups", "fp32_partitioned_groups_flat", "sub_group_to_group_id", "checkpoint_event_prologue")
+        self._require_attributes(
+            "fp16_groups", "fp32_partitioned_groups_flat", "sub_group_to_group_id", "checkpoint_event_prologue"
+        )
         zero = self._zero
         if getattr(zero, "swap_optimizer", False) or getattr(zero, "params_in_nvme_and_cpu", False):
-            raise UnsupportedError("ZeRO-3 with offload to NVMe is not handled; offload to the CPU, or not at all")
+            raise UnsupportedError("ZeRO-3 with offload to NVMe is not supported; offload to the CPU, or not at all")
         if getattr(zero, "offload_optimizer", False) and getattr(zero, "partial_offload", 1.0) != 1.0:
-            raise UnsupportedError("partial optimizer offload (ratio below 1) is not handled; set its ratio to 1.0")
+            raise UnsupportedError("partial optimizer offload (ratio below 1) is not supported; set its ratio to 1.0")
         if getattr(zero, "use_muon", False):
-            raise UnsupportedError("Muon at ZeRO stage 3 is not handled; use stage 1 or 2")
+            raise UnsupportedError("Muon at ZeRO stage 3 is not supported; use stage 1 or 2")
         for fqn, parameter in self._inventory.parameters().items():
             self._check_parameter(fqn, parameter)
 
     def _check_parameter(self, fqn: str, parameter: Any) -> None:
         if not hasattr(parameter, "ds_tensor"):
-            raise UnsupportedError(f"{fqn} is not partitioned by ZeRO-3; was it added after the engine was built?")
+            raise UnsupportedError(
+                f"{fqn} is not partitioned by ZeRO-3: add it to the model before deepspeed.initialize"
+            )
         if dist.get_world_size(parameter.ds_process_group) != self._world_size:
-            raise UnsupportedError(f"{fqn} is partitioned over a part of the ranks (MiCS or AutoEP): not handled")
+            raise UnsupportedError(
+                f"{fqn} is partitioned over some of the ranks (MiCS or AutoEP), which is not supported: turn it off"
+            )
         if hasattr(parameter.ds_tensor, "ds_quant_scale"):
             raise UnsupportedError(f"{fqn} is quantized; set zero_quantized_nontrainable_weights to false")
 
@@ -289,22 +288,24 @@ class Zero3Adapter(ZeroAdapter):
         return {
             "partition_count": int(self._zero.partition_count),
             "param_groups": [{"params": fqns} for fqns, _ in self._groups()],
-            "sub_groups": [dict(facts) for facts in self._sub_group_facts()],
+            "sub_groups": [
+                self._sub_group_facts(*sub_group)
+                for sub_group in zip(self.flats(), self._zero.fp16_groups, strict=True)
+            ],
         }
 
-    def _sub_group_facts(self) -> Iterator[dict[str, Any]]:
-        for flat, params in zip(self.flats(), self._zero.fp16_groups, strict=True):
-            slices = [int(parameter.partition_numel()) for parameter in params]
-            yield {
-                "params": list(flat.fqns),
-                "param_group": flat.group,
-                "partition_numels": slices,
-                "flat_numel": sum(slices),
-            }
+    def _sub_group_facts(self, flat: FlatPartition, params: Any) -> dict[str, Any]:
+        slices = [int(parameter.partition_numel()) for parameter in params]
+        return {
+            "params": list(flat.fqns),
+            "param_group": flat.group,
+            "partition_numels": slices,
+            "flat_numel": sum(slices),
+        }
 
 
 def _local_slice(parameter: Any) -> tuple[int, int]:
-    """(start, numel) of this rank's slice of a partitioned parameter, without padding."""
+    """Return (start, numel) of this rank's slice of a partitioned parameter, without padding."""
     part, total = int(parameter.partition_numel()), int(parameter.ds_numel)
     start = min(dist.get_rank(parameter.ds_process_group) * part, total)
     return start, min(part, total - start)

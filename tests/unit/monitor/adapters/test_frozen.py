@@ -68,7 +68,10 @@ def test_another_base_is_refused_by_name(tmp_path: Path) -> None:
         train(model, optimizer, ckpt, 2)
     other, _, ckpt = job(tmp_path / "store", base=1)
     before = other.top.weight.clone()
-    with ckpt, pytest.raises(ModelMismatchError, match=r"are others than when it was saved: base\.0\.bias and 3 more"):
+    with (
+        ckpt,
+        pytest.raises(ModelMismatchError, match=r"differ from those it was saved with: base\.0\.bias and 3 more"),
+    ):
         ckpt.resume()
     assert torch.equal(other.top.weight, before)
     _, _, ckpt = job(tmp_path / "store", frozen="save")
