@@ -35,7 +35,7 @@ from monitor.decide.schedule import schedule_for
 from monitor.decide.statistics import unit_stats
 from monitor.distributed import Group, current_group, run_on_all_ranks, run_on_rank0
 from monitor.events import Listeners
-from monitor.huggingface.accelerator import is_accelerator, prepared
+from monitor.huggingface.accelerator import is_accelerator, prepared_objects
 from monitor.ledger import Ledger
 from monitor.observe import meter_for
 from monitor.observe.drift_meter import BySlotMeter
@@ -194,7 +194,7 @@ def attach(
     machine owns the store, and StorageError where it cannot be written.
     """
     if is_accelerator(target):
-        found = prepared(target)
+        found = prepared_objects(target)
         return attach_counted(found.target, config, [*found.state, *state], found.steps)
     return attach_counted(target, config, state, None)
 

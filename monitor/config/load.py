@@ -199,7 +199,7 @@ def load_config(source: str | os.PathLike[str] | Mapping[str, Any] | Config | No
     _check_known("preemption.signals", config.preemption.signals, SIGNALS)
     if config.every != "auto" and config.auto != AutoSettings():
         raise ConfigError(
-            f"auto: the section is used under `every: auto` only, and every is {config.every}: set `every: auto`, or "
+            f"auto: the section holds under `every: auto` only, and every is {config.every}: set `every: auto`, or "
             "remove it"
         )
     if config.memory.peers and not config.memory.enabled:
