@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -139,11 +139,7 @@ class Zero12Adapter(ZeroAdapter):
         return replicated, []
 
     def _check_supported(self) -> None:
-        self._require_attributes("real_dp_process_group", "update_lp_params", "partition_count")
-        if self._is_bf16_optimizer():
-            self._require_attributes("bf16_groups", "bf16_groups_flat", "fp32_groups_flat_partition")
-        else:
-            self._require_attributes("bit16_groups", "bit16_groups_flat", "single_partition_of_fp32_groups")
+        self._require_attributes("real_dp_process_group", "update_lp_params", "partition_count", *self._attributes())
         self.flats()
 
     def _stage_facts(self) -> dict[str, Any]:
@@ -172,25 +168,20 @@ class Zero12Adapter(ZeroAdapter):
             "group_paddings": [min(size, max(0, (rank + 1) * size - end)) for rank in range(count)],
         }
 
-    def _is_bf16_optimizer(self) -> bool:
-        return type(self._zero).__name__ == "BF16_Optimizer"
+    def _attributes(self) -> tuple[str, str, str]:
+        """Return the names of the lists of parameters, flat working weights and master partitions."""
+        if type(self._zero).__name__ == "BF16_Optimizer":
+            return "bf16_groups", "bf16_groups_flat", "fp32_groups_flat_partition"
+        return "bit16_groups", "bit16_groups_flat", "single_partition_of_fp32_groups"
 
     def _param_lists(self) -> Sequence[Sequence[nn.Parameter]]:
-        lists: Sequence[Sequence[nn.Parameter]] = (
-            self._zero.bf16_groups if self._is_bf16_optimizer() else self._zero.bit16_groups
-        )
-        return lists
+        return cast("Sequence[Sequence[nn.Parameter]]", getattr(self._zero, self._attributes()[0]))
 
     def _working(self) -> Sequence[torch.Tensor]:
-        flats: Sequence[torch.Tensor] = (
-            self._zero.bf16_groups_flat if self._is_bf16_optimizer() else self._zero.bit16_groups_flat
-        )
-        return flats
+        return cast("Sequence[torch.Tensor]", getattr(self._zero, self._attributes()[1]))
 
     def _masters(self) -> Sequence[torch.Tensor]:
-        name = "fp32_groups_flat_partition" if self._is_bf16_optimizer() else "single_partition_of_fp32_groups"
-        partitions: Sequence[torch.Tensor] = getattr(self._zero, name)
-        return partitions
+        return cast("Sequence[torch.Tensor]", getattr(self._zero, self._attributes()[2]))
 
 
 def _in_memory_order(

@@ -37,11 +37,11 @@ _TORCH_OF: dict[str, torch.dtype] = {
 _NAME_OF: dict[torch.dtype, str] = {dtype: name for name, dtype in _TORCH_OF.items()}
 
 
-def dtype_name(dtype: torch.dtype, what: str = "a tensor") -> str:
-    """Return the safetensors name of a torch dtype. Raise UnsupportedError, naming ``what``, if there is none."""
+def dtype_name(dtype: torch.dtype, tensor: str = "a tensor") -> str:
+    """Return the safetensors name of a torch dtype. Raise UnsupportedError, naming ``tensor``, if there is none."""
     name = _NAME_OF.get(dtype)
     if name is None:
-        raise UnsupportedError(f"{what} has dtype {dtype}, which cannot be saved; supported: {', '.join(_TORCH_OF)}")
+        raise UnsupportedError(f"{tensor} has dtype {dtype}, which cannot be saved; supported: {', '.join(_TORCH_OF)}")
     return name
 
 

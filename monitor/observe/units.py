@@ -87,22 +87,20 @@ class UnitTable:
     def agree(self, local: Mapping[Unit, LocalUnit]) -> set[Unit]:
         """Gather the units and sizes of all ranks. Return the units whose pieces changed on any rank. Collective."""
         own = {unit: _members(part) for unit, part in local.items()}
+        before, now = self._shape, _shapes(local)
+        differing = () if before is None else before.items() ^ now.items()
+        changed_here = {unit for unit, _ in differing}
         totals: dict[Unit, _Members] = {}
         reshaped: set[Unit] = set()
-        for units, changed in self._group.all_gather((own, self._changed_units(local))):
+        for members_by_unit, changed in self._group.all_gather((own, changed_here)):
             reshaped |= changed
-            for unit, members in units.items():
+            for unit, members in members_by_unit.items():
                 _add(totals.setdefault(unit, {}), members)
-        self.sizes = {unit: _size(totals[unit]) for unit in sorted(totals, key=self._order)}
-        self._shape = _shapes(local)
+        order = sorted(totals, key=lambda unit: (self.layer(unit).position, unit.slot))
+        self.sizes = {unit: _size(totals[unit]) for unit in order}
+        self._shape = now
         self.lost = (self.lost | reshaped) & set(self.sizes)
         return reshaped
-
-    def _changed_units(self, local: Mapping[Unit, LocalUnit]) -> set[Unit]:
-        before, now = self._shape, _shapes(local)
-        if before is None:
-            return set()
-        return {unit for unit in before.keys() | now.keys() if before.get(unit) != now.get(unit)}
 
     def _layer_named(self, fqn: str) -> str:
         if fqn not in self._layer_of:
@@ -132,9 +130,6 @@ class UnitTable:
             )
             for fqn, info in self._adapter.tensors().items()
         }
-
-    def _order(self, unit: Unit) -> tuple[int, str]:
-        return self.layer(unit).position, unit.slot
 
 
 def is_moving(unit: Unit) -> bool:
