@@ -174,8 +174,8 @@ def test_the_order_of_the_data_continues(tmp_path: Path, arguments: dict[str, An
 
 def test_an_unknown_place_in_a_later_pass_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     Runs(tmp_path, data=Stream(), max_steps=8).resumed(every=3, broken_at=7)
-    (told,) = [one.message for one in caplog.records if "begins anew" in one.message]
-    assert told.startswith("pass 2 over the data was under way at step 6, and of data without a length")
+    (message,) = [one.message for one in caplog.records if "that pass starts again" in one.message]
+    assert message.startswith("pass 2 over the data was in progress at step 6, and for data without a length")
 
 
 @pytest.mark.parametrize(("step", "event"), [(8, "step_end"), (7, "step_end"), (7, "epoch_end"), (9, "step_end")])
