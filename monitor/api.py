@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from monitor.adapters import adapter_for
-from monitor.adapters.frozen import WithoutFrozen
+from monitor.adapters.frozen import SkipFrozenAdapter
 from monitor.checkpointer import Checkpointer
 from monitor.config.load import Config, load_config
 from monitor.context import JobContext
@@ -22,7 +22,7 @@ from monitor.decide.schedule import schedule_for
 from monitor.decide.statistics import unit_stats
 from monitor.distributed import Group, current_group, run_on_all_ranks, run_on_rank0
 from monitor.events import Listeners
-from monitor.huggingface.accelerator import is_accelerator, prepared
+from monitor.huggingface.accelerator import is_accelerator
 from monitor.ledger import Ledger
 from monitor.observe import meter_for
 from monitor.observe.drift_meter import BySlotMeter
@@ -196,7 +196,7 @@ def attach(
         ckpt.close()
     """
     if is_accelerator(target):
-        accelerated = prepared(target)
+        accelerated = prepared_objects(target)
         return attach_counted(accelerated.target, config, [*accelerated.state, *state], accelerated.steps)
     return attach_counted(target, config, state, None)
 
@@ -214,7 +214,7 @@ def attach_counted(
     group = current_group()
     job, metrics, budget_tracker = run_on_all_ranks(group, lambda: _build_job(target, config, state, group, steps))
     check_same_config(job)
-    if isinstance(job.adapter, WithoutFrozen):
+    if isinstance(job.adapter, SkipFrozenAdapter):
         job.adapter.agree(group)
     check_policy(job)
     settings = job.config
@@ -242,7 +242,7 @@ def _build_job(
     settings = load_config(config)
     adapter = adapter_for(target)
     if settings.frozen == "skip":
-        adapter = WithoutFrozen(adapter)
+        adapter = SkipFrozenAdapter(adapter)
     user = UserState(state)
     to_tree({"framework": adapter.run_state(), "user": user.capture()})  # raises now if something cannot be stored
     layers = find_layers(

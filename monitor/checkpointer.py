@@ -236,7 +236,7 @@ class Checkpointer:
         self._listeners.on_step(self._step, began)
         if self._preemption.agreed():
             return self._leave()
-        with self._job.adapter.still():
+        with self._job.adapter.cache_lookups():
             report = self._decide(began, None) if self._pace.due(self._step) else None
             self._snapshot(surveyed=report is not None)
         return report
@@ -266,7 +266,7 @@ class Checkpointer:
             )
         self._step = self._job.completed_steps() or self._step
         self.flush()
-        with self._job.adapter.still():
+        with self._job.adapter.cache_lookups():
             report = self._decide(time.perf_counter(), SaveRequest("asked for by save()"))
         if wait:
             self.flush()

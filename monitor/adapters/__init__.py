@@ -1,9 +1,4 @@
-"""adapter_for(): choose the adapter.
-
-One file per training framework, behind the protocol in ``base``.
-
-Choosing the adapter for what the user trains with. Nothing of DeepSpeed is imported for anything else.
-"""
+"""Choose the adapter for a training framework. DeepSpeed and FSDP2 are imported only when they are used."""
 
 from __future__ import annotations
 
@@ -23,15 +18,13 @@ _ACCEPTED = (
 
 
 def adapter_for(target: Any) -> Adapter:
-    """The adapter for a DeepSpeed engine or a ``(model, optimizer)`` tuple.
+    """Return the adapter of a DeepSpeed engine or a ``(model, optimizer)`` tuple.
 
-    Raises UnsupportedError, saying what is accepted, for anything else.
+    Raise UnsupportedError for anything else.
     """
     if isinstance(target, tuple | list) and len(target) == 2:
         model, optimizer = target
-        if _is_engine(model):
-            return adapter_for(model)
-        return _plain(model, *_around(optimizer))
+        return adapter_for(model) if _is_engine(model) else _module_adapter(model, optimizer)
     if _is_engine(target):
         from monitor.adapters.deepspeed import engine_adapter
 
@@ -45,38 +38,33 @@ def _is_engine(target: Any) -> bool:
     )
 
 
-def _plain(model: Any, *optimizers: Any) -> Adapter:
-    *around, optimizer = optimizers
+def _module_adapter(model: Any, optimizer: Any) -> Adapter:
+    wrappers = []  # a launcher's (such as Accelerate's) have no state but the inner optimizer's
+    while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        wrappers.append(optimizer)
+        optimizer = inner
     if not isinstance(model, nn.Module) or not isinstance(optimizer, torch.optim.Optimizer):
-        found = f"({type(model).__name__}, {type(optimizer).__name__})"
-        raise UnsupportedError(f"cannot attach to {found}; {_ACCEPTED}")
+        target = f"({type(model).__name__}, {type(optimizer).__name__})"
+        raise UnsupportedError(f"cannot attach to {target}; {_ACCEPTED}")
     module, group = unwrap(model)
-    for part in module.modules():
-        if type(part).__name__ == "FullyShardedDataParallel":
-            raise UnsupportedError(
-                "FullyShardedDataParallel (FSDP1) is not handled: use fully_shard of torch.distributed.fsdp (with "
-                f"Accelerate and the Trainer fsdp_version: 2); {_ACCEPTED}"
-            )
+    if any(type(part).__name__ == "FullyShardedDataParallel" for part in module.modules()):
+        raise UnsupportedError(
+            "FullyShardedDataParallel (FSDP1) is not supported: use fully_shard of torch.distributed.fsdp (with "
+            f"Accelerate and the Trainer fsdp_version: 2); {_ACCEPTED}"
+        )
     if group is None and _is_sharded(module):
         from monitor.adapters.fsdp2 import Fsdp2Adapter
 
-        return Fsdp2Adapter(module, optimizer, around)
-    return PyTorchAdapter(module, optimizer, group, around)
+        return Fsdp2Adapter(module, optimizer, wrappers)
+    return PyTorchAdapter(module, optimizer, group, wrappers)
 
 
 def _is_sharded(module: nn.Module) -> bool:
     """Whether ``fully_shard`` was applied to the module or a part of it, or a parameter is a DTensor.
 
-    Told by names: neither need be imported for anything else."""
+    Class names are compared so that neither has to be imported."""
     return any(
         base.__name__ == "FSDPModule" and base.__module__.startswith("torch.")
         for part in module.modules()
         for base in type(part).__mro__
     ) or any(type(parameter.data).__name__ == "DTensor" for parameter in module.parameters())
-
-
-def _around(optimizer: Any) -> list[Any]:
-    """An optimizer behind the wrappers around it, outermost first. A launcher's (such as Accelerate's) has no state but
-    the inner optimizer's."""
-    inner = getattr(optimizer, "optimizer", None)
-    return [optimizer, *_around(inner)] if isinstance(inner, torch.optim.Optimizer) else [optimizer]

@@ -1,15 +1,7 @@
-"""Adapter protocol, Piece, Place.
+"""Define the interface to a training framework: where its state lives, as fragments, and how to restore it.
 
-The seam to a training framework: where its state lives, as fragments, and how to put it back.
-
-An adapter is used from the training thread only, between optimizer steps, when the state stands still.
+An adapter is used from the training thread only, between optimizer steps, while the state does not change.
 It leaves the user's param groups as they are.
-
-What is looked up once while a job stands still, and forgotten when it moves on.
-
-One decision asks a dozen times for the names of a model's parameters, and each answer is a walk over its module tree,
-which takes longer than everything else in a decision. Between two decisions a script may change anything, so nothing is
-kept for longer. Training thread only.
 """
 
 from __future__ import annotations
@@ -26,66 +18,64 @@ from store.names import Fragment
 
 @dataclass(frozen=True)
 class Piece:
-    """A fragment and the live memory behind it.
-
-    tensor: 1-d, contiguous, ``fragment.numel`` elements, a view on the framework's own storage:
-    copying from it saves, copying into it loads.
-    """
+    """A fragment and the live memory behind it."""
 
     fragment: Fragment
     tensor: torch.Tensor
+    """1-d, contiguous, ``fragment.numel`` elements, a view on the framework's own storage: copying from it saves,
+    copying into it loads."""
 
 
 @dataclass(frozen=True)
 class FragmentPlace:
-    """Where a load will put a fragment: a piece whose memory need not exist yet. dtype: of the live tensor."""
+    """A fragment that a load will fill; its memory need not exist yet."""
 
     fragment: Fragment
     dtype: torch.dtype
+    """dtype of the live tensor."""
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """One parameter or persistent buffer of the model, whole.
-
-    shape: global shape. dtype: of the working copy, as safetensors names it (``BF16``, ``F32``, ...).
-    kind: ``trainable``, ``frozen`` or ``buffer``.
-    aliases: other names under which the very same tensor (tied weights) appears in the module tree.
-    """
+    """One parameter or persistent buffer of the model."""
 
     shape: tuple[int, ...]
+    """Global shape."""
     dtype: str
+    """dtype of the working copy, as safetensors names it (``BF16``, ``F32``, ...)."""
     kind: str
+    """``trainable``, ``frozen`` or ``buffer``."""
     aliases: tuple[str, ...] = ()
+    """Other names of the same tensor (tied weights) in the module tree."""
 
 
 @dataclass(frozen=True)
-class VersionTrail:
-    """What tells whether weights, and the state of the optimizer that holds them, were changed in between: equal
-    where they were not. Nothing is read but version counters, so no value is looked at. optimizer: its class."""
+class StateVersions:
+    """Version counters of weights and optimizer state: equal if neither was changed. No value is read."""
 
     optimizer: str
+    """Class name."""
     weights: int
     state: int
 
 
 def versions_of(values: Iterable[Any]) -> int:
-    """Of tensors which they are and how often they were changed in place; of other values what they are."""
+    """Return a hash of tensors' identities and in-place version counters, and of other values themselves."""
     return hash(tuple((id(v), v._version) if isinstance(v, torch.Tensor) else repr(v) for v in values))
 
 
 class Adapter(Protocol):
-    """One training framework.
+    """Access to the state of one training framework.
 
-    Fragments of all ranks together, as given by :meth:`owned`, cover every (fqn, slot) exactly once.
-    Fragments given by :meth:`held` are all that this rank keeps, replicas included: what a load fills.
+    The fragments that :meth:`owned` returns on all ranks together cover every (fqn, slot) exactly once.
+    :meth:`held` returns all fragments on this rank, replicas included: a load fills them.
     The slot is :data:`store.names.WEIGHTS` for trainable weights (the fp32 master where there is one),
     :data:`store.names.FROZEN` for parameters without gradient, :data:`store.names.BUFFER` for persistent
     buffers, and the optimizer's own key (``exp_avg``, ``exp_avg_sq``, ``momentum_buffer``, ...) for its
     state tensors of the parameter's shape.
 
-    A load is checked first, which changes nothing: :meth:`expected`, :meth:`check_run_state`. Then it goes in this
-    order: the states of :meth:`objects`, :meth:`prepare_load`, copying into what :meth:`held` gives,
+    A load is checked first, without changing anything: :meth:`expected`, :meth:`check_run_state`. Then follow, in this
+    order: the states of :meth:`objects`, :meth:`prepare_load`, copying into the pieces of :meth:`held`,
     :meth:`load_run_state`, :meth:`finish_load`.
     """
 
@@ -96,21 +86,23 @@ class Adapter(Protocol):
     weights), so that nothing a training script does between two optimizer steps can change them."""
 
     def completed_steps(self) -> int | None:
-        """Optimizer steps taken so far, or None where the framework does not count them."""
+        """Return the number of optimizer steps taken, or None if the framework does not count them."""
         ...
 
-    def still(self) -> AbstractContextManager[None]:
-        """Nothing of the job changes inside, so that what is asked for again need not be looked up again."""
+    def cache_lookups(self) -> AbstractContextManager[None]:
+        """Cache lookups inside the context, in which nothing of the job may change."""
         ...
 
     def check_attached(self) -> None:
-        """Raise UnsupportedError, saying what to do, where the job is not what was attached any more: a parameter that
-        the optimizer holds and the model does not, another optimizer or module in an engine."""
+        """Raise UnsupportedError if the job is no longer the attached one.
+
+        Cases: the optimizer holds a parameter that is not in the model; an engine has another optimizer or module."""
         ...
 
-    def trail(self) -> VersionTrail | None:
-        """The :class:`VersionTrail` of the attached optimizer's weights, or None where another one could not go
-        unnoticed."""
+    def state_versions(self) -> StateVersions | None:
+        """Return version counters of the optimizer's weights and state.
+
+        None if a replaced optimizer is always detected without them."""
         ...
 
     def before_update(self, hook: Callable[[], None]) -> None:
@@ -118,56 +110,54 @@ class Adapter(Protocol):
         ...
 
     def tensors(self) -> Mapping[str, TensorInfo]:
-        """Every parameter and persistent buffer by fqn, tied ones once, in model order. Same on all ranks."""
+        """Return every parameter and persistent buffer by fqn, tied ones once, in model order. Same on all ranks."""
         ...
 
     def owned(self) -> list[Piece]:
-        """The pieces that this rank saves, in a fixed order."""
+        """Return the pieces that this rank saves, in a fixed order."""
         ...
 
     def held(self) -> list[Piece]:
-        """All pieces that this rank keeps: what a load has to fill."""
+        """Return all pieces on this rank, which a load has to fill."""
         ...
 
     def expected(self, slots: Mapping[str, Mapping[str, str]]) -> list[FragmentPlace]:
-        """What :meth:`held` will give after :meth:`prepare_load` with the same ``slots``. Changes nothing.
+        """Return the places :meth:`held` will have after :meth:`prepare_load` with the same ``slots``.
 
-        Raises whatever those two would raise."""
+        Changes nothing. Raises the errors that those two would raise."""
         ...
 
     def prepare_load(self, slots: Mapping[str, Mapping[str, str]]) -> None:
-        """Make optimizer state exist before :meth:`held` is asked: slots[fqn][slot] is its dtype."""
+        """Create optimizer state before :meth:`held` is called; slots[fqn][slot] is its dtype."""
         ...
 
     def finish_load(self) -> None:
-        """Refresh whatever is derived from what was loaded (bf16 working weights, gathered parameters).
-
-        Collective: all ranks call it."""
+        """Refresh everything derived from the loaded state (bf16 working weights, gathered parameters). Collective."""
         ...
 
     def run_state(self) -> dict[str, Any]:
-        """Counters, loss scaler, scheduler, hyperparameters per param group, scalars per parameter.
+        """Return counters, loss scaler, scheduler, hyperparameters per param group and scalars per parameter.
 
         Plain values and tensors only. Parameters are named by fqn, never by index, so that it fits any
         stage and world size."""
         ...
 
     def objects(self) -> Mapping[str, Any]:
-        """Objects that the framework was given and that load their state themselves (a learning-rate scheduler), by
-        the key of :meth:`run_state` where that state is."""
+        """Return the framework's objects that load their own state (a learning-rate scheduler).
+
+        Keyed as their state is in :meth:`run_state`."""
         ...
 
     def check_run_state(self, state: Mapping[str, Any]) -> None:
-        """Raise whatever :meth:`load_run_state` would raise. Changes nothing."""
+        """Raise the errors that :meth:`load_run_state` would raise. Changes nothing."""
         ...
 
     def load_run_state(self, state: Mapping[str, Any]) -> None:
-        """The inverse of :meth:`run_state` but for :meth:`objects`, possibly from another stage, world size or
-        framework."""
+        """Load a :meth:`run_state`, except :meth:`objects`; it may be of another stage, world size or framework."""
         ...
 
     def layout_facts(self) -> dict[str, Any]:
-        """JSON values from which the merger lays out this framework's own checkpoint again."""
+        """Return JSON values from which the merger rebuilds the framework's own checkpoint layout."""
         ...
 
 
@@ -175,28 +165,32 @@ T = TypeVar("T")
 
 
 class StepCache:
-    """Answers by key, kept during :meth:`period` only. They are shared: nobody changes them."""
+    """Caches values by key inside :meth:`enabled` only. The values are shared: do not change them.
+
+    One decision asks a dozen times for the names of a model's parameters, and each lookup walks the module tree, which
+    takes longer than everything else in a decision. Between two decisions a script may change anything.
+    """
 
     def __init__(self) -> None:
-        self._found: dict[str, Any] | None = None
+        self._values: dict[str, Any] | None = None
 
     @contextmanager
-    def period(self) -> Iterator[None]:
-        """The job stands still inside. One period inside another is part of it."""
-        if self._found is not None:
+    def enabled(self) -> Iterator[None]:
+        """Cache values until the outermost context ends."""
+        if self._values is not None:
             yield
             return
-        self._found = {}
+        self._values = {}
         try:
             yield
         finally:
-            self._found = None
+            self._values = None
 
-    def once(self, key: str, look: Callable[[], T]) -> T:
-        """What ``look`` gives; in a period it is called once for each key, unless it raises."""
-        if self._found is None:
-            return look()
-        if key not in self._found:
-            self._found[key] = look()
-        found: T = self._found[key]
-        return found
+    def get(self, key: str, compute: Callable[[], T]) -> T:
+        """Return ``compute()``, called once per key while the cache is enabled; errors are not cached."""
+        if self._values is None:
+            return compute()
+        if key not in self._values:
+            self._values[key] = compute()
+        value: T = self._values[key]
+        return value

@@ -1,32 +1,17 @@
-"""Choose by ZeRO stage; ZeRO-1/2 and ZeRO-3 layouts.
-
-DeepSpeed engines: choosing the adapter of a ZeRO stage, and stage 0, which shards nothing.
-
-ZeRO stages 1 and 2: each param group is one flat tensor, cut into equal partitions, one per rank.
-
-Also the wrapper ``BF16_Optimizer``, which DeepSpeed builds for stage 1 in bf16 with fp32 gradient
-accumulation. A parameter's place is read off the memory that it views in the flat tensor, not from
-DeepSpeed's parameter mappings: with ``round_robin_gradients`` those are in another order than the data.
-
-ZeRO stage 3: every parameter is cut into ceil(numel / world size) slices, one per rank; the slices of a
-sub-group lie behind one another in one flat partition.
-
-The last ranks hold padding, which is cut off here. Parameters outside the optimizer (frozen ones) have
-their slice in ``param.ds_tensor``.
-"""
+"""Adapt DeepSpeed engines, by ZeRO stage: 0 (no sharding), 1 and 2, 3."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from monitor.adapters.base import Adapter, Piece, VersionTrail
+from monitor.adapters.base import Adapter, Piece, StateVersions
 from monitor.adapters.deepspeed_base import (
-    Flat,
+    FlatPartition,
     Placement,
     ZeroAdapter,
     check_engine_state,
@@ -36,20 +21,20 @@ from monitor.adapters.deepspeed_base import (
     load_engine_state,
     require_same_engine,
 )
-from monitor.adapters.module_tensors import ModuleTensors, Names, slice_of, whole
+from monitor.adapters.module_tensors import ModuleTensors, ParameterNames, slice_piece, whole_piece
 from monitor.adapters.pytorch import PyTorchAdapter
 from store.errors import UnsupportedError
 from store.names import FROZEN, WEIGHTS, Fragment
 
 
 def engine_adapter(engine: Any) -> Adapter:
-    """The adapter for an engine's ZeRO stage. Raises UnsupportedError, naming it, for what is not handled."""
+    """Return the adapter for an engine's ZeRO stage. Raise UnsupportedError for unsupported engines."""
     for base in type(engine).__mro__:
         if base.__name__ in {"PipelineEngine", "DeepSpeedHybridEngine"}:
-            raise UnsupportedError(f"{base.__name__} is not handled yet; use deepspeed.initialize on a plain module")
+            raise UnsupportedError(f"{base.__name__} is not supported; use deepspeed.initialize on a plain module")
     if engine.optimizer is None or type(engine.optimizer).__name__ == "DummyOptim":
-        raise UnsupportedError("the DeepSpeed engine has no optimizer, so there is nothing to checkpoint; give it one")
-    _refuse_model_parallelism(engine)
+        raise UnsupportedError("the DeepSpeed engine has no optimizer; pass one to deepspeed.initialize")
+    _check_parallelism(engine)
     stage, kind = int(engine.zero_optimization_stage()), type(engine.optimizer).__name__
     if kind in {"DeepSpeedZeroOptimizer", "BF16_Optimizer"}:
         return Zero12Adapter(engine)
@@ -58,26 +43,26 @@ def engine_adapter(engine: Any) -> Adapter:
     if stage == 0 and engine.optimizer is engine.basic_optimizer:
         return Stage0Adapter(engine)
     raise UnsupportedError(
-        f"DeepSpeed's {kind} at ZeRO stage {stage} is not handled; use stage 1, 2 or 3 (or stage 0 in fp32)"
+        f"DeepSpeed's {kind} at ZeRO stage {stage} is not supported; use stage 1, 2 or 3 (or stage 0 in fp32)"
     )
 
 
-def _refuse_model_parallelism(engine: Any) -> None:
+def _check_parallelism(engine: Any) -> None:
     if getattr(engine, "has_moe_layers", False):
-        raise UnsupportedError("DeepSpeed MoE (expert parallelism) is not handled yet; use a dense model")
+        raise UnsupportedError("DeepSpeed MoE (expert parallelism) is not supported; use a dense model")
     group = getattr(engine.optimizer, "dp_process_group", engine.data_parallel_group)
     size, world_size = dist.get_world_size(group), dist.get_world_size()
     if size != world_size or int(engine.mp_world_size) != 1:
         raise UnsupportedError(
             f"DeepSpeed is data parallel over {size} of {world_size} ranks: tensor, pipeline or other model "
-            "parallelism is not handled yet; use data parallelism over all ranks"
+            "parallelism is not supported; use data parallelism over all ranks"
         )
     if getattr(engine.optimizer, "zenflow", False):
-        raise UnsupportedError("ZenFlow is not handled; remove zero_optimization.zenflow")
+        raise UnsupportedError("ZenFlow is not supported; remove zero_optimization.zenflow")
 
 
 class Stage0Adapter(PyTorchAdapter):
-    """An engine without ZeRO, in fp32: replicas, with DeepSpeed's counters and scheduler."""
+    """Adapter of an engine without ZeRO, in fp32: replicas, with DeepSpeed's counters and scheduler."""
 
     framework = "deepspeed"
 
@@ -85,58 +70,54 @@ class Stage0Adapter(PyTorchAdapter):
         self.engine = engine
         super().__init__(engine.module, engine.optimizer, engine.data_parallel_group)
 
-    def _take_inventory(self, module: nn.Module) -> ModuleTensors:
-        return ModuleTensors(module)  # by the names that DeepSpeed's own files have
+    def _collect_tensors(self, module: nn.Module) -> ModuleTensors:
+        return ModuleTensors(module)  # with the names that DeepSpeed's own files use
 
     def completed_steps(self) -> int | None:
-        """Steps at accumulation boundaries."""
         return int(self.engine.global_steps)
 
     def check_attached(self) -> None:
-        """See :class:`monitor.adapters.base.Adapter`."""
         require_same_engine(self.engine, self.module, self.optimizer)
         super().check_attached()
 
-    def trail(self) -> VersionTrail | None:
-        """None: the engine says which optimizer it has."""
-        return None
+    def state_versions(self) -> StateVersions | None:
+        return None  # check_attached() detects another optimizer
 
     def run_state(self) -> dict[str, Any]:
-        """See :class:`monitor.adapters.base.Adapter`."""
         return {**super().run_state(), **engine_state(self.engine)}
 
     def objects(self) -> Mapping[str, Any]:
-        """See :class:`monitor.adapters.base.Adapter`."""
         return engine_objects(self.engine)
 
     def check_run_state(self, state: Mapping[str, Any]) -> None:
-        """See :class:`monitor.adapters.base.Adapter`."""
         super().check_run_state(state)
         check_engine_state(self.engine, state)
 
     def load_run_state(self, state: Mapping[str, Any]) -> None:
-        """See :class:`monitor.adapters.base.Adapter`."""
         super().load_run_state(state)
         load_engine_state(self.engine, state)
 
     def layout_facts(self) -> dict[str, Any]:
-        """See :class:`monitor.adapters.base.Adapter`."""
         return {**super().layout_facts(), **engine_facts(self.engine, self._inventory)}
 
 
 class Zero12Adapter(ZeroAdapter):
-    """Adapter of an engine at ZeRO stage 1 or 2."""
+    """Adapter of an engine at ZeRO stage 1 or 2, also with DeepSpeed's wrapper ``BF16_Optimizer``.
 
-    def _flats(self) -> list[Flat]:
-        """One per param group."""
+    Each param group is one flat tensor, cut into equal partitions, one per rank. A parameter's offset is derived from
+    the address of its view in the flat tensor, not from DeepSpeed's parameter mappings: with ``round_robin_gradients``
+    those are in another order than the data.
+    """
+
+    def _flats(self) -> list[FlatPartition]:
+        """Return one per param group."""
         names = self._inventory.names()
         return [self._flat(index, names) for index in range(len(self._param_lists()))]
 
     def finish_load(self) -> None:
-        """Working weights from the masters: each rank casts its partition, then all gather. Collective."""
-        self._zero.update_lp_params()
+        self._zero.update_lp_params()  # each rank casts its partition of the masters, then all gather
 
-    def _flat(self, index: int, names: Names) -> Flat:
+    def _flat(self, index: int, names: ParameterNames) -> FlatPartition:
         masters, working = self._masters()[index], self._working()[index]
         size = masters.numel()
         first = dist.get_rank(self._zero.real_dp_process_group[index]) * size
@@ -146,23 +127,19 @@ class Zero12Adapter(ZeroAdapter):
             start, stop = max(offset, first), min(offset + numel, first + size)
             if start < stop:
                 placements.append(Placement(fqn, start - offset, start - first, stop - start))
-        return Flat(masters, index, tuple(fqn for fqn, _, _ in placed), tuple(placements))
+        return FlatPartition(masters, index, tuple(fqn for fqn, _, _ in placed), tuple(placements))
 
-    def _outside(self) -> tuple[list[Piece], list[Piece]]:
+    def _unpartitioned(self) -> tuple[list[Piece], list[Piece]]:
         inside = {id(parameter) for group in self._param_lists() for parameter in group}
         replicated = [
-            whole(fqn, WEIGHTS if parameter.requires_grad else FROZEN, parameter)
+            whole_piece(fqn, WEIGHTS if parameter.requires_grad else FROZEN, parameter)
             for fqn, parameter in self._inventory.parameters().items()
             if id(parameter) not in inside
         ]
         return replicated, []
 
-    def _refuse_this_stage(self) -> None:
-        self._need("real_dp_process_group", "update_lp_params", "partition_count")
-        if self._is_bf16_optimizer():
-            self._need("bf16_groups", "bf16_groups_flat", "fp32_groups_flat_partition")
-        else:
-            self._need("bit16_groups", "bit16_groups_flat", "single_partition_of_fp32_groups")
+    def _check_supported(self) -> None:
+        self._require_attributes("real_dp_process_group", "update_lp_params", "partition_count", *self._attributes())
         self.flats()
 
     def _stage_facts(self) -> dict[str, Any]:
@@ -191,30 +168,28 @@ class Zero12Adapter(ZeroAdapter):
             "group_paddings": [min(size, max(0, (rank + 1) * size - end)) for rank in range(count)],
         }
 
-    def _is_bf16_optimizer(self) -> bool:
-        return type(self._zero).__name__ == "BF16_Optimizer"
+    def _attributes(self) -> tuple[str, str, str]:
+        """Return the names of the lists of parameters, flat working weights and master partitions."""
+        if type(self._zero).__name__ == "BF16_Optimizer":
+            return "bf16_groups", "bf16_groups_flat", "fp32_groups_flat_partition"
+        return "bit16_groups", "bit16_groups_flat", "single_partition_of_fp32_groups"
 
     def _param_lists(self) -> Sequence[Sequence[nn.Parameter]]:
-        lists: Sequence[Sequence[nn.Parameter]] = (
-            self._zero.bf16_groups if self._is_bf16_optimizer() else self._zero.bit16_groups
-        )
-        return lists
+        return cast("Sequence[Sequence[nn.Parameter]]", getattr(self._zero, self._attributes()[0]))
 
     def _working(self) -> Sequence[torch.Tensor]:
-        flats: Sequence[torch.Tensor] = (
-            self._zero.bf16_groups_flat if self._is_bf16_optimizer() else self._zero.bit16_groups_flat
-        )
-        return flats
+        return cast("Sequence[torch.Tensor]", getattr(self._zero, self._attributes()[1]))
 
     def _masters(self) -> Sequence[torch.Tensor]:
-        name = "fp32_groups_flat_partition" if self._is_bf16_optimizer() else "single_partition_of_fp32_groups"
-        partitions: Sequence[torch.Tensor] = getattr(self._zero, name)
-        return partitions
+        return cast("Sequence[torch.Tensor]", getattr(self._zero, self._attributes()[2]))
 
 
-def _in_memory_order(params: Sequence[nn.Parameter], flat: torch.Tensor, names: Names) -> list[tuple[str, int, int]]:
-    """(fqn, offset in the flat tensor, numel) of each parameter, by offset. Raises UnsupportedError for a
-    parameter that is not a view of the flat tensor (states moved off the device, for one)."""
+def _in_memory_order(
+    params: Sequence[nn.Parameter], flat: torch.Tensor, names: ParameterNames
+) -> list[tuple[str, int, int]]:
+    """Return (fqn, offset in the flat tensor, numel) of each parameter, by offset.
+
+    Raise UnsupportedError for a parameter that is not a view of the flat tensor (offloaded states, for example)."""
     begin, width = flat.data_ptr(), flat.element_size()
     out = []
     for parameter in params:
@@ -222,7 +197,7 @@ def _in_memory_order(params: Sequence[nn.Parameter], flat: torch.Tensor, names: 
         offset, remainder = divmod(parameter.data_ptr() - begin, width)
         if remainder or not 0 <= offset <= flat.numel() - parameter.numel() or not parameter.is_contiguous():
             raise UnsupportedError(
-                f"{fqn} does not lie in its group's flat tensor; if states were offloaded, call "
+                f"{fqn} is not a view of its group's flat tensor; if states were offloaded, call "
                 "engine.reload_states() first"
             )
         out.append((fqn, offset, parameter.numel()))
@@ -230,64 +205,73 @@ def _in_memory_order(params: Sequence[nn.Parameter], flat: torch.Tensor, names: 
 
 
 class Zero3Adapter(ZeroAdapter):
-    """Adapter of an engine at ZeRO stage 3."""
+    """Adapter of an engine at ZeRO stage 3.
 
-    def _flats(self) -> list[Flat]:
-        """One per sub-group (several in a param group that ``sub_group_size`` splits)."""
+    Every parameter is cut into ceil(numel / world size) slices, one per rank; the slices of a sub-group are consecutive
+    in one flat partition. The padding on the last ranks is cut off. Parameters that are not in the optimizer (frozen
+    ones) have their slice in ``param.ds_tensor``.
+    """
+
+    def _flats(self) -> list[FlatPartition]:
+        """Return one per sub-group (several in a param group that ``sub_group_size`` splits)."""
         names = self._inventory.names()
         return [self._flat(index, names) for index in range(len(self._zero.fp16_groups))]
 
     def finish_load(self) -> None:
-        """Working slices from the masters, then the small parameters that stay gathered. Collective.
-
-        Everything gathered is let go first: it was gathered from what was there before the load.
-        """
+        # Release gathered parameters, whose values are from before the load; cast the working slices from the masters;
+        # then gather the small parameters that persist.
         self._zero.checkpoint_event_prologue()
         for index in range(len(self._zero.fp16_groups)):
             self._zero._reassign_or_swap_out_partitioned_parameters(index)
         self._zero.checkpoint_event_epilogue()
 
-    def _flat(self, index: int, names: Names) -> Flat:
+    def _flat(self, index: int, names: ParameterNames) -> FlatPartition:
         placements, fqns, offset = [], [], 0
         for parameter in self._zero.fp16_groups[index]:
             fqn = names.of(parameter, f"sub-group {index} of ZeRO-3")
-            start, numel = _own_slice(parameter)
+            start, numel = _local_slice(parameter)
             fqns.append(fqn)
             if numel:
                 placements.append(Placement(fqn, start, offset, numel))
             offset += parameter.partition_numel()
         group = int(self._zero.sub_group_to_group_id[index])
-        return Flat(self._zero.fp32_partitioned_groups_flat[index], group, tuple(fqns), tuple(placements))
+        return FlatPartition(self._zero.fp32_partitioned_groups_flat[index], group, tuple(fqns), tuple(placements))
 
-    def _outside(self) -> tuple[list[Piece], list[Piece]]:
+    def _unpartitioned(self) -> tuple[list[Piece], list[Piece]]:
         inside = {id(parameter) for group in self._zero.fp16_groups for parameter in group}
         sliced: list[Piece] = []
         parameter: Any
         for fqn, parameter in self._inventory.parameters().items():
-            start, numel = _own_slice(parameter)
+            start, numel = _local_slice(parameter)
             if id(parameter) not in inside and numel:
                 slot = WEIGHTS if parameter.requires_grad else FROZEN
-                piece = slice_of(whole(fqn, slot, parameter.ds_tensor), 0, numel)
+                piece = slice_piece(whole_piece(fqn, slot, parameter.ds_tensor), 0, numel)
                 sliced.append(Piece(Fragment(fqn, slot, start, numel), piece.tensor))
         return [], sliced
 
-    def _refuse_this_stage(self) -> None:
-        self._need("fp16_groups", "fp32_partitioned_groups_flat", "sub_group_to_group_id", "checkpoint_event_prologue")
+    def _check_supported(self) -> None:
+        self._require_attributes(
+            "fp16_groups", "fp32_partitioned_groups_flat", "sub_group_to_group_id", "checkpoint_event_prologue"
+        )
         zero = self._zero
         if getattr(zero, "swap_optimizer", False) or getattr(zero, "params_in_nvme_and_cpu", False):
-            raise UnsupportedError("ZeRO-3 with offload to NVMe is not handled; offload to the CPU, or not at all")
+            raise UnsupportedError("ZeRO-3 with offload to NVMe is not supported; offload to the CPU, or not at all")
         if getattr(zero, "offload_optimizer", False) and getattr(zero, "partial_offload", 1.0) != 1.0:
-            raise UnsupportedError("partial optimizer offload (ratio below 1) is not handled; set its ratio to 1.0")
+            raise UnsupportedError("partial optimizer offload (ratio below 1) is not supported; set its ratio to 1.0")
         if getattr(zero, "use_muon", False):
-            raise UnsupportedError("Muon at ZeRO stage 3 is not handled; use stage 1 or 2")
+            raise UnsupportedError("Muon at ZeRO stage 3 is not supported; use stage 1 or 2")
         for fqn, parameter in self._inventory.parameters().items():
-            self._refuse_parameter(fqn, parameter)
+            self._check_parameter(fqn, parameter)
 
-    def _refuse_parameter(self, fqn: str, parameter: Any) -> None:
+    def _check_parameter(self, fqn: str, parameter: Any) -> None:
         if not hasattr(parameter, "ds_tensor"):
-            raise UnsupportedError(f"{fqn} is not partitioned by ZeRO-3; was it added after the engine was built?")
+            raise UnsupportedError(
+                f"{fqn} is not partitioned by ZeRO-3: add it to the model before deepspeed.initialize"
+            )
         if dist.get_world_size(parameter.ds_process_group) != self._world_size:
-            raise UnsupportedError(f"{fqn} is partitioned over a part of the ranks (MiCS or AutoEP): not handled")
+            raise UnsupportedError(
+                f"{fqn} is partitioned over some of the ranks (MiCS or AutoEP), which is not supported: turn it off"
+            )
         if hasattr(parameter.ds_tensor, "ds_quant_scale"):
             raise UnsupportedError(f"{fqn} is quantized; set zero_quantized_nontrainable_weights to false")
 
@@ -295,22 +279,24 @@ class Zero3Adapter(ZeroAdapter):
         return {
             "partition_count": int(self._zero.partition_count),
             "param_groups": [{"params": fqns} for fqns, _ in self._groups()],
-            "sub_groups": [dict(facts) for facts in self._sub_group_facts()],
+            "sub_groups": [
+                self._sub_group_facts(*sub_group)
+                for sub_group in zip(self.flats(), self._zero.fp16_groups, strict=True)
+            ],
         }
 
-    def _sub_group_facts(self) -> Iterator[dict[str, Any]]:
-        for flat, params in zip(self.flats(), self._zero.fp16_groups, strict=True):
-            slices = [int(parameter.partition_numel()) for parameter in params]
-            yield {
-                "params": list(flat.fqns),
-                "param_group": flat.group,
-                "partition_numels": slices,
-                "flat_numel": sum(slices),
-            }
+    def _sub_group_facts(self, flat: FlatPartition, params: Any) -> dict[str, Any]:
+        slices = [int(parameter.partition_numel()) for parameter in params]
+        return {
+            "params": list(flat.fqns),
+            "param_group": flat.group,
+            "partition_numels": slices,
+            "flat_numel": sum(slices),
+        }
 
 
-def _own_slice(parameter: Any) -> tuple[int, int]:
-    """(start, numel) of this rank's slice of a partitioned parameter, without padding."""
+def _local_slice(parameter: Any) -> tuple[int, int]:
+    """Return (start, numel) of this rank's slice of a partitioned parameter, without padding."""
     part, total = int(parameter.partition_numel()), int(parameter.ds_numel)
     start = min(dist.get_rank(parameter.ds_process_group) * part, total)
     return start, min(part, total - start)

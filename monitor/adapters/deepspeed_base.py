@@ -1,15 +1,8 @@
-"""Engine state and what ZeRO stages share.
+"""Capture and restore the state of a DeepSpeed engine, and implement the adapter that all ZeRO stages share.
 
-What a DeepSpeed engine keeps besides tensors: counters, scheduler, loss scaler; and facts about itself.
-
-The same for every ZeRO stage; it does not know how any of them lays out its tensors.
-
-What the ZeRO stages have in common.
-
-A stage says where its flat fp32 partitions are and which piece of which parameter lies where in them
-(:class:`Flat`); everything else here follows from that. Parameters that the optimizer does not hold
-(frozen ones, mostly) are the stage's too. Reads and writes DeepSpeed's tensors in place, from the training
-thread, between optimizer steps. It knows neither tensor nor pipeline nor expert parallelism, and refuses them.
+A stage describes its flat fp32 partitions and the pieces of parameters in them (:class:`FlatPartition`), and the
+parameters that the optimizer does not hold (mostly frozen ones). DeepSpeed's tensors are read and written in place,
+from the training thread, between optimizer steps. Tensor, pipeline and expert parallelism are not supported.
 """
 
 from __future__ import annotations
@@ -26,23 +19,22 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from monitor.adapters.base import FragmentPlace, Piece, TensorInfo, VersionTrail
-from monitor.adapters.module_tensors import ModuleTensors, whole
+from monitor.adapters.base import FragmentPlace, Piece, StateVersions, TensorInfo
+from monitor.adapters.module_tensors import ModuleTensors, whole_piece
 from monitor.adapters.optimizer_state import (
     common_scalars,
     complete_state,
     describe_group,
     fit_slots,
     match_groups,
+    planned_slots,
     require_by_parameter,
     restore_groups,
-    restore_scalar,
-    scalar_device,
+    restored_scalars,
     slots_of,
-    slots_to_be,
-    snapshot,
+    to_host,
 )
-from monitor.adapters.pytorch import share
+from monitor.adapters.pytorch import partition_replicated
 from store.errors import ModelMismatchError, UnsupportedError
 from store.names import BUFFER, WEIGHTS, Fragment
 from store.schema import as_json
@@ -53,7 +45,7 @@ _AUTOCAST_STATE = ("scale", "growth_factor", "backoff_factor", "growth_interval"
 
 
 def engine_state(engine: Any) -> dict[str, Any]:
-    """The engine's own run state: ``counters``, ``loss_scaler``, ``lr_scheduler``."""
+    """Return the engine's own run state: ``counters``, ``loss_scaler``, ``lr_scheduler``."""
     counters = {name: int(getattr(engine, name)) for name in _COUNTERS}
     counters["gradient_accumulation_steps"] = int(engine.gradient_accumulation_steps())
     scheduler = engine.lr_scheduler
@@ -65,42 +57,48 @@ def engine_state(engine: Any) -> dict[str, Any]:
 
 
 def require_same_engine(engine: Any, module: Any, optimizer: Any) -> None:
-    """UnsupportedError where the engine has another module or optimizer than when it was attached."""
-    for what, live, attached in (("module", engine.module, module), ("optimizer", engine.optimizer, optimizer)):
+    """Raise UnsupportedError if the engine has another module or optimizer than when it was attached."""
+    for part, live, attached in (("module", engine.module, module), ("optimizer", engine.optimizer, optimizer)):
         if live is not attached:
             raise UnsupportedError(
-                f"the engine's {what} is another object ({type(live).__name__}) than when it was attached "
-                f"({type(attached).__name__}): close() and attach the engine anew"
+                f"the engine's {part} was replaced after monitor.attach (was {type(attached).__name__}, is "
+                f"{type(live).__name__}): call close() and attach the engine again"
             )
 
 
 def engine_objects(engine: Any) -> dict[str, Any]:
-    """The scheduler, which may be anybody's: see :meth:`monitor.adapters.base.Adapter.objects`."""
+    """Return the learning-rate scheduler as :meth:`monitor.adapters.base.Adapter.objects` does."""
     return {} if engine.lr_scheduler is None else {"lr_scheduler": engine.lr_scheduler}
 
 
 def check_engine_state(engine: Any, state: Mapping[str, Any]) -> None:
-    """Raise whatever :func:`load_engine_state` would raise. Changes nothing."""
+    """Raise the errors that :func:`load_engine_state` would raise. Changes nothing."""
     _counters(engine, state)
-    _scaler_values(engine.optimizer, state.get("loss_scaler"))
+    _scaler_updates(engine.optimizer, state.get("loss_scaler"))
 
 
 def load_engine_state(engine: Any, state: Mapping[str, Any]) -> None:
-    """The inverse of :func:`engine_state` but for the scheduler. State that no engine saved has its counters derived
-    from ``step``."""
-    values = _scaler_values(engine.optimizer, state.get("loss_scaler"))
+    """Load a run state, except the scheduler. Without saved counters they are derived from the optimizer's ``step``."""
+    values = _scaler_updates(engine.optimizer, state.get("loss_scaler"))
     for name, value in _counters(engine, state).items():
         setattr(engine, name, value)
-    _load_scaler(engine.optimizer, values)
+    scaler, _ = _live_scaler(engine.optimizer)
+    if values and isinstance(scaler, torch.amp.GradScaler):
+        scaler.load_state_dict(dict(values))
+    else:
+        for name, value in values.items():
+            setattr(scaler, name, value)
 
 
 def _counters(engine: Any, state: Mapping[str, Any]) -> dict[str, int]:
     saved = state.get("counters") or _counters_from_steps(engine, state)
     missing = sorted({*_COUNTERS, "gradient_accumulation_steps"} - saved.keys())
     if missing:
-        raise ModelMismatchError(f"the saved counters lack {', '.join(missing)}: they are not those of this DeepSpeed")
+        raise ModelMismatchError(
+            f"the saved counters lack {', '.join(missing)}: resume with the DeepSpeed version that saved them"
+        )
     counters = {name: int(saved[name]) for name in _COUNTERS}
-    # Gradients accumulated in part are not saved: the window starts anew, and boundaries must stay boundaries.
+    # Partly accumulated gradients are not saved: the window restarts, and boundaries must stay boundaries.
     windows = counters["micro_steps"] // int(saved["gradient_accumulation_steps"])
     return {**counters, "micro_steps": windows * int(engine.gradient_accumulation_steps())}
 
@@ -129,7 +127,7 @@ def _scaler_state(optimizer: Any) -> dict[str, Any] | None:
 
 
 def _live_scaler(optimizer: Any) -> tuple[Any, tuple[str, ...]]:
-    """The loss scaler, and the keys of its state that move; none where it is static."""
+    """Return the loss scaler and the keys of its state that change; no keys if it is static."""
     autocast = getattr(optimizer, "torch_autocast_gradscaler", None)
     if autocast is not None:
         return autocast, _AUTOCAST_STATE if autocast.is_enabled() else ()
@@ -137,9 +135,8 @@ def _live_scaler(optimizer: Any) -> tuple[Any, tuple[str, ...]]:
     return scaler, _SCALER_STATE if getattr(scaler, "dynamic", False) else ()
 
 
-def _scaler_values(optimizer: Any, saved: Mapping[str, Any] | None) -> dict[str, Any]:
-    """What the live scaler takes of the saved one's state. Another precision scales in its own way, and starts with
-    its own configuration."""
+def _scaler_updates(optimizer: Any, saved: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the saved values that the live scaler takes. A scaler of another class starts with its configuration."""
     scaler, keys = _live_scaler(optimizer)
     if saved is None or scaler is None or type(scaler).__name__ != saved["class"]:
         return {}
@@ -147,22 +144,13 @@ def _scaler_values(optimizer: Any, saved: Mapping[str, Any] | None) -> dict[str,
     if missing:
         raise ModelMismatchError(
             f"the saved state of the loss scaler {saved['class']} lacks {', '.join(missing)}: it was saved by a scaler "
-            "with other settings; configure it as in the run that wrote the state"
+            "with other settings; configure it as in the run that was saved"
         )
     return {key: saved[key] for key in keys}
 
 
-def _load_scaler(optimizer: Any, values: Mapping[str, Any]) -> None:
-    scaler, _ = _live_scaler(optimizer)
-    if values and isinstance(scaler, torch.amp.GradScaler):
-        scaler.load_state_dict(dict(values))
-    else:
-        for name, value in values.items():
-            setattr(scaler, name, value)
-
-
 def engine_facts(engine: Any, inventory: ModuleTensors) -> dict[str, Any]:
-    """What a writer of DeepSpeed's own files needs from the engine, whatever the stage. JSON values."""
+    """Return the JSON values that a writer of DeepSpeed's own files needs from an engine of any stage."""
     optimizer = engine.optimizer
     return {
         "framework": "deepspeed",
@@ -179,7 +167,7 @@ def engine_facts(engine: Any, inventory: ModuleTensors) -> dict[str, Any]:
         "clip_grad": float(getattr(optimizer, "clip_grad", 0.0)),
         "elastic_checkpoint": bool(getattr(optimizer, "elastic_checkpoint", False)),
         "state_dict_names": inventory.state_dict_names(),
-        # As DeepSpeed has it: whatever the optimizer wrappers do not take in, parameters without elements too.
+        # As in DeepSpeed: all parameters that its optimizer wrappers leave out, those without elements too.
         "frozen": [
             fqn
             for fqn, parameter in inventory.parameters().items()
@@ -198,8 +186,10 @@ def _precision(engine: Any) -> str:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a piece of a parameter lies: elements [start, start + numel) of the flattened parameter are
-    elements [offset, offset + numel) of this rank's flat partition."""
+    """Position of a piece of a parameter in a flat partition.
+
+    Elements [start, start + numel) of the flattened parameter are elements [offset, offset + numel) of the partition.
+    """
 
     fqn: str
     start: int
@@ -208,21 +198,21 @@ class Placement:
 
 
 @dataclass(frozen=True)
-class Flat:
-    """One flat partition of master weights on this rank, 1-d, to which the base optimizer's state is keyed.
-
-    group: index of its param group. fqns: every parameter laid out in it over all ranks, in that order.
-    placements: the pieces on this rank; what is between and behind them is padding.
-    """
+class FlatPartition:
+    """One flat partition of master weights on this rank, by which the base optimizer's state is keyed."""
 
     tensor: torch.Tensor
+    """1-d."""
     group: int
+    """Index of its param group."""
     fqns: tuple[str, ...]
+    """Every parameter in it over all ranks, in order."""
     placements: tuple[Placement, ...]
+    """The pieces on this rank; everything between and behind them is padding."""
 
 
 class ZeroAdapter(ABC):
-    """What every ZeRO stage shares; a subclass per family of stages says where things are."""
+    """Adapter of a ZeRO engine; subclasses describe the layout of their stages."""
 
     framework = "deepspeed"
     state_is_private = True
@@ -233,97 +223,94 @@ class ZeroAdapter(ABC):
         self._zero = engine.optimizer
         self._inventory = ModuleTensors(self.module)
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
-        self._refuse_this_stage()
-        self._wrapped, self._group_count = self._base(), len(self._base().param_groups)
+        self._check_supported()
+        self._wrapped, self._group_count = self._base_optimizer, len(self._base_optimizer.param_groups)
 
-    # ---- what a stage says
-
-    @abstractmethod
-    def _flats(self) -> list[Flat]:
-        """The flat partitions of this rank, in the order of DeepSpeed's own (sub-)groups."""
+    # ---- implemented by a stage
 
     @abstractmethod
-    def _outside(self) -> tuple[list[Piece], list[Piece]]:
-        """Pieces of the parameters that no flat partition holds: (replicated whole, this rank's own slices)."""
+    def _flats(self) -> list[FlatPartition]:
+        """Return the flat partitions of this rank, in the order of DeepSpeed's own (sub-)groups."""
 
     @abstractmethod
-    def _refuse_this_stage(self) -> None:
-        """Raise UnsupportedError, naming it, for a variant of the stage that is not handled."""
+    def _unpartitioned(self) -> tuple[list[Piece], list[Piece]]:
+        """Return pieces of the parameters that are in no flat partition: (replicated, this rank's own slices)."""
+
+    @abstractmethod
+    def _check_supported(self) -> None:
+        """Raise UnsupportedError for a variant of the stage that is not supported."""
 
     @abstractmethod
     def _stage_facts(self) -> dict[str, Any]:
-        """JSON values of the stage's own layout, the same on all ranks."""
+        """Return JSON values of the stage's own layout, the same on all ranks."""
 
     @abstractmethod
     def finish_load(self) -> None:
-        """See :class:`monitor.adapters.base.Adapter`."""
+        """Cast the working weights from the masters and gather them. Collective."""
 
-    # ---- the adapter's contract
+    # ---- Adapter
 
     def completed_steps(self) -> int | None:
-        """Steps at accumulation boundaries, those skipped for an overflow included, as DeepSpeed counts."""
+        """Return the steps at accumulation boundaries, those skipped for an overflow included, as DeepSpeed counts."""
         return int(self.engine.global_steps)
 
-    def still(self) -> AbstractContextManager[None]:
-        """See :class:`monitor.adapters.base.Adapter`."""
-        return self._inventory.still.period()
+    def cache_lookups(self) -> AbstractContextManager[None]:
+        return self._inventory.cache.enabled()
 
-    def flats(self) -> list[Flat]:
-        """The flat partitions of this rank."""
-        return self._inventory.still.once("flats", self._flats)
+    def flats(self) -> list[FlatPartition]:
+        """Return the flat partitions of this rank."""
+        return self._inventory.cache.get("flats", self._flats)
 
     def check_attached(self) -> None:
-        """See :class:`monitor.adapters.base.Adapter`: ZeRO itself would not update what was added behind its back."""
         require_same_engine(self.engine, self.module, self._zero)
-        if self._base() is not self._wrapped:
+        if self._base_optimizer is not self._wrapped:
             raise UnsupportedError(
-                "ZeRO's inner optimizer is another object than when it was attached: close() and attach the engine anew"
+                "ZeRO's inner optimizer was replaced after monitor.attach: call close() and attach the engine again"
             )
-        self._refuse_this_stage()
-        require_by_parameter(self._base())
-        known, groups = {id(flat.tensor) for flat in self.flats()}, self._base().param_groups
-        strangers = [
-            index for index, group in enumerate(groups) if any(id(one) not in known for one in group["params"])
-        ]
-        if strangers or len(groups) != self._group_count:
+        self._check_supported()
+        require_by_parameter(self._base_optimizer)
+        known, groups = {id(flat.tensor) for flat in self.flats()}, self._base_optimizer.param_groups
+        unknown = [index for index, group in enumerate(groups) if any(id(p) not in known for p in group["params"])]
+        if unknown or len(groups) != self._group_count:
             raise UnsupportedError(
-                f"{type(self._base()).__name__} has param groups or parameters that ZeRO does not know (group "
-                f"{(strangers or [len(groups) - 1])[0]}), so they would not be saved; give them to "
+                f"{type(self._base_optimizer).__name__} has param groups or parameters that ZeRO does not know (group "
+                f"{(unknown or [len(groups) - 1])[0]}), so they would not be saved; give them to "
                 "deepspeed.initialize, or take them out"
             )
 
-    def trail(self) -> VersionTrail | None:
-        """None: the engine says which optimizer it has."""
-        return None
+    def state_versions(self) -> StateVersions | None:
+        return None  # check_attached() detects another optimizer
 
     def before_update(self, hook: Callable[[], None]) -> None:
-        """Master weights and moments change only in the optimizer that ZeRO wraps."""
-        optimizer: torch.optim.Optimizer = self._zero.optimizer
-        optimizer.register_step_pre_hook(lambda *_: hook())
+        # Master weights and moments change only in the optimizer that ZeRO wraps.
+        self._base_optimizer.register_step_pre_hook(lambda *_: hook())
 
     def tensors(self) -> Mapping[str, TensorInfo]:
-        """See :class:`monitor.adapters.base.Adapter`."""
         return self._inventory.infos(frozenset(fqn for flat in self.flats() for fqn in flat.fqns))
 
     def owned(self) -> list[Piece]:
-        """Pieces of the flat partitions and of their optimizer state, and a share of what is replicated."""
-        replicated, sliced = self._outside()
-        return [*self._flat_pieces(), *sliced, *share([*replicated, *self._buffers()], self._rank, self._world_size)]
+        """Return pieces of the flat partitions and their optimizer state, and a part of the replicated tensors."""
+        replicated, sliced = self._unpartitioned()
+        return [
+            *self._flat_pieces(),
+            *sliced,
+            *partition_replicated([*replicated, *self._buffers()], self._rank, self._world_size),
+        ]
 
     def held(self) -> list[Piece]:
-        """As :meth:`owned`, with what is replicated whole on every rank."""
-        replicated, sliced = self._outside()
+        replicated, sliced = self._unpartitioned()
         pieces = [*self._flat_pieces(), *sliced, *replicated, *self._buffers()]
         return [piece for piece in pieces if piece.fragment.numel]
 
     def expected(self, slots: Mapping[str, Mapping[str, str]]) -> list[FragmentPlace]:
-        """See :class:`monitor.adapters.base.Adapter`."""
-        replicated, sliced = self._outside()
+        replicated, sliced = self._unpartitioned()
         places = [
             FragmentPlace(piece.fragment, piece.tensor.dtype) for piece in [*sliced, *replicated, *self._buffers()]
         ]
         for flat in self.flats():
-            planned = slots_to_be(self._states().get(flat.tensor, {}), flat.tensor, _wanted(flat, slots))
+            planned = planned_slots(
+                self._base_optimizer.state.get(flat.tensor, {}), flat.tensor, _wanted_slots(flat, slots)
+            )
             for slot, dtype in {WEIGHTS: flat.tensor.dtype, **planned}.items():
                 places += [
                     FragmentPlace(Fragment(one.fqn, slot, one.start, one.numel), dtype) for one in flat.placements
@@ -331,29 +318,29 @@ class ZeroAdapter(ABC):
         return [place for place in places if place.fragment.numel]
 
     def prepare_load(self, slots: Mapping[str, Mapping[str, str]]) -> None:
-        """Make the slots of each flat partition those that ``slots`` names for any parameter in it.
+        """Fit the slots of each flat partition to those that ``slots`` names for any parameter in it.
 
-        Missing ones are created with zeros, others dropped; where ``slots`` names one for some parameters of
-        a partition only, the others' pieces become zeros.
+        Missing ones are created with zeros, others dropped. If ``slots`` names one for only some parameters of a
+        partition, the others' pieces become zeros.
         """
         for flat in self.flats():
-            fit_slots(self._base(), flat.tensor, _wanted(flat, slots))
-            state = self._states().get(flat.tensor, {})
+            fit_slots(self._base_optimizer, flat.tensor, _wanted_slots(flat, slots))
+            state = self._base_optimizer.state.get(flat.tensor, {})
             for slot in slots_of(state, flat.tensor):
                 for place in flat.placements:
                     if slot not in slots.get(place.fqn, {}):
                         state[slot].narrow(0, place.offset, place.numel).zero_()
 
     def run_state(self) -> dict[str, Any]:
-        """See :class:`monitor.adapters.base.Adapter`. The same on all ranks."""
+        """Return the run state, which is the same on all ranks."""
         scalars: dict[str, dict[str, Any]] = {}
         slots: dict[str, list[str]] = {}
         for flat in self.flats():
             names, values = self._state_of(flat)
             for fqn in flat.fqns:
-                slots[fqn], scalars[fqn] = names, values  # one copy, taken above, serves all of them
+                slots[fqn], scalars[fqn] = names, values  # all share one copy
         return {
-            "optimizer": type(self._base()).__name__,
+            "optimizer": type(self._base_optimizer).__name__,
             "param_groups": [describe_group(fqns, group) for fqns, group in self._groups()],
             "scalars": scalars,
             "slots": slots,
@@ -361,53 +348,47 @@ class ZeroAdapter(ABC):
         }
 
     def objects(self) -> Mapping[str, Any]:
-        """See :class:`monitor.adapters.base.Adapter`."""
         return engine_objects(self.engine)
 
     def check_run_state(self, state: Mapping[str, Any]) -> None:
-        """See :class:`monitor.adapters.base.Adapter`."""
         match_groups(state["param_groups"], self._groups())
         check_engine_state(self.engine, state)
         for flat in self.flats():
-            self._scalars_to_be(flat, common_scalars(flat.fqns, state)[1], state)
+            self._restored_scalars(flat, common_scalars(flat.fqns, state)[1], state)
 
     def load_run_state(self, state: Mapping[str, Any]) -> None:
-        """See :class:`monitor.adapters.base.Adapter`. Call it on every rank, after :meth:`prepare_load`."""
         common = {flat.fqns: common_scalars(flat.fqns, state) for flat in self.flats()}
         restore_groups(state["param_groups"], self._groups())
         load_engine_state(self.engine, state)
         for flat in self.flats():
             slots, saved = common[flat.fqns]
-            scalars = self._scalars_to_be(flat, saved, state)
-            if complete_state(self._base(), flat.tensor, slots, bool(scalars)):
-                self._states()[flat.tensor].update(scalars)
+            scalars = self._restored_scalars(flat, saved, state)
+            if complete_state(self._base_optimizer, flat.tensor, slots, bool(scalars)):
+                self._base_optimizer.state[flat.tensor].update(scalars)
 
     def layout_facts(self) -> dict[str, Any]:
-        """See :class:`monitor.adapters.base.Adapter`."""
         facts = {**engine_facts(self.engine, self._inventory), **self._stage_facts()}
-        for group, live in zip(facts["param_groups"], self._base().param_groups, strict=True):
+        for group, live in zip(facts["param_groups"], self._base_optimizer.param_groups, strict=True):
             group["hyper"] = as_json({key: value for key, value in live.items() if key != "params"})
         return facts
 
-    # ---- shared parts
+    # ---- shared by all stages
 
-    def _base(self) -> torch.optim.Optimizer:
+    @property
+    def _base_optimizer(self) -> torch.optim.Optimizer:
         optimizer: torch.optim.Optimizer = self._zero.optimizer
         return optimizer
-
-    def _states(self) -> Any:
-        return self._base().state
 
     def _groups(self) -> list[tuple[list[str], dict[str, Any]]]:
         fqns: dict[int, list[str]] = {}
         for flat in self.flats():
             fqns.setdefault(flat.group, []).extend(flat.fqns)
-        return [(fqns.get(index, []), group) for index, group in enumerate(self._base().param_groups)]
+        return [(fqns.get(index, []), group) for index, group in enumerate(self._base_optimizer.param_groups)]
 
     def _flat_pieces(self) -> Iterator[Piece]:
         for flat in self.flats():
             tensors = {WEIGHTS: flat.tensor}
-            state = self._states().get(flat.tensor, {})
+            state = self._base_optimizer.state.get(flat.tensor, {})
             tensors |= {slot: state[slot] for slot in slots_of(state, flat.tensor)}
             for place in flat.placements:
                 for slot, tensor in tensors.items():
@@ -415,47 +396,40 @@ class ZeroAdapter(ABC):
                     yield Piece(fragment, tensor.detach().narrow(0, place.offset, place.numel))
 
     def _buffers(self) -> list[Piece]:
-        return [whole(fqn, BUFFER, buffer) for fqn, buffer in self._inventory.buffers().items()]
+        return [whole_piece(fqn, BUFFER, buffer) for fqn, buffer in self._inventory.buffers().items()]
 
-    def _state_of(self, flat: Flat) -> tuple[list[str], dict[str, Any]]:
-        """(slots, scalars) of a flat partition's optimizer state."""
-        state = self._states().get(flat.tensor, {})
+    def _state_of(self, flat: FlatPartition) -> tuple[list[str], dict[str, Any]]:
+        """Return (slots, scalars) of a flat partition's optimizer state."""
+        state = self._base_optimizer.state.get(flat.tensor, {})
         slots, scalars = slots_of(state, flat.tensor), {}
         for key, value in state.items():
             if key in slots:
                 continue
             if isinstance(value, torch.Tensor) and value.ndim:
                 raise UnsupportedError(
-                    f"{type(self._base()).__name__} keeps {key!r} of shape {tuple(value.shape)} for a flat partition "
-                    f"of {flat.tensor.numel()} elements: it cannot be taken apart by parameter; use an optimizer with "
-                    "state per element, such as AdamW"
+                    f"{type(self._base_optimizer).__name__} keeps {key!r} of shape {tuple(value.shape)} for a flat "
+                    f"partition of {flat.tensor.numel()} elements: it cannot be split by parameter; use an "
+                    "optimizer with state per element, such as AdamW"
                 )
-            scalars[key] = snapshot(value, f"optimizer state {key!r} of the partition with {flat.fqns[0]}")
+            scalars[key] = to_host(value, f"optimizer state {key!r} of the partition with {flat.fqns[0]}")
         return slots, scalars
 
-    def _scalars_to_be(self, flat: Flat, scalars: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-        live, group = self._states().get(flat.tensor, {}), self._base().param_groups[flat.group]
-        return {
-            key: restore_scalar(
-                key,
-                value,
-                live=live.get(key),
-                optimizer=self._base(),
-                saved_by=saved.get("optimizer"),
-                device=scalar_device(value, group, flat.tensor),
-            )
-            for key, value in scalars.items()
-        }
+    def _restored_scalars(
+        self, flat: FlatPartition, scalars: Mapping[str, Any], saved: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        optimizer = self._base_optimizer
+        group = optimizer.param_groups[flat.group]
+        return restored_scalars(optimizer, flat.tensor, group, scalars, saved.get("optimizer"))
 
-    def _need(self, *attributes: str) -> None:
+    def _require_attributes(self, *attributes: str) -> None:
         for name in attributes:
             if not hasattr(self._zero, name):
                 raise UnsupportedError(
                     f"{type(self._zero).__name__} of DeepSpeed {deepspeed.__version__} has no {name!r}: this release "
-                    "is not handled; 0.19 is"
+                    "is not supported; install 0.19"
                 )
 
 
-def _wanted(flat: Flat, slots: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
-    """The slots that any parameter in a flat partition has."""
+def _wanted_slots(flat: FlatPartition, slots: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
+    """Return the slots that any parameter in a flat partition has."""
     return {slot: dtype for fqn in flat.fqns for slot, dtype in slots.get(fqn, {}).items()}

@@ -1,13 +1,7 @@
-"""Parameters and buffers by name; dtype names.
+"""List the parameters and persistent buffers of a module by name, and map dtypes to safetensors' names.
 
-The dtypes of torch by the names that safetensors gives them (``F32``, ``BF16``, ...).
-
-A pure table, in both directions. It does not know which dtypes an encoding can handle.
-
-What a module holds, by name: parameters (tied ones once) and persistent buffers.
-
-It knows nothing of optimizers, shards or slots. Buffers and parameters are looked up when asked, once in a period of
-:class:`monitor.adapters.base.StepCache`: a framework may have put other memory behind a name since the last one.
+Tensors are looked up anew unless the :class:`monitor.adapters.base.StepCache` is enabled, since a framework may put
+other memory behind a name.
 """
 
 from __future__ import annotations
@@ -16,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from monitor.adapters.base import Piece, StepCache, TensorInfo
 from store.errors import UnsupportedError
@@ -42,25 +37,24 @@ _TORCH_OF: dict[str, torch.dtype] = {
 _NAME_OF: dict[torch.dtype, str] = {dtype: name for name, dtype in _TORCH_OF.items()}
 
 
-def dtype_name(dtype: torch.dtype, what: str = "a tensor") -> str:
-    """The safetensors name of a torch dtype. Raises UnsupportedError, saying ``what`` is of it, for one that
-    safetensors cannot hold."""
+def dtype_name(dtype: torch.dtype, tensor: str = "a tensor") -> str:
+    """Return the safetensors name of a torch dtype. Raise UnsupportedError, naming ``tensor``, if there is none."""
     name = _NAME_OF.get(dtype)
     if name is None:
-        raise UnsupportedError(f"{what} is of {dtype}, which cannot be saved; supported: {', '.join(_TORCH_OF)}")
+        raise UnsupportedError(f"{tensor} has dtype {dtype}, which cannot be saved; supported: {', '.join(_TORCH_OF)}")
     return name
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The inverse of :func:`dtype_name`. Raises UnsupportedError for an unknown name."""
+    """Return the torch dtype of a safetensors name. Raise UnsupportedError for an unknown name."""
     dtype = _TORCH_OF.get(name)
     if dtype is None:
         raise UnsupportedError(f"unknown dtype {name!r} in a store; supported: {', '.join(_TORCH_OF)}")
     return dtype
 
 
-class Names:
-    """The fqn of each parameter of a module, as of one moment."""
+class ParameterNames:
+    """The fqn of each parameter of a module at one time."""
 
     def __init__(self, by_id: Mapping[int, str]) -> None:
         self._by_id = by_id
@@ -69,13 +63,13 @@ class Names:
         return id(parameter) in self._by_id
 
     def of(self, parameter: torch.Tensor, holder: str) -> str:
-        """The fqn of a parameter that ``holder`` holds. Raises UnsupportedError for one that is not in the model."""
+        """Return the fqn of a parameter that ``holder`` holds. Raise UnsupportedError if it is not in the model."""
         name = self._by_id.get(id(parameter))
         if name is None:
             shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
             raise UnsupportedError(
-                f"{holder} holds a parameter of shape {shape} that is not in the model, so it would not be saved; put "
-                "it into the model before monitor.attach (and before the optimizer is made), or take it out"
+                f"{holder} holds a parameter of shape {shape} that is not in the model, so it would not be saved; add "
+                "it to the model before creating the optimizer and calling monitor.attach, or remove it"
             )
         return name
 
@@ -84,13 +78,8 @@ _WRAPPERS = frozenset({"_checkpoint_wrapped_module", "_orig_mod"})
 """Module names that activation checkpointing and torch.compile insert."""
 
 
-def as_written(name: str) -> str:
-    """A name as the module tree has it."""
-    return name
-
-
 def without_wrappers(name: str) -> str:
-    """A name as the model has it without the wrappers that may be inside of it, whether they are there or not."""
+    """Return a name without the parts that wrappers inside the model insert."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
@@ -98,44 +87,47 @@ class ModuleTensors:
     """Names of a module's parameters and persistent buffers.
 
     The canonical name of a tied tensor is the first in the module's own order; the others are aliases.
-    naming: what becomes of a name in the module tree.
+    ``naming`` maps a name in the module tree to the fqn.
     """
 
-    def __init__(self, module: nn.Module, naming: Callable[[str], str] = as_written) -> None:
+    def __init__(self, module: nn.Module, naming: Callable[[str], str] = str) -> None:
         self._module = module
-        self.still = StepCache()
+        self.cache = StepCache()
         self._naming = naming
-        self._refuse_unhandled()
+        for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+            if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
+                raise UnsupportedError(
+                    f"{name} has no shape yet: run a batch through the model (and create the optimizer) before "
+                    "monitor.attach"
+                )
+        self._check_sharding()
 
     def parameters(self) -> Mapping[str, nn.Parameter]:
-        """Every parameter by canonical fqn, in model order."""
-        return self.still.once("parameters", self._parameters)
+        """Return every parameter by canonical fqn, in model order."""
+        return self.cache.get("parameters", self._parameters)
 
     def _parameters(self) -> dict[str, nn.Parameter]:
         return {self._naming(name): parameter for name, parameter in self._module.named_parameters()}
 
     def buffers(self) -> Mapping[str, torch.Tensor]:
-        """Every persistent buffer by canonical fqn, in model order."""
-        return self.still.once("buffers", self._buffers)
+        """Return every persistent buffer by canonical fqn, in model order."""
+        return self.cache.get("buffers", self._buffers)
 
     def _buffers(self) -> dict[str, torch.Tensor]:
-        found: dict[int, str] = {}
-        out: dict[str, torch.Tensor] = {}
+        first: dict[int, tuple[str, torch.Tensor]] = {}
         for name, buffer in self._persistent_buffers():
-            if id(buffer) not in found:
-                found[id(buffer)] = name
-                out[name] = buffer
-        return out
+            first.setdefault(id(buffer), (name, buffer))
+        return dict(first.values())
 
-    def names(self) -> Names:
-        """Canonical fqn of each parameter."""
-        return self.still.once(
-            "names", lambda: Names({id(parameter): name for name, parameter in self.parameters().items()})
+    def names(self) -> ParameterNames:
+        """Return the canonical fqn of each parameter."""
+        return self.cache.get(
+            "names", lambda: ParameterNames({id(parameter): name for name, parameter in self.parameters().items()})
         )
 
     def aliases(self) -> Mapping[str, tuple[str, ...]]:
-        """Further names of tied tensors, by canonical fqn. Tensors with one name only are absent."""
-        return self.still.once("aliases", self._aliases)
+        """Return the other names of tied tensors, by canonical fqn. Tensors with one name are absent."""
+        return self.cache.get("aliases", self._aliases)
 
     def _aliases(self) -> dict[str, tuple[str, ...]]:
         every: list[tuple[str, torch.Tensor]] = [
@@ -151,7 +143,7 @@ class ModuleTensors:
         return out
 
     def infos(self, trainable: frozenset[str]) -> dict[str, TensorInfo]:
-        """Every tensor by fqn, parameters first. ``trainable``: the fqns that an optimizer moves."""
+        """Return every tensor by fqn, parameters first. ``trainable``: the fqns that an optimizer updates."""
         aliases = self.aliases()
         out: dict[str, TensorInfo] = {}
         for name, parameter in self.parameters().items():
@@ -164,7 +156,7 @@ class ModuleTensors:
         return out
 
     def state_dict_names(self) -> list[str]:
-        """Keys of ``module.state_dict()`` that name parameters and buffers, aliases included, in order."""
+        """Return the keys of ``module.state_dict()`` for parameters and buffers, aliases included, in order."""
         return [self._naming(name) for name in _in_state_dict_order(self._module, "")]
 
     def _persistent_buffers(self) -> list[tuple[str, torch.Tensor]]:
@@ -175,25 +167,14 @@ class ModuleTensors:
                     out.append((self._naming(f"{prefix}.{name}" if prefix else name), buffer))
         return out
 
-    def _refuse_unhandled(self) -> None:
-        from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
-
-        for name, tensor in [*self._module.named_parameters(), *self._module.named_buffers()]:
-            if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
-                raise UnsupportedError(
-                    f"{name} has no shape yet: run a batch through the model (and make the optimizer) before "
-                    "monitor.attach"
-                )
-        self._refuse_sharded()
-
-    def _refuse_sharded(self) -> None:
+    def _check_sharding(self) -> None:
         from torch.distributed.tensor import DTensor
 
         for name, parameter in self._module.named_parameters():
             if isinstance(parameter, DTensor) or isinstance(parameter.data, DTensor):
                 raise UnsupportedError(
-                    f"parameter {name} is a DTensor (FSDP2 or tensor parallelism) inside of DeepSpeed or "
-                    "DistributedDataParallel, which is not handled; use one of them alone"
+                    f"parameter {name} is a DTensor (FSDP2 or tensor parallelism) inside DeepSpeed or "
+                    "DistributedDataParallel, which is not supported; use one of them alone"
                 )
 
 
@@ -209,18 +190,18 @@ def _in_state_dict_order(module: nn.Module, prefix: str) -> Iterator[str]:
             yield from _in_state_dict_order(child, f"{prefix}{name}.")
 
 
-def require_values(tensor: torch.Tensor, what: str) -> None:
-    """UnsupportedError for a tensor on the meta device: what is loaded into it would be lost without a word."""
+def require_materialized(tensor: torch.Tensor, what: str) -> None:
+    """Raise UnsupportedError for a tensor on the meta device: a load into it would be lost silently."""
     if tensor.is_meta:
         raise UnsupportedError(
-            f"{what} is on the meta device and has no values yet: call model.to_empty(device=...) and initialise it "
+            f"{what} is on the meta device and has no values yet: call model.to_empty(device=...) and initialize it "
             "before monitor.attach"
         )
 
 
-def whole(fqn: str, slot: str, tensor: torch.Tensor) -> Piece:
-    """A piece that spans all of ``tensor``, as a view. UnsupportedError when it is not contiguous, or on meta."""
-    require_values(tensor, f"{fqn} ({slot})")
+def whole_piece(fqn: str, slot: str, tensor: torch.Tensor) -> Piece:
+    """Return a piece that is a view of ``tensor``. Raise UnsupportedError if it is on meta or not contiguous."""
+    require_materialized(tensor, f"{fqn} ({slot})")
     if not tensor.is_contiguous():
         raise UnsupportedError(
             f"{fqn} ({slot}) is not contiguous in memory (shape {tuple(tensor.shape)}, stride {tensor.stride()}); "
@@ -229,8 +210,8 @@ def whole(fqn: str, slot: str, tensor: torch.Tensor) -> Piece:
     return Piece(Fragment(fqn, slot, 0, tensor.numel()), tensor.detach().view(-1))
 
 
-def slice_of(piece: Piece, start: int, numel: int) -> Piece:
-    """Elements [start, start + numel) of a piece, counted from its own beginning."""
+def slice_piece(piece: Piece, start: int, numel: int) -> Piece:
+    """Return elements [start, start + numel) of a piece, counted from its own beginning."""
     fragment = piece.fragment
     return Piece(
         Fragment(fragment.fqn, fragment.slot, fragment.start + start, numel), piece.tensor.narrow(0, start, numel)

@@ -1,21 +1,14 @@
-"""Optimizer slots, scalars and hyperparameters.
+"""Capture and restore torch optimizer state: slots, scalars and hyperparameters.
 
-Optimizer state that is not a slot, in a shape that fits every framework: by parameter name.
-
-Two parts: ``param_groups``, each with the fqns in it and its hyperparameters, and ``scalars``, what the
-optimizer keeps for a parameter besides tensors of the parameter's shape (``step``, factored moments).
-It does not know where a framework keeps either.
-
-What a torch optimizer keeps for one tensor: slots (tensors of its shape) and scalars (all else).
-
-The tensor is a parameter, or a flat partition of many. It does not know which.
+For each tensor (a parameter, or a flat partition of many) an optimizer keeps *slots*, which are tensors of the same
+shape, and *scalars*, which are everything else (``step``, factored moments). Hyperparameters are kept by param group.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -24,74 +17,81 @@ from store.errors import ModelMismatchError, UnsupportedError
 from store.names import BUFFER, FROZEN, WEIGHTS
 
 _IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
-"""How a step is computed, not what it computes: a load leaves these as they were configured."""
+"""Hyperparameters that choose an implementation and do not change the result: a load keeps them as configured."""
+
+NOT_STATE: Final = frozenset({WEIGHTS, FROZEN, BUFFER})
+"""Slots that are not optimizer state."""
+
+_INT_STEP = frozenset({"SparseAdam", "LBFGS"})
+"""Optimizers of torch whose step count is not a tensor."""
+
+LiveGroups = Sequence[tuple[Sequence[str], dict[str, Any]]]
+"""(fqns, param group) of each param group of a live optimizer."""
 
 
-def snapshot(value: Any, where: str) -> Any:
-    """A copy on the host of plain values and tensors, nested at will. Raises UnsupportedError for others."""
+def to_host(value: Any, where: str) -> Any:
+    """Return a host copy of plain values and tensors, nested or not. Raise UnsupportedError for others."""
     if isinstance(value, torch.Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, Mapping):
-        return {key: snapshot(item, where) for key, item in value.items()}
+        return {key: to_host(item, where) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)([snapshot(item, where) for item in value])
+        return type(value)([to_host(item, where) for item in value])
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    raise UnsupportedError(f"{where} holds a {type(value).__name__}, which cannot be saved as plain data")
+    raise UnsupportedError(
+        f"{where} holds a {type(value).__name__}, which cannot be saved: use numbers, strings, tensors, lists or dicts"
+    )
 
 
 def describe_group(fqns: Iterable[str], group: Mapping[str, Any]) -> dict[str, Any]:
-    """One param group of an optimizer: ``{"params": [fqn, ...], "hyper": {lr, betas, ...}}``."""
+    """Return a param group as ``{"params": [fqn, ...], "hyper": {lr, betas, ...}}``."""
     hyper = {
-        key: snapshot(value, f"hyperparameter {key!r} of an optimizer param group")
+        key: to_host(value, f"hyperparameter {key!r} of an optimizer param group")
         for key, value in group.items()
         if key != "params"
     }
     return {"params": list(fqns), "hyper": hyper}
 
 
-LiveGroups = Sequence[tuple[Sequence[str], dict[str, Any]]]
-"""Each param group of a live optimizer, after the fqns in it."""
-
-
 def match_groups(saved: Sequence[Mapping[str, Any]], live: LiveGroups) -> list[Mapping[str, Any]]:
-    """The saved hyperparameters for each live group, matched by the parameters in them, not by position.
+    """Return the saved hyperparameters of each live group, matched by the parameters in it, not by position.
 
-    Changes nothing. Raises ModelMismatchError when a group has no parameter in the saved state, parameters with
-    different values, or a tensor that cannot take the saved value.
+    Changes nothing. Raises ModelMismatchError if a group has no parameter in the saved state, parameters that were
+    saved with different values, or a tensor that the saved value does not fit.
     """
     hyper_of = {fqn: group["hyper"] for group in saved for fqn in group["params"]}
-    chosen = [_hyper_for(index, fqns, hyper_of) for index, (fqns, _) in enumerate(live)]
-    for index, ((_, group), hyper) in enumerate(zip(live, chosen, strict=True)):
+    matched = [_hyper_for(index, fqns, hyper_of) for index, (fqns, _) in enumerate(live)]
+    for index, ((_, group), hyper) in enumerate(zip(live, matched, strict=True)):
         for key, value in hyper.items():
             if key not in _IMPLEMENTATION:
-                _require_alike(index, key, group.get(key), value)
-    return chosen
+                _check_same_shape(index, key, group.get(key), value)
+    return matched
 
 
 def restore_groups(saved: Sequence[Mapping[str, Any]], live: LiveGroups) -> None:
-    """Put saved hyperparameters into live groups. Raises what :func:`match_groups` raises, before any change."""
+    """Restore saved hyperparameters of live groups. Raises the errors of :func:`match_groups` before any change."""
     for (_, group), hyper in zip(live, match_groups(saved, live), strict=True):
         for key, value in hyper.items():
             if key not in _IMPLEMENTATION:
                 group[key] = _like(group.get(key), value)
 
 
-def _require_alike(index: int, key: str, live: Any, value: Any) -> None:
+def _check_same_shape(index: int, key: str, live: Any, value: Any) -> None:
     if not isinstance(live, torch.Tensor):
         return
     number = isinstance(value, bool | int | float)
     shape = value.shape if isinstance(value, torch.Tensor) else torch.Size() if number else None
-    if shape is None or not _fills(shape, live.shape):
+    if shape is None or not _can_broadcast(shape, live.shape):
         raise ModelMismatchError(
             f"{key!r} of param group {index} is a tensor of shape {tuple(live.shape)} here and was saved as "
-            f"{value if shape is None or number else f'one of shape {tuple(shape)}'}; give the optimizer what it had "
-            "in the run that wrote the state"
+            f"{value if shape is None or number else f'one of shape {tuple(shape)}'}; configure the optimizer as "
+            "in the run that was saved"
         )
 
 
-def _fills(shape: torch.Size, live: torch.Size) -> bool:
-    """Whether copying would stretch ``shape`` to ``live``, as it does for a number."""
+def _can_broadcast(shape: torch.Size, live: torch.Size) -> bool:
+    """Return whether ``copy_`` would broadcast ``shape`` to ``live``, as it does for a number."""
     return len(shape) <= len(live) and all(a in (1, b) for a, b in zip(reversed(shape), reversed(live), strict=False))
 
 
@@ -102,7 +102,7 @@ def _hyper_for(index: int, fqns: Sequence[str], hyper_of: Mapping[str, Mapping[s
             return {}
         raise ModelMismatchError(
             f"param group {index} (with {fqns[0]}) has no parameter in the saved state; resume with the model and "
-            "the optimizer of the run that wrote it"
+            "the optimizer that wrote it"
         )
     first = hyper_of[known[0]]
     for fqn in known[1:]:
@@ -110,13 +110,13 @@ def _hyper_for(index: int, fqns: Sequence[str], hyper_of: Mapping[str, Mapping[s
         if differing:
             raise ModelMismatchError(
                 f"param group {index} joins {known[0]} and {fqn}, which were saved with different "
-                f"{', '.join(differing)}; split the param group as it was in the run that wrote the state"
+                f"{', '.join(differing)}; split the param group as in the run that was saved"
             )
     return first
 
 
 def equal(one: Any, other: Any) -> bool:
-    """Whether two plain values or tensors are the same; lists and tuples, tensors and numbers compare by value."""
+    """Return whether two plain values or tensors are equal, whatever containers or number types hold them."""
     if isinstance(one, Mapping) and isinstance(other, Mapping):
         return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
     if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
@@ -127,7 +127,7 @@ def equal(one: Any, other: Any) -> bool:
 
 
 def _like(live: Any, value: Any) -> Any:
-    """The saved value in the kind of container in which the live one comes (JSON knows no tuples)."""
+    """Return the saved value with the type of the live one: a list becomes a tuple again (JSON has no tuples)."""
     if isinstance(live, torch.Tensor):
         with torch.no_grad():
             return live.copy_(torch.as_tensor(value))
@@ -138,16 +138,10 @@ def _like(live: Any, value: Any) -> Any:
     return copy.deepcopy(value)
 
 
-_NOT_STATE = frozenset({WEIGHTS, FROZEN, BUFFER})
-
-_INT_STEP = frozenset({"SparseAdam", "LBFGS"})
-"""Optimizers of torch whose step count is not a tensor."""
-
-
 def slots_of(state: Mapping[str, Any], parameter: torch.Tensor) -> list[str]:
-    """The entries of a parameter's optimizer state that are slots, sorted: tensors of the parameter's shape.
+    """Return the sorted keys of a parameter's state that are slots: tensors of its shape.
 
-    ``step`` never is one, not even for a parameter without dimensions.
+    ``step`` is never a slot, not even for a parameter without dimensions.
     """
     return sorted(
         key
@@ -156,39 +150,40 @@ def slots_of(state: Mapping[str, Any], parameter: torch.Tensor) -> list[str]:
     )
 
 
-def slots_to_be(state: Mapping[str, Any], parameter: torch.Tensor, wanted: Mapping[str, str]) -> dict[str, torch.dtype]:
-    """The slots, with their dtypes, that :func:`fit_slots` makes of a parameter's state. Changes nothing.
+def planned_slots(
+    state: Mapping[str, Any], parameter: torch.Tensor, wanted: Mapping[str, str]
+) -> dict[str, torch.dtype]:
+    """Return the slots and dtypes that a parameter's state has after :func:`fit_slots`. Changes nothing.
 
-    wanted: slot -> dtype as stored; a slot that is there already keeps the dtype it has. UnsupportedError for a
-    dtype that is not known.
+    Args:
+        state: optimizer state of the parameter.
+        parameter: the parameter or flat partition.
+        wanted: slot -> stored dtype. An existing slot keeps its dtype. Raises UnsupportedError for an unknown dtype.
     """
     live = slots_of(state, parameter)
     return {
         slot: state[slot].dtype if slot in live else torch_dtype(dtype)
         for slot, dtype in wanted.items()
-        if slot not in _NOT_STATE
+        if slot not in NOT_STATE
     }
 
 
 def require_by_parameter(optimizer: torch.optim.Optimizer) -> None:
-    """UnsupportedError where an optimizer keeps state under anything but a tensor: it is nobody's slot nor scalar."""
+    """Raise UnsupportedError if an optimizer has state under a key that is not a tensor."""
     states: Mapping[Any, Any] = optimizer.state
     for key, value in states.items():
         if not isinstance(key, torch.Tensor) and value:
             raise UnsupportedError(
-                f"{type(optimizer).__name__} keeps state under {key!r}, which is no parameter, so it would not be "
+                f"{type(optimizer).__name__} keeps state under {key!r}, which is not a parameter, so it would not be "
                 "saved; keep it in its param groups, or use an optimizer with state per parameter, such as AdamW"
             )
 
 
 def fit_slots(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, wanted: Mapping[str, str]) -> None:
-    """Make the slots in the optimizer's state of ``parameter`` those in ``wanted`` (slot: dtype).
-
-    Missing ones are created with zeros, on the parameter's device; others are dropped.
-    """
+    """Create the slots in ``wanted`` (slot -> dtype) with zeros, on the parameter's device, and drop others."""
     state = optimizer.state.get(parameter, {})
-    planned, live = slots_to_be(state, parameter, wanted), slots_of(state, parameter)
-    for slot in live if parameter.numel() else ():  # of no elements nothing is stored, and nothing is lost
+    planned, live = planned_slots(state, parameter, wanted), slots_of(state, parameter)
+    for slot in live if parameter.numel() else ():  # an empty tensor has nothing in the store and nothing to lose
         if slot not in planned:
             del state[slot]
     for slot, dtype in planned.items():
@@ -199,14 +194,17 @@ def fit_slots(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, wanted:
 def complete_state(
     optimizer: torch.optim.Optimizer, parameter: torch.Tensor, slots: Collection[str], scalars: bool
 ) -> bool:
-    """Whether the state of ``parameter`` can take the scalars that were saved beside ``slots``.
+    """Make the loaded state of ``parameter`` complete, or drop it. Partial state would break the optimizer's next step.
 
-    Half a state would break the optimizer's next step. So slots that were not kept become zeros where others
-    were kept; and where none was, or there was no state at all, the state is dropped: a fresh start.
+    If some of the saved ``slots`` were loaded, the others become zeros. If none was loaded, or there was no state, the
+    state is dropped and the parameter starts fresh.
+
+    Returns:
+        Whether there is state, which can take the saved scalars.
     """
     state = optimizer.state.get(parameter, {})
-    kept = [slot for slot in slots if slot in state]
-    if not (kept if slots else scalars):
+    loaded = [slot for slot in slots if slot in state]
+    if not (loaded if slots else scalars):
         optimizer.state.pop(parameter, None)
         return False
     for slot in slots:
@@ -215,20 +213,40 @@ def complete_state(
     return True
 
 
-def restore_scalar(
-    key: str, value: Any, *, live: Any, optimizer: torch.optim.Optimizer, saved_by: str | None, device: torch.device
-) -> Any:
-    """What to put in the optimizer's state for a saved scalar.
+def restored_scalars(
+    optimizer: torch.optim.Optimizer,
+    parameter: torch.Tensor,
+    group: Mapping[str, Any],
+    scalars: Mapping[str, Any],
+    saved_by: str | None,
+) -> dict[str, Any]:
+    """Return saved scalars as the optimizer's state of ``parameter`` takes them. Changes nothing.
 
-    live: what is there now, or None. device: where a new tensor goes. Kept exactly (kind and dtype) when
-    the same optimizer class saved it. Otherwise a step count becomes what this class counts with: a number
-    where a class expects a tensor would silently never be increased.
+    Type and dtype are kept exactly if the same optimizer class saved them. Otherwise a step count gets the type this
+    class counts with: a number where a class expects a tensor would silently never be increased.
+
+    Args:
+        optimizer: the optimizer that takes them.
+        parameter: the parameter or flat partition.
+        group: its param group.
+        scalars: the saved scalars.
+        saved_by: class name of the optimizer that saved them.
     """
-    if isinstance(live, torch.Tensor) and isinstance(value, torch.Tensor):
-        return value.to(device=live.device, dtype=live.dtype, copy=True)
-    if key == "step" and (live is not None or saved_by != type(optimizer).__name__):
-        value = _step_like(value, live, optimizer)
-    return value.to(device, copy=True) if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+    live, out = optimizer.state.get(parameter, {}), {}
+    for key, value in scalars.items():
+        old = live.get(key)
+        if isinstance(old, torch.Tensor) and isinstance(value, torch.Tensor):
+            out[key] = value.to(device=old.device, dtype=old.dtype, copy=True)
+            continue
+        # torch keeps step counts on the host, unless the step is fused or captured; tensors with dimensions are beside
+        # their parameter.
+        has_shape = isinstance(value, torch.Tensor) and value.ndim
+        on_device = has_shape or group.get("fused") or group.get("capturable")
+        converts = key == "step" and (old is not None or saved_by != type(optimizer).__name__)
+        new = _step_like(value, old, optimizer) if converts else value
+        device = parameter.device if on_device else torch.device("cpu")
+        out[key] = new.to(device, copy=True) if isinstance(new, torch.Tensor) else copy.deepcopy(new)
+    return out
 
 
 def _step_like(value: Any, live: Any, optimizer: torch.optim.Optimizer) -> Any:
@@ -239,18 +257,11 @@ def _step_like(value: Any, live: Any, optimizer: torch.optim.Optimizer) -> Any:
     return torch.tensor(float(value), dtype=torch.float32) if as_tensor else int(value)
 
 
-def scalar_device(value: Any, group: Mapping[str, Any], parameter: torch.Tensor) -> torch.device:
-    """Where torch's optimizers want a scalar of the state: step counts on the host, unless the step is
-    fused or captured; anything with elements beside its parameter."""
-    if isinstance(value, torch.Tensor) and value.ndim:
-        return parameter.device
-    return parameter.device if group.get("fused") or group.get("capturable") else torch.device("cpu")
-
-
 def common_scalars(fqns: Sequence[str], saved: Mapping[str, Any]) -> tuple[set[str], dict[str, Any]]:
-    """(slots, scalars) that the parameters of a flat partition had in common; empty if none had any state.
+    """Return (slots, scalars) that the parameters of a flat partition had in common; empty if none had any state.
 
-    A flat partition has one step count for all of them. Raises ModelMismatchError where they differ.
+    A flat partition has one step count for all of them. Raises ModelMismatchError if they differ, UnsupportedError for
+    scalars with dimensions.
     """
     scalars_of, names_of = saved["scalars"], saved.get("slots", {})
     known = [fqn for fqn in fqns if scalars_of.get(fqn) or names_of.get(fqn)]
@@ -260,16 +271,15 @@ def common_scalars(fqns: Sequence[str], saved: Mapping[str, Any]) -> tuple[set[s
     for key, value in first.items():
         if isinstance(value, torch.Tensor) and value.ndim:
             raise UnsupportedError(
-                f"optimizer state {key!r} of {known[0]} has a shape of its own, {tuple(value.shape)}, and cannot be "
-                "laid out in a flat partition; resume without ZeRO"
+                f"optimizer state {key!r} of {known[0]} has the shape {tuple(value.shape)} and cannot be put into a "
+                "flat partition; resume without ZeRO"
             )
     for fqn in known[1:]:
         other = scalars_of.get(fqn, {})
         if not equal(first, other):
             raise ModelMismatchError(
                 f"{known[0]} and {fqn} share a flat partition but were saved with different optimizer scalars "
-                f"({_brief(first)} and {_brief(other)}); resume with the param groups of the run that wrote them, or "
-                "without ZeRO"
+                f"({_brief(first)} and {_brief(other)}); resume with the param groups of the saved run, or without ZeRO"
             )
     return {slot for fqn in known for slot in names_of.get(fqn, ())}, dict(first)
 

@@ -1,15 +1,7 @@
-"""Plain PyTorch and DDP; sharing replicated writes.
+"""Adapt plain PyTorch and DistributedDataParallel, and partition the writing of replicated tensors over ranks.
 
-Sharing out the writing of tensors that several ranks hold alike.
-
-Pure interval arithmetic, without a collective: every rank computes the same shares of what it holds. Whose turn it is
-to write a small tensor follows from the tensor's name alone: what some ranks hold besides, such as state that an
-optimizer keeps only where it has elements to update, moves nobody's turn.
-
-Plain PyTorch, and DistributedDataParallel: every rank holds everything, whole.
-
-Each rank writes a share (:mod:`monitor.adapters.pytorch`), each rank loads all of it. Used from the
-training thread only. It does not know schedulers and gradient scalers: those are the user's own objects.
+Every rank holds everything, writes a part of it and loads all of it. Training thread only. Schedulers and gradient
+scalers are the user's own objects.
 """
 
 from __future__ import annotations
@@ -24,32 +16,32 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from monitor.adapters.base import FragmentPlace, Piece, TensorInfo, VersionTrail, versions_of
-from monitor.adapters.module_tensors import ModuleTensors, slice_of, whole, without_wrappers
+from monitor.adapters.base import FragmentPlace, Piece, StateVersions, TensorInfo, versions_of
+from monitor.adapters.module_tensors import ModuleTensors, slice_piece, whole_piece, without_wrappers
 from monitor.adapters.optimizer_state import (
+    NOT_STATE,
     LiveGroups,
     complete_state,
     describe_group,
     fit_slots,
     match_groups,
+    planned_slots,
     require_by_parameter,
     restore_groups,
-    restore_scalar,
-    scalar_device,
+    restored_scalars,
     slots_of,
-    slots_to_be,
-    snapshot,
+    to_host,
 )
 from store.errors import UnsupportedError
-from store.names import BUFFER, FROZEN, WEIGHTS, Fragment
+from store.names import BUFFER, FROZEN, WEIGHTS
 
 SMALL = 16_384
-"""Tensors of fewer elements go whole to one rank: a slice of them would cost more than it spares."""
+"""Tensors with fewer elements are written by one rank: slices would cost more than they save."""
 
 
 @dataclass(frozen=True)
 class Replica:
-    """A piece that ``count`` ranks hold alike; this rank is number ``number`` of them."""
+    """A piece that ``count`` ranks hold; this rank is number ``number`` of them."""
 
     piece: Piece
     number: int
@@ -57,7 +49,7 @@ class Replica:
 
 
 def even_slice(numel: int, rank: int, world_size: int) -> tuple[int, int]:
-    """(start, numel) of a rank's share of ``numel`` elements in slices of ceil(numel / world size).
+    """Return (start, numel) of a rank's part of ``numel`` elements in slices of ceil(numel / world size).
 
     The last ranks may get fewer elements or none.
     """
@@ -66,16 +58,18 @@ def even_slice(numel: int, rank: int, world_size: int) -> tuple[int, int]:
     return start, min(part, numel - start)
 
 
-def share(pieces: Iterable[Piece], rank: int, world_size: int) -> list[Piece]:
-    """:func:`share_out` of pieces that all ranks hold alike."""
-    return share_out(Replica(piece, rank, world_size) for piece in pieces)
+def partition_replicated(pieces: Iterable[Piece], rank: int, world_size: int) -> list[Piece]:
+    """Return the parts that this rank saves of pieces that all ranks hold."""
+    return partition_replicas(Replica(piece, rank, world_size) for piece in pieces)
 
 
-def share_out(replicas: Iterable[Replica]) -> list[Piece]:
-    """The parts of replicated pieces that this rank saves; over all ranks that hold one they cover it exactly once.
+def partition_replicas(replicas: Iterable[Replica]) -> list[Piece]:
+    """Return the parts of replicated pieces that this rank saves. Over the ranks they cover each piece exactly once.
 
-    Buffers are all the first one's: where ranks disagree (running statistics that nothing synchronises), they are saved
-    as one rank has them, not as a mixture, and as the rank whose buffers DistributedDataParallel broadcasts.
+    Computed without a collective. A small tensor's writer follows from its name alone, so state that an optimizer keeps
+    only on ranks with elements to update does not change the writers of other tensors. Buffers are all saved by the
+    first rank: where ranks disagree (running statistics that are not synchronized), the values of one rank are saved,
+    not a mixture, and it is the rank whose buffers DistributedDataParallel broadcasts.
     """
     out: list[Piece] = []
     for replica in replicas:
@@ -83,27 +77,23 @@ def share_out(replicas: Iterable[Replica]) -> list[Piece]:
         if fragment.slot == BUFFER:
             start, numel = (0, fragment.numel) if replica.number == 0 else (0, 0)
         elif fragment.numel < SMALL:
-            start, numel = (0, fragment.numel) if replica.number == _turn(fragment) % replica.count else (0, 0)
+            writer = zlib.crc32(f"{fragment.fqn}/{fragment.slot}".encode()) % replica.count
+            start, numel = (0, fragment.numel) if replica.number == writer else (0, 0)
         else:
             start, numel = even_slice(fragment.numel, replica.number, replica.count)
         if numel:
-            out.append(slice_of(replica.piece, start, numel))
+            out.append(slice_piece(replica.piece, start, numel))
     return out
 
 
-def _turn(fragment: Fragment) -> int:
-    return zlib.crc32(f"{fragment.fqn}/{fragment.slot}".encode())
-
-
-_NO_STATE = (WEIGHTS, FROZEN, BUFFER)
-
-
 class PyTorchAdapter:
-    """Adapter of a module and its optimizer.
+    """Adapter of a module and its optimizer. Raises UnsupportedError for unsupported tensors or optimizers.
 
-    module: without wrappers; its parameter names are the fqns. group: the ranks that hold replicas, None for
-    all (and for one process). around: wrappers that the optimizer is in, outermost first. Raises UnsupportedError
-    for tensors or optimizers that cannot be handled.
+    Args:
+        module: unwrapped; its parameter names are the fqns.
+        optimizer: the inner optimizer.
+        group: ranks that hold replicas; None for all ranks, and for one process.
+        wrappers: wrappers around the optimizer, outermost first.
     """
 
     framework = "torch"
@@ -114,15 +104,15 @@ class PyTorchAdapter:
         module: nn.Module,
         optimizer: torch.optim.Optimizer,
         group: dist.ProcessGroup | None = None,
-        around: Sequence[Any] = (),
+        wrappers: Sequence[Any] = (),
     ) -> None:
         self.module = module
         self.optimizer = optimizer
-        self._around = tuple(around)
-        self._inventory = self._take_inventory(module)
-        together = dist.is_available() and dist.is_initialized()
-        self._rank = dist.get_rank(group) if together else 0
-        self._world_size = dist.get_world_size(group) if together else 1
+        self._wrappers = tuple(wrappers)
+        self._inventory = self._collect_tensors(module)
+        distributed = dist.is_available() and dist.is_initialized()
+        self._rank = dist.get_rank(group) if distributed else 0
+        self._world_size = dist.get_world_size(group) if distributed else 1
         if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
             raise UnsupportedError(
                 "ZeroRedundancyOptimizer shards its state in its own way; use a plain optimizer or DeepSpeed ZeRO"
@@ -131,76 +121,67 @@ class PyTorchAdapter:
         self.held()
 
     def completed_steps(self) -> int | None:
-        """None: torch does not count them."""
-        return None
+        return None  # torch does not count them
 
-    def still(self) -> AbstractContextManager[None]:
-        """See :class:`monitor.adapters.base.Adapter`."""
-        return self._inventory.still.period()
+    def cache_lookups(self) -> AbstractContextManager[None]:
+        return self._inventory.cache.enabled()
 
     def check_attached(self) -> None:
-        """See :class:`monitor.adapters.base.Adapter`: every parameter that is optimized is in the model, and all state
-        is of one."""
+        """Raise UnsupportedError if an optimized parameter is not in the model, or state belongs to no parameter."""
         self._groups()
         require_by_parameter(self.optimizer)
-        for wrapper in self._around:
+        for wrapper in self._wrappers:
             _require_no_state(wrapper, self.optimizer)
 
-    def trail(self) -> VersionTrail | None:
-        """See :class:`monitor.adapters.base.Adapter`."""
-        moved = [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
-        state = (value for p in moved for value in self.optimizer.state.get(p, {}).values())
-        return VersionTrail(type(self.optimizer).__name__, versions_of(moved), versions_of(state))
+    def state_versions(self) -> StateVersions | None:
+        trained = [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
+        state = (value for p in trained for value in self.optimizer.state.get(p, {}).values())
+        return StateVersions(type(self.optimizer).__name__, versions_of(trained), versions_of(state))
 
     def before_update(self, hook: Callable[[], None]) -> None:
-        """See :class:`monitor.adapters.base.Adapter`."""
         self.optimizer.register_step_pre_hook(lambda *_: hook())
 
     def tensors(self) -> Mapping[str, TensorInfo]:
-        """See :class:`monitor.adapters.base.Adapter`."""
         return self._inventory.infos(trainable=frozenset())
 
     def owned(self) -> list[Piece]:
-        """This rank's share of :meth:`held`. Optimizer state appears once it exists, after the first step."""
-        return share_out(self._replicas())
+        """Return this rank's part of :meth:`held`. Optimizer state is included once it exists, after the first step."""
+        return partition_replicas(self._replicas())
 
     def held(self) -> list[Piece]:
-        """All of this rank's pieces: here every tensor, whole."""
         return [replica.piece for replica in self._replicas() if replica.piece.fragment.numel]
 
     def expected(self, slots: Mapping[str, Mapping[str, str]]) -> list[FragmentPlace]:
-        """See :class:`monitor.adapters.base.Adapter`."""
         optimized = {fqn: parameter for fqn, parameter, _ in self._optimized()}
         places = [
             FragmentPlace(piece.fragment, piece.tensor.dtype)
             for piece in self.held()
-            if piece.fragment.slot in _NO_STATE or piece.fragment.fqn not in optimized
+            if piece.fragment.slot in NOT_STATE or piece.fragment.fqn not in optimized
         ]
         for fqn, parameter in optimized.items():
             state = self.optimizer.state.get(parameter, {})
             live = slots_of(state, parameter)
-            for slot, dtype in slots_to_be(state, parameter, slots.get(fqn, {})).items():
+            for slot, dtype in planned_slots(state, parameter, slots.get(fqn, {})).items():
                 tensor = state[slot] if slot in live else parameter
                 places.append(FragmentPlace(self._replica(fqn, slot, tensor).piece.fragment, dtype))
         return [place for place in places if place.fragment.numel]
 
     def prepare_load(self, slots: Mapping[str, Mapping[str, str]]) -> None:
-        """Make the optimizer's slots those that ``slots`` names: create missing ones, drop others."""
+        """Create the slots in ``slots`` that the optimizer lacks, and drop others."""
         for fqn, parameter, _ in self._optimized():
             fit_slots(self.optimizer, parameter, slots.get(fqn, {}))
 
     def finish_load(self) -> None:
-        """Nothing is derived from the parameters here."""
+        pass  # nothing is derived from the parameters
 
     def run_state(self) -> dict[str, Any]:
-        """See :class:`monitor.adapters.base.Adapter`; counters, scaler and scheduler are not known here."""
         scalars: dict[str, dict[str, Any]] = {}
         slots: dict[str, list[str]] = {}
         for fqn, parameter, _ in self._optimized():
             state = self.optimizer.state.get(parameter, {})
             slots[fqn] = slots_of(state, parameter)
             scalars[fqn] = {
-                key: snapshot(self._scalar(key, value, fqn), f"optimizer state {key!r} of {fqn}")
+                key: to_host(self._scalar(key, value, fqn), f"optimizer state {key!r} of {fqn}")
                 for key, value in state.items()
                 if key not in slots[fqn]
             }
@@ -215,25 +196,22 @@ class PyTorchAdapter:
         }
 
     def objects(self) -> Mapping[str, Any]:
-        """None: schedulers and gradient scalers are the user's own."""
         return {}
 
     def check_run_state(self, state: Mapping[str, Any]) -> None:
-        """See :class:`monitor.adapters.base.Adapter`."""
-        match_groups(state["param_groups"], self._groups_that_count(state))
+        match_groups(state["param_groups"], self._groups_to_restore(state))
         for fqn, parameter, group in self._optimized():
-            self._scalars_to_be(fqn, parameter, group, state)
+            self._restored_scalars(fqn, parameter, group, state)
 
     def load_run_state(self, state: Mapping[str, Any]) -> None:
-        """See :class:`monitor.adapters.base.Adapter`. Parameters saved without state lose theirs."""
-        restore_groups(state["param_groups"], self._groups_that_count(state))
+        # A parameter that was saved without state loses the state it has.
+        restore_groups(state["param_groups"], self._groups_to_restore(state))
         for fqn, parameter, group in self._optimized():
-            scalars = self._scalars_to_be(fqn, parameter, group, state)
+            scalars = self._restored_scalars(fqn, parameter, group, state)
             if complete_state(self.optimizer, parameter, state.get("slots", {}).get(fqn, ()), bool(scalars)):
                 self.optimizer.state[parameter].update(scalars)
 
     def layout_facts(self) -> dict[str, Any]:
-        """See :class:`monitor.adapters.base.Adapter`."""
         return {
             "framework": self.framework,
             "optimizer": type(self.optimizer).__name__,
@@ -243,20 +221,20 @@ class PyTorchAdapter:
             "shared_params": {alias: fqn for fqn, names in self._inventory.aliases().items() for alias in names},
         }
 
-    # ---- what a kind of sharding says
+    # ---- overridden by adapters of sharded models
 
-    def _take_inventory(self, module: nn.Module) -> ModuleTensors:
+    def _collect_tensors(self, module: nn.Module) -> ModuleTensors:
         return ModuleTensors(module, without_wrappers)
 
     def _replica(self, fqn: str, slot: str, tensor: torch.Tensor) -> Replica:
-        """What this rank holds of a tensor, and who else does."""
-        return Replica(whole(fqn, slot, tensor), self._rank, self._world_size)
+        """Return this rank's piece of a tensor and its place among the ranks that hold the same piece."""
+        return Replica(whole_piece(fqn, slot, tensor), self._rank, self._world_size)
 
     def _scalar(self, key: str, value: Any, fqn: str) -> Any:  # noqa: ARG002 - for errors of subclasses
-        """Optimizer state besides the slots, as it is saved."""
+        """Return an entry of optimizer state that is not a slot, as it is saved."""
         return value
 
-    # ---- shared parts
+    # ---- shared by all
 
     def _replicas(self) -> Iterator[Replica]:
         states = self.optimizer.state
@@ -271,7 +249,7 @@ class PyTorchAdapter:
     def _groups(self) -> list[tuple[list[str], dict[str, Any]]]:
         names = self._inventory.names()
         return [
-            ([names.of(parameter, self._holder(index)) for parameter in group["params"]], group)
+            ([names.of(parameter, self._group_label(index)) for parameter in group["params"]], group)
             for index, group in enumerate(self.optimizer.param_groups)
         ]
 
@@ -279,10 +257,10 @@ class PyTorchAdapter:
         names = self._inventory.names()
         for index, group in enumerate(self.optimizer.param_groups):
             for parameter in group["params"]:
-                yield names.of(parameter, self._holder(index)), parameter, group
+                yield names.of(parameter, self._group_label(index)), parameter, group
 
-    def _groups_that_count(self, saved: Mapping[str, Any]) -> LiveGroups:
-        # Frozen parameters in a group say nothing: ZeRO drops them from its groups.
+    def _groups_to_restore(self, saved: Mapping[str, Any]) -> LiveGroups:
+        # Frozen parameters in a group do not matter: ZeRO drops them from its groups.
         known = {fqn for group in saved["param_groups"] for fqn in group["params"]}
         parameters = self._inventory.parameters()
         return [
@@ -290,23 +268,13 @@ class PyTorchAdapter:
             for fqns, group in self._groups()
         ]
 
-    def _scalars_to_be(
+    def _restored_scalars(
         self, fqn: str, parameter: nn.Parameter, group: Mapping[str, Any], saved: Mapping[str, Any]
     ) -> dict[str, Any]:
-        live = self.optimizer.state.get(parameter, {})
-        return {
-            key: restore_scalar(
-                key,
-                value,
-                live=live.get(key),
-                optimizer=self.optimizer,
-                saved_by=saved.get("optimizer"),
-                device=scalar_device(value, group, parameter),
-            )
-            for key, value in saved["scalars"].get(fqn, {}).items()
-        }
+        scalars = saved["scalars"].get(fqn, {})
+        return restored_scalars(self.optimizer, parameter, group, scalars, saved.get("optimizer"))
 
-    def _holder(self, index: int) -> str:
+    def _group_label(self, index: int) -> str:
         return f"param group {index} of {type(self.optimizer).__name__}"
 
 
@@ -316,12 +284,12 @@ def _require_no_state(wrapper: Any, optimizer: torch.optim.Optimizer) -> None:
         inner = type(optimizer).__name__
         raise UnsupportedError(
             f"{type(wrapper).__name__} around {inner} keeps state of its own, which would not be saved: attach the "
-            f"{inner} itself and give the wrapper's state as an object in state=[...], or do without the wrapper"
+            f"{inner} itself and pass the wrapper's state as an object in state=[...], or remove the wrapper"
         )
 
 
 def unwrap(model: nn.Module) -> tuple[nn.Module, dist.ProcessGroup | None]:
-    """The module inside of DistributedDataParallel and torch.compile, and the group of its replicas."""
+    """Return the module inside DistributedDataParallel and torch.compile, and the group of its replicas."""
     group: dist.ProcessGroup | None = None
     while True:
         if isinstance(model, nn.parallel.DistributedDataParallel):

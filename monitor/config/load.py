@@ -1,6 +1,6 @@
-"""The settings of a job: what the YAML may say, its defaults, and errors that name the nearest known key.
+"""Load and validate the configuration of a job. Errors name the key and the nearest known one.
 
-Validated once, where it is read. It knows no store and no policy beyond their settings' names.
+Everything is checked once, when it is read; no store is opened.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from store.text import suggestion
 
 
 def _interval(value: Any, validated: ValidatorFunctionWrapHandler) -> Any:
-    """One message instead of one for each kind of value that it could have been."""
+    """Raise one message instead of one per member of the union."""
     try:
         return validated(value)
     except ValidationError as error:
@@ -64,11 +64,11 @@ class Config(Settings):
     store: str = Field(
         default="./driftpoint-checkpoints",
         min_length=1,
-        description="a directory of its own, the same for all ranks, on a disk that all nodes share; or s3://BUCKET/PREFIX",
+        description="a dedicated directory on a disk that all nodes share; or s3://BUCKET/PREFIX",
     )
     every: Annotated[Annotated[int, Field(ge=1)] | Literal["auto"], WrapValidator(_interval)] = Field(
         default="auto",
-        description="optimizer steps between two decisions; auto: as measured to lose the least, see docs/interval.md",
+        description="optimizer steps between decisions; auto: the interval that loses least, see docs/interval.md",
     )
     policy: str | dict[str, Any] = Field(
         default="full",
@@ -77,7 +77,7 @@ class Config(Settings):
     )
     staging: Literal["auto", "eager", "lazy"] = Field(
         default="auto",
-        description="eager: copied before step() returns. lazy: copied beside the next forward and backward",
+        description="eager: copy before step() returns. lazy: copy during the next forward and backward",
     )
     encoding: str | dict[str, str] = Field(
         default="raw",
@@ -86,17 +86,17 @@ class Config(Settings):
     )
     encode: Literal["staging", "saving"] = Field(
         default="saving",
-        description="in the background. staging: while state is copied, where it lies (on CUDA: a third to copy)",
+        description="saving: in the background. staging: on the device while copying (on CUDA: a third to copy)",
     )
     packing: Literal["auto", "none"] | Annotated[int, Field(ge=1, le=19)] = Field(
-        default="none", description="zstd level 1 to 19 on byte planes; auto: as hard as fits between two saves"
+        default="none", description="zstd level 1 to 19 on byte planes; auto: the highest that fits between saves"
     )
     differences: bool = Field(
-        default=False, description="store what changed since an earlier save where that is smaller; needs packing"
+        default=False, description="store the difference to an earlier save where that is smaller; needs packing"
     )
     frozen: Literal["save", "skip"] = Field(
         default="save",
-        description="skip: frozen weights stay out of the store, for scripts that bring them; see docs/huggingface.md",
+        description="skip: do not store frozen weights, if the script loads them itself; see docs/huggingface.md",
     )
     auto: AutoSettings = AutoSettings()
     bounds: BoundSettings = BoundSettings()
@@ -114,57 +114,56 @@ class Config(Settings):
     timeouts: TimeoutSettings = TimeoutSettings()
 
     def bounded_policy(self) -> Policy:
-        """The policy inside its bounds. ConfigError where they are senseless or contradict each other."""
+        """Return the policy inside its bounds. Raise ConfigError if they are invalid or contradict each other."""
         policy = policy_from(self.policy)
-        self._require_budget(policy)
+        self._check_budget(policy)
         return self.in_bounds(policy)
 
     def in_bounds(self, policy: Policy) -> Policy:
-        """Any policy inside the bounds, stored in the encodings. ConfigError where they contradict each other."""
+        """Return ``policy`` inside the bounds, with the configured encodings. Raise ConfigError on contradictions."""
         encodings, bounds = self.encodings(), self.limits()
-        _require_divisors(encodings)
+        _check_divisors(encodings)
         return with_fixed_encoding(bound(policy, bounds), encodings, bounds)
 
     def limits(self) -> Bounds:
-        """The bounds. ConfigError where they are senseless."""
+        """Return the bounds. Raise ConfigError if they are invalid."""
         settings = self.bounds
         lossy = any(not encoding_named(name).lossless for name in self.encodings().values())
         precision = settings.precision or ("any" if lossy else "exact")
-        # Under auto an interval is never longer than the bound: the most that can lie between two decisions.
-        most = settings.max_staleness if self.every == "auto" else self.every
-        return Bounds(settings.max_staleness, settings.max_drift, precision, most)
+        # Under auto an interval is never longer than the bound: the most steps there can be between two decisions.
+        longest = settings.max_staleness if self.every == "auto" else self.every
+        return Bounds(settings.max_staleness, settings.max_drift, precision, longest)
 
-    def _require_budget(self, policy: Policy) -> None:
+    def _check_budget(self, policy: Policy) -> None:
         limited = self.budget.limited
         if isinstance(policy.inner if isinstance(policy, Observe) else policy, BudgetPolicy) and not limited:
             raise ConfigError(
-                "policy budget needs what it may spend: set `budget: {bytes_per_hour: 2.0e+10}`, or stall_share, or "
-                "storage_share"
+                "policy budget has no limit: set `budget: {bytes_per_hour: 2.0e+10}`, or stall_share, or storage_share"
             )
         if limited and not spends(policy):
             raise ConfigError(
-                "budget holds only under a policy that spends (budget, or your own with `spends = True`), and the "
-                f"policy is {policy.name}: set `policy: budget`, or remove the section"
+                "budget: only a policy that spends (budget, or your own with `spends = True`) uses this section, and "
+                f"the policy is {policy.name}: set `policy: budget`, or remove the section"
             )
 
     def encodings(self) -> Mapping[str, str]:
-        """The encoding of each slot that is not raw. ConfigError for names that there are not."""
+        """Return the encoding of each slot that is not raw. Raise ConfigError for an unknown name."""
         return _encodings("encoding", self.encoding)
 
     def memory_encodings(self) -> Mapping[str, str]:
-        """The same of versions in memory. ConfigError where they lose bits and the bounds forbid that."""
-        found = _encodings("memory.encoding", self.memory.encoding)
-        _require_divisors(found)
-        if self.limits().precision == "exact" and self.bounds.precision == "exact":
-            lossy = [name for name in found.values() if not encoding_named(name).lossless]
+        """Return the encodings of in-memory snapshots. Raise ConfigError if they are lossy and the bounds forbid it."""
+        encodings = _encodings("memory.encoding", self.memory.encoding)
+        _check_divisors(encodings)
+        if self.bounds.precision == "exact":
+            lossy = [name for name in encodings.values() if not encoding_named(name).lossless]
             if lossy:
                 raise ConfigError(
                     f"bounds.precision: exact forbids memory.encoding {lossy[0]}, which loses bits: remove one"
                 )
-        return found
+        return encodings
 
     def trace_path(self) -> Path | None:
-        """Where the drift trace is written, absolute; None where it is not. ConfigError for a path in the store."""
+        """Return the absolute path of the drift trace, None if it is off. Raise ConfigError if it is in the store."""
         if not self.trace.enabled:
             return None
         store = store_place(self.store)
@@ -172,29 +171,32 @@ class Config(Settings):
             return beside(store, ".trace.jsonl")
         path = Path(os.path.abspath(os.path.expanduser(self.trace.path)))  # noqa: PTH100, PTH111
         if path.is_relative_to(store):
-            raise ConfigError(f"trace.path {path} lies in the store, which holds nothing else: set one beside it")
+            raise ConfigError(f"trace.path {path} is inside the store, which must hold nothing else: set another path")
         return path
 
     def retention_rule(self) -> Retention:
-        """The retention rule. ConfigError where it would keep nothing."""
+        """Return the retention rule. Raise ConfigError if it would keep nothing."""
         return Retention(**self.retention.model_dump())
 
 
 def load_config(source: str | os.PathLike[str] | Mapping[str, Any] | Config | None) -> Config:
-    """A validated configuration from a YAML file, a mapping, or nothing (the defaults)."""
+    """Return a validated configuration from a YAML file, a mapping, or None (the defaults)."""
     if isinstance(source, Config):
         config = source
     elif source is None or isinstance(source, Mapping):
-        config = _validated(source or {}, "the configuration")
+        config = _validate(source or {}, "the configuration")
     else:
-        config = _validated(_anchored(read_yaml(Path(source)).values, Path(source).parent), str(source))
+        values = dict(read_yaml(Path(source)).values)
+        if "policy" in values:  # a policy file is named relative to the configuration's folder
+            values["policy"] = anchored(values["policy"], Path(source).parent)
+        config = _validate(values, str(source))
     config.bounded_policy()
     config.retention_rule()
-    _require_place(config)
+    _check_location(config)
     config.trace_path()
     config.memory_encodings()
     _check_endpoints(config)
-    _require_known("preemption.signals", config.preemption.signals, SIGNALS)
+    _check_known("preemption.signals", config.preemption.signals, SIGNALS)
     if config.every != "auto" and config.auto != AutoSettings():
         raise ConfigError(
             f"auto: the section holds under `every: auto` only, and every is {config.every}: set `every: auto`, or "
@@ -207,16 +209,16 @@ def load_config(source: str | os.PathLike[str] | Mapping[str, Any] | Config | No
     return config
 
 
-def _require_place(config: Config) -> None:
-    """ConfigError for a URL that is no store's place, and for what holds for one kind of place only."""
+def _check_location(config: Config) -> None:
+    """Raise ConfigError for an invalid store URL, and for a section that the kind of store does not support."""
     place = store_place(config.store)
     if is_url(place) and config.daemon.enabled:
         raise ConfigError(
-            f"daemon: it writes what dead jobs leave in memory into directories only, and the store is {place}: remove "
-            "the section. With `memory: {enabled: true}` a job that comes back on this node resumes from memory itself"
+            f"daemon: it can rescue snapshots into directories only, and the store is {place}: remove the section. "
+            "With `memory: {enabled: true}` a job that restarts on this node resumes from memory itself"
         )
     if not is_url(place) and config.s3 != S3Settings():
-        raise ConfigError(f"s3: the section holds for a store in s3:// only, and the store is {place}: remove it")
+        raise ConfigError(f"s3: the section is used for a store in s3:// only, and the store is {place}: remove it")
 
 
 def _check_endpoints(config: Config) -> None:
@@ -226,41 +228,36 @@ def _check_endpoints(config: Config) -> None:
     security.check(daemon.host if daemon.enabled else LOOPBACK, "daemon.host")
 
 
-def _anchored(values: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:
-    """With a policy's file, where it names one, beside the configuration's."""
-    return {**values, "policy": anchored(values["policy"], folder)} if "policy" in values else values
-
-
-def _require_divisors(encodings: Mapping[str, str]) -> None:
-    """An encoding that rounds small values to zero is none for what updates are divided by: they would explode."""
+def _check_divisors(encodings: Mapping[str, str]) -> None:
+    """Refuse encodings that round small values to zero for slots that updates are divided by."""
     for slot, encoding in encodings.items():
-        told = explosive(slot, encoding)
-        if told is not None:
-            raise ConfigError(f"encoding: {told}")
+        problem = explosive(slot, encoding)
+        if problem is not None:
+            raise ConfigError(f"encoding: {problem}")
 
 
 def _encodings(key: str, value: str | dict[str, str]) -> Mapping[str, str]:
     if isinstance(value, dict):
-        _require_known(key, value.values(), BY_NAME)
+        _check_known(key, value.values(), BY_NAME)
         return value
-    _require_known(key, [value], ENCODINGS)
+    _check_known(key, [value], ENCODINGS)
     return ENCODINGS[value]
 
 
-def _require_known(key: str, names: Iterable[str], known: Iterable[str]) -> None:
+def _check_known(key: str, names: Iterable[str], known: Iterable[str]) -> None:
     for name in names:
         if name not in known:
             raise ConfigError(f"{key}: unknown {name!r}: {suggestion(name, known)} Known: {', '.join(known)}")
 
 
-def _validated(values: Mapping[str, Any], where: str) -> Config:
+def _validate(values: Mapping[str, Any], where: str) -> Config:
     try:
         return Config.model_validate(dict(values))
     except ValidationError as error:
-        raise ConfigError(f"{where}: " + "; ".join(_explained(item) for item in error.errors())) from error
+        raise ConfigError(f"{where}: " + "; ".join(_explain(item) for item in error.errors())) from error
 
 
-def _explained(item: Any) -> str:
+def _explain(item: Any) -> str:
     path = [str(step) for step in item["loc"]]
     if item["type"] != "extra_forbidden":
         return f"{'.'.join(path)}: {item['msg'].lower()} (it is {item['input']!r})"

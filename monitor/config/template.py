@@ -1,7 +1,4 @@
-"""Write a configuration file from the models: every setting with its default and meaning, and the JSON schema.
-
-``driftpoint init`` and docs/configuration.md show this text.
-"""
+"""Render the settings as a commented YAML file and as a JSON schema, for ``driftpoint init`` and the docs."""
 
 from __future__ import annotations
 
@@ -18,15 +15,15 @@ SCHEMA_FILE: Final = "driftpoint.schema.json"
 TITLE: Final = "Driftpoint configuration"
 
 _COLUMN = 34
-"""Where comments begin, in characters."""
+"""Column at which comments begin."""
 
 COMMON: Final = ("store", "every", "policy", "encoding", "staging", "memory", "metrics", "retention")
-"""Settings that most jobs look at, in the order in which they are shown."""
+"""Settings that most jobs use, in the order in which they are shown."""
 
 ADVANCED: Final = tuple(key for key in Config.model_fields if key not in COMMON)
 
 _WRITTEN = ("store", "every", "policy")
-"""Settings that a new file holds even where they are the defaults."""
+"""Settings that a new file sets even if they have their default values."""
 
 _HEAD = """\
 # Settings of Driftpoint. `driftpoint doctor -c {name}` tries them on this machine.
@@ -44,48 +41,41 @@ def written(values: Mapping[str, Any], name: str, *, schema: bool) -> str:
 
     Args:
         values: settings that the file sets.
-        name: of the file.
-        schema: whether the schema for editors lies beside it.
+        name: file name.
+        schema: whether the file refers to a JSON schema in the same directory.
     """
-    told = {key: getattr(Config(), key) for key in _WRITTEN} | dict(values)
+    active = {key: getattr(Config(), key) for key in _WRITTEN} | dict(values)
     text = f"# yaml-language-server: $schema=./{SCHEMA_FILE}\n" if schema else ""
     text += _HEAD.format(name=name) + "\n"
-    text += "".join(f"{line}\n" for key in COMMON for line in _lines(key, told))
-    return text + "\n# Advanced\n\n" + "".join(f"{line}\n" for key in ADVANCED for line in _lines(key, told))
+    text += "".join(f"{line}\n" for key in COMMON for line in _lines(key, active))
+    return text + "\n# Advanced\n\n" + "".join(f"{line}\n" for key in ADVANCED for line in _lines(key, active))
 
 
 def config_schema() -> dict[str, Any]:
     """Return the JSON schema of a configuration file (draft 2020-12)."""
-    found = Config.model_json_schema()
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **found, "title": TITLE}
+    schema = Config.model_json_schema()
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": TITLE}
 
 
-def _lines(key: str, told: Mapping[str, Any] | None) -> Iterator[str]:
-    """A setting, or a section with its own. told: what is not commented out, and its values; None: everything."""
+def _lines(key: str, active: Mapping[str, Any] | None) -> Iterator[str]:
+    """Yield the lines of a setting or section. Settings outside ``active`` are commented out; None: no setting is."""
     field = Config.model_fields[key]
-    if told is not None and isinstance(field.default, BaseModel):
+    if active is not None and isinstance(field.default, BaseModel):
         yield ""
-    yield from _shown(key, field, Config().model_dump() if told is None else told, "")
+    yield from _setting(key, field, Config().model_dump() if active is None else active, "")
 
 
-def _shown(key: str, field: FieldInfo, told: Mapping[str, Any], indent: str) -> Iterator[str]:
+def _setting(key: str, field: FieldInfo, active: Mapping[str, Any], indent: str) -> Iterator[str]:
+    mark = "" if key in active else "#"
     if not isinstance(field.default, BaseModel):
-        yield _line(f"{indent}{key}", told.get(key, field.default), field.description, shown=key in told)
+        value = _yaml(active.get(key, field.default))
+        yield f"{f'{mark}{indent}{key}: {value}':<{_COLUMN - 1}} # {field.description}"
         return
     section = type(field.default)
-    yield _line(f"{indent}{key}", None, _said(section), shown=key in told, value_too=False)
-    for name, one in section.model_fields.items():
-        yield from _shown(name, one, told.get(key, {}), f"{indent}  ")
-
-
-def _line(key: str, value: Any, comment: str | None, *, shown: bool, value_too: bool = True) -> str:
-    setting = f"{'' if shown else '#'}{key}:{f' {_yaml(value)}' if value_too else ''}"
-    return f"{setting:<{_COLUMN - 1}} # {comment}"
-
-
-def _said(section: type[BaseModel]) -> str:
-    text = " ".join((section.__doc__ or "").replace("``", "`").split()).removesuffix(".")
-    return text[0].lower() + text[1:]
+    summary = " ".join((section.__doc__ or "").replace("``", "`").split()).removesuffix(".")
+    yield f"{f'{mark}{indent}{key}:':<{_COLUMN - 1}} # {summary[0].lower()}{summary[1:]}"
+    for name, inner in section.model_fields.items():
+        yield from _setting(name, inner, active.get(key, {}), f"{indent}  ")
 
 
 def _yaml(value: Any) -> str:

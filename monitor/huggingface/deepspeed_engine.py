@@ -1,9 +1,6 @@
-"""The DeepSpeed engine behind a Trainer's model, and the engine's own load, for which there is nothing to load.
+"""Find the DeepSpeed engine behind a Trainer's model, and answer the engine's load of the Trainer's stub folder.
 
-The Trainer tells its callbacks the bare model and makes the engine itself, so the engine is looked for among the live
-objects. And under DeepSpeed it insists on ``engine.load_checkpoint`` of the folder that it resumes from: for the one
-folder that holds nothing, that call is answered here, from ``resume_path`` until training begins; any other goes
-through. Training thread.
+Training thread.
 """
 
 from __future__ import annotations
@@ -18,21 +15,27 @@ from store.errors import UnsupportedError
 
 
 def engine_of(model: Any, optimizer: Any) -> Any:
-    """The engine that trains ``model`` with ``optimizer``, as the Trainer has it. UnsupportedError where none does."""
+    """Return the engine that trains ``model`` with ``optimizer``. Raise UnsupportedError if there is none.
+
+    The Trainer creates the engine itself and passes the bare model to its callbacks, so live objects are searched.
+    """
     inner = getattr(optimizer, "optimizer", optimizer)
-    for one in gc.get_objects():
+    for candidate in gc.get_objects():
         # Not getattr: an engine passes unknown names on to its module.
-        known = one.__dict__ if issubclass(type(one), DeepSpeedEngine) else {}
-        if known.get("module") is model and any(known.get("optimizer") is it for it in (inner, optimizer)):
-            return one
+        fields = candidate.__dict__ if issubclass(type(candidate), DeepSpeedEngine) else {}
+        if fields.get("module") is model and any(fields.get("optimizer") is one for one in (inner, optimizer)):
+            return candidate
     raise UnsupportedError(
-        "no DeepSpeed engine trains the Trainer's model, though DeepSpeed is on: leave it to the Trainer to call "
-        "deepspeed.initialize"
+        "DeepSpeed is on, but no engine trains the Trainer's model: let the Trainer call deepspeed.initialize itself"
     )
 
 
-class Unloaded:
-    """While it is there, engines load nothing from ``folder`` and say that they did."""
+class EngineLoadPatch:
+    """Makes ``engine.load_checkpoint(folder)`` succeed without loading, until :meth:`remove`.
+
+    Under DeepSpeed the Trainer insists on that call for the folder that it resumes from, and the stub folder holds no
+    state. Other folders are loaded as usual.
+    """
 
     def __init__(self, folder: Path) -> None:
         original = DeepSpeedEngine.load_checkpoint
@@ -42,10 +45,10 @@ class Unloaded:
                 return str(folder), {}
             return original(engine, load_dir, *args, **kwargs)
 
-        self._original, self._ours = original, load_checkpoint
+        self._original, self._patched = original, load_checkpoint
         DeepSpeedEngine.load_checkpoint = load_checkpoint
 
-    def end(self) -> None:
-        """As it was, unless somebody has put something else in its place since."""
-        if DeepSpeedEngine.load_checkpoint is self._ours:
+    def remove(self) -> None:
+        """Restore the original method, unless it was patched again since."""
+        if DeepSpeedEngine.load_checkpoint is self._patched:
             DeepSpeedEngine.load_checkpoint = self._original

@@ -1,16 +1,8 @@
-"""Trainer progress as run state.
+"""Save and restore a Trainer's progress as one object among ``state=[...]``.
 
-A ``TrainerState`` as JSON text, for a run state that is taken at every save, and in memory perhaps at every step.
-
-The history of logs grows for as long as a job lives, and turning all of it into text again each time would hold
-training for seconds in the end. So entries that have been there for a while are turned into text once. Knows no file.
-
-What of the Trainer's own a commit holds, as one object among ``state=[...]``.
-
-Its state (steps, epoch, history of logs, best metric, callbacks that it exports), its learning-rate schedule, its
-gradient scaler, and the random generators as they were when the epoch began, which the order of its data may depend on.
-Every rank's is the same but for the generators, so rank 0 alone stores the Trainer's state. Knows no file and no rank
-but its own. Training thread.
+It holds the Trainer's state (steps, epoch, log history, best metric, exported callbacks), its learning-rate schedule,
+its gradient scaler, and the random generators at the beginning of the epoch, on which the order of its data may depend.
+All but the generators are the same on every rank, so only rank 0 stores the Trainer's state. Training thread.
 """
 
 from __future__ import annotations
@@ -22,19 +14,107 @@ from typing import Any
 
 from store.errors import ModelMismatchError
 
+KIND = "transformers.Trainer"
+"""Marks the state of this object among others."""
+
 _UNSETTLED = 64
-"""The newest entries are turned into text anew: callbacks add to them what they have measured."""
+"""The newest entries are serialized again each time: callbacks add measurements to them."""
+
+
+@dataclass(frozen=True)
+class TrainingLength:
+    """The length of a training."""
+
+    epochs: float
+    """Epochs asked for."""
+    steps: int
+    """Total steps."""
+    beyond: int
+    """A step that no epoch reaches."""
+
+
+@dataclass(frozen=True)
+class LoadedProgress:
+    """The progress that a resume restored."""
+
+    at_epoch: bool
+    """:attr:`TrainerProgress.at_epoch` when it was saved."""
+    epoch_began: Mapping[str, Any] | None
+    """:attr:`TrainerProgress.epoch_began` when it was saved; None in older stores and if ``at_epoch``."""
+
+
+class TrainerProgress:
+    """The progress of one ``train()``.
+
+    Args:
+        state: the Trainer's live ``TrainerState``.
+        scheduler: the live scheduler, or None.
+        scaler: the live gradient scaler, or None.
+        length: of this training.
+        rank: of this process.
+    """
+
+    def __init__(self, state: Any, scheduler: Any, scaler: Any, length: TrainingLength, rank: int) -> None:
+        self.state = state
+        self.length = length
+        self.at_epoch = False
+        """Whether the job is between two epochs, so the next batch is the first of an epoch and not drawn yet."""
+        self.epoch_began: Mapping[str, Any] | None = None
+        """The generators before the current epoch's data was touched; None before the first epoch."""
+        self.loaded: LoadedProgress | None = None
+        """None if nothing was resumed."""
+        self.exported: Callable[[], Mapping[str, Any]] = dict
+        """States of the Trainer's other callbacks, by class, as the Trainer would store them."""
+        self._parts = {"lr_scheduler": scheduler, "scaler": scaler}
+        self._rank = rank
+        self._text = StateText()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain data. ``trainer`` is the Trainer's state as JSON text, on rank 0 only."""
+        return {
+            "kind": KIND,
+            "step": int(self.state.global_step),
+            "at_epoch": self.at_epoch,
+            "epoch_began": None if self.at_epoch else self.epoch_began,
+            "length": asdict(self.length),
+            "trainer": self._text.serialize(self.state, self.exported()) if self._rank == 0 else None,
+            **{name: None if part is None else part.state_dict() for name, part in self._parts.items()},
+        }
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Load the schedule and the scaler; the Trainer reads its own state from the folder it resumes from.
+
+        Raise ModelMismatchError if ``saved`` is not the state of a :class:`TrainerProgress`."""
+        require_trainer_progress(saved)
+        for name, part in self._parts.items():
+            if part is not None and saved[name] is not None:
+                part.load_state_dict(saved[name])
+        self.loaded = LoadedProgress(bool(saved["at_epoch"]), saved.get("epoch_began"))
+
+
+def require_trainer_progress(saved: Any) -> Mapping[str, Any]:
+    """Return ``saved``. Raise ModelMismatchError unless it is the state of a :class:`TrainerProgress`."""
+    if not isinstance(saved, Mapping) or saved.get("kind") != KIND:
+        raise ModelMismatchError(
+            "the store was not written by monitor.CheckpointCallback, so it has no state of a Trainer: set another "
+            "`store:`, or resume with the script that wrote it"
+        )
+    return saved
 
 
 class StateText:
-    """Of one training."""
+    """Serializes the ``TrainerState`` of one training as JSON.
+
+    It is serialized at every save, with snapshots in memory perhaps at every step, and the log history grows all the
+    time: serializing all of it would block training for seconds in the end. So older entries are serialized once.
+    """
 
     def __init__(self) -> None:
         self._history: list[Any] | None = None
         self._settled: list[str] = []
 
-    def of(self, state: Any, exported: Mapping[str, Any]) -> str:
-        """JSON. exported: states of callbacks, in place of those that the state has of the same name."""
+    def serialize(self, state: Any, exported: Mapping[str, Any]) -> str:
+        """Return JSON. ``exported`` replaces the states of callbacks with the same names."""
         fields = dict(vars(state))
         history = fields.pop("log_history")
         fields["stateful_callbacks"] = {**(fields.get("stateful_callbacks") or {}), **exported}
@@ -53,80 +133,5 @@ def _text(value: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """What scripts log beside numbers: arrays and tensors as numbers, anything else as it prints."""
+    """Return arrays and tensors, which scripts log, as numbers, and other objects as text."""
     return value.tolist() if callable(getattr(value, "tolist", None)) else str(value)
-
-
-KIND = "transformers.Trainer"
-"""Tells the state of this object from those of others."""
-
-
-@dataclass(frozen=True)
-class Length:
-    """How long a training is. epochs: as asked for. steps: in all. beyond: a step that no epoch reaches any more."""
-
-    epochs: float
-    steps: int
-    beyond: int
-
-
-@dataclass(frozen=True)
-class Loaded:
-    """What a resume brought. at_epoch: as :attr:`TrainerProgress.at_epoch` was. epoch_began: as it was, None in older
-    stores
-    and where ``at_epoch``."""
-
-    at_epoch: bool
-    epoch_began: Mapping[str, Any] | None
-
-
-class TrainerProgress:
-    """Of one ``train()``. state: the Trainer's live ``TrainerState``; scheduler and scaler: live, None where there is
-    none. length: of this training. rank: of this process."""
-
-    def __init__(self, state: Any, scheduler: Any, scaler: Any, length: Length, rank: int) -> None:
-        self.state = state
-        self.length = length
-        self.at_epoch = False
-        """Whether the job stands between two epochs, so that the next batch is an epoch's first, and not drawn yet."""
-        self.epoch_began: Mapping[str, Any] | None = None
-        """The generators before the present epoch's data was touched; None before the first one."""
-        self.loaded: Loaded | None = None
-        """None where nothing was."""
-        self.exported: Callable[[], Mapping[str, Any]] = dict
-        """States of the Trainer's other callbacks, by class, as it would store them."""
-        self._parts = {"lr_scheduler": scheduler, "scaler": scaler}
-        self._rank = rank
-        self._text = StateText()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Plain data. ``trainer``: the Trainer's state as JSON text; rank 0's alone."""
-        return {
-            "kind": KIND,
-            "step": int(self.state.global_step),
-            "at_epoch": self.at_epoch,
-            "epoch_began": None if self.at_epoch else self.epoch_began,
-            "length": asdict(self.length),
-            "trainer": self._text.of(self.state, self.exported()) if self._rank == 0 else None,
-            **{name: None if item is None else item.state_dict() for name, item in self._parts.items()},
-        }
-
-    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """The schedule and the scaler; the Trainer has its own state from the folder it was given.
-
-        ModelMismatchError where this is not what :meth:`state_dict` gave."""
-        require_ours(saved)
-        for name, item in self._parts.items():
-            if item is not None and saved[name] is not None:
-                item.load_state_dict(saved[name])
-        self.loaded = Loaded(bool(saved["at_epoch"]), saved.get("epoch_began"))
-
-
-def require_ours(saved: Any) -> Mapping[str, Any]:
-    """The same. ModelMismatchError unless this is the state of a :class:`TrainerProgress`."""
-    if not isinstance(saved, Mapping) or saved.get("kind") != KIND:
-        raise ModelMismatchError(
-            "the store was not written by monitor.CheckpointCallback, so it does not say where the Trainer was: name "
-            "another `store:`, or resume with the script that wrote it"
-        )
-    return saved

@@ -1,9 +1,4 @@
-"""meter_for().
-
-The drift meter by its name in the configuration.
-
-Drift meters: ``exact`` keeps a copy, ``sketch`` keeps a few kilobytes a unit.
-"""
+"""Choose the drift meter by its name in the configuration."""
 
 from __future__ import annotations
 
@@ -16,9 +11,9 @@ METHODS = ("exact", "sketch")
 
 
 def meter_for(method: str, width: int, seed: int) -> DriftMeter:
-    """``exact`` (width and seed do not matter) or ``sketch``. Raises ConfigError for any other name."""
+    """Return the meter ``exact``, or ``sketch`` with ``width`` and ``seed``. Raise ConfigError for any other name."""
     if method == "exact":
         return ExactMeter()
     if method == "sketch":
         return SketchMeter(width, seed)
-    raise ConfigError(f"there is no drift method {method!r}; choose one of {', '.join(METHODS)}")
+    raise ConfigError(f"unknown drift method {method!r}; choose one of {', '.join(METHODS)}")

@@ -1,15 +1,8 @@
-"""DriftMeter protocol, Signature, buffer meter.
+"""Measure how far a unit has moved from its newest committed version.
 
-How far a unit has moved from what a resume would give back.
-
-A meter serves two threads: the training thread measures live tensors, the background thread the copies of the save
-under way; calls are serialised inside. It keeps, for every unit, a reference: enough of the newest committed
-version to tell the distance to it. References move only when a save that holds the unit is committed.
-
-Buffers, told apart by their bytes: a masked attention's infinities and a counter's last digit count alike.
-
-Distance means little for them (masks, counters, running statistics), and a sketch would not see one counter move
-beside a large mask. So they moved (1) or stand still (0). NaN makes a buffer sick; infinities do not.
+A meter keeps a reference per unit: enough of the newest committed version to compute the distance to it. References
+change only when a save that holds the unit is committed. Two threads use a meter: the training thread measures live
+tensors, the background thread the copies of the save in progress; calls are serialized inside.
 """
 
 from __future__ import annotations
@@ -28,16 +21,17 @@ from store.schema import MeasureRecord
 
 @dataclass(frozen=True)
 class Signature:
-    """What a meter keeps of the values of a unit on one rank. Distances between two of them, of one unit and by one
-    meter, estimate those between the values.
+    """A summary of a unit's values on one rank.
 
-    values: 1-d on the host, float32, or float64 where a small unit is kept as it is; never written to again.
-    numels: sizes of the pieces it was taken of. finite: of the values, not of the signature.
+    The distance between two signatures of one unit by one meter estimates the distance between the values.
     """
 
     values: torch.Tensor
+    """1-d on the host; float32, or float64 for a small unit that is kept as it is. Never written to again."""
     numels: tuple[int, ...]
+    """Sizes of the pieces."""
     finite: bool
+    """Whether all values of the unit are finite, not those of the signature."""
 
     @property
     def squared(self) -> float:
@@ -53,21 +47,23 @@ class Signature:
 
 @dataclass(frozen=True)
 class Measure:
-    """One unit on one rank; sums over ranks add up (``finite`` by logical and).
+    """Measurement of one unit on one rank; add the squares over ranks, and combine ``finite`` by logical and.
 
-    moved_sq: squared L2 distance to the reference. reference_sq: squared L2 norm of the reference.
-    finite: False where any value is NaN or infinite. Both squares are 0.0 where there is no reference.
-    signature: of the values measured; None from a meter that takes none.
+    Both squares are 0.0 without a reference.
     """
 
     moved_sq: float
+    """Squared L2 distance to the reference."""
     reference_sq: float
+    """Squared L2 norm of the reference."""
     finite: bool
+    """False if any value is NaN or infinite."""
     signature: Signature | None = field(default=None, compare=False, repr=False)
+    """Signature of the measured values; None from a meter without signatures."""
 
 
 def drift_ratio(moved_sq: float, reference_sq: float) -> float:
-    """Relative distance ‖X − X̂‖ / ‖X̂‖ from squared norms summed over ranks. From zero: 1 if it moved at all."""
+    """Return ‖X − X̂‖ / ‖X̂‖ from squared norms summed over ranks. With a zero reference: 1 if X moved at all."""
     if moved_sq <= 0.0:
         return 0.0
     if reference_sq <= 0.0:
@@ -76,7 +72,7 @@ def drift_ratio(moved_sq: float, reference_sq: float) -> float:
 
 
 def measure_record(unit: Unit, measure: Measure) -> MeasureRecord:
-    """Return a local measure as a part keeps it. A norm that is too large for a number counts as no distance."""
+    """Return the record of a local measure in a save part. A norm that overflows counts as no distance."""
     known = measure.finite and math.isfinite(measure.moved_sq) and math.isfinite(measure.reference_sq)
     return MeasureRecord(
         layer=unit.layer,
@@ -87,31 +83,37 @@ def measure_record(unit: Unit, measure: Measure) -> MeasureRecord:
     )
 
 
+def all_finite(pieces: Sequence[torch.Tensor]) -> bool:
+    """Return whether all values are finite. Looks at 2**20 values at a time, to bound the memory it takes."""
+    with torch.no_grad():
+        return all(bool(torch.isfinite(chunk).all()) for piece in pieces for chunk in torch.split(piece, 1 << 20))
+
+
 class DriftMeter(Protocol):
     """Measures units against their references. ``pieces`` are a unit's local 1-d tensors in a fixed order."""
 
     def measure(self, unit: Unit, pieces: Sequence[torch.Tensor]) -> Measure:
-        """Distance of the present values to the reference; remembers them for :meth:`settle`."""
+        """Measure the distance of the current values to the reference, and keep what :meth:`settle` needs of them."""
         ...
 
     def has_reference(self, unit: Unit) -> bool:
-        """Whether a committed version of the unit is known."""
+        """Return whether a committed version of the unit is known."""
         ...
 
     def reset(self, unit: Unit, pieces: Sequence[torch.Tensor]) -> None:
-        """The present values are the newest committed version (after a resume)."""
+        """Make the current values the reference (after a resume)."""
         ...
 
     def stage(self, unit: Unit, copies: Sequence[torch.Tensor]) -> None:
-        """A save took ``copies`` (host memory, same values and order as the pieces) of the unit.
+        """Note the copies that a save took of the unit (host memory, same values and order as the pieces).
 
-        The copies are not changed until the save is settled."""
+        The caller does not change them until the save is settled."""
         ...
 
     def settle(self, unit: Unit, committed: bool) -> list[torch.Tensor]:
-        """The staged save of the unit was committed (its values become the reference) or failed.
+        """Make the staged values the reference if the save was committed, and drop them if it failed.
 
-        Returns the host tensors that the meter needs no longer: free for the next staging."""
+        Returns the host tensors that the meter no longer needs, for the next staging."""
         ...
 
     @property
@@ -121,7 +123,11 @@ class DriftMeter(Protocol):
 
 
 class BufferMeter:
-    """A meter that compares bytes. Keeps 16 bytes a unit."""
+    """Compares buffers by their bytes: moved (1) or not (0). Keeps 16 bytes per unit.
+
+    Distances mean little for buffers (masks, counters, running statistics), and a sketch would not see one counter
+    change beside a large mask. Only NaN makes a buffer not finite; a mask's infinities do not.
+    """
 
     def __init__(self) -> None:
         self._references: dict[Unit, bytes] = {}
@@ -129,15 +135,12 @@ class BufferMeter:
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes held for references."""
         return 16 * len(self._references)
 
     def has_reference(self, unit: Unit) -> bool:
-        """See :class:`monitor.observe.drift_meter.DriftMeter`."""
         return unit in self._references
 
     def measure(self, unit: Unit, pieces: Sequence[torch.Tensor]) -> Measure:
-        """moved_sq 1 where any byte differs, 0 where none does, each against a reference_sq of 1."""
         finite = not any(_has_nan(piece) for piece in pieces)
         reference = self._references.get(unit)
         if reference is None:
@@ -145,19 +148,16 @@ class BufferMeter:
         return Measure(float(_hash(pieces) != reference), 1.0, finite)
 
     def reset(self, unit: Unit, pieces: Sequence[torch.Tensor]) -> None:
-        """See :class:`monitor.observe.drift_meter.DriftMeter`."""
         self._references[unit] = _hash(pieces)
 
     def stage(self, unit: Unit, copies: Sequence[torch.Tensor]) -> None:
-        """See :class:`monitor.observe.drift_meter.DriftMeter`."""
         if unit in self._staged:
-            raise ValueError(f"{unit} is staged already")
+            raise ValueError(f"{unit} is already staged; settle that save before staging another one")
         self._staged[unit] = list(copies)
 
     def settle(self, unit: Unit, committed: bool) -> list[torch.Tensor]:
-        """See :class:`monitor.observe.drift_meter.DriftMeter`."""
         if unit not in self._staged:
-            raise ValueError(f"{unit} is not staged")
+            raise ValueError(f"{unit} is not staged; call stage() before settle()")
         copies = self._staged.pop(unit)
         if committed:
             self._references[unit] = _hash(copies)
@@ -165,7 +165,7 @@ class BufferMeter:
 
 
 class BySlotMeter:
-    """Buffers to one meter, everything else to another."""
+    """Measures buffers with a :class:`BufferMeter` and other units with ``state``."""
 
     def __init__(self, state: DriftMeter) -> None:
         self._state = state
@@ -173,27 +173,21 @@ class BySlotMeter:
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes held for references."""
         return self._state.memory_bytes + self._buffers.memory_bytes
 
     def has_reference(self, unit: Unit) -> bool:
-        """See :class:`monitor.observe.drift_meter.DriftMeter`."""
         return self._of(unit).has_reference(unit)
 
     def measure(self, unit: Unit, pieces: Sequence[torch.Tensor]) -> Measure:
-        """See :class:`monitor.observe.drift_meter.DriftMeter`."""
         return self._of(unit).measure(unit, pieces)
 
     def reset(self, unit: Unit, pieces: Sequence[torch.Tensor]) -> None:
-        """See :class:`monitor.observe.drift_meter.DriftMeter`."""
         self._of(unit).reset(unit, pieces)
 
     def stage(self, unit: Unit, copies: Sequence[torch.Tensor]) -> None:
-        """See :class:`monitor.observe.drift_meter.DriftMeter`."""
         self._of(unit).stage(unit, copies)
 
     def settle(self, unit: Unit, committed: bool) -> list[torch.Tensor]:
-        """See :class:`monitor.observe.drift_meter.DriftMeter`."""
         return self._of(unit).settle(unit, committed)
 
     def _of(self, unit: Unit) -> DriftMeter:

@@ -1,8 +1,7 @@
-"""Layers: the parameters of a model, grouped by the shape of its module tree.
+"""Group the parameters of a model into layers by the structure of its module tree.
 
-What counts is structure: containers, classes, parameter names inside a block, tensor shapes. It knows no
-model by name, no optimizer, no slot and no framework; the caller has unwrapped DDP or an engine already.
-Pure function of the module and the names given, the same on every rank; nothing is kept.
+Containers, classes, parameter names inside a block and tensor shapes decide; no model is known by name. The caller has
+unwrapped DDP or an engine already. A pure function, with the same result on every rank.
 
 The rules, outermost first:
 
@@ -11,11 +10,11 @@ The rules, outermost first:
    with children are alike if they are of one class, or, if they are bare containers, share at least half of
    their tensor names: T5's first block (it alone holds a relative attention bias) and a residual block with
    a projection are still blocks. Modules without children are alike if all their shapes are equal, too.
-   In a ModuleList that is a stack, a lone child with children of its own is a block as well (hybrid models),
-   and a ModuleList of a single such child is a stack of one.
-2. Of the rest, a module that holds no stack inside is one layer (``bert.embeddings``: words, positions,
-   types and their norm), unless it is a bare container: its children are looked at one by one.
-3. Tensors owned directly by a module that does hold stacks are one layer, named after it.
+   In a ModuleList that is a stack, a single child with children of its own is a block as well (hybrid models),
+   and a ModuleList of one such child is a stack of one.
+2. Otherwise, a module without stacks inside is one layer (``bert.embeddings``: words, positions, types and
+   their norm), unless it is a bare container: its children are grouped one by one.
+3. Tensors owned directly by a module that contains stacks are one layer, named after it.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from torch import nn
 from store.errors import ConfigError
 
 ROOT = "(root)"
-"""Name of the layer of tensors that the outermost module owns itself: its module path is empty."""
+"""Name of the layer of the tensors that the outermost module owns: its module path is empty."""
 
 _BARE = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 _TRANSPARENT = ("_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module")
@@ -40,21 +39,21 @@ _TRANSPARENT = ("_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module
 
 @dataclass(frozen=True)
 class Layer:
-    """A group of tensors that is measured, decided on and versioned together (per slot).
-
-    name: path of the module, or the name given by a pattern. position: place in model order, from 0.
-    block: whether it is one of several alike modules (or an expert). fqns: its tensors, in model order.
-    """
+    """A group of tensors that is measured, decided on and versioned together (per slot)."""
 
     name: str
+    """Path of the module, or the name given by a pattern."""
     position: int
+    """Position in model order, from 0."""
     block: bool
+    """Whether it is a repeated block, or an expert."""
     fqns: tuple[str, ...]
+    """Its tensors, in model order."""
 
 
 @dataclass
 class _Node:
-    """A module that holds some of the given tensors, in itself or below."""
+    """A module with some of the given tensors in its subtree."""
 
     path: str
     module: nn.Module
@@ -80,7 +79,7 @@ class _Node:
 
     @property
     def bare(self) -> bool:
-        """A container without meaning of its own: exactly torch's class, or numbered children only."""
+        """Whether this is a plain container: exactly torch's class, or with numbered children only."""
         if type(self.module) in _BARE:
             return True
         return not self.own and bool(self.children) and all(name.isdigit() for name in self.children)
@@ -100,22 +99,22 @@ def find_layers(
     experts: bool = False,
     patterns: Mapping[str, str] | None = None,
 ) -> tuple[Layer, ...]:
-    """Group ``fqns`` (parameters and persistent buffers of ``module``, tied ones once) into layers.
+    """Group tensors into layers. Every name is in exactly one layer; layers are ordered by their first name.
 
-    Every name lands in exactly one layer. Layers come in the order of their first name in ``fqns``.
+    Args:
+        module: the unwrapped model.
+        fqns: parameters and persistent buffers of ``module``, tied ones once.
+        experts: make every alike child of a ModuleList or ModuleDict inside a block a layer of its own
+            (``model.layers.0.mlp.experts.3``). If a model fuses all experts of a block in 3-d parameters (Mixtral,
+            Qwen2-MoE and others in transformers 5), the expert bank becomes one layer (``model.layers.0.mlp.experts``),
+            separate from the block's attention, norms and router: a tensor belongs to one layer. An expert bank is a
+            module that itself owns two or more 3-d parameters with an equal first dimension.
+        patterns: layer name -> regular expression. Names that match entirely go to that layer, whatever the structure
+            is; a detected layer of the same name keeps its other tensors.
 
-    experts: inside a block, every alike child of a ModuleList or ModuleDict is a layer of its own
-    (``model.layers.0.mlp.experts.3``). Where a model keeps all experts of a block fused in 3-d parameters
-    (Mixtral, Qwen2-MoE and others in transformers 5), one tensor holds them all and a tensor belongs to one
-    layer: there the expert bank as a whole becomes a layer (``model.layers.0.mlp.experts``), apart from the
-    block's attention, norms and router. An expert bank is a module that itself owns two or more 3-d
-    parameters with an equal first dimension.
-
-    patterns: {layer name: regular expression}: names that match as a whole go to that layer, whatever the
-    structure says. A name that belongs to a found layer too is added to it.
-
-    Raises ConfigError for a pattern that is no regular expression, matches nothing, or matches a name that
-    another pattern matches as well, and for a name that is given twice or is not in ``module``.
+    Raises:
+        ConfigError: if a pattern is not a regular expression, matches nothing, or matches a name that another pattern
+            matches, or if a name is given twice or is not in ``module``.
     """
     groups = _structure(_tree(module, fqns), experts)
     claimed = _claims(fqns, patterns or {})
@@ -130,8 +129,8 @@ def find_layers(
 
 
 def _tree(module: nn.Module, fqns: Sequence[str]) -> _Node:
-    """The part of the module tree that holds the named tensors."""
-    root = _Node("", _seen_through(module))
+    """Return the part of the module tree that contains the named tensors."""
+    root = _Node("", _unwrap(module))
     seen: set[str] = set()
     for fqn in fqns:
         if fqn in seen:
@@ -153,35 +152,35 @@ def _descend(node: _Node, part: str, fqn: str) -> _Node:
         if child is None:
             raise _unknown(fqn)
         path = f"{node.path}.{part}" if node.path else part
-        node.children[part] = _Node(path, _seen_through(child))
+        node.children[part] = _Node(path, _unwrap(child))
     return node.children[part]
 
 
-def _seen_through(module: nn.Module) -> nn.Module:
-    """The module inside torch's own wrappers (activation checkpointing, torch.compile, FSDP1)."""
+def _unwrap(module: nn.Module) -> nn.Module:
+    """Return the module inside torch's own wrappers (activation checkpointing, torch.compile, FSDP1)."""
     for name in _TRANSPARENT:
         inner = module._modules.get(name)
         if inner is not None:
-            return _seen_through(inner)
+            return _unwrap(inner)
     return module
 
 
 def _unknown(fqn: str) -> ConfigError:
     return ConfigError(
-        f"{fqn!r} names no parameter or buffer of the model; pass the module that the names were taken from"
+        f"{fqn!r} is not a parameter or buffer of the model; pass the module that the names were taken from"
     )
 
 
 def _structure(root: _Node, experts: bool) -> list[_Group]:
     top = root
-    # A model wrapped in modules that hold nothing else is that model.
+    # Skip modules that only wrap the model.
     while not top.own and len(top.children) == 1 and not _stacked(top):
         top = next(iter(top.children.values()))
     return list(_trunk(top, experts))
 
 
 def _trunk(node: _Node, experts: bool) -> Iterator[_Group]:
-    """Layers of a module that is not one layer as a whole."""
+    """Group a module that is not one layer as a whole."""
     if node.own:
         yield _Group(node.path or ROOT, False, tuple(node.own.values()))
     stacked = _stacked(node)
@@ -195,23 +194,23 @@ def _trunk(node: _Node, experts: bool) -> Iterator[_Group]:
 
 
 def _block(node: _Node, experts: bool) -> Iterator[_Group]:
-    """A repeated block: one layer, or with its experts set apart."""
-    apart = [group for child in node.children.values() for group in _experts(child)] if experts else []
-    taken = {fqn for group in apart for fqn in group.fqns}
+    """Group a repeated block: one layer, and one per expert."""
+    separate = [group for child in node.children.values() for group in _experts(child)] if experts else []
+    taken = {fqn for group in separate for fqn in group.fqns}
     rest = tuple(fqn for fqn in node.fqns() if fqn not in taken)
     if rest:
         yield _Group(node.path, True, rest)
-    yield from apart
+    yield from separate
 
 
 def _experts(node: _Node) -> Iterator[_Group]:
     if _is_fused_bank(node):
         yield _Group(node.path, True, tuple(node.fqns()))
         return
-    # A Sequential inside a block runs one after the other: a part of the block, no choice of experts.
-    chosen = set() if isinstance(node.module, nn.Sequential) else _alike_children(node)
+    # The children of a Sequential inside a block run one after the other, so they are not experts.
+    alike = set() if isinstance(node.module, nn.Sequential) else _alike_children(node)
     for name, child in node.children.items():
-        if name in chosen:
+        if name in alike:
             yield _Group(child.path, True, tuple(child.fqns()))
         else:
             yield from _experts(child)
@@ -223,7 +222,7 @@ def _is_fused_bank(node: _Node) -> bool:
 
 
 def _stacked(node: _Node) -> set[str]:
-    """Names of the children of ``node`` that are blocks of a stack."""
+    """Return the names of the children of ``node`` that are blocks of a stack."""
     alike = _alike_children(node)
     if isinstance(node.module, nn.ModuleList) and (alike or len(node.children) == 1):
         return alike | {name for name, child in node.children.items() if child.composite}
@@ -234,22 +233,22 @@ def _alike_children(node: _Node) -> set[str]:
     if not (node.bare or isinstance(node.module, _BARE)):
         return set()
     candidates = dict(node.children)
-    if isinstance(node.module, nn.ModuleDict):  # named members: leaves of equal shape may mean anything
+    if isinstance(node.module, nn.ModuleDict):  # named members: leaves of equal shape may be unrelated
         candidates = {name: child for name, child in candidates.items() if child.composite}
     by_class: dict[tuple[type, bool], list[str]] = {}
     for name, child in candidates.items():
         by_class.setdefault((type(child.module), child.composite), []).append(name)
-    found: set[str] = set()
+    alike: set[str] = set()
     for names in by_class.values():
         if candidates[names[0]].composite and not candidates[names[0]].bare:
-            found |= set(names) if len(names) >= 2 else set()
+            alike |= set(names) if len(names) >= 2 else set()
         else:
-            found |= _alike_by_content({name: candidates[name] for name in names})
-    return found
+            alike |= _alike_by_content({name: candidates[name] for name in names})
+    return alike
 
 
 def _alike_by_content(nodes: Mapping[str, _Node]) -> set[str]:
-    """Names that are alike to at least one other: leaves by shapes, containers by what they hold."""
+    """Return the names that are alike to at least one other: leaves by shapes, containers by their tensor names."""
     if not any(node.composite for node in nodes.values()):
         shapes = {name: tuple(sorted(node.shapes().items())) for name, node in nodes.items()}
         values = list(shapes.values())
@@ -265,14 +264,14 @@ def _holds_stack(node: _Node) -> bool:
 
 
 def _deepest(node: _Node) -> _Node:
-    """The innermost module that still holds everything ``node`` holds."""
+    """Return the innermost module that contains all tensors of ``node``."""
     while not node.own and len(node.children) == 1:
         node = next(iter(node.children.values()))
     return node
 
 
 def _shape(module: nn.Module, name: str) -> tuple[int, ...]:
-    """Global shape. ZeRO-3 empties a parameter between uses and notes its shape beside it."""
+    """Return the global shape. ZeRO-3 empties a parameter between uses and keeps its shape in ``ds_shape``."""
     tensor: torch.Tensor | None = module._parameters.get(name)
     if tensor is None:
         tensor = module._buffers.get(name)
@@ -281,7 +280,7 @@ def _shape(module: nn.Module, name: str) -> tuple[int, ...]:
 
 
 def _claims(fqns: Sequence[str], patterns: Mapping[str, str]) -> dict[str, str]:
-    """fqn to layer name, for the names that a pattern claims."""
+    """Return fqn -> layer name for the names that a pattern matches."""
     claimed: dict[str, str] = {}
     for layer, pattern in patterns.items():
         matched = [fqn for fqn in fqns if _compiled(layer, pattern).fullmatch(fqn)]

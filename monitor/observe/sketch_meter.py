@@ -1,23 +1,21 @@
-"""Random-projection drift.
+"""Estimate drift with random-projection sketches: a signature of a few thousand values stands for a unit's state.
 
-A random linear map from any number of values to a few thousand that keeps distances.
+Memory does not grow with the model; a measurement is one pass over the values at about the speed of a copy.
 
-Knows tensors only: no unit, no reference, no step. Owned by one meter in the training thread.
-
-The map
-=======
+The projection
+==============
 
 Write x for the values of a unit, cut into chunks x_1, x_2, ... of at most C values; no chunk crosses pieces.
-Fixed by the seed: a table t of C random signs, and a random assignment of L >= C + O slots to k buckets,
-the same number of slots each. Drawn per chunk: a sign s_c and an offset o_c in [0, O). Then
+The seed fixes a table t of C random signs, and a random assignment of L >= C + O slots to k buckets,
+the same number of slots each. Each chunk draws a sign s_c and an offset o_c in [0, O). Then
 
     board[o_c + j] += s_c * t[j] * x_c[j]          one fused pass over the data: addcmul
     signature[b]    = sum of board over the slots of bucket b
 
 Claim: E |signature|^2 = |x|^2, and its variance is at most 2 (1/k + 2/O) |x|^4 up to terms of order 1/k^2,
-*whatever x is*. Being linear, the same holds for the difference of two signatures and a distance.
+*for every x*. The projection is linear, so the same holds for the difference of two signatures and a distance.
 
-Sketch of a proof. Let y_c be what chunk c alone gives, so signature = sum s_c y_c and
+Sketch of a proof. Let y_c be the signature of chunk c alone, so signature = sum s_c y_c and
 
     |signature|^2 = sum |y_c|^2 + 2 sum_{c<d} s_c s_d <y_c, y_d>.
 
@@ -31,35 +29,18 @@ For i != j their signs t[i] t[j] are independent of those of other pairs, which 
 |x_d|^2. Pairs i = j have the sign +1 throughout. They meet all at once if o_c = o_d, with probability 1/O;
 if not, each meets with probability 1/k, which adds <x_c, x_d>^2 / k^2. Summed up: the claim.
 
-Each part is needed. Without the offsets, a column of a matrix whose width divides C piles up in one slot.
-Without the assignment at random (bucket = slot mod k) one of width k does, and the estimate has a relative
-variance of 2. Signs per row only (a random row vector times the values as rows of width k) fail when rows
+Each part is needed. Without the offsets, a column of a matrix whose width divides C accumulates in one slot.
+Without the random assignment (bucket = slot mod k), one of width k does, and the estimate has a relative
+variance of 2. Signs per row only (a random row vector times the values as rows of width k) fail if rows
 are alike: for a constant update, or all-positive ones such as second moments, all rows are parallel, and the
 estimate is a single random number squared.
 
 Precision
 =========
 
-The board is float32 and is emptied into a float64 total every 64 chunks. The rounding noise of a measured
+The board is float32 and is added to a float64 total every 64 chunks. The rounding noise of a measured
 relative distance is then about 2e-7, added in squares: 1e-5 is measured within the statistical error, 1e-6
 within some percent more, below that the noise shows.
-
-The sketching drift meter: a signature of a few thousand values a unit stands for the committed state.
-
-Memory does not grow with the model; a measurement is one pass over the values at about the speed of a copy.
-The mathematics is in :mod:`monitor.observe.sketch_meter`; here is what is remembered when. Signatures compare within
-one meter only: they are not saved or sent.
-
-Which signature a save gets: that of the last measurement of the unit by the thread that stages it, if there is
-one that no earlier save used up; else one computed from the copies. :meth:`SketchMeter.stage` does not read the
-copies, which may still be filling; :meth:`SketchMeter.settle` does, once the save is committed, and then also
-compares a sample of at most 64 values, spread over the unit, to the bit. If they differ, the state moved between
-measuring and copying (an optimizer step changes all of them), and the signature is computed from the copies. A
-change that leaves the whole sample alone (a few rows of an embedding) goes unnoticed; so measure a unit in the
-step in which it is staged, and nothing rests on the sample.
-
-Threads: any, one at a time, held by a lock. The training thread measures live pieces; a thread that carries out a
-save may measure and stage its copies meanwhile, and neither takes the other's measurement.
 """
 
 from __future__ import annotations
@@ -69,79 +50,74 @@ import threading
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count, groupby
 
 import torch
 
-from monitor.observe.drift_meter import Measure, Signature
+from monitor.observe.drift_meter import Measure, Signature, all_finite
 from store.errors import ConfigError
 from store.names import Unit
 
 _OFFSETS_PER_BUCKET = 8
-"""O = 8 k or a little more: the 2/O of the variance is then a quarter of its 1/k."""
+"""O = 8 k or slightly more: the 2/O in the variance is then a quarter of the 1/k."""
 
-_EMPTY_EVERY = 64
-"""Chunks between two roundings to float64."""
+_FLUSH_EVERY = 64
+"""Chunks between two additions to the float64 total."""
 
 _CPU_CHUNKS = (1 << 14, 1 << 16, 1 << 17, 1 << 18)
 _OTHER_CHUNKS = (1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22)
-"""C. On a CPU, table and board should stay in the cache, and emptying the board takes time as C does: at least
-32 chunks a unit. Elsewhere each chunk is a kernel launch: few long ones."""
+"""Values of C. On a CPU, table and board should stay in the cache, and flushing the board takes time proportional to C:
+at least 32 chunks per unit. Elsewhere each chunk is a kernel launch: few long ones."""
+
+_SAMPLED_PIECES = 4
+_SAMPLED_VALUES = 16
 
 _MASK = (1 << 64) - 1
 
 
 class Projection:
-    """The map, for any device; the same seed gives the same map on all of them.
+    """The random projection; the same seed gives the same projection on every device. Training thread only.
 
-    width: k, number of float32 values in a signature. The relative standard deviation of a distance is about
+    ``width`` is k, the number of float32 values in a signature. The relative standard deviation of a distance is about
     sqrt(0.6 / k): 1.2 % for 4099. Raises ConfigError if it is below 64.
     """
 
     def __init__(self, width: int, seed: int) -> None:
         if width < 64:
-            raise ConfigError(f"a sketch of width {width} tells nothing; use at least 64, best about 4099")
+            raise ConfigError(f"a sketch of width {width} is too inaccurate; use at least 64, best about 4099")
         self.width = width
         self.seed = seed
         self._boards: dict[tuple[torch.device, int], _Board] = {}
 
     @property
     def scratch_bytes(self) -> int:
-        """Bytes of tables and boards: a few MiB a device, whatever the number of values."""
+        """Bytes of tables and boards: a few MiB per device, independent of the number of values."""
         return sum(board.nbytes for board in self._boards.values())
 
     @staticmethod
     def chunk_length(numel: int, device: torch.device) -> int:
-        """C for that many values. Signatures compare only if taken with the same one."""
+        """Return C for that many values. Signatures are comparable only with the same C."""
         lengths, chunks = (_CPU_CHUNKS, 32) if device.type == "cpu" else (_OTHER_CHUNKS, 4)
         return max((length for length in lengths if chunks * length <= numel), default=lengths[0])
 
     def project(self, pieces: Sequence[torch.Tensor], chunk_length: int, key: int) -> torch.Tensor:
-        """The signature: 1-d float32 of length ``width``, on the host. Not finite if any value is not.
+        """Return the signature: 1-d float32 of length ``width``, on the host. Not finite if any value is not.
 
-        pieces: 1-d, any real dtype and device. key: which sequence of signs and offsets to draw; signatures
-        compare only if taken with the same key.
+        Args:
+            pieces: 1-d, any real dtype and device.
+            chunk_length: C.
+            key: selects the sequence of signs and offsets; signatures are comparable only with the same key.
         """
         total = torch.zeros(self.width, dtype=torch.float64)
         draws = _draws(self.seed, key)
         with torch.inference_mode():
-            for board, run in self._runs(pieces, chunk_length):
-                for piece in run:
-                    for chunk in torch.split(piece, chunk_length):
+            for device, group in groupby(filter(torch.numel, pieces), key=lambda piece: piece.device):
+                board = self._board(device, chunk_length)
+                for piece in group:
+                    for chunk in torch.split(piece.detach(), chunk_length):
                         board.add(chunk, next(draws))
                 total += board.take()
             return total.to(torch.float32)
-
-    def _runs(self, pieces: Sequence[torch.Tensor], chunk_length: int) -> Iterator[tuple[_Board, list[torch.Tensor]]]:
-        """Neighbouring pieces of one device, with its board. Empty pieces are left out."""
-        run: list[torch.Tensor] = []
-        for piece in pieces:
-            if run and piece.device != run[-1].device:
-                yield self._board(run[-1].device, chunk_length), run
-                run = []
-            if piece.numel():
-                run.append(piece.detach())
-        if run:
-            yield self._board(run[-1].device, chunk_length), run
 
     def _board(self, device: torch.device, chunk_length: int) -> _Board:
         board = self._boards.get((device, chunk_length))
@@ -152,15 +128,15 @@ class Projection:
 
 
 class _Board:
-    """Tables and accumulators of one chunk length on one device. Empty between two projections."""
+    """Tables and accumulators of one chunk length on one device; zero between two projections."""
 
     def __init__(self, width: int, chunk_length: int, seed: int, device: torch.device) -> None:
         self.width = width
         self.offsets = 1 << (_OFFSETS_PER_BUCKET * width - 1).bit_length()
         per_bucket = -(-(chunk_length + self.offsets) // width)
         slots = per_bucket * width
-        # Drawn on the host whatever the device: generators of other devices give other numbers.
-        generator = torch.Generator().manual_seed(_mixed(seed, chunk_length) >> 1)
+        # Drawn on the host, since generators of other devices give other numbers.
+        generator = torch.Generator().manual_seed(_mix(seed, chunk_length) >> 1)
         signs = torch.randint(0, 2, (chunk_length,), generator=generator, dtype=torch.float32) * 2 - 1
         order = torch.randperm(slots, generator=generator)
         self.signs = signs.to(device)
@@ -169,7 +145,7 @@ class _Board:
         self.sorted = torch.empty(slots, device=device)
         self.upcast = torch.empty(0, device=device)
         self.total = torch.zeros(width, dtype=torch.float64, device=device)
-        self.waiting = 0
+        self.unflushed = 0
 
     @property
     def nbytes(self) -> int:
@@ -177,7 +153,7 @@ class _Board:
         return sum(tensor.numel() * tensor.element_size() for tensor in held)
 
     def add(self, chunk: torch.Tensor, draw: int) -> None:
-        """Add up to C values; ``draw`` decides on sign and offset."""
+        """Add up to C values with the sign and offset in the bits of ``draw``."""
         numel = chunk.numel()
         if chunk.dtype != torch.float32:
             if not self.upcast.numel():
@@ -187,49 +163,42 @@ class _Board:
         sign = 1 if draw & 1 else -1
         signs = self.signs if numel == self.signs.numel() else self.signs[:numel]
         self.slots[offset : offset + numel].addcmul_(chunk, signs, value=sign)
-        self.waiting += 1
-        if self.waiting == _EMPTY_EVERY:
-            self._empty()
+        self.unflushed += 1
+        if self.unflushed == _FLUSH_EVERY:
+            self._flush()
 
     def take(self) -> torch.Tensor:
-        """What was added up, per bucket, on the host; the board is empty afterwards."""
-        self._empty()
+        """Return the sums per bucket, on the host, and reset the board."""
+        self._flush()
         taken = self.total.to("cpu", copy=True)
         self.total.zero_()
         return taken
 
-    def _empty(self) -> None:
-        if self.waiting:
+    def _flush(self) -> None:
+        if self.unflushed:
             torch.index_select(self.slots, 0, self.order, out=self.sorted)
             self.total += self.sorted.view(-1, self.width).sum(0)
             self.slots.zero_()
-            self.waiting = 0
+            self.unflushed = 0
 
 
 def _draws(seed: int, key: int) -> Iterator[int]:
-    """64 random bits a chunk, without state to keep."""
-    start = _mixed(seed, key)
-    index = 0
-    while True:
-        yield _mixed(start, index)
-        index += 1
+    """Yield 64 random bits per chunk."""
+    start = _mix(seed, key)
+    return (_mix(start, index) for index in count())
 
 
-def _mixed(a: int, b: int) -> int:
-    """splitmix64 of the b-th state after a (Steele, Lea, Flood: Fast splittable pseudorandom generators)."""
+def _mix(a: int, b: int) -> int:
+    """Return splitmix64 of the b-th state after a (Steele, Lea, Flood: Fast splittable pseudorandom generators)."""
     z = (a + (b + 1) * 0x9E3779B97F4A7C15) & _MASK
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
     return z ^ (z >> 31)
 
 
-_SAMPLED_PIECES = 4
-_SAMPLED_VALUES = 16
-
-
 @dataclass(frozen=True)
 class _Measured:
-    """A signature, and a sample of the values it was taken of."""
+    """A signature, and a sample of its values."""
 
     signature: Signature
     sample: torch.Tensor
@@ -241,18 +210,30 @@ class _Measured:
 
 @dataclass(frozen=True)
 class _Pending:
-    """A save under way. measured: what the last measurement found, None where there was none to use."""
+    """A save in progress."""
 
     copies: list[torch.Tensor]
     measured: _Measured | None
+    """The last measurement, None if there was none to use."""
 
 
 class SketchMeter:
     """Estimates distances within about 1.2 % (one standard deviation, width 4099), for any kind of change.
 
-    A unit of at most ``width`` values is kept whole and measured exactly. Float64 and integer values count
-    with float32 precision in larger units. Memory: 4 bytes * width a signature (:attr:`memory_bytes`), tables
-    and accumulators once a device (:attr:`scratch_bytes`). Raises ConfigError for a width below 64.
+    A unit of at most ``width`` values is kept as it is and measured exactly. Float64 and integer values count
+    with float32 precision in larger units. Memory: 4 bytes * width per signature (:attr:`memory_bytes`), tables
+    and accumulators once per device (:attr:`scratch_bytes`). Raises ConfigError for a width below 64. Signatures are
+    comparable within one meter only; they are not saved or sent.
+
+    A save gets the signature of the last measurement of the unit by the thread that stages it, unless an earlier save
+    used that up; otherwise one computed from the copies. :meth:`stage` does not read the copies, which may still be
+    filling; :meth:`settle` reads them once the save is committed, and compares a sample of at most 64 values, spread
+    over the unit, bit by bit. If they differ, the state changed between measuring and copying (an optimizer step
+    changes all values), and the signature is computed from the copies. A change outside the sample (a few rows of an
+    embedding) is not detected, so measure a unit in the step in which it is staged.
+
+    Thread-safe. The training thread measures live pieces while a thread that carries out a save measures and stages its
+    copies; neither uses the other's measurement.
     """
 
     def __init__(self, width: int = 4099, seed: int = 0) -> None:
@@ -260,34 +241,32 @@ class SketchMeter:
         self._chunk_lengths: dict[Unit, int] = {}
         self._references: dict[Unit, Signature] = {}
         self._measured: dict[tuple[int, Unit], _Measured] = {}
-        """By thread and unit."""
+        """By thread id and unit."""
         self._pending: dict[Unit, _Pending] = {}
         self._lock = threading.RLock()
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of all signatures held: references, last measurements, saves under way."""
+        """Bytes of all signatures held: references, last measurements, saves in progress."""
         with self._lock:
             measured = [*self._measured.values(), *(pending.measured for pending in self._pending.values())]
-            known = sum(found.nbytes for found in measured if found is not None)
-            return known + sum(signature.nbytes for signature in self._references.values())
+            references = sum(signature.nbytes for signature in self._references.values())
+            return references + sum(one.nbytes for one in measured if one is not None)
 
     @property
     def scratch_bytes(self) -> int:
-        """Bytes of working memory, whatever the number of units."""
+        """Bytes of working memory, independent of the number of units."""
         return self._projection.scratch_bytes
 
     def has_reference(self, unit: Unit) -> bool:
-        """Whether a committed version of the unit is known."""
         return unit in self._references
 
     def measure(self, unit: Unit, pieces: Sequence[torch.Tensor]) -> Measure:
-        """Estimated distance to the reference.
+        """Return the estimated distance to the reference.
 
-        Where values are not finite, or too large for a float32 sum, ``moved_sq`` is inf if there is a
-        reference; where those of the reference are, ``reference_sq`` is 0.0 as well.
-
-        Raises ValueError if the pieces have other sizes than those of the reference.
+        If values are not finite, or too large for a float32 sum, and there is a reference, ``moved_sq`` is inf; if
+        those of the reference are, ``reference_sq`` is 0.0 as well. Raises ValueError if the sizes of the pieces
+        changed.
         """
         with self._lock:
             signature = self._signature(unit, pieces)
@@ -300,35 +279,37 @@ class SketchMeter:
                 f"the pieces of {unit} have {signature.numels} elements, its reference {reference.numels}; "
                 "reset the unit first"
             )
-        moved_sq = _squared(signature.values.to(torch.float64) - reference.values)
-        return Measure(_or(math.inf, moved_sq), _or(0.0, reference.squared), signature.finite, signature)
+        moved = signature.values.to(torch.float64) - reference.values
+        moved_sq, reference_sq = float(torch.dot(moved, moved)), reference.squared
+        return Measure(
+            moved_sq if math.isfinite(moved_sq) else math.inf,
+            reference_sq if math.isfinite(reference_sq) else 0.0,
+            signature.finite,
+            signature,
+        )
 
     def reset(self, unit: Unit, pieces: Sequence[torch.Tensor]) -> None:
-        """Take the signature of the present values: they are the newest committed version."""
         with self._lock:
             self._measured.pop((threading.get_ident(), unit), None)
             self._references[unit] = self._signature(unit, pieces)
 
     def stage(self, unit: Unit, copies: Sequence[torch.Tensor]) -> None:
-        """Note a save's copies, and which signature is theirs by the rule at the top of this module.
-
-        Raises ValueError if an earlier save of the unit is unsettled.
-        """
+        """Note a save's copies and their signature. Raises ValueError if an earlier save of the unit is unsettled."""
         with self._lock:
             if unit in self._pending:
-                raise ValueError(f"{unit} is staged already; settle that save before staging another one")
+                raise ValueError(f"{unit} is already staged; settle that save before staging another one")
             measured = self._measured.pop((threading.get_ident(), unit), None)
             self._pending[unit] = _Pending(list(copies), measured)
 
     def settle(self, unit: Unit, committed: bool) -> list[torch.Tensor]:
-        """Move the reference if committed. Returns the copies that were staged: the meter keeps none.
+        """Update the reference if committed. Returns the staged copies: the meter keeps none.
 
         Raises ValueError if the unit is not staged.
         """
         with self._lock:
             pending = self._pending.pop(unit, None)
             if pending is None:
-                raise ValueError(f"{unit} is not staged; only what was staged can be settled")
+                raise ValueError(f"{unit} is not staged; call stage() before settle()")
             if committed:
                 self._references[unit] = self._signature_of(unit, pending)
             return pending.copies
@@ -342,49 +323,31 @@ class SketchMeter:
     def _signature(self, unit: Unit, pieces: Sequence[torch.Tensor]) -> Signature:
         numels = tuple(piece.numel() for piece in pieces)
         if sum(numels) <= self._projection.width:
-            values = _kept_whole(pieces)
+            values = _all_values(pieces)
         else:
             length = self._chunk_lengths.get(unit)
             if length is None:
                 length = self._projection.chunk_length(sum(numels), pieces[0].device)
                 self._chunk_lengths[unit] = length
-            # Another key for each unit, so that their errors do not all point one way.
+            # One key per unit, so that the errors of units are independent.
             values = self._projection.project(pieces, length, zlib.crc32(str(unit).encode()))
-        # What is not finite makes the signature so. The reverse may be an overflow: only then look closer.
-        finite = bool(torch.isfinite(values).all()) or all(_all_finite(piece) for piece in pieces)
+        # A non-finite value makes the signature non-finite. The reverse may be an overflow: check the values then.
+        finite = bool(torch.isfinite(values).all()) or all_finite(pieces)
         return Signature(values, numels, finite)
 
 
-def _kept_whole(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
-    """All values in one host tensor: float32 where that loses nothing, else float64."""
+def _all_values(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return all values in one host tensor: float32 if that is lossless, else float64."""
     narrow = all(piece.dtype in (torch.float32, torch.bfloat16, torch.float16) for piece in pieces)
     dtype = torch.float32 if narrow else torch.float64
-    # cat copies even a single part: the values must not change with the state.
+    # cat copies even a single tensor: the values must not change with the state.
     return torch.cat([torch.empty(0, dtype=dtype), *(piece.detach().to("cpu", dtype) for piece in pieces)])
 
 
 def _sample(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Some values, float64 on the host, at places that depend on the sizes of the pieces only."""
-    return torch.cat([torch.empty(0, dtype=torch.float64), *_sampled(pieces)])
-
-
-def _sampled(pieces: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    for piece in sorted(pieces, key=torch.numel, reverse=True)[:_SAMPLED_PIECES]:
-        if piece.numel():
-            stride = -(-piece.numel() // _SAMPLED_VALUES)
-            yield piece.detach()[::stride].to("cpu", torch.float64)
-
-
-def _squared(values: torch.Tensor) -> float:
-    exact = values.to(torch.float64)
-    return float(torch.dot(exact, exact))
-
-
-def _or(fallback: float, square: float) -> float:
-    """The square, where it is a finite number."""
-    return square if math.isfinite(square) else fallback
-
-
-def _all_finite(piece: torch.Tensor) -> bool:
-    with torch.no_grad():
-        return all(bool(torch.isfinite(chunk).all()) for chunk in torch.split(piece, 1 << 20))
+    """Return some values, float64 on the host, at positions that depend on the sizes of the pieces only."""
+    parts = [torch.empty(0, dtype=torch.float64)]
+    for piece in sorted(filter(torch.numel, pieces), key=torch.numel, reverse=True)[:_SAMPLED_PIECES]:
+        stride = -(-piece.numel() // _SAMPLED_VALUES)
+        parts.append(piece.detach()[::stride].to("cpu", torch.float64))
+    return torch.cat(parts)

@@ -32,7 +32,7 @@ from monitor.resume.read import (
 from monitor.resume.select import ResumePoint, resolve_commit, select_commit, select_run_state, stored_slots
 from monitor.run_state import StateLoader, UserState, restore_rng
 from store.catalog import Catalog
-from store.certificate import Certificate, certify
+from store.certificate import Certificate, certify, mark_memory_sources
 from store.errors import DriftpointError, ModelMismatchError, NothingToResumeError, StorageError
 from store.names import SaveId
 from store.resolve import RejectedVersion, Resolution

@@ -251,8 +251,8 @@ def test_a_step_leaves_a_trail_and_a_look_does_not(make: Callable[[int], Job]) -
     job = make(0)
     train(job, range(1))
     adapter = adapter_for(job)
-    before = adapter.trail()
+    before = adapter.state_versions()
     taken(adapter)
-    assert adapter.trail() == before
+    assert adapter.state_versions() == before
     train(job, range(1, 2))
-    assert adapter.trail() != before
+    assert adapter.state_versions() != before

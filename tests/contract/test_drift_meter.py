@@ -308,7 +308,7 @@ Misuse = Callable[[DriftMeter, list[torch.Tensor]], object]
     ("misuse", "said"),
     [
         (lambda meter, pieces: meter.settle(UNIT, True), "not staged"),
-        (lambda meter, pieces: (meter.stage(UNIT, pieces), meter.stage(UNIT, pieces)), "staged already"),
+        (lambda meter, pieces: (meter.stage(UNIT, pieces), meter.stage(UNIT, pieces)), "already staged"),
         (lambda meter, pieces: (meter.reset(UNIT, pieces), meter.measure(UNIT, pieces[:1])), "reset the unit"),
     ],
 )

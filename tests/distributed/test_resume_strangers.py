@@ -14,8 +14,8 @@ WORDS = {
     "another_group": "",
     "another_module_on_one_rank": "rank 1: adapter.weight",
     "a_module_in_place_of_one": "rank 0: ",
-    "another_optimizer": "rank 0: the engine's optimizer is another object",
-    "another_optimizer_inside": "rank 0: ZeRO's inner optimizer is another object",
+    "another_optimizer": "rank 0: the engine's optimizer was replaced",
+    "another_optimizer_inside": "rank 0: ZeRO's inner optimizer was replaced",
 }
 CASES = [
     (stage, change) for stage in (0, 1, 2, 3) for change in WORDS

@@ -111,16 +111,19 @@ REFUSED: dict[str, tuple[Callable[[], Target], str]] = {
     "columns": (columns, r"0\.weight \(fp32\) is placed as Shard\(dim=1\).*leave shard_placement_fn out"),
     "tensor parallel": (tensor_parallel, r"1\.weight \(fp32\) is placed as Shard\(dim=1\).*no tensor parallelism"),
     "both": (both, r"0\.weight \(fp32\) is placed as _StridedShard.*over a tensor-parallel model"),
-    "a part of the ranks": (a_part_of_the_ranks, r"0\.weight \(fp32\) lives on 2 of 4 ranks"),
-    "ranks in another order": (ranks_in_another_order, r"0\.weight \(fp32\) lives on a mesh of ranks \[2, 0, 3, 1\]"),
+    "a part of the ranks": (a_part_of_the_ranks, r"0\.weight \(fp32\) is on 2 of 4 ranks"),
+    "ranks in another order": (
+        ranks_in_another_order,
+        r"0\.weight \(fp32\) is on a mesh whose ranks do not ascend, \[2, 0, 3, 1\]",
+    ),
     "partial": (partial, r"0\.weight \(fp32\) is placed as Partial"),
-    "cut otherwise": (cut_otherwise, r"0\.weight \(fp32\) has \d+ elements here.*not cut as torch cuts"),
+    "cut otherwise": (cut_otherwise, r"0\.weight \(fp32\) has \d+ elements on this rank.*makes \d+"),
     "on meta": (on_meta, r"0\.weight \(fp32\) is on the meta device.*to_empty"),
-    "optimizer first": (optimizer_first, "make the optimizer after fully_shard"),
+    "optimizer first": (optimizer_first, "create the optimizer after fully_shard"),
     "one added": (one_added, r"param group 0 of AdamW holds a parameter of shape \(3,\) that is not in the model"),
-    "fsdp1": (fsdp1, r"FSDP1\) is not handled: use fully_shard"),
+    "fsdp1": (fsdp1, r"FSDP1\) is not supported: use fully_shard"),
     "local state": (local_state, r"AdamW keeps 'mine' of 0\.weight, .* as a plain tensor beside a sharded parameter"),
-    "cut state": (cut_state, r"AdamW keeps 'rows' of 0\.weight, of shape \(16,\), cut up over the ranks"),
+    "cut state": (cut_state, r"AdamW keeps 'rows' of 0\.weight, of shape \(16,\), sharded over the ranks"),
 }
 
 

@@ -145,7 +145,7 @@ def test_minutes_that_may_be_lost_are_a_limit_too(here: Here, trace: Path) -> No
         (("--bytes-per-hour", 1), "go with --recommend"),
         (("--recommend", "--bytes-per-hour", 1), "no configuration keeps these limits"),
         (("-p", "fulll"), "did you mean 'full'"),
-        (("-p", "budget"), "needs what it may spend"),
+        (("-p", "budget"), "policy budget has no limit"),
         (("-p", "{name: parity"), "is not YAML"),
         (("-p", "[1]"), "unknown policy"),
         (("--gpus", 8), "No such option: --gpus"),

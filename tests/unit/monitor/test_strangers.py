@@ -113,7 +113,7 @@ CHANGES: list[tuple[Change, str]] = [
     (a_module_in_place_of_one, r"param group 0 of AdamW holds a parameter of shape \(2, 8\)"),
     (a_strided_weight, r"blocks\.0\.0\.weight \(fp32\) is not contiguous"),
     (a_buffer_that_cannot_be_stored, "complex128"),
-    (state_of_no_parameter, "AdamW keeps state under 'all', which is no parameter"),
+    (state_of_no_parameter, "AdamW keeps state under 'all', which is not a parameter"),
     (state_that_cannot_be_stored, "complex128"),
 ]
 EACH = pytest.mark.parametrize(("change", "words"), CHANGES, ids=lambda value: getattr(value, "__name__", ""))

@@ -1,4 +1,4 @@
-"""monitor.CheckpointCallback and monitor.resume_path in one process, with a real Trainer: what may go wrong."""
+"""CheckpointCallback and resume_path in one process with a real Trainer: refusals, preemption, damage."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from transformers.trainer_utils import compare_trainer_and_checkpoint_args
 
 import monitor
 from monitor.distributed import current_group
-from monitor.huggingface.resume import _trainer_state
+from monitor.huggingface.resume import trainer_state
 from monitor.resume.predict import ResumePrediction
 from store.catalog import open_catalog
 from store.errors import ModelMismatchError, StoreError, UsageError
@@ -104,7 +104,7 @@ def boom() -> None:
     raise Boom
 
 
-def test_after_an_error_training_goes_on_in_the_same_process(
+def test_training_resumes_in_the_same_process_after_an_error(
     tmp_path: Path, settings: dict[str, Any], temporary: Path
 ) -> None:
     broken = trainer(tmp_path, ours := monitor.CheckpointCallback(settings), At(7, boom))
@@ -124,7 +124,7 @@ def test_after_an_error_training_goes_on_in_the_same_process(
     assert left == []  # a process that is killed from here on leaves nothing there
 
 
-def test_a_trainer_without_the_callback_does_not_begin_from_nothing(tmp_path: Path, settings: dict[str, Any]) -> None:
+def test_a_trainer_without_the_callback_is_refused(tmp_path: Path, settings: dict[str, Any]) -> None:
     ours = monitor.CheckpointCallback(settings)
     running = trainer(tmp_path, ours)
     running.train()
@@ -134,18 +134,18 @@ def test_a_trainer_without_the_callback_does_not_begin_from_nothing(tmp_path: Pa
     assert running.state.global_step == 10
 
 
-def test_a_store_with_commits_is_not_buried(tmp_path: Path, settings: dict[str, Any]) -> None:
+def test_training_from_scratch_into_a_store_with_commits_is_refused(tmp_path: Path, settings: dict[str, Any]) -> None:
     ours = monitor.CheckpointCallback(settings)
     running = trainer(tmp_path, ours)
     assert ours.resume_path() is None
     running.train()
-    with pytest.raises(UsageError, match="holds commits, and the Trainer does not go on from them"):
+    with pytest.raises(UsageError, match="holds commits, but the Trainer does not resume from them"):
         running.train()
     with pytest.raises(UsageError, match="holds commits"):
         trainer(tmp_path, monitor.CheckpointCallback(settings)).train()
 
 
-def test_one_trainer_may_train_on(tmp_path: Path, settings: dict[str, Any]) -> None:
+def test_one_trainer_may_train_again(tmp_path: Path, settings: dict[str, Any]) -> None:
     ours = monitor.CheckpointCallback(settings)
     running = trainer(tmp_path, ours, num_train_epochs=1, lr_scheduler_type="constant")
     running.train()
@@ -156,9 +156,7 @@ def test_one_trainer_may_train_on(tmp_path: Path, settings: dict[str, Any]) -> N
 
 
 @pytest.mark.parametrize("length", [{"max_steps": 6}, {"num_train_epochs": 1.2}])
-def test_what_was_finished_is_not_trained_further(
-    tmp_path: Path, settings: dict[str, Any], length: dict[str, Any]
-) -> None:
+def test_a_finished_training_is_not_continued(tmp_path: Path, settings: dict[str, Any], length: dict[str, Any]) -> None:
     first = trainer(tmp_path, monitor.CheckpointCallback(settings), **length)
     first.train()
     again = trainer(tmp_path, monitor.CheckpointCallback(settings), seed=3, **length)
@@ -170,7 +168,7 @@ def test_what_was_finished_is_not_trained_further(
 
 
 @pytest.mark.parametrize(("every", "policy"), [(100, "full"), (3, "full"), (2, "full"), (100, "observe")])
-def test_the_end_is_saved_whatever_the_interval(
+def test_the_last_step_is_saved_at_any_interval(
     tmp_path: Path, settings: dict[str, Any], every: int, policy: str
 ) -> None:
     first = trainer(tmp_path, monitor.CheckpointCallback({**settings, "every": every, "policy": policy}), max_steps=4)
@@ -186,14 +184,14 @@ def test_the_end_is_saved_whatever_the_interval(
         assert torch.equal(mine, theirs)
 
 
-def test_evaluating_alone_touches_no_store(tmp_path: Path, settings: dict[str, Any]) -> None:
+def test_evaluation_alone_does_not_touch_the_store(tmp_path: Path, settings: dict[str, Any]) -> None:
     ours = monitor.CheckpointCallback(settings)
     assert "eval_loss" in trainer(tmp_path, ours).evaluate()
     assert ours.checkpointer is None
     assert not Path(settings["store"]).exists()
 
 
-def test_preempted(tmp_path: Path, settings: dict[str, Any]) -> None:
+def test_preemption_exits_with_75(tmp_path: Path, settings: dict[str, Any]) -> None:
     ours = monitor.CheckpointCallback({**settings, "every": 100})
 
     def announce() -> None:
@@ -209,7 +207,7 @@ def test_preempted(tmp_path: Path, settings: dict[str, Any]) -> None:
     assert sorted(losses(again)) == list(range(1, 11))
 
 
-def test_preempted_without_exit(tmp_path: Path, settings: dict[str, Any]) -> None:
+def test_preemption_without_exit_stops_the_trainer(tmp_path: Path, settings: dict[str, Any]) -> None:
     ours = monitor.CheckpointCallback({**settings, "every": 100, "preemption": {"exit": False}})
     running = trainer(tmp_path, ours, At(3, lambda: ours.checkpointer and ours.checkpointer.preempt()))
     running.train(resume_from_checkpoint=ours.resume_path())
@@ -220,7 +218,7 @@ def test_preempted_without_exit(tmp_path: Path, settings: dict[str, Any]) -> Non
     assert not after.preempted
 
 
-def test_a_path_without_the_callback_is_refused(tmp_path: Path, settings: dict[str, Any]) -> None:
+def test_resume_path_without_the_callback_is_refused(tmp_path: Path, settings: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match="no CheckpointCallback of the store"):
         monitor.resume_path({**settings, "store": str(tmp_path / "unknown")})
     ours = monitor.CheckpointCallback(settings)
@@ -230,7 +228,7 @@ def test_a_path_without_the_callback_is_refused(tmp_path: Path, settings: dict[s
 
 
 @pytest.mark.parametrize("objects", [0, 1])
-def test_a_store_that_a_loop_of_ones_own_wrote(tmp_path: Path, settings: dict[str, Any], objects: int) -> None:
+def test_a_store_of_another_loop_is_refused(tmp_path: Path, settings: dict[str, Any], objects: int) -> None:
     model, state = Model(1), [_Counter() for _ in range(objects)]
     with monitor.attach((model, torch.optim.AdamW(model.parameters())), settings, state=state) as ckpt:
         ckpt.resume()
@@ -241,10 +239,10 @@ def test_a_store_that_a_loop_of_ones_own_wrote(tmp_path: Path, settings: dict[st
         ours.resume_path()
 
 
-def test_a_commit_that_was_imported_says_the_step_and_no_more(tmp_path: Path) -> None:
+def test_an_imported_commit_gives_the_step_only(tmp_path: Path) -> None:
     ours = _Nothing()
     args = trainer(tmp_path, ours, eval_strategy="steps", eval_steps=3).args
-    state = _trainer_state(ResumePrediction(SaveId(4, 1), None, memory=False), None, args, current_group())
+    state = trainer_state(ResumePrediction(SaveId(4, 1), None, memory=False), None, args, current_group())
     (tmp_path / "trainer_state.json").write_text(json.dumps(state))
     found = TrainerState.load_from_json(str(tmp_path / "trainer_state.json"))
     compare_trainer_and_checkpoint_args(args, found)
@@ -259,7 +257,7 @@ class _Counter:
         pass
 
 
-def test_what_the_trainer_saved_itself_can_be_gone_on_from(tmp_path: Path, settings: dict[str, Any]) -> None:
+def test_checkpoints_of_the_trainer_itself_can_be_resumed(tmp_path: Path, settings: dict[str, Any]) -> None:
     with pytest.raises(Boom):
         trainer(tmp_path, _Nothing(), At(8, boom), save_strategy="steps", save_steps=3).train()
     ours = monitor.CheckpointCallback(settings)
@@ -270,7 +268,7 @@ def test_what_the_trainer_saved_itself_can_be_gone_on_from(tmp_path: Path, setti
     assert sorted(losses(again)) == list(range(1, 11))
 
 
-def test_damage_that_only_reading_shows_costs_one_attempt(tmp_path: Path, settings: dict[str, Any]) -> None:
+def test_damage_found_while_reading_costs_one_attempt(tmp_path: Path, settings: dict[str, Any]) -> None:
     ours = monitor.CheckpointCallback({**settings, "every": 3})
     with pytest.raises(Boom):
         trainer(tmp_path, ours, At(8, boom)).train()
@@ -278,7 +276,7 @@ def test_damage_that_only_reading_shows_costs_one_attempt(tmp_path: Path, settin
     payload = next((tmp_path / "store" / "segments").glob("00000006-*/rank-00000.safetensors"))
     damage(payload, "/fp32/")
     attempt = trainer(tmp_path, again := monitor.CheckpointCallback(ours.config))
-    with pytest.raises(StoreError, match="step 6 was foreseen"):
+    with pytest.raises(StoreError, match="step 6 was predicted"):
         attempt.train(resume_from_checkpoint=again.resume_path())
     attempt = trainer(tmp_path, again := monitor.CheckpointCallback(ours.config))
     attempt.train(resume_from_checkpoint=again.resume_path())
@@ -286,7 +284,7 @@ def test_damage_that_only_reading_shows_costs_one_attempt(tmp_path: Path, settin
     assert not (tmp_path / "store.resume.json").exists()
 
 
-def test_a_composite_under_a_budget_goes_on_at_its_effective_step(tmp_path: Path, settings: dict[str, Any]) -> None:
+def test_a_composite_under_a_budget_resumes_at_its_effective_step(tmp_path: Path, settings: dict[str, Any]) -> None:
     limits = {"policy": "budget", "budget": {"bytes_per_hour": 2e6, "burst_seconds": 2}, "every": 1}
     ours = monitor.CheckpointCallback({**settings, **limits, "encoding": "compact"})
     with pytest.raises(Boom):

@@ -1,4 +1,4 @@
-"""What is resumed is what was live at the commit; what cannot be is refused or told, never passed off as exact."""
+"""A resume restores the state of the commit exactly; state that cannot be saved is refused, never called exact."""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ def test_a_complex_buffer_is_exact_or_refused_at_attach(store: Path) -> None:
 
 
 @pytest.mark.parametrize("values", [torch.tensor([[0.5, -1.25], [0.0, 3.0]]), torch.tensor([[0.1, 1.0], [1.0, 1.0]])])
-def test_only_what_is_not_rounded_is_exact(store: Path, values: torch.Tensor) -> None:
+def test_only_values_that_are_not_rounded_count_as_exact(store: Path, values: torch.Tensor) -> None:
     with Trained(store, nn.Linear(2, 2, bias=False)) as one:
         one.ckpt.resume()
         one.model.weight.data.copy_(values)  # type: ignore[operator]

@@ -1,6 +1,4 @@
-"""A Trainer that went down and was resumed in one process goes on to the last bit, where the order of its data, its
-callbacks and its logs make that hard; and nothing is torn that is changed behind the last step.
-"""
+"""A resumed Trainer continues bit by bit, with shuffled data, stateful callbacks and logs, and saves are not torn."""
 
 from __future__ import annotations
 
@@ -170,20 +168,18 @@ LASTING = {"dataloader_num_workers": 1, "dataloader_persistent_workers": True}
         pytest.param({**GROUPED, **LASTING}, 5, 12, id="workers that persist"),
     ],
 )
-def test_the_order_of_the_data_goes_on(tmp_path: Path, arguments: dict[str, Any], every: int, broken_at: int) -> None:
+def test_the_order_of_the_data_continues(tmp_path: Path, arguments: dict[str, Any], every: int, broken_at: int) -> None:
     Runs(tmp_path, **arguments).require_alike(every, broken_at, broken_at - broken_at % every or every)
 
 
-def test_what_the_trainer_does_not_know_of_a_later_pass_is_told(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_unknown_place_in_a_later_pass_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     Runs(tmp_path, data=Stream(), max_steps=8).resumed(every=3, broken_at=7)
-    (told,) = [one.message for one in caplog.records if "begins anew" in one.message]
-    assert told.startswith("pass 2 over the data was under way at step 6, and of data without a length")
+    (message,) = [one.message for one in caplog.records if "that pass starts again" in one.message]
+    assert message.startswith("pass 2 over the data was in progress at step 6, and for data without a length")
 
 
 @pytest.mark.parametrize(("step", "event"), [(8, "step_end"), (7, "step_end"), (7, "epoch_end"), (9, "step_end")])
-def test_a_save_that_a_callback_asks_for(tmp_path: Path, step: int, event: str) -> None:
+def test_a_save_requested_by_a_callback_resumes_exactly(tmp_path: Path, step: int, event: str) -> None:
     def saving(ours: monitor.CheckpointCallback | None) -> list[TrainerCallback]:
         if ours is None:
             return []
@@ -192,14 +188,14 @@ def test_a_save_that_a_callback_asks_for(tmp_path: Path, step: int, event: str) 
     Runs(tmp_path, saving).require_alike(every=100, broken_at=11, first=step)
 
 
-def test_the_state_of_callbacks_that_the_trainer_would_store(tmp_path: Path) -> None:
+def test_exported_states_of_callbacks_are_saved(tmp_path: Path) -> None:
     losing_patience = {**EVALUATING, "learning_rate": 0.0, "restore_callback_states_from_checkpoint": True}
     runs = Runs(tmp_path, lambda _: [EarlyStoppingCallback(5)], **losing_patience)
     resumed = runs.require_alike(every=1, broken_at=9, first=8)
     assert resumed.state.global_step == 12
 
 
-def test_logs_that_json_does_not_know(tmp_path: Path) -> None:
+def test_logs_of_types_unknown_to_json_are_saved(tmp_path: Path) -> None:
     def logging(ours: monitor.CheckpointCallback | None) -> list[TrainerCallback]:
         return [] if ours is None else [Logging()]
 
@@ -216,7 +212,7 @@ class Logging(TrainerCallback):
             state.log_history.append({**odd, "step": 4})
 
 
-def test_a_long_history_is_turned_into_text_once() -> None:
+def test_a_long_history_is_serialized_once() -> None:
     class State:
         def __init__(self) -> None:
             self.log_history: list[Any] = []
@@ -228,16 +224,16 @@ def test_a_long_history_is_turned_into_text_once() -> None:
         state.log_history.append({"loss": number / 7})
         if number:
             state.log_history[-2]["late"] = number  # callbacks do this
-        whole = json.loads(text.of(state, {"Replaced": number}))
+        whole = json.loads(text.serialize(state, {"Replaced": number}))
         assert whole["log_history"] == state.log_history
     assert whole["stateful_callbacks"] == {"Kept": 1, "Replaced": 299}
     assert whole["best_metric"] == float("inf")
     asked: list[int] = []
     state.log_history[0] = Counted(asked)
-    json.loads(text.of(state, {}))
+    json.loads(text.serialize(state, {}))
     assert asked == []
     state.log_history = state.log_history[:2]
-    assert len(json.loads(text.of(state, {}))["log_history"]) == 2
+    assert len(json.loads(text.serialize(state, {}))["log_history"]) == 2
 
 
 class Counted(dict[str, Any]):
@@ -262,7 +258,7 @@ class Loading(Recording):
         self.held.set()
 
 
-def test_the_last_save_is_not_torn_by_the_best_model(tmp_path: Path) -> None:
+def test_loading_the_best_model_does_not_corrupt_the_last_save(tmp_path: Path) -> None:
     best = {"save_strategy": "steps", "save_steps": 2, "load_best_model_at_end": True, "num_train_epochs": 1}
     runs = Runs(tmp_path, **EVALUATING, **best)
     settings = {**runs.settings, "every": 7, "staging": "lazy"}

@@ -1,4 +1,4 @@
-"""The exact meter where a careless one would lose digits."""
+"""ExactMeter: precision for tiny drifts, and memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sketch against float64, on the updates that break simpler sketches and on real training."""
+"""SketchMeter against float64, on updates that break simpler sketches and on real training."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_constant_and_all_positive_updates(numel: int) -> None:
 
 
 @pytest.mark.parametrize("power", [14, 16, 17, 18])
-def test_what_repeats_with_the_chunks(power: int) -> None:
+def test_updates_that_repeat_with_the_chunks(power: int) -> None:
     period = 1 << power
     assert abs(error(randn(period).repeat(-(-9_000_000 // period)))) < 0.05
 
@@ -158,7 +158,7 @@ def test_an_accelerator_gets_longer_chunks_and_the_host_can_follow() -> None:
     assert float(signature.double().norm()) == pytest.approx(float(values.double().norm()), rel=0.05)
 
 
-def test_the_same_seed_gives_the_same_map_and_another_another() -> None:
+def test_the_seed_determines_the_projection() -> None:
     values = [randn(50_000)]
     first, same, other = (Projection(WIDTH, seed).project(values, 1 << 14, 1) for seed in (3, 3, 4))
     assert torch.equal(first, same)
@@ -166,14 +166,14 @@ def test_the_same_seed_gives_the_same_map_and_another_another() -> None:
     assert not torch.equal(first, Projection(WIDTH, 3).project(values, 1 << 14, 2))
 
 
-def test_the_map_is_linear() -> None:
+def test_the_projection_is_linear() -> None:
     a, b = randn(200_000), randn(200_000, seed=1)
     projection = Projection(WIDTH, 0)
     parts = [projection.project([x], 1 << 14, 0) for x in (a, b, a - 2 * b)]
     assert torch.allclose(parts[0] - 2 * parts[1], parts[2], atol=1e-3)
 
 
-def test_a_pass_leaves_nothing_on_the_board() -> None:
+def test_the_board_is_zero_after_a_pass() -> None:
     projection = Projection(WIDTH, 0)
     bad = [torch.full((100_000,), math.nan)]
     good = [randn(100_000)]
@@ -191,7 +191,7 @@ def test_pieces_are_not_changed() -> None:
     assert all(torch.equal(a, b) for a, b in zip(pieces, kept, strict=True))
 
 
-def test_a_small_unit_is_not_tied_to_the_live_values() -> None:
+def test_the_signature_of_a_small_unit_is_a_copy() -> None:
     live = torch.zeros(100)
     meter = SketchMeter()
     meter.reset(UNIT, [live])

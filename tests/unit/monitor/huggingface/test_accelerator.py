@@ -1,4 +1,4 @@
-"""monitor.attach(accelerator) in one process: which step it is when the gradient scaler skips one."""
+"""monitor.attach(accelerator) in one process: steps that the gradient scaler skips."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 import monitor
 
 
-def test_a_step_that_the_scaler_skips_is_one(tmp_path: Path) -> None:
+def test_a_step_that_the_scaler_skips_counts(tmp_path: Path) -> None:
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)

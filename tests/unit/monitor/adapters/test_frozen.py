@@ -1,4 +1,4 @@
-"""``frozen: skip``: frozen weights stay out of the store, and a resume beside others is refused."""
+"""``frozen: skip``: frozen weights are not stored, and a resume with other ones is refused."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def train(model: Tuned, optimizer: torch.optim.Optimizer, ckpt: monitor.Checkpoi
         ckpt.flush()
 
 
-def test_what_is_trained_comes_back_and_nothing_else_is_written(tmp_path: Path) -> None:
+def test_only_trained_weights_are_written_and_restored(tmp_path: Path) -> None:
     model, optimizer, ckpt = job(tmp_path / "store")
     with ckpt:
         train(model, optimizer, ckpt, 3)
@@ -62,13 +62,16 @@ def test_what_is_trained_comes_back_and_nothing_else_is_written(tmp_path: Path) 
         assert torch.equal(mine, theirs)
 
 
-def test_another_base_is_refused_by_name(tmp_path: Path) -> None:
+def test_another_base_model_is_refused_by_name(tmp_path: Path) -> None:
     model, optimizer, ckpt = job(tmp_path / "store")
     with ckpt:
         train(model, optimizer, ckpt, 2)
     other, _, ckpt = job(tmp_path / "store", base=1)
     before = other.top.weight.clone()
-    with ckpt, pytest.raises(ModelMismatchError, match=r"are others than when it was saved: base\.0\.bias and 3 more"):
+    with (
+        ckpt,
+        pytest.raises(ModelMismatchError, match=r"differ from those it was saved with: base\.0\.bias and 3 more"),
+    ):
         ckpt.resume()
     assert torch.equal(other.top.weight, before)
     _, _, ckpt = job(tmp_path / "store", frozen="save")
@@ -76,7 +79,7 @@ def test_another_base_is_refused_by_name(tmp_path: Path) -> None:
         ckpt.resume()
 
 
-def test_what_is_frozen_later_stays_and_what_is_unfrozen_is_refused(tmp_path: Path) -> None:
+def test_parameters_frozen_later_are_saved_and_unfrozen_ones_refused(tmp_path: Path) -> None:
     model, optimizer, ckpt = job(tmp_path / "store")
     with ckpt:
         train(model, optimizer, ckpt, 2)
@@ -92,7 +95,7 @@ def test_what_is_frozen_later_stays_and_what_is_unfrozen_is_refused(tmp_path: Pa
         assert report.problem.startswith("base.2.bias was frozen when the job attached")
 
 
-def test_a_merge_says_what_is_missing(tmp_path: Path) -> None:
+def test_a_merge_names_the_missing_weights(tmp_path: Path) -> None:
     model, optimizer, ckpt = job(tmp_path / "store")
     with ckpt:
         train(model, optimizer, ckpt, 2)

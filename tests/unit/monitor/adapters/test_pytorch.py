@@ -1,4 +1,4 @@
-"""The plain adapter in one process: slots, run state, and what it refuses."""
+"""PyTorchAdapter in one process: slots, run state, and unsupported models and optimizers."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_run_state_is_a_copy() -> None:
     assert run_state["scalars"]["out.weight"]["step"] == 1
 
 
-def test_state_saved_before_the_first_step_takes_state_away() -> None:
+def test_state_saved_before_the_first_step_removes_live_state() -> None:
     net, optimizer = start(0)
     adapter = adapter_for((net, optimizer))
     pieces, run_state = copy_of(adapter)
@@ -168,7 +168,7 @@ def test_state_saved_before_the_first_step_takes_state_away() -> None:
     assert train(net, optimizer, range(3)) == losses
 
 
-def test_moments_that_were_not_kept_start_afresh() -> None:
+def test_parameters_without_loaded_moments_start_fresh() -> None:
     net, optimizer = start(0)
     train(net, optimizer, range(3))
     pieces, run_state = copy_of(adapter_for((net, optimizer)))
@@ -179,7 +179,7 @@ def test_moments_that_were_not_kept_start_afresh() -> None:
     train(fresh, other, range(3, 4))
 
 
-def test_one_moment_that_was_not_kept_becomes_zero() -> None:
+def test_a_single_missing_moment_becomes_zero() -> None:
     net, optimizer = start(0)
     train(net, optimizer, range(3))
     pieces, run_state = copy_of(adapter_for((net, optimizer)))
@@ -270,7 +270,7 @@ def test_a_parameter_of_another_module_is_refused() -> None:
 
 
 @pytest.mark.parametrize("target", [None, Net(), (Net(),), (Net(), "adam"), {"model": Net()}])
-def test_anything_else_is_refused_with_what_is_accepted(target: Any) -> None:
+def test_other_targets_are_refused_with_the_accepted_ones(target: Any) -> None:
     with pytest.raises(UnsupportedError, match="accepted: a DeepSpeed engine"):
         adapter_for(target)
 
@@ -346,7 +346,7 @@ def test_buffers_of_a_module_with_two_names_have_both() -> None:
 
 
 @pytest.mark.parametrize("place", ["out", "norm"])
-def test_what_has_no_values_yet_is_refused_by_name(place: str) -> None:
+def test_uninitialized_tensors_are_refused_by_name(place: str) -> None:
     net = Net()
     getattr(net, place).to("meta")
     with pytest.raises(UnsupportedError, match=rf"{place}\.\w+ .*meta device and has no values yet.*to_empty"):

@@ -1,4 +1,4 @@
-"""Units: from live pieces to (layer, slot), and what happens when they change on the way."""
+"""UnitTable: from live pieces to (layer, slot) units, and changes of them."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_the_optimizers_slots_appear_with_its_first_step() -> None:
     assert not table.changed(table.local())
 
 
-def test_values_that_change_are_no_change_of_the_table() -> None:
+def test_changed_values_do_not_change_the_table() -> None:
     model, optimizer, table = made()
     step(model, optimizer)
     table.agree(table.local())
@@ -75,7 +75,7 @@ def test_unfreezing_moves_a_unit_and_its_distance_is_lost() -> None:
     assert table.lost == {Unit("blocks.1", WEIGHTS)}
 
 
-def test_only_what_the_optimizer_updates_moves() -> None:
+def test_only_slots_that_the_optimizer_updates_are_moving() -> None:
     assert is_moving(Unit("a", WEIGHTS)) and is_moving(Unit("a", "exp_avg"))
     assert not is_moving(Unit("a", FROZEN)) and not is_moving(Unit("a", BUFFER))
 

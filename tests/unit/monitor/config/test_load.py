@@ -1,4 +1,4 @@
-"""The configuration: defaults, YAML, and errors that say where and name the nearest known key."""
+"""load_config: defaults, YAML, and errors that name the key and the nearest known one."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from policies.builtin import Observe
 from store.errors import ConfigError
 
 
-def test_nothing_gives_the_defaults() -> None:
+def test_no_source_gives_the_defaults() -> None:
     assert load_config(None) == load_config({}) == Config()
     assert Config().bounded_policy().name == "full"
 
 
-def test_by_default_everything_is_exact_and_the_interval_is_found() -> None:
+def test_the_default_is_exact_with_an_automatic_interval() -> None:
     config = Config()
     assert (config.every, config.policy, config.encoding, config.packing) == ("auto", "full", "raw", "none")
     assert not config.memory.enabled and not config.daemon.enabled
@@ -32,7 +32,7 @@ def test_an_empty_file_gives_the_defaults(tmp_path: Path) -> None:
     assert load_config(path) == load_config(str(path)) == Config()
 
 
-def test_yaml_and_mapping_say_the_same(tmp_path: Path) -> None:
+def test_yaml_and_mapping_give_the_same_configuration(tmp_path: Path) -> None:
     path = tmp_path / "driftpoint.yaml"
     path.write_text("store: here\nevery: 7\npolicy: {name: parity, k: 3}\ntimeouts:\n  commit: 5\n")
     values = {"store": "here", "every": 7, "policy": {"name": "parity", "k": 3}, "timeouts": {"commit": 5}}
@@ -40,12 +40,12 @@ def test_yaml_and_mapping_say_the_same(tmp_path: Path) -> None:
     assert load_config(path).bounded_policy().name == "parity"
 
 
-def test_a_configuration_is_taken_as_it_is() -> None:
+def test_a_configuration_is_returned_unchanged() -> None:
     config = Config(every=3)
     assert load_config(config) is config
 
 
-def test_it_cannot_be_changed() -> None:
+def test_a_configuration_is_frozen() -> None:
     with pytest.raises(ValueError, match="frozen"):
         Config().every = 3  # type: ignore[misc]
 
@@ -89,13 +89,13 @@ def test_an_unknown_key_names_the_nearest(values: dict[str, Any], near: str) -> 
         ({"policy": {"k": 2}}, "name"),
     ],
 )
-def test_what_makes_no_sense_is_told_with_its_place(values: dict[str, Any], where: str) -> None:
+def test_an_invalid_value_is_refused_with_its_key(values: dict[str, Any], where: str) -> None:
     with pytest.raises(ConfigError, match=where):
         load_config(values)
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("a: [1", "is not YAML"),
         ("a: 2026-13-01", "is not YAML"),
@@ -105,16 +105,16 @@ def test_what_makes_no_sense_is_told_with_its_place(values: dict[str, Any], wher
         ("!!python/object/apply:os.system ['true']\n", "is not YAML"),
     ],
 )
-def test_a_file_that_is_no_mapping(tmp_path: Path, text: str, told: str) -> None:
+def test_a_file_that_is_not_a_mapping_is_refused(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "driftpoint.yaml"
     path.write_text(text)
-    with pytest.raises(ConfigError, match=told) as caught:
+    with pytest.raises(ConfigError, match=message) as caught:
         load_config(path)
     assert str(path) in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("every: 0100", "YAML takes 0100 for 64"),
         ("retention:\n  keep_last: 010", "YAML takes 010 for 8"),
@@ -123,15 +123,15 @@ def test_a_file_that_is_no_mapping(tmp_path: Path, text: str, told: str) -> None
         ("policy: {name: parity, k: 002}", "YAML takes 002 for 2"),
     ],
 )
-def test_a_number_that_yaml_reads_as_another(tmp_path: Path, text: str, told: str) -> None:
+def test_a_number_that_yaml_reads_differently_is_refused(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "driftpoint.yaml"
     path.write_text(text)
-    with pytest.raises(ConfigError, match=re.escape(told) + ".*write it") as caught:
+    with pytest.raises(ConfigError, match=re.escape(message) + ".*write it") as caught:
         load_config(path)
     assert str(caught.value).startswith(f"{path}:{text.count(chr(10)) + 1}: ")
 
 
-def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+def test_an_unreadable_file_is_refused(tmp_path: Path) -> None:
     for path in (tmp_path / "missing.yaml", tmp_path):
         with pytest.raises(ConfigError, match="cannot read the configuration"):
             load_config(path)
@@ -154,17 +154,17 @@ def test_a_store_in_a_bucket_traces_into_the_working_directory(tmp_path: Path, m
 
 
 @pytest.mark.parametrize(
-    ("values", "said"),
+    ("values", "message"),
     [
         ({"store": "gs://bucket/x"}, "gs:// is neither"),
         ({"store": "s3://bucket/x", "daemon": {"enabled": True}}, "into directories only"),
-        ({"store": "checkpoints", "s3": {"region": "eu-west-1"}}, "s3: the section holds"),
+        ({"store": "checkpoints", "s3": {"region": "eu-west-1"}}, "s3: the section is used"),
         ({"store": "s3://bucket/x", "s3": {"secret": "x"}}, "unknown key 's3.secret'"),
         ({"store": "s3://bucket/x", "s3": {"part_mib": 4}}, "s3.part_mib"),
     ],
 )
-def test_what_does_not_go_with_a_bucket_is_told(values: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_settings_that_the_kind_of_store_does_not_support_are_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         load_config(values)
 
 
@@ -181,7 +181,7 @@ def test_what_does_not_go_with_a_bucket_is_told(values: dict[str, Any], said: st
         "auto: {max_loss_minutes: on}",
     ],
 )
-def test_a_switch_is_no_number(tmp_path: Path, text: str) -> None:
+def test_a_boolean_is_refused_where_a_number_is_expected(tmp_path: Path, text: str) -> None:
     """YAML 1.1 takes on, off, yes and no for true and false, and Python these for 1 and 0."""
     path = tmp_path / "driftpoint.yaml"
     path.write_text(text)
@@ -197,14 +197,14 @@ def test_a_switch_is_no_number(tmp_path: Path, text: str) -> None:
         ("bounds:\n  max_staleness: 5\n  max_staleness: 6\n", ":3: 'bounds.max_staleness' is written twice"),
     ],
 )
-def test_a_key_that_is_there_twice_is_not_half_forgotten(tmp_path: Path, text: str, where: str) -> None:
+def test_a_duplicate_key_is_refused(tmp_path: Path, text: str, where: str) -> None:
     path = tmp_path / "driftpoint.yaml"
     path.write_text(text)
     with pytest.raises(ConfigError, match=where):
         load_config(path)
 
 
-def test_what_is_merged_in_may_be_overridden(tmp_path: Path) -> None:
+def test_a_yaml_merge_may_be_overridden(tmp_path: Path) -> None:
     path = tmp_path / "driftpoint.yaml"
     path.write_text("timeouts:\n  <<: {commit: 5, lock: 1}\n  lock: 2\n")
     assert load_config(path).timeouts.model_dump(include={"commit", "lock"}) == {"commit": 5, "lock": 2}

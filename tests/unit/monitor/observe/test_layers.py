@@ -78,7 +78,7 @@ def test_decoder_with_its_own_head(build: Callable[..., nn.Module]) -> None:
 
 
 @pytest.mark.parametrize("build", [llama, qwen2])
-def test_a_tied_head_is_no_layer(build: Callable[..., nn.Module]) -> None:
+def test_a_tied_head_is_not_a_layer(build: Callable[..., nn.Module]) -> None:
     layers = layers_of(build(tie_word_embeddings=True))
     assert list(layers) == ["model.embed_tokens", *(f"model.layers.{i}" for i in range(3)), "model.norm"]
 
@@ -127,7 +127,7 @@ def test_t5_has_two_stacks_and_an_odd_first_block() -> None:
     assert list(layers_of(t5(1), experts=True))[:2] == ["shared", "encoder.block.0"]
 
 
-def test_experts_lie_inside_their_block_unless_asked_for() -> None:
+def test_experts_belong_to_their_block_by_default() -> None:
     layers = layers_of(mixtral())
     assert list(layers) == [
         "model.embed_tokens",
@@ -137,7 +137,7 @@ def test_experts_lie_inside_their_block_unless_asked_for() -> None:
     ]
 
 
-def test_a_fused_expert_bank_is_set_apart_as_a_whole() -> None:
+def test_a_fused_expert_bank_is_one_separate_layer() -> None:
     layers = layers_of(mixtral(), experts=True)
     assert list(layers)[1:3] == ["model.layers.0", "model.layers.0.mlp.experts"]
     assert layers["model.layers.2.mlp.experts"].fqns == (
@@ -191,7 +191,7 @@ class SparseModel(nn.Module):
     ("container", "names"),
     [(nn.ModuleList, ["0", "1", "2", "3"]), (nn.ModuleDict, [f"expert_{i}" for i in range(4)])],
 )
-def test_each_expert_module_is_a_layer_if_asked_for(container: type[nn.Module], names: list[str]) -> None:
+def test_each_expert_module_is_a_layer_with_experts_true(container: type[nn.Module], names: list[str]) -> None:
     model = SparseModel(container)
     assert list(layers_of(model)) == ["embed", "layers.0", "layers.1"]
     layers = layers_of(model, experts=True)
@@ -294,7 +294,7 @@ def test_hybrid_stack_with_one_odd_block() -> None:
     assert list(layers) == blocks_of(layers) == ["0", "1", "2"]
 
 
-def test_checkpoint_wrappers_are_seen_through() -> None:
+def test_checkpoint_wrappers_do_not_change_layers() -> None:
     model = llama()
     plain = [layer for layer in find_layers(model, names_of(model)) if layer.block]
     clean = names_of(model)
@@ -306,7 +306,7 @@ def test_checkpoint_wrappers_are_seen_through() -> None:
     assert [layer.name for layer in find_layers(model, inserted) if layer.block] == [x.name for x in plain]
 
 
-def test_shapes_of_partitioned_parameters_come_from_their_notes() -> None:
+def test_shapes_of_partitioned_parameters_come_from_ds_shape() -> None:
     model = mixtral()
     whole = list(layers_of(model, experts=True))
     for parameter in model.parameters():
@@ -335,7 +335,7 @@ def test_patterns_override_structure() -> None:
     assert not any("self_attn" in fqn for fqn in layers["model.layers.0"].fqns)
 
 
-def test_a_pattern_may_add_to_a_found_layer() -> None:
+def test_a_pattern_may_add_to_a_detected_layer() -> None:
     layers = layers_of(llama(), patterns={"lm_head": r"model\.norm\.weight"})
     assert layers["lm_head"].fqns == ("model.norm.weight", "lm_head.weight")
     assert "model.norm" not in layers
@@ -359,6 +359,6 @@ def test_bad_patterns_are_refused(patterns: dict[str, str], said: list[str]) -> 
 
 
 @pytest.mark.parametrize("fqns", [["fc1.weight", "fc1.weight"], ["fc9.weight"], ["fc1.scale"], ["fc1"]])
-def test_names_that_are_not_the_models_are_refused(fqns: list[str]) -> None:
+def test_names_that_are_not_in_the_model_are_refused(fqns: list[str]) -> None:
     with pytest.raises(ConfigError, match=fqns[0]):
         find_layers(Net(), fqns)

@@ -1,7 +1,4 @@
-"""What makes no sense is refused before training starts, in a sentence that a person can act on. No store is made.
-
-The messages stand here in full, because somebody has to read them.
-"""
+"""Full texts of errors for invalid settings, which are raised before training starts and before a store is created."""
 
 from __future__ import annotations
 
@@ -23,13 +20,12 @@ MESSAGES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"policy": "budget"},
-        """policy budget needs what it may spend: set `budget: {bytes_per_hour: 2.0e+10}`, or stall_share, or
-        storage_share""",
+        "policy budget has no limit: set `budget: {bytes_per_hour: 2.0e+10}`, or stall_share, or storage_share",
     ),
     (
         {"policy": MINE, "budget": {"bytes_per_hour": 5}},
-        """budget holds only under a policy that spends (budget, or your own with `spends = True`), and the policy
-        is mine: set `policy: budget`, or remove the section""",
+        """budget: only a policy that spends (budget, or your own with `spends = True`) uses this section, and the
+        policy is mine: set `policy: budget`, or remove the section""",
     ),
     (
         {"every": 100, "bounds": {"max_staleness": 50}},
@@ -74,7 +70,7 @@ MESSAGES: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("values", "message"), MESSAGES)
-def test_it_is_refused_with_these_words_and_no_store_is_made(
+def test_invalid_settings_are_refused_before_a_store_is_created(
     tmp_path: Path, values: dict[str, Any], message: str
 ) -> None:
     policy_file(tmp_path, selecting("raise ValueError('no')"))
