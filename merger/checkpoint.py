@@ -46,6 +46,12 @@ from store.segment import read_leaves
 from store.state_tree import decode
 from store.storage.local import Files
 
+SLOT_OF_KIND = {"trainable": WEIGHTS, "frozen": FROZEN, "buffer": BUFFER}
+"""The slot that holds a tensor itself, by the kind that its record names."""
+
+DEFAULT = 1.0
+"""What DeepSpeed 0.19 does where the configuration does not say (``runtime/constants.py``)."""
+
 
 @dataclass(frozen=True)
 class RankState:
@@ -108,10 +114,6 @@ def portable(value: Any) -> Any:
     if isinstance(value, list | tuple | set):
         return type(value)([portable(item) for item in value])
     return value
-
-
-SLOT_OF_KIND = {"trainable": WEIGHTS, "frozen": FROZEN, "buffer": BUFFER}
-"""The slot that holds a tensor itself, by the kind that its record names."""
 
 
 @dataclass(frozen=True)
@@ -190,10 +192,6 @@ def require_whole(checkpoint: Checkpoint) -> None:
                     f"{checkpoint.origin} has a hole and cannot be rebuilt: {error}; name an older save, or run "
                     "`driftpoint verify` to see which commits are whole"
                 ) from error
-
-
-DEFAULT = 1.0
-"""What DeepSpeed 0.19 does where the configuration does not say (``runtime/constants.py``)."""
 
 
 def gradient_clipping(config: Any) -> float:

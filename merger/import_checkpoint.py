@@ -58,6 +58,9 @@ from store.storage.local import Files, LocalFiles
 from store.storage.object_store import ObjectFiles
 from store.text import counted
 
+POLICY = "import"
+"""What the manifest names in the place of the policy that decided."""
+
 
 @dataclass(frozen=True)
 class ImportPlan:
@@ -175,10 +178,6 @@ def _storable(client_state: Mapping[str, Any], notes: list[str]) -> dict[str, An
         else:
             kept[key] = value
     return kept
-
-
-POLICY = "import"
-"""What the manifest names in the place of the policy that decided."""
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,9 @@ from store.errors import MergeError, StorageError, UsageError
 from store.fragments import FragmentIndex
 from store.names import SaveId
 
+Planned = Callable[[MergePlan], None]
+"""Told each plan before it is carried out: the first one, and again after each finding of damage."""
+
 
 @dataclass(frozen=True)
 class _Made:
@@ -136,10 +139,6 @@ def _told(folder: Path) -> Iterator[None]:
         raise StorageError(f"{error}; {error.advice}") from error
     except OSError as error:
         raise StorageError(f"cannot write {folder}: {error.strerror or error}; {advice(error)}") from error
-
-
-Planned = Callable[[MergePlan], None]
-"""Told each plan before it is carried out: the first one, and again after each finding of damage."""
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,12 @@ from store.errors import DamagedError, MissingError, StorageError, UnreachableEr
 from store.fragments import FragmentReader, Source
 from store.resolve import RejectedVersion
 
+Progress = Callable[[int], None]
+"""Told the number of stored bytes just read."""
+
+_LARGEST = 14
+"""Chunks that a pass takes at most, measured: stored, unpacked and decoded ones, the base's, and what malloc keeps."""
+
 
 class Readable(Protocol):
     """Where blocks are read from. :class:`store.storage.local.Files` is one."""
@@ -54,7 +60,6 @@ class Crc32:
         self.value = 0
 
     def update(self, data: memoryview) -> None:
-        """See :class:`RunningHash`."""
         self.value = isal_zlib.crc32(data, self.value)
 
     def hexdigest(self) -> str:
@@ -73,10 +78,6 @@ class Damage:
 
     store: Path
     bad: RejectedVersion
-
-
-Progress = Callable[[int], None]
-"""Told the number of stored bytes just read."""
 
 
 class Decoding(Protocol):
@@ -153,10 +154,6 @@ class Extent:
     offset: int
 
 
-_LARGEST = 14
-"""Chunks that a pass takes at most, measured: stored, unpacked and decoded ones, the base's, and what malloc keeps."""
-
-
 @dataclass(frozen=True)
 class StoredFragment:
     """A :class:`merger.io.blocks.EncodedFragment`. root: of the store, for its flaws."""
@@ -173,12 +170,10 @@ class StoredFragment:
 
     @property
     def memory(self) -> int:
-        """See :class:`merger.io.blocks.EncodedFragment`."""
         entry = self.source.entry
         return _LARGEST * min(CHUNK, entry.numel) * itemsize(entry.dtype)
 
     def decoding(self, progress: Progress) -> FragmentPass:
-        """See :class:`merger.io.blocks.EncodedFragment`."""
         return FragmentPass(self, progress)
 
 
@@ -195,7 +190,6 @@ class FragmentPass:
         return Damage(self._fragment.root, RejectedVersion(self._reader.at_fault, self._fragment.source.entry.unit))
 
     def pieces(self) -> Iterator[memoryview]:
-        """See :class:`merger.io.blocks.Decoding`."""
         try:
             for values in self._reader.chunks():
                 yield values.view(np.uint8).data
@@ -223,6 +217,5 @@ class _Told:
         self._files, self._progress = files, progress
 
     def read_into(self, path: str, offset: int, target: memoryview) -> None:
-        """See :class:`merger.io.blocks.Readable`."""
         self._files.read_into(path, offset, target)
         self._progress(len(target))

@@ -35,6 +35,14 @@ from store.errors import StorageError, UsageError
 
 _PREFIX = ".driftpoint-merge-"
 
+CERTIFICATE = "driftpoint-certificate.json"
+
+PAUSE = 0.01
+"""Seconds between two rounds, so that files which do not grow cost nothing to speak of."""
+
+WORTHWHILE = 1 << 24
+"""Size in bytes from which a file is synced early: the many small ones of some layouts are not."""
+
 
 class Output:
     """A checkpoint in the making. One process, one thread."""
@@ -132,9 +140,6 @@ def _told(path: Path) -> Iterator[None]:
         raise StorageError(f"cannot write {path}: {error.strerror or error}; {advice(error)}") from error
 
 
-CERTIFICATE = "driftpoint-certificate.json"
-
-
 @dataclass(frozen=True)
 class SourceUse:
     """One source of a merge. name: as the recipe has it. path: absolute. origin: what exactly was taken, in words."""
@@ -158,13 +163,6 @@ def certificate_file(
         "notes": list(notes),
     }
     return OutFile(CERTIFICATE, Verbatim((json.dumps(document, indent=1) + "\n").encode()))
-
-
-PAUSE = 0.01
-"""Seconds between two rounds, so that files which do not grow cost nothing to speak of."""
-
-WORTHWHILE = 1 << 24
-"""Size in bytes from which a file is synced early: the many small ones of some layouts are not."""
 
 
 @contextmanager

@@ -24,7 +24,6 @@ from store.errors import MergeError
 OPEN_FILES = 64
 """Files that one thread keeps open at a time."""
 
-
 _PROBE = 1 << 16
 """Bytes put at the end of a file to hear why no more go there: more than a block that is taken already has left."""
 
@@ -146,7 +145,6 @@ class Verbatim:
 
     @property
     def nbytes(self) -> int:
-        """See :class:`merger.io.output_file.Container`."""
         return len(self.data)
 
     def tensors(self) -> tuple[Stored, ...]:
@@ -154,7 +152,6 @@ class Verbatim:
         return ()
 
     def make(self, path: Path) -> tuple[Hole, ...]:
-        """See :class:`merger.io.output_file.Container`."""
         with path.open("xb") as file:
             file.write(self.data)
         return ()
@@ -163,6 +160,5 @@ class Verbatim:
         """Nothing to do."""
 
     def check(self, path: Path) -> None:
-        """See :class:`merger.io.output_file.Container`."""
         if path.read_bytes() != self.data:
             raise MergeError(f"{path} does not read back as it was written: the storage under it is not to be trusted")

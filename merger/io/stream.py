@@ -40,7 +40,6 @@ class FragmentStream:
 
     @property
     def exact(self) -> bool:
-        """See :class:`store.segment.Produced`."""
         return True
 
     def pieces(self) -> Iterator[memoryview]:

@@ -35,6 +35,17 @@ from merger.tensors import memory_of, torch_dtype
 from store.errors import DamagedError, MergeError, StorageError, UnreachableError, UsageError
 from store.fragments import FragmentIndex
 
+_NAMED = (torch.float16, torch.bfloat16, torch.float32)
+"""Dtypes that ``--dtype`` takes, by what they hold."""
+
+T = TypeVar("T")
+
+CHUNK = 1 << 22
+"""Bytes read at a time: enough for the device, small enough for a processor's cache."""
+
+_TAIL = 16
+"""Bytes of the chunk before that are kept: the beginning of an element that ends in this one. The largest dtype's."""
+
 
 @dataclass(frozen=True, order=True)
 class Piece:
@@ -72,10 +83,6 @@ def crc_of_zeros(nbytes: int) -> int:
     return crc
 
 
-_NAMED = (torch.float16, torch.bfloat16, torch.float32)
-"""Dtypes that ``--dtype`` takes, by what they hold."""
-
-
 def overflow(name: str, before: torch.Tensor, after: torch.Tensor) -> Iterator[UsageError]:
     """The error for a cast of the elements ``name`` that lost a finite value; none where all are as finite as before.
 
@@ -102,9 +109,6 @@ def _finite(values: torch.Tensor) -> torch.Tensor:
 
 def _text(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-T = TypeVar("T")
 
 
 class _StoppedError(Exception):
@@ -151,13 +155,6 @@ def run_parallel(work: Callable[[T, threading.Event], None], items: Sequence[T],
 
 def _one_thread_each() -> None:
     torch.set_num_threads(1)
-
-
-CHUNK = 1 << 22
-"""Bytes read at a time: enough for the device, small enough for a processor's cache."""
-
-_TAIL = 16
-"""Bytes of the chunk before that are kept: the beginning of an element that ends in this one. The largest dtype's."""
 
 
 @dataclass(frozen=True)

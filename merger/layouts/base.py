@@ -28,6 +28,9 @@ SHARD_BYTES = 5 * 10**9
 """Size of files where none is asked for: what transformers writes."""
 
 
+_COMPILED, _PARALLEL = "_orig_mod", "module."
+
+
 @dataclass(frozen=True)
 class Target:
     """How the output is laid out. UsageError for a value that means nothing.
@@ -84,9 +87,6 @@ class Layout(Protocol):
     def lay_out(self, checkpoint: Checkpoint, target: Target, /) -> LayoutResult:
         """MergeError where the checkpoint lacks what the layout needs, UnsupportedError where it cannot hold it."""
         ...
-
-
-_COMPILED, _PARALLEL = "_orig_mod", "module."
 
 
 def model_names(checkpoint: Checkpoint) -> dict[str, str]:

@@ -53,6 +53,11 @@ from store.errors import MergeError
 from store.names import WEIGHTS
 from store.text import counted
 
+CLASSES = (ZeroStageEnum, LossScaler, DynamicLossScaler, fragment_address)
+"""All that occurs in the files besides tensors and plain values; whoever loads them has these."""
+
+_RECOVERY_SCRIPTS = ("zero_to_fp32.py", "zero_to_torch.py")
+
 
 def loss_scaler(state: Mapping[str, Any], dtype: str) -> LossScaler | DynamicLossScaler:
     """The scaler as it was. MergeError for one that DeepSpeed's files cannot hold.
@@ -155,17 +160,10 @@ def _as_deepspeed_maps(facts: EngineFacts, index: int) -> tuple[PlacedParameter,
     return tuple(out)
 
 
-CLASSES = (ZeroStageEnum, LossScaler, DynamicLossScaler, fragment_address)
-"""All that occurs in the files besides tensors and plain values; whoever loads them has these."""
-
-_RECOVERY_SCRIPTS = ("zero_to_fp32.py", "zero_to_torch.py")
-
-
 class DeepSpeedLayout:
     """The directory of an engine. MergeError where the checkpoint's facts do not describe one."""
 
     def lay_out(self, checkpoint: Checkpoint, target: Target) -> LayoutResult:
-        """See :class:`merger.layouts.base.Layout`."""
         saved = facts_of(checkpoint)
         facts = _facts_for(saved, checkpoint, target)
         checkpoint, notes = with_common_steps(checkpoint, flats(facts))

@@ -19,6 +19,16 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from merger.checkpoint import Checkpoint
 from store.errors import MergeError, UnsupportedError
 
+TRAIN, MICRO, ACCUMULATION = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+
+
+_NOT_AT_STAGE: Mapping[int, tuple[str, ...]] = {
+    1: ("offload_param", "compute_grad_norm"),
+    2: ("offload_param",),
+    3: ("elastic_checkpoint", "compute_grad_norm"),
+}
+"""Options of ``zero_optimization`` that DeepSpeed refuses, or has no use for, at a stage."""
+
 
 class _Facts(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
@@ -115,16 +125,6 @@ def engine_facts(facts: Mapping[str, Any]) -> EngineFacts:
             f"the store does not say how the DeepSpeed engine laid out its state: {where}: {first['msg']}; it was "
             "written by another release: merge it with that one"
         ) from error
-
-
-TRAIN, MICRO, ACCUMULATION = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
-
-_NOT_AT_STAGE: Mapping[int, tuple[str, ...]] = {
-    1: ("offload_param", "compute_grad_norm"),
-    2: ("offload_param",),
-    3: ("elastic_checkpoint", "compute_grad_norm"),
-}
-"""Options of ``zero_optimization`` that DeepSpeed refuses, or has no use for, at a stage."""
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,9 @@ from merger.tensors import torch_dtype
 from store.errors import MergeError
 from store.names import FROZEN, WEIGHTS, Fragment
 
+CLIENT_KEY = "driftpoint"
+"""Where the client state holds what DeepSpeed itself does not save."""
+
 
 @dataclass(frozen=True)
 class FlatPiece:
@@ -160,10 +163,6 @@ def _slice(part: int, numel: int, rank: int) -> tuple[int, int]:
     """(start, count) of a rank's slice, without padding."""
     start = min(rank * part, numel)
     return start, min(part, numel - start)
-
-
-CLIENT_KEY = "driftpoint"
-"""Where the client state holds what DeepSpeed itself does not save."""
 
 
 def model_states(facts: EngineFacts, checkpoint: Checkpoint, rank: int) -> dict[str, Any]:

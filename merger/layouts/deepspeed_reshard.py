@@ -48,7 +48,14 @@ SUB_GROUP_SIZE = 10**9
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
+
 BF16_OPTIMIZER, ZERO_12, ZERO_3 = "BF16_Optimizer", "DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3"
+
+
+STEP = "step"
+
+_NAMED = 6
+"""Layers that a note names before it only counts them."""
 
 
 def retarget(facts: EngineFacts, checkpoint: Checkpoint, zero_stage: int, world_size: int) -> EngineFacts:
@@ -250,11 +257,6 @@ def clip_grad(facts: EngineFacts) -> float:
     if facts.zero_stage:
         return facts.clip_grad
     return gradient_clipping(facts.ds_config)
-
-
-STEP = "step"
-_NAMED = 6
-"""Layers that a note names before it only counts them."""
 
 
 def flats(facts: EngineFacts) -> list[tuple[int, tuple[str, ...]]]:

@@ -60,6 +60,7 @@ Groups = Sequence[Sequence[str]]
 MODEL_FILE = "mp_rank_00_model_states.pt"
 
 _ADAM = ("exp_avg", "exp_avg_sq")
+
 _LOAD_HYPER = (
     "from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler",
     "from deepspeed.runtime.zero.config import ZeroStageEnum",
@@ -70,6 +71,14 @@ _LOAD_HYPER = (
 
 _RANKS = 4096
 """World sizes beyond which a param group without elements on some rank is not looked for."""
+
+_CLASSES = (ZeroStageEnum, LossScaler, DynamicLossScaler)
+
+_FOLDER = "zero"
+
+_OPTIMIZER = "optimizer_state.pt"
+
+_NAME_BYTES = 255
 
 
 def load_lines(checkpoint: Checkpoint, groups: Groups, tag: str) -> tuple[str, ...]:
@@ -218,19 +227,11 @@ def _note_on_other_optimizers(checkpoint: Checkpoint, groups: Groups) -> str | N
     )
 
 
-_CLASSES = (ZeroStageEnum, LossScaler, DynamicLossScaler)
-
-_FOLDER = "zero"
-_OPTIMIZER = "optimizer_state.pt"
-_NAME_BYTES = 255
-
-
 class UniversalLayout:
     """A universal checkpoint. MergeError where the checkpoint's facts describe no engine, UnsupportedError for
     optimizer state or parameter names that the format has no place for."""
 
     def lay_out(self, checkpoint: Checkpoint, _: Target) -> LayoutResult:
-        """See :class:`merger.layouts.base.Layout`."""
         facts = facts_of(checkpoint)
         groups = optimized_groups(checkpoint, facts)
         checkpoint, notes = with_common_steps(checkpoint, enumerate(groups))

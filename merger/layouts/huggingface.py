@@ -39,6 +39,29 @@ from store.text import listed
 _NAMED = 6
 """Layers that a note names before it only counts them."""
 
+CONFIG = "config.json"
+
+_LARGEST = 1 << 28
+"""Bytes. Tokenizers reach a few tens of megabytes; what is larger is not one of the small files."""
+
+_KINDS = (".json", ".txt", ".model", ".tiktoken", ".jinja", ".py", ".bpe", ".vocab", ".spm", ".md")
+
+_NAMES = frozenset({"LICENSE", "NOTICE"})
+
+_FOLDERS = ("chat_templates", "additional_chat_templates")
+
+_NOT_OURS = frozenset(
+    {
+        "trainer_state.json", "all_results.json", "train_results.json", "eval_results.json",
+        "driftpoint-certificate.json", "zero_to_fp32.py", "zero_to_torch.py",
+    }
+)  # fmt: skip
+"""Of a training, not of a model."""
+
+_METADATA = {"format": "pt"}
+
+_ADAPTER = "base_model.model."
+
 
 @dataclass(frozen=True)
 class Written:
@@ -153,24 +176,6 @@ def _text(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-CONFIG = "config.json"
-
-_LARGEST = 1 << 28
-"""Bytes. Tokenizers reach a few tens of megabytes; what is larger is not one of the small files."""
-
-_KINDS = (".json", ".txt", ".model", ".tiktoken", ".jinja", ".py", ".bpe", ".vocab", ".spm", ".md")
-_NAMES = frozenset({"LICENSE", "NOTICE"})
-_FOLDERS = ("chat_templates", "additional_chat_templates")
-
-_NOT_OURS = frozenset(
-    {
-        "trainer_state.json", "all_results.json", "train_results.json", "eval_results.json",
-        "driftpoint-certificate.json", "zero_to_fp32.py", "zero_to_torch.py",
-    }
-)  # fmt: skip
-"""Of a training, not of a model."""
-
-
 def require_folder(files: Path) -> None:
     """UsageError unless it is a directory."""
     if not files.is_dir():
@@ -258,15 +263,10 @@ def _set_dtype(config: dict[str, Any], dtype: str) -> bool:
     return found
 
 
-_METADATA = {"format": "pt"}
-_ADAPTER = "base_model.model."
-
-
 class HuggingFaceLayout:
     """A model folder."""
 
     def lay_out(self, checkpoint: Checkpoint, target: Target) -> LayoutResult:
-        """See :class:`merger.layouts.base.Layout`."""
         _refuse_left_out(checkpoint)
         weights = hf_weights(checkpoint, target)
         files = [*weight_files(weights, target.file_bytes)]

@@ -60,6 +60,17 @@ _UNTOLD = frozenset({"adam", "adamw", "unknown"})
 
 STEP = "step"
 
+CHUNK_BYTES = 1 << 26
+"""Tensors are cut along their first dimension into blobs of about this size: a rank reads every blob that it has a
+part of, whole."""
+
+_LOAD = (
+    "from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict",
+    "state = dict(zip(('model', 'optim'), get_state_dict(model, optimizer)))",
+    "torch.distributed.checkpoint.load(state, checkpoint_id={out!r})",
+    "set_state_dict(model, optimizer, model_state_dict=state['model'], optim_state_dict=state['optim'])",
+)
+
 
 def torch_hyper(checkpoint: Checkpoint) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
     """(hyperparameters of each param group, what was assumed). UnsupportedError where torch's has no such setting."""
@@ -169,23 +180,10 @@ def _decoupled(facts: Mapping[str, Any]) -> bool:
     return bool(params.get("adam_w_mode", True)) if isinstance(params, Mapping) else True
 
 
-CHUNK_BYTES = 1 << 26
-"""Tensors are cut along their first dimension into blobs of about this size: a rank reads every blob that it has a
-part of, whole."""
-
-_LOAD = (
-    "from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict",
-    "state = dict(zip(('model', 'optim'), get_state_dict(model, optimizer)))",
-    "torch.distributed.checkpoint.load(state, checkpoint_id={out!r})",
-    "set_state_dict(model, optimizer, model_state_dict=state['model'], optim_state_dict=state['optim'])",
-)
-
-
 class DcpLayout:
     """One directory for any world size."""
 
     def lay_out(self, checkpoint: Checkpoint, target: Target) -> LayoutResult:
-        """See :class:`merger.layouts.base.Layout`."""
         state: dict[str, Any] = {"model": _model(checkpoint)}
         notes: tuple[str, ...] = ("there is no optimizer state to write: load the model only",)
         if checkpoint.framework_state.get("param_groups"):

@@ -20,7 +20,6 @@ class StateDictLayout:
     """The layout of a model and an optimizer that every rank held whole."""
 
     def lay_out(self, checkpoint: Checkpoint, _: Target) -> LayoutResult:
-        """See :class:`merger.layouts.base.Layout`."""
         files = (
             OutFile("model.pt", PtFile(model_state(checkpoint))),
             OutFile("optimizer.pt", PtFile(optimizer_state(checkpoint))),

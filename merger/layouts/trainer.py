@@ -38,6 +38,20 @@ from merger.layouts.torch_state_dict import optimizer_state
 from merger.writers.torch_zip import PtFile
 from store.errors import MergeError, UnsupportedError, UsageError
 
+STATE, SCHEDULER = "trainer_state.json", "scheduler.pt"
+
+
+_GROWING = ("num_input_tokens_seen", "total_flos")
+
+_BEST = ("best_metric", "best_global_step", "best_model_checkpoint")
+
+_CONTROL = "TrainerControl"
+
+_ADAPTER_CONFIG = "adapter_config.json"
+
+
+_ARGUMENTS, _SCALER = "training_args.bin", "scaler.pt"
+
 
 def rng_files(
     checkpoint: Checkpoint, folder: Path, world_size: int, *, same_step: bool, distributed: bool
@@ -86,13 +100,6 @@ def _saved(value: Any) -> bytes:
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()
-
-
-STATE, SCHEDULER = "trainer_state.json", "scheduler.pt"
-
-_GROWING = ("num_input_tokens_seen", "total_flos")
-_BEST = ("best_metric", "best_global_step", "best_model_checkpoint")
-_CONTROL = "TrainerControl"
 
 
 @dataclass(frozen=True)
@@ -204,10 +211,6 @@ def _is_function_of_step(state: Mapping[str, Any], rates: Sequence[Any]) -> bool
         and len(bases) == len(rates)
         and all(isinstance(rate, int | float | torch.Tensor) and math.isfinite(float(rate)) for rate in rates)
     )
-
-
-_ADAPTER_CONFIG = "adapter_config.json"
-_ARGUMENTS, _SCALER = "training_args.bin", "scaler.pt"
 
 
 class TrainerLayout:

@@ -33,6 +33,18 @@ from store.text import listed, suggestion
 ROLES = ("embeddings", "norm", "head")
 """What an auxiliary layer (one that is no block) can be. See :meth:`Model.role`."""
 
+_NAMES = {
+    "float32": "F32", "float": "F32", "fp32": "F32", "f32": "F32",
+    "bfloat16": "BF16", "bf16": "BF16",
+    "float16": "F16", "half": "F16", "fp16": "F16", "f16": "F16",
+}  # fmt: skip
+
+
+_RANGE = re.compile(r"(?P<head>.*?)(?P<first>\d+)-(?P<last>\d+)\Z")
+
+SINGLE = "source"
+"""Name of the one source of a merge without a recipe."""
+
 
 @dataclass(frozen=True)
 class Model:
@@ -119,22 +131,12 @@ def _outermost(name: str, blocks: Set[str]) -> str:
     return next(path for path in paths if path in blocks)
 
 
-_NAMES = {
-    "float32": "F32", "float": "F32", "fp32": "F32", "f32": "F32",
-    "bfloat16": "BF16", "bf16": "BF16",
-    "float16": "F16", "half": "F16", "fp16": "F16", "f16": "F16",
-}  # fmt: skip
-
-
 def dtype_named(text: str) -> str:
     """The safetensors name. UsageError for one that weights are not exported in."""
     found = _NAMES.get(text.lower().removeprefix("torch."))
     if found is None:
         raise UsageError(f"dtype {text!r} is not known; there are float32, bfloat16 and float16")
     return found
-
-
-_RANGE = re.compile(r"(?P<head>.*?)(?P<first>\d+)-(?P<last>\d+)\Z")
 
 
 class Selection(Protocol):
@@ -155,7 +157,6 @@ class Layers:
     patterns: tuple[str, ...]
 
     def fqns(self, model: Model, /) -> list[str]:
-        """See :class:`Selection`."""
         found = [fqn for pattern in self.patterns for layer in _layers(pattern, model) for fqn in model.members[layer]]
         return list(dict.fromkeys(found))
 
@@ -168,7 +169,6 @@ class Blocks:
     last: int | None
 
     def fqns(self, model: Model, /) -> list[str]:
-        """See :class:`Selection`."""
         last = model.blocks - 1 if self.last is None else self.last
         if not model.blocks or last >= model.blocks:
             there = f"blocks 0 to {model.blocks - 1}" if model.blocks else "no blocks"
@@ -184,7 +184,6 @@ class EveryKth:
     turn: int
 
     def fqns(self, model: Model, /) -> list[str]:
-        """See :class:`Selection`."""
         if model.blocks < self.k:
             raise ConfigError(f"parity over {self.k} sources needs at least {self.k} blocks; there are {model.blocks}")
         return _of_blocks(model, lambda position: position % self.k == self.turn)
@@ -198,7 +197,6 @@ class Parameters:
     regex: bool = False
 
     def fqns(self, model: Model, /) -> list[str]:
-        """See :class:`Selection`."""
         found: dict[str, None] = {}
         for pattern in self.patterns:
             matching = re.compile(pattern if self.regex else fnmatch.translate(pattern))
@@ -220,7 +218,6 @@ class Auxiliary:
     required: bool = True
 
     def fqns(self, model: Model, /) -> list[str]:
-        """See :class:`Selection`."""
         found = [fqn for layer in model.auxiliary for fqn in model.members[layer] if self._named(layer, fqn, model)]
         if not found and self.required:
             what = "auxiliary layer" if self.name is None else repr(self.name)
@@ -299,10 +296,6 @@ def _all_names(model: Model) -> list[str]:
 def _nearest(pattern: str, names: Sequence[str]) -> str:
     found = suggestion(pattern, names, cutoff=0.4)
     return f" ({found})" if found else ""
-
-
-SINGLE = "source"
-"""Name of the one source of a merge without a recipe."""
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,11 @@ from store.errors import DamagedError, MergeError, MissingError, UnsupportedErro
 from store.storage.local import LocalFiles
 from store.text import counted
 
+_LIMIT = 1 << 10
+
+SMALL = 1 << 28
+"""Bytes of a record beyond which a tensor is not read as a plain value: memory stays bounded."""
+
 
 class Source(Protocol):
     """One place that checkpoints are read from. Never changed by a merge.
@@ -48,9 +53,6 @@ class Source(Protocol):
     def steps(self) -> tuple[int, ...]:
         """Steps of all checkpoints that are there, newest first."""
         ...
-
-
-_LIMIT = 1 << 10
 
 
 def read_name(folder: Path, file: str) -> str | None:
@@ -74,10 +76,6 @@ def plain_name(text: str, where: str) -> str:
     if not text or text in (".", "..") or "/" in text or "\\" in text or not text.isprintable():
         raise MergeError(f"{where} names {text!r}, which is no name inside the directory; name the checkpoint yourself")
     return text
-
-
-SMALL = 1 << 28
-"""Bytes of a record beyond which a tensor is not read as a plain value: memory stays bounded."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -30,6 +30,10 @@ from store.fragments import FragmentIndex
 from store.storage.local import LocalFiles
 from store.text import listed
 
+_FOLDER = re.compile(r"checkpoint-(\d{1,18})")
+
+STATE = "trainer_state.json"
+
 
 def build(files: RankFiles, shapes: Sequence[Sequence[Shape]], optimized: Optimized, beside: Path | None) -> Checkpoint:
     """The checkpoint. shapes: of the parameters that the optimizer holds. beside: what belongs beside the state.
@@ -128,10 +132,6 @@ class DeepSpeedSource:
         return self._tags.verified(found, step)
 
 
-_FOLDER = re.compile(r"checkpoint-(\d{1,18})")
-STATE = "trainer_state.json"
-
-
 def is_trainer_folder(path: Path) -> bool:
     """Whether a directory is one of the Trainer's, whatever it holds."""
     return (path / STATE).is_file()
@@ -161,7 +161,6 @@ class TrainerSource:
         self._root = root.absolute()
 
     def steps(self) -> tuple[int, ...]:
-        """See :class:`merger.sources.base.Source`."""
         return tuple(_folders(self._root))
 
     def checkpoint(self, step: int | str | None, _: Set[Damage] = frozenset()) -> Checkpoint:

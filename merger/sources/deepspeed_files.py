@@ -35,13 +35,24 @@ from store.storage.local import LocalFiles
 from store.text import counted, listed
 
 _OPTIM = re.compile(r"(bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
+
 WHOLE_MODEL = "mp_rank_00_model_states.pt"
+
 _STRANGE = {
     r"layer_\d+_expert_\d+_.*\.pt|expert_\d+_.*\.pt|expp_rank_.*\.pt": "experts of a mixture (MoE)",
     r"layer_\d+-model.*\.pt": "a pipeline",
     r"offloaded_tensors": "optimizer state on NVMe",
 }
+
+SAMPLE = 512
+"""Elements compared at the begin, the middle and the end of what each rank holds of a parameter."""
+
+CHUNK = 1 << 24
+"""Bytes read at once where a whole record has to be checked."""
+
+_STEP_TAG = re.compile(r"global_step(\d{1,18})(_universal)?")
 
 
 @dataclass(frozen=True)
@@ -250,12 +261,6 @@ def comparable(value: Any) -> Any:
     return value
 
 
-SAMPLE = 512
-"""Elements compared at the begin, the middle and the end of what each rank holds of a parameter."""
-CHUNK = 1 << 24
-"""Bytes read at once where a whole record has to be checked."""
-
-
 def step_problems(model: Nest, optimizer: str, steps: Iterable[float | None]) -> list[str]:
     """What is doubtful about the optimizer's steps, against those that the engine took.
 
@@ -362,9 +367,6 @@ def require_whole(block: Block) -> None:
         running.update(data)
     if running.hexdigest() != block.digest:
         raise DamagedError(f"{block.name}: the bytes of the record do not match its checksum")
-
-
-_STEP_TAG = re.compile(r"global_step(\d{1,18})(_universal)?")
 
 
 @dataclass(frozen=True)

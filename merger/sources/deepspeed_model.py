@@ -29,6 +29,16 @@ from store.text import counted, listed
 
 _ADAPTER = "lora_"
 
+OWN_KEYS = frozenset({
+    "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",
+    "frozen_param_fragments", "lr_scheduler", "skipped_steps", "global_steps", "global_samples", "dp_world_size",
+    "mp_world_size", "checkpoint_parallel_dimensions", "ds_config", "ds_version", "driftpoint",
+})  # fmt: skip
+"""Top-level keys that are no client state. ``data_sampler`` and ``random_ltd`` travel with it where they are used."""
+
+_EXTRA = "_extra_state"
+"""Last part of the name that torch gives to what ``get_extra_state`` returns."""
+
 
 def left_out(shapes: Mapping[str, Sequence[int]], dangling: Mapping[str, str]) -> tuple[str, ...]:
     """Parameters that are missing, or patterns of them, for messages.
@@ -58,17 +68,6 @@ def _gaps(shapes: Mapping[str, Sequence[int]]) -> list[str]:
         for number in range(max(there))
         if number not in there
     ]
-
-
-OWN_KEYS = frozenset({
-    "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",
-    "frozen_param_fragments", "lr_scheduler", "skipped_steps", "global_steps", "global_samples", "dp_world_size",
-    "mp_world_size", "checkpoint_parallel_dimensions", "ds_config", "ds_version", "driftpoint",
-})  # fmt: skip
-"""Top-level keys that are no client state. ``data_sampler`` and ``random_ltd`` travel with it where they are used."""
-
-_EXTRA = "_extra_state"
-"""Last part of the name that torch gives to what ``get_extra_state`` returns."""
 
 
 class Model:

@@ -61,6 +61,18 @@ from store.text import listed
 _Pairs = Sequence[tuple[Extent, Extent]]
 """Of one parameter, slot by slot: its own file, and rank 0's slice of it."""
 
+CONVERTED = ("exp_avg", "exp_avg_sq")
+"""What DeepSpeed's converter writes for every parameter; it fails where an optimizer keeps anything else."""
+
+_UNFINISHED = "tmp"
+"""Where the converter works, beside ``zero``. It removes it when all of ``zero`` is written."""
+
+_STEP = "step"
+
+
+_FP32 = ("fp32", "float32", "float", "torch.float32")
+"""Names that DeepSpeed's configuration has for it."""
+
 
 def slice_problems(files: RankFiles, shapes: Sequence[Sequence[Shape]], extents: Sequence[Extent]) -> list[str]:
     """Compare the parameters' files with rank 0's slices. Returns what nothing tells.
@@ -146,14 +158,6 @@ def _require_same(own: Extent, slice_: Extent, start: int, stop: int) -> bool:
 
 def _any(extent: Extent, start: int) -> bool:
     return any(bool(elements(extent, *chunk).any()) for chunk in _chunks(start, extent.stop))
-
-
-CONVERTED = ("exp_avg", "exp_avg_sq")
-"""What DeepSpeed's converter writes for every parameter; it fails where an optimizer keeps anything else."""
-
-
-_UNFINISHED = "tmp"
-"""Where the converter works, beside ``zero``. It removes it when all of ``zero`` is written."""
 
 
 def require_converted(folder: Path) -> None:
@@ -256,11 +260,6 @@ def _doubts(files: RankFiles, found: Optimized) -> list[str]:
     return [line]
 
 
-_STEP = "step"
-_FP32 = ("fp32", "float32", "float", "torch.float32")
-"""Names that DeepSpeed's configuration has for it."""
-
-
 class UniversalSource:
     """A directory with universal checkpoints, or one of them."""
 
@@ -270,7 +269,6 @@ class UniversalSource:
         self._tags, self._files = Tags(root.absolute(), "latest_universal", is_universal), files
 
     def steps(self) -> tuple[int, ...]:
-        """See :class:`merger.sources.base.Source`."""
         return self._tags.steps()
 
     def checkpoint(self, step: int | str | None, _: Set[Damage] = frozenset()) -> Checkpoint:

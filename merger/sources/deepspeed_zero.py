@@ -27,6 +27,8 @@ from store.errors import MergeError, UnsupportedError
 from store.names import BUFFER, FROZEN, WEIGHTS
 from store.text import counted
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -168,9 +170,6 @@ def state_of(base: Nest, index: int) -> Nest:
     """The base optimizer's state of a flat partition; empty where it keeps none."""
     states = base.at("state")
     return states.at(index) if index in states.mapping() else Nest({}, f"{states.where}, {index}")
-
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)

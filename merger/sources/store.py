@@ -30,7 +30,6 @@ class StoreSource:
         self.catalog = open_catalog(files_at(root))
 
     def steps(self) -> tuple[int, ...]:
-        """See :class:`merger.sources.base.Source`."""
         return tuple(dict.fromkeys(save.step for save in self.catalog.saves()))
 
     def checkpoint(self, step: int | str | None, flaws: Set[Damage]) -> Checkpoint:

@@ -32,6 +32,9 @@ from merger.io.output_file import Hole, refusal
 from merger.writers.torch_zip import Record, patch_checksum, records_in
 from store.errors import MergeError
 
+_BLOB_BYTES = 1300
+"""About what ``torch.save`` puts around one value."""
+
 
 class Window(io.RawIOBase):
     """Bytes from ``start`` of ``file``: ``nbytes`` of them, or, with None, as many as get written."""
@@ -83,10 +86,6 @@ class Window(io.RawIOBase):
         return len(view)
 
 
-_BLOB_BYTES = 1300
-"""About what ``torch.save`` puts around one value."""
-
-
 @dataclass(frozen=True, eq=False)
 class Item:
     """One blob. index: its name and, for a tensor, where in the whole tensor it begins.
@@ -124,16 +123,13 @@ class DcpFile:
     """Size and CRC-32 of all that is not a planned tensor."""
 
     def tensors(self) -> Iterable[Stored]:
-        """See :class:`merger.io.output_file.Container`."""
         return (item.value for item in self.items if isinstance(item.value, Stored))
 
     @property
     def nbytes(self) -> int:
-        """See :class:`merger.io.output_file.Container`."""
         return sum(item.nbytes for item in self.items)
 
     def make(self, path: Path) -> tuple[Hole, ...]:
-        """See :class:`merger.io.output_file.Container`."""
         holes, start = [], 0
         try:
             with path.open("x+b") as file:
@@ -148,7 +144,6 @@ class DcpFile:
         return tuple(holes)
 
     def seal(self, path: Path, checksums: Mapping[int, int]) -> None:
-        """See :class:`merger.io.output_file.Container`."""
         with path.open("r+b") as file:
             for blob in self.blobs:
                 window = cast("BinaryIO", Window(file, blob.start, blob.nbytes))
@@ -158,7 +153,6 @@ class DcpFile:
             self._rest = self._rest_of(file)
 
     def check(self, path: Path) -> None:
-        """See :class:`merger.io.output_file.Container`."""
         with path.open("rb") as file:
             sound = self._rest_of(file) == self._rest and not file.read(1)
         if not sound:
@@ -197,7 +191,6 @@ class DcpMetadata:
 
     @property
     def nbytes(self) -> int:
-        """See :class:`merger.io.output_file.Container`."""
         return 4096 + 256 * (len(self.aliases) + sum(len(file.items) for file in self.files.values()))
 
     def tensors(self) -> tuple[Stored, ...]:
@@ -205,7 +198,6 @@ class DcpMetadata:
         return ()
 
     def make(self, path: Path) -> tuple[Hole, ...]:
-        """See :class:`merger.io.output_file.Container`."""
         places = {
             item.index: _StorageInfo(name, blob.start, blob.nbytes)
             for name, file in self.files.items()
@@ -221,7 +213,6 @@ class DcpMetadata:
         """Nothing to do."""
 
     def check(self, path: Path) -> None:
-        """See :class:`merger.io.output_file.Container`."""
         if path.read_bytes() != self._written:
             raise MergeError(f"{path} does not read back as it was written: the storage under it is not to be trusted")
 

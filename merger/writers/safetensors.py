@@ -45,15 +45,12 @@ class SafetensorsFile:
 
     @property
     def nbytes(self) -> int:
-        """See :class:`merger.io.output_file.Container`."""
         return len(self.header) + sum(stored.nbytes for stored in self.tensors_by_name.values())
 
     def tensors(self) -> Iterable[Stored]:
-        """See :class:`merger.io.output_file.Container`."""
         return self.tensors_by_name.values()
 
     def make(self, path: Path) -> tuple[Hole, ...]:
-        """See :class:`merger.io.output_file.Container`."""
         with path.open("xb") as file:
             file.write(self.header)
             file.truncate(self.nbytes)
@@ -71,7 +68,6 @@ class SafetensorsFile:
         """Nothing to do: the format has no checksums."""
 
     def check(self, path: Path) -> None:
-        """See :class:`merger.io.output_file.Container`."""
         with path.open("rb") as file:
             found = file.read(len(self.header))
         if found != self.header or path.stat().st_size != self.nbytes:

@@ -37,6 +37,11 @@ from store.errors import DamagedError, MergeError, UnsupportedError
 _LOCAL, _DESCRIPTOR, _ENTRY = b"PK\x03\x04", b"PK\x07\x08", b"PK\x01\x02"
 
 
+_NESTS = (dict, OrderedDict, list, tuple)
+
+_PLAIN = (int, float, str, bool, type(None), bytes)
+
+
 @dataclass(frozen=True)
 class Record:
     """A record of a zip file: ``nbytes`` bytes from ``offset``.
@@ -122,10 +127,6 @@ def _entry_bytes(file: BinaryIO, offset: int, path: Path) -> int:
     return 46 + int(name) + int(extra) + int(comment)
 
 
-_NESTS = (dict, OrderedDict, list, tuple)
-_PLAIN = (int, float, str, bool, type(None), bytes)
-
-
 @dataclass
 class PtFile:
     """One ``.pt`` file. value: dicts, lists, tuples, plain values, tensors and :class:`Stored`.
@@ -143,12 +144,10 @@ class PtFile:
     """Size of the file, and CRC-32 of all that is no tensor, as last written."""
 
     def tensors(self) -> Iterable[Stored]:
-        """See :class:`merger.io.output_file.Container`."""
         return {id(leaf): leaf for leaf in self._leaves if isinstance(leaf, Stored)}.values()
 
     @property
     def nbytes(self) -> int:
-        """See :class:`merger.io.output_file.Container`."""
         leaves: dict[int, int] = {id(leaf): leaf.nbytes for leaf in self._leaves}
         return 1024 + sum(nbytes + 256 for nbytes in leaves.values())
 
@@ -158,7 +157,6 @@ class PtFile:
         return list(_leaves(self.value))
 
     def make(self, path: Path) -> tuple[Hole, ...]:
-        """See :class:`merger.io.output_file.Container`."""
         if path.exists() or path.is_symlink():
             raise FileExistsError("the name is taken")
         own: dict[int, Any] = {}
@@ -185,7 +183,6 @@ class PtFile:
         return tuple(hole for hole in holes.values() if hole.stored.nbytes)
 
     def seal(self, path: Path, checksums: Mapping[int, int]) -> None:
-        """See :class:`merger.io.output_file.Container`."""
         crcs = {**self._literals, **checksums}
         with path.open("r+b") as file:
             if _rest(file, self._data) != self._rest:  # or the damage would become what is meant
@@ -196,7 +193,6 @@ class PtFile:
             self._rest = _rest(file, self._data)
 
     def check(self, path: Path) -> None:
-        """See :class:`merger.io.output_file.Container`."""
         planned = {offset for offset, _ in self._data} - self._literals.keys()
         with path.open("rb") as file:
             sound = _rest(file, self._data) == self._rest
