@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from merger.checkpoint import ChosenStep
     from merger.io.output_dir import SourceUse
     from merger.merge import MergeResult
-    from merger.plan import Draft, MergePlan, Request
+    from merger.plan import MergeDraft, MergePlan, Request
 
 
 @contextmanager
@@ -322,7 +322,7 @@ _FILES = 20
 class MergePlanReport:
     """A draft and where it would go. free: bytes there, None where no directory was named."""
 
-    draft: Draft
+    draft: MergeDraft
     out: Path | None
     workers: int
     free: int | None

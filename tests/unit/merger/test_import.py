@@ -16,7 +16,7 @@ import torch
 
 import merger.import_checkpoint
 import merger.io.stream
-from merger.import_checkpoint import Imported, import_checkpoint, plan_import
+from merger.import_checkpoint import ImportResult, import_checkpoint, plan_import
 from merger.merge import merge
 from merger.sources.store import StoreSource
 from store.catalog import open_catalog, open_or_create
@@ -47,7 +47,7 @@ def target(tmp_path: Path) -> Path:
     return tmp_path / "target" / "store"
 
 
-def imported(source: Path, target: Path, step: str | None = None, progress: Any = lambda _: None) -> Imported:
+def imported(source: Path, target: Path, step: str | None = None, progress: Any = lambda _: None) -> ImportResult:
     return import_checkpoint(plan_import(source, step), target, progress)
 
 
