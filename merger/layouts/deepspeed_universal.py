@@ -222,8 +222,8 @@ def _note_on_other_optimizers(checkpoint: Checkpoint, groups: Groups) -> str | N
         return None
     return (
         f"the optimizer keeps {', '.join(sorted(kept)) or 'nothing'}, and DeepSpeed's ZeRO-3 loads universal "
-        "checkpoints of Adam's kind "
-        f"only ({', '.join(_ADAM)}, {STEP}); load it at stage 1 or 2, or write layout 'deepspeed'"
+        f"checkpoints of Adam's kind only ({', '.join(_ADAM)}, {STEP}); load it at stage 1 or 2, or write layout "
+        "'deepspeed'"
     )
 
 
