@@ -188,6 +188,11 @@ def whole(checkpoint: Checkpoint, fqn: str, slot: str, dtype: torch.dtype | None
     return Stored(tuple(shape), dtype or torch_dtype(checkpoint.dtype(fqn, slot)), placed)
 
 
+def whole_parameter(checkpoint: Checkpoint, fqn: str, dtype: torch.dtype | None = None) -> Stored:
+    """Plan all of a parameter or buffer itself, as :func:`whole`."""
+    return whole(checkpoint, fqn, SLOT_OF_KIND[checkpoint.record(fqn).kind], dtype)
+
+
 def flat(numel: int, dtype: torch.dtype, placed: Iterable[Placed]) -> Stored:
     """Plan a one-dimensional tensor of ``numel`` elements; ``placed`` in any order, empty fragments are dropped."""
     return Stored(
@@ -236,6 +241,12 @@ def portable(value: Any) -> Any:
     if isinstance(value, list | tuple | set):
         return type(value)([portable(item) for item in value])
     return value
+
+
+def portable_run_states(checkpoint: Checkpoint, ranks: Iterable[int]) -> dict[int, Any]:
+    """Return ``rng`` and ``user`` of each rank in a form that any process can load."""
+    states = checkpoint.run_states
+    return {rank: {"rng": portable(states[rank].rng), "user": portable(states[rank].user)} for rank in ranks}
 
 
 def gradient_clipping(config: Any) -> float:

@@ -1,19 +1,9 @@
-"""HF weights, index, config, certificate.
+"""Write weights as Hugging Face transformers loads them: safetensors, an index, configuration and tokenizer.
 
-What the certificate of exported weights says: nothing of what is left out, and in which dtype they are written.
-
-A cast that rounds makes weights less than exact, by how much nobody has measured. One to the dtype that was trained in
-gives the working weights, which are what the run computes with, and not its master weights. Pure.
-
-The small files of a Hugging Face model folder: found in the folder that a run left, taken over as they are.
-
-Only ``config.json`` is touched: it says the dtype that the weights are written in. Weights and training state are
-never taken over. It does not know tensors, and imports nothing of Hugging Face.
-
-Weights as Hugging Face transformers loads them: safetensors, an index where there are several, and the folder's
-configuration and tokenizer.
-
-``from_pretrained`` takes the folder, with nothing of ours installed. No optimizer, no run state.
+``from_pretrained`` takes the folder, without Driftpoint installed; it has no optimizer and no run state. The small
+files of the run's model folder are copied as they are, except that ``config.json`` names the dtype of the weights. A
+rounding cast makes weights less than exact, by an unknown amount; a cast to the trained dtype gives the working
+weights.
 """
 
 from __future__ import annotations
@@ -27,7 +17,7 @@ from typing import Any
 
 import torch
 
-from merger.checkpoint import SLOT_OF_KIND, Checkpoint, Stored, whole
+from merger.checkpoint import SLOT_OF_KIND, Checkpoint, Stored, whole_parameter
 from merger.io.output_file import OutFile, Verbatim
 from merger.layouts.base import LayoutResult, Target, model_names
 from merger.tensors import torch_dtype
@@ -37,230 +27,38 @@ from store.errors import MergeError, UnsupportedError, UsageError
 from store.text import listed
 
 _NAMED = 6
-"""Layers that a note names before it only counts them."""
+"""Most layers that a note names."""
+
 
 CONFIG = "config.json"
 
-_LARGEST = 1 << 28
-"""Bytes. Tokenizers reach a few tens of megabytes; what is larger is not one of the small files."""
 
-_KINDS = (".json", ".txt", ".model", ".tiktoken", ".jinja", ".py", ".bpe", ".vocab", ".spm", ".md")
+_LARGEST = 1 << 28
+"""Largest file that is copied, in bytes. Tokenizers have a few tens of megabytes."""
+
+
+_SUFFIXES = (".json", ".txt", ".model", ".tiktoken", ".jinja", ".py", ".bpe", ".vocab", ".spm", ".md")
+
 
 _NAMES = frozenset({"LICENSE", "NOTICE"})
 
+
 _FOLDERS = ("chat_templates", "additional_chat_templates")
 
-_NOT_OURS = frozenset(
+
+_TRAINING_FILES = frozenset(
     {
         "trainer_state.json", "all_results.json", "train_results.json", "eval_results.json",
         "driftpoint-certificate.json", "zero_to_fp32.py", "zero_to_torch.py",
     }
 )  # fmt: skip
-"""Of a training, not of a model."""
+"""Files of a training run, not of a model."""
+
 
 _METADATA = {"format": "pt"}
 
+
 _ADAPTER = "base_model.model."
-
-
-@dataclass(frozen=True)
-class Written:
-    """Weights that are held in one dtype and written in another that cannot hold all values of it.
-
-    held, written: torch's names. working: ``written`` is what the model was trained in, so that the values are, to the
-    last bit, those that the run computes with; otherwise they are rounded.
-    """
-
-    held: str
-    written: str
-    working: bool
-    layers: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class WeightsCertificate(Certificate):
-    """A certificate of weights alone, which says where their dtype is another than that of the training state."""
-
-    written: tuple[Written, ...] = ()
-
-
-def weights_certificate(checkpoint: Checkpoint, weights: Mapping[str, Stored]) -> WeightsCertificate:
-    """The certificate of an output that holds ``weights`` and no optimizer."""
-    casts = dict.fromkeys(_casts(checkpoint, weights))
-    layers: dict[tuple[str, str, bool], dict[str, None]] = {}
-    rounded: dict[tuple[str, str], str] = {}
-    for cast in casts:
-        layers.setdefault((cast.held, cast.written, cast.working), {})[cast.layer] = None
-        if not cast.working:
-            rounded[cast.layer, cast.slot] = cast.written
-    whole = checkpoint.certificate
-    kept = tuple(unit for unit in whole.units if unit.slot in SLOT_OF_KIND.values())
-    values = {one.name: getattr(whole, one.name) for one in fields(Certificate)}
-    values["units"] = tuple(_rounded(unit, rounded.get((unit.layer, unit.slot))) for unit in kept)
-    values["exact"] = _is_exact(whole, kept) and not rounded
-    written = tuple(Written(*cast, tuple(names)) for cast, names in layers.items())
-    return WeightsCertificate(**values, written=written)
-
-
-def working_dtypes(certificate: Certificate) -> tuple[str, ...]:
-    """Torch's names of the dtypes in which working weights are written in place of master weights."""
-    written = certificate.written if isinstance(certificate, WeightsCertificate) else ()
-    return tuple(dict.fromkeys(one.written for one in written if one.working))
-
-
-def dtype_notes(certificate: WeightsCertificate) -> Iterator[str]:
-    """What to know about the dtypes, for people."""
-    for one in certificate.written:
-        if one.working:
-            yield (
-                f"these are the working weights, which the run computes with: its {one.held} master weights rounded "
-                f"to {one.written}; --dtype {one.held} writes the master weights themselves"
-            )
-        else:
-            yield (
-                f"weights held in {one.held} are written in {one.written}, which rounds them, very small ones to zero: "
-                f"this is not exact ({listed(one.layers, _NAMED)}); without a dtype they are written as they were "
-                "trained"
-            )
-
-
-@dataclass(frozen=True)
-class _Cast:
-    """As in :class:`Written`, of one (layer, slot)."""
-
-    layer: str
-    slot: str
-    held: str
-    written: str
-    working: bool
-
-
-def _casts(checkpoint: Checkpoint, weights: Mapping[str, Stored]) -> Iterator[_Cast]:
-    for stored in weights.values():
-        for fqn, slot in ((placed.fragment.fqn, placed.fragment.slot) for placed in stored.placed):
-            held, record = torch_dtype(checkpoint.dtype(fqn, slot)), checkpoint.record(fqn)
-            if not _holds(stored.dtype, held):
-                working = stored.dtype == torch_dtype(record.dtype)
-                yield _Cast(record.layer, slot, _text(held), _text(stored.dtype), working)
-
-
-def _holds(target: torch.dtype, source: torch.dtype) -> bool:
-    """Whether every value of ``source`` is one of ``target``."""
-    if target == source:
-        return True
-    if not (target.is_floating_point and source.is_floating_point):
-        return False
-    ours, theirs = torch.finfo(target), torch.finfo(source)
-    least = ours.tiny * ours.eps <= theirs.tiny * theirs.eps  # the smallest values that are not zero
-    return ours.eps <= theirs.eps and ours.max >= theirs.max and least
-
-
-def _is_exact(whole: Certificate, kept: tuple[CertifiedUnit, ...]) -> bool:
-    """Whether the weights are exact where all of the state need not be: what is left out may be old or rounded.
-
-    Only a commit of a store is exact just where all of its units are. Another checkpoint that is not may be so for
-    reasons that no unit shows, and so may a composite, from which only weights were taken in the first place.
-    """
-    of_one_commit = bool(whole.store_id) and len(kept) < len(whole.units)
-    return whole.exact or (of_one_commit and bool(kept) and all(is_exact(unit, whole.save) for unit in kept))
-
-
-def _rounded(unit: CertifiedUnit, dtype: str | None) -> CertifiedUnit:
-    if dtype is None:
-        return unit
-    encoding = f"{unit.encoding}, {dtype}" if is_lossy(unit.encoding) else dtype
-    return replace(unit, encoding=encoding, error=None)
-
-
-def _text(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def require_folder(files: Path) -> None:
-    """UsageError unless it is a directory."""
-    if not files.is_dir():
-        raise UsageError(f"{files} is not a directory: name the one that holds config.json and the tokenizer (--files)")
-
-
-def model_files(files: Path, dtype: str | None) -> list[OutFile]:
-    """Configuration, tokenizer, templates, processors, custom code. dtype: torch's name of what the weights are in."""
-    require_folder(files)
-    found = [path for path in sorted(files.iterdir()) if _belongs(path)]
-    for folder in _FOLDERS:
-        if (files / folder).is_dir():
-            found += [path for path in sorted((files / folder).iterdir()) if _belongs(path)]
-    out = []
-    for path in found:
-        data = _with_dtype(path, dtype) if path == files / CONFIG and dtype else path.read_bytes()
-        out.append(OutFile(path.relative_to(files).as_posix(), Verbatim(data)))
-    return out
-
-
-def read_config(files: Path | None) -> Mapping[str, Any] | None:
-    """``config.json`` of a folder, None where there is none. MergeError where it is no JSON object."""
-    if files is None or not (files / CONFIG).is_file():
-        return None
-    return read_json(files / CONFIG)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object. MergeError where the file holds none."""
-    try:
-        found = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise MergeError(f"{path} is not JSON: {error}; name another folder (--files)") from error
-    if not isinstance(found, dict):
-        raise MergeError(f"{path} holds no JSON object; name another folder (--files)")
-    return found
-
-
-def weight_names(files: Path | None) -> frozenset[str]:
-    """Names of the weights that the folder's own safetensors files hold; empty where it has none that can be read."""
-    if files is None:
-        return frozenset()
-    index, single = files / "model.safetensors.index.json", files / "model.safetensors"
-    if index.is_file():
-        table = read_json(index).get("weight_map")
-        return frozenset(table) if isinstance(table, dict) else frozenset()
-    return _header_names(single) if single.is_file() else frozenset()
-
-
-def _header_names(path: Path) -> frozenset[str]:
-    with path.open("rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-        if not 2 <= size <= path.stat().st_size - 8:
-            return frozenset()
-        try:
-            table = json.loads(file.read(size))
-        except ValueError:
-            return frozenset()
-    return frozenset(table) - {"__metadata__"} if isinstance(table, dict) else frozenset()
-
-
-def _belongs(path: Path) -> bool:
-    name = path.name
-    if name in _NOT_OURS or name.endswith(".index.json") or name.startswith("."):
-        return False
-    return (path.suffix in _KINDS or name in _NAMES) and path.is_file() and path.stat().st_size <= _LARGEST
-
-
-def _with_dtype(path: Path, dtype: str) -> bytes:
-    """The configuration, its dtype being that of the weights: whoever loads them casts them to what it says."""
-    config = read_json(path)
-    if not _set_dtype(config, dtype):
-        # Both are read by every release that knows the newer name; older ones know the older name only.
-        config["torch_dtype"] = dtype
-    return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
-
-
-def _set_dtype(config: dict[str, Any], dtype: str) -> bool:
-    found = False
-    for key, value in config.items():
-        if key in ("dtype", "torch_dtype"):
-            config[key], found = dtype, True
-        elif key.endswith("_config") and isinstance(value, dict):
-            _set_dtype(value, dtype)
-    return found
 
 
 class HuggingFaceLayout:
@@ -279,22 +77,22 @@ class HuggingFaceLayout:
 
 
 def hf_weights(checkpoint: Checkpoint, target: Target) -> dict[str, Stored]:
-    """Every tensor of the state dict by name, in ``target.dtype`` or in the one that was trained in.
+    """Plan every tensor of the state dict by name, in ``target.dtype`` or in the trained dtype.
 
-    Tied tensors under one name where transformers ties them again, else under each name, so that nothing is missing.
-    An export must not have infinities that the weights had not; beside a training state they are as the run had them.
+    Tied tensors have one name if transformers ties them again, else each of their names. An export fails if a finite
+    weight would become infinite; beside a training state the weights are as the run had them.
     """
-    asked = None if target.dtype is None else torch_dtype(target.dtype)
-    if asked is not None and not asked.is_floating_point:
-        raise UsageError(f"weights cannot be written as {target.dtype}: name a floating-point dtype, such as BF16")
+    requested = None if target.dtype is None else torch_dtype(target.dtype)
+    if requested is not None and not requested.is_floating_point:
+        raise UsageError(f"weights cannot be written as {target.dtype}; name a floating-point dtype, such as BF16")
     out: dict[str, Stored] = {}
-    for name, fqn in _kept(checkpoint).items():
+    for name, fqn in _exported_names(checkpoint).items():
         record = checkpoint.record(fqn)
         dtype = torch_dtype(record.dtype)
-        if asked is not None and dtype.is_floating_point and record.kind != "buffer":
-            dtype = asked
+        if requested is not None and dtype.is_floating_point and record.kind != "buffer":
+            dtype = requested
         # A working weight is its fp32 master cast to the working dtype, bit for bit.
-        stored = whole(checkpoint, fqn, SLOT_OF_KIND[record.kind], dtype)
+        stored = whole_parameter(checkpoint, fqn, dtype)
         out[name] = replace(stored, stays_finite=target.layout == "hf")
     return out
 
@@ -304,14 +102,45 @@ def _refuse_left_out(checkpoint: Checkpoint) -> None:
     known = weight_names(checkpoint.files)
     if left_out and not (known and known <= model_names(checkpoint).keys()):
         raise UnsupportedError(
-            f"{checkpoint.origin} was saved without its frozen parameters ({listed(left_out, 6)}): transformers would "
-            "make them up of random numbers. Save it without exclude_frozen_parameters; if none are frozen, name the "
-            "folder of the model (--files), whose weights say which names there are"
+            f"{checkpoint.origin} was saved without its frozen parameters ({listed(left_out, 6)}), which transformers "
+            "would initialize randomly. Save it without exclude_frozen_parameters; if none are frozen, name the folder "
+            "of the model (--files), whose weights list all names"
         )
 
 
+def _exported_names(checkpoint: Checkpoint) -> dict[str, str]:
+    """Return the canonical fqn by name, without names that transformers ties itself."""
+    names = model_names(checkpoint)
+    first: dict[str, str] = {}
+    for name, fqn in names.items():
+        first.setdefault(fqn, name)
+    vocabulary = _tied_vocabulary(read_config(checkpoint.files) or {})
+    if vocabulary is not None:
+        return {
+            name: fqn
+            for name, fqn in names.items()
+            if first[fqn] == name or checkpoint.record(fqn).shape[:1] != (vocabulary,)
+        }
+    known = weight_names(checkpoint.files)
+    if known.issuperset(first.values()):
+        # The weights that transformers wrote for this model have the names it needs.
+        return {name: fqn for name, fqn in names.items() if name in known}
+    return names
+
+
+def _tied_vocabulary(config: Mapping[str, object]) -> object:
+    """Return the vocabulary size if the configuration ties embeddings and head explicitly, else None.
+
+    The default differs between models. A head written twice costs space; a missing one is initialized randomly.
+    """
+    text = config.get("text_config")
+    inner: Mapping[str, object] = text if isinstance(text, dict) else {}
+    values = {one["tie_word_embeddings"] for one in (config, inner) if "tie_word_embeddings" in one}
+    return config.get("vocab_size", inner.get("vocab_size")) if values == {True} else None
+
+
 def weight_files(weights: Mapping[str, Stored], shard_bytes: int) -> list[OutFile]:
-    """``model.safetensors``, or numbered ones of about ``shard_bytes`` each with an index."""
+    """Return ``model.safetensors``, or numbered files of about ``shard_bytes`` each with an index."""
     shards: list[dict[str, Stored]] = [{}]
     size = 0
     for name, stored in weights.items():
@@ -328,44 +157,12 @@ def weight_files(weights: Mapping[str, Stored], shard_bytes: int) -> list[OutFil
 
 
 def weights_dtype(weights: Mapping[str, Stored]) -> str | None:
-    """Torch's name of the floating-point dtype that most elements have: what ``config.json`` should say."""
+    """Return torch's name of the floating-point dtype of most elements, for ``config.json``."""
     numels: Counter[str] = Counter()
     for stored in weights.values():
         if stored.dtype.is_floating_point:
             numels[str(stored.dtype).removeprefix("torch.")] += stored.numel
     return numels.most_common(1)[0][0] if numels else None
-
-
-def _kept(checkpoint: Checkpoint) -> dict[str, str]:
-    """Canonical fqn by name, further names of tied tensors left out where transformers leaves them out."""
-    names = model_names(checkpoint)
-    first: dict[str, str] = {}
-    for name, fqn in names.items():
-        first.setdefault(fqn, name)
-    vocabulary = _tied_vocabulary(read_config(checkpoint.files) or {})
-    if vocabulary is not None:
-        return {
-            name: fqn
-            for name, fqn in names.items()
-            if first[fqn] == name or checkpoint.record(fqn).shape[:1] != (vocabulary,)
-        }
-    known = weight_names(checkpoint.files)
-    if known.issuperset(first.values()):
-        # What transformers itself wrote for this model says which names it needs.
-        return {name: fqn for name, fqn in names.items() if name in known}
-    return names
-
-
-def _tied_vocabulary(config: Mapping[str, object]) -> object:
-    """The vocabulary's size, if transformers ties embeddings and head of a model with this configuration by itself.
-
-    None where that is not said outright: the default differs from model to model, and a head that is written
-    twice costs space, while one that is missing is made up of random numbers.
-    """
-    text = config.get("text_config")
-    inner: Mapping[str, object] = text if isinstance(text, dict) else {}
-    said = {one["tie_word_embeddings"] for one in (config, inner) if "tie_word_embeddings" in one}
-    return config.get("vocab_size", inner.get("vocab_size")) if said == {True} else None
 
 
 def _index(names: Sequence[str], shards: Sequence[Mapping[str, Stored]]) -> bytes:
@@ -403,3 +200,211 @@ def _notes(checkpoint: Checkpoint, weights: Mapping[str, Stored]) -> tuple[str, 
             "the same peft model and load them into it with load_state_dict"
         )
     return tuple(notes)
+
+
+@dataclass(frozen=True)
+class WrittenDtype:
+    """Weights held in one dtype and written in another that cannot hold all its values.
+
+    Args:
+        held: torch's name of the dtype in the training state.
+        written: torch's name of the dtype in the output.
+        working: whether ``written`` is the trained dtype, so that the values are those that the run computes with, bit
+        for
+            bit; otherwise they are rounded.
+        layers: layers of these weights.
+    """
+
+    held: str
+    written: str
+    working: bool
+    layers: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class WeightsCertificate(Certificate):
+    """A certificate of weights alone, with the dtypes that differ from the training state."""
+
+    written: tuple[WrittenDtype, ...] = ()
+
+
+def weights_certificate(checkpoint: Checkpoint, weights: Mapping[str, Stored]) -> WeightsCertificate:
+    """Return the certificate of an output that holds ``weights`` and no optimizer."""
+    casts = dict.fromkeys(_casts(checkpoint, weights))
+    layers: dict[tuple[str, str, bool], dict[str, None]] = {}
+    rounded: dict[tuple[str, str], str] = {}
+    for cast in casts:
+        layers.setdefault((cast.held, cast.written, cast.working), {})[cast.layer] = None
+        if not cast.working:
+            rounded[cast.layer, cast.slot] = cast.written
+    whole = checkpoint.certificate
+    kept = tuple(unit for unit in whole.units if unit.slot in SLOT_OF_KIND.values())
+    values = {one.name: getattr(whole, one.name) for one in fields(Certificate)}
+    values["units"] = tuple(_rounded(unit, rounded.get((unit.layer, unit.slot))) for unit in kept)
+    values["exact"] = _is_exact(whole, kept) and not rounded
+    written = tuple(WrittenDtype(*cast, tuple(names)) for cast, names in layers.items())
+    return WeightsCertificate(**values, written=written)
+
+
+def working_dtypes(certificate: Certificate) -> tuple[str, ...]:
+    """Return torch's names of the dtypes in which working weights replace master weights."""
+    written = certificate.written if isinstance(certificate, WeightsCertificate) else ()
+    return tuple(dict.fromkeys(one.written for one in written if one.working))
+
+
+def dtype_notes(certificate: WeightsCertificate) -> Iterator[str]:
+    """Yield notes on dtypes."""
+    for one in certificate.written:
+        if one.working:
+            yield (
+                f"these are the working weights, which the run computes with: its {one.held} master weights rounded "
+                f"to {one.written}; --dtype {one.held} writes the master weights themselves"
+            )
+        else:
+            yield (
+                f"weights held in {one.held} are written in {one.written}, which rounds them, very small ones to zero: "
+                f"this is not exact ({listed(one.layers, _NAMED)}); without a dtype they are written as they were "
+                "trained"
+            )
+
+
+@dataclass(frozen=True)
+class _Cast:
+    """A cast of one (layer, slot); see :class:`WrittenDtype`."""
+
+    layer: str
+    slot: str
+    held: str
+    written: str
+    working: bool
+
+
+def _casts(checkpoint: Checkpoint, weights: Mapping[str, Stored]) -> Iterator[_Cast]:
+    for stored in weights.values():
+        for fqn, slot in ((placed.fragment.fqn, placed.fragment.slot) for placed in stored.placed):
+            held, record = torch_dtype(checkpoint.dtype(fqn, slot)), checkpoint.record(fqn)
+            if not _holds(stored.dtype, held):
+                working = stored.dtype == torch_dtype(record.dtype)
+                yield _Cast(record.layer, slot, _text(held), _text(stored.dtype), working)
+
+
+def _holds(target: torch.dtype, source: torch.dtype) -> bool:
+    """Return whether ``target`` holds every value of ``source``."""
+    if target == source:
+        return True
+    if not (target.is_floating_point and source.is_floating_point):
+        return False
+    ours, theirs = torch.finfo(target), torch.finfo(source)
+    least = ours.tiny * ours.eps <= theirs.tiny * theirs.eps  # smallest nonzero values
+    return ours.eps <= theirs.eps and ours.max >= theirs.max and least
+
+
+def _is_exact(whole: Certificate, kept: tuple[CertifiedUnit, ...]) -> bool:
+    """Return whether the weights are exact, even if optimizer state that is left out is old or rounded.
+
+    This follows from the units only for a commit of a store. Other checkpoints, composites included, may be inexact for
+    reasons that no unit shows.
+    """
+    of_one_commit = bool(whole.store_id) and len(kept) < len(whole.units)
+    return whole.exact or (of_one_commit and bool(kept) and all(is_exact(unit, whole.save) for unit in kept))
+
+
+def _rounded(unit: CertifiedUnit, dtype: str | None) -> CertifiedUnit:
+    if dtype is None:
+        return unit
+    encoding = f"{unit.encoding}, {dtype}" if is_lossy(unit.encoding) else dtype
+    return replace(unit, encoding=encoding, error=None)
+
+
+def _text(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def require_folder(files: Path) -> None:
+    """Raise UsageError unless it is a directory."""
+    if not files.is_dir():
+        raise UsageError(f"{files} is not a directory: name the one that holds config.json and the tokenizer (--files)")
+
+
+def model_files(files: Path, dtype: str | None) -> list[OutFile]:
+    """Return configuration, tokenizer, templates, processors and custom code of a folder.
+
+    ``dtype``: torch's name of the weights' dtype, for ``config.json``; None leaves that file as it is.
+    """
+    require_folder(files)
+    found = [path for path in sorted(files.iterdir()) if _belongs(path)]
+    for folder in _FOLDERS:
+        if (files / folder).is_dir():
+            found += [path for path in sorted((files / folder).iterdir()) if _belongs(path)]
+    out = []
+    for path in found:
+        data = _with_dtype(path, dtype) if path == files / CONFIG and dtype else path.read_bytes()
+        out.append(OutFile(path.relative_to(files).as_posix(), Verbatim(data)))
+    return out
+
+
+def read_config(files: Path | None) -> Mapping[str, Any] | None:
+    """Return ``config.json`` of a folder, None if there is none. MergeError if it is not a JSON object."""
+    if files is None or not (files / CONFIG).is_file():
+        return None
+    return read_json(files / CONFIG)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object. MergeError if the file does not hold one."""
+    try:
+        found = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise MergeError(f"{path} is not JSON: {error}; name another folder (--files)") from error
+    if not isinstance(found, dict):
+        raise MergeError(f"{path} does not hold a JSON object; name another folder (--files)")
+    return found
+
+
+def weight_names(files: Path | None) -> frozenset[str]:
+    """Return the weights in the folder's own safetensors files; empty if none can be read."""
+    if files is None:
+        return frozenset()
+    index, single = files / "model.safetensors.index.json", files / "model.safetensors"
+    if index.is_file():
+        table = read_json(index).get("weight_map")
+        return frozenset(table) if isinstance(table, dict) else frozenset()
+    return _header_names(single) if single.is_file() else frozenset()
+
+
+def _header_names(path: Path) -> frozenset[str]:
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        if not 2 <= size <= path.stat().st_size - 8:
+            return frozenset()
+        try:
+            table = json.loads(file.read(size))
+        except ValueError:
+            return frozenset()
+    return frozenset(table) - {"__metadata__"} if isinstance(table, dict) else frozenset()
+
+
+def _belongs(path: Path) -> bool:
+    name = path.name
+    if name in _TRAINING_FILES or name.endswith(".index.json") or name.startswith("."):
+        return False
+    return (path.suffix in _SUFFIXES or name in _NAMES) and path.is_file() and path.stat().st_size <= _LARGEST
+
+
+def _with_dtype(path: Path, dtype: str) -> bytes:
+    """Return the configuration with the dtype of the weights, which loaders cast to."""
+    config = read_json(path)
+    if not _set_dtype(config, dtype):
+        # Newer releases of transformers read both names, older ones this one only.
+        config["torch_dtype"] = dtype
+    return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def _set_dtype(config: dict[str, Any], dtype: str) -> bool:
+    found = False
+    for key, value in config.items():
+        if key in ("dtype", "torch_dtype"):
+            config[key], found = dtype, True
+        elif key.endswith("_config") and isinstance(value, dict):
+            _set_dtype(value, dtype)
+    return found
