@@ -1,8 +1,8 @@
 """Define the checkpoint model that every source fills and every layout writes.
 
 Parameters are named by fqn and their state by slot, so neither side knows the other's world size, ZeRO stage or file
-format. A :class:`Checkpoint` says where bytes lie; a :class:`Stored` says where they will go. No tensor is read or
-written here.
+format. A :class:`Checkpoint` says where bytes lie; a :class:`PlannedTensor` says where they will go. No tensor is read
+or written here.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def require_whole(checkpoint: Checkpoint) -> None:
 
 
 @dataclass(frozen=True)
-class Placed:
+class Placement:
     """Elements of ``fragment`` go to ``offset`` of a flattened tensor."""
 
     fragment: Fragment
@@ -148,7 +148,7 @@ class Placed:
 
 
 @dataclass(frozen=True, eq=False)
-class Stored:
+class PlannedTensor:
     """A contiguous tensor to be written, described by its content only. Elements without a source are zeros.
 
     The same object at two places of a file is one tensor under two names, as tied weights are.
@@ -160,7 +160,7 @@ class Stored:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    placed: tuple[Placed, ...]
+    placed: tuple[Placement, ...]
     stays_finite: bool = False
 
     def __post_init__(self) -> None:
@@ -181,21 +181,21 @@ class Stored:
         return self.numel * self.dtype.itemsize
 
 
-def whole(checkpoint: Checkpoint, fqn: str, slot: str, dtype: torch.dtype | None = None) -> Stored:
+def plan_whole(checkpoint: Checkpoint, fqn: str, slot: str, dtype: torch.dtype | None = None) -> PlannedTensor:
     """Plan all of a (fqn, slot) in its own shape, in ``dtype`` if given, else in the dtype of the training state."""
     shape, numel = checkpoint.record(fqn).shape, checkpoint.numel(fqn)
-    placed = (Placed(Fragment(fqn, slot, 0, numel), 0),) if numel else ()
-    return Stored(tuple(shape), dtype or torch_dtype(checkpoint.dtype(fqn, slot)), placed)
+    placed = (Placement(Fragment(fqn, slot, 0, numel), 0),) if numel else ()
+    return PlannedTensor(tuple(shape), dtype or torch_dtype(checkpoint.dtype(fqn, slot)), placed)
 
 
-def whole_parameter(checkpoint: Checkpoint, fqn: str, dtype: torch.dtype | None = None) -> Stored:
-    """Plan all of a parameter or buffer itself, as :func:`whole`."""
-    return whole(checkpoint, fqn, SLOT_OF_KIND[checkpoint.record(fqn).kind], dtype)
+def plan_parameter(checkpoint: Checkpoint, fqn: str, dtype: torch.dtype | None = None) -> PlannedTensor:
+    """Plan all of a parameter or buffer itself, as :func:`plan_whole`."""
+    return plan_whole(checkpoint, fqn, SLOT_OF_KIND[checkpoint.record(fqn).kind], dtype)
 
 
-def flat(numel: int, dtype: torch.dtype, placed: Iterable[Placed]) -> Stored:
+def plan_flat(numel: int, dtype: torch.dtype, placed: Iterable[Placement]) -> PlannedTensor:
     """Plan a one-dimensional tensor of ``numel`` elements; ``placed`` in any order, empty fragments are dropped."""
-    return Stored(
+    return PlannedTensor(
         (numel,), dtype, tuple(sorted((one for one in placed if one.fragment.numel), key=lambda one: one.offset))
     )
 
@@ -225,7 +225,7 @@ def read_run_states(
     return RunStates(framework, ranks, trees[0].get("client_state") or {}), None
 
 
-def portable(value: Any) -> Any:
+def to_portable(value: Any) -> Any:
     """Return ``value`` with numpy arrays as torch tensors and numpy scalars as Python numbers.
 
     Any process can load the result. Covers every type that a store can hold.
@@ -237,16 +237,16 @@ def portable(value: Any) -> Any:
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, Mapping):
-        return {portable(key): portable(item) for key, item in value.items()}
+        return {to_portable(key): to_portable(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set):
-        return type(value)([portable(item) for item in value])
+        return type(value)([to_portable(item) for item in value])
     return value
 
 
 def portable_run_states(checkpoint: Checkpoint, ranks: Iterable[int]) -> dict[int, Any]:
     """Return ``rng`` and ``user`` of each rank in a form that any process can load."""
     states = checkpoint.run_states
-    return {rank: {"rng": portable(states[rank].rng), "user": portable(states[rank].user)} for rank in ranks}
+    return {rank: {"rng": to_portable(states[rank].rng), "user": to_portable(states[rank].user)} for rank in ranks}
 
 
 def gradient_clipping(config: Any) -> float:

@@ -51,7 +51,7 @@ class _Node:
         return frozenset(fqn[begin:] for fqn in self.fqns())
 
 
-def layers_of(shapes: Mapping[str, Sequence[int]]) -> tuple[Layer, ...]:
+def group_layers(shapes: Mapping[str, Sequence[int]]) -> tuple[Layer, ...]:
     """Group tensors, tied ones once. Every name is in exactly one layer; layers are in order of first names."""
     root = _Node("")
     for fqn, shape in shapes.items():

@@ -17,7 +17,7 @@ from pathlib import Path
 from merger.io.blocks import Damage, Extent, Progress
 from merger.io.output_dir import OutputDir, SourceUse, early_writeback
 from merger.io.output_file import Hole, OutFile, OutputError, storage_errors
-from merger.io.transfer import Transferred, check_hole, checksums, plan_transfer, run_parallel, transfer
+from merger.io.transfer import TransferResult, check_hole, checksums, plan_transfer, run_parallel, transfer
 from merger.layouts.base import Target
 from merger.plan import MergePlan, Request, default_workers, open_request, plan_merge
 from merger.recipe.model import Recipe
@@ -179,7 +179,7 @@ def _create(folder: Path, file: OutFile) -> _CreatedFile:
         raise OutputError(path, error) from error
 
 
-def _finish(created: Sequence[_CreatedFile], result: Transferred, workers: int) -> None:
+def _finish(created: Sequence[_CreatedFile], result: TransferResult, workers: int) -> None:
     """Seal and sync every file, then read every byte back."""
     checks: list[tuple[_CreatedFile, Hole | None, int]] = []
     for i, one in enumerate(created):

@@ -20,8 +20,8 @@ from merger.io.output_file import Hole, OutFile
 from merger.io.transfer import TransferPlan, plan_transfer
 from merger.layouts import layout_for
 from merger.layouts.base import LayoutResult, Target
-from merger.recipe.compose import Assembled, assemble
-from merger.recipe.model import Recipe, single
+from merger.recipe.compose import Assembly, assemble
+from merger.recipe.model import Recipe, single_source_recipe
 from merger.recipe.sources import OpenSources, open_sources, raise_all
 from store.errors import DriftpointError, StorageError, UsageError
 
@@ -62,7 +62,7 @@ class Request:
         if self.recipe is not None:
             return self.recipe
         assert self.source is not None  # __post_init__
-        return single(self.source, self.step)
+        return single_source_recipe(self.source, self.step)
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ def _draft(sources: OpenSources, request: Request, flaws: Set[Damage] = frozense
         return MergeDraft(assembled.uses, None, (*errors, error))
 
 
-def _make_plan(assembled: Assembled, checkpoint: Checkpoint, target: Target, request: Request) -> MergePlan:
+def _make_plan(assembled: Assembly, checkpoint: Checkpoint, target: Target, request: Request) -> MergePlan:
     if target.files is not None:
         if not target.files.is_dir():
             raise UsageError(f"{target.files} is not a directory; name one with configuration and tokenizer files")
@@ -223,7 +223,7 @@ def _dtype_note(request: Request, target: Target, checkpoint: Checkpoint) -> lis
     return [f"the recipe's dtype ({dtype}) is for exported weights (--layout hf): a training state keeps its own"]
 
 
-def _reads(transfer: TransferPlan, assembled: Assembled, checkpoint: Checkpoint) -> dict[str, int]:
+def _reads(transfer: TransferPlan, assembled: Assembly, checkpoint: Checkpoint) -> dict[str, int]:
     if len(assembled.uses) == 1:
         return {assembled.uses[0].name: transfer.bytes_to_read}
     name_of: dict[Block, str] = {}

@@ -155,10 +155,10 @@ def merge(
         raise UsageError(f"--out {place_of(out)}: checkpoints are rebuilt in directories; copy it to the bucket after")
     from merger.layouts.base import Target
     from merger.plan import Request
-    from merger.recipe.model import dtype_named
+    from merger.recipe.model import parse_dtype
     from merger.recipe.parse import read_recipe
 
-    given = None if dtype is None else dtype_named(dtype)
+    given = None if dtype is None else parse_dtype(dtype)
     size = None if shard_size is None else size_from(shard_size)
     target = Target(layout, zero_stage, world_size, given, size, files)
     wanted = int(step) if step is not None and step.isascii() and step.isdigit() else step

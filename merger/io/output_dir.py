@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from merger.io.output_file import OutFile, Verbatim, storage_errors
+from merger.io.output_file import OutFile, VerbatimFile, storage_errors
 from store.certificate import Certificate
 from store.errors import UsageError
 
@@ -150,7 +150,7 @@ def certificate_file(
         "sources": [asdict(source) for source in sources],
         "notes": list(notes),
     }
-    return OutFile(CERTIFICATE, Verbatim((json.dumps(document, indent=1) + "\n").encode()))
+    return OutFile(CERTIFICATE, VerbatimFile((json.dumps(document, indent=1) + "\n").encode()))
 
 
 @contextmanager

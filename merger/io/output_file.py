@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from merger.checkpoint import Stored
+from merger.checkpoint import PlannedTensor
 from store.errors import MergeError, StorageError
 
 OPEN_FILES = 64
@@ -31,12 +31,12 @@ _ADVICE = {
 }
 
 
-def advice(error: OSError) -> str:
+def write_remedy(error: OSError) -> str:
     """Return the remedy for a refused write."""
     return _ADVICE.get(error.errno or 0, f"free space or {_ELSEWHERE}")
 
 
-def refusal(path: Path, nbytes: int, error: Exception) -> OSError:
+def write_error(path: Path, nbytes: int, error: Exception) -> OSError:
     """Return why the system refuses to write a file, by writing to it again: libraries do not always pass it on.
 
     Args:
@@ -61,7 +61,7 @@ class OutputError(Exception):
 
     def __init__(self, path: Path, error: OSError, verb: str = "write") -> None:
         super().__init__(f"cannot {verb} {path}: {error.strerror or error}")
-        self.advice = advice(error)
+        self.advice = write_remedy(error)
 
 
 @contextmanager
@@ -72,7 +72,7 @@ def storage_errors(path: Path) -> Iterator[None]:
     except OutputError as error:
         raise StorageError(f"{error}; {error.advice}") from error
     except OSError as error:
-        raise StorageError(f"cannot write {path}: {error.strerror or error}; {advice(error)}") from error
+        raise StorageError(f"cannot write {path}: {error.strerror or error}; {write_remedy(error)}") from error
 
 
 def read_back_error(path: Path) -> MergeError:
@@ -114,7 +114,7 @@ class Hole:
     """A planned tensor's bytes: ``stored.nbytes`` bytes from ``offset`` of the file."""
 
     offset: int
-    stored: Stored
+    stored: PlannedTensor
 
 
 class Container(Protocol):
@@ -132,7 +132,7 @@ class Container(Protocol):
         """Read back what :meth:`make` wrote; MergeError if it differs. Tensors are checked elsewhere."""
         ...
 
-    def tensors(self) -> Iterable[Stored]:
+    def tensors(self) -> Iterable[PlannedTensor]:
         """Return every planned tensor of the file, once."""
         ...
 
@@ -152,7 +152,7 @@ class OutFile:
 
 
 @dataclass(frozen=True)
-class Verbatim:
+class VerbatimFile:
     """A file of known bytes, such as configuration, tokenizers, ``latest`` and certificates."""
 
     data: bytes
@@ -161,7 +161,7 @@ class Verbatim:
     def nbytes(self) -> int:
         return len(self.data)
 
-    def tensors(self) -> tuple[Stored, ...]:
+    def tensors(self) -> tuple[PlannedTensor, ...]:
         return ()
 
     def make(self, path: Path) -> tuple[Hole, ...]:

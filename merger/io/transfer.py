@@ -106,14 +106,14 @@ class Piece:
 
 
 @dataclass
-class Transferred:
+class TransferResult:
     """Result of a transfer: the pieces written, by file, and the damaged versions with their errors."""
 
     pieces: dict[int, list[Piece]]
     flaws: dict[Damage, str]
 
 
-def transfer(plan: TransferPlan, paths: Sequence[Path], workers: int, progress: Progress) -> Transferred:
+def transfer(plan: TransferPlan, paths: Sequence[Path], workers: int, progress: Progress) -> TransferResult:
     """Execute a plan. Continues after a damaged version of a store, so that all damage is found in one pass.
 
     Raises:
@@ -121,7 +121,7 @@ def transfer(plan: TransferPlan, paths: Sequence[Path], workers: int, progress: 
         OutputError: the system refused to write.
         UsageError: a value that must stay finite does not.
     """
-    result = Transferred({}, {})
+    result = TransferResult({}, {})
     lock = threading.Lock()
 
     def move(block: Block, stop: threading.Event) -> None:
@@ -235,7 +235,7 @@ class _Sink:
         before = data.view(move.source)
         cast = before.to(move.target)
         if move.finite is not None and not self.overflows:
-            self.overflows.extend(overflow(move.finite, before, cast))
+            self.overflows.extend(overflow_errors(move.finite, before, cast))
         return cast.view(torch.uint8)
 
 
@@ -248,8 +248,8 @@ def checksums(pieces: Iterable[Piece], holes: Sequence[Hole]) -> dict[int, int]:
         after = bisect_left(starts, hole.offset + hole.stored.nbytes)
         own, position = found[position:after], after
         _require_filled(hole, own)
-        out[hole.offset] = combined(hole.offset, hole.stored.nbytes, own)
-    combined(0, 0, found[position:])  # raises if a piece is left over
+        out[hole.offset] = combine_crcs(hole.offset, hole.stored.nbytes, own)
+    combine_crcs(0, 0, found[position:])  # raises if a piece is left over
     return out
 
 
@@ -278,7 +278,7 @@ def check_hole(path: Path, hole: Hole, expected: int, stop: threading.Event | No
         raise read_back_error(path)
 
 
-def combined(offset: int, nbytes: int, pieces: Iterable[Piece]) -> int:
+def combine_crcs(offset: int, nbytes: int, pieces: Iterable[Piece]) -> int:
     """Return the CRC-32 of ``nbytes`` bytes from ``offset``: pieces that must not overlap, zeros elsewhere."""
     crc, position = 0, offset
     for piece in sorted(pieces):
@@ -305,7 +305,7 @@ def crc_of_zeros(nbytes: int) -> int:
     return crc
 
 
-def overflow(name: str, before: torch.Tensor, after: torch.Tensor) -> Iterator[UsageError]:
+def overflow_errors(name: str, before: torch.Tensor, after: torch.Tensor) -> Iterator[UsageError]:
     """Yield the error for a cast that made a finite value infinite; nothing if all values stayed finite.
 
     Args:

@@ -105,7 +105,7 @@ def model_names(checkpoint: Checkpoint) -> dict[str, str]:
     """
     names = canonical_names(checkpoint)
     out: dict[str, str] = {}
-    for fqn, bare in zip(names.values(), unwrapped(names), strict=True):
+    for fqn, bare in zip(names.values(), strip_wrappers(names), strict=True):
         if out.setdefault(bare, fqn) != fqn:
             raise MergeError(
                 f"without wrapper prefixes two tensors of {checkpoint.origin} have the name {bare}: {out[bare]} and "
@@ -114,13 +114,13 @@ def model_names(checkpoint: Checkpoint) -> dict[str, str]:
     return out
 
 
-def bare_names(checkpoint: Checkpoint) -> dict[str, str]:
+def unwrapped_names(checkpoint: Checkpoint) -> dict[str, str]:
     """Return the first name without wrappers of every canonical fqn."""
     fqns = list(checkpoint.tensors)
-    return dict(zip(fqns, unwrapped(fqns), strict=True))
+    return dict(zip(fqns, strip_wrappers(fqns), strict=True))
 
 
-def unwrapped(names: Iterable[str]) -> list[str]:
+def strip_wrappers(names: Iterable[str]) -> list[str]:
     """Return ``names`` without the prefixes of wrappers.
 
     ``torch.compile`` puts ``_orig_mod`` into names, DistributedDataParallel puts ``module.`` before them. ``module.``

@@ -19,7 +19,7 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
 from merger.checkpoint import Checkpoint
-from merger.io.output_file import OutFile, Verbatim
+from merger.io.output_file import OutFile, VerbatimFile
 from merger.layouts.base import LayoutResult, Target
 from merger.layouts.deepspeed_facts import (
     ACCUMULATION,
@@ -41,7 +41,7 @@ from merger.layouts.deepspeed_model import (
     model_states,
     zero3_states,
 )
-from merger.layouts.deepspeed_reshard import flats, retarget, with_common_steps
+from merger.layouts.deepspeed_reshard import flat_partitions, retarget, with_common_steps
 from merger.writers.torch_zip import PtFile
 from store.errors import MergeError
 from store.names import WEIGHTS
@@ -60,12 +60,12 @@ class DeepSpeedLayout:
     def lay_out(self, checkpoint: Checkpoint, target: Target) -> LayoutResult:
         saved = facts_of(checkpoint)
         facts = _facts_for(saved, checkpoint, target)
-        checkpoint, notes = with_common_steps(checkpoint, flats(facts))
+        checkpoint, notes = with_common_steps(checkpoint, flat_partitions(facts))
         tag = f"global_step{checkpoint.framework_state['counters']['global_steps']}"
         files = (
             *deepspeed_files(facts, checkpoint, tag),
             *(_recovery_scripts() if facts.zero_stage else ()),
-            OutFile("latest", Verbatim(tag.encode())),
+            OutFile("latest", VerbatimFile(tag.encode())),
         )
         load = (f"engine.load_checkpoint({{out!r}}, tag={tag!r})",)
         notes = (*notes, *_notes_on_ranks(saved, facts), *_notes_on_loading(facts))
@@ -119,7 +119,7 @@ def deepspeed_files(facts: EngineFacts, checkpoint: Checkpoint, tag: str) -> lis
         states = model_states(facts, checkpoint, rank)
         prefix = f"zero_pp_rank_{rank}_" if facts.zero_stage == 3 else ""
         files.append(OutFile(f"{tag}/{prefix}mp_rank_00_model_states.pt", PtFile(states, CLASSES)))
-    kept = [flat_state(checkpoint, fqns) for _, fqns in flats(facts)]
+    kept = [flat_state(checkpoint, fqns) for _, fqns in flat_partitions(facts)]
     for rank in ranks if facts.zero_stage else ():
         name = f"{facts.optim_prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
         files.append(OutFile(f"{tag}/{name}", PtFile(_optim_states(facts, checkpoint, kept, rank), CLASSES)))
@@ -141,7 +141,7 @@ def _recovery_scripts() -> list[OutFile]:
     """Return the scripts that DeepSpeed puts beside its checkpoints to make a plain state dict of them."""
     source = Path(deepspeed.__file__).parent / "utils"
     scripts = [source / name for name in _RECOVERY_SCRIPTS]
-    return [OutFile(path.name, Verbatim(path.read_bytes()), 0o755) for path in scripts if path.exists()]
+    return [OutFile(path.name, VerbatimFile(path.read_bytes()), 0o755) for path in scripts if path.exists()]
 
 
 def zero12_states(facts: EngineFacts, checkpoint: Checkpoint, kept: Sequence[FlatState], rank: int) -> dict[str, Any]:

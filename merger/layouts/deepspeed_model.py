@@ -14,7 +14,15 @@ import torch
 from deepspeed.checkpoint import constants
 from deepspeed.runtime.zero.config import ZeroStageEnum
 
-from merger.checkpoint import Checkpoint, Placed, Stored, flat, portable, portable_run_states, whole_parameter
+from merger.checkpoint import (
+    Checkpoint,
+    Placement,
+    PlannedTensor,
+    plan_flat,
+    plan_parameter,
+    portable_run_states,
+    to_portable,
+)
 from merger.layouts.base import canonical_names, share_tied
 from merger.layouts.deepspeed_facts import EngineFacts, SubGroupFacts
 from merger.layouts.deepspeed_reshard import has_state, same_value
@@ -42,7 +50,7 @@ def model_states(facts: EngineFacts, checkpoint: Checkpoint, rank: int) -> dict[
         else None,
         "shared_params": _shared_params(checkpoint) if zero and rank == 0 else {} if zero else None,
         "frozen_param_fragments": _frozen_fragments(facts, checkpoint, rank) if zero > 1 else None,
-        "lr_scheduler": portable(state["lr_scheduler"]),
+        "lr_scheduler": to_portable(state["lr_scheduler"]),
         "data_sampler": None,
         "random_ltd": None,
         "skipped_steps": counters["skipped_steps"],
@@ -56,22 +64,22 @@ def model_states(facts: EngineFacts, checkpoint: Checkpoint, rank: int) -> dict[
         },
         "ds_config": facts.ds_config,
         "ds_version": facts.ds_version,
-        **portable(checkpoint.client_state),  # DeepSpeed puts it among its own keys, after them
+        **to_portable(checkpoint.client_state),  # DeepSpeed puts it among its own keys, after them
         CLIENT_KEY: client_state(checkpoint, _ranks_in_file(facts, checkpoint, rank)),
     }
 
 
-def _module(facts: EngineFacts, checkpoint: Checkpoint) -> OrderedDict[str, Stored | torch.Tensor]:
+def _module(facts: EngineFacts, checkpoint: Checkpoint) -> OrderedDict[str, PlannedTensor | torch.Tensor]:
     return OrderedDict(share_tied(canonical_names(checkpoint), lambda fqn: _working_copy(facts, checkpoint, fqn)))
 
 
-def _working_copy(facts: EngineFacts, checkpoint: Checkpoint, fqn: str) -> Stored | torch.Tensor:
+def _working_copy(facts: EngineFacts, checkpoint: Checkpoint, fqn: str) -> PlannedTensor | torch.Tensor:
     record = checkpoint.record(fqn)
     dtype = torch_dtype(record.dtype)
     if facts.zero_stage == 3 and record.kind != "buffer":
         return torch.empty(0, dtype=dtype)  # the values are in the optimizer files
     # A working weight is its fp32 master cast to the working dtype, bit for bit: it is not stored twice.
-    return whole_parameter(checkpoint, fqn, dtype)
+    return plan_parameter(checkpoint, fqn, dtype)
 
 
 def _param_shapes(facts: EngineFacts, checkpoint: Checkpoint) -> list[OrderedDict[str, torch.Size]]:
@@ -93,7 +101,7 @@ def _frozen(checkpoint: Checkpoint, facts: EngineFacts, value: Callable[[str], A
 
 
 def _frozen_fragments(facts: EngineFacts, checkpoint: Checkpoint, rank: int) -> OrderedDict[str, Any]:
-    def value(fqn: str) -> Stored | torch.Tensor:
+    def value(fqn: str) -> PlannedTensor | torch.Tensor:
         if facts.zero_stage == 3:
             return frozen_slices(facts, checkpoint, rank, fqn)
         return _working_copy(facts, checkpoint, fqn)
@@ -197,16 +205,16 @@ def flat_state(checkpoint: Checkpoint, fqns: Sequence[str]) -> FlatState:
     return FlatState(_flat_dtype(checkpoint, WEIGHTS, fqns), dict(scalars), dtypes, frozenset(known))
 
 
-def flat_tensor(slot: str, pieces: Sequence[FlatPiece], numel: int, dtype: torch.dtype) -> Stored:
+def flat_tensor(slot: str, pieces: Sequence[FlatPiece], numel: int, dtype: torch.dtype) -> PlannedTensor:
     """Plan a flat partition of one slot, 1-d, ``numel`` elements; zeros between the parameters."""
-    return flat(
-        numel, dtype, (Placed(Fragment(piece.fqn, slot, piece.start, piece.numel), piece.offset) for piece in pieces)
+    return plan_flat(
+        numel, dtype, (Placement(Fragment(piece.fqn, slot, piece.start, piece.numel), piece.offset) for piece in pieces)
     )
 
 
 def flat_slots(state: FlatState, pieces: Sequence[FlatPiece], numel: int) -> dict[str, Any]:
     """Return the base optimizer's state of one rank's flat partition: its scalars, then its slots."""
-    out: dict[str, Any] = dict(portable(state.scalars))
+    out: dict[str, Any] = dict(to_portable(state.scalars))
     stored = [piece for piece in pieces if piece.fqn in state.known]
     for slot, dtype in state.slots.items():
         out[slot] = flat_tensor(slot, stored, numel, dtype)
@@ -231,7 +239,7 @@ def base_optimizer_state(
     return {
         "state": {index: state for index, state in enumerate(states) if state},
         "param_groups": [
-            {**portable(group["hyper"]), "params": list(indices)}
+            {**to_portable(group["hyper"]), "params": list(indices)}
             for group, indices in zip(groups, members, strict=True)
         ],
     }
@@ -248,12 +256,14 @@ def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return one is other or (one.keys() == other.keys() and all(same_value(one[key], other[key]) for key in one))
 
 
-def frozen_slices(facts: EngineFacts, checkpoint: Checkpoint, rank: int, fqn: str) -> Stored:
+def frozen_slices(facts: EngineFacts, checkpoint: Checkpoint, rank: int, fqn: str) -> PlannedTensor:
     """Plan a rank's slice of a parameter that the optimizer does not hold, padding included."""
     numel = checkpoint.numel(fqn)
     part = -(-numel // facts.world_size)
     start, count = _slice(part, numel, rank)
-    return flat(part, torch_dtype(checkpoint.dtype(fqn, FROZEN)), [Placed(Fragment(fqn, FROZEN, start, count), 0)])
+    return plan_flat(
+        part, torch_dtype(checkpoint.dtype(fqn, FROZEN)), [Placement(Fragment(fqn, FROZEN, start, count), 0)]
+    )
 
 
 def _pieces(checkpoint: Checkpoint, sub_group: SubGroupFacts, rank: int) -> list[FlatPiece]:

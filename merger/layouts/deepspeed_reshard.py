@@ -81,7 +81,7 @@ def retarget(facts: EngineFacts, checkpoint: Checkpoint, zero_stage: int, world_
     return facts.model_copy(update=engine)
 
 
-def wrapper(zero_stage: int, dtype: str, config: Any) -> str:
+def optimizer_wrapper(zero_stage: int, dtype: str, config: Any) -> str:
     """Return the class that DeepSpeed's engine wraps the optimizer in (``_do_optimizer_sanity_check``)."""
     if zero_stage == 3:
         return ZERO_3
@@ -107,14 +107,14 @@ def data_order(params: Sequence[str], zero_stage: int, world_size: int, dtype: s
 
 def _uses_round_robin(zero_stage: int, dtype: str, config: Any) -> bool:
     configured = bool(zero_section(config).get("round_robin_gradients"))
-    return configured and wrapper(zero_stage, dtype, config) == ZERO_12
+    return configured and optimizer_wrapper(zero_stage, dtype, config) == ZERO_12
 
 
 def _zero12(
     checkpoint: Checkpoint, groups: Sequence[tuple[str, ...]], engine: Mapping[str, Any], dtype: str
 ) -> dict[str, Any]:
     stage, world_size, config = engine["zero_stage"], engine["world_size"], engine["ds_config"]
-    kind = wrapper(stage, dtype, config)
+    kind = optimizer_wrapper(stage, dtype, config)
     aligned = kind == ZERO_12 and bool(zero_section(config).get("parameter_alignment"))
     laid, paddings = [], []
     for index, params in enumerate(groups):
@@ -245,7 +245,7 @@ def clip_grad(facts: EngineFacts) -> float:
     return facts.clip_grad if facts.zero_stage else gradient_clipping(facts.ds_config)
 
 
-def flats(facts: EngineFacts) -> list[tuple[int, tuple[str, ...]]]:
+def flat_partitions(facts: EngineFacts) -> list[tuple[int, tuple[str, ...]]]:
     """Return (param group, its parameters in the order of the data) of every flat partition; none without ZeRO."""
     if facts.zero_stage == 0:
         return []
@@ -264,7 +264,7 @@ def with_common_steps(
 
     Args:
         checkpoint: to be written.
-        shared: flat partitions as of :func:`flats`.
+        shared: flat partitions as of :func:`flat_partitions`.
     """
     scalars = dict(checkpoint.framework_state["scalars"])
     notes: dict[str, None] = {}

@@ -17,9 +17,9 @@ from deepspeed.checkpoint import constants
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 
-from merger.checkpoint import Checkpoint, Stored, portable, whole
+from merger.checkpoint import Checkpoint, PlannedTensor, plan_whole, to_portable
 from merger.io.blocks import xxh3
-from merger.io.output_file import OutFile, Verbatim
+from merger.io.output_file import OutFile, VerbatimFile
 from merger.layouts.base import LayoutResult, Target
 from merger.layouts.deepspeed import loss_scaler
 from merger.layouts.deepspeed_facts import (
@@ -103,7 +103,7 @@ class UniversalLayout:
             OutFile(f"{tag}/{_FOLDER}/{_OPTIMIZER}", PtFile(optimizer, _CLASSES)),
             *_model_files(facts, checkpoint, groups, tag),
             # No ``latest``: an engine without load_universal would load the weights and silently restart the optimizer.
-            OutFile("latest_universal", Verbatim(tag.encode())),
+            OutFile("latest_universal", VerbatimFile(tag.encode())),
         )
         loader_notes = notes_on_loading(checkpoint, facts, groups, tag)
         return LayoutResult(
@@ -118,7 +118,7 @@ def _parameter_files(
         known = next((fqn for fqn in params if has_state(checkpoint, fqn)), None)
         for fqn in params:
             _require_valid_name(fqn)
-            tensors = {WEIGHTS: whole(checkpoint, fqn, WEIGHTS), **_slots(checkpoint, fqn, known)}
+            tensors = {WEIGHTS: plan_whole(checkpoint, fqn, WEIGHTS), **_slots(checkpoint, fqn, known)}
             for slot, stored in tensors.items():
                 value = {constants.CAT_DIM: 0, constants.PARAM: stored, CLIENT_KEY: origin}
                 yield OutFile(f"{folder}/{fqn}/{slot}.pt", PtFile(value))
@@ -126,17 +126,19 @@ def _parameter_files(
                 scalars = checkpoint.framework_state["scalars"].get(known, {})
                 _require_only_step(known, scalars)
                 if STEP in scalars:
-                    yield OutFile(f"{folder}/{fqn}/{STEP}.pt", PtFile(portable(scalars[STEP])))
+                    yield OutFile(f"{folder}/{fqn}/{STEP}.pt", PtFile(to_portable(scalars[STEP])))
 
 
-def _slots(checkpoint: Checkpoint, fqn: str, known: str | None) -> dict[str, Stored]:
+def _slots(checkpoint: Checkpoint, fqn: str, known: str | None) -> dict[str, PlannedTensor]:
     """Return a parameter's optimizer state; zeros if it has none but others of its param group do."""
     if known is None:
         return {}
     if has_state(checkpoint, fqn):
-        return {slot: whole(checkpoint, fqn, slot) for slot in checkpoint.slots(fqn)}
+        return {slot: plan_whole(checkpoint, fqn, slot) for slot in checkpoint.slots(fqn)}
     shape = tuple(checkpoint.record(fqn).shape)
-    return {slot: Stored(shape, torch_dtype(checkpoint.dtype(known, slot)), ()) for slot in checkpoint.slots(known)}
+    return {
+        slot: PlannedTensor(shape, torch_dtype(checkpoint.dtype(known, slot)), ()) for slot in checkpoint.slots(known)
+    }
 
 
 def _optimizer(
@@ -144,7 +146,7 @@ def _optimizer(
 ) -> dict[str, Any]:
     """Return state of no single parameter, at the keys that the loaders of ZeRO-1/2 and of ZeRO-3 read."""
     hyper = [
-        {**portable(group["hyper"]), "params": [index]}
+        {**to_portable(group["hyper"]), "params": [index]}
         for index, group in enumerate(checkpoint.framework_state["param_groups"])
     ]
     step = common_step(checkpoint, (fqn for params in groups for fqn in params))
@@ -158,7 +160,7 @@ def _optimizer(
         constants.DS_VERSION: facts.ds_version,
         constants.PARAM_GROUPS: hyper,
         constants.OPTIMIZER_STATE_DICT: {
-            "state": {} if step is None else {0: {STEP: portable(step)}},
+            "state": {} if step is None else {0: {STEP: to_portable(step)}},
             "param_groups": hyper,
         },
         CLIENT_KEY: {**origin, "slots": [_slots_of(checkpoint, params) for params in groups]},

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from merger.checkpoint import SLOT_OF_KIND, Checkpoint, Stored, whole_parameter
-from merger.io.output_file import OutFile, Verbatim
+from merger.checkpoint import SLOT_OF_KIND, Checkpoint, PlannedTensor, plan_parameter
+from merger.io.output_file import OutFile, VerbatimFile
 from merger.layouts.base import LayoutResult, Target, model_names
 from merger.tensors import torch_dtype
 from merger.writers.safetensors import SafetensorsFile
@@ -76,7 +76,7 @@ class HuggingFaceLayout:
         return LayoutResult(f"step{checkpoint.step}", tuple(files), (_load(checkpoint),), notes, certificate)
 
 
-def hf_weights(checkpoint: Checkpoint, target: Target) -> dict[str, Stored]:
+def hf_weights(checkpoint: Checkpoint, target: Target) -> dict[str, PlannedTensor]:
     """Plan every tensor of the state dict by name, in ``target.dtype`` or in the trained dtype.
 
     Tied tensors have one name if transformers ties them again, else each of their names. An export fails if a finite
@@ -85,14 +85,14 @@ def hf_weights(checkpoint: Checkpoint, target: Target) -> dict[str, Stored]:
     requested = None if target.dtype is None else torch_dtype(target.dtype)
     if requested is not None and not requested.is_floating_point:
         raise UsageError(f"weights cannot be written as {target.dtype}; name a floating-point dtype, such as BF16")
-    out: dict[str, Stored] = {}
+    out: dict[str, PlannedTensor] = {}
     for name, fqn in _exported_names(checkpoint).items():
         record = checkpoint.record(fqn)
         dtype = torch_dtype(record.dtype)
         if requested is not None and dtype.is_floating_point and record.kind != "buffer":
             dtype = requested
         # A working weight is its fp32 master cast to the working dtype, bit for bit.
-        stored = whole_parameter(checkpoint, fqn, dtype)
+        stored = plan_parameter(checkpoint, fqn, dtype)
         out[name] = replace(stored, stays_finite=target.layout == "hf")
     return out
 
@@ -139,9 +139,9 @@ def _tied_vocabulary(config: Mapping[str, object]) -> object:
     return config.get("vocab_size", inner.get("vocab_size")) if values == {True} else None
 
 
-def weight_files(weights: Mapping[str, Stored], shard_bytes: int) -> list[OutFile]:
+def weight_files(weights: Mapping[str, PlannedTensor], shard_bytes: int) -> list[OutFile]:
     """Return ``model.safetensors``, or numbered files of about ``shard_bytes`` each with an index."""
-    shards: list[dict[str, Stored]] = [{}]
+    shards: list[dict[str, PlannedTensor]] = [{}]
     size = 0
     for name, stored in weights.items():
         if shards[-1] and size + stored.nbytes > shard_bytes:
@@ -153,10 +153,10 @@ def weight_files(weights: Mapping[str, Stored], shard_bytes: int) -> list[OutFil
         return [OutFile("model.safetensors", SafetensorsFile(shards[0], _METADATA))]
     names = [f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
     files = [OutFile(name, SafetensorsFile(shard, _METADATA)) for name, shard in zip(names, shards, strict=True)]
-    return [*files, OutFile("model.safetensors.index.json", Verbatim(_index(names, shards)))]
+    return [*files, OutFile("model.safetensors.index.json", VerbatimFile(_index(names, shards)))]
 
 
-def weights_dtype(weights: Mapping[str, Stored]) -> str | None:
+def weights_dtype(weights: Mapping[str, PlannedTensor]) -> str | None:
     """Return torch's name of the floating-point dtype of most elements, for ``config.json``."""
     numels: Counter[str] = Counter()
     for stored in weights.values():
@@ -165,7 +165,7 @@ def weights_dtype(weights: Mapping[str, Stored]) -> str | None:
     return numels.most_common(1)[0][0] if numels else None
 
 
-def _index(names: Sequence[str], shards: Sequence[Mapping[str, Stored]]) -> bytes:
+def _index(names: Sequence[str], shards: Sequence[Mapping[str, PlannedTensor]]) -> bytes:
     every = [stored for shard in shards for stored in shard.values()]
     metadata = {
         "total_parameters": sum(stored.numel for stored in every),
@@ -187,7 +187,7 @@ def _load(checkpoint: Checkpoint) -> str:
     return f"model = transformers.{architecture}.from_pretrained({{out!r}}, dtype='auto')"
 
 
-def _notes(checkpoint: Checkpoint, weights: Mapping[str, Stored]) -> tuple[str, ...]:
+def _notes(checkpoint: Checkpoint, weights: Mapping[str, PlannedTensor]) -> tuple[str, ...]:
     notes = []
     if read_config(checkpoint.files) is None:
         notes.append(
@@ -228,7 +228,7 @@ class WeightsCertificate(Certificate):
     written: tuple[WrittenDtype, ...] = ()
 
 
-def weights_certificate(checkpoint: Checkpoint, weights: Mapping[str, Stored]) -> WeightsCertificate:
+def weights_certificate(checkpoint: Checkpoint, weights: Mapping[str, PlannedTensor]) -> WeightsCertificate:
     """Return the certificate of an output that holds ``weights`` and no optimizer."""
     casts = dict.fromkeys(_casts(checkpoint, weights))
     layers: dict[tuple[str, str, bool], dict[str, None]] = {}
@@ -279,7 +279,7 @@ class _Cast:
     working: bool
 
 
-def _casts(checkpoint: Checkpoint, weights: Mapping[str, Stored]) -> Iterator[_Cast]:
+def _casts(checkpoint: Checkpoint, weights: Mapping[str, PlannedTensor]) -> Iterator[_Cast]:
     for stored in weights.values():
         for fqn, slot in ((placed.fragment.fqn, placed.fragment.slot) for placed in stored.placed):
             held, record = torch_dtype(checkpoint.dtype(fqn, slot)), checkpoint.record(fqn)
@@ -339,7 +339,7 @@ def model_files(files: Path, dtype: str | None) -> list[OutFile]:
     out = []
     for path in found:
         data = _with_dtype(path, dtype) if path == files / CONFIG and dtype else path.read_bytes()
-        out.append(OutFile(path.relative_to(files).as_posix(), Verbatim(data)))
+        out.append(OutFile(path.relative_to(files).as_posix(), VerbatimFile(data)))
     return out
 
 

@@ -30,17 +30,17 @@ from torch.distributed.checkpoint.metadata import (
 from merger.checkpoint import (
     Checkpoint,
     ChosenStep,
-    Placed,
-    Stored,
+    Placement,
+    PlannedTensor,
     changed_steps,
     chosen_steps,
-    portable,
+    plan_parameter,
     portable_run_states,
-    whole_parameter,
+    to_portable,
     with_steps,
 )
 from merger.io.output_file import OutFile
-from merger.layouts.base import LayoutResult, Target, bare_names, model_names, share_tied
+from merger.layouts.base import LayoutResult, Target, model_names, share_tied, unwrapped_names
 from merger.layouts.torch_state_dict import parameter_state
 from merger.writers.dcp import DcpFile, DcpMetadata, Item
 from merger.writers.torch_zip import PtFile
@@ -74,7 +74,7 @@ class DcpLayout:
     """One directory for any world size."""
 
     def lay_out(self, checkpoint: Checkpoint, target: Target) -> LayoutResult:
-        model = share_tied(model_names(checkpoint), lambda fqn: whole_parameter(checkpoint, fqn))
+        model = share_tied(model_names(checkpoint), lambda fqn: plan_parameter(checkpoint, fqn))
         state: dict[str, Any] = {"model": model}
         notes: tuple[str, ...] = ("there is no optimizer state to write: load the model only",)
         if checkpoint.framework_state.get("param_groups"):
@@ -90,7 +90,7 @@ class DcpLayout:
 
 def _optimizer(checkpoint: Checkpoint, hyper: list[dict[str, Any]]) -> dict[str, Any]:
     """Return ``get_optimizer_state_dict``: state by fqn, and param groups with fqns."""
-    bare = bare_names(checkpoint)
+    bare = unwrapped_names(checkpoint)
     state: dict[str, dict[str, Any]] = {}
     groups = []
     for group, values in zip(checkpoint.framework_state["param_groups"], hyper, strict=True):
@@ -110,7 +110,7 @@ def _plan_files(state: dict[str, Any], file_bytes: int) -> tuple[dict[str, DcpFi
     aliases: dict[MetadataIndex, MetadataIndex] = {}
     names: dict[int, str] = {}
     for name, value in flat.items():
-        if isinstance(value, Stored | torch.Tensor):
+        if isinstance(value, PlannedTensor | torch.Tensor):
             chunks = list(_chunks(value))
             described[name] = TensorStorageMetadata(
                 TensorProperties(dtype=value.dtype), torch.Size(value.shape), [chunk for chunk, _ in chunks]
@@ -133,10 +133,10 @@ def _plan_files(state: dict[str, Any], file_bytes: int) -> tuple[dict[str, DcpFi
     return files, DcpMetadata(metadata, files, aliases)
 
 
-def _chunks(value: Stored | torch.Tensor) -> Iterator[tuple[ChunkStorageMetadata, Stored | torch.Tensor]]:
+def _chunks(value: PlannedTensor | torch.Tensor) -> Iterator[tuple[ChunkStorageMetadata, PlannedTensor | torch.Tensor]]:
     """Cut a tensor into runs of rows, one blob each. Tensors with values stay whole."""
     shape = torch.Size(value.shape)
-    if not isinstance(value, Stored) or value.nbytes <= CHUNK_BYTES:
+    if not isinstance(value, PlannedTensor) or value.nbytes <= CHUNK_BYTES:
         yield ChunkStorageMetadata(torch.Size([0] * len(shape)), shape), value
         return
     row = math.prod(shape[1:])
@@ -147,18 +147,20 @@ def _chunks(value: Stored | torch.Tensor) -> Iterator[tuple[ChunkStorageMetadata
         yield ChunkStorageMetadata(offsets, sizes), _part(value, tuple(sizes), first * row)
 
 
-def _part(whole_one: Stored, shape: tuple[int, ...], start: int) -> Stored:
+def _part(whole_one: PlannedTensor, shape: tuple[int, ...], start: int) -> PlannedTensor:
     """Return elements from ``start`` of a planned whole parameter as a tensor."""
     (placed,) = whole_one.placed
     fragment = placed.fragment
-    return Stored(shape, whole_one.dtype, (Placed(Fragment(fragment.fqn, fragment.slot, start, math.prod(shape)), 0),))
+    return PlannedTensor(
+        shape, whole_one.dtype, (Placement(Fragment(fragment.fqn, fragment.slot, start, math.prod(shape)), 0),)
+    )
 
 
 def _group_items(items: list[Item], file_bytes: int) -> list[list[Item]]:
     """Group items into files of about ``file_bytes``, at least one, plain values in the first."""
     parts: list[list[Item]] = [[]]
     size = 0
-    for item in sorted(items, key=lambda one: isinstance(one.value, Stored)):
+    for item in sorted(items, key=lambda one: isinstance(one.value, PlannedTensor)):
         if parts[-1] and size + item.nbytes > file_bytes:
             parts.append([])
             size = 0
@@ -173,17 +175,17 @@ def _extra(checkpoint: Checkpoint) -> Mapping[str, Any]:
     return {
         "save": checkpoint.certificate.save,
         "step": checkpoint.step,
-        "counters": portable(state.get("counters")),
-        "lr_scheduler": portable(state.get("lr_scheduler")),
-        "loss_scaler": portable(state.get("loss_scaler")),
-        "client_state": portable(checkpoint.client_state),
+        "counters": to_portable(state.get("counters")),
+        "lr_scheduler": to_portable(state.get("lr_scheduler")),
+        "loss_scaler": to_portable(state.get("loss_scaler")),
+        "client_state": to_portable(checkpoint.client_state),
         "ranks": portable_run_states(checkpoint, checkpoint.run_states),
     }
 
 
 def torch_hyper(checkpoint: Checkpoint) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
     """Return (hyperparameters of each param group, notes). UnsupportedError if torch has no such setting."""
-    groups = [dict(portable(group["hyper"])) for group in checkpoint.framework_state["param_groups"]]
+    groups = [dict(to_portable(group["hyper"])) for group in checkpoint.framework_state["param_groups"]]
     if not _uses_deepspeed_adam(checkpoint):
         return groups, ()
     kind = torch.optim.AdamW if _decoupled(checkpoint.facts) else torch.optim.Adam

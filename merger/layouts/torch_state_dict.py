@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Any
 
-from merger.checkpoint import Checkpoint, Stored, portable, portable_run_states, whole, whole_parameter
+from merger.checkpoint import Checkpoint, PlannedTensor, plan_parameter, plan_whole, portable_run_states, to_portable
 from merger.io.output_file import OutFile
 from merger.layouts.base import LayoutResult, Target, canonical_names, share_tied
 from merger.writers.torch_zip import PtFile
@@ -30,9 +30,9 @@ class StateDictLayout:
         return LayoutResult(f"step{checkpoint.step}", files, load)
 
 
-def model_state(checkpoint: Checkpoint) -> OrderedDict[str, Stored]:
+def model_state(checkpoint: Checkpoint) -> OrderedDict[str, PlannedTensor]:
     """Return ``model.state_dict()``: tied tensors under each of their names."""
-    return OrderedDict(share_tied(canonical_names(checkpoint), lambda fqn: whole_parameter(checkpoint, fqn)))
+    return OrderedDict(share_tied(canonical_names(checkpoint), lambda fqn: plan_parameter(checkpoint, fqn)))
 
 
 def optimizer_state(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -47,13 +47,13 @@ def optimizer_state(checkpoint: Checkpoint) -> dict[str, Any]:
             found = parameter_state(checkpoint, fqn)
             if found:
                 state[index] = found
-        groups.append({**portable(group["hyper"]), "params": list(members)})
+        groups.append({**to_portable(group["hyper"]), "params": list(members)})
     return {"state": state, "param_groups": groups}
 
 
 def parameter_state(checkpoint: Checkpoint, fqn: str) -> dict[str, Any]:
     """Return the optimizer's state of a parameter: its scalars, then its slots."""
-    out = dict(portable(checkpoint.framework_state["scalars"].get(fqn, {})))
+    out = dict(to_portable(checkpoint.framework_state["scalars"].get(fqn, {})))
     for slot in checkpoint.slots(fqn):
-        out[slot] = whole(checkpoint, fqn, slot)
+        out[slot] = plan_whole(checkpoint, fqn, slot)
     return out

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from merger.checkpoint import Checkpoint
-from merger.io.output_file import OutFile, Verbatim
+from merger.io.output_file import OutFile, VerbatimFile
 from merger.layouts.base import Layout, LayoutResult, Target
 from merger.layouts.huggingface import hf_weights, model_files, read_json, require_folder, weight_files, weight_names
 from merger.layouts.torch_state_dict import optimizer_state
@@ -101,7 +101,7 @@ def _other_files(
 ) -> tuple[list[OutFile], list[str]]:
     """Return the files beside the framework's, and notes on them."""
     notes: list[str] = []
-    files = [OutFile(STATE, Verbatim(rescaled.document)), *model_files(folder, None), *_copy(folder, (_ARGUMENTS,))]
+    files = [OutFile(STATE, VerbatimFile(rescaled.document)), *model_files(folder, None), *_copy(folder, (_ARGUMENTS,))]
     world_size = _world_size(checkpoint, target)
     for found, note in (
         rng_files(checkpoint, folder, world_size, same_step=rescaled.same_step, distributed=with_engine),
@@ -145,7 +145,7 @@ def _scaler(folder: Path, rescaled: RescaledState) -> tuple[Sequence[OutFile], s
 
 def _copy(folder: Path, names: Sequence[str]) -> list[OutFile]:
     """Return files as they are, without unpickling them."""
-    return [OutFile(name, Verbatim((folder / name).read_bytes())) for name in names if (folder / name).is_file()]
+    return [OutFile(name, VerbatimFile((folder / name).read_bytes())) for name in names if (folder / name).is_file()]
 
 
 def _world_size(checkpoint: Checkpoint, target: Target) -> int:
@@ -208,13 +208,13 @@ def rng_files(
     if len(checkpoint.run_states) == len(states) == world_size and all(_is_complete(state) for state in states):
         every_device = distributed or world_size > 1
         return [
-            OutFile(name, Verbatim(_save_to_bytes(_trainer_rng(state, every_device=every_device))))
+            OutFile(name, VerbatimFile(_save_to_bytes(_trainer_rng(state, every_device=every_device))))
             for name, state in zip(names, states, strict=True)
         ], None
     found = [folder / name for name in names]
     there = len(list(folder.glob("rng_state*.pth")))
     if same_step and there == world_size and all(path.is_file() for path in found):
-        return [OutFile(path.name, Verbatim(path.read_bytes())) for path in found], None
+        return [OutFile(path.name, VerbatimFile(path.read_bytes())) for path in found], None
     return (), (
         f"there are no random-number states of this step for {world_size} rank(s): dropout, and shuffling that is not "
         "seeded by itself, will draw other numbers than the run would have"
@@ -259,7 +259,7 @@ def scheduler_file(folder: Path, rescaled: RescaledState, rates: Sequence[Any]) 
     if not path.is_file():
         return None, None
     if rescaled.same_step:
-        return OutFile(SCHEDULER, Verbatim(path.read_bytes())), None
+        return OutFile(SCHEDULER, VerbatimFile(path.read_bytes())), None
     state = _read(path)
     if state is None or not _is_function_of_step(state, rates):
         return None, (
@@ -274,7 +274,7 @@ def scheduler_file(folder: Path, rescaled: RescaledState, rates: Sequence[Any]) 
         "_last_lr": [float(rate) for rate in rates],
     }
     return OutFile(
-        SCHEDULER, Verbatim(_save_to_bytes(state))
+        SCHEDULER, VerbatimFile(_save_to_bytes(state))
     ), f"{SCHEDULER} is that of step {rescaled.was}, brought along"
 
 

@@ -16,7 +16,7 @@ from merger.checkpoint import SLOT_OF_KIND, Checkpoint
 from merger.io.blocks import Damage, Extent
 from merger.io.output_dir import SourceUse
 from merger.recipe.certificate import Part, composite_certificate, held_slots
-from merger.recipe.model import Model, Recipe, Rule, minus
+from merger.recipe.model import Model, Recipe, Rule, exclude
 from merger.recipe.sources import OpenSources
 from store.errors import ConfigError, DriftpointError, MergeError, UsageError
 from store.fragments import FragmentIndex
@@ -32,7 +32,7 @@ _COMPARED: Mapping[str, Callable[[TensorRecord], Any]] = {
 
 
 @dataclass(frozen=True)
-class Assembled:
+class Assembly:
     """Result of a recipe.
 
     Args:
@@ -48,18 +48,18 @@ class Assembled:
     errors: tuple[DriftpointError, ...]
 
 
-def assemble(sources: OpenSources, flaws: Set[Damage], *, weights_only: bool) -> Assembled:
+def assemble(sources: OpenSources, flaws: Set[Damage], *, weights_only: bool) -> Assembly:
     """Find each source's checkpoint, choose, compare, compose. Returns errors instead of raising them."""
     recipe = sources.recipe
     found, missing = sources.parts(flaws)
     uses = tuple(_use(sources, name, part.checkpoint) for name, part in found.items())
     errors = [*sources.errors, *missing]
     if not found:
-        return Assembled(None, {}, uses, (), tuple(errors))
+        return Assembly(None, {}, uses, (), tuple(errors))
     run_state, notes = _run_state(recipe, found, errors)
     # With its source missing, another one's model can still tell aspect the recipe leaves open.
     reference = found.get(run_state) or next(iter(found.values()))
-    choice = choose(recipe, Model.of(reference.checkpoint))
+    choice = choose_sources(recipe, Model.of(reference.checkpoint))
     errors += choice.errors
     taken = {run_state, *choice.source_of.values()}
     # An unused source need not agree; after a wrong choice, its model may explain the mistake.
@@ -67,17 +67,17 @@ def assemble(sources: OpenSources, flaws: Set[Damage], *, weights_only: bool) ->
     if run_state in parts:
         errors += model_errors(parts, run_state)
     if errors:
-        return Assembled(None, choice.source_of, uses, notes, tuple(errors))
-    wanted = Wanted(choice.source_of, run_state, _files(recipe, found, run_state, errors), weights_only)
+        return Assembly(None, choice.source_of, uses, notes, tuple(errors))
+    wanted = CompositeSpec(choice.source_of, run_state, _files(recipe, found, run_state, errors), weights_only)
     errors += state_errors(parts, wanted)
     if errors:
-        return Assembled(None, choice.source_of, uses, notes, tuple(errors))
+        return Assembly(None, choice.source_of, uses, notes, tuple(errors))
     uses = tuple(use for use in uses if use.name in taken)
     if taken == {run_state}:
         checkpoint = replace(parts[run_state].checkpoint, files=wanted.files)
-        return Assembled(checkpoint, choice.source_of, uses, notes, ())
+        return Assembly(checkpoint, choice.source_of, uses, notes, ())
     composed = compose(parts, wanted)
-    return Assembled(composed.checkpoint, choice.source_of, uses, (*notes, *composed.notes), ())
+    return Assembly(composed.checkpoint, choice.source_of, uses, (*notes, *composed.notes), ())
 
 
 def _run_state(recipe: Recipe, parts: Mapping[str, Part], errors: list[DriftpointError]) -> tuple[str, tuple[str, ...]]:
@@ -124,14 +124,14 @@ def _use(sources: OpenSources, name: str, checkpoint: Checkpoint) -> SourceUse:
 
 
 @dataclass(frozen=True)
-class Choice:
+class SourceChoice:
     """Source of each fqn, in model order. With errors, ``source_of`` is incomplete."""
 
     source_of: Mapping[str, str]
     errors: tuple[ConfigError, ...]
 
 
-def choose(recipe: Recipe, model: Model) -> Choice:
+def choose_sources(recipe: Recipe, model: Model) -> SourceChoice:
     """Choose the source of every parameter of a model by a recipe."""
     claims, errors = _claims(recipe, model)
     aside = " apart from rules with mistakes," if errors else ""
@@ -142,7 +142,7 @@ def choose(recipe: Recipe, model: Model) -> Choice:
     left = [fqn for fqn in model.tensors if fqn not in chosen]
     if left:
         errors.append(_left_open(recipe, model, left, aside))
-    return Choice({fqn: chosen[fqn] for fqn in model.tensors if fqn in chosen}, tuple(errors))
+    return SourceChoice({fqn: chosen[fqn] for fqn in model.tensors if fqn in chosen}, tuple(errors))
 
 
 def _claims(recipe: Recipe, model: Model) -> tuple[dict[str, list[Rule]], list[ConfigError]]:
@@ -151,7 +151,7 @@ def _claims(recipe: Recipe, model: Model) -> tuple[dict[str, list[Rule]], list[C
     mistakes: dict[str, dict[str, None]] = {}
     for rule in recipe.rules:
         try:
-            named = minus(rule.selection.fqns(model), rule.but, model)
+            named = exclude(rule.selection.fqns(model), rule.but, model)
         except ConfigError as error:
             mistakes.setdefault(rule.where, {})[str(error)] = None
             continue
@@ -195,7 +195,7 @@ def _left_open(recipe: Recipe, model: Model, left: list[str], aside: str) -> Con
 
 
 @dataclass(frozen=True)
-class Wanted:
+class CompositeSpec:
     """Parts of a composite.
 
     Args:
@@ -212,14 +212,14 @@ class Wanted:
 
 
 @dataclass(frozen=True)
-class Composed:
+class Composite:
     """A composite and its notes. Problems of the sources are in the checkpoint."""
 
     checkpoint: Checkpoint
     notes: tuple[str, ...]
 
 
-def compose(parts: Mapping[str, Part], wanted: Wanted) -> Composed:
+def compose(parts: Mapping[str, Part], wanted: CompositeSpec) -> Composite:
     """Build the composite of parts without :func:`model_errors` and :func:`state_errors`."""
     reference = parts[wanted.run_state].checkpoint
     checkpoints = {name: part.checkpoint for name, part in parts.items()}
@@ -242,7 +242,7 @@ def compose(parts: Mapping[str, Part], wanted: Wanted) -> Composed:
         problems=problems,
         run_steps={fqn: kept["step"] for fqn, kept in scalars.items() if "step" in kept},
     )
-    return Composed(composed, tuple(_newer(composed, wanted.run_state)))
+    return Composite(composed, tuple(_newer(composed, wanted.run_state)))
 
 
 def _extents(
@@ -254,7 +254,7 @@ def _extents(
             yield from names[fqn, slot]
 
 
-def _framework_state(checkpoints: Mapping[str, Checkpoint], wanted: Wanted) -> dict[str, Any]:
+def _framework_state(checkpoints: Mapping[str, Checkpoint], wanted: CompositeSpec) -> dict[str, Any]:
     found: dict[str, dict[str, Any]] = {"scalars": {}, "slots": {}}
     for fqn, name in () if wanted.weights_only else wanted.source_of.items():
         for kind, by_fqn in found.items():
@@ -285,13 +285,13 @@ class NamedCheckpoint:
         return f"{self.name!r} ({self.checkpoint.origin})"
 
 
-def disagreements(reference: NamedCheckpoint, other: NamedCheckpoint) -> Iterator[MergeError]:
+def model_differences(reference: NamedCheckpoint, other: NamedCheckpoint) -> Iterator[MergeError]:
     """Yield the differences of two models. ``reference``: the source of the run state."""
     yield from _tensors(reference, other)
     yield from _groups(reference, other)
 
 
-def optimizer_disagreements(
+def optimizer_differences(
     reference: NamedCheckpoint, other: NamedCheckpoint, fqns: Iterable[str], *, weights_only: bool
 ) -> Iterator[MergeError]:
     """Yield why parameters ``fqns`` cannot be taken from ``other`` with the reference's run state."""
@@ -405,15 +405,15 @@ def model_errors(parts: Mapping[str, Part], run_state: str) -> list[MergeError]:
     """Return every difference between the sources' models and the run state's."""
     reference = NamedCheckpoint(run_state, parts[run_state].checkpoint)
     others = [NamedCheckpoint(name, part.checkpoint) for name, part in parts.items() if name != run_state]
-    return [error for other in others for error in disagreements(reference, other)]
+    return [error for other in others for error in model_differences(reference, other)]
 
 
-def state_errors(parts: Mapping[str, Part], wanted: Wanted) -> list[MergeError]:
+def state_errors(parts: Mapping[str, Part], wanted: CompositeSpec) -> list[MergeError]:
     """Return every parameter that cannot be taken, with its optimizer state, from its source."""
     reference = NamedCheckpoint(wanted.run_state, parts[wanted.run_state].checkpoint)
     found: list[MergeError] = []
     for name, part in parts.items():
         fqns = [fqn for fqn, source in wanted.source_of.items() if source == name]
         other = NamedCheckpoint(name, part.checkpoint)
-        found += optimizer_disagreements(reference, other, fqns, weights_only=wanted.weights_only)
+        found += optimizer_differences(reference, other, fqns, weights_only=wanted.weights_only)
     return found

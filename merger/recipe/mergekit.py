@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from merger.recipe.model import Auxiliary, Blocks, Recipe, Rule, Selection, SourceRef, dtype_named
-from merger.recipe.schema import folder, unknown_key
+from merger.recipe.model import Auxiliary, Blocks, Recipe, Rule, Selection, SourceRef, parse_dtype
+from merger.recipe.schema import recipe_path, unknown_key
 from merger.recipe.sources import check_step
 from store.config_file import Loc, YamlFile
 from store.errors import ConfigError, UnsupportedError, UsageError
@@ -94,10 +94,10 @@ def path_of(file: YamlFile, loc: Loc, given: Any) -> str:
 def split_step(path: str) -> tuple[Path | None, int | str | None]:
     """Split ``PATH@STEP``, as MergeKit writes revisions, unless a directory of the whole name exists."""
     where, at, step = path.rpartition("@")
-    whole = folder(path)
+    whole = recipe_path(path)
     if not at or not where or not step or (whole is not None and whole.exists()):
         return whole, None
-    return folder(where), int(step) if step.isascii() and step.isdigit() else step
+    return recipe_path(where), int(step) if step.isascii() and step.isdigit() else step
 
 
 def is_range(bounds: list[Any]) -> bool:
@@ -217,7 +217,7 @@ class _Translation:
         for key, given in (("files", values.get("files")), ("tokenizer_source", tokenizer)):
             if given is not None and given != "base":
                 path = path_of(self.file, (key,), given)
-                return path if path in self.sources else folder(path)
+                return path if path in self.sources else recipe_path(path)
         base = values.get("base_model")
         if base is None:
             return None
@@ -225,7 +225,7 @@ class _Translation:
         if path in self.sources:
             return path
         self.notes.append(f"configuration and tokenizer files are of base_model, {path}")
-        return folder(path)
+        return recipe_path(path)
 
     def dtype(self) -> str | None:
         """Return the dtype of exported weights."""
@@ -233,7 +233,7 @@ class _Translation:
             given = self.file.values.get(key)
             if given is not None:
                 try:
-                    return dtype_named(str(given))
+                    return parse_dtype(str(given))
                 except UsageError as error:
                     raise ConfigError(f"{self.file.at((key,))}: {error}") from error
         return None

@@ -85,7 +85,7 @@ class Recipe:
     notes: tuple[str, ...] = field(default=())
 
 
-def single(path: Path, step: int | str | None) -> Recipe:
+def single_source_recipe(path: Path, step: int | str | None) -> Recipe:
     """Return the recipe of a merge without one: everything from one source."""
     return Recipe({SINGLE: SourceRef(path, step)}, rest=SINGLE, run_state=SINGLE)
 
@@ -175,7 +175,7 @@ def _outermost(name: str, blocks: Set[str]) -> str:
     return next(path for path in paths if path in blocks)
 
 
-def dtype_named(text: str) -> str:
+def parse_dtype(text: str) -> str:
     """Return the safetensors name of an export dtype. UsageError for any other."""
     found = _DTYPES.get(text.lower().removeprefix("torch."))
     if found is None:
@@ -285,7 +285,7 @@ class Auxiliary:
         return "".join(f"; {alias} is tied to {fqn}" for fqn, alias in tied[:1]) if self.name == "head" else ""
 
 
-def minus(fqns: Sequence[str], globs: Iterable[str], model: Model) -> list[str]:
+def exclude(fqns: Sequence[str], globs: Iterable[str], model: Model) -> list[str]:
     """Return the fqns without those matched by a glob. ConfigError for a glob that matches none."""
     left = list(fqns)
     for glob in globs:

@@ -20,9 +20,9 @@ from merger.recipe.model import (
     Rule,
     Selection,
     SourceRef,
-    dtype_named,
+    parse_dtype,
 )
-from merger.recipe.schema import EVERY, RecipeFile, TakeSection, folder, validated
+from merger.recipe.schema import EVERY, RecipeFile, TakeSection, recipe_path, validate_recipe
 from merger.recipe.sources import check_step
 from store.config_file import YamlFile, read_yaml
 from store.errors import ConfigError, UsageError
@@ -47,13 +47,13 @@ def recipe_from(file: YamlFile) -> Recipe:
 
 
 def _own(file: YamlFile) -> Recipe:
-    values = validated(file)
+    values = validate_recipe(file)
     if values.newest is not None:
         return _newest(file, values)
     if not values.sources:
         raise ConfigError(f"{file.name}: `sources` is missing; give each a name, a `path` and optionally a `step`")
     sources = {
-        name: SourceRef(folder(one.path), _checked(file, ("sources", name), one.tag or one.step))
+        name: SourceRef(recipe_path(one.path), _checked(file, ("sources", name), one.tag or one.step))
         for name, one in values.sources.items()
     }
     recipe = Recipe(
@@ -61,7 +61,7 @@ def _own(file: YamlFile) -> Recipe:
         rules=tuple(_rules(file, values)),
         rest=values.rest,
         run_state=values.run_state or (next(iter(sources)) if len(sources) == 1 else None),
-        files=values.files if values.files in sources else folder(values.files),
+        files=values.files if values.files in sources else recipe_path(values.files),
         dtype=_dtype(file, values.dtype),
         where=file.name,
     )
@@ -81,10 +81,10 @@ def _newest(file: YamlFile, values: RecipeFile) -> Recipe:
         raise ConfigError(f"{file.at(('newest',))}: `newest` takes everything from one source; leave out {others[0]!r}")
     step = _checked(file, (_NEWEST,), values.newest.step)
     return Recipe(
-        {_NEWEST: SourceRef(folder(values.newest.source), step)},
+        {_NEWEST: SourceRef(recipe_path(values.newest.source), step)},
         rest=_NEWEST,
         run_state=_NEWEST,
-        files=folder(values.files),
+        files=recipe_path(values.files),
         dtype=_dtype(file, values.dtype),
         where=file.name,
     )
@@ -134,7 +134,7 @@ def _checked(file: YamlFile, loc: tuple[str, ...], step: int | str | None) -> in
 
 def _dtype(file: YamlFile, text: str | None) -> str | None:
     try:
-        return None if text is None else dtype_named(text)
+        return None if text is None else parse_dtype(text)
     except UsageError as error:
         raise ConfigError(f"{file.at(('dtype',))}: {error}") from error
 

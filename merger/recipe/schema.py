@@ -130,7 +130,7 @@ class RecipeFile(Section):
     dtype: Text | None = None
 
 
-def validated(file: YamlFile, kind: type[RecipeFile] = RecipeFile) -> RecipeFile:
+def validate_recipe(file: YamlFile, kind: type[RecipeFile] = RecipeFile) -> RecipeFile:
     """Return the file's values. ConfigError lists everything that is wrong with them."""
     try:
         return kind.model_validate(dict(file.values))
@@ -143,7 +143,7 @@ def unknown_key(where: str, key: str, known: Sequence[str]) -> str:
     return f"{where}: unknown key {key!r}: {suggestion(key, known)} Known here: {', '.join(sorted(known))}"
 
 
-def folder(path: str | None) -> Path | None:
+def recipe_path(path: str | None) -> Path | None:
     """Return a path of a recipe: relative to the current directory, with ``~`` expanded."""
     return None if path is None else place_of(path).expanduser()
 

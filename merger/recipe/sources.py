@@ -55,7 +55,7 @@ class OpenSource:
 
     def _checkpoint(self, flaws: Set[Damage]) -> Checkpoint:
         passed_over: list[str] = []
-        for step in candidates(self.step, self._steps(), str(self.path)):
+        for step in candidate_steps(self.step, self._steps(), str(self.path)):
             try:
                 found = self.source.checkpoint(step, flaws)
             except (MergeError, DamagedError, StorageError) as error:
@@ -165,7 +165,7 @@ def is_bound(step: int | str | None) -> bool:
     return isinstance(step, str) and _bound(step) is not None
 
 
-def candidates(step: int | str | None, steps: Sequence[int], origin: str) -> list[int | str | None]:
+def candidate_steps(step: int | str | None, steps: Sequence[int], origin: str) -> list[int | str | None]:
     """Return the steps to ask a source for, best first; if one cannot be rebuilt, the next one is used.
 
     A step given exactly, or by a tag, has no alternative.

@@ -63,10 +63,10 @@ def read_name(folder: Path, file: str) -> str | None:
         text = data.decode().strip()
     except UnicodeDecodeError as error:
         raise DamagedError(f"{folder / file} is not text") from error
-    return plain_name(text, str(folder / file))
+    return checked_name(text, str(folder / file))
 
 
-def plain_name(text: str, where: str) -> str:
+def checked_name(text: str, where: str) -> str:
     """Return ``text`` if it names a directory entry and nothing else. MergeError, naming ``where``."""
     if not text or text in (".", "..") or "/" in text or "\\" in text or not text.isprintable():
         raise MergeError(
@@ -162,14 +162,14 @@ def read_block(block: Block) -> bytearray:
     return data
 
 
-def values(nest: Any) -> Any:
+def read_values(nest: Any) -> Any:
     """Return a nest with every tensor of a file replaced by its values. Raises as :meth:`FileTensor.read`."""
     if isinstance(nest, FileTensor):
         return nest.read()
     if isinstance(nest, Mapping):
-        return {key: values(item) for key, item in nest.items()}
+        return {key: read_values(item) for key, item in nest.items()}
     if type(nest) in (list, tuple, set):
-        return type(nest)(values(item) for item in nest)
+        return type(nest)(read_values(item) for item in nest)
     return nest
 
 
@@ -211,8 +211,8 @@ class Nest:
 
     def entries(self) -> list[Nest]:
         """Return the items of a list or tuple."""
-        values = self._of((list, tuple), "a list")
-        return [Nest(value, f"{self.where}, {i}") for i, value in enumerate(values)]
+        read_values = self._of((list, tuple), "a list")
+        return [Nest(value, f"{self.where}, {i}") for i, value in enumerate(read_values)]
 
     def text(self) -> str:
         """Return a string that is not empty."""

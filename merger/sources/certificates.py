@@ -18,8 +18,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from merger.checkpoint import SLOT_OF_KIND, Checkpoint
 from merger.io.blocks import Extent
 from merger.io.output_dir import CERTIFICATE
-from merger.layers import layers_of
-from merger.sources.base import Nest, values
+from merger.layers import group_layers
+from merger.sources.base import Nest, read_values
 from merger.sources.deepspeed_files import RankFiles, step_of
 from store.certificate import Certificate, CertifiedUnit, is_lossy
 from store.errors import DamagedError, MissingError, StorageError
@@ -65,7 +65,7 @@ class _Document(_Claim):
     tag: str
 
 
-def as_merged(checkpoint: Checkpoint, files: RankFiles) -> Checkpoint:
+def apply_merge_certificates(checkpoint: Checkpoint, files: RankFiles) -> Checkpoint:
     """Return the checkpoint with the certificates of earlier merges applied. Never raises for their contents.
 
     Random states and objects of another step are dropped; a composite is not exact and has the staleness and drift of
@@ -121,7 +121,7 @@ def _in_client_state(checkpoint: Checkpoint, files: RankFiles, problems: list[st
         if ours is None or "exact" not in ours.mapping() or _step_of_client_state(ours) != checkpoint.step:
             continue
         try:
-            claim = _Claim.model_validate(values(dict(ours.mapping())))
+            claim = _Claim.model_validate(read_values(dict(ours.mapping())))
         except ValidationError:
             problems.append(f"{ours.where} does not say what it should: whether this is a composite is not known")
             yield None
@@ -191,9 +191,9 @@ class NamedTensor:
     aliases: tuple[str, ...] = ()
 
 
-def described(tensors: Mapping[str, NamedTensor]) -> tuple[dict[str, TensorRecord], tuple[LayerRecord, ...]]:
+def describe_tensors(tensors: Mapping[str, NamedTensor]) -> tuple[dict[str, TensorRecord], tuple[LayerRecord, ...]]:
     """Return the records of all tensors, in order, and of the layers that their names form."""
-    layers = layers_of({fqn: tensor.shape for fqn, tensor in tensors.items()})
+    layers = group_layers({fqn: tensor.shape for fqn, tensor in tensors.items()})
     home = {fqn: layer.name for layer in layers for fqn in layer.fqns}
     records = {
         fqn: TensorRecord(

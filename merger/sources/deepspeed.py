@@ -14,10 +14,10 @@ from typing import Any
 
 from merger.checkpoint import Checkpoint, gradient_clipping, require_whole
 from merger.io.blocks import Damage
-from merger.sources.certificates import as_merged, certificate, described
+from merger.sources.certificates import apply_merge_certificates, certificate, describe_tensors
 from merger.sources.deepspeed_files import RankFiles, Tags, is_checkpoint, read_files
 from merger.sources.deepspeed_model import Model, client_state, engine_state, loss_scaler, run_states
-from merger.sources.deepspeed_zero import OptimizerContents, Shape, param_shapes, zero3, zero12
+from merger.sources.deepspeed_zero import OptimizerContents, Shape, param_shapes, read_zero3, read_zero12
 from store.errors import DamagedError, MergeError, StorageError, UnsupportedError
 from store.fragments import FragmentIndex
 from store.storage.local import LocalFiles
@@ -28,7 +28,7 @@ _FOLDER = re.compile(r"checkpoint-(\d{1,18})")
 STATE = "trainer_state.json"
 
 
-def build(
+def build_checkpoint(
     files: RankFiles, shapes: Sequence[Sequence[Shape]], optimized: OptimizerContents, beside: Path | None
 ) -> Checkpoint:
     """Build the checkpoint of ordinary or universal DeepSpeed files.
@@ -45,7 +45,7 @@ def build(
     model = Model(files, {shape.fqn: shape for group in shapes for shape in group})
     named = model.tensors()
     index = FragmentIndex([*optimized.extents, *model.extents(named)])
-    tensors, layers = described(named)
+    tensors, layers = describe_tensors(named)
     state = {
         "optimizer": _optimizer(files),
         "param_groups": optimized.groups,
@@ -123,8 +123,10 @@ class DeepSpeedSource:
 
     def checkpoint(self, step: int | str | None, _: Set[Damage] = frozenset()) -> Checkpoint:
         files = read_files(self._tags.folder(step))
-        optimized = zero3(files) if files.stage == 3 else zero12(files)
-        found = as_merged(build(files, param_shapes(files.model), optimized, self._files), files)
+        optimized = read_zero3(files) if files.stage == 3 else read_zero12(files)
+        found = apply_merge_certificates(
+            build_checkpoint(files, param_shapes(files.model), optimized, self._files), files
+        )
         return self._tags.verified(found, step)
 
 

@@ -18,7 +18,7 @@ import torch
 
 from merger.checkpoint import Checkpoint
 from merger.io.blocks import Block, Extent, read_chunks
-from merger.sources.base import FileTensor, Nest, plain_name, read_name
+from merger.sources.base import FileTensor, Nest, checked_name, read_name
 from merger.sources.torch_file import STAND_INS, StandIn, attributes, read_pt
 from merger.tensors import memory_of, torch_dtype
 from store.errors import MergeError, UnsupportedError
@@ -295,7 +295,7 @@ def step_problems(model: Nest, optimizer: str, steps: Iterable[float | None]) ->
     return []
 
 
-def step_in(scalars: Mapping[str, Any], hyper: Mapping[str, Any]) -> float | None:
+def stored_step(scalars: Mapping[str, Any], hyper: Mapping[str, Any]) -> float | None:
     """Return the steps that an optimizer counts for a flat partition, in its state or param group; None: none."""
     for values in (scalars, hyper):
         step = values.get("step")
@@ -326,7 +326,7 @@ def weight_problems(module: Mapping[str, Any], extents: Iterable[Extent]) -> lis
         if not weights.contiguous or weights.lazy:
             skipped[extent.fqn] = weights.where
             continue
-        for start, stop in samples(extent.start, extent.stop):
+        for start, stop in sample_ranges(extent.start, extent.stop):
             _require_cast(
                 weights.extent(extent.fqn, "working", extent.start, extent.stop, extent.start), extent, start, stop
             )
@@ -336,7 +336,7 @@ def weight_problems(module: Mapping[str, Any], extents: Iterable[Extent]) -> lis
     ]
 
 
-def samples(start: int, stop: int) -> list[tuple[int, int]]:
+def sample_ranges(start: int, stop: int) -> list[tuple[int, int]]:
     """Return the start, the middle and the end of elements [start, stop); all if they are few."""
     if stop - start <= 3 * SAMPLE:
         return [(start, stop)]
@@ -345,12 +345,12 @@ def samples(start: int, stop: int) -> list[tuple[int, int]]:
 
 
 def _require_cast(working: Extent, master: Extent, start: int, stop: int) -> None:
-    one, other = elements(working, start, stop), elements(master, start, stop)
+    one, other = read_elements(working, start, stop), read_elements(master, start, stop)
     other = other.to(one.dtype)
     if bool(((one == other) | (one.isnan() & other.isnan())).all()):
         return
     for block in (working.block, master.block):
-        require_whole(block)
+        require_block(block)
     raise MergeError(
         f"{working.fqn}: the weights in {working.block.name} are not the cast of those in {master.block.name} "
         f"(elements {start} to {stop}): files of different saves are mixed, or weights were changed outside the "
@@ -358,7 +358,7 @@ def _require_cast(working: Extent, master: Extent, start: int, stop: int) -> Non
     )
 
 
-def elements(extent: Extent, start: int, stop: int) -> torch.Tensor:
+def read_elements(extent: Extent, start: int, stop: int) -> torch.Tensor:
     """Read elements [start, stop) of the parameter, unchecked."""
     out = torch.empty(stop - start, dtype=torch_dtype(extent.dtype))
     at = extent.block.offset + extent.offset + (start - extent.start) * out.element_size()
@@ -366,7 +366,7 @@ def elements(extent: Extent, start: int, stop: int) -> torch.Tensor:
     return out
 
 
-def require_whole(block: Block) -> None:
+def require_block(block: Block) -> None:
     """Read a block of any size in chunks. DamagedError unless it matches its checksum; StorageError."""
     for _ in read_chunks(block, memoryview(bytearray(min(CHUNK, block.nbytes)))):
         pass
@@ -403,7 +403,7 @@ class Tags:
             if step is not None and not _means(step, self.root.name):
                 raise MergeError(f"{self.root} is one checkpoint, but not {step}; name its parent directory")
             return self.root
-        name = self._newest() if step is None else plain_name(self._tag(step), "the requested tag")
+        name = self._newest() if step is None else checked_name(self._tag(step), "the requested tag")
         folder = self.root / name
         if folder.is_symlink() or not self.is_one(folder):
             by = f", which {self.latest} names" if step is None else ""

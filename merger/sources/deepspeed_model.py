@@ -13,8 +13,8 @@ from typing import Any
 
 from merger.checkpoint import RankState
 from merger.io.blocks import Extent
-from merger.layers import layers_of
-from merger.sources.base import FileTensor, Nest, values
+from merger.layers import group_layers
+from merger.sources.base import FileTensor, Nest, read_values
 from merger.sources.certificates import NamedTensor
 from merger.sources.deepspeed_files import RankFiles
 from merger.sources.deepspeed_zero import Shape, own_slice, slice_numel
@@ -55,7 +55,7 @@ def missing_parameters(shapes: Mapping[str, Sequence[int]], dangling: Mapping[st
 def _gaps(shapes: Mapping[str, Sequence[int]]) -> list[str]:
     """Return blocks whose number is missing. Single modules count as blocks only if nothing larger does."""
     numbers: dict[bool, dict[str, set[int]]] = {True: {}, False: {}}
-    for layer in layers_of(shapes):
+    for layer in group_layers(shapes):
         parent, _, number = layer.name.rpartition(".")
         if layer.block and number.isdecimal():
             large = any("." in fqn[len(layer.name) + 1 :] for fqn in layer.fqns)
@@ -256,7 +256,7 @@ def engine_state(files: RankFiles) -> dict[str, Any]:
             "gradient_accumulation_steps": accumulation,
         },
         "loss_scaler": loss_scaler(files),
-        "lr_scheduler": None if scheduler is None else values(scheduler.mapping()),
+        "lr_scheduler": None if scheduler is None else read_values(scheduler.mapping()),
     }
 
 
@@ -285,7 +285,7 @@ def _accumulation(config: Nest, world_size: int) -> int:
 def client_state(files: RankFiles) -> dict[str, Any]:
     """Return the user's client state, rank 0's."""
     own = OWN_KEYS | {key for key in ("data_sampler", "random_ltd") if files.model.get(key) is None}
-    return {key: values(value) for key, value in files.model.mapping().items() if key not in own}
+    return {key: read_values(value) for key, value in files.model.mapping().items() if key not in own}
 
 
 def run_states(files: RankFiles) -> dict[int, RankState]:
@@ -297,5 +297,5 @@ def run_states(files: RankFiles) -> dict[int, RankState]:
             continue
         for rank, state in ours.at("ranks").mapping().items():
             nest = Nest(state, f"{ours.where}, {rank}")
-            out[int(rank)] = RankState(values(nest.at("rng").value), values(nest.at("user").value))
+            out[int(rank)] = RankState(read_values(nest.at("rng").value), read_values(nest.at("user").value))
     return dict(sorted(out.items()))

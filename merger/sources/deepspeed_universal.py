@@ -15,20 +15,20 @@ from typing import Any
 
 from merger.checkpoint import Checkpoint
 from merger.io.blocks import Damage, Extent
-from merger.sources.base import FileTensor, Nest, plain_name, values
-from merger.sources.certificates import as_merged
-from merger.sources.deepspeed import build
+from merger.sources.base import FileTensor, Nest, checked_name, read_values
+from merger.sources.certificates import apply_merge_certificates
+from merger.sources.deepspeed import build_checkpoint
 from merger.sources.deepspeed_files import (
     CHUNK,
     RankFiles,
     Tags,
     comparable,
-    elements,
     is_universal,
+    read_elements,
     read_universal,
-    require_whole,
-    samples,
-    step_in,
+    require_block,
+    sample_ranges,
+    stored_step,
     weight_problems,
 )
 from merger.sources.deepspeed_zero import (
@@ -84,7 +84,9 @@ class UniversalSource:
         require_converted(folder)
         files = read_universal(folder)
         shapes = param_shapes(files.model)
-        found = as_merged(build(files, shapes, _read_optimizer(files, shapes), self._files), files)
+        found = apply_merge_certificates(
+            build_checkpoint(files, shapes, _read_optimizer(files, shapes), self._files), files
+        )
         return self._tags.verified(found, step)
 
 
@@ -164,7 +166,7 @@ def _parameter(
     local: LocalFiles, shape: Shape, common: dict[str, Any], own: Nest | None
 ) -> tuple[dict[str, Any], list[Extent]]:
     """Return (scalars, extents) of a parameter's directory. ``own``: note of the save if a merge wrote it."""
-    folder = f"zero/{plain_name(shape.fqn, f'the model states in {local.root}')}"
+    folder = f"zero/{checked_name(shape.fqn, f'the model states in {local.root}')}"
     scalars, out = dict(common), []
     for name in local.list_dir(folder):
         slot, dot, kind = name.partition(".")
@@ -172,7 +174,7 @@ def _parameter(
             raise DamagedError(f"{local.root / folder / name} is not a file of a universal checkpoint; remove it")
         nest = Nest(read_pt(local, f"{folder}/{name}", STAND_INS).value, str(local.root / folder / name))
         if slot == _STEP:
-            scalars[_STEP] = values(nest.value)
+            scalars[_STEP] = read_values(nest.value)
             continue
         require_one_save(nest, own)
         tensor = (nest.at("param") if isinstance(nest.value, dict) else nest).tensor()
@@ -271,7 +273,7 @@ def _is_verified(pairs: _Pairs, part: int) -> bool:
     unproven = {own.slot for own, _ in pairs if own.slot != WEIGHTS}
     if not unproven:
         return False
-    for start, stop in (*samples(0, part), *_chunks(0, part)):
+    for start, stop in (*sample_ranges(0, part), *_chunks(0, part)):
         for own, slice_ in pairs:
             unproven -= {own.slot} if _require_same(own, slice_, start, stop) else set()
         if not unproven:
@@ -288,11 +290,11 @@ def _chunks(start: int, stop: int) -> Iterator[tuple[int, int]]:
 
 def _require_same(own: Extent, slice_: Extent, start: int, stop: int) -> bool:
     """Compare elements [start, stop), bit for bit. Returns whether any of them is not zero."""
-    one, other = elements(own, start, stop), elements(slice_, start, stop)
+    one, other = read_elements(own, start, stop), read_elements(slice_, start, stop)
     if one.dtype == other.dtype and memory_of(one) == memory_of(other):
         return bool(one.any())
     for block in (own.block, slice_.block):
-        require_whole(block)
+        require_block(block)
     raise MergeError(
         f"{own.fqn}: {own.slot} in {own.block.name} differs from {slice_.block.name} (elements {start} to {stop}), so "
         "files of different saves are mixed; convert the checkpoint again into an empty directory"
@@ -300,7 +302,7 @@ def _require_same(own: Extent, slice_: Extent, start: int, stop: int) -> bool:
 
 
 def _any(extent: Extent, start: int) -> bool:
-    return any(bool(elements(extent, *chunk).any()) for chunk in _chunks(start, extent.stop))
+    return any(bool(read_elements(extent, *chunk).any()) for chunk in _chunks(start, extent.stop))
 
 
 def _save_note(own: Nest) -> tuple[Any, ...]:
@@ -366,7 +368,7 @@ def _require_equal(files: RankFiles, group: Sequence[str], slots: set[str], scal
 def _doubts(files: RankFiles, found: OptimizerContents) -> list[str]:
     """Return doubts from step counts: an optimizer not loaded with its model restarts at 0, which proves nothing."""
     counted = files.model.at("global_steps").natural() - files.model.at("skipped_steps").natural()
-    each = [step_in(found.scalars[fqn], group["hyper"]) for group in found.groups for fqn in group["params"]]
+    each = [stored_step(found.scalars[fqn], group["hyper"]) for group in found.groups for fqn in group["params"]]
     steps = {step for step in each if step is not None}
     step_list = listed((f"{step:g}" for step in sorted(steps)), 6)
     if not steps and each and files.stage == 3:

@@ -15,8 +15,8 @@ from itertools import accumulate
 from typing import Any, TypeVar
 
 from merger.io.blocks import Extent
-from merger.sources.base import FileTensor, Nest, values
-from merger.sources.deepspeed_files import RankFiles, comparable, step_in, step_problems, weight_problems
+from merger.sources.base import FileTensor, Nest, read_values
+from merger.sources.deepspeed_files import RankFiles, comparable, step_problems, stored_step, weight_problems
 from merger.sources.torch_file import FragmentAddress, attributes
 from store.errors import MergeError, UnsupportedError
 from store.names import BUFFER, FROZEN, WEIGHTS
@@ -137,7 +137,9 @@ def scalars_of(state: Nest) -> dict[str, Any]:
     """Return the base optimizer's state for a flat partition without tensors over its elements."""
     plain = {key: nest.value for key, nest in state.items()}
     return {
-        key: values(value) for key, value in plain.items() if not isinstance(value, FileTensor) or value.shape == ()
+        key: read_values(value)
+        for key, value in plain.items()
+        if not isinstance(value, FileTensor) or value.shape == ()
     }
 
 
@@ -146,7 +148,7 @@ def base_groups(base: Nest) -> list[tuple[list[int], dict[str, Any]]]:
     return [
         (
             list(group.at("params").naturals()),
-            {key: values(value) for key, value in group.mapping().items() if key != "params"},
+            {key: read_values(value) for key, value in group.mapping().items() if key != "params"},
         )
         for group in base.at("param_groups").entries()
     ]
@@ -190,7 +192,7 @@ class _Group:
         ]
 
 
-def zero12(files: RankFiles) -> OptimizerContents:
+def read_zero12(files: RankFiles) -> OptimizerContents:
     """Read the optimizer files of ZeRO-1/2. MergeError, UnsupportedError, DamagedError."""
     bases = [_base(optim) for optim in files.optims]
     require_same_groups(bases)
@@ -215,7 +217,7 @@ def zero12(files: RankFiles) -> OptimizerContents:
         out.slots |= {fqn: list(state.slots) for fqn in fqns}
     _check_mappings(files, groups)
     out.facts = _facts(files, groups, round_robin)
-    steps = [step_in(out.scalars.get(fqn, {}), group["hyper"]) for group in out.groups for fqn in group["params"]]
+    steps = [stored_step(out.scalars.get(fqn, {}), group["hyper"]) for group in out.groups for fqn in group["params"]]
     out.problems += step_problems(files.model, files.optims[0].where, steps)
     out.problems += weight_problems(files.model.at("module").mapping(), out.extents)
     return out
@@ -365,7 +367,7 @@ def _facts(files: RankFiles, groups: Sequence[_Group], round_robin: bool) -> dic
     }
 
 
-def zero3(files: RankFiles) -> OptimizerContents:
+def read_zero3(files: RankFiles) -> OptimizerContents:
     """Read the optimizer files of ZeRO-3. MergeError, UnsupportedError, DamagedError."""
     _refuse_variants(files)
     bases = [optim.at("optimizer_state_dict") for optim in files.optims]
@@ -378,7 +380,7 @@ def zero3(files: RankFiles) -> OptimizerContents:
             f"{bases[0].where} has {len(home)} flat partitions, but {files.model.where} has {len(shapes)}; name "
             "another tag"
         )
-    out = OptimizerContents(groups=[{"params": [], "hyper": values} for _, values in hyper])
+    out = OptimizerContents(groups=[{"params": [], "hyper": read_values} for _, read_values in hyper])
     sub_groups = []
     for index, sub_group in enumerate(shapes):
         parts = [slice_numel(shape.numel, files.world_size) for shape in sub_group]
@@ -405,7 +407,7 @@ def zero3(files: RankFiles) -> OptimizerContents:
         "param_groups": [{"params": list(group["params"])} for group in out.groups],
         "sub_groups": sub_groups,
     }
-    steps = [step_in(out.scalars.get(fqn, {}), group["hyper"]) for group in out.groups for fqn in group["params"]]
+    steps = [stored_step(out.scalars.get(fqn, {}), group["hyper"]) for group in out.groups for fqn in group["params"]]
     out.problems += step_problems(files.model, files.optims[0].where, steps)
     if all(step is None for step in steps):
         out.problems.append(

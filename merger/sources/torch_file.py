@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from merger.io.blocks import Block, Crc32
 from merger.sources.base import FileTensor
 from merger.tensors import dtype_name
-from merger.writers.torch_zip import Record, records
+from merger.writers.torch_zip import Record, read_records
 from store.errors import DamagedError, StorageError, UnsupportedError
 from store.storage.local import LocalFiles
 
@@ -80,7 +80,7 @@ def read_pt(files: LocalFiles, name: str, stand_ins: StandIns) -> PtContent:
     files.size(name)  # raises for links, directories and missing files
     path = files.root / name
     try:
-        found = records(path)
+        found = read_records(path)
     except OSError as error:
         raise StorageError(f"cannot read {path}: {error.strerror or error}") from error
     structure = _check_structure(files, name, found)

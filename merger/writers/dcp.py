@@ -21,9 +21,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-from merger.checkpoint import Stored
-from merger.io.output_file import Hole, read_back_error, refusal
-from merger.writers.torch_zip import Record, patch_checksum, records_in
+from merger.checkpoint import PlannedTensor
+from merger.io.output_file import Hole, read_back_error, write_error
+from merger.writers.torch_zip import Record, patch_checksum, read_records_from
 
 _BLOB_BYTES = 1300
 """Approximate overhead of ``torch.save`` per value."""
@@ -87,7 +87,7 @@ class Item:
     @property
     def nbytes(self) -> int:
         """Approximate size in the file."""
-        return _BLOB_BYTES + (self.value.nbytes if isinstance(self.value, Stored | torch.Tensor) else 0)
+        return _BLOB_BYTES + (self.value.nbytes if isinstance(self.value, PlannedTensor | torch.Tensor) else 0)
 
 
 @dataclass(frozen=True)
@@ -110,8 +110,8 @@ class DcpFile:
     _rest: tuple[int, int] = field(default=(0, 0), init=False)
     """Size and CRC-32 of everything but the planned tensors."""
 
-    def tensors(self) -> Iterable[Stored]:
-        return (item.value for item in self.items if isinstance(item.value, Stored))
+    def tensors(self) -> Iterable[PlannedTensor]:
+        return (item.value for item in self.items if isinstance(item.value, PlannedTensor))
 
     @property
     def nbytes(self) -> int:
@@ -128,7 +128,7 @@ class DcpFile:
                         holes.append(Hole(blob.data, item.value))
                     start += blob.nbytes
         except RuntimeError as error:  # torch's error when the system refuses to write
-            raise refusal(path, self.nbytes, error) from error
+            raise write_error(path, self.nbytes, error) from error
         return tuple(holes)
 
     def seal(self, path: Path, checksums: Mapping[int, int]) -> None:
@@ -181,7 +181,7 @@ class DcpMetadata:
     def nbytes(self) -> int:
         return 4096 + 256 * (len(self.aliases) + sum(len(file.items) for file in self.files.values()))
 
-    def tensors(self) -> tuple[Stored, ...]:
+    def tensors(self) -> tuple[PlannedTensor, ...]:
         return ()
 
     def make(self, path: Path) -> tuple[Hole, ...]:
@@ -206,15 +206,15 @@ class DcpMetadata:
 
 def _write(file: BinaryIO, start: int, value: Any, path: Path) -> _Blob:
     window = cast("BinaryIO", Window(file, start))
-    if isinstance(value, Stored):
+    if isinstance(value, PlannedTensor):
         with FakeTensorMode():
             hollow = torch.empty(value.shape, dtype=value.dtype)  # takes no memory
         with torch.serialization.skip_data(materialize_fake_tensors=True):
             torch.save(hollow, window)
     else:
         torch.save(value.detach().clone() if isinstance(value, torch.Tensor) else value, window)
-    found = records_in(window, path)
+    found = read_records_from(window, path)
     data = None
-    if isinstance(value, Stored) and value.nbytes:
+    if isinstance(value, PlannedTensor) and value.nbytes:
         (data,) = (start + record.offset for record in found if "/data/" in record.name)
     return _Blob(start, window.seek(0, os.SEEK_END), found, data)

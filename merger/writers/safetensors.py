@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from merger.checkpoint import Stored
+from merger.checkpoint import PlannedTensor
 from merger.io.output_file import Hole, read_back_error
 from merger.tensors import dtype_name
 from store.errors import UnsupportedError
@@ -26,7 +26,7 @@ class SafetensorsFile:
     the file expect. UnsupportedError for a name or dtype that the format lacks.
     """
 
-    tensors_by_name: Mapping[str, Stored]
+    tensors_by_name: Mapping[str, PlannedTensor]
     metadata: Mapping[str, str]
 
     @cached_property
@@ -47,7 +47,7 @@ class SafetensorsFile:
     def nbytes(self) -> int:
         return len(self.header) + sum(stored.nbytes for stored in self.tensors_by_name.values())
 
-    def tensors(self) -> Iterable[Stored]:
+    def tensors(self) -> Iterable[PlannedTensor]:
         return self.tensors_by_name.values()
 
     def make(self, path: Path) -> tuple[Hole, ...]:
@@ -61,7 +61,7 @@ class SafetensorsFile:
             offset += stored.nbytes
         return tuple(holes)
 
-    def _in_order(self) -> list[tuple[str, Stored]]:
+    def _in_order(self) -> list[tuple[str, PlannedTensor]]:
         return sorted(self.tensors_by_name.items(), key=lambda item: -item[1].dtype.itemsize)
 
     def seal(self, path: Path, checksums: Mapping[int, int]) -> None:

@@ -22,8 +22,8 @@ import torch
 from isal import isal_zlib
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from merger.checkpoint import Stored
-from merger.io.output_file import Hole, read_back_error, refusal
+from merger.checkpoint import PlannedTensor
+from merger.io.output_file import Hole, read_back_error, write_error
 from merger.tensors import memory_of
 from store.errors import DamagedError, MergeError, UnsupportedError
 
@@ -38,7 +38,7 @@ class PtFile:
     """One ``.pt`` file.
 
     Args:
-        value: dicts, lists, tuples, plain values, tensors and :class:`Stored`.
+        value: dicts, lists, tuples, plain values, tensors and :class:`PlannedTensor`.
         classes: other classes in it, which a reader with ``weights_only=True`` must allow.
     """
 
@@ -51,8 +51,8 @@ class PtFile:
     _rest: tuple[int, int] = field(default=(0, 0), init=False)
     """Size of the file, and CRC-32 of everything but tensors, as last written."""
 
-    def tensors(self) -> Iterable[Stored]:
-        return {id(leaf): leaf for leaf in self._leaves if isinstance(leaf, Stored)}.values()
+    def tensors(self) -> Iterable[PlannedTensor]:
+        return {id(leaf): leaf for leaf in self._leaves if isinstance(leaf, PlannedTensor)}.values()
 
     @property
     def nbytes(self) -> int:
@@ -73,14 +73,14 @@ class PtFile:
             with torch.serialization.skip_data(materialize_fake_tensors=True):
                 torch.save(value, path)
         except RuntimeError as error:  # torch's error when the system refuses to write
-            raise refusal(path, self.nbytes, error) from error
+            raise write_error(path, self.nbytes, error) from error
         leaves = self._leaves
         offsets = _offsets(path, self.classes, leaves)
         self._data = _data(path, leaves, offsets)
         holes: dict[int, Hole] = {}
         with path.open("r+b") as file:
             for leaf, offset in zip(leaves, offsets, strict=True):
-                if isinstance(leaf, Stored):
+                if isinstance(leaf, PlannedTensor):
                     holes[offset] = Hole(offset, leaf)
                 elif leaf.numel():
                     data = memory_of(own[id(leaf)])
@@ -115,7 +115,7 @@ class PtFile:
 
 def _hollow(value: Any, mode: FakeTensorMode, seen: dict[int, Any]) -> Any:
     """Return ``value`` with tensors without memory in place of planned ones."""
-    if isinstance(value, Stored):
+    if isinstance(value, PlannedTensor):
         if id(value) not in seen:
             with mode:
                 seen[id(value)] = torch.empty(value.shape, dtype=value.dtype)
@@ -145,7 +145,7 @@ def _own_copy(tensor: torch.Tensor) -> torch.Tensor:
 
 def _leaves(value: Any) -> Iterator[Any]:
     """Yield planned and other tensors in the order in which :func:`_hollow` visits them."""
-    if isinstance(value, Stored | torch.Tensor):
+    if isinstance(value, PlannedTensor | torch.Tensor):
         yield value
     elif type(value) in _NESTS:
         for item in value.values() if hasattr(value, "values") else value:
@@ -192,7 +192,7 @@ def _rest(file: BinaryIO, data: Iterable[tuple[int, int]]) -> tuple[int, int]:
 
 def _records(path: Path) -> list[Record]:
     try:
-        return records(path)
+        return read_records(path)
     except DamagedError as error:
         raise read_back_error(path) from error
 
@@ -209,16 +209,16 @@ class Record:
     entry: int
 
 
-def records(path: Path) -> list[Record]:
+def read_records(path: Path) -> list[Record]:
     """Return all records of a zip file, in the order of its directory.
 
     Raises DamagedError unless it is a complete, uncompressed zip. OSError passes through.
     """
     with path.open("rb") as file:
-        return records_in(file, path)
+        return read_records_from(file, path)
 
 
-def records_in(file: BinaryIO, path: Path) -> list[Record]:
+def read_records_from(file: BinaryIO, path: Path) -> list[Record]:
     """Return the records of an open zip file; ``path`` is its name in errors."""
     try:
         with zipfile.ZipFile(file) as directory:

@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("deepspeed")
 
-from merger.checkpoint import Stored
+from merger.checkpoint import PlannedTensor
 from merger.layouts.base import LayoutResult, Target
 from merger.layouts.deepspeed import DeepSpeedLayout
 from merger.writers.torch_zip import PtFile
@@ -26,7 +26,7 @@ def optimizer_states(laid: LayoutResult) -> list[dict[str, Any]]:
     return [container.value["optimizer_state_dict"] for container in found]  # type: ignore[attr-defined]
 
 
-def filled(stored: Stored) -> set[str]:
+def filled(stored: PlannedTensor) -> set[str]:
     return {one.fragment.fqn for one in stored.placed}
 
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from merger.checkpoint import Checkpoint
-from merger.layouts.base import LayoutResult, Target, model_names, unwrapped
+from merger.layouts.base import LayoutResult, Target, model_names, strip_wrappers
 from merger.layouts.huggingface import HuggingFaceLayout, hf_weights
 from merger.merge import merge
 from merger.recipe.parse import read_recipe
@@ -186,7 +186,7 @@ def test_a_configuration_that_is_no_json(tmp_path: Path) -> None:
     ],
 )
 def test_wrappers_leave_the_names(names: list[str], bare: list[str]) -> None:
-    assert unwrapped(names) == bare
+    assert strip_wrappers(names) == bare
 
 
 def test_two_tensors_never_share_a_name() -> None:

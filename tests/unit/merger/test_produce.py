@@ -15,8 +15,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from merger.checkpoint import Stored
-from merger.io.output_file import Container, Hole, OutFile, Verbatim
+from merger.checkpoint import PlannedTensor
+from merger.io.output_file import Container, Hole, OutFile, VerbatimFile
 from merger.merge import produce
 from merger.writers.safetensors import SafetensorsFile
 from merger.writers.torch_zip import PtFile
@@ -46,8 +46,8 @@ def two_tensors(spread: Spread) -> tuple[OutFile, ...]:
     return (
         OutFile("deep/er/x.pt", PtFile({"a": tied, "b": [tied, all_of("two", two)], "c": torch.ones(3), "d": 1})),
         OutFile("x.safetensors", SafetensorsFile({"one": all_of("one", one, torch.bfloat16)}, {"format": "pt"})),
-        OutFile("script.py", Verbatim(b"print()"), 0o755),
-        OutFile("sealed.txt", Verbatim(b"text"), 0o444),
+        OutFile("script.py", VerbatimFile(b"print()"), 0o755),
+        OutFile("sealed.txt", VerbatimFile(b"text"), 0o444),
     )
 
 
@@ -125,17 +125,23 @@ def test_a_source_that_is_gone_is_never_said_to_be_an_output(spread: Spread, fol
 @pytest.mark.parametrize("path", ["../x", "a/../../x", "/x", "a\0b", "", "a//b", ".", "a/."])
 def test_a_path_that_leaves_the_output_is_refused(spread: Spread, folder: Path, path: str) -> None:
     with pytest.raises(MergeError, match="is no place in the output"):
-        produce(folder, [OutFile(path, Verbatim(b"data"))], spread.index, 1, lambda _: None)
+        produce(folder, [OutFile(path, VerbatimFile(b"data"))], spread.index, 1, lambda _: None)
     assert list(folder.parent.rglob("x")) == []
 
 
 def test_two_files_of_one_name_are_refused(spread: Spread, folder: Path) -> None:
     with pytest.raises(MergeError, match="two files of the output are called a/x"):
-        produce(folder, [OutFile("a/x", Verbatim(b"1")), OutFile("a/x", Verbatim(b"2"))], spread.index, 1, lambda _: 0)
+        produce(
+            folder,
+            [OutFile("a/x", VerbatimFile(b"1")), OutFile("a/x", VerbatimFile(b"2"))],
+            spread.index,
+            1,
+            lambda _: 0,
+        )
 
 
 def test_a_device_without_room_is_told_before_anything_is_written(spread: Spread, folder: Path) -> None:
-    planned = SafetensorsFile({"a": Stored((1 << 60,), torch.uint8, ())}, {})
+    planned = SafetensorsFile({"a": PlannedTensor((1 << 60,), torch.uint8, ())}, {})
     with pytest.raises(StorageError, match=r"bytes are needed and .* are free"):
         produce(folder, [OutFile("x", planned)], spread.index, 1, lambda _: None)
     assert list(folder.iterdir()) == []
@@ -192,7 +198,7 @@ def test_a_device_that_takes_no_more(tmp_path: Path, kind: str, limit: int) -> N
     ],
 )
 def test_what_to_do_follows_from_what_the_system_says(spread: Spread, folder: Path, code: int, told: str) -> None:
-    class Refused(Verbatim):
+    class Refused(VerbatimFile):
         def make(self, path: Path) -> tuple[Hole, ...]:
             raise OSError(code, os.strerror(code))
 
@@ -235,13 +241,13 @@ def test_what_does_not_read_back_is_not_a_result(
 
 
 def test_an_output_that_cannot_be_read_back_is_told_so(spread: Spread, folder: Path) -> None:
-    class Unreadable(Verbatim):
+    class Unreadable(VerbatimFile):
         def check(self, path: Path) -> None:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     with pytest.raises(StorageError, match=f"cannot read back {folder}/x: Input/output error"):
         produce(folder, [OutFile("x", Unreadable(b"data"))], spread.index, 1, lambda _: None)
-    gone = OutFile("y", Spoiled(Verbatim(b"data"), Path.unlink))
+    gone = OutFile("y", Spoiled(VerbatimFile(b"data"), Path.unlink))
     with pytest.raises(StorageError, match=f"cannot write {folder}/y: No such file or directory"):
         produce(folder, [gone], spread.index, 1, lambda _: None)
 

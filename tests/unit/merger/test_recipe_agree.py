@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from merger.recipe.compose import NamedCheckpoint, disagreements, optimizer_disagreements
+from merger.recipe.compose import NamedCheckpoint, model_differences, optimizer_differences
 from store.schema import TensorRecord
 from tests.support.recipe_checkpoints import checkpoint, record, small_model
 
@@ -13,13 +13,13 @@ HERE = NamedCheckpoint("here", checkpoint("run A", small_model()))
 
 def told(tensors: dict[str, TensorRecord], **given: object) -> list[str]:
     return [
-        str(error) for error in disagreements(HERE, NamedCheckpoint("there", checkpoint("run B", tensors, **given)))
+        str(error) for error in model_differences(HERE, NamedCheckpoint("there", checkpoint("run B", tensors, **given)))
     ]  # type: ignore[arg-type]
 
 
 def missing(weights_only: bool = False, **given: object) -> list[str]:
     other = NamedCheckpoint("there", checkpoint("run B", small_model(), **given))  # type: ignore[arg-type]
-    return [str(error) for error in optimizer_disagreements(HERE, other, small_model(), weights_only=weights_only)]
+    return [str(error) for error in optimizer_differences(HERE, other, small_model(), weights_only=weights_only)]
 
 
 def test_equal_models() -> None:
@@ -64,10 +64,10 @@ def test_other_param_groups() -> None:
         f"{moving[0]} and {moving[2]}: in one param group in 'here' (run A), in two in 'there' (run B); take"
     )
     split = NamedCheckpoint("split", checkpoint("run C", small_model(), groups=[moving[:2], moving[2:]]))
-    (error,) = disagreements(split, HERE)
+    (error,) = model_differences(split, HERE)
     assert "in one param group in 'here' (run A), in two in 'split' (run C)" in str(error)
     swapped = NamedCheckpoint("swapped", checkpoint("run D", small_model(), groups=[moving[2:], moving[:2]]))
-    assert list(disagreements(split, swapped)) == []  # numbers of groups do not matter, members do
+    assert list(model_differences(split, swapped)) == []  # numbers of groups do not matter, members do
     (line,) = told(small_model(), groups=[moving[:-1]])
     assert line.startswith(f"{moving[-1]}: in a param group of the optimizer in 'here' (run A), and in none in 'there'")
 
@@ -88,7 +88,7 @@ def test_another_optimizer() -> None:
     (line,) = missing(scalars=("step", "mu"))
     assert "the optimizer keeps the scalars ['step'] in 'here' (run A) and ['mu', 'step'] in 'there'" in line
     bare = NamedCheckpoint("bare", checkpoint("weights", small_model(), slots=(), scalars=()))
-    lines = [str(error) for error in optimizer_disagreements(bare, HERE, ["embed.weight"], weights_only=False)]
+    lines = [str(error) for error in optimizer_differences(bare, HERE, ["embed.weight"], weights_only=False)]
     assert any("and 'bare' (weights), the source of the run state, has none" in line for line in lines)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from merger.recipe.compose import Choice, choose
+from merger.recipe.compose import SourceChoice, choose_sources
 from merger.recipe.model import Model
 from merger.recipe.parse import recipe_from
 from store.config_file import parse_yaml
@@ -14,8 +14,8 @@ from tests.support.recipe_models import layers_of, llama
 SOURCES = "sources: {a: x, b: y, c: z}\nrun_state: a\n"
 
 
-def chosen(text: str, model: Model | None = None) -> Choice:
-    return choose(recipe_from(parse_yaml(SOURCES + text, "r.yaml")), model or llama())
+def chosen(text: str, model: Model | None = None) -> SourceChoice:
+    return choose_sources(recipe_from(parse_yaml(SOURCES + text, "r.yaml")), model or llama())
 
 
 def told(text: str, model: Model | None = None) -> str:
@@ -79,7 +79,7 @@ def test_a_mistake_that_many_rules_share_is_told_once() -> None:
     names = ", ".join("abc"[i % 3] + str(i) for i in range(40))
     sources = "sources: {" + ", ".join(f"{name}: x" for name in names.split(", ")) + "}\nrun_state: a0\n"
     text = f"{sources}parity: [{names}]\nauxiliary: a0"
-    errors = choose(recipe_from(parse_yaml(text, "r.yaml")), llama()).errors
+    errors = choose_sources(recipe_from(parse_yaml(text, "r.yaml")), llama()).errors
     assert [str(error).partition(":")[0] for error in errors] == ["parity (r.yaml", "r.yaml"]
     assert sum("parity over 40 sources needs at least 40 blocks; there are 4" in str(error) for error in errors) == 1
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from merger.recipe.compose import choose
+from merger.recipe.compose import choose_sources
 from merger.recipe.model import Recipe, SourceRef
 from merger.recipe.parse import recipe_from
 from store.config_file import parse_yaml
@@ -30,7 +30,7 @@ def recipe(text: str) -> Recipe:
 def test_slices_alone_and_where_the_rest_comes_from() -> None:
     found = recipe(SLICES + "merge_method: passthrough\ndtype: bfloat16\n")
     assert found.sources == {THE_OLD: SourceRef(Path(OLD)), THE_NEW: SourceRef(Path(NEW))}
-    choice = choose(found, llama())
+    choice = choose_sources(found, llama())
     assert layers_of(choice, THE_OLD) == ["model.embed_tokens", "model.layers.0", "model.layers.1"]
     assert layers_of(choice, THE_NEW) == ["model.layers.2", "model.layers.3", "model.norm", "lm_head"]
     assert (found.run_state, found.files, found.dtype) == (None, None, "BF16")
@@ -72,7 +72,7 @@ dtype: bfloat16
 
 
 def test_the_published_shape_is_taken_as_it_is() -> None:
-    choice = choose(recipe(PUBLISHED), llama())
+    choice = choose_sources(recipe(PUBLISHED), llama())
     assert layers_of(choice, THE_OLD) == ["model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm"]
     assert layers_of(choice, THE_NEW) == ["model.layers.2", "model.layers.3", "lm_head"]
 
@@ -111,41 +111,43 @@ def test_slices_without_any_block() -> None:
     ],
 )
 def test_weights_outside_the_blocks(given: str) -> None:
-    choice = choose(recipe(SLICES + given), llama())
+    choice = choose_sources(recipe(SLICES + given), llama())
     assert layers_of(choice, THE_NEW) == ["model.embed_tokens", "model.layers.2", "model.layers.3", "lm_head"]
     assert layers_of(choice, THE_OLD) == ["model.layers.0", "model.layers.1", "model.norm"]
 
 
 def test_all_weights_before_or_after_from_one_model() -> None:
     for given in (f"pre_weights: {NEW}\npost_weights: {OLD}", f"pre_weights: {{model: {NEW}}}\npost_weights: {OLD}"):
-        choice = choose(recipe(SLICES + given), llama())
+        choice = choose_sources(recipe(SLICES + given), llama())
         assert layers_of(choice, THE_NEW) == ["model.embed_tokens", "model.layers.2", "model.layers.3"]
 
 
 def test_a_tied_head_comes_with_the_embeddings() -> None:
     model = llama(tied=True)
-    assert choose(recipe(SLICES), model).errors == ()
+    assert choose_sources(recipe(SLICES), model).errors == ()
     both = f"pre_weights: {{embed_tokens: {OLD}}}\npost_weights: {{norm: {NEW}, lm_head.weight: {OLD}}}"
-    assert choose(recipe(SLICES + both), model).errors == ()
-    (error,) = choose(recipe(SLICES + both.replace(f"lm_head.weight: {OLD}", f"lm_head.weight: {NEW}")), model).errors
+    assert choose_sources(recipe(SLICES + both), model).errors == ()
+    (error,) = choose_sources(
+        recipe(SLICES + both.replace(f"lm_head.weight: {OLD}", f"lm_head.weight: {NEW}")), model
+    ).errors
     assert "is tied to lm_head.weight" in str(error)
 
 
 def test_weights_that_are_left_out_are_left_open() -> None:
-    (error,) = choose(recipe(SLICES + f"post_weights: {{norm: {NEW}}}"), llama()).errors
+    (error,) = choose_sources(recipe(SLICES + f"post_weights: {{norm: {NEW}}}"), llama()).errors
     assert "r.yaml: it does not say where lm_head.weight comes from" in str(error)
 
 
 def test_slices_that_end_too_early_or_too_late() -> None:
-    (error,) = choose(recipe(SLICES), llama(5)).errors
+    (error,) = choose_sources(recipe(SLICES), llama(5)).errors
     assert "does not say where model.layers.4.self_attn.q_proj.weight" in str(error)
-    errors = choose(recipe(SLICES), llama(3)).errors
+    errors = choose_sources(recipe(SLICES), llama(3)).errors
     assert "slices[1] (r.yaml:4): blocks 2-3 are named, and the model has blocks 0 to 2" in str(errors[0])
 
 
 def test_one_slice_without_a_range_is_everything() -> None:
     found = recipe("slices: [{sources: [{model: here}]}]")
-    assert layers_of(choose(found, llama()), "here") == [layer.name for layer in llama().layers]
+    assert layers_of(choose_sources(found, llama()), "here") == [layer.name for layer in llama().layers]
     assert (found.run_state, found.notes) == ("here", ())
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from merger.sources.base import FileTensor, read_block, values
+from merger.sources.base import FileTensor, read_block, read_values
 from merger.sources.torch_file import STAND_INS, read_pt
 from store.errors import DamagedError, DriftpointError, MissingError, UnsupportedError
 from store.storage.local import LocalFiles
@@ -77,11 +77,11 @@ def test_plain_values_and_tensors_come_back(tmp_path: Path) -> None:
     assert found["plain"] == sample()["plain"]
     assert found["ordered"] == OrderedDict(a=(2, 3))
     assert [view.offset for view in found["views"][:2]] == [20, 80]
-    assert torch.equal(values(found["views"][0]), torch.arange(5.0, 17.0).view(3, 4))
-    assert values(found["views"][2]).shape == (0,)
-    assert values(found["parameter"]).tolist() == [7, 7]
-    assert (found["half"].dtype, values(found["half"]).dtype) == ("BF16", torch.bfloat16)
-    assert values(found["step"]).item() == 9
+    assert torch.equal(read_values(found["views"][0]), torch.arange(5.0, 17.0).view(3, 4))
+    assert read_values(found["views"][2]).shape == (0,)
+    assert read_values(found["parameter"]).tolist() == [7, 7]
+    assert (found["half"].dtype, read_values(found["half"]).dtype) == ("BF16", torch.bfloat16)
+    assert read_values(found["step"]).item() == 9
     assert found["views"][0].block is found["views"][1].block  # read once, whoever needs it
 
 

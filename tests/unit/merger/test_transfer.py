@@ -18,13 +18,13 @@ from hypothesis import strategies as st
 
 import merger.io.output_file
 import merger.io.transfer
-from merger.checkpoint import Stored
+from merger.checkpoint import PlannedTensor
 from merger.io.blocks import Block, Extent
 from merger.io.output_file import Hole, OutputError
 from merger.io.transfer import (
     CHUNK,
     TransferPlan,
-    Transferred,
+    TransferResult,
     check_cancelled,
     check_hole,
     checksums,
@@ -38,7 +38,7 @@ from tests.support.extents import DTYPES, Spread, all_of, some_flaw, values, wan
 
 ROOT = Path(__file__).parents[3]
 
-Files = Sequence[Sequence[tuple[int, Stored]]]
+Files = Sequence[Sequence[tuple[int, PlannedTensor]]]
 """By file: planned tensors and where they begin."""
 
 
@@ -49,7 +49,7 @@ def spread(tmp_path: Path) -> Spread:
 
 def carry_out(
     spread: Spread, files: Files, *, workers: int = 1, told: list[int] | None = None
-) -> tuple[list[Path], Transferred]:
+) -> tuple[list[Path], TransferResult]:
     """Make empty files, move everything, and return them."""
     paths, holes = [], []
     for number, content in enumerate(files):
@@ -64,7 +64,7 @@ def carry_out(
     return paths, moved
 
 
-def require_right(spread: Spread, files: Files, paths: Sequence[Path], moved: Transferred) -> None:
+def require_right(spread: Spread, files: Files, paths: Sequence[Path], moved: TransferResult) -> None:
     """Every file holds what it should, and the checksums say so."""
     assert not moved.flaws
     for number, content in enumerate(files):
@@ -145,14 +145,16 @@ def test_one_source_byte_goes_to_many_places(spread: Spread) -> None:
 
 
 @st.composite
-def layouts(draw: st.DrawFn) -> tuple[list[tuple[int, torch.dtype, list[int]]], list[list[Stored]], int, int, int]:
+def layouts(
+    draw: st.DrawFn,
+) -> tuple[list[tuple[int, torch.dtype, list[int]]], list[list[PlannedTensor]], int, int, int]:
     """(tensors with their dtype and where they are cut, planned tensors by file, gap, chunk, workers)."""
     tensors = []
     for _ in range(draw(st.integers(1, 4))):
         numel = draw(st.integers(1, 70))
         cuts = sorted(draw(st.sets(st.integers(1, numel), max_size=4)) | {numel})
         tensors.append((numel, draw(st.sampled_from(DTYPES)), cuts))
-    files: list[list[Stored]] = []
+    files: list[list[PlannedTensor]] = []
     for _ in range(draw(st.integers(1, 4))):
         content = []
         for _ in range(draw(st.integers(0, 3))):
@@ -178,7 +180,7 @@ def layouts(draw: st.DrawFn) -> tuple[list[tuple[int, torch.dtype, list[int]]], 
 @given(layouts())
 def test_anything_from_anywhere_to_anywhere(
     tmp_path_factory: pytest.TempPathFactory,
-    case: tuple[list[tuple[int, torch.dtype, list[int]]], list[list[Stored]], int, int, int],
+    case: tuple[list[tuple[int, torch.dtype, list[int]]], list[list[PlannedTensor]], int, int, int],
 ) -> None:
     tensors, files, gap, chunk, workers = case
     spread = Spread(tmp_path_factory.mktemp("any"))
@@ -390,7 +392,7 @@ def test_a_hole_that_reads_back_otherwise(spread: Spread, position: int) -> None
 
 
 def test_nothing_to_move(spread: Spread) -> None:
-    assert transfer(TransferPlan({}), [], 4, lambda _: None) == Transferred({}, {})
+    assert transfer(TransferPlan({}), [], 4, lambda _: None) == TransferResult({}, {})
 
 
 def test_the_first_error_ends_it_and_what_waits_is_not_begun() -> None:
