@@ -216,7 +216,7 @@ class Blocks:
         last = model.blocks - 1 if self.last is None else self.last
         if not model.blocks or last >= model.blocks:
             there = f"blocks 0 to {model.blocks - 1}" if model.blocks else "no blocks"
-            raise ConfigError(f"the recipe names blocks {self.first}-{last}, but the model has {there}")
+            raise ConfigError(f"blocks {self.first}-{last} do not exist: the model has {there}")
         return _of_blocks(model, lambda position: self.first <= position <= last)
 
 

@@ -221,7 +221,7 @@ def test_a_tensor_where_it_would_be_lost_is_refused(tmp_path: Path, value: Any) 
 
 
 def test_tensors_that_are_not_plain_memory_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match="not plain memory"):
+    with pytest.raises(UnsupportedError, match="sparse, quantized or nested"):
         PtFile({"a": torch.eye(3).to_sparse()}).make(tmp_path / "x.pt")
 
 
@@ -334,6 +334,6 @@ def test_damage_before_the_file_is_sealed_is_found(tmp_path: Path, mask: int) ->
             continue
         path.write_bytes(flipped)
         made = copy.deepcopy(file)  # sealing the next one must not build on this one
-        with pytest.raises(MergeError, match="does not read back"):
+        with pytest.raises(MergeError, match=r"x\.pt"):
             made.seal(path, crcs)
             made.check(path)

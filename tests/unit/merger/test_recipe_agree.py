@@ -35,9 +35,9 @@ def test_other_tensors() -> None:
     model["extra.bias"] = record("extra", (4,))
     lines = told(model)
     assert lines[0].startswith(
-        "layers.1.norm.weight: in 'here' (run A), and not in 'there' (run B): they hold different"
+        "layers.1.norm.weight: in 'here' (run A), but not in 'there' (run B); take checkpoints of one model"
     )
-    assert lines[1].startswith("extra.bias: in 'there' (run B), and not in 'here' (run A)")
+    assert lines[1].startswith("extra.bias: in 'there' (run B), but not in 'here' (run A)")
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_other_param_groups() -> None:
     swapped = NamedCheckpoint("swapped", checkpoint("run D", small_model(), groups=[moving[2:], moving[:2]]))
     assert list(model_differences(split, swapped)) == []  # numbers of groups do not matter, members do
     (line,) = told(small_model(), groups=[moving[:-1]])
-    assert line.startswith(f"{moving[-1]}: in a param group of the optimizer in 'here' (run A), and in none in 'there'")
+    assert line.startswith(f"{moving[-1]}: in a param group of the optimizer in 'here' (run A), but in none in 'there'")
 
 
 def test_no_optimizer_state() -> None:
@@ -77,7 +77,7 @@ def test_no_optimizer_state() -> None:
     assert len(lines) == 2
     assert lines[0].startswith(
         "embed.weight, layers.0.up.weight, layers.0.norm.weight and 2 more: 'there' (run B) holds no exp_avg of it, "
-        "which the optimizer of 'here' (run A) keeps. Weights go with their optimizer state"
+        "which the optimizer of 'here' (run A) keeps; take it from a source that has its optimizer state"
     )
     assert missing(slots=(), weights_only=True) == []
 
@@ -89,7 +89,7 @@ def test_another_optimizer() -> None:
     assert "the optimizer keeps the scalars ['step'] in 'here' (run A) and ['mu', 'step'] in 'there'" in line
     bare = NamedCheckpoint("bare", checkpoint("weights", small_model(), slots=(), scalars=()))
     lines = [str(error) for error in optimizer_differences(bare, HERE, ["embed.weight"], weights_only=False)]
-    assert any("and 'bare' (weights), the source of the run state, has none" in line for line in lines)
+    assert any("but 'bare' (weights), the source of the run state, has none" in line for line in lines)
 
 
 def test_another_precision() -> None:

@@ -157,5 +157,5 @@ def test_verbatim(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None
     for changed in (data + b"\0", data[:-1], bytes(byte ^ 1 for byte in data)):
         if changed != data:
             path.write_bytes(changed)
-            with pytest.raises(MergeError, match="does not read back as it was written"):
+            with pytest.raises(MergeError, match="reads back different bytes than were written"):
                 file.check(path)

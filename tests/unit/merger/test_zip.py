@@ -103,7 +103,7 @@ def test_a_record_without_its_descriptor(tmp_path: Path) -> None:
     with path.open("r+b") as file:
         file.seek(record.offset + record.nbytes)
         file.write(b"....")
-        with pytest.raises(DamagedError, match="one: there is no data descriptor behind it"):
+        with pytest.raises(DamagedError, match="record one has no data descriptor"):
             patch_checksum(file, record, 0)
 
 
@@ -111,7 +111,7 @@ def test_a_compressed_record_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "x.zip"
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file:
         file.writestr("name", b"0" * 1000)
-    with pytest.raises(DamagedError, match=r"x\.zip: name is compressed, which torch never writes"):
+    with pytest.raises(DamagedError, match=r"x\.zip: record name is compressed"):
         read_records(path)
 
 
