@@ -87,7 +87,7 @@ def test_the_whole_of_the_file_is_read_back(tmp_path: Path) -> None:
     assert missed == []
     for other in (content[:-1], content + b"0", b""):
         path.write_bytes(other)
-        with pytest.raises(MergeError, match="read back"):
+        with pytest.raises(MergeError, match="reads back"):
             file.check(path)
 
 

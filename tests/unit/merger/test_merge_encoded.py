@@ -375,7 +375,7 @@ from pathlib import Path
 import torch
 from merger.io.output_file import Hole
 from merger.sources.store import StoreSource
-from merger.checkpoint import whole
+from merger.checkpoint import plan_whole
 from merger.io.transfer import plan_transfer, transfer
 
 root, out, workers = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
@@ -385,7 +385,7 @@ paths, holes = [], []
 for i, fqn in enumerate(fqns):
     paths.append(out / str(i))
     paths[i].write_bytes(b"")
-    holes.append((i, Hole(3, whole(checkpoint, fqn, "fp32", torch.bfloat16 if i else torch.float32))))
+    holes.append((i, Hole(3, plan_whole(checkpoint, fqn, "fp32", torch.bfloat16 if i else torch.float32))))
 
 def field(name):
     lines = Path("/proc/self/status").read_text().splitlines()
