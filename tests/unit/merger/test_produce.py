@@ -125,7 +125,7 @@ def test_a_source_that_is_gone_is_never_said_to_be_an_output(spread: Spread, fol
 
 @pytest.mark.parametrize("path", ["../x", "a/../../x", "/x", "a\0b", "", "a//b", ".", "a/."])
 def test_a_path_that_leaves_the_output_is_refused(spread: Spread, folder: Path, path: str) -> None:
-    with pytest.raises(MergeError, match="is no valid path inside the output"):
+    with pytest.raises(MergeError, match="is not a valid path inside the output"):
         produce(folder, [OutFile(path, VerbatimFile(b"data"))], spread.index, 1, lambda _: None)
     assert list(folder.parent.rglob("x")) == []
 
