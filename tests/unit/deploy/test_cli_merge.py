@@ -14,7 +14,7 @@ from rich.console import Console
 
 from deploy.cli.merge import kind_of, print_certificate, size_from
 from merger.checkpoint import ChosenStep, HeldSteps, with_steps
-from merger.layouts.huggingface import WeightsCertificate, Written
+from merger.layouts.huggingface import WeightsCertificate, WrittenDtype
 from store.certificate import Certificate
 from store.errors import UsageError
 from tests.support.cli import Here, driftpoint, environment
@@ -181,7 +181,7 @@ def test_exported_weights_are_called_what_they_are(here: Here, trained: Path, tm
     assert planned == told
     whole = Certificate("s", "00000012-000001", 12, True, (), ())
     values = {one.name: getattr(whole, one.name) for one in fields(Certificate)}
-    working = WeightsCertificate(**values, written=(Written("float32", "bfloat16", True, ("norm",)),))
+    working = WeightsCertificate(**values, written=(WrittenDtype("float32", "bfloat16", True, ("norm",)),))
     assert kind_of(working).plain == "exact working weights (bfloat16), not the master weights"
 
 
