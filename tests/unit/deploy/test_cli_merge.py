@@ -249,7 +249,7 @@ def test_a_plan_lists_everything_that_is_missing(here: Here, trained: Path, tmp_
     for part in (
         "nowhere does not exist",
         "the model has no layer '9'",
-        "does not say where 2.weight",
+        "no rule names 2.weight",
         "already exists",
     ):
         assert part in listed
@@ -263,11 +263,11 @@ def test_a_plan_lists_everything_that_is_missing(here: Here, trained: Path, tmp_
 def test_mistakes_in_what_was_typed(here: Here, trained: Path, tmp_path: Path, recipe: Path) -> None:
     store, out = trained / "store", tmp_path / "out"
     for given, told in (
-        (("--layout", "gguf"), "layout 'gguf' is not known; there are native, deepspeed"),
+        (("--layout", "gguf"), "layout 'gguf' is unknown; use one of native, deepspeed"),
         (("--zero-stage", "4"), "ZeRO stage 4 cannot be written"),
-        (("--dtype", "int8"), "dtype 'int8' is not known; there are float32, bfloat16 and float16"),
+        (("--dtype", "int8"), "dtype 'int8' is not supported; use float32, bfloat16 or float16"),
         (("--shard-size", "big"), "'big' is no size; write 5GB, 500MB or 4GiB"),
-        (("--step", ">3"), "'>3' is no bound on a step"),
+        (("--step", ">3"), "'>3' is not a bound on a step"),
         (("--step", "< 1"), "has no checkpoint at a step < 1; there are steps 3, 2, 1"),
         (("--recipe", recipe, "--step", "3"), "--step and --recipe are both given"),
         (("--recipe", tmp_path / "none.yaml"), "cannot read the recipe"),
