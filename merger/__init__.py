@@ -1,1 +1,1 @@
-"""Rebuilds one complete, resumable checkpoint out of the newest version of every layer."""
+"""Rebuilds, composes and imports complete, resumable checkpoints."""

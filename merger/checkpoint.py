@@ -1,27 +1,8 @@
-"""Checkpoint: the exchange model; run states; planned tensors.
+"""Define the checkpoint model that every source fills and every layout writes.
 
-The run state that every rank stored with a save: read back as plain values and tensors.
-
-``framework`` is the adapter's and the same on all ranks; ``rng`` and ``user`` are each rank's own. Nothing is
-unpickled. It does not know what any framework makes of it.
-
-A complete training state whose bytes still lie in files: what every source gives and every layout takes.
-
-Parameters are named by fqn, state by slot, so neither side knows the other's world size, stage or file format.
-Nothing here reads a byte or writes one.
-
-The bound on the gradient's norm, where only DeepSpeed's configuration tells it.
-
-ZeRO-1/2 files hold it and engines take it from them, over their own configuration; ZeRO-3 files do not hold it.
-
-Optimizer steps that a target has one of where the layers bring several: what was chosen, in the certificate.
-
-An optimizer's step count is state like any other, so a checkpoint in which a layer's is another than it had is not
-exact. Pure; it does not know which targets share a step, nor why one was chosen.
-
-A tensor of an output file that is only planned: which elements of which parameters it will hold.
-
-Layouts put these where the framework's own files have tensors; :mod:`merger.io.transfer` fills them. Pure.
+Parameters are named by fqn and their state by slot, so neither side knows the other's world size, ZeRO stage or file
+format. A :class:`Checkpoint` says where bytes lie; a :class:`PlannedTensor` says where they will go. No tensor is read
+or written here.
 """
 
 from __future__ import annotations
@@ -46,10 +27,17 @@ from store.segment import read_leaves
 from store.state_tree import decode
 from store.storage.local import Files
 
+SLOT_OF_KIND = {"trainable": WEIGHTS, "frozen": FROZEN, "buffer": BUFFER}
+"""Slot of the tensor itself, by its record's kind."""
+
+
+DEFAULT_CLIPPING = 1.0
+"""DeepSpeed 0.19's gradient clipping without a configured value (``runtime/constants.py``)."""
+
 
 @dataclass(frozen=True)
 class RankState:
-    """What is one rank's own: its random-number generators and the user's objects."""
+    """One rank's own run state: its random-number generators and the user's objects."""
 
     rng: Any
     user: Any
@@ -57,77 +45,37 @@ class RankState:
 
 @dataclass(frozen=True)
 class RunStates:
-    """The run state of a save. framework: the adapter's. ranks: by rank. client_state: of an imported checkpoint."""
+    """Run state of a save.
+
+    Args:
+        framework: state of the training framework, the same on all ranks.
+        ranks: each rank's own state.
+        client_state: user values of an imported checkpoint.
+    """
 
     framework: Mapping[str, Any]
     ranks: Mapping[int, RankState]
     client_state: Mapping[str, Any]
 
 
-def read_run_states(
-    files: Files, parts: Mapping[int, PartRecord]
-) -> tuple[RunStates | None, DamagedError | StorageError | None]:
-    """(run state, None), or (None, what is damaged about it)."""
-    trees: dict[int, dict[str, Any]] = {}
-    for rank, part in sorted(parts.items()):
-        try:
-            trees[rank] = decode(_wanted(part, rank), read_leaves(files, part), from_leaf)
-        except UnreachableError:
-            raise
-        except (DamagedError, StorageError) as error:
-            return None, error
-    framework = trees[0].get("framework")
-    if not isinstance(framework, dict):
-        raise MergeError(
-            f"save {parts[0].save}: its run state names no framework state, so no checkpoint can be laid out from it; "
-            "it was written by something else than driftpoint's saver"
-        )
-    ranks = {rank: RankState(tree.get("rng"), tree.get("user")) for rank, tree in trees.items()}
-    return RunStates(framework, ranks, trees[0].get("client_state") or {}), None
-
-
-def _wanted(part: PartRecord, rank: int) -> dict[str, Any]:
-    """A part's run state without the framework's, which is the same on all ranks and large, but on rank 0."""
-    tree = part.run_state if isinstance(part.run_state, dict) else {}
-    return {key: value for key, value in tree.items() if rank == 0 or key != "framework"}
-
-
-def portable(value: Any) -> Any:
-    """``value`` with numpy's types replaced by torch's and Python's, so that it loads without either of ours.
-
-    Arrays become tensors of their dtype, numpy scalars numbers. Everything that a store can hold is covered.
-    """
-    if type(value) in (int, float, str, bool, type(None)):
-        return value  # by far the most: a generator's state alone is hundreds of numbers
-    if isinstance(value, np.ndarray):
-        return torch.from_numpy(value.copy())
-    if isinstance(value, np.generic):
-        return value.item()
-    if isinstance(value, Mapping):
-        return {portable(key): portable(item) for key, item in value.items()}
-    if isinstance(value, list | tuple | set):
-        return type(value)([portable(item) for item in value])
-    return value
-
-
-SLOT_OF_KIND = {"trainable": WEIGHTS, "frozen": FROZEN, "buffer": BUFFER}
-"""The slot that holds a tensor itself, by the kind that its record names."""
-
-
 @dataclass(frozen=True)
 class Checkpoint:
-    """One training state.
+    """One training state whose bytes still lie in files.
 
-    origin: what to call it in messages. framework: what was training: ``deepspeed``, ``torch``, ``fsdp2``.
-    tensors: every parameter and buffer, tied ones once, in model order. index: where the values of each
-    (fqn, slot) lie. framework_state, facts: as the framework's adapter in ``monitor`` gives them as run state and
-    as layout facts; ``framework_state`` has ``counters`` (None for plain torch), ``lr_scheduler``,
-    ``loss_scaler``, ``param_groups`` [{params: fqns, hyper: {...}}], ``scalars`` {fqn: {name: value}} and
-    ``slots`` {fqn: [name]}. run_states: by rank; empty where the source keeps none.
-    files: a directory with what belongs beside the state (configuration, tokenizer, trainer state), or None.
-    client_state: what the user gave a foreign checkpoint to keep.
-    run_steps: in a composite, the optimizer's ``step`` of each parameter in the run whose counters and schedule go on;
-    empty where all is of one run, whose scalars have them.
+    Args:
+        origin: name of the checkpoint in messages.
+        framework: training framework: ``deepspeed``, ``torch`` or ``fsdp2``.
+        tensors: every parameter and buffer, tied ones once, in model order.
+        index: where the values of each (fqn, slot) lie.
+        framework_state: as the adapter in ``monitor`` gives it: ``counters`` (None for plain torch), ``lr_scheduler``,
+            ``loss_scaler``, ``param_groups`` [{params: fqns, hyper: {...}}], ``scalars`` {fqn: {name: value}} and
+            ``slots`` {fqn: [name]}.
+        facts: layout facts of the adapter.
+        run_states: by rank; empty if the source keeps none.
+        files: directory with the files beside the state (configuration, tokenizer, trainer state), or None.
+        client_state: user values of a foreign checkpoint.
+        run_steps: in a composite, the optimizer's ``step`` of each parameter in the run whose counters and schedule are
+            used; empty if all parameters are of one run, whose scalars have them.
     """
 
     origin: str
@@ -146,38 +94,37 @@ class Checkpoint:
     run_steps: Mapping[str, Any] = field(default_factory=dict)
 
     def record(self, fqn: str) -> TensorRecord:
-        """What is known of a parameter or buffer. MergeError where there is none of that name."""
+        """Return the record of a parameter or buffer. MergeError if no tensor has that name."""
         found = self.tensors.get(fqn)
         if found is None:
-            raise MergeError(f"{self.origin} names no parameter {fqn}: its facts and its tensors disagree")
+            raise MergeError(f"{self.origin} has no tensor {fqn}, but its layout facts name it; merge another save")
         return found
 
     def numel(self, fqn: str) -> int:
-        """Elements of a parameter or buffer."""
+        """Return the number of elements of a parameter or buffer."""
         return math.prod(self.record(fqn).shape)
 
     def has(self, fqn: str, slot: str) -> bool:
-        """Whether anything of the slot is there for the parameter."""
+        """Return whether any element of the slot is stored for the parameter."""
         return self.index.dtype(fqn, slot) is not None
 
     def dtype(self, fqn: str, slot: str) -> str:
-        """The dtype in which the training state held the slot."""
+        """Return the dtype in which the training state held the slot."""
         return self.index.dtype(fqn, slot) or self.record(fqn).dtype
 
     def slots(self, fqn: str) -> tuple[str, ...]:
-        """The optimizer's own slots for a parameter, in the optimizer's order. MergeError where one is missing."""
+        """Return the optimizer's slots for a parameter, in the optimizer's order. MergeError if one is missing."""
         slots = tuple(self.framework_state["slots"].get(fqn, ()))
         for slot in slots:
             if not self.has(fqn, slot):
                 raise MergeError(
-                    f"the optimizer had {slot} of {fqn}, which {self.origin} does not hold; name a save that does "
-                    "(a full one)"
+                    f"{self.origin} does not hold {slot} of {fqn}, which the optimizer had; name a full save"
                 )
         return slots
 
 
 def require_whole(checkpoint: Checkpoint) -> None:
-    """MergeError, naming the parameter and the elements, unless every tensor and slot is there completely."""
+    """Raise MergeError, naming parameter and elements, unless every tensor and slot is complete."""
     slots: dict[str, set[str]] = {}
     for fqn, slot in checkpoint.index.names():
         slots.setdefault(fqn, set()).add(slot)
@@ -187,24 +134,133 @@ def require_whole(checkpoint: Checkpoint) -> None:
                 checkpoint.index.cover(Fragment(fqn, slot, 0, checkpoint.numel(fqn)))
             except DamagedError as error:
                 raise MergeError(
-                    f"{checkpoint.origin} has a hole and cannot be rebuilt: {error}; name an older save, or run "
-                    "`driftpoint verify` to see which commits are whole"
+                    f"{checkpoint.origin} is incomplete and cannot be rebuilt: {error}; name an older save, or run "
+                    "`driftpoint verify` to list the complete commits"
                 ) from error
 
 
-DEFAULT = 1.0
-"""What DeepSpeed 0.19 does where the configuration does not say (``runtime/constants.py``)."""
+@dataclass(frozen=True)
+class Placement:
+    """Elements of ``fragment`` go to ``offset`` of a flattened tensor."""
+
+    fragment: Fragment
+    offset: int
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedTensor:
+    """A contiguous tensor to be written, described by its content only. Elements without a source are zeros.
+
+    The same object at two places of a file is one tensor under two names, as tied weights are.
+
+    Args:
+        placed: sorted by offset, without overlaps.
+        stays_finite: fail the merge if a finite value becomes infinite in ``dtype``.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    placed: tuple[Placement, ...]
+    stays_finite: bool = False
+
+    def __post_init__(self) -> None:
+        end = 0
+        for one in self.placed:
+            if one.offset < end:
+                raise ValueError("the fragments of a tensor must be sorted and must not overlap")
+            end = one.offset + one.fragment.numel
+        if end > self.numel:
+            raise ValueError(f"{end} elements do not fit into a tensor of {self.numel}")
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+def plan_whole(checkpoint: Checkpoint, fqn: str, slot: str, dtype: torch.dtype | None = None) -> PlannedTensor:
+    """Plan all of a (fqn, slot) in its own shape, in ``dtype`` if given, else in the dtype of the training state."""
+    shape, numel = checkpoint.record(fqn).shape, checkpoint.numel(fqn)
+    placed = (Placement(Fragment(fqn, slot, 0, numel), 0),) if numel else ()
+    return PlannedTensor(tuple(shape), dtype or torch_dtype(checkpoint.dtype(fqn, slot)), placed)
+
+
+def plan_parameter(checkpoint: Checkpoint, fqn: str, dtype: torch.dtype | None = None) -> PlannedTensor:
+    """Plan all of a parameter or buffer itself, as :func:`plan_whole`."""
+    return plan_whole(checkpoint, fqn, SLOT_OF_KIND[checkpoint.record(fqn).kind], dtype)
+
+
+def plan_flat(numel: int, dtype: torch.dtype, placed: Iterable[Placement]) -> PlannedTensor:
+    """Plan a one-dimensional tensor of ``numel`` elements; ``placed`` in any order, empty fragments are dropped."""
+    return PlannedTensor(
+        (numel,), dtype, tuple(sorted((one for one in placed if one.fragment.numel), key=lambda one: one.offset))
+    )
+
+
+def read_run_states(
+    files: Files, parts: Mapping[int, PartRecord]
+) -> tuple[RunStates | None, DamagedError | StorageError | None]:
+    """Return (run state, None), or (None, error) if a part of it is damaged or missing."""
+    trees: dict[int, dict[str, Any]] = {}
+    for rank, part in sorted(parts.items()):
+        try:
+            tree = part.run_state if isinstance(part.run_state, dict) else {}
+            # The framework's state is large and the same on all ranks: rank 0's is enough.
+            own = {key: value for key, value in tree.items() if rank == 0 or key != "framework"}
+            trees[rank] = decode(own, read_leaves(files, part), from_leaf)
+        except UnreachableError:
+            raise
+        except (DamagedError, StorageError) as error:
+            return None, error
+    framework = trees[0].get("framework")
+    if not isinstance(framework, dict):
+        raise MergeError(
+            f"the run state of save {parts[0].save} has no framework state, so no checkpoint can be written from it. "
+            "Another program wrote it; merge a save that Driftpoint wrote"
+        )
+    ranks = {rank: RankState(tree.get("rng"), tree.get("user")) for rank, tree in trees.items()}
+    return RunStates(framework, ranks, trees[0].get("client_state") or {}), None
+
+
+def to_portable(value: Any) -> Any:
+    """Return ``value`` with numpy arrays as torch tensors and numpy scalars as Python numbers.
+
+    Any process can load the result. Covers every type that a store can hold.
+    """
+    if type(value) in (int, float, str, bool, type(None)):
+        return value  # the most frequent case: a generator's state alone is hundreds of numbers
+    if isinstance(value, np.ndarray):
+        return torch.from_numpy(value.copy())
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, Mapping):
+        return {to_portable(key): to_portable(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set):
+        return type(value)([to_portable(item) for item in value])
+    return value
+
+
+def portable_run_states(checkpoint: Checkpoint, ranks: Iterable[int]) -> dict[int, Any]:
+    """Return ``rng`` and ``user`` of each rank in a form that any process can load."""
+    states = checkpoint.run_states
+    return {rank: {"rng": to_portable(states[rank].rng), "user": to_portable(states[rank].user)} for rank in ranks}
 
 
 def gradient_clipping(config: Any) -> float:
-    """The bound that an engine with this configuration uses; 0 is none."""
+    """Return the gradient clipping that an engine with this configuration uses; 0 is none.
+
+    ZeRO-1/2 files hold the value, and engines take it from them over their own configuration; ZeRO-3 files do not.
+    """
     value = config.get("gradient_clipping") if isinstance(config, Mapping) else None
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else DEFAULT
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else DEFAULT_CLIPPING
 
 
 @dataclass(frozen=True)
 class HeldSteps:
-    """A step, and the layers that brought parameters with it."""
+    """An optimizer step, and the layers whose parameters had it."""
 
     step: float
     layers: tuple[str, ...]
@@ -212,7 +268,7 @@ class HeldSteps:
 
 @dataclass(frozen=True)
 class ChosenStep:
-    """The one step that is written for parameters of a param group, and what there was. had: oldest first."""
+    """The one optimizer step written for parameters of a param group, and the steps they had, oldest first."""
 
     param_group: int
     chosen: float
@@ -220,95 +276,42 @@ class ChosenStep:
 
     @property
     def changes(self) -> bool:
-        """Whether any layer had another step than it gets."""
+        """Whether any layer gets another step than it had."""
         return any(one.step != self.chosen for one in self.had)
 
 
 @dataclass(frozen=True)
 class StepsCertificate(Certificate):
-    """A certificate that also says which optimizer steps are written."""
+    """A certificate that also records which optimizer steps are written."""
 
     optimizer_steps: tuple[ChosenStep, ...] = ()
 
 
 def chosen_steps(found: Iterable[tuple[int, float, Sequence[tuple[str, float]]]]) -> tuple[ChosenStep, ...]:
-    """For the records: flat partitions of one param group that get the same step are told as one.
+    """Build the records of chosen steps; flat partitions of one param group with the same step share one record.
 
-    found: (param group, step that is written, (layer, the step that it had) of each parameter).
+    Args:
+        found: (param group, step that is written, [(layer, step that it had)] of its parameters).
     """
     had: dict[tuple[int, float], dict[float, dict[str, None]]] = {}
     for group, chosen, steps in found:
-        theirs = had.setdefault((group, chosen), {})
+        layers_of = had.setdefault((group, chosen), {})
         for layer, step in steps:
-            theirs.setdefault(step, {})[layer] = None
+            layers_of.setdefault(step, {})[layer] = None
     return tuple(
-        ChosenStep(group, chosen, tuple(HeldSteps(step, tuple(layers)) for step, layers in sorted(theirs.items())))
-        for (group, chosen), theirs in had.items()
+        ChosenStep(group, chosen, tuple(HeldSteps(step, tuple(layers)) for step, layers in sorted(layers_of.items())))
+        for (group, chosen), layers_of in had.items()
     )
 
 
 def with_steps(certificate: Certificate, steps: tuple[ChosenStep, ...]) -> StepsCertificate:
-    """The certificate of a checkpoint in which these steps are written; not exact where any layer's is changed."""
+    """Return the certificate with the steps that are written; not exact if any layer's step changes."""
     values = {one.name: getattr(certificate, one.name) for one in fields(Certificate)}
     values["exact"] = certificate.exact and not any(one.changes for one in steps)
     return StepsCertificate(**values, optimizer_steps=steps)
 
 
 def changed_steps(certificate: Certificate) -> tuple[ChosenStep, ...]:
-    """Where a layer gets another optimizer step than it had."""
+    """Return the chosen steps that differ from the step of any of their layers."""
     steps = certificate.optimizer_steps if isinstance(certificate, StepsCertificate) else ()
     return tuple(one for one in steps if one.changes)
-
-
-@dataclass(frozen=True)
-class Placed:
-    """``fragment`` goes to the elements from ``offset`` of a flattened tensor."""
-
-    fragment: Fragment
-    offset: int
-
-
-@dataclass(frozen=True, eq=False)
-class Stored:
-    """A contiguous tensor to be written, by its place in the file only. Zeros wherever nothing is placed.
-
-    The same object at two places of a file is one tensor under two names, as tied weights are.
-    stays_finite: a finite value that ``dtype`` cannot hold ends the merge, in place of becoming infinite.
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    placed: tuple[Placed, ...]
-    stays_finite: bool = False
-
-    def __post_init__(self) -> None:
-        end = 0
-        for one in self.placed:
-            if one.offset < end:
-                raise ValueError("what is placed in a tensor must be sorted and must not overlap")
-            end = one.offset + one.fragment.numel
-        if end > self.numel:
-            raise ValueError(f"{end} elements do not fit into a tensor of {self.numel}")
-
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        """Size in bytes."""
-        return self.numel * self.dtype.itemsize
-
-
-def whole(checkpoint: Checkpoint, fqn: str, slot: str, dtype: torch.dtype | None = None) -> Stored:
-    """All of a (fqn, slot) in its own shape; in ``dtype`` if one is given, else as the training state held it."""
-    shape, numel = checkpoint.record(fqn).shape, checkpoint.numel(fqn)
-    placed = (Placed(Fragment(fqn, slot, 0, numel), 0),) if numel else ()
-    return Stored(tuple(shape), dtype or torch_dtype(checkpoint.dtype(fqn, slot)), placed)
-
-
-def flat(numel: int, dtype: torch.dtype, placed: Iterable[Placed]) -> Stored:
-    """A one-dimensional tensor of ``numel`` elements; ``placed`` in any order, empty fragments left out."""
-    found = sorted((one for one in placed if one.fragment.numel), key=lambda one: one.offset)
-    return Stored((numel,), dtype, tuple(found))

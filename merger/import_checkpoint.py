@@ -1,14 +1,8 @@
-"""Import a foreign checkpoint as a first commit.
+"""Import a foreign checkpoint as the first commit of a store.
 
-What an import would write: the run state of every rank, facts, fragments; before a byte of a tensor is read.
-
-Pure, but for opening the source. It does not know the store that it is for.
-
-Importing: a checkpoint of any source becomes the first commit of a store, and a job resumes from it as from its own.
-
-Goes through the store's own protocol: an epoch is claimed, and the commit comes when every byte of the source was
-checked and everything written is durable and was read back. An import that is interrupted leaves a store without a
-commit, and can be run again. Sources are never changed. Memory: a few chunks, and run state.
+Uses the store's own protocol: claims an epoch, and commits when every byte of the source was checked and everything
+written is durable and was read back. An interrupted import leaves a store without a commit and can be repeated.
+Sources are never changed. Memory: a few chunks, and the run state.
 """
 
 from __future__ import annotations
@@ -25,14 +19,13 @@ from typing import Any
 import xxhash
 
 from merger.checkpoint import Checkpoint, RankState
-from merger.io.blocks import Progress
+from merger.io.blocks import Extent, Progress
 from merger.io.stream import CHUNK, bytes_to_read, fragment_streams
 from merger.sources import open_source
 from merger.tensors import to_leaf
 from store.catalog import Catalog, open_or_create
 from store.certificate import Certificate, certify, is_lossy
 from store.commit import Expected, Group, commit, hint_latest, wait_for_group
-from store.encoding import itemsize
 from store.errors import DamagedError, StorageError, UnsupportedError, UsageError
 from store.fragments import covered_numel
 from store.layout import part_path, payload_path, segment_dir
@@ -58,13 +51,19 @@ from store.storage.local import Files, LocalFiles
 from store.storage.object_store import ObjectFiles
 from store.text import counted
 
+POLICY = "import"
+"""Policy name in the manifest of an imported commit."""
+
 
 @dataclass(frozen=True)
 class ImportPlan:
     """A checkpoint ready to be imported.
 
-    kind: of the source. run_states: by rank, as a store keeps them: (JSON tree, leaves). facts: JSON values.
-    notes: what the checkpoint does not hold, or a store does not keep.
+    Args:
+        kind: kind of the source.
+        run_states: (JSON tree, leaves) of each rank, as a store keeps them.
+        facts: layout facts as JSON values.
+        notes: what the checkpoint does not hold, and what a store does not keep.
     """
 
     source: Path
@@ -76,39 +75,45 @@ class ImportPlan:
 
     @property
     def bytes_of_values(self) -> int:
-        """What the tensors take when a store keeps them as they are."""
-        return sum((extent.stop - extent.start) * itemsize(extent.dtype) for extent in self._extents())
+        """Bytes of the tensors without encoding."""
+        return sum(extent.nbytes for extent in self._extents())
 
     @cached_property
     def bytes_to_read(self) -> int:
-        """Of the source: every block once, mostly."""
+        """Bytes to read from the source: every block, mostly once."""
         return bytes_to_read(fragment_streams(self._extents(), lambda _: None))
 
     def fragments(self, progress: Progress) -> list[StagedFragment]:
-        """All tensors, in the order in which they have to be written."""
+        """Return all tensors, in the order in which they must be written."""
         return [
             StagedFragment(
-                layer=self.checkpoint.record(flow.extent.fqn).layer,
-                slot=flow.extent.slot,
-                fqn=flow.extent.fqn,
-                start=flow.extent.start,
-                numel=flow.extent.stop - flow.extent.start,
-                dtype=flow.extent.dtype,
+                layer=self.checkpoint.record(stream.extent.fqn).layer,
+                slot=stream.extent.slot,
+                fqn=stream.extent.fqn,
+                start=stream.extent.start,
+                numel=stream.extent.stop - stream.extent.start,
+                dtype=stream.extent.dtype,
                 encoding=RAW,
-                data=flow,
+                data=stream,
             )
-            for flow in fragment_streams(self._extents(), progress)
+            for stream in fragment_streams(self._extents(), progress)
         ]
 
-    def _extents(self) -> list[Any]:
+    def _extents(self) -> list[Extent]:
         return [extent for extents in self.checkpoint.index.names().values() for extent in extents]
 
 
 def plan_import(source: Path, step: str | None = None) -> ImportPlan:
-    """The plan for the newest checkpoint of a source, or that of ``step``: a step, a save's name or a tag.
+    """Plan the import of the newest checkpoint of a source, or of ``step``. Reads no tensor.
 
-    Reads no tensor. Raises what sources raise; UsageError for a composite, UnsupportedError for a run state that a
-    store cannot hold.
+    Args:
+        source: any source that a merge can read.
+        step: a step, a save's name or a tag.
+
+    Raises:
+        UsageError: the checkpoint is not exact.
+        UnsupportedError: a store cannot hold the run state.
+        DriftpointError: as the source raises it.
     """
     opened = open_source(source)
     checkpoint = opened.checkpoint(step, frozenset())
@@ -116,41 +121,91 @@ def plan_import(source: Path, step: str | None = None) -> ImportPlan:
     notes: list[str] = []
     client_state = _storable(checkpoint.client_state, notes)
     states = []
-    for rank, state in enumerate(_ranks(checkpoint)):
+    for rank, state in enumerate(_rank_states(checkpoint)):
         tree: dict[str, Any] = {"framework": checkpoint.framework_state, "rng": state.rng, "user": state.user}
         if rank == 0 and client_state:
             tree["client_state"] = client_state
         states.append(encode(tree, to_leaf))
     if all(state.rng is None for state in checkpoint.run_states.values()):
         notes.append(
-            "the checkpoint holds no random states: a job that resumes from it starts dropout and shuffling afresh, "
-            "and what it gives as state=[...] too"
+            "the checkpoint holds no random states: a job that resumes from it starts dropout, shuffling and the "
+            "objects of state=[...] afresh"
         )
     if checkpoint.files is not None:
         notes.append(f"a store keeps no files beside the state: configuration and tokenizer stay in {checkpoint.files}")
     return ImportPlan(source, opened.kind, checkpoint, tuple(states), as_json(checkpoint.facts), tuple(notes))
 
 
+@dataclass(frozen=True)
+class ImportResult:
+    """Result of an import. ``problems``: damage in the checkpoint, or a failed cleanup."""
+
+    store: Path
+    save: SaveId
+    certificate: Certificate
+    bytes_written: int
+    notes: tuple[str, ...]
+    problems: tuple[str, ...]
+
+
+def import_checkpoint(plan: ImportPlan, store: Path, progress: Progress = lambda _: None) -> ImportResult:
+    """Execute an import plan.
+
+    The commit has one rank for each whose random states and objects the source holds, at least one. All tensors are
+    rank 0's.
+
+    Args:
+        store: does not exist yet, is empty, or is a store without a commit.
+        progress: called with the bytes just read; ``plan.bytes_to_read`` in all.
+
+    Raises:
+        UsageError: the store has commits or lies in the source.
+        DamagedError: bytes of the source, or those just written, are wrong.
+        StoreInUseError, FencedError, StorageError: as the store raises them.
+    """
+    _require_apart(plan.source, store)
+    files = files_at(store)
+    catalog = open_or_create(files)
+    lock = StoreLock(files.root, wait_seconds=0) if isinstance(files, LocalFiles) else None
+    try:
+        _require_no_commit(catalog, store)
+        if isinstance(files, LocalFiles):
+            _require_space(plan, files.root)
+        elif isinstance(files, ObjectFiles):
+            files.require_conditional_puts()
+        save = SaveId(plan.checkpoint.step, claim_epoch(files, catalog.store_id).epoch)
+        manifest = _write_segments(plan, catalog, save, progress)
+        commit(files, manifest)
+        problems = [*plan.checkpoint.problems, *_clean_up(catalog, save)]
+    finally:
+        if lock is not None:
+            lock.release()
+    catalog.forget()
+    certificate = certify(resolve(catalog, save))
+    nbytes = sum(record.payload_bytes for record in manifest.groups.values())
+    return ImportResult(store.absolute(), save, certificate, nbytes, plan.notes, tuple(problems))
+
+
 def _require_exact(checkpoint: Checkpoint) -> None:
-    """The first commit of a store has no past: it could not say that parts of it are older, or stand in for others."""
+    """Raise UsageError unless exact: the first commit of a store cannot record that parts are older or lossy."""
     if checkpoint.certificate.exact:
         return
     older, lossy = checkpoint.certificate.max_staleness, checkpoint.certificate.lossy
     if older:
         why = f"is a composite: layers of it are up to {counted(older, 'step')} older than others"
     elif lossy:
-        rounded = ", ".join(_rounded(checkpoint))
-        why = f"is not exact: values were rounded when they were stored ({rounded}), and what was rounded off is lost"
+        rounded = ", ".join(_lossy_slots(checkpoint))
+        why = f"is not exact: values were rounded when they were stored ({rounded})"
     else:
         why = "is not exact: " + "; ".join(checkpoint.problems[:1] or ("parts of it stand in for damaged ones",))
     raise UsageError(
-        f"{checkpoint.origin} {why}. Imported it would pass for exact. Name an exact one with --step "
-        "(`driftpoint show` tells of a store), or copy a store as it is"
+        f"{checkpoint.origin} {why}. An imported commit counts as exact, so it is refused. Name an exact checkpoint "
+        "with --step (`driftpoint show` lists those of a store), or copy the store as it is"
     )
 
 
-def _rounded(checkpoint: Checkpoint) -> list[str]:
-    """Lossy encodings with the slots that they hold."""
+def _lossy_slots(checkpoint: Checkpoint) -> list[str]:
+    """Return the lossy encodings with the slots that they hold."""
     slots: dict[str, list[str]] = {}
     for unit in checkpoint.certificate.units:
         if is_lossy(unit.encoding) and unit.slot not in slots.setdefault(unit.encoding, []):
@@ -158,14 +213,14 @@ def _rounded(checkpoint: Checkpoint) -> list[str]:
     return [f"{' and '.join(names)} as {encoding}" for encoding, names in slots.items()]
 
 
-def _ranks(checkpoint: Checkpoint) -> list[RankState]:
-    """Every rank's own state, none where the source has none of that rank; at least one rank."""
+def _rank_states(checkpoint: Checkpoint) -> list[RankState]:
+    """Return the state of every rank, at least one; empty states for ranks that the source lacks."""
     count = max(checkpoint.run_states, default=0) + 1
     return [checkpoint.run_states.get(rank, RankState(None, None)) for rank in range(count)]
 
 
 def _storable(client_state: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
-    """What of the client state can be kept without pickling; the rest is told."""
+    """Return the part of the client state that can be stored without pickling; add a note for the rest."""
     kept = {}
     for key, value in client_state.items():
         try:
@@ -177,56 +232,8 @@ def _storable(client_state: Mapping[str, Any], notes: list[str]) -> dict[str, An
     return kept
 
 
-POLICY = "import"
-"""What the manifest names in the place of the policy that decided."""
-
-
-@dataclass(frozen=True)
-class Imported:
-    """A commit that was a checkpoint. problems: what was not right with it, or could not be tidied up."""
-
-    store: Path
-    save: SaveId
-    certificate: Certificate
-    bytes_written: int
-    notes: tuple[str, ...]
-    problems: tuple[str, ...]
-
-
-def import_checkpoint(plan: ImportPlan, store: Path, progress: Progress = lambda _: None) -> Imported:
-    """Carry a plan out. store: does not exist yet, or is empty, or is a store without a commit.
-
-    The commit has a rank for each whose random states and objects the source holds, or one; all tensors are rank
-    0's. progress: told the bytes just read of the source, ``plan.bytes_to_read`` in all.
-
-    Raises UsageError for a store that has commits or lies in the source, StoreInUseError, FencedError, StorageError;
-    DamagedError where bytes of the source, or those just written, are not right.
-    """
-    _require_apart(plan.source, store)
-    files = files_at(store)
-    catalog = open_or_create(files)
-    lock = StoreLock(files.root, wait_seconds=0) if isinstance(files, LocalFiles) else None
-    try:
-        _require_no_commit(catalog, store)
-        if isinstance(files, LocalFiles):
-            _require_room(plan, files.root)
-        elif isinstance(files, ObjectFiles):
-            files.require_conditional_puts()
-        save = SaveId(plan.checkpoint.step, claim_epoch(files, catalog.store_id).epoch)
-        manifest = _written(plan, catalog, save, progress)
-        commit(files, manifest)
-        problems = [*plan.checkpoint.problems, *_tidied(catalog, save)]
-    finally:
-        if lock is not None:
-            lock.release()
-    catalog.forget()
-    certificate = certify(resolve(catalog, save))
-    nbytes = sum(record.payload_bytes for record in manifest.groups.values())
-    return Imported(store.absolute(), save, certificate, nbytes, plan.notes, tuple(problems))
-
-
-def _written(plan: ImportPlan, catalog: Catalog, save: SaveId, progress: Progress) -> ManifestRecord:
-    """Write all segments and read them back. What was written is removed again where anything goes wrong."""
+def _write_segments(plan: ImportPlan, catalog: Catalog, save: SaveId, progress: Progress) -> ManifestRecord:
+    """Write all segments and read them back. Removes them again on any error."""
     files, world_size = catalog.files, len(plan.run_states)
     units = [[extent.fqn, extent.slot] for extents in plan.checkpoint.index.names().values() for extent in extents[:1]]
     agreed = digest(seal([save.name, POLICY, units]))
@@ -254,7 +261,7 @@ def _written(plan: ImportPlan, catalog: Catalog, save: SaveId, progress: Progres
 
 
 def _read_back(files: Files, part: PartRecord) -> None:
-    """DamagedError unless everything in the payload is as it was written."""
+    """Raise DamagedError unless everything in the payload is as it was written."""
     path = payload_path(part.save, part.rank)
     check_header(files, path, part.header_bytes, part.header_xxh3_128)
     buffer = memoryview(bytearray(CHUNK))
@@ -266,8 +273,8 @@ def _read_back(files: Files, part: PartRecord) -> None:
             running.update(piece)
         if running.hexdigest() != entry.xxh3_128:
             raise DamagedError(
-                f"{path} does not read back as it was written: the storage under it is not to be trusted; check "
-                "`dmesg`, or name a store elsewhere"
+                f"{path} reads back different bytes than were written; check `dmesg` for disk errors, or name a store "
+                "elsewhere"
             )
     read_leaves(files, part)
 
@@ -315,14 +322,14 @@ def _units(plan: ImportPlan, save: SaveId, entries: Iterable[Entry]) -> list[Uni
     ]
 
 
-def _tidied(catalog: Catalog, save: SaveId) -> list[str]:
-    """Point LATEST at the commit, and remove what interrupted imports left. What of it failed: the commit stands."""
+def _clean_up(catalog: Catalog, save: SaveId) -> list[str]:
+    """Point LATEST at the commit and remove leftovers of interrupted imports. Returns failures: the commit stands."""
     try:
         catalog.forget()
         hint_latest(catalog.files, save)
         execute(catalog.files, plan_prune(catalog, Retention()))
     except (StorageError, DamagedError) as error:
-        return [f"the import is committed, but tidying up after it failed: {error}"]
+        return [f"the import is committed, but the cleanup after it failed: {error}"]
     return []
 
 
@@ -339,17 +346,16 @@ def _require_no_commit(catalog: Catalog, store: Path) -> None:
     saves = catalog.saves()
     if saves:
         raise UsageError(
-            f"the store {store} has a newest commit {saves[0]} already, and an import would bury it, "
-            "since a job resumes from the newest. Name a new directory with --store"
+            f"the store {store} already has the commit {saves[0]}, which jobs would no longer resume from after an "
+            "import. Name a new directory with --store"
         )
 
 
-def _require_room(plan: ImportPlan, store: Path) -> None:
-    wanted = plan.bytes_of_values
-    free = shutil.disk_usage(store).free
-    if wanted > free:
+def _require_space(plan: ImportPlan, store: Path) -> None:
+    needed, free = plan.bytes_of_values, shutil.disk_usage(store).free
+    if needed > free:
         raise StorageError(
-            f"{store}: {wanted} bytes are needed and {free} are free; free space or name a store elsewhere"
+            f"the import needs {needed} bytes in {store}, but only {free} are free; free space or name another store"
         )
 
 
@@ -357,6 +363,6 @@ def _require_apart(source: Path, store: Path) -> None:
     one, other = source.resolve(), store.resolve()
     if one.is_relative_to(other) or other.is_relative_to(one):
         raise UsageError(
-            f"the store {store} and the checkpoint {source} lie in one another, and an import changes nothing in what "
-            "it reads: name a directory beside it with --store"
+            f"one of the store {store} and the checkpoint {source} contains the other, and an import never changes its "
+            "source: name a directory beside it with --store"
         )

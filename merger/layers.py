@@ -1,9 +1,8 @@
-"""Layers of a model of which only the tensors' names and shapes are known, as in checkpoints of others.
+"""Group tensors into layers by name and shape, for checkpoints without their module classes.
 
-Names are those that the module tree would give, wherever names alone tell: children that are numbered and alike
-are one layer each; of the rest, a module without such a stack inside is one layer; what a module with stacks
-inside owns itself is one, named after it. It knows no classes: numbered children are taken for a list, and
-a dictionary of blocks is not told from a module of parts. Pure.
+The names are those that the module tree would give. Numbered children that are similar are one layer each; a module
+without such a stack inside is one layer; the tensors that a module with stacks owns itself are one layer, named after
+it. Numbered children are taken for a ``ModuleList``; a ``ModuleDict`` of blocks looks like any module.
 """
 
 from __future__ import annotations
@@ -13,12 +12,12 @@ from dataclasses import dataclass, field
 from itertools import combinations
 
 ROOT = "(root)"
-"""Name of the layer of tensors without a module path."""
+"""Layer of the tensors without a module path."""
 
 
 @dataclass(frozen=True)
 class Layer:
-    """Tensors that belong together. block: one of several alike modules. fqns: in the order given."""
+    """Tensors that belong together. ``block``: one of several similar modules. ``fqns``: in the given order."""
 
     name: str
     block: bool
@@ -27,15 +26,15 @@ class Layer:
 
 @dataclass
 class _Node:
-    """A module: its tensors by attribute, with their shapes, and its parts."""
+    """A module: the shapes of its own tensors by attribute, and its child modules."""
 
     path: str
     own: dict[str, tuple[int, ...]] = field(default_factory=dict)
     children: dict[str, _Node] = field(default_factory=dict)
 
     @property
-    def bare(self) -> bool:
-        """Nothing but numbered children: a list of modules."""
+    def is_list(self) -> bool:
+        """Whether it has only numbered children, as a list of modules."""
         return not self.own and bool(self.children) and all(name.isdecimal() for name in self.children)
 
     def fqns(self) -> Iterator[str]:
@@ -45,15 +44,15 @@ class _Node:
             yield from child.fqns()
 
     def content(self) -> frozenset[object]:
-        """What tells alike modules: names of all that is inside, with shapes where there are no parts."""
+        """Names of all tensors inside, with shapes if there are no child modules: equal for equal modules."""
         if not self.children:
             return frozenset(self.own.items())
         begin = len(self.path) + 1
         return frozenset(fqn[begin:] for fqn in self.fqns())
 
 
-def layers_of(shapes: Mapping[str, Sequence[int]]) -> tuple[Layer, ...]:
-    """Group tensors, tied ones once, by name. Every name lands in exactly one layer, in the order of first names."""
+def group_layers(shapes: Mapping[str, Sequence[int]]) -> tuple[Layer, ...]:
+    """Group tensors, tied ones once. Every name is in exactly one layer; layers are in order of first names."""
     root = _Node("")
     for fqn, shape in shapes.items():
         *path, attribute = fqn.split(".")
@@ -63,40 +62,40 @@ def layers_of(shapes: Mapping[str, Sequence[int]]) -> tuple[Layer, ...]:
             node = node.children.setdefault(part, _Node(inner))
         node.own[attribute] = tuple(shape)
     top = root
-    while not top.own and len(top.children) == 1 and not _stacked(top):
+    while not top.own and len(top.children) == 1 and not _block_names(top):
         top = next(iter(top.children.values()))
-    home = {fqn: (name, block) for name, block, fqns in _trunk(top) for fqn in fqns}
+    home = {fqn: (name, block) for name, block, fqns in _split_module(top) for fqn in fqns}
     members: dict[tuple[str, bool], list[str]] = {}
     for fqn in shapes:
         members.setdefault(home[fqn], []).append(fqn)
     return tuple(Layer(name, block, tuple(fqns)) for (name, block), fqns in members.items())
 
 
-def _trunk(node: _Node) -> Iterator[tuple[str, bool, Iterable[str]]]:
-    """Layers of a module that is not one layer as a whole: name, whether it is a block, tensors."""
+def _split_module(node: _Node) -> Iterator[tuple[str, bool, Iterable[str]]]:
+    """Yield (name, whether it is a block, tensors) of each layer of a module that is more than one layer."""
     if node.own:
         yield node.path or ROOT, False, [f"{node.path}.{name}" if node.path else name for name in node.own]
-    stacked = _stacked(node)
+    stacked = _block_names(node)
     for name, child in node.children.items():
         if name in stacked:
             yield child.path, True, child.fqns()
-        elif child.bare or _holds_stack(child):
-            yield from _trunk(child)
+        elif child.is_list or _holds_stack(child):
+            yield from _split_module(child)
         else:
             yield _deepest(child).path, False, child.fqns()
 
 
-def _stacked(node: _Node) -> set[str]:
-    """Names of the children that are blocks of a stack."""
-    if not node.bare:
+def _block_names(node: _Node) -> set[str]:
+    """Return the names of the children that are blocks of a stack."""
+    if not node.is_list:
         return set()
     composite = {name: child for name, child in node.children.items() if child.children}
-    alike = _alike(composite) | _alike({name: one for name, one in node.children.items() if not one.children})
-    return alike | set(composite) if alike or len(node.children) == 1 else alike
+    similar = _similar(composite) | _similar({name: one for name, one in node.children.items() if not one.children})
+    return similar | set(composite) if similar or len(node.children) == 1 else similar
 
 
-def _alike(nodes: Mapping[str, _Node]) -> set[str]:
-    """Names that are alike to at least one other: equal leaves, or parts that share half of their names."""
+def _similar(nodes: Mapping[str, _Node]) -> set[str]:
+    """Return the names similar to at least one other: equal leaves, or parts that share half of their names."""
     by_content: dict[frozenset[object], list[str]] = {}
     for name, node in nodes.items():
         by_content.setdefault(node.content(), []).append(name)
@@ -109,11 +108,11 @@ def _alike(nodes: Mapping[str, _Node]) -> set[str]:
 
 
 def _holds_stack(node: _Node) -> bool:
-    return bool(_stacked(node)) or any(_holds_stack(child) for child in node.children.values())
+    return bool(_block_names(node)) or any(_holds_stack(child) for child in node.children.values())
 
 
 def _deepest(node: _Node) -> _Node:
-    """The innermost module that still holds everything."""
+    """Return the innermost module that still holds everything."""
     while not node.own and len(node.children) == 1:
         node = next(iter(node.children.values()))
     return node

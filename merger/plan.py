@@ -1,7 +1,7 @@
-"""The plan of a merge: what would be read, what written, before a byte of either moves.
+"""Plan a merge: what is read and written, before any tensor moves.
 
-Reads records, pickles' structure and run state only, no tensors. What a plan says stands as long as the bytes are
-whole; where a version of a store turns out not to be, another plan is made with that version among the flaws.
+Reads records, the structure of pickles, and run state. A plan holds as long as the bytes are intact; if a version in a
+store proves damaged, a new plan is made without that version.
 """
 
 from __future__ import annotations
@@ -20,19 +20,21 @@ from merger.io.output_file import Hole, OutFile
 from merger.io.transfer import TransferPlan, plan_transfer
 from merger.layouts import layout_for
 from merger.layouts.base import LayoutResult, Target
-from merger.recipe.compose import Assembled, assemble
-from merger.recipe.model import Recipe, single
+from merger.recipe.compose import Assembly, assemble
+from merger.recipe.model import Recipe, single_source_recipe
 from merger.recipe.sources import OpenSources, open_sources, raise_all
 from store.errors import DriftpointError, StorageError, UsageError
 
 
 @dataclass(frozen=True)
 class Request:
-    """What the user asks for. UsageError where it contradicts itself.
+    """Parameters of a merge as the user gives them. UsageError if they contradict each other.
 
-    source: a store or a checkpoint; None where a recipe names all of them. step: a step, a save's name, a tag or a
-    bound (``<= 120``); None: the newest, which a directory of DeepSpeed's names itself. recipe: what to put together,
-    in place of ``step``.
+    Args:
+        source: a store or a checkpoint; None if the recipe names all sources.
+        step: a step, a save's name, a tag or a bound (``<= 120``); None: the newest, which DeepSpeed directories name.
+        target: layout and its options.
+        recipe: which source each parameter comes from, instead of ``step``.
     """
 
     source: Path | None
@@ -43,31 +45,38 @@ class Request:
     def __post_init__(self) -> None:
         if self.recipe is None:
             if self.source is None:
-                raise UsageError("nothing says what to merge: name a SOURCE (a store or a checkpoint), or a recipe")
+                raise UsageError("neither SOURCE nor a recipe is given: name a store or a checkpoint, or a recipe")
             return
         if self.step is not None:
-            raise UsageError("a recipe has the steps of its sources: give --step or --recipe, not both")
+            raise UsageError(
+                "--step and --recipe are both given, but a recipe sets the steps of its sources: give one of them"
+            )
         if self.source is not None and all(ref.path is not None for ref in self.recipe.sources.values()):
             raise UsageError(
-                f"{self.recipe.where} names the path of every source, so SOURCE ({self.source}) would not be used; "
+                f"{self.recipe.where} names the path of every source, so SOURCE ({self.source}) would be unused; "
                 "leave it out"
             )
 
     def whole_recipe(self) -> Recipe:
-        """The recipe; without one, everything from the source."""
+        """Return the recipe; without one, a recipe that takes everything from the source."""
         if self.recipe is not None:
             return self.recipe
         assert self.source is not None  # __post_init__
-        return single(self.source, self.step)
+        return single_source_recipe(self.source, self.step)
 
 
 @dataclass(frozen=True)
 class MergePlan:
-    """What a merge does.
+    """A merge ready to be executed.
 
-    files: all of the output, the certificate among them. sources: what it is made of. reads: bytes that are read, by
-    the name of the source. bytes_to_read: their sum, each block once, and with each difference its base.
-    bytes_to_write: about. worker_bytes: of memory, for tensors. notes: what to know before loading it.
+    Args:
+        files: all files of the output, the certificate included.
+        bytes_to_read: every block once, and the base of each difference with it.
+        bytes_to_write: approximate.
+        sources: checkpoints that the output consists of.
+        reads: bytes to read by source name.
+        notes: facts to know before loading the output.
+        worker_bytes: memory for tensors per thread.
     """
 
     checkpoint: Checkpoint
@@ -82,37 +91,40 @@ class MergePlan:
 
     @property
     def parameters(self) -> int:
-        """Parameters of the model, tied ones once, buffers not at all."""
+        """Number of model parameters, tied ones once, without buffers."""
         tensors = self.checkpoint.tensors.values()
         return sum(math.prod(tensor.shape) for tensor in tensors if tensor.kind != "buffer")
 
     def load(self, out: Path) -> tuple[str, ...]:
-        """Lines of Python that load what is written to ``out``."""
+        """Return the lines of Python that load the output from ``out``."""
         return tuple(line.format(out=_Literal(out)) for line in self.laid.load)
 
     def memory(self, workers: int) -> int:
-        """Bytes that moving the tensors takes at most, on top of the program itself."""
+        """Return the most bytes that moving the tensors takes, on top of the program itself."""
         return self.worker_bytes * workers
 
 
 @dataclass(frozen=True)
 class _Literal:
-    """A directory as Python writes it, whatever is in its name; ``{out:model.pt}`` is a file in it."""
+    """A path that formats as a Python literal; ``{out:model.pt}`` is a file in it."""
 
     path: Path
 
-    def __format__(self, inside: str) -> str:
-        return repr(str(self.path / inside))
+    def __format__(self, name: str) -> str:
+        return repr(str(self.path / name))
 
     def __repr__(self) -> str:
         return repr(str(self.path))
 
 
 @dataclass(frozen=True)
-class Draft:
-    """All that can be said of a merge without doing it.
+class MergeDraft:
+    """Everything known about a merge without executing it.
 
-    sources: those whose checkpoint was found. plan: None where it cannot be made. errors: everything in its way.
+    Args:
+        sources: those whose checkpoint was found.
+        plan: None if it cannot be made.
+        errors: all problems that prevent the merge.
     """
 
     sources: tuple[SourceUse, ...]
@@ -121,15 +133,17 @@ class Draft:
 
 
 def open_request(request: Request) -> OpenSources:
-    """The sources that a request names. UsageError, NoStoreError where one is none."""
+    """Open the sources of a request. UsageError, NoStoreError if one cannot be opened."""
     opened = open_sources(request.whole_recipe(), request.source)
     raise_all(opened.errors)
     return opened
 
 
 def plan_merge(sources: OpenSources, request: Request, flaws: Set[Damage] = frozenset()) -> MergePlan:
-    """The plan. Raises what sources, recipes and layouts raise: NothingToResumeError, ConfigError, MergeError,
-    UnsupportedError.
+    """Return the plan, without the versions in ``flaws``.
+
+    Raises:
+        NothingToResumeError, ConfigError, MergeError, UnsupportedError: as sources, recipes and layouts raise them.
     """
     draft = _draft(sources, request, flaws)
     raise_all(draft.errors)
@@ -137,17 +151,14 @@ def plan_merge(sources: OpenSources, request: Request, flaws: Set[Damage] = froz
     return draft.plan
 
 
-def draft_merge(request: Request, out: Path | None = None) -> Draft:
-    """Everything that a merge would do, and everything that is in its way. Writes nothing.
-
-    out: where it would write, None where that is not known yet.
-    """
+def draft_merge(request: Request, out: Path | None = None) -> MergeDraft:
+    """Plan a merge into ``out`` (None if not known yet) and collect all errors. Writes nothing."""
     draft = _draft(open_sources(request.whole_recipe(), request.source), request)
-    return draft if out is None else replace(draft, errors=(*draft.errors, *_no_room(out, draft.plan)))
+    return draft if out is None else replace(draft, errors=(*draft.errors, *_out_errors(out, draft.plan)))
 
 
 def free_bytes(out: Path) -> int:
-    """Free space where ``out`` would be made."""
+    """Return the free space at the nearest existing parent of ``out``."""
     place = out.absolute()
     while not place.exists():
         place = place.parent
@@ -155,26 +166,26 @@ def free_bytes(out: Path) -> int:
 
 
 def default_workers() -> int:
-    """Threads that a merge uses unless told otherwise."""
+    """Return the number of threads that a merge uses by default."""
     return min(8, len(os.sched_getaffinity(0)))
 
 
-def _draft(sources: OpenSources, request: Request, flaws: Set[Damage] = frozenset()) -> Draft:
+def _draft(sources: OpenSources, request: Request, flaws: Set[Damage] = frozenset()) -> MergeDraft:
     target = _target(request)
     assembled = assemble(sources, flaws, weights_only=target.layout == "hf")
     errors = list(assembled.errors)
     if assembled.checkpoint is None:
-        return Draft(assembled.uses, None, tuple(errors))
+        return MergeDraft(assembled.uses, None, tuple(errors))
     try:
-        return Draft(assembled.uses, _planned(assembled, assembled.checkpoint, target, request), tuple(errors))
+        return MergeDraft(assembled.uses, _make_plan(assembled, assembled.checkpoint, target, request), tuple(errors))
     except DriftpointError as error:
-        return Draft(assembled.uses, None, (*errors, error))
+        return MergeDraft(assembled.uses, None, (*errors, error))
 
 
-def _planned(assembled: Assembled, checkpoint: Checkpoint, target: Target, request: Request) -> MergePlan:
+def _make_plan(assembled: Assembly, checkpoint: Checkpoint, target: Target, request: Request) -> MergePlan:
     if target.files is not None:
         if not target.files.is_dir():
-            raise UsageError(f"{target.files} is no directory to take configuration and tokenizer files from")
+            raise UsageError(f"{target.files} is not a directory; name one with configuration and tokenizer files")
         checkpoint = replace(checkpoint, files=target.files)
     laid = layout_for(checkpoint, target).lay_out(checkpoint, target)
     checkpoint = replace(checkpoint, certificate=laid.certificate or checkpoint.certificate)
@@ -197,7 +208,7 @@ def _planned(assembled: Assembled, checkpoint: Checkpoint, target: Target, reque
 
 
 def _target(request: Request) -> Target:
-    """What the user asks for; the recipe's dtype where weights are exported and no other was asked for."""
+    """Return the requested target, with the recipe's dtype for exported weights if no other dtype is requested."""
     recipe, target = request.recipe, request.target
     if recipe is None or recipe.dtype is None or target.dtype is not None or target.layout != "hf":
         return target
@@ -212,7 +223,7 @@ def _dtype_note(request: Request, target: Target, checkpoint: Checkpoint) -> lis
     return [f"the recipe's dtype ({dtype}) is for exported weights (--layout hf): a training state keeps its own"]
 
 
-def _reads(transfer: TransferPlan, assembled: Assembled, checkpoint: Checkpoint) -> dict[str, int]:
+def _reads(transfer: TransferPlan, assembled: Assembly, checkpoint: Checkpoint) -> dict[str, int]:
     if len(assembled.uses) == 1:
         return {assembled.uses[0].name: transfer.bytes_to_read}
     name_of: dict[Block, str] = {}
@@ -224,12 +235,12 @@ def _reads(transfer: TransferPlan, assembled: Assembled, checkpoint: Checkpoint)
     return reads
 
 
-def _no_room(out: Path, plan: MergePlan | None) -> Iterator[DriftpointError]:
+def _out_errors(out: Path, plan: MergePlan | None) -> Iterator[DriftpointError]:
     if out.exists() or out.is_symlink():
-        yield UsageError(f"{out} exists already, and a merge replaces nothing: name a new directory")
+        yield UsageError(f"{out} already exists, and a merge never overwrites: name a new directory")
     free = free_bytes(out)
     if plan is not None and plan.bytes_to_write > free:
         yield StorageError(
-            f"about {plan.bytes_to_write} bytes would be written to {out}, and {free} are free there; free space or "
-            "name another directory"
+            f"the merge needs about {plan.bytes_to_write} bytes in {out}, but only {free} are free; free space or name "
+            "another directory"
         )

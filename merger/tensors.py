@@ -1,7 +1,4 @@
-"""Torch tensors as bytes: dtypes by their safetensors names, and the memory behind a tensor.
-
-It does not know where bytes come from or go to.
-"""
+"""Convert torch tensors to bytes and back: dtypes by safetensors name, memory views, run-state leaves."""
 
 from __future__ import annotations
 
@@ -19,22 +16,22 @@ _TORCH_OF: dict[str, torch.dtype] = {
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The torch dtype of a safetensors name. Raises UnsupportedError for one that torch has not."""
+    """Return the torch dtype of a safetensors name. UnsupportedError if torch has none."""
     if name not in _TORCH_OF:
-        raise UnsupportedError(f"the store holds a tensor of dtype {name!r}; this release knows {', '.join(_TORCH_OF)}")
+        raise UnsupportedError(f"unknown tensor dtype {name!r}; this release reads {', '.join(_TORCH_OF)}")
     return _TORCH_OF[name]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The inverse of :func:`torch_dtype`. Raises UnsupportedError for one that safetensors has not."""
+    """Return the safetensors name of a dtype. UnsupportedError if there is none."""
     for name, known in _TORCH_OF.items():
         if known == dtype:
             return name
-    raise UnsupportedError(f"tensors of {dtype} cannot be handled; there are {', '.join(_TORCH_OF)}")
+    raise UnsupportedError(f"tensors of {dtype} are not supported; use one of {', '.join(_TORCH_OF)}")
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous host tensor, writable, in place."""
+    """Return the bytes of a contiguous host tensor, writable, in place."""
     flat = tensor.detach().reshape(-1)
     if flat.numel() == 0:
         return memoryview(bytearray())
@@ -44,7 +41,7 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
 
 
 def to_leaf(value: object) -> Leaf | None:
-    """A tensor as a run-state leaf, with memory of its own; None for anything else."""
+    """Return a tensor as a run-state leaf with its own memory; None for any other value."""
     if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
         return None
     host = value.detach().contiguous()
@@ -52,7 +49,7 @@ def to_leaf(value: object) -> Leaf | None:
 
 
 def from_leaf(leaf: Leaf) -> torch.Tensor:
-    """The tensor of a run-state leaf, with memory of its own."""
+    """Return the tensor of a run-state leaf, with its own memory."""
     out = torch.empty(leaf.shape, dtype=torch_dtype(leaf.dtype))
     if out.numel():
         memory_of(out)[:] = memoryview(leaf.data).cast("B")

@@ -22,7 +22,7 @@ from monitor.decide.schedule import schedule_for
 from monitor.decide.statistics import unit_stats
 from monitor.distributed import Group, current_group, run_on_all_ranks, run_on_rank0
 from monitor.events import Listeners
-from monitor.huggingface.accelerator import is_accelerator
+from monitor.huggingface.accelerator import is_accelerator, prepared_objects
 from monitor.ledger import Ledger
 from monitor.observe import meter_for
 from monitor.observe.drift_meter import BySlotMeter

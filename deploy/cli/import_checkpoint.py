@@ -18,7 +18,7 @@ from deploy.format import plural, size_text
 from store.location import place_of
 
 if TYPE_CHECKING:
-    from merger.import_checkpoint import Imported, ImportPlan
+    from merger.import_checkpoint import ImportPlan, ImportResult
 
 CheckpointArgument = Annotated[
     StorePath,
@@ -68,7 +68,7 @@ def import_(
     output.answer(as_json(plan, found), lambda console: draw(console, plan, found), as_json=json)
 
 
-def as_json(plan: ImportPlan, found: Imported) -> dict[str, Any]:
+def as_json(plan: ImportPlan, found: ImportResult) -> dict[str, Any]:
     """The JSON object of the command."""
     return {
         "store": str(found.store),
@@ -85,13 +85,13 @@ def as_json(plan: ImportPlan, found: Imported) -> dict[str, Any]:
     }
 
 
-def draw(console: Console, plan: ImportPlan, found: Imported) -> None:
+def draw(console: Console, plan: ImportPlan, found: ImportResult) -> None:
     """The text of the command."""
     checkpoint = plan.checkpoint
     console.print(
         output.facts(
             {
-                "Imported": f"{checkpoint.origin} ({plan.kind})",
+                "ImportResult": f"{checkpoint.origin} ({plan.kind})",
                 "As": f"{found.save} in {found.store}",
                 "Kind": Text("exact", style="green"),
                 "Wrote": f"{size_text(found.bytes_written)}, {plural(len(checkpoint.layers), 'layer')}",

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from merger.checkpoint import ChosenStep
     from merger.io.output_dir import SourceUse
     from merger.merge import MergeResult
-    from merger.plan import Draft, MergePlan, Request
+    from merger.plan import MergeDraft, MergePlan, Request
 
 
 @contextmanager
@@ -155,10 +155,10 @@ def merge(
         raise UsageError(f"--out {place_of(out)}: checkpoints are rebuilt in directories; copy it to the bucket after")
     from merger.layouts.base import Target
     from merger.plan import Request
-    from merger.recipe.model import dtype_named
+    from merger.recipe.model import parse_dtype
     from merger.recipe.parse import read_recipe
 
-    given = None if dtype is None else dtype_named(dtype)
+    given = None if dtype is None else parse_dtype(dtype)
     size = None if shard_size is None else size_from(shard_size)
     target = Target(layout, zero_stage, world_size, given, size, files)
     wanted = int(step) if step is not None and step.isascii() and step.isdigit() else step
@@ -322,7 +322,7 @@ _FILES = 20
 class MergePlanReport:
     """A draft and where it would go. free: bytes there, None where no directory was named."""
 
-    draft: Draft
+    draft: MergeDraft
     out: Path | None
     workers: int
     free: int | None

@@ -1,13 +1,8 @@
-"""Checked blocks and extents; encoded fragments.
+"""Describe the bytes that a merge reads: blocks, each with a checksum, and the extents that lie in them.
 
-Bytes of a source that a merge reads: blocks, each checked as one, and the extents that lie in them.
-
-Whatever a source is (a store, a framework's own files), this is all that the rest of the merger sees of its
-tensors. It does not know what reads them or where they go.
-
-Fragments of a store that were encoded, packed, or stored as differences, as blocks: decoded while they are read.
-
-Chunk by chunk, each stored byte once, so memory does not grow with a fragment. It does not know where the bytes go.
+This is all that the rest of the merger sees of tensors in a source, be it a store or a framework's own files.
+Encoded, packed or delta fragments of a store are blocks that are decoded chunk by chunk while they are read, each
+stored byte once, so memory does not grow with a fragment.
 """
 
 from __future__ import annotations
@@ -26,77 +21,73 @@ from store.errors import DamagedError, MissingError, StorageError, UnreachableEr
 from store.fragments import FragmentReader, Source
 from store.resolve import RejectedVersion
 
+Progress = Callable[[int], None]
+"""Called with the number of stored bytes just read."""
+
+_CHUNKS_PER_PASS = 14
+"""Most chunks in memory during a pass, measured: stored, unpacked, decoded, the base's, and malloc's reserve."""
+
 
 class Readable(Protocol):
-    """Where blocks are read from. :class:`store.storage.local.Files` is one."""
+    """Reads byte ranges of files. :class:`store.storage.local.Files` implements it."""
 
     def read_into(self, path: str, offset: int, target: memoryview) -> None:
-        """Fill ``target`` from byte ``offset`` of a file. DamagedError where it ends early, StorageError."""
+        """Fill ``target`` from byte ``offset`` of a file. DamagedError if it ends early, StorageError."""
         ...
 
 
 class RunningHash(Protocol):
-    """A checksum over bytes as they come."""
+    """A checksum updated as bytes arrive."""
 
-    def update(self, data: memoryview, /) -> None:
-        """Take in the next bytes."""
-        ...
+    def update(self, data: memoryview, /) -> None: ...
 
-    def hexdigest(self) -> str:
-        """Checksum of everything so far."""
-        ...
+    def hexdigest(self) -> str: ...
 
 
 class Crc32:
-    """CRC-32 as zip files have it (ISO 3309), running."""
+    """CRC-32 of zip files (ISO 3309) as a running hash."""
 
     def __init__(self) -> None:
         self.value = 0
 
     def update(self, data: memoryview) -> None:
-        """See :class:`RunningHash`."""
         self.value = isal_zlib.crc32(data, self.value)
 
     def hexdigest(self) -> str:
-        """Eight hex digits."""
         return f"{self.value:08x}"
 
 
 def xxh3() -> RunningHash:
-    """xxh3-128 as stores have it, running."""
+    """Return a running xxh3-128, the checksum of stores."""
     return xxhash.xxh3_128()
 
 
 @dataclass(frozen=True)
 class Damage:
-    """A version found to be damaged, and the store that it is of: an older one can stand in for it."""
+    """A damaged version of a unit and its store; an older version can be used instead."""
 
     store: Path
     bad: RejectedVersion
 
 
-Progress = Callable[[int], None]
-"""Told the number of stored bytes just read."""
-
-
-class Decoding(Protocol):
-    """One pass over a block whose bytes have to be decoded. It belongs to one thread."""
+class DecodePass(Protocol):
+    """One pass over a block whose bytes are decoded. Belongs to one thread."""
 
     @property
     def flaw(self) -> Damage | None:
-        """What was found damaged, after an error: what is stored may rest on another version, and that one be it."""
+        """After an error: the damaged version, which is the base's if a difference's base is damaged."""
         ...
 
     def pieces(self) -> Iterator[memoryview]:
-        """The block's bytes, front to back, in pieces of whole elements; each is the caller's.
+        """Yield the block's bytes in order, in pieces of whole elements; the caller owns each piece.
 
-        DamagedError, perhaps after the last piece, where what is stored is not what was written; StorageError.
+        Raises DamagedError, perhaps after the last piece, if the stored bytes are wrong; StorageError.
         """
         ...
 
 
 class EncodedFragment(Protocol):
-    """What is stored in the place of a block's bytes."""
+    """Stored bytes that decode to a block."""
 
     @property
     def nbytes(self) -> int:
@@ -105,20 +96,22 @@ class EncodedFragment(Protocol):
 
     @property
     def memory(self) -> int:
-        """Bytes of memory that one pass takes at most."""
+        """Most bytes of memory that one pass takes."""
         ...
 
-    def decoding(self, progress: Progress) -> Decoding:
-        """Begin a pass."""
+    def decoding(self, progress: Progress) -> DecodePass:
+        """Start a pass."""
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """``nbytes`` bytes from ``offset`` of a file, right if ``digest`` is what ``checksum`` gives over all of them.
+    """``nbytes`` bytes from ``offset`` of a file, correct if ``checksum`` over all of them gives ``digest``.
 
-    name: what to call it in an error. flaw: what is found if the bytes are wrong; None where that ends the merge.
-    coded: where ``nbytes`` bytes have to be decoded from what is stored from ``offset``, and ``digest`` is of that.
+    Args:
+        name: name in errors.
+        flaw: the damaged version if the bytes are wrong; None if damage ends the merge.
+        coded: decodes ``nbytes`` bytes from those stored at ``offset``; ``digest`` is of the stored bytes.
     """
 
     files: Readable
@@ -133,15 +126,15 @@ class Block:
 
     @property
     def stored_bytes(self) -> int:
-        """What reading the block once reads: also what it is the difference to, where it is one."""
+        """Bytes that reading the block once reads, including the base of a difference."""
         return self.nbytes if self.coded is None else self.coded.nbytes
 
 
 @dataclass(frozen=True, eq=False)
 class Extent:
-    """Elements [start, stop) of a flattened (fqn, slot): they lie from byte ``offset`` of a block, little-endian.
+    """Elements [start, stop) of a flattened (fqn, slot), from byte ``offset`` of a block, little-endian.
 
-    dtype: as safetensors names it. A :class:`store.fragments.Span`.
+    ``dtype`` is a safetensors name. Implements :class:`store.fragments.Span`.
     """
 
     fqn: str
@@ -152,14 +145,44 @@ class Extent:
     block: Block
     offset: int
 
+    @property
+    def nbytes(self) -> int:
+        return (self.stop - self.start) * itemsize(self.dtype)
 
-_LARGEST = 14
-"""Chunks that a pass takes at most, measured: stored, unpacked and decoded ones, the base's, and what malloc keeps."""
+    def require_inside_block(self) -> None:
+        """Raise DamagedError unless the block holds all elements: those beyond it would become zeros unnoticed."""
+        end = self.offset + self.nbytes
+        if self.offset < 0 or end > self.block.nbytes:
+            raise DamagedError(
+                f"{self.fqn}/{self.slot}: elements {self.start} to {self.stop} do not lie in {self.block.name} of "
+                f"{self.block.path}: they would end at byte {end} of {self.block.nbytes}"
+            )
+
+
+def read_chunks(block: Block, buffer: memoryview) -> Iterator[tuple[int, int]]:
+    """Fill ``buffer`` with one chunk after another of a block that is stored as is, and yield its (begin, end).
+
+    Raises DamagedError at the end if the bytes do not match the checksum; StorageError.
+    """
+    running = block.checksum()
+    for begin in range(0, block.nbytes, len(buffer) or 1):
+        chunk = buffer[: min(len(buffer), block.nbytes - begin)]
+        try:
+            block.files.read_into(block.path, block.offset + begin, chunk)
+        except OSError as error:  # must not be taken for an error of the output
+            raise StorageError(f"{block.name}: cannot read {block.path}: {error.strerror or error}") from error
+        running.update(chunk)
+        yield begin, begin + len(chunk)
+    if running.hexdigest() != block.digest:
+        raise DamagedError(
+            f"{block.name}: bytes {block.offset} to {block.offset + block.nbytes} of {block.path} do not match their "
+            "checksum"
+        )
 
 
 @dataclass(frozen=True)
 class StoredFragment:
-    """A :class:`merger.io.blocks.EncodedFragment`. root: of the store, for its flaws."""
+    """An encoded fragment of the store at ``root``."""
 
     files: Readable
     source: Source
@@ -167,62 +190,58 @@ class StoredFragment:
 
     @property
     def nbytes(self) -> int:
-        """Its own bytes, and those of its base: that is read again for each fragment that is a difference to it."""
+        """Its own bytes and those of its base, which is read again for each difference to it."""
         base = self.source.base
         return self.source.entry.nbytes + (0 if base is None else base.entry.nbytes)
 
     @property
     def memory(self) -> int:
-        """See :class:`merger.io.blocks.EncodedFragment`."""
         entry = self.source.entry
-        return _LARGEST * min(CHUNK, entry.numel) * itemsize(entry.dtype)
+        return _CHUNKS_PER_PASS * min(CHUNK, entry.numel) * itemsize(entry.dtype)
 
     def decoding(self, progress: Progress) -> FragmentPass:
-        """See :class:`merger.io.blocks.EncodedFragment`."""
         return FragmentPass(self, progress)
 
 
 class FragmentPass:
-    """A :class:`merger.io.blocks.Decoding`."""
+    """A decode pass over a stored fragment."""
 
     def __init__(self, fragment: StoredFragment, progress: Progress) -> None:
         self._fragment = fragment
-        self._reader = FragmentReader(_Told(fragment.files, progress), fragment.source)
+        self._reader = FragmentReader(_CountingFiles(fragment.files, progress), fragment.source)
 
     @property
     def flaw(self) -> Damage:
-        """The fragment's version, or that of its base where the base's bytes are wrong."""
+        """The fragment's version, or its base's version if the base's bytes are wrong."""
         return Damage(self._fragment.root, RejectedVersion(self._reader.at_fault, self._fragment.source.entry.unit))
 
     def pieces(self) -> Iterator[memoryview]:
-        """See :class:`merger.io.blocks.Decoding`."""
         try:
             for values in self._reader.chunks():
                 yield values.view(np.uint8).data
         except DamagedError as error:
-            raise DamagedError(f"{self._what('which is damaged')}: {error}") from error
+            raise DamagedError(f"{self._subject('which is damaged')}: {error}") from error
         except UnreachableError:
             raise
         except MissingError as error:
-            raise MissingError(f"{self._what('which is gone')}: {error}") from error
+            raise MissingError(f"{self._subject('which is gone')}: {error}") from error
         except StorageError as error:
-            raise StorageError(f"{self._what('which cannot be read')}: {error}") from error
+            raise StorageError(f"{self._subject('which cannot be read')}: {error}") from error
 
-    def _what(self, fate: str) -> str:
-        """Which fragment, and which save's bytes are to blame: a base's wrong bytes show in what depends on it."""
+    def _subject(self, fate: str) -> str:
+        """Return which fragment failed, and the save of its base if the base's bytes are at fault."""
         source, fault = self._fragment.source, self._reader.at_fault
         entry = source.entry
         where = f"{entry.unit} of save {source.part.save}, elements {entry.start} to {entry.stop} of {entry.fqn}"
         return where if fault == source.part.save else f"{where}, the difference to save {fault}, {fate}"
 
 
-class _Told:
-    """Files that tell what is read."""
+class _CountingFiles:
+    """Files that report the bytes read."""
 
     def __init__(self, files: Readable, progress: Progress) -> None:
         self._files, self._progress = files, progress
 
     def read_into(self, path: str, offset: int, target: memoryview) -> None:
-        """See :class:`merger.io.blocks.Readable`."""
         self._files.read_into(path, offset, target)
         self._progress(len(target))

@@ -1,18 +1,7 @@
-"""Output directory, write-back, certificate file.
+"""Create the output directory of a merge and give it its name when all of it is durable.
 
-The directory of a rebuilt checkpoint: made beside its final name, and given that name when all of it is durable.
-
-An interrupted merge leaves a directory with a temporary name only; the next merge to the same place removes
-it. A lock on the directory tells a merge that was interrupted from one that is at work: the kernel drops it
-with the process. It does not know what is in the files.
-
-What a merge tells: the certificate as a file beside the checkpoint.
-
-Keeping the device busy while bytes are still being put together: output files are synced as they grow.
-
-A merge ends with everything on the device. Left to the end, that wait is as long as the work before it; measured
-on a local disk, syncing alongside took a quarter off a merge. One thread; it only ever syncs. What it was told of
-an error is raised when it ends, and such a file is never synced again: the merge is over.
+An interrupted merge leaves only a directory with a temporary name, which the next merge to the same place removes. A
+lock on the directory tells interrupted merges from running ones: the kernel drops it with the process.
 """
 
 from __future__ import annotations
@@ -29,20 +18,28 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from merger.io.output_file import OutFile, Verbatim, advice
+from merger.io.output_file import OutFile, VerbatimFile, storage_errors
 from store.certificate import Certificate
-from store.errors import StorageError, UsageError
+from store.errors import UsageError
 
 _PREFIX = ".driftpoint-merge-"
 
+CERTIFICATE = "driftpoint-certificate.json"
 
-class Output:
-    """A checkpoint in the making. One process, one thread."""
+PAUSE_SECONDS = 0.01
+"""Seconds between two rounds of syncs, so that files that do not grow cost almost nothing."""
 
-    def __init__(self, out: Path, source: Path) -> None:
+EARLY_SYNC_BYTES = 1 << 24
+"""Smallest file, in bytes, that is synced early: some layouts have many small ones."""
+
+
+class OutputDir:
+    """A checkpoint being written. One process, one thread."""
+
+    def __init__(self, out: Path, sources: Sequence[Path]) -> None:
         self.out = out.absolute()
-        _require_free(self.out, source.absolute())
-        with _told(self.out):
+        _require_valid(self.out, sources)
+        with storage_errors(self.out):
             self.out.parent.mkdir(parents=True, exist_ok=True)
             self._remove_leftovers()
             self.folder = self.out.parent / f"{_PREFIX}{secrets.token_hex(6)}-{self.out.name}"
@@ -51,18 +48,18 @@ class Output:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def clear(self) -> None:
-        """Remove what was written so far: begin again."""
-        with _told(self.folder):
+        """Remove everything written so far."""
+        with storage_errors(self.folder):
             for path in self.folder.iterdir():
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     def finish(self) -> None:
-        """Give the directory its final name; durable on return. Files in it must be durable already."""
-        with _told(self.out):
+        """Give the directory its final name; durable on return. Its files must be durable already."""
+        with storage_errors(self.out):
             for folder, _, _ in os.walk(self.folder):
                 _sync(Path(folder))
             if self.out.exists() or self.out.is_symlink():
-                raise UsageError(_taken(self.out))
+                raise _exists_error(self.out)
             self.folder.rename(self.out)
             _sync(self.out.parent)
         self._unlock()
@@ -94,7 +91,7 @@ def _remove_unless_locked(path: Path) -> None:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         raise UsageError(
-            f"another merge is writing to the same place now ({path}): wait for it, or name another output directory"
+            f"another merge is writing to {path}: wait for it, or name another output directory"
         ) from error
     else:
         with suppress(FileNotFoundError):
@@ -103,17 +100,18 @@ def _remove_unless_locked(path: Path) -> None:
         os.close(descriptor)
 
 
-def _require_free(out: Path, source: Path) -> None:
+def _require_valid(out: Path, sources: Sequence[Path]) -> None:
     if out.exists() or out.is_symlink():
-        raise UsageError(_taken(out))
-    if out.resolve().is_relative_to(source.resolve()):
-        raise UsageError(
-            f"{out} lies inside the source {source}, which a merge never changes: name a directory outside of it"
-        )
+        raise _exists_error(out)
+    for source in sources:
+        if out.resolve().is_relative_to(source.resolve()):
+            raise UsageError(
+                f"{out} lies inside the source {source}, which a merge never changes: name a directory outside of it"
+            )
 
 
-def _taken(out: Path) -> str:
-    return f"{out} exists already, and a merge replaces nothing: name a new directory, or remove that one first"
+def _exists_error(out: Path) -> UsageError:
+    return UsageError(f"{out} already exists, and a merge never overwrites: name a new directory, or remove it first")
 
 
 def _sync(folder: Path) -> None:
@@ -124,20 +122,15 @@ def _sync(folder: Path) -> None:
         os.close(descriptor)
 
 
-@contextmanager
-def _told(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise StorageError(f"cannot write {path}: {error.strerror or error}; {advice(error)}") from error
-
-
-CERTIFICATE = "driftpoint-certificate.json"
-
-
 @dataclass(frozen=True)
 class SourceUse:
-    """One source of a merge. name: as the recipe has it. path: absolute. origin: what exactly was taken, in words."""
+    """One source of a merge.
+
+    Args:
+        name: name in the recipe.
+        path: absolute path.
+        origin: the checkpoint taken from it, in words.
+    """
 
     name: str
     kind: str
@@ -150,50 +143,44 @@ class SourceUse:
 def certificate_file(
     certificate: Certificate, tag: str, notes: Sequence[str], sources: Sequence[SourceUse] = ()
 ) -> OutFile:
-    """The certificate as a file of the output. tag: the checkpoint's name inside of it. sources: what it is made of."""
+    """Build the certificate file of the output. ``tag``: name of the checkpoint inside the output."""
     document = {
         "tag": tag,
         **certificate.as_json(),
         "sources": [asdict(source) for source in sources],
         "notes": list(notes),
     }
-    return OutFile(CERTIFICATE, Verbatim((json.dumps(document, indent=1) + "\n").encode()))
-
-
-PAUSE = 0.01
-"""Seconds between two rounds, so that files which do not grow cost nothing to speak of."""
-
-WORTHWHILE = 1 << 24
-"""Size in bytes from which a file is synced early: the many small ones of some layouts are not."""
+    return OutFile(CERTIFICATE, VerbatimFile((json.dumps(document, indent=1) + "\n").encode()))
 
 
 @contextmanager
 def early_writeback(paths: Sequence[Path]) -> Iterator[None]:
-    """Sync large files while the block runs. OSError at its end where one could not be."""
-    files = [path for path in paths if path.stat().st_size >= WORTHWHILE]
+    """Sync large files from a thread while the block runs. Raises OSError at its end if a sync failed.
+
+    Syncing alongside keeps the device busy: measured on a local disk, it takes a quarter off a merge. After an error no
+    file is synced again, since the merge has failed.
+    """
+    files = [path for path in paths if path.stat().st_size >= EARLY_SYNC_BYTES]
     errors: list[OSError] = []
-    over = threading.Event()
-    thread = threading.Thread(target=_sync_in_turn, args=(files, over, errors), name="driftpoint-writeback")
+    done = threading.Event()
+    thread = threading.Thread(target=_sync_repeatedly, args=(files, done, errors), name="driftpoint-writeback")
     thread.start()
     try:
         yield
     finally:
-        over.set()
+        done.set()
         thread.join()
     if errors:
         raise errors[0]
 
 
-def _sync_in_turn(files: Sequence[Path], over: threading.Event, errors: list[OSError]) -> None:
+def _sync_repeatedly(files: Sequence[Path], done: threading.Event, errors: list[OSError]) -> None:
     try:
-        while not over.wait(PAUSE):
+        while not done.wait(PAUSE_SECONDS):
             for path in files:
-                descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-                try:
-                    os.fdatasync(descriptor)
-                finally:
-                    os.close(descriptor)
-                if over.is_set():
+                with path.open("r+b", buffering=0) as file:
+                    os.fdatasync(file.fileno())
+                if done.is_set():
                     return
     except OSError as error:
         errors.append(error)

@@ -1,32 +1,26 @@
-"""Container protocol, file handles, verbatim files.
+"""Define output files: containers with holes for tensors, positioned writes, and the errors of both.
 
-Output files that bytes are put into at their places, and the one error for what the system refuses there.
-
-It does not know what the bytes are.
-
-What a container is: one kind of output file, made with holes where tensors go, filled by others, then sealed.
-
-Small files whose bytes are known beforehand: configuration, tokenizers, ``latest``, certificates.
+A container creates its file with holes where tensors go; the holes are filled in parallel, then the file is sealed.
 """
 
 from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from merger.checkpoint import Stored
-from store.errors import MergeError
+from merger.checkpoint import PlannedTensor
+from store.errors import MergeError, StorageError
 
 OPEN_FILES = 64
-"""Files that one thread keeps open at a time."""
-
+"""Most files that one thread keeps open."""
 
 _PROBE = 1 << 16
-"""Bytes put at the end of a file to hear why no more go there: more than a block that is taken already has left."""
+"""Bytes appended to a file to learn why it cannot grow: more than an allocated block has left."""
 
 _ELSEWHERE = "name another output directory"
 _ADVICE = {
@@ -37,15 +31,18 @@ _ADVICE = {
 }
 
 
-def advice(error: OSError) -> str:
-    """What to do where the system refuses to write."""
+def write_remedy(error: OSError) -> str:
+    """Return the remedy for a refused write."""
     return _ADVICE.get(error.errno or 0, f"free space or {_ELSEWHERE}")
 
 
-def refusal(path: Path, nbytes: int, told: Exception) -> OSError:
-    """Why the system takes no more of a file, asked of the system: what a library told need not be its words.
+def write_error(path: Path, nbytes: int, error: Exception) -> OSError:
+    """Return why the system refuses to write a file, by writing to it again: libraries do not always pass it on.
 
-    nbytes: how large the file was to be. Changes the file, which is of no use any more.
+    Args:
+        path: the file, which is changed and must be discarded.
+        nbytes: planned size of the file.
+        error: the library's error.
     """
     try:
         with path.open("r+b", buffering=0) as file:
@@ -54,20 +51,36 @@ def refusal(path: Path, nbytes: int, told: Exception) -> OSError:
                 left = _PROBE
                 while left:
                     left -= file.write(bytes(left)) or 0
-    except OSError as error:
-        return error
-    return OSError(f"torch could not write it: {told}")
+    except OSError as reason:
+        return reason
+    return OSError(f"torch could not write it: {error}")
 
 
 class OutputError(Exception):
-    """The system refused to write or to read back an output file. Not a StorageError: that is about sources.
-
-    advice: what to do.
-    """
+    """The system refused to write or read back an output file. Not a StorageError, which is about sources."""
 
     def __init__(self, path: Path, error: OSError, verb: str = "write") -> None:
         super().__init__(f"cannot {verb} {path}: {error.strerror or error}")
-        self.advice = advice(error)
+        self.advice = write_remedy(error)
+
+
+@contextmanager
+def storage_errors(path: Path) -> Iterator[None]:
+    """Turn errors of the system while writing below ``path`` into StorageErrors with a remedy."""
+    try:
+        yield
+    except OutputError as error:
+        raise StorageError(f"{error}; {error.advice}") from error
+    except OSError as error:
+        raise StorageError(f"cannot write {path}: {error.strerror or error}; {write_remedy(error)}") from error
+
+
+def read_back_error(path: Path) -> MergeError:
+    """Return the error for a file whose bytes are not those written."""
+    return MergeError(
+        f"{path} reads back different bytes than were written; check `dmesg` for disk errors, or name an output "
+        "directory elsewhere"
+    )
 
 
 class OutFiles:
@@ -78,7 +91,7 @@ class OutFiles:
         self._open: dict[int, int] = {}
 
     def write(self, file: int, offset: int, data: memoryview) -> None:
-        """Put all of ``data`` at byte ``offset`` of the file of that number, which exists. OutputError."""
+        """Write all of ``data`` at byte ``offset`` of an existing file, given by number. OutputError."""
         try:
             if file not in self._open:
                 if len(self._open) >= OPEN_FILES:
@@ -91,47 +104,47 @@ class OutFiles:
             raise OutputError(self._paths[file], error) from error
 
     def close(self) -> None:
-        """Close all; they open again when they are written to."""
+        """Close all files; they reopen on the next write."""
         while self._open:
             os.close(self._open.popitem()[1])
 
 
 @dataclass(frozen=True)
 class Hole:
-    """Where a planned tensor's bytes go: ``stored.nbytes`` bytes from ``offset`` of the file."""
+    """A planned tensor's bytes: ``stored.nbytes`` bytes from ``offset`` of the file."""
 
     offset: int
-    stored: Stored
+    stored: PlannedTensor
 
 
 class Container(Protocol):
     """The content of one output file."""
 
     def make(self, path: Path) -> tuple[Hole, ...]:
-        """Create the file at its full size, everything but the holes written. OSError passes through."""
+        """Create the file at its full size with everything but the holes. OSError passes through."""
         ...
 
     def seal(self, path: Path, checksums: Mapping[int, int]) -> None:
-        """Write what depends on the tensors' bytes: checksums has the CRC-32 of each hole, by its offset."""
+        """Write the bytes that depend on the tensors. ``checksums``: CRC-32 of each hole by offset."""
         ...
 
     def check(self, path: Path) -> None:
-        """Read back what :meth:`make` wrote and MergeError where it is not as meant. Tensors are checked elsewhere."""
+        """Read back what :meth:`make` wrote; MergeError if it differs. Tensors are checked elsewhere."""
         ...
 
-    def tensors(self) -> Iterable[Stored]:
-        """Every planned tensor of the file, once."""
+    def tensors(self) -> Iterable[PlannedTensor]:
+        """Return every planned tensor of the file, once."""
         ...
 
     @property
     def nbytes(self) -> int:
-        """About how large the file will be, in bytes, for planning."""
+        """Approximate size of the file in bytes, for planning."""
         ...
 
 
 @dataclass(frozen=True)
 class OutFile:
-    """A file of the output. path: relative to the output's directory, ``/`` between names."""
+    """A file of the output. ``path`` is relative to the output directory, with ``/`` between names."""
 
     path: str
     container: Container
@@ -139,22 +152,19 @@ class OutFile:
 
 
 @dataclass(frozen=True)
-class Verbatim:
-    """A file that holds just ``data``."""
+class VerbatimFile:
+    """A file of known bytes, such as configuration, tokenizers, ``latest`` and certificates."""
 
     data: bytes
 
     @property
     def nbytes(self) -> int:
-        """See :class:`merger.io.output_file.Container`."""
         return len(self.data)
 
-    def tensors(self) -> tuple[Stored, ...]:
-        """None."""
+    def tensors(self) -> tuple[PlannedTensor, ...]:
         return ()
 
     def make(self, path: Path) -> tuple[Hole, ...]:
-        """See :class:`merger.io.output_file.Container`."""
         with path.open("xb") as file:
             file.write(self.data)
         return ()
@@ -163,6 +173,5 @@ class Verbatim:
         """Nothing to do."""
 
     def check(self, path: Path) -> None:
-        """See :class:`merger.io.output_file.Container`."""
         if path.read_bytes() != self.data:
-            raise MergeError(f"{path} does not read back as it was written: the storage under it is not to be trusted")
+            raise read_back_error(path)

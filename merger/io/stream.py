@@ -1,9 +1,8 @@
-"""Blocks of a source as streams: read front to back, once, checked at their end, and cut into fragments on the way.
+"""Read blocks as streams for an import: front to back, once, cut into fragments, checked at their end.
 
-Whoever writes the fragments draws them in the order given, one after another; memory holds one chunk, and what
-decoding takes where a block has to be decoded. The bytes of
-a block are known to be right only when its last fragment has been drawn to the end: until then nothing made of them
-may be called complete. One thread. It does not know what is written, nor where.
+Fragments must be drawn in the given order, one after another, by one thread. Memory holds one chunk, and the decoder's
+chunks if a block is decoded. A block's bytes are known to be correct only when its last fragment is drawn to the end;
+nothing made of them is complete before.
 """
 
 from __future__ import annotations
@@ -11,22 +10,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from merger.io.blocks import Block, Extent, Progress
+from merger.io.blocks import Block, Extent, Progress, read_chunks
 from merger.tensors import torch_dtype
-from store.errors import DamagedError, StorageError
+from store.errors import DamagedError
 
 CHUNK = 1 << 22
 """Bytes read at a time."""
 
 FRAGMENT_BYTES = 1 << 25
-"""Largest fragment: a rank that needs a part of a tensor reads every fragment that the part touches whole."""
+"""Largest fragment: a rank that needs a part of a tensor reads whole fragments."""
 
 
 @dataclass(frozen=True)
 class FragmentStream:
-    """An extent, at most ``FRAGMENT_BYTES`` large, as bytes that come while they are written.
+    """An extent of at most ``FRAGMENT_BYTES`` as bytes read on demand. Implements :class:`store.segment.StreamedData`.
 
-    A :class:`store.segment.StreamedData`. last: nothing of the reading follows it.
+    ``last``: nothing of the reading follows it.
     """
 
     extent: Extent
@@ -35,16 +34,14 @@ class FragmentStream:
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes."""
-        return _nbytes(self.extent)
+        return self.extent.nbytes
 
     @property
     def exact(self) -> bool:
-        """See :class:`store.segment.StreamedData`."""
         return True
 
     def pieces(self) -> Iterator[memoryview]:
-        """See :class:`store.segment.StreamedData`. DamagedError for a block that does not match its checksum."""
+        """Yield the bytes. DamagedError if the block does not match its checksum."""
         self.reading.go_to(self.extent.offset)
         left = self.nbytes
         while left:
@@ -65,7 +62,7 @@ class Reading:
         self._chunk = memoryview(b"")
 
     def take(self, most: int) -> memoryview:
-        """The next bytes: at least one, at most ``most``; they stand still until the next call."""
+        """Return the next bytes: at least one, at most ``most``; valid until the next call."""
         if not len(self._chunk):
             self._chunk = self._next()
         piece, self._chunk = self._chunk[:most], self._chunk[most:]
@@ -73,17 +70,17 @@ class Reading:
         return piece
 
     def go_to(self, offset: int) -> None:
-        """Skip to byte ``offset`` of the block; what is skipped counts for the checksum."""
+        """Skip to byte ``offset`` of the block; skipped bytes count for the checksum."""
         if offset < self._position:
-            raise ValueError(f"{self._block.name}: byte {offset} has gone by")
+            raise ValueError(f"{self._block.name}: byte {offset} was already read; draw fragments in order")
         while self._position < offset:
             self.take(offset - self._position)
 
     def finish(self) -> None:
-        """Read what is left. DamagedError unless all of the block is what was written."""
+        """Read the rest. DamagedError unless all of the block is correct."""
         self.go_to(self._block.nbytes)
         self._chunk = memoryview(b"")
-        if next(self._chunks, None) is not None:  # asking for more is what has the whole checked
+        if next(self._chunks, None) is not None:  # the checksum is compared when the chunks end
             raise DamagedError(f"{self._block.name} of {self._block.path} does not end at byte {self._block.nbytes}")
         self._chunks = iter(())
 
@@ -91,39 +88,26 @@ class Reading:
         found = next(self._chunks, None)
         if found is None:
             raise DamagedError(
-                f"{self._block.name} of {self._block.path} ends at byte {self._position}, and more is to be in it"
+                f"{self._block.name} of {self._block.path} ends at byte {self._position} of {self._block.nbytes}"
             )
         return found
 
 
 def _stored(block: Block, progress: Progress) -> Iterator[memoryview]:
-    """The chunks of a block whose bytes are stored as they are. DamagedError at its end where they are not right."""
-    running = block.checksum()
     buffer = memoryview(bytearray(min(CHUNK, block.nbytes)))
-    for begin in range(0, block.nbytes, CHUNK):
-        chunk = buffer[: min(CHUNK, block.nbytes - begin)]
-        try:
-            block.files.read_into(block.path, block.offset + begin, chunk)
-        except OSError as error:  # of a reader that does not tell it in our words
-            raise StorageError(f"{block.name}: cannot read {block.path}: {error.strerror or error}") from error
-        running.update(chunk)
-        progress(len(chunk))
-        yield chunk
-    if running.hexdigest() != block.digest:
-        raise DamagedError(
-            f"{block.name}: bytes {block.offset} to {block.offset + block.nbytes} of {block.path} do not match "
-            "their checksum"
-        )
+    for begin, end in read_chunks(block, buffer):
+        progress(end - begin)
+        yield buffer[: end - begin]
 
 
 def fragment_streams(extents: Iterable[Extent], progress: Progress) -> list[FragmentStream]:
-    """All extents with elements, cut small, in the order in which they have to be drawn.
+    """Cut all extents with elements into fragments, in the order in which they must be drawn.
 
-    DamagedError where an extent is not inside its block.
+    Raises DamagedError if an extent is not inside its block.
     """
     by_block: dict[Block, list[Extent]] = {}
     for extent in extents:
-        _require_inside(extent)
+        extent.require_inside_block()
         if extent.stop > extent.start:
             by_block.setdefault(extent.block, []).append(extent)
     found: list[FragmentStream] = []
@@ -135,27 +119,16 @@ def fragment_streams(extents: Iterable[Extent], progress: Progress) -> list[Frag
     return found
 
 
-def bytes_to_read(found: Iterable[FragmentStream]) -> int:
-    """Bytes that drawing all of them reads: every block whole, mostly once, and with each difference its base."""
-    return sum(flow.extent.block.stored_bytes for flow in found if flow.last)
-
-
-def _nbytes(extent: Extent) -> int:
-    return (extent.stop - extent.start) * torch_dtype(extent.dtype).itemsize
-
-
-def _require_inside(extent: Extent) -> None:
-    if extent.offset < 0 or extent.offset + _nbytes(extent) > extent.block.nbytes:
-        raise DamagedError(
-            f"{extent.fqn}/{extent.slot}: elements {extent.start} to {extent.stop} do not lie in {extent.block.name}"
-        )
+def bytes_to_read(streams: Iterable[FragmentStream]) -> int:
+    """Return the bytes that drawing all streams reads: every block whole, mostly once, with the bases."""
+    return sum(stream.extent.block.stored_bytes for stream in streams if stream.last)
 
 
 def _without_overlaps(extents: Sequence[Extent]) -> list[list[Extent]]:
-    """Runs of extents that follow one another. One, but where two names share the same bytes."""
+    """Group extents into runs without overlaps: one, unless two names share the same bytes."""
     runs: list[list[Extent]] = []
     for extent in sorted(extents, key=lambda extent: extent.offset):
-        free = (run for run in runs if run[-1].offset + _nbytes(run[-1]) <= extent.offset)
+        free = (run for run in runs if run[-1].offset + run[-1].nbytes <= extent.offset)
         run = next(free, None)
         if run is None:
             runs.append([extent])

@@ -1,7 +1,4 @@
-"""layout_for().
-
-Choosing the layout for what the user asks and for what was training.
-"""
+"""Select the layout for a target and the framework that was training."""
 
 from __future__ import annotations
 
@@ -18,21 +15,18 @@ _LAYOUTS_OF: Mapping[str, tuple[str, ...]] = {
     "shard_bytes": ("hf", "dcp"),
     "files": ("hf", "trainer"),
 }
-"""The layouts that a setting of a target means something to."""
+"""Layouts that use a setting of a target."""
 
 _NATIVE = {"deepspeed": "deepspeed", "torch": "torch", "fsdp2": "dcp"}
-"""The layout that each framework loads by itself."""
+"""Layout that each framework loads natively."""
 
 _OPTIONS = {"shard_bytes": "--shard-size"}
-"""How a setting is typed, where that is not its own name."""
+"""Command-line option of a setting, if it is not the setting's name."""
 
 
 def layout_for(checkpoint: Checkpoint, target: Target) -> Layout:
-    """UnsupportedError, naming what there is, where there is no layout for it; UsageError where the target asks for
-    something that the layout has no use for."""
-    name = target.layout
-    if name == "native":
-        name = _native(checkpoint)
+    """Return the layout. UnsupportedError if there is none; UsageError for settings that it does not use."""
+    name = _native(checkpoint) if target.layout == "native" else target.layout
     _require_used(checkpoint, target, name)
     if name == "torch":
         from merger.layouts.torch_state_dict import StateDictLayout
@@ -54,28 +48,27 @@ def layout_for(checkpoint: Checkpoint, target: Target) -> Layout:
 
 
 def _require_used(checkpoint: Checkpoint, target: Target, name: str) -> None:
-    """What is asked for and would be left aside without a word."""
-    useless = []
+    """Raise UsageError for settings that the layout would ignore."""
+    unused = []
     for setting, layouts in _LAYOUTS_OF.items():
         if getattr(target, setting) is None:
             continue
         of_deepspeed = setting == "zero_stage" and checkpoint.framework != "deepspeed"
-        meant = tuple(one for one in layouts if one != "trainer" or not of_deepspeed)
-        if name not in meant:
+        users = tuple(one for one in layouts if one != "trainer" or not of_deepspeed)
+        if name not in users:
             option = _OPTIONS.get(setting, f"--{setting.replace('_', '-')}")
-            what = repr(name) if target.layout == name else f"{name!r}, the native one here"
-            several = "s" if len(meant) > 1 else ""
-            useless.append(f"{option} is for layout{several} {' and '.join(meant)}, and this is {what}: leave it out")
-    if useless:
-        raise UsageError("; ".join(useless))
+            layout_text = repr(name) if target.layout == name else f"{name!r}, the native one here"
+            plural = "s" if len(users) > 1 else ""
+            unused.append(f"{option} is for layout{plural} {' and '.join(users)}, not for {layout_text}: leave it out")
+    if unused:
+        raise UsageError("; ".join(unused))
 
 
 def _native(checkpoint: Checkpoint) -> str:
     layout = _NATIVE.get(checkpoint.framework)
     if layout is None:
         raise UnsupportedError(
-            f"the store was written by framework {checkpoint.framework!r}, for which there is no layout; there is one "
-            f"for {', '.join(map(repr, _NATIVE))}"
+            f"framework {checkpoint.framework!r} has no layout; supported are {', '.join(map(repr, _NATIVE))}"
         )
     return layout
 
@@ -86,7 +79,7 @@ def _deepspeed_layout(*, universal: bool = False) -> Layout:
         from merger.layouts.deepspeed_universal import UniversalLayout
     except ModuleNotFoundError as error:
         raise UnsupportedError(
-            f"DeepSpeed's files need its classes, and {error.name} is not installed: run "
+            f"{error.name} is not installed, and DeepSpeed's files need its classes: run "
             "`pip install 'driftpoint[deepspeed]'`"
         ) from error
     return UniversalLayout() if universal else DeepSpeedLayout()

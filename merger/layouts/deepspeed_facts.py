@@ -1,11 +1,7 @@
-"""What the adapter noted; configuration.
+"""Validate the DeepSpeed adapter's facts about an engine, and fit its configuration to another stage and world size.
 
-What DeepSpeed's adapter noted about an engine: validated before anything is laid out from it.
-
-DeepSpeed's configuration as the files carry it, fitted to another ZeRO stage and world size.
-
-It is a record: ``engine.load_checkpoint`` does not read it, and the engine that loads the files brings its own. It
-has to be one that DeepSpeed accepts at the new stage and world size all the same. It does not know any tensor.
+The configuration in the files is a record: ``engine.load_checkpoint`` does not read it, and the loading engine has its
+own. It is still kept valid for the new stage and world size.
 """
 
 from __future__ import annotations
@@ -18,6 +14,16 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from merger.checkpoint import Checkpoint
 from store.errors import MergeError, UnsupportedError
+
+TRAIN, MICRO, ACCUMULATION = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+
+
+_NOT_AT_STAGE: Mapping[int, tuple[str, ...]] = {
+    1: ("offload_param", "compute_grad_norm"),
+    2: ("offload_param",),
+    3: ("elastic_checkpoint", "compute_grad_norm"),
+}
+"""Options of ``zero_optimization`` that DeepSpeed refuses or ignores at a stage."""
 
 
 class _Facts(BaseModel):
@@ -35,8 +41,8 @@ class PlacedParameter(_Facts):
 class GroupFacts(_Facts):
     """A param group at ZeRO-1/2: one flat tensor of ``flat_numel`` elements, cut into equal partitions.
 
-    params: in the order of the param group. layout: in the order of the data. group_paddings: by rank, elements
-    of its partition behind the last parameter.
+    ``params``: in the order of the param group. ``layout``: in the order of the data. ``group_paddings``: elements of
+    each rank's partition behind the last parameter.
     """
 
     params: tuple[str, ...]
@@ -47,7 +53,7 @@ class GroupFacts(_Facts):
 
 
 class SubGroupFacts(_Facts):
-    """A sub-group at ZeRO-3: the slices of its parameters behind one another, ``partition_numels`` long each."""
+    """A sub-group at ZeRO-3: the slices of its parameters in a row, ``partition_numels`` long each."""
 
     params: tuple[str, ...]
     param_group: int = Field(ge=0)
@@ -78,58 +84,48 @@ class EngineFacts(_Facts):
 
     @property
     def optim_prefix(self) -> str:
-        """Start of the names of optimizer files."""
+        """Prefix of the names of optimizer files."""
         return "bf16_" if self.dtype == "bf16" else ""
 
     @property
     def is_bf16_optimizer(self) -> bool:
-        """Whether DeepSpeed wrapped the optimizer in its ``BF16_Optimizer``, whose files differ."""
+        """Whether DeepSpeed wrapped the optimizer in ``BF16_Optimizer``, whose files differ."""
         return self.zero_optimizer == "BF16_Optimizer"
 
     @property
     def has_layout(self) -> bool:
-        """Whether the places of parameters were noted; without, they have to be computed."""
+        """Whether the places of parameters were recorded; otherwise they are computed."""
         if self.zero_stage == 3:
             return bool(self.sub_groups)
         return self.zero_stage == 0 or all(group.layout for group in self.param_groups)
 
 
 def facts_of(checkpoint: Checkpoint) -> EngineFacts:
-    """Of the engine that trained a checkpoint. UnsupportedError where no DeepSpeed engine did."""
+    """Return the facts of the engine that trained a checkpoint. UnsupportedError if there was none."""
     if checkpoint.framework != "deepspeed":
         raise UnsupportedError(
-            f"{checkpoint.origin} is of a run without DeepSpeed, and nothing says how an engine would be configured; "
-            "write layout 'torch', 'hf' or 'dcp', or resume the run's store under DeepSpeed and save it there"
+            f"{checkpoint.origin} is of a run without DeepSpeed, so the engine's configuration is unknown; write "
+            "layout 'torch', 'hf' or 'dcp', or resume the run's store under DeepSpeed and save it there"
         )
     return engine_facts(checkpoint.facts)
 
 
 def engine_facts(facts: Mapping[str, Any]) -> EngineFacts:
-    """The facts in a store. MergeError, naming what is missing, where they do not describe an engine."""
+    """Validate the facts in a store. MergeError names the first missing or invalid one."""
     try:
         return EngineFacts.model_validate(facts)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(step) for step in first["loc"])
         raise MergeError(
-            f"the store does not say how the DeepSpeed engine laid out its state: {where}: {first['msg']}; it was "
-            "written by another release: merge it with that one"
+            f"the layout facts of the DeepSpeed engine are invalid: {where}: {first['msg']}; another release wrote "
+            "them: merge with that release"
         ) from error
-
-
-TRAIN, MICRO, ACCUMULATION = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
-
-_NOT_AT_STAGE: Mapping[int, tuple[str, ...]] = {
-    1: ("offload_param", "compute_grad_norm"),
-    2: ("offload_param",),
-    3: ("elastic_checkpoint", "compute_grad_norm"),
-}
-"""Options of ``zero_optimization`` that DeepSpeed refuses, or has no use for, at a stage."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Samples per optimizer step (``train``), per rank and micro-step (``micro``), and micro-steps in a step."""
+    """Samples per optimizer step (``train``), per rank and micro-step (``micro``), and micro-steps per step."""
 
     train: int
     micro: int
@@ -137,19 +133,19 @@ class Batch:
 
 
 def zero_section(config: Any) -> dict[str, Any]:
-    """``zero_optimization``; empty where it is missing or in its old form, a mere boolean."""
+    """Return ``zero_optimization``; empty if it is missing or a boolean, its old form."""
     found = config.get("zero_optimization") if isinstance(config, Mapping) else None
     return dict(found) if isinstance(found, Mapping) else {}
 
 
 def batch_of(config: Any, world_size: int) -> Batch | None:
-    """The batch as DeepSpeed works it out on so many ranks; None where the configuration does not say.
+    """Return the batch as DeepSpeed computes it for a world size; None if the configuration does not determine it.
 
     The rules are those of ``DeepSpeedConfig._set_batch_related_parameters``.
     """
     values = [config.get(key) if isinstance(config, Mapping) else None for key in (TRAIN, MICRO, ACCUMULATION)]
     if any(value is not None and (not isinstance(value, int) or value < 1) for value in values):
-        return None  # "auto", which whoever drives DeepSpeed fills in
+        return None  # "auto", which the caller of DeepSpeed fills in
     train, micro, accumulation = values
     if micro is None:
         if train is None:
@@ -162,10 +158,10 @@ def batch_of(config: Any, world_size: int) -> Batch | None:
 
 
 def config_for(config: Any, source: tuple[int, int], target: tuple[int, int]) -> Any:
-    """The configuration for another (ZeRO stage, world size). Unchanged where both stay as they are.
+    """Return the configuration for another (ZeRO stage, world size); unchanged if both are the same.
 
-    The samples per step stay the same where the configuration names them and they can be divided among the ranks:
-    by another number of micro-steps, or else by another micro-batch. Where they cannot, they change.
+    The samples per step stay the same if the configuration has them and the ranks divide them: by another number of
+    micro-steps, or else by another micro-batch. Otherwise they change.
     """
     if not isinstance(config, Mapping) or source == target:
         return config
@@ -181,10 +177,10 @@ def config_for(config: Any, source: tuple[int, int], target: tuple[int, int]) ->
 
 
 def _fitted_batch(config: Mapping[str, Any], before: int, after: int) -> dict[str, int]:
-    """The batch's keys that have to change; only ones that the configuration has."""
+    """Return the batch keys that must change, only ones that the configuration has."""
     batch = batch_of(config, before)
     if batch is None or config.get(TRAIN) is None:
-        return {}  # DeepSpeed works the samples per step out by itself
+        return {}  # DeepSpeed computes the samples per step itself
     has_micro, has_accumulation = config.get(MICRO) is not None, config.get(ACCUMULATION) is not None
     if batch.train % (batch.micro * after) == 0 and has_micro:
         return {ACCUMULATION: batch.train // (batch.micro * after)} if has_accumulation else {}

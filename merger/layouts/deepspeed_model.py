@@ -1,13 +1,6 @@
-"""Model-state files; ZeRO-3 slices.
+"""Build the model states, flat partitions and ZeRO-3 optimizer states of DeepSpeed checkpoints.
 
-Flat partitions as both families of ZeRO stages have them, filled piece by piece, and the state of the base
-optimizer over them.
-
-Optimizer files of ZeRO-3: parameters cut into ceil(numel / world size) slices, sub-groups of slices laid flat.
-
-Model states of a DeepSpeed checkpoint: working weights, what the optimizer does not hold, counters, client state.
-
-Every file of model states is made here, whatever the ZeRO stage; it does not know optimizer files.
+ZeRO-3 cuts every parameter into ceil(numel / world size) slices; the slices of a sub-group form one flat tensor.
 """
 
 from __future__ import annotations
@@ -21,7 +14,16 @@ import torch
 from deepspeed.checkpoint import constants
 from deepspeed.runtime.zero.config import ZeroStageEnum
 
-from merger.checkpoint import SLOT_OF_KIND, Checkpoint, Placed, Stored, flat, portable, whole
+from merger.checkpoint import (
+    Checkpoint,
+    Placement,
+    PlannedTensor,
+    plan_flat,
+    plan_parameter,
+    portable_run_states,
+    to_portable,
+)
+from merger.layouts.base import canonical_names, share_tied
 from merger.layouts.deepspeed_facts import EngineFacts, SubGroupFacts
 from merger.layouts.deepspeed_reshard import has_state, same_value
 from merger.layouts.torch_state_dict import optimizer_state
@@ -29,97 +31,117 @@ from merger.tensors import torch_dtype
 from store.errors import MergeError
 from store.names import FROZEN, WEIGHTS, Fragment
 
-
-@dataclass(frozen=True)
-class FlatPiece:
-    """Elements [start, start + numel) of a flattened parameter are elements from ``offset`` of a flat partition."""
-
-    fqn: str
-    start: int
-    offset: int
-    numel: int
+CLIENT_KEY = "driftpoint"
+"""Key of the client state for state that DeepSpeed does not save."""
 
 
-@dataclass(frozen=True)
-class FlatState:
-    """What the base optimizer keeps for one flat partition, the same on all ranks.
-
-    masters: dtype of the master weights. scalars: of all parameters in it. slots: with their dtypes. known: the
-    parameters that the optimizer kept something for; the others get zeros.
-    """
-
-    masters: torch.dtype
-    scalars: dict[str, Any]
-    slots: dict[str, torch.dtype]
-    known: frozenset[str]
-
-
-def flat_state(checkpoint: Checkpoint, fqns: Sequence[str]) -> FlatState:
-    """Of the flat partition that these parameters share.
-
-    MergeError where those with state differ in what they keep or in its dtype, or where a slot that the optimizer had
-    is not stored.
-    """
-    known = [fqn for fqn in fqns if has_state(checkpoint, fqn)]
-    kept = [(checkpoint.framework_state["scalars"].get(fqn, {}), checkpoint.slots(fqn)) for fqn in known]
-    scalars, slots = kept[0] if kept else ({}, ())
-    for fqn, other in zip(known, kept, strict=True):
-        if other[1] != slots or not _same(other[0], scalars):
-            raise MergeError(
-                f"{known[0]} and {fqn} share a flat partition but were saved with different optimizer state"
-            )
-    dtypes = {slot: _flat_dtype(checkpoint, slot, known) for slot in slots}
-    return FlatState(_flat_dtype(checkpoint, WEIGHTS, fqns), dict(scalars), dtypes, frozenset(known))
-
-
-def flat_tensor(slot: str, pieces: Sequence[FlatPiece], numel: int, dtype: torch.dtype) -> Stored:
-    """A flat partition of one slot, 1-d, ``numel`` elements; zeros where no parameter lies."""
-    return flat(
-        numel, dtype, (Placed(Fragment(piece.fqn, slot, piece.start, piece.numel), piece.offset) for piece in pieces)
-    )
-
-
-def flat_slots(state: FlatState, pieces: Sequence[FlatPiece], numel: int) -> dict[str, Any]:
-    """The base optimizer's state of one rank's flat partition: its scalars, then its slots."""
-    out: dict[str, Any] = dict(portable(state.scalars))
-    stored = [piece for piece in pieces if piece.fqn in state.known]
-    for slot, dtype in state.slots.items():
-        out[slot] = flat_tensor(slot, stored, numel, dtype)
-    return out
-
-
-def base_optimizer_state(
-    checkpoint: Checkpoint, states: Sequence[dict[str, Any]], members: Sequence[Sequence[int]]
-) -> dict[str, Any]:
-    """``state_dict()`` of the base optimizer.
-
-    states: of each flat partition, by index. members: by param group, the indices of its flat partitions.
-    """
-    groups = checkpoint.framework_state["param_groups"]
-    if len(groups) != len(members):
-        raise MergeError(f"the run had {len(groups)} param groups, its layout has {len(members)}")
+def model_states(facts: EngineFacts, checkpoint: Checkpoint, rank: int) -> dict[str, Any]:
+    """Return what ``engine.save_checkpoint`` writes into a rank's model states, client state included."""
+    state, zero = checkpoint.framework_state, facts.zero_stage
+    counters = state["counters"]
     return {
-        "state": {index: state for index, state in enumerate(states) if state},
-        "param_groups": [
-            {**portable(group["hyper"]), "params": list(indices)}
-            for group, indices in zip(groups, members, strict=True)
-        ],
+        "module": _module(facts, checkpoint),
+        "buffer_names": list(facts.buffer_names),
+        "optimizer": None if zero else optimizer_state(checkpoint),
+        "param_shapes": _param_shapes(facts, checkpoint) if zero else None,
+        # From stage 2 on, DeepSpeed saves parameters outside the optimizer separately.
+        "frozen_param_shapes": _frozen(checkpoint, facts, lambda fqn: torch.Size(checkpoint.record(fqn).shape))
+        if zero > 1
+        else None,
+        "shared_params": _shared_params(checkpoint) if zero and rank == 0 else {} if zero else None,
+        "frozen_param_fragments": _frozen_fragments(facts, checkpoint, rank) if zero > 1 else None,
+        "lr_scheduler": to_portable(state["lr_scheduler"]),
+        "data_sampler": None,
+        "random_ltd": None,
+        "skipped_steps": counters["skipped_steps"],
+        "global_steps": counters["global_steps"],
+        "global_samples": counters["global_samples"],
+        "dp_world_size": facts.world_size,
+        "mp_world_size": facts.mp_world_size,
+        constants.CHECKPOINT_PARALLEL_DIMS: {
+            constants.CHECKPOINT_PP_DEGREE: 1,
+            constants.CHECKPOINT_TP_DEGREE: facts.mp_world_size,
+        },
+        "ds_config": facts.ds_config,
+        "ds_version": facts.ds_version,
+        **to_portable(checkpoint.client_state),  # DeepSpeed puts it among its own keys, after them
+        CLIENT_KEY: client_state(checkpoint, _ranks_in_file(facts, checkpoint, rank)),
     }
 
 
-def _flat_dtype(checkpoint: Checkpoint, slot: str, fqns: Sequence[str]) -> torch.dtype:
-    dtypes = {checkpoint.dtype(fqn, slot) for fqn in fqns}
-    if len(dtypes) > 1:
-        raise MergeError(f"the parameters of a flat partition have {slot} in several dtypes: {sorted(dtypes)}")
-    return torch_dtype(dtypes.pop()) if dtypes else torch.float32
+def _module(facts: EngineFacts, checkpoint: Checkpoint) -> OrderedDict[str, PlannedTensor | torch.Tensor]:
+    return OrderedDict(share_tied(canonical_names(checkpoint), lambda fqn: _working_copy(facts, checkpoint, fqn)))
 
 
-def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    return one is other or (one.keys() == other.keys() and all(same_value(one[key], other[key]) for key in one))
+def _working_copy(facts: EngineFacts, checkpoint: Checkpoint, fqn: str) -> PlannedTensor | torch.Tensor:
+    record = checkpoint.record(fqn)
+    dtype = torch_dtype(record.dtype)
+    if facts.zero_stage == 3 and record.kind != "buffer":
+        return torch.empty(0, dtype=dtype)  # the values are in the optimizer files
+    # A working weight is its fp32 master cast to the working dtype, bit for bit: it is not stored twice.
+    return plan_parameter(checkpoint, fqn, dtype)
+
+
+def _param_shapes(facts: EngineFacts, checkpoint: Checkpoint) -> list[OrderedDict[str, torch.Size]]:
+    if facts.zero_stage == 3:
+        groups = [sub_group.params for sub_group in facts.sub_groups]
+    else:
+        groups = [tuple(placed.fqn for placed in group.layout) for group in facts.param_groups]
+    return [OrderedDict((fqn, torch.Size(checkpoint.tensors[fqn].shape)) for fqn in group) for group in groups]
+
+
+def _frozen(checkpoint: Checkpoint, facts: EngineFacts, value: Callable[[str], Any]) -> OrderedDict[str, Any]:
+    """Return ``value`` of the parameters outside the optimizer: frozen ones, and those without elements."""
+    frozen = set(facts.frozen)
+    return OrderedDict(
+        (fqn, value(fqn))
+        for fqn, record in checkpoint.tensors.items()
+        if record.kind != "buffer" and (fqn in frozen or 0 in record.shape)
+    )
+
+
+def _frozen_fragments(facts: EngineFacts, checkpoint: Checkpoint, rank: int) -> OrderedDict[str, Any]:
+    def value(fqn: str) -> PlannedTensor | torch.Tensor:
+        if facts.zero_stage == 3:
+            return frozen_slices(facts, checkpoint, rank, fqn)
+        return _working_copy(facts, checkpoint, fqn)
+
+    return _frozen(checkpoint, facts, value)
+
+
+def _shared_params(checkpoint: Checkpoint) -> dict[str, str]:
+    return {
+        alias: fqn for fqn, record in checkpoint.tensors.items() if record.kind != "buffer" for alias in record.aliases
+    }
+
+
+def client_state(checkpoint: Checkpoint, ranks: Iterable[int]) -> dict[str, Any]:
+    """Return ``rng`` and ``user`` by saved rank, the save and step, whether it is exact, and the certificate if not.
+
+    A run may pass all of it on to its own later checkpoints, so readers compare the step.
+    """
+    certificate = checkpoint.certificate
+    return {
+        "save": certificate.save,
+        "step": checkpoint.framework_state["counters"]["global_steps"],
+        "exact": certificate.exact,
+        "units": [] if certificate.exact else [asdict(unit) for unit in certificate.units],
+        "ranks": portable_run_states(checkpoint, ranks),
+    }
+
+
+def _ranks_in_file(facts: EngineFacts, checkpoint: Checkpoint, rank: int) -> list[int]:
+    """Return the saved ranks whose run state a rank's file holds.
+
+    At ZeRO-3 each rank has a file, with the saved ranks of the same remainder: its own if the world size is unchanged,
+    and none is lost or written twice if not.
+    """
+    saved = sorted(checkpoint.run_states)
+    return [other for other in saved if other % facts.world_size == rank] if facts.zero_stage == 3 else saved
 
 
 def zero3_states(facts: EngineFacts, checkpoint: Checkpoint, kept: Sequence[FlatState], rank: int) -> dict[str, Any]:
-    """What ``optimizer.state_dict()`` gives on a rank, the loss scaler excepted. kept: by sub-group."""
+    """Return ``optimizer.state_dict()`` of a rank without the loss scaler. ``kept``: by sub-group."""
     masters, states = [], []
     for sub_group, state in zip(facts.sub_groups, kept, strict=True):
         pieces = _pieces(checkpoint, sub_group, rank)
@@ -138,12 +160,110 @@ def zero3_states(facts: EngineFacts, checkpoint: Checkpoint, kept: Sequence[Flat
     }
 
 
-def frozen_slices(facts: EngineFacts, checkpoint: Checkpoint, rank: int, fqn: str) -> Stored:
-    """A rank's slice of a parameter that the optimizer does not hold, padding included."""
+@dataclass(frozen=True)
+class FlatPiece:
+    """Elements [start, start + numel) of a flattened parameter, at ``offset`` of a flat partition."""
+
+    fqn: str
+    start: int
+    offset: int
+    numel: int
+
+
+@dataclass(frozen=True)
+class FlatState:
+    """State of the base optimizer for one flat partition, the same on all ranks.
+
+    Args:
+        masters: dtype of the master weights.
+        scalars: of all parameters in it.
+        slots: dtypes by slot.
+        known: parameters with optimizer state; the others get zeros.
+    """
+
+    masters: torch.dtype
+    scalars: dict[str, Any]
+    slots: dict[str, torch.dtype]
+    known: frozenset[str]
+
+
+def flat_state(checkpoint: Checkpoint, fqns: Sequence[str]) -> FlatState:
+    """Return the optimizer state that parameters of a flat partition share.
+
+    Raises MergeError if they differ in slots, scalars or dtypes, or if a slot of the optimizer is not stored.
+    """
+    known = [fqn for fqn in fqns if has_state(checkpoint, fqn)]
+    kept = [(checkpoint.framework_state["scalars"].get(fqn, {}), checkpoint.slots(fqn)) for fqn in known]
+    scalars, slots = kept[0] if kept else ({}, ())
+    for fqn, other in zip(known, kept, strict=True):
+        if other[1] != slots or not _same(other[0], scalars):
+            raise MergeError(
+                f"{known[0]} and {fqn} share a flat partition but have different optimizer state; merge them from one "
+                "save"
+            )
+    dtypes = {slot: _flat_dtype(checkpoint, slot, known) for slot in slots}
+    return FlatState(_flat_dtype(checkpoint, WEIGHTS, fqns), dict(scalars), dtypes, frozenset(known))
+
+
+def flat_tensor(slot: str, pieces: Sequence[FlatPiece], numel: int, dtype: torch.dtype) -> PlannedTensor:
+    """Plan a flat partition of one slot, 1-d, ``numel`` elements; zeros between the parameters."""
+    return plan_flat(
+        numel, dtype, (Placement(Fragment(piece.fqn, slot, piece.start, piece.numel), piece.offset) for piece in pieces)
+    )
+
+
+def flat_slots(state: FlatState, pieces: Sequence[FlatPiece], numel: int) -> dict[str, Any]:
+    """Return the base optimizer's state of one rank's flat partition: its scalars, then its slots."""
+    out: dict[str, Any] = dict(to_portable(state.scalars))
+    stored = [piece for piece in pieces if piece.fqn in state.known]
+    for slot, dtype in state.slots.items():
+        out[slot] = flat_tensor(slot, stored, numel, dtype)
+    return out
+
+
+def base_optimizer_state(
+    checkpoint: Checkpoint, states: Sequence[dict[str, Any]], members: Sequence[Sequence[int]]
+) -> dict[str, Any]:
+    """Return ``state_dict()`` of the base optimizer.
+
+    Args:
+        checkpoint: with the param groups.
+        states: of each flat partition, by index.
+        members: indices of its flat partitions, by param group.
+    """
+    groups = checkpoint.framework_state["param_groups"]
+    if len(groups) != len(members):
+        raise MergeError(
+            f"the run had {len(groups)} param groups, but its layout has {len(members)}; merge another save"
+        )
+    return {
+        "state": {index: state for index, state in enumerate(states) if state},
+        "param_groups": [
+            {**to_portable(group["hyper"]), "params": list(indices)}
+            for group, indices in zip(groups, members, strict=True)
+        ],
+    }
+
+
+def _flat_dtype(checkpoint: Checkpoint, slot: str, fqns: Sequence[str]) -> torch.dtype:
+    dtypes = {checkpoint.dtype(fqn, slot) for fqn in fqns}
+    if len(dtypes) > 1:
+        raise MergeError(f"parameters of one flat partition have {slot} in several dtypes: {sorted(dtypes)}")
+    return torch_dtype(dtypes.pop()) if dtypes else torch.float32
+
+
+def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return one is other or (one.keys() == other.keys() and all(same_value(one[key], other[key]) for key in one))
+
+
+def frozen_slices(facts: EngineFacts, checkpoint: Checkpoint, rank: int, fqn: str) -> PlannedTensor:
+    """Plan a rank's slice of a parameter that the optimizer does not hold, padding included."""
     numel = checkpoint.numel(fqn)
     part = -(-numel // facts.world_size)
     start, count = _slice(part, numel, rank)
-    return flat(part, torch_dtype(checkpoint.dtype(fqn, FROZEN)), [Placed(Fragment(fqn, FROZEN, start, count), 0)])
+    return plan_flat(
+        part, torch_dtype(checkpoint.dtype(fqn, FROZEN)), [Placement(Fragment(fqn, FROZEN, start, count), 0)]
+    )
 
 
 def _pieces(checkpoint: Checkpoint, sub_group: SubGroupFacts, rank: int) -> list[FlatPiece]:
@@ -157,120 +277,6 @@ def _pieces(checkpoint: Checkpoint, sub_group: SubGroupFacts, rank: int) -> list
 
 
 def _slice(part: int, numel: int, rank: int) -> tuple[int, int]:
-    """(start, count) of a rank's slice, without padding."""
+    """Return (start, count) of a rank's slice, without padding."""
     start = min(rank * part, numel)
     return start, min(part, numel - start)
-
-
-CLIENT_KEY = "driftpoint"
-"""Where the client state holds what DeepSpeed itself does not save."""
-
-
-def model_states(facts: EngineFacts, checkpoint: Checkpoint, rank: int) -> dict[str, Any]:
-    """What ``engine.save_checkpoint`` writes into a rank's file of model states, client state included."""
-    state, zero = checkpoint.framework_state, facts.zero_stage
-    counters = state["counters"]
-    return {
-        "module": _module(facts, checkpoint),
-        "buffer_names": list(facts.buffer_names),
-        "optimizer": None if zero else optimizer_state(checkpoint),
-        "param_shapes": _param_shapes(facts, checkpoint) if zero else None,
-        # DeepSpeed saves what the optimizer does not hold apart from stage 2 on.
-        "frozen_param_shapes": _frozen(checkpoint, facts, lambda fqn: torch.Size(checkpoint.record(fqn).shape))
-        if zero > 1
-        else None,
-        "shared_params": _shared_params(checkpoint) if zero and rank == 0 else {} if zero else None,
-        "frozen_param_fragments": _frozen_fragments(facts, checkpoint, rank) if zero > 1 else None,
-        "lr_scheduler": portable(state["lr_scheduler"]),
-        "data_sampler": None,
-        "random_ltd": None,
-        "skipped_steps": counters["skipped_steps"],
-        "global_steps": counters["global_steps"],
-        "global_samples": counters["global_samples"],
-        "dp_world_size": facts.world_size,
-        "mp_world_size": facts.mp_world_size,
-        constants.CHECKPOINT_PARALLEL_DIMS: {
-            constants.CHECKPOINT_PP_DEGREE: 1,
-            constants.CHECKPOINT_TP_DEGREE: facts.mp_world_size,
-        },
-        "ds_config": facts.ds_config,
-        "ds_version": facts.ds_version,
-        **portable(checkpoint.client_state),  # where DeepSpeed puts it: among its own keys, and after them
-        CLIENT_KEY: client_state(checkpoint, _ranks_in_file(facts, checkpoint, rank)),
-    }
-
-
-def _module(facts: EngineFacts, checkpoint: Checkpoint) -> OrderedDict[str, Stored | torch.Tensor]:
-    canonical = {alias: fqn for fqn, record in checkpoint.tensors.items() for alias in record.aliases}
-    found: dict[str, Stored | torch.Tensor] = {}
-    out: OrderedDict[str, Stored | torch.Tensor] = OrderedDict()
-    for name in facts.state_dict_names:
-        fqn = canonical.get(name, name)
-        if fqn not in found:
-            found[fqn] = _working_copy(facts, checkpoint, fqn)
-        out[name] = found[fqn]
-    return out
-
-
-def _working_copy(facts: EngineFacts, checkpoint: Checkpoint, fqn: str) -> Stored | torch.Tensor:
-    record = checkpoint.record(fqn)
-    dtype = torch_dtype(record.dtype)
-    if facts.zero_stage == 3 and record.kind != "buffer":
-        return torch.empty(0, dtype=dtype)  # the truth is in the optimizer files
-    # A working weight is its fp32 master cast to the working dtype, bit for bit: it is not stored twice.
-    return whole(checkpoint, fqn, SLOT_OF_KIND[record.kind], dtype)
-
-
-def _param_shapes(facts: EngineFacts, checkpoint: Checkpoint) -> list[OrderedDict[str, torch.Size]]:
-    if facts.zero_stage == 3:
-        groups = [sub_group.params for sub_group in facts.sub_groups]
-    else:
-        groups = [tuple(placed.fqn for placed in group.layout) for group in facts.param_groups]
-    return [OrderedDict((fqn, torch.Size(checkpoint.tensors[fqn].shape)) for fqn in group) for group in groups]
-
-
-def _frozen(checkpoint: Checkpoint, facts: EngineFacts, value: Callable[[str], Any]) -> OrderedDict[str, Any]:
-    """What the optimizer does not hold: frozen parameters, and those without elements."""
-    frozen = set(facts.frozen)
-    return OrderedDict(
-        (fqn, value(fqn))
-        for fqn, record in checkpoint.tensors.items()
-        if record.kind != "buffer" and (fqn in frozen or 0 in record.shape)
-    )
-
-
-def _frozen_fragments(facts: EngineFacts, checkpoint: Checkpoint, rank: int) -> OrderedDict[str, Any]:
-    def value(fqn: str) -> Stored | torch.Tensor:
-        if facts.zero_stage == 3:
-            return frozen_slices(facts, checkpoint, rank, fqn)
-        return _working_copy(facts, checkpoint, fqn)
-
-    return _frozen(checkpoint, facts, value)
-
-
-def _shared_params(checkpoint: Checkpoint) -> dict[str, str]:
-    return {
-        alias: fqn for fqn, record in checkpoint.tensors.items() if record.kind != "buffer" for alias in record.aliases
-    }
-
-
-def client_state(checkpoint: Checkpoint, ranks: Iterable[int]) -> dict[str, Any]:
-    """``rng`` and ``user`` by rank that was saved; of which save and step; whether it is exact, and what is not.
-
-    A run may hand all of it on to later checkpoints of its own, so the step has to be compared with theirs.
-    """
-    states, certificate = checkpoint.run_states, checkpoint.certificate
-    return {
-        "save": certificate.save,
-        "step": checkpoint.framework_state["counters"]["global_steps"],
-        "exact": certificate.exact,
-        "units": [] if certificate.exact else [asdict(unit) for unit in certificate.units],
-        "ranks": {rank: {"rng": portable(states[rank].rng), "user": portable(states[rank].user)} for rank in ranks},
-    }
-
-
-def _ranks_in_file(facts: EngineFacts, checkpoint: Checkpoint, rank: int) -> list[int]:
-    """Where each rank has a file, it holds the saved ranks that leave the same remainder: its own if there are as
-    many as there were, and none is lost or written twice if not."""
-    saved = sorted(checkpoint.run_states)
-    return [other for other in saved if other % facts.world_size == rank] if facts.zero_stage == 3 else saved

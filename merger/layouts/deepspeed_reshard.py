@@ -1,16 +1,8 @@
-"""Flat layout at another stage and world size.
+"""Compute DeepSpeed 0.19's flat layout at another ZeRO stage and world size, with its optimizer steps.
 
-The flat layout that DeepSpeed 0.19 builds at another ZeRO stage and world size.
-
-Computed from the param groups (which parameters, in which order), their shapes and the configuration; the rules are
-those of ``zero/stage_1_and_2.py``, ``zero/stage3.py``, ``zero/partition_parameters.py``, ``bf16_optimizer.py`` and
-``engine.py``. Pure: it moves no element and writes nothing.
-
-One optimizer step for each flat partition, where the parameters that share it bring several.
-
-DeepSpeed keeps one step count for a whole flat partition. The layers of a composite may have been saved with
-different ones: then the step of the run whose counters and schedule go on is taken, and certificate and notes say so.
-It knows no files.
+The rules are those of ``zero/stage_1_and_2.py``, ``zero/stage3.py``, ``zero/partition_parameters.py``,
+``bf16_optimizer.py`` and ``engine.py``. DeepSpeed keeps one step count for a whole flat partition; if the layers of a
+composite have different ones, the step of the run state's run is taken, and certificate and notes record it. Pure.
 """
 
 from __future__ import annotations
@@ -41,39 +33,45 @@ ALIGNMENT = 2
 """``nccl_start_alignment_factor``: a flat group is a multiple of this many elements per rank."""
 
 PARAMETER_ALIGNMENT = 16
-"""Bytes; ``zero_optimization.parameter_alignment`` starts every parameter but a group's first at a multiple."""
+"""Alignment in bytes of all parameters but a group's first with ``zero_optimization.parameter_alignment``."""
 
 SUB_GROUP_SIZE = 10**9
 """Default of ``zero_optimization.sub_group_size``, in elements."""
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
+
 BF16_OPTIMIZER, ZERO_12, ZERO_3 = "BF16_Optimizer", "DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3"
 
 
-def retarget(facts: EngineFacts, checkpoint: Checkpoint, zero_stage: int, world_size: int) -> EngineFacts:
-    """The facts of an engine at ``zero_stage`` on ``world_size`` ranks that trains what the checkpoint holds.
+STEP = "step"
 
-    facts: of the engine that was saved; its param groups and configuration are used, its layout is not.
-    MergeError for a parameter that the checkpoint does not know, UnsupportedError where DeepSpeed cannot build such
-    an engine.
+_NAMED = 6
+"""Most layers that a note names."""
+
+
+def retarget(facts: EngineFacts, checkpoint: Checkpoint, zero_stage: int, world_size: int) -> EngineFacts:
+    """Return the facts of an engine at ``zero_stage`` on ``world_size`` ranks that trains the checkpoint's model.
+
+    Only the param groups and the configuration of ``facts`` are used, not the layout. Raises MergeError for a
+    parameter that the checkpoint lacks, UnsupportedError if DeepSpeed cannot build such an engine.
     """
-    _require_handled(facts, zero_stage)
+    _require_supported(facts, zero_stage)
     config = config_for(facts.ds_config, (facts.zero_stage, facts.world_size), (zero_stage, world_size))
     engine = {
         "zero_stage": zero_stage,
         "world_size": world_size,
         "ds_config": config,
         "clip_grad": clip_grad(facts) if zero_stage else facts.clip_grad,
-        "frozen": _left_out(checkpoint),
+        "frozen": _unoptimized(checkpoint),
         "partition_count": 1,
         "round_robin_gradients": False,
         "param_alignment_paddings": (),
         "sub_groups": (),
     }
-    groups = [_optimized(checkpoint, group.params) for group in facts.param_groups]
+    groups = [optimized_params(checkpoint, group.params) for group in facts.param_groups]
     if zero_stage == 3:
-        _require_a_place(checkpoint, groups)
+        _require_in_groups(checkpoint, groups)
     if zero_stage == 0:
         engine |= {"param_groups": facts.param_groups, "zero_optimizer": facts.zero_optimizer}
     elif zero_stage == 3:
@@ -83,8 +81,8 @@ def retarget(facts: EngineFacts, checkpoint: Checkpoint, zero_stage: int, world_
     return facts.model_copy(update=engine)
 
 
-def wrapper(zero_stage: int, dtype: str, config: Any) -> str:
-    """The class that DeepSpeed's engine wraps the optimizer in (``_do_optimizer_sanity_check``)."""
+def optimizer_wrapper(zero_stage: int, dtype: str, config: Any) -> str:
+    """Return the class that DeepSpeed's engine wraps the optimizer in (``_do_optimizer_sanity_check``)."""
     if zero_stage == 3:
         return ZERO_3
     types = config.get("data_types") if isinstance(config, Mapping) else None
@@ -98,32 +96,32 @@ def wrapper(zero_stage: int, dtype: str, config: Any) -> str:
 
 
 def data_order(params: Sequence[str], zero_stage: int, world_size: int, dtype: str, config: Any) -> list[str]:
-    """A param group's parameters in the order in which a flat group holds them.
+    """Return a param group's parameters in the order of its flat tensor.
 
-    With ``round_robin_gradients`` they are dealt out to the ranks like cards, then laid down hand after hand.
+    ``round_robin_gradients`` takes every ``world_size``-th parameter from the first, then from the second, and so on.
     """
-    if not _deals(zero_stage, dtype, config):
+    if not _uses_round_robin(zero_stage, dtype, config):
         return list(params)
     return list(chain.from_iterable(params[first::world_size] for first in range(world_size)))
 
 
-def _deals(zero_stage: int, dtype: str, config: Any) -> bool:
-    dealt = bool(zero_section(config).get("round_robin_gradients"))
-    return dealt and wrapper(zero_stage, dtype, config) == ZERO_12
+def _uses_round_robin(zero_stage: int, dtype: str, config: Any) -> bool:
+    configured = bool(zero_section(config).get("round_robin_gradients"))
+    return configured and optimizer_wrapper(zero_stage, dtype, config) == ZERO_12
 
 
 def _zero12(
     checkpoint: Checkpoint, groups: Sequence[tuple[str, ...]], engine: Mapping[str, Any], dtype: str
 ) -> dict[str, Any]:
     stage, world_size, config = engine["zero_stage"], engine["world_size"], engine["ds_config"]
-    kind = wrapper(stage, dtype, config)
+    kind = optimizer_wrapper(stage, dtype, config)
     aligned = kind == ZERO_12 and bool(zero_section(config).get("parameter_alignment"))
     laid, paddings = [], []
     for index, params in enumerate(groups):
         if not params:
             raise UnsupportedError(
-                f"no parameter of param group {index} is trained, and DeepSpeed builds no engine of ZeRO stage 1 or 2 "
-                "with such a group; write stage 3, or train without the group"
+                f"param group {index} has no trained parameter, which DeepSpeed does not support at ZeRO stages 1 and "
+                "2; write stage 3, or train without the group"
             )
         order = data_order(params, stage, world_size, dtype, config)
         behind = _paddings(checkpoint, order) if aligned else [0] * len(order)
@@ -133,13 +131,13 @@ def _zero12(
         "zero_optimizer": kind,
         "param_groups": tuple(laid),
         "partition_count": (world_size,) * len(groups),
-        "round_robin_gradients": _deals(stage, dtype, config),
+        "round_robin_gradients": _uses_round_robin(stage, dtype, config),
         "param_alignment_paddings": tuple(paddings) if kind == ZERO_12 else (),
     }
 
 
 def _paddings(checkpoint: Checkpoint, order: Sequence[str]) -> list[int]:
-    """Elements left free behind each parameter, so that the next one is aligned; none behind the last."""
+    """Return the elements left free behind each parameter to align the next one; none behind the last."""
     itemsize = torch_dtype(checkpoint.record(order[0]).dtype).itemsize
     alignment = PARAMETER_ALIGNMENT // math.gcd(PARAMETER_ALIGNMENT, itemsize)
     return [*(-checkpoint.numel(fqn) % alignment for fqn in order[:-1]), 0]
@@ -184,7 +182,7 @@ def _zero3(checkpoint: Checkpoint, groups: Sequence[tuple[str, ...]], world_size
 
 
 def _cut(slices: Sequence[tuple[str, int]], limit: int) -> list[list[tuple[str, int]]]:
-    """Sub-groups of a param group: each ends with the slice that makes it reach the limit."""
+    """Split a param group into sub-groups: each ends with the slice that reaches the limit."""
     out: list[list[tuple[str, int]]] = []
     held = limit
     for fqn, numel in slices:
@@ -196,13 +194,13 @@ def _cut(slices: Sequence[tuple[str, int]], limit: int) -> list[list[tuple[str, 
     return out
 
 
-def _optimized(checkpoint: Checkpoint, params: Iterable[str]) -> tuple[str, ...]:
-    """Those that DeepSpeed's wrappers take in: trained, and with at least one element."""
+def optimized_params(checkpoint: Checkpoint, params: Iterable[str]) -> tuple[str, ...]:
+    """Return the parameters that DeepSpeed optimizes: trained, and with at least one element."""
     return tuple(fqn for fqn in params if checkpoint.record(fqn).kind == "trainable" and checkpoint.numel(fqn))
 
 
-def _left_out(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """Parameters that no wrapper takes in, in model order."""
+def _unoptimized(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """Return the parameters that DeepSpeed does not optimize, in model order."""
     return tuple(
         fqn
         for fqn, record in checkpoint.tensors.items()
@@ -210,55 +208,45 @@ def _left_out(checkpoint: Checkpoint) -> tuple[str, ...]:
     )
 
 
-def _require_a_place(checkpoint: Checkpoint, groups: Iterable[tuple[str, ...]]) -> None:
+def _require_in_groups(checkpoint: Checkpoint, groups: Iterable[tuple[str, ...]]) -> None:
     inside = set(chain.from_iterable(groups))
     for fqn, record in checkpoint.tensors.items():
         if record.kind == "trainable" and checkpoint.numel(fqn) and fqn not in inside:
             raise UnsupportedError(
-                f"{fqn} can be trained but is in no param group, and DeepSpeed's ZeRO-3 files have no place for such a "
-                "parameter: it would be lost; write stage 1 or 2"
+                f"{fqn} requires gradients but is in no param group, and ZeRO-3 files cannot hold such a parameter; "
+                "write stage 1 or 2"
             )
 
 
-def _require_handled(facts: EngineFacts, zero_stage: int) -> None:
-    """Variants of DeepSpeed's that lay their state out in another way."""
+def _require_supported(facts: EngineFacts, zero_stage: int) -> None:
+    """Raise UnsupportedError for variants of DeepSpeed with another layout."""
     zero = zero_section(facts.ds_config)
     offloads = [zero.get(name) for name in ("offload_optimizer", "offload_param")]
     optimizer = facts.ds_config.get("optimizer") if isinstance(facts.ds_config, Mapping) else None
+    kind = str(optimizer.get("type", "")).lower() if isinstance(optimizer, Mapping) else ""
     variants = {
         "tensor or pipeline parallelism": facts.mp_world_size != 1,
         "zero_optimization.zenflow": zero.get("zenflow") is not None,
         "zero_optimization.mics_shard_size": zero_stage == 3 and int(zero.get("mics_shard_size") or 0) > 0,
         "offload to NVMe": any(isinstance(one, Mapping) and one.get("device") == "nvme" for one in offloads),
         "SuperOffload": any(isinstance(one, Mapping) and one.get("super_offload") for one in offloads),
-        "the optimizer Muon at stage 3": zero_stage == 3 and _kind(optimizer) == "muon",
+        "the optimizer Muon at stage 3": zero_stage == 3 and kind == "muon",
     }
     found = [name for name, there in variants.items() if there]
     if found:
         raise UnsupportedError(
-            f"the run's configuration has {' and '.join(found)}, for which the layout at another stage or world size "
-            "is not known; write the stage and world size of the run, or layout 'universal' or 'hf'"
+            f"the run's configuration has {' and '.join(found)}, which is not supported at another stage or world "
+            "size; write the stage and world size of the run, or layout 'universal' or 'hf'"
         )
 
 
-def _kind(optimizer: Any) -> str:
-    return str(optimizer.get("type", "")).lower() if isinstance(optimizer, Mapping) else ""
-
-
 def clip_grad(facts: EngineFacts) -> float:
-    """The bound on the gradient's norm. An engine without ZeRO does not keep it in its optimizer."""
-    if facts.zero_stage:
-        return facts.clip_grad
-    return gradient_clipping(facts.ds_config)
+    """Return the gradient clipping; an engine without ZeRO does not keep it in its optimizer."""
+    return facts.clip_grad if facts.zero_stage else gradient_clipping(facts.ds_config)
 
 
-STEP = "step"
-_NAMED = 6
-"""Layers that a note names before it only counts them."""
-
-
-def flats(facts: EngineFacts) -> list[tuple[int, tuple[str, ...]]]:
-    """(param group, its parameters in the order of the data) of every flat partition; none without ZeRO."""
+def flat_partitions(facts: EngineFacts) -> list[tuple[int, tuple[str, ...]]]:
+    """Return (param group, its parameters in the order of the data) of every flat partition; none without ZeRO."""
     if facts.zero_stage == 0:
         return []
     if facts.zero_stage == 3:
@@ -269,11 +257,14 @@ def flats(facts: EngineFacts) -> list[tuple[int, tuple[str, ...]]]:
 def with_common_steps(
     checkpoint: Checkpoint, shared: Iterable[tuple[int, Sequence[str]]]
 ) -> tuple[Checkpoint, tuple[str, ...]]:
-    """The checkpoint with the same scalars for all parameters that share a flat partition, and notes on what changed;
-    its certificate has the steps (:class:`merger.checkpoint.StepsCertificate`).
+    """Return the checkpoint with equal scalars for parameters that share a flat partition, and notes on what changed.
 
-    shared: as :func:`flats` gives them. Parameters that the optimizer keeps nothing at all for stay without.
-    UnsupportedError, naming it, for a scalar other than ``step`` that differs.
+    The certificate records the steps (:class:`merger.checkpoint.StepsCertificate`). Parameters without optimizer state
+    keep none. UnsupportedError if a scalar other than ``step`` differs.
+
+    Args:
+        checkpoint: to be written.
+        shared: flat partitions as of :func:`flat_partitions`.
     """
     scalars = dict(checkpoint.framework_state["scalars"])
     notes: dict[str, None] = {}
@@ -299,15 +290,15 @@ def with_common_steps(
 
 
 def has_state(checkpoint: Checkpoint, fqn: str) -> bool:
-    """Whether the optimizer kept anything for a parameter."""
+    """Return whether the optimizer kept anything for a parameter."""
     state = checkpoint.framework_state
     return bool(state["scalars"].get(fqn) or state["slots"].get(fqn))
 
 
 def common_step(checkpoint: Checkpoint, fqns: Iterable[str]) -> Any:
-    """The one step for parameters that share it, as the optimizer kept it; None where none has one.
+    """Return the step that parameters share, as the optimizer stores it; None if none has one.
 
-    Where they bring several, it is the newest that any of them has in the run that goes on.
+    If they differ, it is the newest that any of them has in the run state's run.
     """
     fqns = list(fqns)
     scalars = checkpoint.framework_state["scalars"]
@@ -318,7 +309,7 @@ def common_step(checkpoint: Checkpoint, fqns: Iterable[str]) -> Any:
 
 
 def layers_named(checkpoint: Checkpoint, fqns: Iterable[str]) -> str:
-    """The layers of parameters, for people."""
+    """Return the layers of parameters for messages."""
     return listed(dict.fromkeys(checkpoint.record(fqn).layer for fqn in fqns), _NAMED)
 
 
@@ -333,21 +324,17 @@ def _require_same_but_step(checkpoint: Checkpoint, fqns: Sequence[str]) -> None:
             absent = key not in first or key not in other
             if absent or (key != STEP and not same_value(first[key], other[key])):
                 raise UnsupportedError(
-                    f"{fqns[0]} and {fqn} share a flat partition of DeepSpeed's, which has one {key!r} for both, but "
-                    f"their optimizer state {key!r} differs: {_shown(first, key)} and {_shown(other, key)}; merge "
-                    "them from one save, or write a layout with state by parameter, such as 'torch'"
+                    f"{fqns[0]} and {fqn} share a flat partition of DeepSpeed, but their optimizer state {key!r} "
+                    f"differs: {first.get(key, 'none')} and {other.get(key, 'none')}; merge them from one save, or "
+                    "write a layout with state by parameter, such as 'torch'"
                 )
 
 
 def same_value(one: Any, other: Any) -> bool:
-    """Whether two scalars of an optimizer's state are equal; tensors and numbers compare by value."""
+    """Return whether two scalars of an optimizer's state are equal; tensors and numbers compare by value."""
     if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
         return torch.equal(torch.as_tensor(one), torch.as_tensor(other))
     return bool(one == other)
-
-
-def _shown(scalars: Mapping[str, Any], key: str) -> str:
-    return str(scalars[key]) if key in scalars else "none"
 
 
 def _note_on_steps(checkpoint: Checkpoint, group: int, own: Mapping[str, Any], chosen: float) -> str:
@@ -355,10 +342,11 @@ def _note_on_steps(checkpoint: Checkpoint, group: int, own: Mapping[str, Any], c
     for fqn, step in own.items():
         if float(step) != chosen:
             others.setdefault(float(step), []).append(fqn)
-    told = listed((f"{step:g} in {layers_named(checkpoint, fqns)}" for step, fqns in sorted(others.items())), 4, "; ")
+    by_step = (f"{step:g} in {layers_named(checkpoint, fqns)}" for step, fqns in sorted(others.items()))
+    step_list = listed(by_step, 4, "; ")
     return (
         f"DeepSpeed keeps one optimizer step for parameters that share a flat partition: those of param group {group} "
-        f"get the run's, {chosen:g}; it was {told}. Only Adam's bias correction depends on it"
+        f"get the run's, {chosen:g}; it was {step_list}. Only Adam's bias correction depends on it"
     )
 
 

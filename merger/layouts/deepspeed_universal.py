@@ -1,15 +1,9 @@
-"""Universal checkpoints; notes on DeepSpeed's loader.
+"""Write DeepSpeed's universal checkpoint: every parameter whole in files of its own, for any ZeRO stage and world size.
 
-What DeepSpeed's loaders of universal checkpoints leave out or get wrong: found in a checkpoint, said in notes.
-
-Checked with DeepSpeed 0.19.8 (``runtime/base_optimizer.py`` and ``runtime/zero/stage3.py``). The lines that load the
-checkpoint make good what can be made good after loading; what cannot is said with another way out. It plans no file.
-
-DeepSpeed's universal checkpoint: every parameter whole in files of its own, for any ZeRO stage and world size.
-
-The directory that ``ds_to_universal`` makes, with what the loaders of all stages want in it, so that an engine with
-``"checkpoint": {"load_universal": true}`` loads it. Those loaders leave some things out, and get some wrong
-(DeepSpeed 0.19); :mod:`merger.layouts.deepspeed_universal` knows which and says so.
+The directory is that of ``ds_to_universal``, with everything that the loaders of all stages read, so that an engine
+with ``"checkpoint": {"load_universal": true}`` loads it. Those loaders (DeepSpeed 0.19.8,
+``runtime/base_optimizer.py`` and ``runtime/zero/stage3.py``) omit some state and load some wrongly. The lines that
+load the checkpoint repair what can be repaired after loading; notes name another way for the rest.
 """
 
 from __future__ import annotations
@@ -23,9 +17,9 @@ from deepspeed.checkpoint import constants
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 
-from merger.checkpoint import Checkpoint, Stored, portable, whole
+from merger.checkpoint import Checkpoint, PlannedTensor, plan_whole, to_portable
 from merger.io.blocks import xxh3
-from merger.io.output_file import OutFile, Verbatim
+from merger.io.output_file import OutFile, VerbatimFile
 from merger.layouts.base import LayoutResult, Target
 from merger.layouts.deepspeed import loss_scaler
 from merger.layouts.deepspeed_facts import (
@@ -46,6 +40,7 @@ from merger.layouts.deepspeed_reshard import (
     data_order,
     has_state,
     layers_named,
+    optimized_params,
     same_value,
     with_common_steps,
 )
@@ -57,25 +52,213 @@ from store.text import counted, listed
 
 Groups = Sequence[Sequence[str]]
 
+
 MODEL_FILE = "mp_rank_00_model_states.pt"
 
+
 _ADAM = ("exp_avg", "exp_avg_sq")
+
+
 _LOAD_HYPER = (
     "from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler",
     "from deepspeed.runtime.zero.config import ZeroStageEnum",
     "with torch.serialization.safe_globals([DynamicLossScaler, LossScaler, ZeroStageEnum]):",
     "    kept = torch.load(saved + '/zero/optimizer_state.pt', weights_only=True)['param_groups']",
 )
-"""Reads the hyperparameters, and of all objects only the three kinds that are in this file."""
+"""Reads the hyperparameters, and allows only the three classes in this file."""
+
 
 _RANKS = 4096
-"""World sizes beyond which a param group without elements on some rank is not looked for."""
+"""Largest world size checked for param groups without elements on some rank."""
+
+
+_CLASSES = (ZeroStageEnum, LossScaler, DynamicLossScaler)
+
+
+_FOLDER = "zero"
+
+
+_OPTIMIZER = "optimizer_state.pt"
+
+
+_NAME_BYTES = 255
+
+
+class UniversalLayout:
+    """A universal checkpoint.
+
+    Raises MergeError if the checkpoint's facts describe no engine, UnsupportedError for optimizer state or parameter
+    names that the format cannot hold.
+    """
+
+    def lay_out(self, checkpoint: Checkpoint, _: Target) -> LayoutResult:
+        facts = facts_of(checkpoint)
+        groups = tuple(optimized_params(checkpoint, group.params) for group in facts.param_groups)
+        checkpoint, notes = with_common_steps(checkpoint, enumerate(groups))
+        tag = f"global_step{checkpoint.framework_state['counters']['global_steps']}_universal"
+        origin = _origin(checkpoint)
+        optimizer = _optimizer(facts, checkpoint, groups, origin)
+        files = (
+            *(_parameter_files(checkpoint, groups, f"{tag}/{_FOLDER}", origin)),
+            OutFile(f"{tag}/{_FOLDER}/{_OPTIMIZER}", PtFile(optimizer, _CLASSES)),
+            *_model_files(facts, checkpoint, groups, tag),
+            # No ``latest``: an engine without load_universal would load the weights and silently restart the optimizer.
+            OutFile("latest_universal", VerbatimFile(tag.encode())),
+        )
+        loader_notes = notes_on_loading(checkpoint, facts, groups, tag)
+        return LayoutResult(
+            tag, files, load_lines(checkpoint, groups, tag), (*notes, *loader_notes), checkpoint.certificate
+        )
+
+
+def _parameter_files(
+    checkpoint: Checkpoint, groups: tuple[tuple[str, ...], ...], folder: str, origin: dict[str, Any]
+) -> Iterator[OutFile]:
+    for params in groups:
+        known = next((fqn for fqn in params if has_state(checkpoint, fqn)), None)
+        for fqn in params:
+            _require_valid_name(fqn)
+            tensors = {WEIGHTS: plan_whole(checkpoint, fqn, WEIGHTS), **_slots(checkpoint, fqn, known)}
+            for slot, stored in tensors.items():
+                value = {constants.CAT_DIM: 0, constants.PARAM: stored, CLIENT_KEY: origin}
+                yield OutFile(f"{folder}/{fqn}/{slot}.pt", PtFile(value))
+            if known is not None:
+                scalars = checkpoint.framework_state["scalars"].get(known, {})
+                _require_only_step(known, scalars)
+                if STEP in scalars:
+                    yield OutFile(f"{folder}/{fqn}/{STEP}.pt", PtFile(to_portable(scalars[STEP])))
+
+
+def _slots(checkpoint: Checkpoint, fqn: str, known: str | None) -> dict[str, PlannedTensor]:
+    """Return a parameter's optimizer state; zeros if it has none but others of its param group do."""
+    if known is None:
+        return {}
+    if has_state(checkpoint, fqn):
+        return {slot: plan_whole(checkpoint, fqn, slot) for slot in checkpoint.slots(fqn)}
+    shape = tuple(checkpoint.record(fqn).shape)
+    return {
+        slot: PlannedTensor(shape, torch_dtype(checkpoint.dtype(known, slot)), ()) for slot in checkpoint.slots(known)
+    }
+
+
+def _optimizer(
+    facts: EngineFacts, checkpoint: Checkpoint, groups: tuple[tuple[str, ...], ...], origin: dict[str, Any]
+) -> dict[str, Any]:
+    """Return state of no single parameter, at the keys that the loaders of ZeRO-1/2 and of ZeRO-3 read."""
+    hyper = [
+        {**to_portable(group["hyper"]), "params": [index]}
+        for index, group in enumerate(checkpoint.framework_state["param_groups"])
+    ]
+    step = common_step(checkpoint, (fqn for params in groups for fqn in params))
+    return {
+        constants.LOSS_SCALER: loss_scaler(checkpoint.framework_state, facts.dtype),
+        "dynamic_loss_scale": facts.dynamic_loss_scale,
+        "overflow": False,
+        constants.CLIP_GRAD: clip_grad(facts),
+        constants.ZERO_STAGE: ZeroStageEnum(_stage_12(facts)),
+        constants.PARTITION_COUNT: facts.world_size,
+        constants.DS_VERSION: facts.ds_version,
+        constants.PARAM_GROUPS: hyper,
+        constants.OPTIMIZER_STATE_DICT: {
+            "state": {} if step is None else {0: {STEP: to_portable(step)}},
+            "param_groups": hyper,
+        },
+        CLIENT_KEY: {**origin, "slots": [_slots_of(checkpoint, params) for params in groups]},
+    }
+
+
+def _origin(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return the note in every file below ``zero`` that names its save.
+
+    No engine and no converter passes it on, so a reader can tell these files from converted ones and from other saves'.
+    """
+    return {
+        "save": checkpoint.certificate.save,
+        "step": checkpoint.framework_state["counters"]["global_steps"],
+        "contents": _contents(checkpoint),
+    }
+
+
+def _contents(checkpoint: Checkpoint) -> str:
+    """Return a checksum over the checksums of all blocks that the tensors are read from, and the store's id.
+
+    Saves of two runs may have the same name and step. It is the same for every merge of one save.
+    """
+    running = xxh3()
+    running.update(memoryview(checkpoint.certificate.store_id.encode()))
+    for name, extents in sorted(checkpoint.index.names().items()):
+        for extent in extents:
+            place = (*name, extent.start, extent.stop, extent.dtype, extent.offset, extent.block.digest)
+            running.update(memoryview(repr(place).encode()))
+    return running.hexdigest()
+
+
+def _slots_of(checkpoint: Checkpoint, params: tuple[str, ...]) -> list[str]:
+    """Return the slots that every parameter of a param group has in the files."""
+    known = next((fqn for fqn in params if has_state(checkpoint, fqn)), None)
+    return [] if known is None else sorted(checkpoint.slots(known))
+
+
+def _model_files(
+    facts: EngineFacts, checkpoint: Checkpoint, groups: tuple[tuple[str, ...], ...], tag: str
+) -> Iterator[OutFile]:
+    """Yield one file for engines of ZeRO-1/2 and one for ZeRO-3; all ranks read the same."""
+    info = {constants.UNIVERSAL_CHECKPOINT_VERSION_KEY: constants.UNIVERSAL_CHECKPOINT_VERSION_VALUE}
+    for stage, name in ((_stage_12(facts), MODEL_FILE), (3, f"zero_pp_rank_0_{MODEL_FILE}")):
+        states = {
+            **model_states(_without_places(facts, groups, stage), checkpoint, 0),
+            "frozen_param_fragments": None,  # in ``module`` of the first file
+            constants.UNIVERSAL_CHECKPOINT_INFO: info,
+            CLIENT_KEY: client_state(checkpoint, sorted(checkpoint.run_states)),
+        }
+        yield OutFile(f"{tag}/{name}", PtFile(states))
+
+
+def _stage_12(facts: EngineFacts) -> int:
+    """Return the stage in the file for ZeRO-1/2 and in the optimizer's."""
+    return facts.zero_stage if facts.zero_stage in (1, 2) else 2
+
+
+def _without_places(facts: EngineFacts, groups: tuple[tuple[str, ...], ...], stage: int) -> EngineFacts:
+    """Return facts of an engine at ``stage`` that name each group's parameters in data order, without offsets."""
+    here = (facts.zero_stage, facts.world_size)
+    config = config_for(facts.ds_config, here, (stage, facts.world_size))
+    ordered = [data_order(params, stage, facts.world_size, facts.dtype, config) for params in groups]
+    named = tuple(
+        GroupFacts(params=params, layout=tuple(PlacedParameter(fqn=fqn, offset=0, numel=0) for fqn in order))
+        for params, order in zip(groups, ordered, strict=True)
+    )
+    flat = tuple(
+        SubGroupFacts(params=params, param_group=i, partition_numels=(0,) * len(params), flat_numel=0)
+        for i, params in enumerate(groups)
+    )
+    return facts.model_copy(
+        update={"zero_stage": stage, "ds_config": config, "param_groups": named, "sub_groups": flat}
+    )
+
+
+def _require_valid_name(fqn: str) -> None:
+    """Raise UnsupportedError for a name that cannot be a directory's."""
+    if fqn in ("", ".", "..", _OPTIMIZER) or "/" in fqn or "\0" in fqn or len(fqn.encode()) > _NAME_BYTES:
+        raise UnsupportedError(
+            f"the parameter {fqn!r} cannot be in a universal checkpoint, because its name is not a valid directory "
+            "name; write layout 'deepspeed' at the stage and world size you need"
+        )
+
+
+def _require_only_step(fqn: str, scalars: dict[str, Any]) -> None:
+    others = sorted(scalars.keys() - {STEP})
+    if others:
+        raise UnsupportedError(
+            f"the optimizer keeps {', '.join(map(repr, others))} for {fqn}, but a universal checkpoint holds only "
+            "'step'; write layout 'deepspeed' at the stage and world size you need"
+        )
 
 
 def load_lines(checkpoint: Checkpoint, groups: Groups, tag: str) -> tuple[str, ...]:
-    """Python that loads the checkpoint completely, at any stage; ``{out}`` stands for the directory."""
+    """Return Python that loads the checkpoint completely, at any stage; ``{out}`` is the directory."""
     lines = [f"saved = {{out!r}} + '/{tag}'"]
-    if _left_alone(checkpoint, groups):
+    if _not_loaded(checkpoint, groups):
         read = f"torch.load(saved + '/{MODEL_FILE}', weights_only=True)['module']"
         lines.append(f"model.load_state_dict({read})  # before initialize")
     lines.append(f'engine.load_checkpoint({{out!r}}, tag={tag!r})  # with "checkpoint": {{{{"load_universal": true}}}}')
@@ -90,9 +273,9 @@ def load_lines(checkpoint: Checkpoint, groups: Groups, tag: str) -> tuple[str, .
 
 
 def notes_on_loading(checkpoint: Checkpoint, facts: EngineFacts, groups: Groups, tag: str) -> tuple[str, ...]:
-    """What to know before loading, each with its way out."""
+    """Return what to know before loading, each with a remedy."""
     found = (
-        _note_on_what_is_left_alone(checkpoint, groups, tag),
+        _note_on_not_loaded(checkpoint, groups, tag),
         _note_on_round_robin(facts),
         _note_on_small_groups(checkpoint, groups),
         _note_on_hyper(checkpoint),
@@ -103,14 +286,14 @@ def notes_on_loading(checkpoint: Checkpoint, facts: EngineFacts, groups: Groups,
     return tuple(note for note in found if note)
 
 
-def _left_alone(checkpoint: Checkpoint, groups: Groups) -> list[str]:
-    """Tensors that no param group holds: the loaders touch none of them."""
+def _not_loaded(checkpoint: Checkpoint, groups: Groups) -> list[str]:
+    """Return the tensors in no param group, which the loaders do not touch."""
     inside = set(chain.from_iterable(groups))
     return [fqn for fqn in checkpoint.tensors if fqn not in inside and checkpoint.numel(fqn)]
 
 
-def _note_on_what_is_left_alone(checkpoint: Checkpoint, groups: Groups, tag: str) -> str | None:
-    left = _left_alone(checkpoint, groups)
+def _note_on_not_loaded(checkpoint: Checkpoint, groups: Groups, tag: str) -> str | None:
+    left = _not_loaded(checkpoint, groups)
     if not left:
         return None
     return (
@@ -147,7 +330,7 @@ def _note_on_small_groups(checkpoint: Checkpoint, groups: Groups) -> str | None:
 
 
 def _ranks_that_hold(numel: int) -> int | None:
-    """The most ranks up to which all hold a part of a flat group; None where that is more than anybody has."""
+    """Return the largest world size at which every rank holds a part of a flat group; None: over the limit."""
     for ranks in range(1, _RANKS):
         size = -(-numel // (ALIGNMENT * (ranks + 1))) * ALIGNMENT
         if size * ranks >= numel:
@@ -156,7 +339,7 @@ def _ranks_that_hold(numel: int) -> int | None:
 
 
 def _hyper_differs(checkpoint: Checkpoint) -> list[str]:
-    """Hyperparameters that are not those of the first param group everywhere."""
+    """Return the hyperparameters that differ between param groups."""
     hypers = [group["hyper"] for group in checkpoint.framework_state["param_groups"]]
     keys = dict.fromkeys(key for hyper in hypers for key in hyper)
     return [key for key in keys if not all(_same(hypers[0].get(key), hyper.get(key)) for hyper in hypers[1:])]
@@ -198,9 +381,9 @@ def _note_on_other_steps(checkpoint: Checkpoint, groups: Groups) -> str | None:
     if len({float(step) for step in steps if step is not None}) < 2:
         return None
     common = float(common_step(checkpoint, chain.from_iterable(groups)))
-    told = listed(("none" if step is None else f"{float(step):g}" for step in steps), 6)
+    step_list = listed(("none" if step is None else f"{float(step):g}" for step in steps), 6)
     return (
-        f"the param groups are at different optimizer steps ({told}), and DeepSpeed's ZeRO-3 takes {common:g} for "
+        f"the param groups are at different optimizer steps ({step_list}), and DeepSpeed's ZeRO-3 takes {common:g} for "
         "all when it loads a universal checkpoint; write layout 'deepspeed' to keep them"
     )
 
@@ -213,183 +396,6 @@ def _note_on_other_optimizers(checkpoint: Checkpoint, groups: Groups) -> str | N
         return None
     return (
         f"the optimizer keeps {', '.join(sorted(kept)) or 'nothing'}, and DeepSpeed's ZeRO-3 loads universal "
-        "checkpoints of Adam's kind "
-        f"only ({', '.join(_ADAM)}, {STEP}); load it at stage 1 or 2, or write layout 'deepspeed'"
+        f"checkpoints of Adam's kind only ({', '.join(_ADAM)}, {STEP}); load it at stage 1 or 2, or write layout "
+        "'deepspeed'"
     )
-
-
-_CLASSES = (ZeroStageEnum, LossScaler, DynamicLossScaler)
-
-_FOLDER = "zero"
-_OPTIMIZER = "optimizer_state.pt"
-_NAME_BYTES = 255
-
-
-class UniversalLayout:
-    """A universal checkpoint. MergeError where the checkpoint's facts describe no engine, UnsupportedError for
-    optimizer state or parameter names that the format has no place for."""
-
-    def lay_out(self, checkpoint: Checkpoint, _: Target) -> LayoutResult:
-        """See :class:`merger.layouts.base.Layout`."""
-        facts = facts_of(checkpoint)
-        groups = optimized_groups(checkpoint, facts)
-        checkpoint, notes = with_common_steps(checkpoint, enumerate(groups))
-        tag = f"global_step{checkpoint.framework_state['counters']['global_steps']}_universal"
-        origin = _origin(checkpoint)
-        optimizer = _optimizer(facts, checkpoint, groups, origin)
-        files = (
-            *(_parameter_files(checkpoint, groups, f"{tag}/{_FOLDER}", origin)),
-            OutFile(f"{tag}/{_FOLDER}/{_OPTIMIZER}", PtFile(optimizer, _CLASSES)),
-            *_model_files(facts, checkpoint, groups, tag),
-            # No ``latest``: an engine that does not load universally would take the weights and start the optimizer
-            # anew, without a word.
-            OutFile("latest_universal", Verbatim(tag.encode())),
-        )
-        traps = notes_on_loading(checkpoint, facts, groups, tag)
-        return LayoutResult(tag, files, load_lines(checkpoint, groups, tag), (*notes, *traps), checkpoint.certificate)
-
-
-def optimized_groups(checkpoint: Checkpoint, facts: EngineFacts) -> tuple[tuple[str, ...], ...]:
-    """The parameters of each param group that DeepSpeed optimizes: trained ones that have elements."""
-    return tuple(
-        tuple(fqn for fqn in group.params if checkpoint.record(fqn).kind == "trainable" and checkpoint.numel(fqn))
-        for group in facts.param_groups
-    )
-
-
-def _parameter_files(
-    checkpoint: Checkpoint, groups: tuple[tuple[str, ...], ...], folder: str, origin: dict[str, Any]
-) -> Iterator[OutFile]:
-    for params in groups:
-        known = next((fqn for fqn in params if has_state(checkpoint, fqn)), None)
-        for fqn in params:
-            _require_a_name(fqn)
-            tensors = {WEIGHTS: whole(checkpoint, fqn, WEIGHTS), **_slots(checkpoint, fqn, known)}
-            for slot, stored in tensors.items():
-                value = {constants.CAT_DIM: 0, constants.PARAM: stored, CLIENT_KEY: origin}
-                yield OutFile(f"{folder}/{fqn}/{slot}.pt", PtFile(value))
-            if known is not None:
-                scalars = checkpoint.framework_state["scalars"].get(known, {})
-                _require_only_a_step(known, scalars)
-                if STEP in scalars:
-                    yield OutFile(f"{folder}/{fqn}/{STEP}.pt", PtFile(portable(scalars[STEP])))
-
-
-def _slots(checkpoint: Checkpoint, fqn: str, known: str | None) -> dict[str, Stored]:
-    """A parameter's optimizer state; zeros where it has none and others of its param group do, as in a flat one."""
-    if known is None:
-        return {}
-    if has_state(checkpoint, fqn):
-        return {slot: whole(checkpoint, fqn, slot) for slot in checkpoint.slots(fqn)}
-    shape = tuple(checkpoint.record(fqn).shape)
-    return {slot: Stored(shape, torch_dtype(checkpoint.dtype(known, slot)), ()) for slot in checkpoint.slots(known)}
-
-
-def _optimizer(
-    facts: EngineFacts, checkpoint: Checkpoint, groups: tuple[tuple[str, ...], ...], origin: dict[str, Any]
-) -> dict[str, Any]:
-    """State that belongs to no parameter, in the places where the loaders of ZeRO-1/2 and of ZeRO-3 look for it."""
-    hyper = [
-        {**portable(group["hyper"]), "params": [index]}
-        for index, group in enumerate(checkpoint.framework_state["param_groups"])
-    ]
-    step = common_step(checkpoint, (fqn for params in groups for fqn in params))
-    return {
-        constants.LOSS_SCALER: loss_scaler(checkpoint.framework_state, facts.dtype),
-        "dynamic_loss_scale": facts.dynamic_loss_scale,
-        "overflow": False,
-        constants.CLIP_GRAD: clip_grad(facts),
-        constants.ZERO_STAGE: ZeroStageEnum(_stage_12(facts)),
-        constants.PARTITION_COUNT: facts.world_size,
-        constants.DS_VERSION: facts.ds_version,
-        constants.PARAM_GROUPS: hyper,
-        constants.OPTIMIZER_STATE_DICT: {
-            "state": {} if step is None else {0: {STEP: portable(step)}},
-            "param_groups": hyper,
-        },
-        CLIENT_KEY: {**origin, "slots": [_slots_of(checkpoint, params) for params in groups]},
-    }
-
-
-def _origin(checkpoint: Checkpoint) -> dict[str, Any]:
-    """What stands in every file below ``zero``, where no engine and no converter carries it anywhere else: a reader
-    can tell these files from converted ones, and from those of another save."""
-    return {
-        "save": checkpoint.certificate.save,
-        "step": checkpoint.framework_state["counters"]["global_steps"],
-        "contents": _contents(checkpoint),
-    }
-
-
-def _contents(checkpoint: Checkpoint) -> str:
-    """A checksum over the checksums of all that the checkpoint's tensors are read from, and of their store's id:
-    saves of two runs may have the same name and step. The same for every merge of the same save."""
-    running = xxh3()
-    running.update(memoryview(checkpoint.certificate.store_id.encode()))
-    for name, extents in sorted(checkpoint.index.names().items()):
-        for extent in extents:
-            place = (*name, extent.start, extent.stop, extent.dtype, extent.offset, extent.block.digest)
-            running.update(memoryview(repr(place).encode()))
-    return running.hexdigest()
-
-
-def _slots_of(checkpoint: Checkpoint, params: tuple[str, ...]) -> list[str]:
-    """The slots that every parameter of a param group has in the files."""
-    known = next((fqn for fqn in params if has_state(checkpoint, fqn)), None)
-    return [] if known is None else sorted(checkpoint.slots(known))
-
-
-def _model_files(
-    facts: EngineFacts, checkpoint: Checkpoint, groups: tuple[tuple[str, ...], ...], tag: str
-) -> Iterator[OutFile]:
-    """One file that engines of ZeRO-1/2 read, and one for ZeRO-3: all ranks read the same."""
-    info = {constants.UNIVERSAL_CHECKPOINT_VERSION_KEY: constants.UNIVERSAL_CHECKPOINT_VERSION_VALUE}
-    for stage, name in ((_stage_12(facts), MODEL_FILE), (3, f"zero_pp_rank_0_{MODEL_FILE}")):
-        states = {
-            **model_states(_without_places(facts, groups, stage), checkpoint, 0),
-            "frozen_param_fragments": None,  # they are in ``module`` of the first file
-            constants.UNIVERSAL_CHECKPOINT_INFO: info,
-            CLIENT_KEY: client_state(checkpoint, sorted(checkpoint.run_states)),
-        }
-        yield OutFile(f"{tag}/{name}", PtFile(states))
-
-
-def _stage_12(facts: EngineFacts) -> int:
-    """What the file for ZeRO-1/2 says it is of, and the optimizer's with it."""
-    return facts.zero_stage if facts.zero_stage in (1, 2) else 2
-
-
-def _without_places(facts: EngineFacts, groups: tuple[tuple[str, ...], ...], stage: int) -> EngineFacts:
-    """Facts of an engine at ``stage`` that name the parameters of each group in the order of the data, and no place."""
-    here = (facts.zero_stage, facts.world_size)
-    config = config_for(facts.ds_config, here, (stage, facts.world_size))
-    ordered = [data_order(params, stage, facts.world_size, facts.dtype, config) for params in groups]
-    named = tuple(
-        GroupFacts(params=params, layout=tuple(PlacedParameter(fqn=fqn, offset=0, numel=0) for fqn in order))
-        for params, order in zip(groups, ordered, strict=True)
-    )
-    flat = tuple(
-        SubGroupFacts(params=params, param_group=i, partition_numels=(0,) * len(params), flat_numel=0)
-        for i, params in enumerate(groups)
-    )
-    return facts.model_copy(
-        update={"zero_stage": stage, "ds_config": config, "param_groups": named, "sub_groups": flat}
-    )
-
-
-def _require_a_name(fqn: str) -> None:
-    """A parameter's name becomes a directory's."""
-    if fqn in ("", ".", "..", _OPTIMIZER) or "/" in fqn or "\0" in fqn or len(fqn.encode()) > _NAME_BYTES:
-        raise UnsupportedError(
-            f"the parameter {fqn!r} cannot be in a universal checkpoint, where its name is a directory's; write layout "
-            "'deepspeed' at the stage and world size you need"
-        )
-
-
-def _require_only_a_step(fqn: str, scalars: dict[str, Any]) -> None:
-    others = sorted(scalars.keys() - {STEP})
-    if others:
-        raise UnsupportedError(
-            f"the optimizer keeps {', '.join(map(repr, others))} for {fqn}, and a universal checkpoint has a place for "
-            "'step' only; write layout 'deepspeed' at the stage and world size you need"
-        )

@@ -1,19 +1,9 @@
-"""HF weights, index, config, certificate.
+"""Write weights as Hugging Face transformers loads them: safetensors, an index, configuration and tokenizer.
 
-What the certificate of exported weights says: nothing of what is left out, and in which dtype they are written.
-
-A cast that rounds makes weights less than exact, by how much nobody has measured. One to the dtype that was trained in
-gives the working weights, which are what the run computes with, and not its master weights. Pure.
-
-The small files of a Hugging Face model folder: found in the folder that a run left, taken over as they are.
-
-Only ``config.json`` is touched: it says the dtype that the weights are written in. Weights and training state are
-never taken over. It does not know tensors, and imports nothing of Hugging Face.
-
-Weights as Hugging Face transformers loads them: safetensors, an index where there are several, and the folder's
-configuration and tokenizer.
-
-``from_pretrained`` takes the folder, with nothing of ours installed. No optimizer, no run state.
+``from_pretrained`` takes the folder, without Driftpoint installed; it has no optimizer and no run state. The small
+files of the run's model folder are copied as they are, except that ``config.json`` names the dtype of the weights. A
+rounding cast makes weights less than exact, by an unknown amount; a cast to the trained dtype gives the working
+weights.
 """
 
 from __future__ import annotations
@@ -27,8 +17,8 @@ from typing import Any
 
 import torch
 
-from merger.checkpoint import SLOT_OF_KIND, Checkpoint, Stored, whole
-from merger.io.output_file import OutFile, Verbatim
+from merger.checkpoint import SLOT_OF_KIND, Checkpoint, PlannedTensor, plan_parameter
+from merger.io.output_file import OutFile, VerbatimFile
 from merger.layouts.base import LayoutResult, Target, model_names
 from merger.tensors import torch_dtype
 from merger.writers.safetensors import SafetensorsFile
@@ -37,15 +27,192 @@ from store.errors import MergeError, UnsupportedError, UsageError
 from store.text import listed
 
 _NAMED = 6
-"""Layers that a note names before it only counts them."""
+"""Most layers that a note names."""
+
+
+CONFIG = "config.json"
+
+
+_LARGEST = 1 << 28
+"""Largest file that is copied, in bytes. Tokenizers have a few tens of megabytes."""
+
+
+_SUFFIXES = (".json", ".txt", ".model", ".tiktoken", ".jinja", ".py", ".bpe", ".vocab", ".spm", ".md")
+
+
+_NAMES = frozenset({"LICENSE", "NOTICE"})
+
+
+_FOLDERS = ("chat_templates", "additional_chat_templates")
+
+
+_TRAINING_FILES = frozenset(
+    {
+        "trainer_state.json", "all_results.json", "train_results.json", "eval_results.json",
+        "driftpoint-certificate.json", "zero_to_fp32.py", "zero_to_torch.py",
+    }
+)  # fmt: skip
+"""Files of a training run, not of a model."""
+
+
+_METADATA = {"format": "pt"}
+
+
+_ADAPTER = "base_model.model."
+
+
+class HuggingFaceLayout:
+    """A model folder."""
+
+    def lay_out(self, checkpoint: Checkpoint, target: Target) -> LayoutResult:
+        _refuse_left_out(checkpoint)
+        weights = hf_weights(checkpoint, target)
+        files = [*weight_files(weights, target.file_bytes)]
+        if checkpoint.files is not None:
+            require_folder(checkpoint.files)
+            files += model_files(checkpoint.files, weights_dtype(weights))
+        certificate = weights_certificate(checkpoint, weights)
+        notes = (*dtype_notes(certificate), *_notes(checkpoint, weights))
+        return LayoutResult(f"step{checkpoint.step}", tuple(files), (_load(checkpoint),), notes, certificate)
+
+
+def hf_weights(checkpoint: Checkpoint, target: Target) -> dict[str, PlannedTensor]:
+    """Plan every tensor of the state dict by name, in ``target.dtype`` or in the trained dtype.
+
+    Tied tensors have one name if transformers ties them again, else each of their names. An export fails if a finite
+    weight would become infinite; beside a training state the weights are as the run had them.
+    """
+    requested = None if target.dtype is None else torch_dtype(target.dtype)
+    if requested is not None and not requested.is_floating_point:
+        raise UsageError(f"weights cannot be written as {target.dtype}; name a floating-point dtype, such as BF16")
+    out: dict[str, PlannedTensor] = {}
+    for name, fqn in _exported_names(checkpoint).items():
+        record = checkpoint.record(fqn)
+        dtype = torch_dtype(record.dtype)
+        if requested is not None and dtype.is_floating_point and record.kind != "buffer":
+            dtype = requested
+        # A working weight is its fp32 master cast to the working dtype, bit for bit.
+        stored = plan_parameter(checkpoint, fqn, dtype)
+        out[name] = replace(stored, stays_finite=target.layout == "hf")
+    return out
+
+
+def _refuse_left_out(checkpoint: Checkpoint) -> None:
+    left_out = checkpoint.facts.get("frozen_left_out")
+    known = weight_names(checkpoint.files)
+    if left_out and not (known and known <= model_names(checkpoint).keys()):
+        raise UnsupportedError(
+            f"{checkpoint.origin} was saved without its frozen parameters ({listed(left_out, 6)}), which transformers "
+            "would initialize randomly. Save it without exclude_frozen_parameters; if none are frozen, name the folder "
+            "of the model (--files), whose weights list all names"
+        )
+
+
+def _exported_names(checkpoint: Checkpoint) -> dict[str, str]:
+    """Return the canonical fqn by name, without names that transformers ties itself."""
+    names = model_names(checkpoint)
+    first: dict[str, str] = {}
+    for name, fqn in names.items():
+        first.setdefault(fqn, name)
+    vocabulary = _tied_vocabulary(read_config(checkpoint.files) or {})
+    if vocabulary is not None:
+        return {
+            name: fqn
+            for name, fqn in names.items()
+            if first[fqn] == name or checkpoint.record(fqn).shape[:1] != (vocabulary,)
+        }
+    known = weight_names(checkpoint.files)
+    if known.issuperset(first.values()):
+        # The weights that transformers wrote for this model have the names it needs.
+        return {name: fqn for name, fqn in names.items() if name in known}
+    return names
+
+
+def _tied_vocabulary(config: Mapping[str, object]) -> object:
+    """Return the vocabulary size if the configuration ties embeddings and head explicitly, else None.
+
+    The default differs between models. A head written twice costs space; a missing one is initialized randomly.
+    """
+    text = config.get("text_config")
+    inner: Mapping[str, object] = text if isinstance(text, dict) else {}
+    values = {one["tie_word_embeddings"] for one in (config, inner) if "tie_word_embeddings" in one}
+    return config.get("vocab_size", inner.get("vocab_size")) if values == {True} else None
+
+
+def weight_files(weights: Mapping[str, PlannedTensor], shard_bytes: int) -> list[OutFile]:
+    """Return ``model.safetensors``, or numbered files of about ``shard_bytes`` each with an index."""
+    shards: list[dict[str, PlannedTensor]] = [{}]
+    size = 0
+    for name, stored in weights.items():
+        if shards[-1] and size + stored.nbytes > shard_bytes:
+            shards.append({})
+            size = 0
+        shards[-1][name] = stored
+        size += stored.nbytes
+    if len(shards) == 1:
+        return [OutFile("model.safetensors", SafetensorsFile(shards[0], _METADATA))]
+    names = [f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
+    files = [OutFile(name, SafetensorsFile(shard, _METADATA)) for name, shard in zip(names, shards, strict=True)]
+    return [*files, OutFile("model.safetensors.index.json", VerbatimFile(_index(names, shards)))]
+
+
+def weights_dtype(weights: Mapping[str, PlannedTensor]) -> str | None:
+    """Return torch's name of the floating-point dtype of most elements, for ``config.json``."""
+    numels: Counter[str] = Counter()
+    for stored in weights.values():
+        if stored.dtype.is_floating_point:
+            numels[str(stored.dtype).removeprefix("torch.")] += stored.numel
+    return numels.most_common(1)[0][0] if numels else None
+
+
+def _index(names: Sequence[str], shards: Sequence[Mapping[str, PlannedTensor]]) -> bytes:
+    every = [stored for shard in shards for stored in shard.values()]
+    metadata = {
+        "total_parameters": sum(stored.numel for stored in every),
+        "total_size": sum(stored.nbytes for stored in every),
+    }
+    table = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
+    return (json.dumps({"metadata": metadata, "weight_map": table}, indent=2, sort_keys=True) + "\n").encode()
+
+
+def _load(checkpoint: Checkpoint) -> str:
+    config = read_config(checkpoint.files)
+    if config is None:
+        return (
+            "for part in pathlib.Path({out!r}).glob('*.safetensors'): "
+            "model.load_state_dict(safetensors.torch.load_file(part), strict=False)"
+        )
+    named = config.get("architectures")
+    architecture = named[0] if isinstance(named, list) and named else "AutoModelForCausalLM"
+    return f"model = transformers.{architecture}.from_pretrained({{out!r}}, dtype='auto')"
+
+
+def _notes(checkpoint: Checkpoint, weights: Mapping[str, PlannedTensor]) -> tuple[str, ...]:
+    notes = []
+    if read_config(checkpoint.files) is None:
+        notes.append(
+            "there is no config.json: transformers cannot load the folder by itself; name the folder of the model "
+            "that was trained (--files), or put its config.json beside the weights"
+        )
+    if any(name.startswith(_ADAPTER) for name in weights):
+        notes.append(
+            "the weights are those of a model wrapped by peft, base and adapters together, under peft's names: build "
+            "the same peft model and load them into it with load_state_dict"
+        )
+    return tuple(notes)
 
 
 @dataclass(frozen=True)
-class Written:
-    """Weights that are held in one dtype and written in another that cannot hold all values of it.
+class WrittenDtype:
+    """Weights held in one dtype and written in another that cannot hold all its values.
 
-    held, written: torch's names. working: ``written`` is what the model was trained in, so that the values are, to the
-    last bit, those that the run computes with; otherwise they are rounded.
+    Args:
+        held: torch's name of the dtype in the training state.
+        written: torch's name of the dtype in the output.
+        working: whether ``written`` is the trained dtype, so that the values are those that the run computes with, bit
+        for
+            bit; otherwise they are rounded.
+        layers: layers of these weights.
     """
 
     held: str
@@ -56,13 +223,13 @@ class Written:
 
 @dataclass(frozen=True)
 class WeightsCertificate(Certificate):
-    """A certificate of weights alone, which says where their dtype is another than that of the training state."""
+    """A certificate of weights alone, with the dtypes that differ from the training state."""
 
-    written: tuple[Written, ...] = ()
+    written: tuple[WrittenDtype, ...] = ()
 
 
-def weights_certificate(checkpoint: Checkpoint, weights: Mapping[str, Stored]) -> WeightsCertificate:
-    """The certificate of an output that holds ``weights`` and no optimizer."""
+def weights_certificate(checkpoint: Checkpoint, weights: Mapping[str, PlannedTensor]) -> WeightsCertificate:
+    """Return the certificate of an output that holds ``weights`` and no optimizer."""
     casts = dict.fromkeys(_casts(checkpoint, weights))
     layers: dict[tuple[str, str, bool], dict[str, None]] = {}
     rounded: dict[tuple[str, str], str] = {}
@@ -75,18 +242,18 @@ def weights_certificate(checkpoint: Checkpoint, weights: Mapping[str, Stored]) -
     values = {one.name: getattr(whole, one.name) for one in fields(Certificate)}
     values["units"] = tuple(_rounded(unit, rounded.get((unit.layer, unit.slot))) for unit in kept)
     values["exact"] = _is_exact(whole, kept) and not rounded
-    written = tuple(Written(*cast, tuple(names)) for cast, names in layers.items())
+    written = tuple(WrittenDtype(*cast, tuple(names)) for cast, names in layers.items())
     return WeightsCertificate(**values, written=written)
 
 
 def working_dtypes(certificate: Certificate) -> tuple[str, ...]:
-    """Torch's names of the dtypes in which working weights are written in place of master weights."""
+    """Return torch's names of the dtypes in which working weights replace master weights."""
     written = certificate.written if isinstance(certificate, WeightsCertificate) else ()
     return tuple(dict.fromkeys(one.written for one in written if one.working))
 
 
 def dtype_notes(certificate: WeightsCertificate) -> Iterator[str]:
-    """What to know about the dtypes, for people."""
+    """Yield notes on dtypes."""
     for one in certificate.written:
         if one.working:
             yield (
@@ -103,7 +270,7 @@ def dtype_notes(certificate: WeightsCertificate) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class _Cast:
-    """As in :class:`Written`, of one (layer, slot)."""
+    """A cast of one (layer, slot); see :class:`WrittenDtype`."""
 
     layer: str
     slot: str
@@ -112,7 +279,7 @@ class _Cast:
     working: bool
 
 
-def _casts(checkpoint: Checkpoint, weights: Mapping[str, Stored]) -> Iterator[_Cast]:
+def _casts(checkpoint: Checkpoint, weights: Mapping[str, PlannedTensor]) -> Iterator[_Cast]:
     for stored in weights.values():
         for fqn, slot in ((placed.fragment.fqn, placed.fragment.slot) for placed in stored.placed):
             held, record = torch_dtype(checkpoint.dtype(fqn, slot)), checkpoint.record(fqn)
@@ -122,21 +289,21 @@ def _casts(checkpoint: Checkpoint, weights: Mapping[str, Stored]) -> Iterator[_C
 
 
 def _holds(target: torch.dtype, source: torch.dtype) -> bool:
-    """Whether every value of ``source`` is one of ``target``."""
+    """Return whether ``target`` holds every value of ``source``."""
     if target == source:
         return True
     if not (target.is_floating_point and source.is_floating_point):
         return False
     ours, theirs = torch.finfo(target), torch.finfo(source)
-    least = ours.tiny * ours.eps <= theirs.tiny * theirs.eps  # the smallest values that are not zero
+    least = ours.tiny * ours.eps <= theirs.tiny * theirs.eps  # smallest nonzero values
     return ours.eps <= theirs.eps and ours.max >= theirs.max and least
 
 
 def _is_exact(whole: Certificate, kept: tuple[CertifiedUnit, ...]) -> bool:
-    """Whether the weights are exact where all of the state need not be: what is left out may be old or rounded.
+    """Return whether the weights are exact, even if optimizer state that is left out is old or rounded.
 
-    Only a commit of a store is exact just where all of its units are. Another checkpoint that is not may be so for
-    reasons that no unit shows, and so may a composite, from which only weights were taken in the first place.
+    This follows from the units only for a commit of a store. Other checkpoints, composites included, may be inexact for
+    reasons that no unit shows.
     """
     of_one_commit = bool(whole.store_id) and len(kept) < len(whole.units)
     return whole.exact or (of_one_commit and bool(kept) and all(is_exact(unit, whole.save) for unit in kept))
@@ -153,32 +320,17 @@ def _text(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-CONFIG = "config.json"
-
-_LARGEST = 1 << 28
-"""Bytes. Tokenizers reach a few tens of megabytes; what is larger is not one of the small files."""
-
-_KINDS = (".json", ".txt", ".model", ".tiktoken", ".jinja", ".py", ".bpe", ".vocab", ".spm", ".md")
-_NAMES = frozenset({"LICENSE", "NOTICE"})
-_FOLDERS = ("chat_templates", "additional_chat_templates")
-
-_NOT_OURS = frozenset(
-    {
-        "trainer_state.json", "all_results.json", "train_results.json", "eval_results.json",
-        "driftpoint-certificate.json", "zero_to_fp32.py", "zero_to_torch.py",
-    }
-)  # fmt: skip
-"""Of a training, not of a model."""
-
-
 def require_folder(files: Path) -> None:
-    """UsageError unless it is a directory."""
+    """Raise UsageError unless it is a directory."""
     if not files.is_dir():
         raise UsageError(f"{files} is not a directory: name the one that holds config.json and the tokenizer (--files)")
 
 
 def model_files(files: Path, dtype: str | None) -> list[OutFile]:
-    """Configuration, tokenizer, templates, processors, custom code. dtype: torch's name of what the weights are in."""
+    """Return configuration, tokenizer, templates, processors and custom code of a folder.
+
+    ``dtype``: torch's name of the weights' dtype, for ``config.json``; None leaves that file as it is.
+    """
     require_folder(files)
     found = [path for path in sorted(files.iterdir()) if _belongs(path)]
     for folder in _FOLDERS:
@@ -187,30 +339,30 @@ def model_files(files: Path, dtype: str | None) -> list[OutFile]:
     out = []
     for path in found:
         data = _with_dtype(path, dtype) if path == files / CONFIG and dtype else path.read_bytes()
-        out.append(OutFile(path.relative_to(files).as_posix(), Verbatim(data)))
+        out.append(OutFile(path.relative_to(files).as_posix(), VerbatimFile(data)))
     return out
 
 
 def read_config(files: Path | None) -> Mapping[str, Any] | None:
-    """``config.json`` of a folder, None where there is none. MergeError where it is no JSON object."""
+    """Return ``config.json`` of a folder, None if there is none. MergeError if it is not a JSON object."""
     if files is None or not (files / CONFIG).is_file():
         return None
     return read_json(files / CONFIG)
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object. MergeError where the file holds none."""
+    """Read a JSON object. MergeError if the file does not hold one."""
     try:
         found = json.loads(path.read_bytes())
     except ValueError as error:
         raise MergeError(f"{path} is not JSON: {error}; name another folder (--files)") from error
     if not isinstance(found, dict):
-        raise MergeError(f"{path} holds no JSON object; name another folder (--files)")
+        raise MergeError(f"{path} does not hold a JSON object; name another folder (--files)")
     return found
 
 
 def weight_names(files: Path | None) -> frozenset[str]:
-    """Names of the weights that the folder's own safetensors files hold; empty where it has none that can be read."""
+    """Return the weights in the folder's own safetensors files; empty if none can be read."""
     if files is None:
         return frozenset()
     index, single = files / "model.safetensors.index.json", files / "model.safetensors"
@@ -234,16 +386,16 @@ def _header_names(path: Path) -> frozenset[str]:
 
 def _belongs(path: Path) -> bool:
     name = path.name
-    if name in _NOT_OURS or name.endswith(".index.json") or name.startswith("."):
+    if name in _TRAINING_FILES or name.endswith(".index.json") or name.startswith("."):
         return False
-    return (path.suffix in _KINDS or name in _NAMES) and path.is_file() and path.stat().st_size <= _LARGEST
+    return (path.suffix in _SUFFIXES or name in _NAMES) and path.is_file() and path.stat().st_size <= _LARGEST
 
 
 def _with_dtype(path: Path, dtype: str) -> bytes:
-    """The configuration, its dtype being that of the weights: whoever loads them casts them to what it says."""
+    """Return the configuration with the dtype of the weights, which loaders cast to."""
     config = read_json(path)
     if not _set_dtype(config, dtype):
-        # Both are read by every release that knows the newer name; older ones know the older name only.
+        # Newer releases of transformers read both names, older ones this one only.
         config["torch_dtype"] = dtype
     return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
 
@@ -256,150 +408,3 @@ def _set_dtype(config: dict[str, Any], dtype: str) -> bool:
         elif key.endswith("_config") and isinstance(value, dict):
             _set_dtype(value, dtype)
     return found
-
-
-_METADATA = {"format": "pt"}
-_ADAPTER = "base_model.model."
-
-
-class HuggingFaceLayout:
-    """A model folder."""
-
-    def lay_out(self, checkpoint: Checkpoint, target: Target) -> LayoutResult:
-        """See :class:`merger.layouts.base.Layout`."""
-        _refuse_left_out(checkpoint)
-        weights = hf_weights(checkpoint, target)
-        files = [*weight_files(weights, target.file_bytes)]
-        if checkpoint.files is not None:
-            require_folder(checkpoint.files)
-            files += model_files(checkpoint.files, weights_dtype(weights))
-        certificate = weights_certificate(checkpoint, weights)
-        notes = (*dtype_notes(certificate), *_notes(checkpoint, weights))
-        return LayoutResult(f"step{checkpoint.step}", tuple(files), (_load(checkpoint),), notes, certificate)
-
-
-def hf_weights(checkpoint: Checkpoint, target: Target) -> dict[str, Stored]:
-    """Every tensor of the state dict by name, in ``target.dtype`` or in the one that was trained in.
-
-    Tied tensors under one name where transformers ties them again, else under each name, so that nothing is missing.
-    An export must not have infinities that the weights had not; beside a training state they are as the run had them.
-    """
-    asked = None if target.dtype is None else torch_dtype(target.dtype)
-    if asked is not None and not asked.is_floating_point:
-        raise UsageError(f"weights cannot be written as {target.dtype}: name a floating-point dtype, such as BF16")
-    out: dict[str, Stored] = {}
-    for name, fqn in _kept(checkpoint).items():
-        record = checkpoint.record(fqn)
-        dtype = torch_dtype(record.dtype)
-        if asked is not None and dtype.is_floating_point and record.kind != "buffer":
-            dtype = asked
-        # A working weight is its fp32 master cast to the working dtype, bit for bit.
-        stored = whole(checkpoint, fqn, SLOT_OF_KIND[record.kind], dtype)
-        out[name] = replace(stored, stays_finite=target.layout == "hf")
-    return out
-
-
-def _refuse_left_out(checkpoint: Checkpoint) -> None:
-    left_out = checkpoint.facts.get("frozen_left_out")
-    known = weight_names(checkpoint.files)
-    if left_out and not (known and known <= model_names(checkpoint).keys()):
-        raise UnsupportedError(
-            f"{checkpoint.origin} was saved without its frozen parameters ({listed(left_out, 6)}): transformers would "
-            "make them up of random numbers. Save it without exclude_frozen_parameters; if none are frozen, name the "
-            "folder of the model (--files), whose weights say which names there are"
-        )
-
-
-def weight_files(weights: Mapping[str, Stored], shard_bytes: int) -> list[OutFile]:
-    """``model.safetensors``, or numbered ones of about ``shard_bytes`` each with an index."""
-    shards: list[dict[str, Stored]] = [{}]
-    size = 0
-    for name, stored in weights.items():
-        if shards[-1] and size + stored.nbytes > shard_bytes:
-            shards.append({})
-            size = 0
-        shards[-1][name] = stored
-        size += stored.nbytes
-    if len(shards) == 1:
-        return [OutFile("model.safetensors", SafetensorsFile(shards[0], _METADATA))]
-    names = [f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
-    files = [OutFile(name, SafetensorsFile(shard, _METADATA)) for name, shard in zip(names, shards, strict=True)]
-    return [*files, OutFile("model.safetensors.index.json", Verbatim(_index(names, shards)))]
-
-
-def weights_dtype(weights: Mapping[str, Stored]) -> str | None:
-    """Torch's name of the floating-point dtype that most elements have: what ``config.json`` should say."""
-    numels: Counter[str] = Counter()
-    for stored in weights.values():
-        if stored.dtype.is_floating_point:
-            numels[str(stored.dtype).removeprefix("torch.")] += stored.numel
-    return numels.most_common(1)[0][0] if numels else None
-
-
-def _kept(checkpoint: Checkpoint) -> dict[str, str]:
-    """Canonical fqn by name, further names of tied tensors left out where transformers leaves them out."""
-    names = model_names(checkpoint)
-    first: dict[str, str] = {}
-    for name, fqn in names.items():
-        first.setdefault(fqn, name)
-    vocabulary = _tied_vocabulary(read_config(checkpoint.files) or {})
-    if vocabulary is not None:
-        return {
-            name: fqn
-            for name, fqn in names.items()
-            if first[fqn] == name or checkpoint.record(fqn).shape[:1] != (vocabulary,)
-        }
-    known = weight_names(checkpoint.files)
-    if known.issuperset(first.values()):
-        # What transformers itself wrote for this model says which names it needs.
-        return {name: fqn for name, fqn in names.items() if name in known}
-    return names
-
-
-def _tied_vocabulary(config: Mapping[str, object]) -> object:
-    """The vocabulary's size, if transformers ties embeddings and head of a model with this configuration by itself.
-
-    None where that is not said outright: the default differs from model to model, and a head that is written
-    twice costs space, while one that is missing is made up of random numbers.
-    """
-    text = config.get("text_config")
-    inner: Mapping[str, object] = text if isinstance(text, dict) else {}
-    said = {one["tie_word_embeddings"] for one in (config, inner) if "tie_word_embeddings" in one}
-    return config.get("vocab_size", inner.get("vocab_size")) if said == {True} else None
-
-
-def _index(names: Sequence[str], shards: Sequence[Mapping[str, Stored]]) -> bytes:
-    every = [stored for shard in shards for stored in shard.values()]
-    metadata = {
-        "total_parameters": sum(stored.numel for stored in every),
-        "total_size": sum(stored.nbytes for stored in every),
-    }
-    table = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
-    return (json.dumps({"metadata": metadata, "weight_map": table}, indent=2, sort_keys=True) + "\n").encode()
-
-
-def _load(checkpoint: Checkpoint) -> str:
-    config = read_config(checkpoint.files)
-    if config is None:
-        return (
-            "for part in pathlib.Path({out!r}).glob('*.safetensors'): "
-            "model.load_state_dict(safetensors.torch.load_file(part), strict=False)"
-        )
-    named = config.get("architectures")
-    architecture = named[0] if isinstance(named, list) and named else "AutoModelForCausalLM"
-    return f"model = transformers.{architecture}.from_pretrained({{out!r}}, dtype='auto')"
-
-
-def _notes(checkpoint: Checkpoint, weights: Mapping[str, Stored]) -> tuple[str, ...]:
-    notes = []
-    if read_config(checkpoint.files) is None:
-        notes.append(
-            "there is no config.json: transformers cannot load the folder by itself; name the folder of the model "
-            "that was trained (--files), or put its config.json beside the weights"
-        )
-    if any(name.startswith(_ADAPTER) for name in weights):
-        notes.append(
-            "the weights are those of a model wrapped by peft, base and adapters together, under peft's names: build "
-            "the same peft model and load them into it with load_state_dict"
-        )
-    return tuple(notes)

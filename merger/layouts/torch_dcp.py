@@ -1,16 +1,10 @@
-"""torch DCP (FSDP2).
+"""Write ``torch.distributed.checkpoint``, as stock PyTorch with FSDP2 (``fully_shard``) saves and loads it.
 
-The optimizer's hyperparameters and counters as torch's own optimizers have them, whatever was training.
-
-DeepSpeed's Adam variants keep fewer hyperparameters than torch's and count steps in plain numbers; torch's AdamW
-refuses or ignores such a state. What is added are torch's defaults, which mean the same. It does not know files.
-
-``torch.distributed.checkpoint``, as stock PyTorch with FSDP2 (``fully_shard``) saves and loads it.
-
-Keys are those of ``{"model": ..., "optim": ...}`` with what ``get_state_dict(model, optimizer)`` of
-``torch.distributed.checkpoint.state_dict`` gives: ``model.FQN``, ``optim.state.FQN.SLOT``,
-``optim.param_groups.N.NAME``. Any number of ranks loads it. Weights are in the dtype of the master weights, which a
-load casts to the model's. Counters, random-number states and the user's own objects, by rank, are in ``extra.pt``.
+Keys are those of ``get_state_dict(model, optimizer)`` as ``{"model": ..., "optim": ...}``: ``model.FQN``,
+``optim.state.FQN.SLOT``, ``optim.param_groups.N.NAME``. Any number of ranks loads it. Weights are in the dtype of the
+master weights, which a load casts to the model's. Counters, random-number states and the user's objects, by rank, are
+in ``extra.pt``. Hyperparameters and step counts of DeepSpeed's Adam variants become those of torch's optimizers, which
+otherwise refuse or ignore them.
 """
 
 from __future__ import annotations
@@ -34,37 +28,165 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from merger.checkpoint import (
-    SLOT_OF_KIND,
     Checkpoint,
     ChosenStep,
-    Placed,
-    Stored,
+    Placement,
+    PlannedTensor,
     changed_steps,
     chosen_steps,
-    portable,
-    whole,
+    plan_parameter,
+    portable_run_states,
+    to_portable,
     with_steps,
 )
 from merger.io.output_file import OutFile
-from merger.layouts.base import LayoutResult, Target, bare_names, model_names
+from merger.layouts.base import LayoutResult, Target, model_names, share_tied, unwrapped_names
+from merger.layouts.torch_state_dict import parameter_state
 from merger.writers.dcp import DcpFile, DcpMetadata, Item
 from merger.writers.torch_zip import PtFile
 from store.errors import UnsupportedError
 from store.names import Fragment
 
 _ADAMS = frozenset({"FusedAdam", "DeepSpeedCPUAdam"})
-"""They compute what torch's AdamW does, or its Adam, by their ``adam_w_mode``."""
+"""Optimizers that compute what torch's AdamW or Adam does, by their ``adam_w_mode``."""
 
-_UNTOLD = frozenset({"adam", "adamw", "unknown"})
-"""What a foreign checkpoint may call them: it has the configuration's word for it, or none."""
+
+_AMBIGUOUS = frozenset({"adam", "adamw", "unknown"})
+"""Names of these in foreign checkpoints, which have the configuration's name, or none."""
+
 
 STEP = "step"
 
 
+CHUNK_BYTES = 1 << 26
+"""Approximate size of the blobs that tensors are cut into along their first dimension; ranks read whole blobs."""
+
+
+_LOAD = (
+    "from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict",
+    "state = dict(zip(('model', 'optim'), get_state_dict(model, optimizer)))",
+    "torch.distributed.checkpoint.load(state, checkpoint_id={out!r})",
+    "set_state_dict(model, optimizer, model_state_dict=state['model'], optim_state_dict=state['optim'])",
+)
+
+
+class DcpLayout:
+    """One directory for any world size."""
+
+    def lay_out(self, checkpoint: Checkpoint, target: Target) -> LayoutResult:
+        model = share_tied(model_names(checkpoint), lambda fqn: plan_parameter(checkpoint, fqn))
+        state: dict[str, Any] = {"model": model}
+        notes: tuple[str, ...] = ("there is no optimizer state to write: load the model only",)
+        if checkpoint.framework_state.get("param_groups"):
+            hyper, notes = torch_hyper(checkpoint)
+            checkpoint, more = with_torch_steps(checkpoint)
+            notes = (*notes, *more)
+            state["optim"] = _optimizer(checkpoint, hyper)
+        files, metadata = _plan_files(state, target.file_bytes)
+        out = [OutFile(name, file) for name, file in files.items()]
+        out += [OutFile(".metadata", metadata), OutFile("extra.pt", PtFile(_extra(checkpoint)))]
+        return LayoutResult(f"step{checkpoint.step}", tuple(out), _LOAD, notes, checkpoint.certificate)
+
+
+def _optimizer(checkpoint: Checkpoint, hyper: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return ``get_optimizer_state_dict``: state by fqn, and param groups with fqns."""
+    bare = unwrapped_names(checkpoint)
+    state: dict[str, dict[str, Any]] = {}
+    groups = []
+    for group, values in zip(checkpoint.framework_state["param_groups"], hyper, strict=True):
+        for fqn in group["params"]:
+            found = parameter_state(checkpoint, fqn)
+            if found:
+                state[bare[fqn]] = found
+        groups.append({**values, "params": [bare[fqn] for fqn in group["params"]]})
+    return {"state": state, "param_groups": groups}
+
+
+def _plan_files(state: dict[str, Any], file_bytes: int) -> tuple[dict[str, DcpFile], DcpMetadata]:
+    """Plan all files of a nested state dict, with ``.metadata``; tied tensors are written once."""
+    flat, mapping = flatten_state_dict(state)
+    described: dict[str, BytesStorageMetadata | TensorStorageMetadata] = {}
+    items: list[Item] = []
+    aliases: dict[MetadataIndex, MetadataIndex] = {}
+    names: dict[int, str] = {}
+    for name, value in flat.items():
+        if isinstance(value, PlannedTensor | torch.Tensor):
+            chunks = list(_chunks(value))
+            described[name] = TensorStorageMetadata(
+                TensorProperties(dtype=value.dtype), torch.Size(value.shape), [chunk for chunk, _ in chunks]
+            )
+            first = names.setdefault(id(value), name)
+            for number, (chunk, part) in enumerate(chunks):
+                index = MetadataIndex(name, chunk.offsets, number)
+                if first == name:
+                    items.append(Item(index, part))
+                else:
+                    aliases[index] = MetadataIndex(first, chunk.offsets, number)
+        else:
+            described[name] = BytesStorageMetadata()
+            items.append(Item(MetadataIndex(name), value))
+    files = {f"__{number}_0.distcp": DcpFile(part) for number, part in enumerate(_group_items(items, file_bytes))}
+    metadata = Metadata(described, planner_data=mapping, storage_meta=StorageMeta())
+    version = getattr(filesystem, "CURRENT_DCP_VERSION", None)
+    if version is not None:  # older releases have no version
+        metadata.version = version
+    return files, DcpMetadata(metadata, files, aliases)
+
+
+def _chunks(value: PlannedTensor | torch.Tensor) -> Iterator[tuple[ChunkStorageMetadata, PlannedTensor | torch.Tensor]]:
+    """Cut a tensor into runs of rows, one blob each. Tensors with values stay whole."""
+    shape = torch.Size(value.shape)
+    if not isinstance(value, PlannedTensor) or value.nbytes <= CHUNK_BYTES:
+        yield ChunkStorageMetadata(torch.Size([0] * len(shape)), shape), value
+        return
+    row = math.prod(shape[1:])
+    rows = max(1, CHUNK_BYTES // (row * value.dtype.itemsize))
+    for first in range(0, shape[0], rows):
+        sizes = torch.Size((min(rows, shape[0] - first), *shape[1:]))
+        offsets = torch.Size((first, *([0] * (len(shape) - 1))))
+        yield ChunkStorageMetadata(offsets, sizes), _part(value, tuple(sizes), first * row)
+
+
+def _part(whole_one: PlannedTensor, shape: tuple[int, ...], start: int) -> PlannedTensor:
+    """Return elements from ``start`` of a planned whole parameter as a tensor."""
+    (placed,) = whole_one.placed
+    fragment = placed.fragment
+    return PlannedTensor(
+        shape, whole_one.dtype, (Placement(Fragment(fragment.fqn, fragment.slot, start, math.prod(shape)), 0),)
+    )
+
+
+def _group_items(items: list[Item], file_bytes: int) -> list[list[Item]]:
+    """Group items into files of about ``file_bytes``, at least one, plain values in the first."""
+    parts: list[list[Item]] = [[]]
+    size = 0
+    for item in sorted(items, key=lambda one: isinstance(one.value, PlannedTensor)):
+        if parts[-1] and size + item.nbytes > file_bytes:
+            parts.append([])
+            size = 0
+        parts[-1].append(item)
+        size += item.nbytes
+    return parts
+
+
+def _extra(checkpoint: Checkpoint) -> Mapping[str, Any]:
+    state = checkpoint.framework_state
+
+    return {
+        "save": checkpoint.certificate.save,
+        "step": checkpoint.step,
+        "counters": to_portable(state.get("counters")),
+        "lr_scheduler": to_portable(state.get("lr_scheduler")),
+        "loss_scaler": to_portable(state.get("loss_scaler")),
+        "client_state": to_portable(checkpoint.client_state),
+        "ranks": portable_run_states(checkpoint, checkpoint.run_states),
+    }
+
+
 def torch_hyper(checkpoint: Checkpoint) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
-    """(hyperparameters of each param group, what was assumed). UnsupportedError where torch's has no such setting."""
-    groups = [dict(portable(group["hyper"])) for group in checkpoint.framework_state["param_groups"]]
-    if not _is_theirs(checkpoint):
+    """Return (hyperparameters of each param group, notes). UnsupportedError if torch has no such setting."""
+    groups = [dict(to_portable(group["hyper"])) for group in checkpoint.framework_state["param_groups"]]
+    if not _uses_deepspeed_adam(checkpoint):
         return groups, ()
     kind = torch.optim.AdamW if _decoupled(checkpoint.facts) else torch.optim.Adam
     defaults = kind([torch.zeros(1)]).defaults
@@ -72,7 +194,7 @@ def torch_hyper(checkpoint: Checkpoint) -> tuple[list[dict[str, Any]], tuple[str
     for group in groups:
         if not group.pop("bias_correction", True):
             raise UnsupportedError(
-                "the run used Adam without bias correction, which torch's optimizers cannot do; merge it with layout "
+                "the run used Adam without bias correction, which torch's optimizers lack; merge it with layout "
                 "deepspeed"
             )
         group.pop(STEP, None)
@@ -81,20 +203,20 @@ def torch_hyper(checkpoint: Checkpoint) -> tuple[list[dict[str, Any]], tuple[str
         f"the run used one of DeepSpeed's own Adams: its state is laid out for torch.optim.{kind.__name__}, which "
         "computes the same up to rounding; load it with that one"
     )
-    if not _says_type(checkpoint.facts):
+    if (_section(checkpoint.facts) or {}).get("type") is None:
         note += ". The configuration names no optimizer, so nothing says whether its weight decay was decoupled "
         note += "(adam_w_mode): it is taken to be, as it is by default"
     return filled, (note,)
 
 
 def with_torch_steps(checkpoint: Checkpoint) -> tuple[Checkpoint, tuple[str, ...]]:
-    """The checkpoint with step counts as torch's optimizers have them, a float32 tensor for each parameter; notes.
+    """Return the checkpoint with step counts as in torch's optimizers, a float32 tensor per parameter, and notes.
 
-    Each parameter keeps its own, but where FusedAdam counted for a whole param group in one parameter: there all get
-    the group's, and in a composite, to which that parameter may have come from another save, the run's; then the
-    certificate says so (:class:`merger.checkpoint.StepsCertificate`).
+    Each parameter keeps its own step, unless FusedAdam counted for a whole param group in one parameter. Then all get
+    the group's step; in a composite, where that parameter may be of another save, they get the run's, which the
+    certificate records (:class:`merger.checkpoint.StepsCertificate`).
     """
-    if not _is_theirs(checkpoint):
+    if not _uses_deepspeed_adam(checkpoint):
         return checkpoint, ()
     scalars = {fqn: dict(kept) for fqn, kept in checkpoint.framework_state["scalars"].items()}
     chosen: list[tuple[int, float, list[tuple[str, float]]]] = []
@@ -123,21 +245,23 @@ def _note_on_steps(one: ChosenStep) -> str:
     )
 
 
-def _is_theirs(checkpoint: Checkpoint) -> bool:
+def _uses_deepspeed_adam(checkpoint: Checkpoint) -> bool:
     name = _name(checkpoint)
     if name in _ADAMS:
         return True
-    # A configuration says AdamW for DeepSpeed's and for torch's alike, and nothing of an optimizer that the user made.
-    # Hyperparameters tell: torch's have no bias_correction, Lamb's have more.
-    return (name or "unknown").lower() in _UNTOLD and any(
+    # A configuration names DeepSpeed's and torch's AdamW alike, and no optimizer of the user's. The hyperparameters
+    # distinguish them: torch's have no bias_correction, Lamb's have more.
+    return (name or "unknown").lower() in _AMBIGUOUS and any(
         "bias_correction" in group["hyper"] and "max_coeff" not in group["hyper"]
         for group in checkpoint.framework_state["param_groups"]
     )
 
 
 def _counts_in_one(checkpoint: Checkpoint, hyper: Mapping[str, Any]) -> bool:
-    """Whether one parameter has the count of the whole group: FusedAdam's way, where ZeRO does not give it one flat
-    partition at a time. DeepSpeedCPUAdam, which alone has ``amsgrad``, counts for each parameter."""
+    """Return whether one parameter has the step count of the whole group, as FusedAdam does without ZeRO.
+
+    DeepSpeedCPUAdam, which alone has ``amsgrad``, counts for each parameter.
+    """
     name = _name(checkpoint)
     fused = name == "FusedAdam" if name in _ADAMS else "amsgrad" not in hyper
     return fused and not checkpoint.facts.get("zero_stage")
@@ -148,157 +272,17 @@ def _name(checkpoint: Checkpoint) -> str | None:
     return None if name is None else str(name)
 
 
-def _says_type(facts: Mapping[str, Any]) -> bool:
-    section = _section(facts)
-    return section is not None and section.get("type") is not None
-
-
 def _section(facts: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """What DeepSpeed's configuration says of the optimizer."""
+    """Return the optimizer section of DeepSpeed's configuration."""
     config = facts.get("ds_config")
     section = config.get("optimizer") if isinstance(config, Mapping) else None
     return section if isinstance(section, Mapping) else None
 
 
 def _decoupled(facts: Mapping[str, Any]) -> bool:
-    """Whether weight decay was decoupled: DeepSpeed takes both ``Adam`` and ``AdamW`` for it unless told otherwise."""
+    """Return whether weight decay was decoupled: DeepSpeed's default for both ``Adam`` and ``AdamW``."""
     section = _section(facts)
     if section is None or str(section.get("type", "")).lower() == "adamw":
         return True
     params = section.get("params")
     return bool(params.get("adam_w_mode", True)) if isinstance(params, Mapping) else True
-
-
-CHUNK_BYTES = 1 << 26
-"""Tensors are cut along their first dimension into blobs of about this size: a rank reads every blob that it has a
-part of, whole."""
-
-_LOAD = (
-    "from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict",
-    "state = dict(zip(('model', 'optim'), get_state_dict(model, optimizer)))",
-    "torch.distributed.checkpoint.load(state, checkpoint_id={out!r})",
-    "set_state_dict(model, optimizer, model_state_dict=state['model'], optim_state_dict=state['optim'])",
-)
-
-
-class DcpLayout:
-    """One directory for any world size."""
-
-    def lay_out(self, checkpoint: Checkpoint, target: Target) -> LayoutResult:
-        """See :class:`merger.layouts.base.Layout`."""
-        state: dict[str, Any] = {"model": _model(checkpoint)}
-        notes: tuple[str, ...] = ("there is no optimizer state to write: load the model only",)
-        if checkpoint.framework_state.get("param_groups"):
-            hyper, notes = torch_hyper(checkpoint)
-            checkpoint, more = with_torch_steps(checkpoint)
-            notes = (*notes, *more)
-            state["optim"] = _optimizer(checkpoint, hyper)
-        files, metadata = _planned(state, target.file_bytes)
-        out = [OutFile(name, file) for name, file in files.items()]
-        out += [OutFile(".metadata", metadata), OutFile("extra.pt", PtFile(_extra(checkpoint)))]
-        return LayoutResult(f"step{checkpoint.step}", tuple(out), _LOAD, notes, checkpoint.certificate)
-
-
-def _model(checkpoint: Checkpoint) -> dict[str, Stored]:
-    found: dict[str, Stored] = {}
-    for fqn in model_names(checkpoint).values():
-        if fqn not in found:
-            found[fqn] = whole(checkpoint, fqn, SLOT_OF_KIND[checkpoint.record(fqn).kind])
-    return {name: found[fqn] for name, fqn in model_names(checkpoint).items()}
-
-
-def _optimizer(checkpoint: Checkpoint, hyper: list[dict[str, Any]]) -> dict[str, Any]:
-    """``get_optimizer_state_dict``: state by fqn, groups with fqns in them."""
-    bare = bare_names(checkpoint)
-    state: dict[str, dict[str, Any]] = {}
-    groups = []
-    for group, values in zip(checkpoint.framework_state["param_groups"], hyper, strict=True):
-        for fqn in group["params"]:
-            found = dict(portable(checkpoint.framework_state["scalars"].get(fqn, {})))
-            for slot in checkpoint.slots(fqn):
-                found[slot] = whole(checkpoint, fqn, slot)
-            if found:
-                state[bare[fqn]] = found
-        groups.append({**values, "params": [bare[fqn] for fqn in group["params"]]})
-    return {"state": state, "param_groups": groups}
-
-
-def _planned(state: dict[str, Any], file_bytes: int) -> tuple[dict[str, DcpFile], DcpMetadata]:
-    """All files of a nested state dict, ``.metadata`` apart; tied tensors are written once."""
-    flat, mapping = flatten_state_dict(state)
-    described: dict[str, BytesStorageMetadata | TensorStorageMetadata] = {}
-    items: list[Item] = []
-    aliases: dict[MetadataIndex, MetadataIndex] = {}
-    names: dict[int, str] = {}
-    for name, value in flat.items():
-        if isinstance(value, Stored | torch.Tensor):
-            chunks = list(_chunks(value))
-            described[name] = TensorStorageMetadata(
-                TensorProperties(dtype=value.dtype), torch.Size(value.shape), [chunk for chunk, _ in chunks]
-            )
-            first = names.setdefault(id(value), name)
-            for number, (chunk, part) in enumerate(chunks):
-                index = MetadataIndex(name, chunk.offsets, number)
-                if first == name:
-                    items.append(Item(index, part))
-                else:
-                    aliases[index] = MetadataIndex(first, chunk.offsets, number)
-        else:
-            described[name] = BytesStorageMetadata()
-            items.append(Item(MetadataIndex(name), value))
-    files = {f"__{number}_0.distcp": DcpFile(part) for number, part in enumerate(_shared_out(items, file_bytes))}
-    metadata = Metadata(described, planner_data=mapping, storage_meta=StorageMeta())
-    version = getattr(filesystem, "CURRENT_DCP_VERSION", None)
-    if version is not None:  # older releases number nothing
-        metadata.version = version
-    return files, DcpMetadata(metadata, files, aliases)
-
-
-def _chunks(value: Stored | torch.Tensor) -> Iterator[tuple[ChunkStorageMetadata, Stored | torch.Tensor]]:
-    """A tensor cut into runs of rows, each a blob of its own. Small tensors that are there already stay whole."""
-    shape = torch.Size(value.shape)
-    if not isinstance(value, Stored) or value.nbytes <= CHUNK_BYTES:
-        yield ChunkStorageMetadata(torch.Size([0] * len(shape)), shape), value
-        return
-    row = math.prod(shape[1:])
-    rows = max(1, CHUNK_BYTES // (row * value.dtype.itemsize))
-    for first in range(0, shape[0], rows):
-        sizes = torch.Size((min(rows, shape[0] - first), *shape[1:]))
-        offsets = torch.Size((first, *([0] * (len(shape) - 1))))
-        yield ChunkStorageMetadata(offsets, sizes), _part(value, tuple(sizes), first * row)
-
-
-def _part(whole_one: Stored, shape: tuple[int, ...], start: int) -> Stored:
-    """Elements from ``start`` of a planned tensor that is one whole parameter, as a tensor of their own."""
-    (placed,) = whole_one.placed
-    fragment = placed.fragment
-    return Stored(shape, whole_one.dtype, (Placed(Fragment(fragment.fqn, fragment.slot, start, math.prod(shape)), 0),))
-
-
-def _shared_out(items: list[Item], file_bytes: int) -> list[list[Item]]:
-    """Files of about ``file_bytes``, at least one, plain values in the first."""
-    parts: list[list[Item]] = [[]]
-    size = 0
-    for item in sorted(items, key=lambda one: isinstance(one.value, Stored)):
-        if parts[-1] and size + item.nbytes > file_bytes:
-            parts.append([])
-            size = 0
-        parts[-1].append(item)
-        size += item.nbytes
-    return parts
-
-
-def _extra(checkpoint: Checkpoint) -> Mapping[str, Any]:
-    state = checkpoint.framework_state
-    ranks = {
-        rank: {"rng": portable(one.rng), "user": portable(one.user)} for rank, one in checkpoint.run_states.items()
-    }
-    return {
-        "save": checkpoint.certificate.save,
-        "step": checkpoint.step,
-        "counters": portable(state.get("counters")),
-        "lr_scheduler": portable(state.get("lr_scheduler")),
-        "loss_scaler": portable(state.get("loss_scaler")),
-        "client_state": portable(checkpoint.client_state),
-        "ranks": ranks,
-    }

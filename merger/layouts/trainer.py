@@ -1,19 +1,9 @@
-"""checkpoint-N folder.
+"""Write the checkpoint folder of a Hugging Face Trainer: ``checkpoint-N``, for ``train(resume_from_checkpoint=...)``.
 
-``rng_state*.pth`` of a Trainer: from the run state where that has every rank's, else the folder's own files.
-
-It knows neither steps nor schedulers. Files that are copied are not unpickled.
-
-A Trainer's own records, brought to another step: ``trainer_state.json`` and ``scheduler.pt``.
-
-Numbers that grow with training are scaled, what was not yet known is dropped, and nothing is made up: what cannot be
-brought to another step is left out and told. It does not know weights or optimizers.
-
-The checkpoint folder of a Hugging Face Trainer: ``checkpoint-N``, as ``train(resume_from_checkpoint=...)`` takes it.
-
-The framework's own files hold the state; around them goes what the Trainer keeps beside it, taken from a folder that
-the run left and brought to the step of the state. Stock transformers and DeepSpeed load it, with nothing of ours.
-It does not know how DeepSpeed's files are laid out.
+Stock transformers and DeepSpeed load it, without Driftpoint installed. The framework's own layout writes the state; the
+Trainer's other files come from a folder of the run and are brought to the step of the state: growing numbers are
+scaled, later entries dropped, and state that cannot be brought to another step is left out with a note. Copied files
+are not unpickled.
 """
 
 from __future__ import annotations
@@ -31,73 +21,142 @@ import numpy as np
 import torch
 
 from merger.checkpoint import Checkpoint
-from merger.io.output_file import OutFile, Verbatim
+from merger.io.output_file import OutFile, VerbatimFile
 from merger.layouts.base import Layout, LayoutResult, Target
 from merger.layouts.huggingface import hf_weights, model_files, read_json, require_folder, weight_files, weight_names
 from merger.layouts.torch_state_dict import optimizer_state
 from merger.writers.torch_zip import PtFile
 from store.errors import MergeError, UnsupportedError, UsageError
 
-
-def rng_files(
-    checkpoint: Checkpoint, folder: Path, world_size: int, *, same_step: bool, distributed: bool
-) -> tuple[Sequence[OutFile], str | None]:
-    """(a file per rank, why there are none).
-
-    same_step: whether the folder is of the checkpoint's step. distributed: whether one rank alone counts as a
-    distributed run, in which the Trainer keeps the generators of all devices.
-    """
-    names = ["rng_state.pth"] if world_size == 1 else [f"rng_state_{rank}.pth" for rank in range(world_size)]
-    states = [checkpoint.run_states[rank].rng for rank in range(world_size) if rank in checkpoint.run_states]
-    if len(checkpoint.run_states) == len(states) == world_size and all(_is_complete(state) for state in states):
-        every_device = distributed or world_size > 1
-        return [
-            OutFile(name, Verbatim(_saved(_as_trainer(state, every_device=every_device))))
-            for name, state in zip(names, states, strict=True)
-        ], None
-    found = [folder / name for name in names]
-    there = len(list(folder.glob("rng_state*.pth")))
-    if same_step and there == world_size and all(path.is_file() for path in found):
-        return [OutFile(path.name, Verbatim(path.read_bytes())) for path in found], None
-    return (), (
-        f"there are no random-number states of this step for {world_size} rank(s): dropout, and shuffling that is not "
-        "seeded by itself, will draw other numbers than the run would have"
-    )
-
-
-def _is_complete(state: Any) -> bool:
-    return isinstance(state, Mapping) and {"torch", "numpy", "python"} <= state.keys()
-
-
-def _as_trainer(state: Mapping[str, Any], *, every_device: bool) -> dict[str, Any]:
-    kind, words, *rest = state["numpy"]
-    out = {
-        "python": state["python"],
-        "numpy": (kind, np.asarray(words, dtype=np.uint32), *rest),
-        "cpu": state["torch"],
-    }
-    devices = list(state.get("cuda") or ())
-    if devices:
-        out["cuda"] = devices if every_device else devices[0]
-    return out
-
-
-def _saved(value: Any) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
-
-
 STATE, SCHEDULER = "trainer_state.json", "scheduler.pt"
 
-_GROWING = ("num_input_tokens_seen", "total_flos")
-_BEST = ("best_metric", "best_global_step", "best_model_checkpoint")
+
+_TOTALS = ("num_input_tokens_seen", "total_flos")
+
+
+_BEST_KEYS = ("best_metric", "best_global_step", "best_model_checkpoint")
+
+
 _CONTROL = "TrainerControl"
+
+
+_ADAPTER_CONFIG = "adapter_config.json"
+
+
+class TrainerLayout:
+    """A Trainer's folder. ``engine``: the layout of DeepSpeed's files; None for a run without DeepSpeed."""
+
+    def __init__(self, engine: Layout | None) -> None:
+        self._engine = engine
+
+    def lay_out(self, checkpoint: Checkpoint, target: Target) -> LayoutResult:
+        """Plan the folder. UsageError without a Trainer's folder to start from."""
+        if not checkpoint.framework_state.get("param_groups"):
+            raise MergeError(
+                f"{checkpoint.origin} has no optimizer state, so no Trainer can resume from it; write layout hf"
+            )
+        folder = _trainer_folder(checkpoint)
+        rescaled = rescale_state(folder, checkpoint.step)
+        state = self._plain(checkpoint, folder) if self._engine is None else self._engine.lay_out(checkpoint, target)
+        others, notes = _other_files(checkpoint, target, folder, rescaled, with_engine=self._engine is not None)
+        tag = f"checkpoint-{checkpoint.step}"
+        files = {file.path: file for file in (*state.files, *others)}
+        return LayoutResult(
+            tag,
+            tuple(replace(file, path=f"{tag}/{path}") for path, file in files.items()),
+            (f"trainer.train(resume_from_checkpoint={{out:{tag}}})",),
+            (*state.notes, *rescaled.notes, *notes),
+            state.certificate,
+        )
+
+    def _plain(self, checkpoint: Checkpoint, folder: Path) -> LayoutResult:
+        """Plan weights and optimizer of a run in which every rank held both whole."""
+        if (folder / _ADAPTER_CONFIG).exists():
+            raise UnsupportedError(
+                f"{folder} is of a run that trained adapters only, which is not supported for a Trainer's folder; "
+                "merge it with layout hf or torch"
+            )
+        weights = weight_files(hf_weights(checkpoint, Target()), Target().file_bytes)
+        files = (*weights, OutFile("optimizer.pt", PtFile(optimizer_state(checkpoint))))
+        return LayoutResult(f"step{checkpoint.step}", files, ())
+
+
+def _trainer_folder(checkpoint: Checkpoint) -> Path:
+    folder = checkpoint.files
+    if folder is None:
+        raise UsageError(
+            "a Trainer's folder needs more than weights and optimizer: name a checkpoint-N folder of the run with "
+            "trainer_state.json (--files)"
+        )
+    require_folder(folder)
+    if not (folder / STATE).is_file():
+        inside = sorted(path.name for path in folder.glob("checkpoint-*") if (path / STATE).is_file())
+        hint = f"name one of those in it: {', '.join(inside)}" if inside else "name a checkpoint-N folder of the run"
+        raise UsageError(f"{folder} is not a checkpoint folder of a Trainer: it has no {STATE}; {hint} (--files)")
+    return folder
+
+
+def _other_files(
+    checkpoint: Checkpoint, target: Target, folder: Path, rescaled: RescaledState, *, with_engine: bool
+) -> tuple[list[OutFile], list[str]]:
+    """Return the files beside the framework's, and notes on them."""
+    notes: list[str] = []
+    files = [OutFile(STATE, VerbatimFile(rescaled.document)), *model_files(folder, None), *_copy(folder, (_ARGUMENTS,))]
+    world_size = _world_size(checkpoint, target)
+    for found, note in (
+        rng_files(checkpoint, folder, world_size, same_step=rescaled.same_step, distributed=with_engine),
+        _scheduler(checkpoint, folder, rescaled, with_engine=with_engine),
+        _scaler(folder, rescaled),
+    ):
+        files += found
+        notes += [note] if note else []
+    if with_engine and weight_names(folder):
+        files += weight_files(hf_weights(checkpoint, Target()), Target().file_bytes)
+    if with_engine and (folder / _ADAPTER_CONFIG).exists():
+        notes.append("adapter_model.safetensors is not written: the Trainer resumes from DeepSpeed's files without it")
+    return files, notes
+
+
+def _scheduler(
+    checkpoint: Checkpoint, folder: Path, rescaled: RescaledState, *, with_engine: bool
+) -> tuple[Sequence[OutFile], str | None]:
+    groups = checkpoint.framework_state["param_groups"]
+    file, note = scheduler_file(folder, rescaled, [group["hyper"].get("lr") for group in groups])
+    if file is not None:
+        return (file,), note
+    if with_engine and checkpoint.framework_state.get("lr_scheduler") is not None:
+        return (), None  # in DeepSpeed's own files
+    if with_engine:
+        return (), note or (
+            f"{folder} has no scheduler.pt and the run's state has no scheduler: the Trainer refuses to resume if it "
+            "makes the scheduler itself; name a folder that has one (--files)"
+        )
+    # Without it the Trainer silently ignores the optimizer's state as well.
+    raise MergeError(note or f"{folder} has no scheduler.pt, without which a Trainer does not load optimizer.pt either")
+
+
+def _scaler(folder: Path, rescaled: RescaledState) -> tuple[Sequence[OutFile], str | None]:
+    if not (folder / _SCALER).is_file():
+        return (), None
+    if rescaled.same_step:
+        return _copy(folder, (_SCALER,)), None
+    return (), f"{_SCALER} is left out, since that of {folder} is of step {rescaled.was}: loss scaling starts anew"
+
+
+def _copy(folder: Path, names: Sequence[str]) -> list[OutFile]:
+    """Return files as they are, without unpickling them."""
+    return [OutFile(name, VerbatimFile((folder / name).read_bytes())) for name in names if (folder / name).is_file()]
+
+
+def _world_size(checkpoint: Checkpoint, target: Target) -> int:
+    facts: Mapping[str, object] = checkpoint.facts
+    found = target.world_size or facts.get("world_size") or len(checkpoint.run_states)
+    return found if isinstance(found, int) and found > 0 else 1
 
 
 @dataclass(frozen=True)
 class RescaledState:
-    """A Trainer's state at ``step``, made from that of step ``was``. document: the file. notes: what was changed."""
+    """A Trainer's state at ``step``, made from that of step ``was``. ``document``: content of the file."""
 
     was: int
     step: int
@@ -106,17 +165,16 @@ class RescaledState:
 
     @property
     def same_step(self) -> bool:
-        """Whether nothing had to change."""
         return self.was == self.step
 
 
 def rescale_state(folder: Path, step: int) -> RescaledState:
-    """The folder's ``trainer_state.json`` at a step. MergeError where it does not say of which step it is."""
+    """Bring the folder's ``trainer_state.json`` to a step. MergeError if it does not name its own."""
     path = folder / STATE
     state = read_json(path)
     was = state.get("global_step")
     if not isinstance(was, int) or isinstance(was, bool) or was < 0:
-        raise MergeError(f"{path} names no global_step; name another checkpoint folder of the run (--files)")
+        raise MergeError(f"{path} has no valid global_step; name another checkpoint folder of the run (--files)")
     if was == step:
         return RescaledState(was, step, path.read_bytes(), ())
     notes = [f"{STATE} is that of step {was}, brought to step {step}: its epoch and totals are scaled"]
@@ -129,57 +187,119 @@ def rescale_state(folder: Path, step: int) -> RescaledState:
     return RescaledState(was, step, (json.dumps(state, indent=2, sort_keys=True) + "\n").encode(), tuple(notes))
 
 
-def scheduler_file(folder: Path, moved: RescaledState, rates: Sequence[Any]) -> tuple[OutFile | None, str | None]:
-    """(``scheduler.pt`` at the step, what was done to it or why there is none).
+_ARGUMENTS, _SCALER = "training_args.bin", "scaler.pt"
 
-    rates: the learning rate of each param group at that step. Only schedulers whose rate is a function of the step
-    can be brought to another one: torch's LambdaLR, as nearly all of transformers' schedulers are.
+
+def rng_files(
+    checkpoint: Checkpoint, folder: Path, world_size: int, *, same_step: bool, distributed: bool
+) -> tuple[Sequence[OutFile], str | None]:
+    """Return (``rng_state*.pth`` of each rank, why there are none), of the run state or else of the folder.
+
+    Args:
+        checkpoint: with the run states.
+        folder: of the Trainer.
+        world_size: number of ranks.
+        same_step: whether the folder is of the checkpoint's step.
+        distributed: whether a single rank counts as a distributed run, for which the Trainer keeps all devices'
+        generators.
+    """
+    names = ["rng_state.pth"] if world_size == 1 else [f"rng_state_{rank}.pth" for rank in range(world_size)]
+    states = [checkpoint.run_states[rank].rng for rank in range(world_size) if rank in checkpoint.run_states]
+    if len(checkpoint.run_states) == len(states) == world_size and all(_is_complete(state) for state in states):
+        every_device = distributed or world_size > 1
+        return [
+            OutFile(name, VerbatimFile(_save_to_bytes(_trainer_rng(state, every_device=every_device))))
+            for name, state in zip(names, states, strict=True)
+        ], None
+    found = [folder / name for name in names]
+    there = len(list(folder.glob("rng_state*.pth")))
+    if same_step and there == world_size and all(path.is_file() for path in found):
+        return [OutFile(path.name, VerbatimFile(path.read_bytes())) for path in found], None
+    return (), (
+        f"there are no random-number states of this step for {world_size} rank(s): dropout, and shuffling that is not "
+        "seeded by itself, will draw other numbers than the run would have"
+    )
+
+
+def _is_complete(state: Any) -> bool:
+    return isinstance(state, Mapping) and {"torch", "numpy", "python"} <= state.keys()
+
+
+def _trainer_rng(state: Mapping[str, Any], *, every_device: bool) -> dict[str, Any]:
+    kind, words, *rest = state["numpy"]
+    out = {
+        "python": state["python"],
+        "numpy": (kind, np.asarray(words, dtype=np.uint32), *rest),
+        "cpu": state["torch"],
+    }
+    devices = list(state.get("cuda") or ())
+    if devices:
+        out["cuda"] = devices if every_device else devices[0]
+    return out
+
+
+def _save_to_bytes(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def scheduler_file(folder: Path, rescaled: RescaledState, rates: Sequence[Any]) -> tuple[OutFile | None, str | None]:
+    """Return (``scheduler.pt`` at the step, the change or why there is none).
+
+    Only schedulers whose rate is a function of the step can be brought to another one: torch's LambdaLR, as nearly all
+    of transformers' schedulers are.
+
+    Args:
+        folder: of the Trainer.
+        rescaled: its state.
+        rates: learning rate of each param group at the step.
     """
     path = folder / SCHEDULER
     if not path.is_file():
         return None, None
-    if moved.same_step:
-        return OutFile(SCHEDULER, Verbatim(path.read_bytes())), None
+    if rescaled.same_step:
+        return OutFile(SCHEDULER, VerbatimFile(path.read_bytes())), None
     state = _read(path)
     if state is None or not _is_function_of_step(state, rates):
         return None, (
-            f"{SCHEDULER} is left out: that of {folder} is of step {moved.was} and cannot be brought to step "
-            f"{moved.step}; name a folder of that step (--files), or the Trainer refuses to resume"
+            f"{SCHEDULER} is left out: that of {folder} is of step {rescaled.was} and cannot be brought to step "
+            f"{rescaled.step}; name a folder of that step (--files), or the Trainer refuses to resume"
         )
-    by = moved.step - moved.was
+    by = rescaled.step - rescaled.was
     state = {
         **state,
         "last_epoch": state["last_epoch"] + by,
         "_step_count": state["_step_count"] + by,
         "_last_lr": [float(rate) for rate in rates],
     }
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    return OutFile(SCHEDULER, Verbatim(buffer.getvalue())), f"{SCHEDULER} is that of step {moved.was}, brought along"
+    return OutFile(
+        SCHEDULER, VerbatimFile(_save_to_bytes(state))
+    ), f"{SCHEDULER} is that of step {rescaled.was}, brought along"
 
 
 def _scale(state: dict[str, Any], by: float) -> None:
     epoch = state.get("epoch")
     if isinstance(epoch, int | float):
         state["epoch"] = epoch * by
-    for key in _GROWING:
+    for key in _TOTALS:
         if isinstance(state.get(key), int | float):
             state[key] = type(state[key])(state[key] * by)
 
 
 def _forget_later(state: dict[str, Any], step: int, notes: list[str]) -> None:
-    """Drop what happened after the step."""
+    """Drop entries after the step."""
     log = state.get("log_history")
     if isinstance(log, list):
         state["log_history"] = [one for one in log if not _is_later(one, step)]
     best = state.get("best_global_step")
     known = isinstance(best, int) and best <= step
     if state.get("best_metric") is not None and not known:
-        state.update(dict.fromkeys((key for key in _BEST if key in state), None))
+        state.update(dict.fromkeys((key for key in _BEST_KEYS if key in state), None))
         notes.append("the best metric so far is forgotten: it may be of a later step")
     callbacks = state.get("stateful_callbacks")
     control = callbacks.get(_CONTROL) if isinstance(callbacks, dict) else None
-    if isinstance(control, dict) and isinstance(control.get("args"), dict):  # what the Trainer meant to do next
+    if isinstance(control, dict) and isinstance(control.get("args"), dict):  # the Trainer's next actions
         control["args"] = {key: False if value is True else value for key, value in control["args"].items()}
 
 
@@ -204,116 +324,3 @@ def _is_function_of_step(state: Mapping[str, Any], rates: Sequence[Any]) -> bool
         and len(bases) == len(rates)
         and all(isinstance(rate, int | float | torch.Tensor) and math.isfinite(float(rate)) for rate in rates)
     )
-
-
-_ADAPTER_CONFIG = "adapter_config.json"
-_ARGUMENTS, _SCALER = "training_args.bin", "scaler.pt"
-
-
-class TrainerLayout:
-    """A Trainer's folder. engine: the layout of DeepSpeed's files; None for a run without DeepSpeed."""
-
-    def __init__(self, engine: Layout | None) -> None:
-        self._engine = engine
-
-    def lay_out(self, checkpoint: Checkpoint, target: Target) -> LayoutResult:
-        """See :class:`merger.layouts.base.Layout`. UsageError where there is no Trainer's folder to go by."""
-        if not checkpoint.framework_state.get("param_groups"):
-            raise MergeError(f"{checkpoint.origin} has no optimizer state, so no Trainer can resume from it; try hf")
-        folder = _trainer_folder(checkpoint)
-        moved = rescale_state(folder, checkpoint.step)
-        state = self._plain(checkpoint, folder) if self._engine is None else self._engine.lay_out(checkpoint, target)
-        around, notes = _around(checkpoint, target, folder, moved, with_engine=self._engine is not None)
-        tag = f"checkpoint-{checkpoint.step}"
-        files = {file.path: file for file in (*state.files, *around)}
-        return LayoutResult(
-            tag,
-            tuple(replace(file, path=f"{tag}/{path}") for path, file in files.items()),
-            (f"trainer.train(resume_from_checkpoint={{out:{tag}}})",),
-            (*state.notes, *moved.notes, *notes),
-            state.certificate,
-        )
-
-    def _plain(self, checkpoint: Checkpoint, folder: Path) -> LayoutResult:
-        """Weights and optimizer of a run in which every rank held both whole."""
-        if (folder / _ADAPTER_CONFIG).exists():
-            raise UnsupportedError(
-                f"{folder} is of a run that trained adapters only, which cannot be written as a Trainer's folder yet; "
-                "merge it with layout hf or torch"
-            )
-        weights = weight_files(hf_weights(checkpoint, Target()), Target().file_bytes)
-        files = (*weights, OutFile("optimizer.pt", PtFile(optimizer_state(checkpoint))))
-        return LayoutResult(f"step{checkpoint.step}", files, ())
-
-
-def _trainer_folder(checkpoint: Checkpoint) -> Path:
-    folder = checkpoint.files
-    if folder is None:
-        raise UsageError(
-            "a Trainer's folder cannot be made of weights and optimizer alone: name a checkpoint-N folder of the run, "
-            "with trainer_state.json in it (--files)"
-        )
-    require_folder(folder)
-    if not (folder / STATE).is_file():
-        inside = sorted(path.name for path in folder.glob("checkpoint-*") if (path / STATE).is_file())
-        hint = f"name one of those in it: {', '.join(inside)}" if inside else "name a checkpoint-N folder of the run"
-        raise UsageError(f"{folder} is no checkpoint folder of a Trainer: it has no {STATE}; {hint} (--files)")
-    return folder
-
-
-def _around(
-    checkpoint: Checkpoint, target: Target, folder: Path, moved: RescaledState, *, with_engine: bool
-) -> tuple[list[OutFile], list[str]]:
-    """What lies beside the framework's files, and what to know about it."""
-    notes: list[str] = []
-    files = [OutFile(STATE, Verbatim(moved.document)), *model_files(folder, None), *_copied(folder, (_ARGUMENTS,))]
-    world_size = _world_size(checkpoint, target)
-    for found, note in (
-        rng_files(checkpoint, folder, world_size, same_step=moved.same_step, distributed=with_engine),
-        _scheduler(checkpoint, folder, moved, with_engine=with_engine),
-        _scaler(folder, moved),
-    ):
-        files += found
-        notes += [note] if note else []
-    if with_engine and weight_names(folder):
-        files += weight_files(hf_weights(checkpoint, Target()), Target().file_bytes)
-    if with_engine and (folder / _ADAPTER_CONFIG).exists():
-        notes.append("adapter_model.safetensors is not written: the Trainer resumes from DeepSpeed's files without it")
-    return files, notes
-
-
-def _scheduler(
-    checkpoint: Checkpoint, folder: Path, moved: RescaledState, *, with_engine: bool
-) -> tuple[Sequence[OutFile], str | None]:
-    groups = checkpoint.framework_state["param_groups"]
-    file, note = scheduler_file(folder, moved, [group["hyper"].get("lr") for group in groups])
-    if file is not None:
-        return (file,), note
-    if with_engine and checkpoint.framework_state.get("lr_scheduler") is not None:
-        return (), None  # it is in DeepSpeed's own files
-    if with_engine:
-        return (), note or (
-            f"{folder} has no scheduler.pt and the run's state has no scheduler: the Trainer refuses to resume if it "
-            "makes the scheduler itself; name a folder that has one (--files)"
-        )
-    # Without it the Trainer leaves the optimizer's state aside as well, and says nothing.
-    raise MergeError(note or f"{folder} has no scheduler.pt, without which a Trainer does not load optimizer.pt either")
-
-
-def _scaler(folder: Path, moved: RescaledState) -> tuple[Sequence[OutFile], str | None]:
-    if not (folder / _SCALER).is_file():
-        return (), None
-    if moved.same_step:
-        return _copied(folder, (_SCALER,)), None
-    return (), f"{_SCALER} is left out, since that of {folder} is of step {moved.was}: loss scaling starts anew"
-
-
-def _copied(folder: Path, names: Sequence[str]) -> list[OutFile]:
-    """Files as they are: none of them is unpickled."""
-    return [OutFile(name, Verbatim((folder / name).read_bytes())) for name in names if (folder / name).is_file()]
-
-
-def _world_size(checkpoint: Checkpoint, target: Target) -> int:
-    facts: Mapping[str, object] = checkpoint.facts
-    found = target.world_size or facts.get("world_size") or len(checkpoint.run_states)
-    return found if isinstance(found, int) and found > 0 else 1

@@ -1,1 +1,1 @@
-"""Recipes: one complete checkpoint out of several, each parameter with its optimizer state from one of them."""
+"""Reads recipes and composes one checkpoint from several sources."""

@@ -1,9 +1,8 @@
-"""The certificate of a composite of several checkpoints: for each (layer, slot, source), step, staleness and drift.
+"""Certify a composite of several checkpoints: step, staleness and drift of each (layer, slot, source).
 
-Strict: ``exact`` only where it would be the run state's own checkpoint, unit for unit, and that one is exact. Equal
-steps of different sources are not the same run as far as anyone can tell from records. Staleness counts from the run
-state's step and is negative for what is newer. Drift is known only for what is the run state's own; how far others
-are from the state that training had then, nobody has measured. Pure.
+Strict: ``exact`` only if the composite equals the run state's own checkpoint, unit for unit, and that one is exact.
+Records cannot prove that equal steps of different sources are one run. Staleness counts from the run state's step and
+is negative for newer units. Drift is known only for units of the run state's own checkpoint. Pure.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from store.names import FROZEN, RAW
 class Part:
     """A checkpoint that a composite takes from.
 
-    lineage: equal for two parts only if a version of the same name is the same version in both.
+    ``lineage`` is equal for two parts only if a version of the same name is the same version in both.
     """
 
     checkpoint: Checkpoint
@@ -30,10 +29,14 @@ class Part:
 
 @dataclass
 class _Row:
-    """One row in the making.
+    """A row of the certificate being built.
 
-    unit: what the source says; what the run state's checkpoint says where it has the very same version. own: whether
-    taking it from the run state's source would make no difference at all. numel, nbytes: of the values that are taken.
+    Args:
+        unit: the source's unit; the run state's unit if it has the very same version.
+        layer: name in the run state's model.
+        own: whether taking it from the run state's source would make no difference.
+        numel: elements taken.
+        nbytes: bytes of these elements.
     """
 
     unit: CertifiedUnit
@@ -50,10 +53,17 @@ def composite_certificate(
     run_state: str,
     problems: tuple[str, ...],
 ) -> Certificate:
-    """The certificate. source_of: fqn -> key of ``parts``. taken: fqn -> slots. run_state: the key of the reference.
+    """Build the certificate of a composite.
 
-    A unit's ``source`` is its key. Unless all is of one commit, ``save`` is no save's name, and ``store_id`` is empty
-    unless all is of one store: a mixture must not pass for a commit.
+    A unit's ``source`` is its key in ``parts``. A mixture must not pass for a commit: unless all is of one commit,
+    ``save`` is not a save's name, and ``store_id`` is empty unless all is of one store.
+
+    Args:
+        parts: checkpoints by source name.
+        source_of: key of ``parts`` for each fqn.
+        taken: slots taken of each fqn.
+        run_state: key of the reference.
+        problems: of the sources.
     """
     reference = parts[run_state].checkpoint
     rows = _rows(parts, source_of, taken, run_state)
@@ -72,7 +82,7 @@ def composite_certificate(
 
 
 def held_slots(checkpoint: Checkpoint, fqn: str) -> list[str]:
-    """The slots of a tensor that there are: the tensor itself, then the optimizer's."""
+    """Return the stored slots of a tensor: the tensor itself, then the optimizer's."""
     slots = (checkpoint.framework_state.get("slots") or {}).get(fqn, ())
     return [slot for slot in (SLOT_OF_KIND[checkpoint.tensors[fqn].kind], *slots) if checkpoint.has(fqn, slot)]
 
@@ -99,10 +109,17 @@ def _rows(
 
 
 def _row(unit: CertifiedUnit, own: CertifiedUnit | None, layer: str, source: str, *, together: bool) -> _Row:
-    """own: what the run state's checkpoint says, if it is of the same lineage. together: whether it is the same commit,
-    and so has the same scalars (step counts) beside what moves."""
+    """Build a row.
+
+    Args:
+        unit: the source's unit.
+        own: the run state's unit, if it is of the same lineage.
+        layer: name in the run state's model.
+        source: name of the source.
+        together: whether both are one commit, and so have the same scalars (step counts) for moving units.
+    """
     if own is None or _version(own) != _version(unit):
-        # Buffers and frozen weights that one run saves once are not those of another version for that.
+        # Equal names of frozen units in different versions do not make them equal.
         return _Row(replace(unit, source=source, drift=None, moving=True), layer, own=False)
     return _Row(replace(own, source=source, nbytes=unit.nbytes), layer, own=together or not unit.moving)
 
@@ -124,7 +141,7 @@ def _units(checkpoint: Checkpoint) -> dict[tuple[str, str], CertifiedUnit]:
 
 
 def _unknown(checkpoint: Checkpoint, fqn: str, slot: str) -> CertifiedUnit:
-    """For a source whose certificate says nothing of a (layer, slot)."""
+    """Return the unit for a (layer, slot) that the source's certificate lacks."""
     return CertifiedUnit(
         layer=checkpoint.tensors[fqn].layer,
         slot=slot,

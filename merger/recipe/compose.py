@@ -1,20 +1,8 @@
-"""Choose, check and compose one checkpoint.
+"""Compose one checkpoint from several: choose each parameter's source, check that the models agree, combine.
 
-Whether two checkpoints hold the state of one model: what a composite needs before it may mix them.
-
-Tensors, their shapes, dtypes, kinds and ties, the param groups, and for each parameter that is taken the optimizer's
-slots and scalars. Pure: records only. Each disagreement is a MergeError that names the parameter and both sources.
-
-One checkpoint out of several: each parameter, with its optimizer's slots and scalars, from the one source chosen.
-
-Counters, schedule, loss scaler, hyperparameters, random generators, client state and layout facts are those of the
-run state's source, whole. Reads no tensor.
-
-Which source every parameter of a model comes from, by a recipe: each exactly once, or an error that says which not.
-
-Pure: names only.
-
-From the open sources of a recipe to the one checkpoint that it describes, or to everything that is wrong with it.
+Each parameter comes with its optimizer slots and scalars from one source. Counters, schedule, loss scaler,
+hyperparameters, random generators, client state and layout facts are all those of the run state's source. Reads no
+tensor.
 """
 
 from __future__ import annotations
@@ -28,14 +16,14 @@ from merger.checkpoint import SLOT_OF_KIND, Checkpoint
 from merger.io.blocks import Damage, Extent
 from merger.io.output_dir import SourceUse
 from merger.recipe.certificate import Part, composite_certificate, held_slots
-from merger.recipe.model import Model, Recipe, Rule, minus
+from merger.recipe.model import Model, Recipe, Rule, exclude
 from merger.recipe.sources import OpenSources
 from store.errors import ConfigError, DriftpointError, MergeError, UsageError
 from store.fragments import FragmentIndex
 from store.schema import TensorRecord
 from store.text import counted, listed
 
-_PARTS: Mapping[str, Callable[[TensorRecord], Any]] = {
+_COMPARED: Mapping[str, Callable[[TensorRecord], Any]] = {
     "shape": lambda record: list(record.shape),
     "dtype": lambda record: record.dtype,
     "kind": lambda record: record.kind,
@@ -44,8 +32,251 @@ _PARTS: Mapping[str, Callable[[TensorRecord], Any]] = {
 
 
 @dataclass(frozen=True)
+class Assembly:
+    """Result of a recipe.
+
+    Args:
+        checkpoint: None if there are errors.
+        source_of: source of each fqn.
+        uses: all sources whose checkpoint was found.
+    """
+
+    checkpoint: Checkpoint | None
+    source_of: Mapping[str, str]
+    uses: tuple[SourceUse, ...]
+    notes: tuple[str, ...]
+    errors: tuple[DriftpointError, ...]
+
+
+def assemble(sources: OpenSources, flaws: Set[Damage], *, weights_only: bool) -> Assembly:
+    """Find each source's checkpoint, choose, compare, compose. Returns errors instead of raising them."""
+    recipe = sources.recipe
+    found, missing = sources.parts(flaws)
+    uses = tuple(_use(sources, name, part.checkpoint) for name, part in found.items())
+    errors = [*sources.errors, *missing]
+    if not found:
+        return Assembly(None, {}, uses, (), tuple(errors))
+    run_state, notes = _run_state(recipe, found, errors)
+    # With its source missing, another one's model can still tell aspect the recipe leaves open.
+    reference = found.get(run_state) or next(iter(found.values()))
+    choice = choose_sources(recipe, Model.of(reference.checkpoint))
+    errors += choice.errors
+    taken = {run_state, *choice.source_of.values()}
+    # An unused source need not agree; after a wrong choice, its model may explain the mistake.
+    parts = {name: part for name, part in found.items() if choice.errors or name in taken}
+    if run_state in parts:
+        errors += model_errors(parts, run_state)
+    if errors:
+        return Assembly(None, choice.source_of, uses, notes, tuple(errors))
+    wanted = CompositeSpec(choice.source_of, run_state, _files(recipe, found, run_state, errors), weights_only)
+    errors += state_errors(parts, wanted)
+    if errors:
+        return Assembly(None, choice.source_of, uses, notes, tuple(errors))
+    uses = tuple(use for use in uses if use.name in taken)
+    if taken == {run_state}:
+        checkpoint = replace(parts[run_state].checkpoint, files=wanted.files)
+        return Assembly(checkpoint, choice.source_of, uses, notes, ())
+    composed = compose(parts, wanted)
+    return Assembly(composed.checkpoint, choice.source_of, uses, (*notes, *composed.notes), ())
+
+
+def _run_state(recipe: Recipe, parts: Mapping[str, Part], errors: list[DriftpointError]) -> tuple[str, tuple[str, ...]]:
+    """Return the source of the run state: as named, else the one at the newest step."""
+    if recipe.run_state is not None:
+        return recipe.run_state, recipe.notes
+    newest = max(part.checkpoint.step for part in parts.values())
+    found = [name for name, part in parts.items() if part.checkpoint.step == newest]
+    if len(found) > 1:
+        errors.append(
+            ConfigError(
+                f"{recipe.where}: {listed(found, 3, ' and ')} are all at step {newest}, so the source of counters, "
+                "schedule and random generators is ambiguous: add `run_state:` with one of them"
+            )
+        )
+    return found[0], (
+        *recipe.notes,
+        f"run state (counters, schedule, random generators) is of {found[0]}, step {newest}",
+    )
+
+
+def _files(recipe: Recipe, parts: Mapping[str, Part], run_state: str, errors: list[DriftpointError]) -> Path | None:
+    if recipe.files is None:
+        return parts[run_state].checkpoint.files
+    if isinstance(recipe.files, str):
+        found = parts[recipe.files].checkpoint.files
+        if found is None:
+            errors.append(
+                UsageError(
+                    f"{recipe.where}: the source `files: {recipe.files}` has no configuration and tokenizer files; "
+                    "name a directory that has them"
+                )
+            )
+        return found
+    if not recipe.files.is_dir():
+        errors.append(UsageError(f"{recipe.where}: `files: {recipe.files}` is neither a source nor a directory"))
+    return recipe.files
+
+
+def _use(sources: OpenSources, name: str, checkpoint: Checkpoint) -> SourceUse:
+    one = sources.by_name[name]
+    path = str(one.path.absolute())
+    return SourceUse(name, one.source.kind, path, checkpoint.origin, checkpoint.step, checkpoint.certificate.save)
+
+
+@dataclass(frozen=True)
+class SourceChoice:
+    """Source of each fqn, in model order. With errors, ``source_of`` is incomplete."""
+
+    source_of: Mapping[str, str]
+    errors: tuple[ConfigError, ...]
+
+
+def choose_sources(recipe: Recipe, model: Model) -> SourceChoice:
+    """Choose the source of every parameter of a model by a recipe."""
+    claims, errors = _claims(recipe, model)
+    aside = " apart from rules with mistakes," if errors else ""
+    errors += _named_twice(recipe, model, claims)
+    chosen = {fqn: rules[0].source for fqn, rules in claims.items() if rules}
+    if recipe.rest is not None:
+        chosen = {fqn: chosen.get(fqn, recipe.rest) for fqn in model.tensors}
+    left = [fqn for fqn in model.tensors if fqn not in chosen]
+    if left:
+        errors.append(_left_open(recipe, model, left, aside))
+    return SourceChoice({fqn: chosen[fqn] for fqn in model.tensors if fqn in chosen}, tuple(errors))
+
+
+def _claims(recipe: Recipe, model: Model) -> tuple[dict[str, list[Rule]], list[ConfigError]]:
+    """Return the rules that name each parameter, and the mistakes of each place in the recipe."""
+    claims: dict[str, list[Rule]] = {fqn: [] for fqn in model.tensors}
+    mistakes: dict[str, dict[str, None]] = {}
+    for rule in recipe.rules:
+        try:
+            named = exclude(rule.selection.fqns(model), rule.but, model)
+        except ConfigError as error:
+            mistakes.setdefault(rule.where, {})[str(error)] = None
+            continue
+        for fqn in named:
+            if all(other.where != rule.where for other in claims[fqn]):  # two patterns of one entry may name it
+                claims[fqn].append(rule)
+    return claims, [ConfigError(f"{where}: {listed(texts, 2, '; ')}") for where, texts in mistakes.items()]
+
+
+def _named_twice(recipe: Recipe, model: Model, claims: Mapping[str, list[Rule]]) -> list[ConfigError]:
+    """Return one error for each pair of rules that name the same parameter."""
+    by_pair: dict[tuple[str, str], list[str]] = {}
+    sources: dict[tuple[str, str], tuple[str, str]] = {}
+    for fqn, rules in claims.items():
+        # A tied tensor has several names, which may all be named with the same source.
+        if len(rules) < 2 or (model.tensors[fqn].aliases and len({rule.source for rule in rules}) == 1):
+            continue
+        pair = (rules[0].where, rules[1].where)
+        by_pair.setdefault(pair, []).append(fqn)
+        sources[pair] = (rules[0].source, rules[1].source)
+    return [_twice(recipe, model, pair, sources[pair], fqns) for pair, fqns in by_pair.items()]
+
+
+def _twice(
+    recipe: Recipe, model: Model, pair: tuple[str, str], sources: tuple[str, str], fqns: list[str]
+) -> ConfigError:
+    tied = [fqn for fqn in fqns if model.tensors[fqn].aliases]
+    why = f" ({tied[0]} is tied to {', '.join(model.tensors[tied[0]].aliases)}: one tensor)" if tied else ""
+    return ConfigError(
+        f"{recipe.where}: {listed(fqns)} {'is' if len(fqns) == 1 else 'are'} named twice{why}: by {pair[0]} from "
+        f"{sources[0]!r} and by {pair[1]} from {sources[1]!r}; narrow one of the two, with `except:` for instance"
+    )
+
+
+def _left_open(recipe: Recipe, model: Model, left: list[str], aside: str) -> ConfigError:
+    layers = listed(dict.fromkeys(model.tensors[fqn].layer for fqn in left))
+    return ConfigError(
+        f"{recipe.where}:{aside} no rule names {listed(left)} ({len(left)} of {counted(len(model.tensors), 'tensor')}, "
+        f"of {layers}); add a rule, or `rest:` with a source for everything that is not named"
+    )
+
+
+@dataclass(frozen=True)
+class CompositeSpec:
+    """Parts of a composite.
+
+    Args:
+        source_of: source of every tensor, by fqn.
+        run_state: source of the run state.
+        files: directory, or None.
+        weights_only: optimizer state is neither needed nor taken.
+    """
+
+    source_of: Mapping[str, str]
+    run_state: str
+    files: Path | None
+    weights_only: bool = False
+
+
+@dataclass(frozen=True)
+class Composite:
+    """A composite and its notes. Problems of the sources are in the checkpoint."""
+
+    checkpoint: Checkpoint
+    notes: tuple[str, ...]
+
+
+def compose(parts: Mapping[str, Part], wanted: CompositeSpec) -> Composite:
+    """Build the composite of parts without :func:`model_errors` and :func:`state_errors`."""
+    reference = parts[wanted.run_state].checkpoint
+    checkpoints = {name: part.checkpoint for name, part in parts.items()}
+    taken: dict[str, Sequence[str]] = {}
+    for fqn, name in wanted.source_of.items():
+        source = checkpoints[name]
+        own = [SLOT_OF_KIND[source.tensors[fqn].kind]]
+        taken[fqn] = own if wanted.weights_only else held_slots(source, fqn)
+    used = [name for name in checkpoints if name == wanted.run_state or name in wanted.source_of.values()]
+    problems = tuple(f"{name}: {text}" for name in used for text in checkpoints[name].problems)
+    certificate = composite_certificate(parts, wanted.source_of, taken, wanted.run_state, problems)
+    scalars = reference.framework_state.get("scalars") or {}
+    composed = replace(
+        reference,
+        origin=listed((checkpoints[name].origin for name in used), 3, " and "),
+        index=FragmentIndex(_extents(checkpoints, wanted.source_of, taken)),
+        framework_state=_framework_state(checkpoints, wanted),
+        certificate=certificate,
+        files=wanted.files,
+        problems=problems,
+        run_steps={fqn: kept["step"] for fqn, kept in scalars.items() if "step" in kept},
+    )
+    return Composite(composed, tuple(_newer(composed, wanted.run_state)))
+
+
+def _extents(
+    checkpoints: Mapping[str, Checkpoint], source_of: Mapping[str, str], taken: Mapping[str, Sequence[str]]
+) -> Iterator[Extent]:
+    for fqn, name in source_of.items():
+        names = checkpoints[name].index.names()
+        for slot in taken[fqn]:
+            yield from names[fqn, slot]
+
+
+def _framework_state(checkpoints: Mapping[str, Checkpoint], wanted: CompositeSpec) -> dict[str, Any]:
+    found: dict[str, dict[str, Any]] = {"scalars": {}, "slots": {}}
+    for fqn, name in () if wanted.weights_only else wanted.source_of.items():
+        for kind, by_fqn in found.items():
+            theirs = checkpoints[name].framework_state.get(kind) or {}
+            if fqn in theirs:
+                by_fqn[fqn] = theirs[fqn]
+    return {**checkpoints[wanted.run_state].framework_state, **found}
+
+
+def _newer(checkpoint: Checkpoint, run_state: str) -> Iterator[str]:
+    newer = [unit for unit in checkpoint.certificate.units if unit.moving and unit.staleness < 0]
+    if newer:
+        layers = listed(dict.fromkeys(unit.layer for unit in newer))
+        yield (
+            f"{layers}: up to {counted(-min(unit.staleness for unit in newer), 'step')} newer than the run state of "
+            f"{run_state!r} (step {checkpoint.step}): counters and schedule go on from the older step"
+        )
+
+
+@dataclass(frozen=True)
 class NamedCheckpoint:
-    """A checkpoint and what the recipe calls its source."""
+    """A checkpoint and its source's name in the recipe."""
 
     name: str
     checkpoint: Checkpoint
@@ -54,16 +285,16 @@ class NamedCheckpoint:
         return f"{self.name!r} ({self.checkpoint.origin})"
 
 
-def disagreements(reference: NamedCheckpoint, other: NamedCheckpoint) -> Iterator[MergeError]:
-    """How two models differ. reference: the source of the run state."""
+def model_differences(reference: NamedCheckpoint, other: NamedCheckpoint) -> Iterator[MergeError]:
+    """Yield the differences of two models. ``reference``: the source of the run state."""
     yield from _tensors(reference, other)
     yield from _groups(reference, other)
 
 
-def optimizer_disagreements(
+def optimizer_differences(
     reference: NamedCheckpoint, other: NamedCheckpoint, fqns: Iterable[str], *, weights_only: bool
 ) -> Iterator[MergeError]:
-    """What of the parameters ``fqns`` cannot be taken from ``other`` beside the reference's run state."""
+    """Yield why parameters ``fqns`` cannot be taken from ``other`` with the reference's run state."""
     found: dict[str, list[str]] = {}
     for fqn in fqns:
         for problem in _problems(reference, other, fqn, weights_only=weights_only):
@@ -86,7 +317,7 @@ def _problems(reference: NamedCheckpoint, other: NamedCheckpoint, fqn: str, *, w
                 "checkpoints of runs with the same precision"
             )
     if not weights_only and not missing:
-        yield from _kept(reference, other, fqn)
+        yield from _key_problems(reference, other, fqn)
 
 
 def _tensors(reference: NamedCheckpoint, other: NamedCheckpoint) -> Iterator[MergeError]:
@@ -94,38 +325,36 @@ def _tensors(reference: NamedCheckpoint, other: NamedCheckpoint) -> Iterator[Mer
     for one, two, more in ((reference, other, ours.keys() - theirs.keys()), (other, reference, theirs.keys() - ours)):
         if more:
             names = [fqn for fqn in one.checkpoint.tensors if fqn in more]
-            yield MergeError(
-                f"{listed(names)}: in {one}, and not in {two}: they hold different models; take checkpoints of one "
-                "model"
-            )
-    for what, part in _PARTS.items():
+            yield MergeError(f"{listed(names)}: in {one}, but not in {two}; take checkpoints of one model")
+    for aspect, part in _COMPARED.items():
         differing = [fqn for fqn in ours if fqn in theirs and part(ours[fqn]) != part(theirs[fqn])]
         if differing:
             first = differing[0]
             yield MergeError(
-                f"{listed(differing)}: {what} {part(ours[first])} in {reference} and {part(theirs[first])} in {other}; "
-                "take checkpoints of one model, saved by runs with the same precision and the same frozen parameters"
+                f"{listed(differing)}: {aspect} {part(ours[first])} in {reference} and {part(theirs[first])} in "
+                f"{other}; take checkpoints of one model, saved by runs with the same precision and the same frozen "
+                "parameters"
             )
 
 
 def _groups(reference: NamedCheckpoint, other: NamedCheckpoint) -> Iterator[MergeError]:
     ours, theirs = (_group_of(one.checkpoint) for one in (reference, other))
     if not ours or not theirs:
-        return  # weights only; what that means for each parameter is told where it is taken
+        return  # weights only: checked for each parameter that is taken
     met: dict[tuple[str, int], tuple[int, str]] = {}
     for fqn, number in ours.items():
         if fqn not in theirs:
             yield MergeError(
-                f"{fqn}: in a param group of the optimizer in {reference}, and in none in {other}; take checkpoints "
+                f"{fqn}: in a param group of the optimizer in {reference}, but in none in {other}; take checkpoints "
                 "of runs with the same optimizer"
             )
             return
         for side, one, two in (("ours", number, theirs[fqn]), ("theirs", theirs[fqn], number)):
             partner, first = met.setdefault((side, one), (two, fqn))
             if partner != two:
-                together, apart = (reference, other) if side == "ours" else (other, reference)
+                joint, split = (reference, other) if side == "ours" else (other, reference)
                 yield MergeError(
-                    f"{first} and {fqn}: in one param group in {together}, in two in {apart}; take checkpoints of runs "
+                    f"{first} and {fqn}: in one param group in {joint}, in two in {split}; take checkpoints of runs "
                     "with the same param groups"
                 )
                 return
@@ -144,290 +373,47 @@ def _scalars(checkpoint: Checkpoint, fqn: str) -> set[str]:
     return set((checkpoint.framework_state.get("scalars") or {}).get(fqn, {}))
 
 
-def _kept(reference: NamedCheckpoint, other: NamedCheckpoint, fqn: str) -> Iterator[str]:
-    """The optimizer's own names for what it keeps of a parameter."""
+def _key_problems(reference: NamedCheckpoint, other: NamedCheckpoint, fqn: str) -> Iterator[str]:
+    """Yield differences in the names of a parameter's optimizer slots and scalars."""
     both = (reference.checkpoint, other.checkpoint)
-    for what, (ours, theirs) in (
+    for aspect, (ours, theirs) in (
         ("slots", [sorted(_slots(one, fqn)) for one in both]),
         ("scalars", [sorted(_scalars(one, fqn)) for one in both]),
     ):
         if ours != theirs and not ours:
             yield (
-                f"{other} has the optimizer's {what} {theirs}, and {reference}, the source of the run state, has none; "
-                "take the run state from a source with optimizer state, or write weights alone with `--layout hf`"
+                f"{other} has the optimizer's {aspect} {theirs}, but {reference}, the source of the run state, has "
+                "none; take the run state from a source with optimizer state, or write weights alone with `--layout hf`"
             )
         elif ours != theirs:
             yield (
-                f"the optimizer keeps the {what} {ours} in {reference} and {theirs} in {other}; take checkpoints of "
+                f"the optimizer keeps the {aspect} {ours} in {reference} and {theirs} in {other}; take checkpoints of "
                 "runs with the same optimizer"
             )
 
 
 def _missing(reference: NamedCheckpoint, other: NamedCheckpoint, slot: str) -> str:
     if slot in SLOT_OF_KIND.values():
-        return f"{other} holds no {slot} values of it; take it from a source that does"
+        return f"{other} holds no {slot} values of it; take it from a source that has them"
     return (
-        f"{other} holds no {slot} of it, which the optimizer of {reference} keeps. Weights go with their optimizer "
-        "state: take them from a source that has it (a full save), or write weights alone with `--layout hf`"
+        f"{other} holds no {slot} of it, which the optimizer of {reference} keeps; take it from a source that has its "
+        "optimizer state (a full save), or write weights alone with `--layout hf`"
     )
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """What to put together.
-
-    source_of: fqn -> source, for every tensor. run_state: a source. files: a directory, or None.
-    weights_only: optimizer state is neither needed nor taken.
-    """
-
-    source_of: Mapping[str, str]
-    run_state: str
-    files: Path | None
-    weights_only: bool = False
-
-
-@dataclass(frozen=True)
-class Composed:
-    """The checkpoint, and what to know about it. problems of the sources are in the checkpoint."""
-
-    checkpoint: Checkpoint
-    notes: tuple[str, ...]
-
-
 def model_errors(parts: Mapping[str, Part], run_state: str) -> list[MergeError]:
-    """Every way in which the sources' models differ from the run state's."""
+    """Return every difference between the sources' models and the run state's."""
     reference = NamedCheckpoint(run_state, parts[run_state].checkpoint)
     others = [NamedCheckpoint(name, part.checkpoint) for name, part in parts.items() if name != run_state]
-    return [error for other in others for error in disagreements(reference, other)]
+    return [error for other in others for error in model_differences(reference, other)]
 
 
-def state_errors(parts: Mapping[str, Part], wanted: Wanted) -> list[MergeError]:
-    """Every parameter that cannot be taken from where the recipe has it, with its optimizer state."""
+def state_errors(parts: Mapping[str, Part], wanted: CompositeSpec) -> list[MergeError]:
+    """Return every parameter that cannot be taken, with its optimizer state, from its source."""
     reference = NamedCheckpoint(wanted.run_state, parts[wanted.run_state].checkpoint)
     found: list[MergeError] = []
     for name, part in parts.items():
         fqns = [fqn for fqn, source in wanted.source_of.items() if source == name]
         other = NamedCheckpoint(name, part.checkpoint)
-        found += optimizer_disagreements(reference, other, fqns, weights_only=wanted.weights_only)
+        found += optimizer_differences(reference, other, fqns, weights_only=wanted.weights_only)
     return found
-
-
-def compose(parts: Mapping[str, Part], wanted: Wanted) -> Composed:
-    """The composite of parts between which :func:`model_errors` and :func:`state_errors` found nothing."""
-    reference = parts[wanted.run_state].checkpoint
-    checkpoints = {name: part.checkpoint for name, part in parts.items()}
-    taken = {fqn: _taken(checkpoints[name], fqn, wanted) for fqn, name in wanted.source_of.items()}
-    used = [name for name in checkpoints if name == wanted.run_state or name in wanted.source_of.values()]
-    problems = tuple(f"{name}: {text}" for name in used for text in checkpoints[name].problems)
-    certificate = composite_certificate(parts, wanted.source_of, taken, wanted.run_state, problems)
-    composed = replace(
-        reference,
-        origin=listed((checkpoints[name].origin for name in used), 3, " and "),
-        index=FragmentIndex(_extents(checkpoints, wanted.source_of, taken)),
-        framework_state=_framework_state(checkpoints, wanted),
-        certificate=certificate,
-        files=wanted.files,
-        problems=problems,
-        run_steps=_run_steps(reference),
-    )
-    return Composed(composed, tuple(_newer(composed, wanted.run_state)))
-
-
-def _taken(source: Checkpoint, fqn: str, wanted: Wanted) -> Sequence[str]:
-    return [SLOT_OF_KIND[source.tensors[fqn].kind]] if wanted.weights_only else held_slots(source, fqn)
-
-
-def _extents(
-    checkpoints: Mapping[str, Checkpoint], source_of: Mapping[str, str], taken: Mapping[str, Sequence[str]]
-) -> Iterator[Extent]:
-    for fqn, name in source_of.items():
-        names = checkpoints[name].index.names()
-        for slot in taken[fqn]:
-            yield from names[fqn, slot]
-
-
-def _framework_state(checkpoints: Mapping[str, Checkpoint], wanted: Wanted) -> dict[str, Any]:
-    found: dict[str, dict[str, Any]] = {"scalars": {}, "slots": {}}
-    for fqn, name in () if wanted.weights_only else wanted.source_of.items():
-        for kind, by_fqn in found.items():
-            theirs = checkpoints[name].framework_state.get(kind) or {}
-            if fqn in theirs:
-                by_fqn[fqn] = theirs[fqn]
-    return {**checkpoints[wanted.run_state].framework_state, **found}
-
-
-def _run_steps(reference: Checkpoint) -> dict[str, Any]:
-    scalars = reference.framework_state.get("scalars") or {}
-    return {fqn: kept["step"] for fqn, kept in scalars.items() if "step" in kept}
-
-
-def _newer(checkpoint: Checkpoint, run_state: str) -> Iterator[str]:
-    newer = [unit for unit in checkpoint.certificate.units if unit.moving and unit.staleness < 0]
-    if newer:
-        layers = listed(dict.fromkeys(unit.layer for unit in newer))
-        yield (
-            f"{layers}: up to {counted(-min(unit.staleness for unit in newer), 'step')} newer than the run state of "
-            f"{run_state!r} (step {checkpoint.step}): counters and schedule go on from the older step"
-        )
-
-
-@dataclass(frozen=True)
-class Choice:
-    """Source by fqn, in model order. errors: all that is wrong; then ``source_of`` is not complete."""
-
-    source_of: Mapping[str, str]
-    errors: tuple[ConfigError, ...]
-
-
-def choose(recipe: Recipe, model: Model) -> Choice:
-    """The choice that a recipe makes for a model."""
-    claims, errors = _claims(recipe, model)
-    aside = " leaving rules with mistakes aside," if errors else ""
-    errors += _named_twice(recipe, model, claims)
-    chosen = {fqn: rules[0].source for fqn, rules in claims.items() if rules}
-    if recipe.rest is not None:
-        chosen = {fqn: chosen.get(fqn, recipe.rest) for fqn in model.tensors}
-    left = [fqn for fqn in model.tensors if fqn not in chosen]
-    if left:
-        errors.append(_left_open(recipe, model, left, aside))
-    return Choice({fqn: chosen[fqn] for fqn in model.tensors if fqn in chosen}, tuple(errors))
-
-
-def _claims(recipe: Recipe, model: Model) -> tuple[dict[str, list[Rule]], list[ConfigError]]:
-    """The rules that name each parameter; and of each place in the recipe what is wrong, its rules all together."""
-    claims: dict[str, list[Rule]] = {fqn: [] for fqn in model.tensors}
-    wrong: dict[str, dict[str, None]] = {}
-    for rule in recipe.rules:
-        try:
-            named = minus(rule.selection.fqns(model), rule.but, model)
-        except ConfigError as error:
-            wrong.setdefault(rule.where, {})[str(error)] = None
-            continue
-        for fqn in named:
-            if all(other.where != rule.where for other in claims[fqn]):  # one entry may name it by two patterns
-                claims[fqn].append(rule)
-    return claims, [ConfigError(f"{where}: {listed(told, 2, '; ')}") for where, told in wrong.items()]
-
-
-def _named_twice(recipe: Recipe, model: Model, claims: Mapping[str, list[Rule]]) -> list[ConfigError]:
-    """One error for each pair of rules that meet."""
-    by_pair: dict[tuple[str, str], list[str]] = {}
-    sources: dict[tuple[str, str], tuple[str, str]] = {}
-    for fqn, rules in claims.items():
-        # A tied tensor has several names: naming each of them once is no mistake where they agree.
-        if len(rules) < 2 or (model.tensors[fqn].aliases and len({rule.source for rule in rules}) == 1):
-            continue
-        pair = (rules[0].where, rules[1].where)
-        by_pair.setdefault(pair, []).append(fqn)
-        sources[pair] = (rules[0].source, rules[1].source)
-    return [_twice(recipe, model, pair, sources[pair], fqns) for pair, fqns in by_pair.items()]
-
-
-def _twice(
-    recipe: Recipe, model: Model, pair: tuple[str, str], sources: tuple[str, str], fqns: list[str]
-) -> ConfigError:
-    tied = [fqn for fqn in fqns if model.tensors[fqn].aliases]
-    why = f" ({tied[0]} is tied to {', '.join(model.tensors[tied[0]].aliases)}: one tensor)" if tied else ""
-    return ConfigError(
-        f"{recipe.where}: {listed(fqns)} {'is' if len(fqns) == 1 else 'are'} named twice{why}: by {pair[0]} from "
-        f"{sources[0]!r} and by {pair[1]} from {sources[1]!r}; each parameter comes from one source: narrow one of the "
-        "two, with `except:` for instance"
-    )
-
-
-def _left_open(recipe: Recipe, model: Model, left: list[str], aside: str) -> ConfigError:
-    layers = listed(dict.fromkeys(model.tensors[fqn].layer for fqn in left))
-    return ConfigError(
-        f"{recipe.where}:{aside} it does not say where {listed(left)} {'comes' if len(left) == 1 else 'come'} from "
-        f"({len(left)} of {counted(len(model.tensors), 'tensor')}, of {layers}); add a rule for it, or `rest:` with "
-        "a source for all that is not named"
-    )
-
-
-@dataclass(frozen=True)
-class Assembled:
-    """What came of a recipe.
-
-    checkpoint: None where there are errors. source_of: fqn -> source. uses: of all sources whose checkpoint was found.
-    """
-
-    checkpoint: Checkpoint | None
-    source_of: Mapping[str, str]
-    uses: tuple[SourceUse, ...]
-    notes: tuple[str, ...]
-    errors: tuple[DriftpointError, ...]
-
-
-def assemble(sources: OpenSources, flaws: Set[Damage], *, weights_only: bool) -> Assembled:
-    """Find each source's checkpoint, choose, compare, compose. Raises nothing of its own: see ``errors``."""
-    recipe = sources.recipe
-    found, missing = sources.parts(flaws)
-    uses = tuple(_use(sources, name, part.checkpoint) for name, part in found.items())
-    errors = [*sources.errors, *missing]
-    if not found:
-        return Assembled(None, {}, uses, (), tuple(errors))
-    run_state, notes = _run_state(recipe, found, errors)
-    # With its source missing, another one's model can still tell what the recipe leaves open.
-    reference = found.get(run_state) or next(iter(found.values()))
-    choice = choose(recipe, Model.of(reference.checkpoint))
-    errors += choice.errors
-    taken = {run_state, *choice.source_of.values()}
-    # A source that nothing comes from need not agree; where the choice went wrong, its model may tell why.
-    parts = {name: part for name, part in found.items() if choice.errors or name in taken}
-    if run_state in parts:
-        errors += model_errors(parts, run_state)
-    if errors:
-        return Assembled(None, choice.source_of, uses, notes, tuple(errors))
-    wanted = Wanted(choice.source_of, run_state, _files(recipe, found, run_state, errors), weights_only)
-    errors += state_errors(parts, wanted)
-    if errors:
-        return Assembled(None, choice.source_of, uses, notes, tuple(errors))
-    uses = tuple(use for use in uses if use.name in taken)
-    if taken == {run_state}:
-        checkpoint = replace(parts[run_state].checkpoint, files=wanted.files)
-        return Assembled(checkpoint, choice.source_of, uses, notes, ())
-    composed = compose(parts, wanted)
-    return Assembled(composed.checkpoint, choice.source_of, uses, (*notes, *composed.notes), ())
-
-
-def _run_state(recipe: Recipe, parts: Mapping[str, Part], errors: list[DriftpointError]) -> tuple[str, tuple[str, ...]]:
-    """The source of the run state: as named, else the one at the newest step."""
-    if recipe.run_state is not None:
-        return recipe.run_state, recipe.notes
-    newest = max(part.checkpoint.step for part in parts.values())
-    found = [name for name, part in parts.items() if part.checkpoint.step == newest]
-    if len(found) > 1:
-        errors.append(
-            ConfigError(
-                f"{recipe.where}: {listed(found, 3, ' and ')} are all at step {newest}, so it has to say whose "
-                "counters, schedule and random generators to take: add `run_state:` with one of them"
-            )
-        )
-    return found[0], (
-        *recipe.notes,
-        f"run state (counters, schedule, random generators) is of {found[0]}, step {newest}",
-    )
-
-
-def _files(recipe: Recipe, parts: Mapping[str, Part], run_state: str, errors: list[DriftpointError]) -> Path | None:
-    if recipe.files is None:
-        return parts[run_state].checkpoint.files
-    if isinstance(recipe.files, str):
-        found = parts[recipe.files].checkpoint.files
-        if found is None:
-            errors.append(
-                UsageError(
-                    f"{recipe.where}: `files: {recipe.files}`, but that source keeps no configuration and tokenizer "
-                    "files; name a directory that has them"
-                )
-            )
-        return found
-    if not recipe.files.is_dir():
-        errors.append(UsageError(f"{recipe.where}: `files: {recipe.files}` is neither a source nor a directory"))
-    return recipe.files
-
-
-def _use(sources: OpenSources, name: str, checkpoint: Checkpoint) -> SourceUse:
-    one = sources.by_name[name]
-    path = str(one.path.absolute())
-    return SourceUse(name, one.source.kind, path, checkpoint.origin, checkpoint.step, checkpoint.certificate.save)

@@ -1,15 +1,9 @@
-"""MergeKit's YAML form.
+"""Translate MergeKit's YAML form into a recipe: ``slices`` of ``sources``, ``pre_weights``, ``post_weights``.
 
-What a file in MergeKit's form may say: its keys, the parameters that change nothing, ranges and paths.
-
-Only what can be known of one value by itself; what the values mean together is :mod:`merger.recipe.mergekit`'s.
-
-MergeKit's file as a recipe: ``slices`` of ``sources`` with ``layer_range``, ``pre_weights``, ``post_weights``.
-
-Users of layer-wise checkpoint tools (LLMTailor) have such files; they are taken as they are. What would change a
-number or a layer's place (another method than passthrough, weights, scaling, slices out of order) is refused by name:
-optimizer state belongs to the weights that it was made with. Without ``pre_weights`` and ``post_weights`` embeddings
-come from the first slice and norm and head from the last, as MergeKit has it.
+Layer-wise checkpoint tools (LLMTailor) write such files, which are accepted as they are. Everything that would change a
+number or a layer's place (other methods than passthrough, weights, scaling, reordered slices) is refused by name,
+because optimizer state belongs to the weights it was made with. Without ``pre_weights`` and ``post_weights`` embeddings
+come from the first slice, and norm and head from the last, as in MergeKit.
 """
 
 from __future__ import annotations
@@ -19,15 +13,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from merger.recipe.model import Auxiliary, Blocks, Recipe, Rule, Selection, SourceRef, dtype_named
-from merger.recipe.schema import folder, unknown_key
+from merger.recipe.model import Auxiliary, Blocks, Recipe, Rule, Selection, SourceRef, parse_dtype
+from merger.recipe.schema import recipe_path, unknown_key
 from merger.recipe.sources import check_step
 from store.config_file import Loc, YamlFile
 from store.errors import ConfigError, UnsupportedError, UsageError
 
 _HARMLESS_PARAMETERS = ("int8_mask", "normalize", "rescale")
 _NEUTRAL_PARAMETERS = ("weight", "scale", "density")
-_ELSEWHERE = {
+_UNSUPPORTED = {
     "models": "it merges whole models; give `slices:` with a `layer_range` for each model",
     "modules": "only one stack of blocks can be named this way; write a recipe with `take:`",
     "tokenizer": "name one place for the tokenizer with `tokenizer_source:` or `files:`",
@@ -41,17 +35,17 @@ _KNOWN = (
 
 
 def require_passthrough(file: YamlFile) -> None:
-    """UnsupportedError for what would change weights, ConfigError for a key that MergeKit has not."""
+    """Raise UnsupportedError for anything that changes weights, ConfigError for an unknown key."""
     values = file.values
     method = values.get("merge_method", "passthrough")
     if method != "passthrough":
         raise UnsupportedError(
-            f"{file.at(('merge_method',))}: merge_method {method!r} changes weights, and optimizer state would not fit "
-            "them any more; only passthrough is carried out"
+            f"{file.at(('merge_method',))}: merge_method {method!r} changes weights, which then no longer fit their "
+            "optimizer state; only passthrough is supported"
         )
     for key in values:
-        if key in _ELSEWHERE:
-            raise UnsupportedError(f"{file.at((key,))}: {key!r} is not carried out: {_ELSEWHERE[key]}")
+        if key in _UNSUPPORTED:
+            raise UnsupportedError(f"{file.at((key,))}: {key!r} is not supported: {_UNSUPPORTED[key]}")
         if key not in _KNOWN:
             raise ConfigError(unknown_key(file.at((key,)), key, _KNOWN))
     require_neutral(file, ("parameters",), values.get("parameters"))
@@ -62,7 +56,7 @@ def require_passthrough(file: YamlFile) -> None:
 
 
 def require_neutral(file: YamlFile, loc: Loc, parameters: Any) -> None:
-    """UnsupportedError, naming it, for a parameter that would change weights."""
+    """Raise UnsupportedError for a parameter that would change weights."""
     if parameters is None:
         return
     if not isinstance(parameters, dict):
@@ -71,18 +65,18 @@ def require_neutral(file: YamlFile, loc: Loc, parameters: Any) -> None:
         neutral = key in _NEUTRAL_PARAMETERS and not isinstance(value, bool) and value in (1, 1.0)
         if key not in _HARMLESS_PARAMETERS and not neutral:
             raise UnsupportedError(
-                f"{file.at((*loc, key))}: parameter {key!r} ({value!r}) changes weights, and optimizer state would not "
-                "fit them any more; leave it out"
+                f"{file.at((*loc, key))}: parameter {key!r} ({value!r}) changes weights, which then no longer fit "
+                "their optimizer state; leave it out"
             )
 
 
 def names_model(given: Mapping[str, Any]) -> bool:
-    """Whether a mapping names a model and nothing else, so that it is no mapping of layers to models."""
+    """Return whether a mapping names one model, rather than a model for each layer."""
     return set(given) <= {"model", "source", "sources"}
 
 
 def path_of(file: YamlFile, loc: Loc, given: Any) -> str:
-    """The path in ``PATH``, ``{model: …}``, ``{source: …}``, ``{path: …}`` or ``{sources: [{model: …}]}``."""
+    """Return the path in ``PATH``, ``{model: …}``, ``{source: …}``, ``{path: …}`` or ``{sources: [{model: …}]}``."""
     value = given
     while not isinstance(value, str):
         if isinstance(value, list) and len(value) == 1:
@@ -90,7 +84,7 @@ def path_of(file: YamlFile, loc: Loc, given: Any) -> str:
             continue
         inner = [value[key] for key in ("model", "source", "sources", "path") if key in value] if value else []
         if not isinstance(value, dict) or len(inner) != 1:
-            raise ConfigError(f"{file.at(loc)}: {name_of(loc)} must name one `model`, a directory (it is {given!r})")
+            raise ConfigError(f"{file.at(loc)}: {name_of(loc)} must name one `model`, a directory, not {given!r}")
         value = inner[0]
     if not value:
         raise ConfigError(f"{file.at(loc)}: {name_of(loc)} names no directory")
@@ -98,16 +92,16 @@ def path_of(file: YamlFile, loc: Loc, given: Any) -> str:
 
 
 def split_step(path: str) -> tuple[Path | None, int | str | None]:
-    """``PATH@STEP``, as MergeKit writes revisions, where there is no directory of that whole name."""
+    """Split ``PATH@STEP``, as MergeKit writes revisions, unless a directory of the whole name exists."""
     where, at, step = path.rpartition("@")
-    whole = folder(path)
+    whole = recipe_path(path)
     if not at or not where or not step or (whole is not None and whole.exists()):
         return whole, None
-    return folder(where), int(step) if step.isascii() and step.isdigit() else step
+    return recipe_path(where), int(step) if step.isascii() and step.isdigit() else step
 
 
 def is_range(bounds: list[Any]) -> bool:
-    """Whether it is the first block and the one after the last."""
+    """Return whether ``bounds`` are the first block and the one after the last."""
     return (
         len(bounds) == 2
         and all(isinstance(one, int) and not isinstance(one, bool) for one in bounds)
@@ -116,14 +110,14 @@ def is_range(bounds: list[Any]) -> bool:
 
 
 def name_of(loc: Loc) -> str:
-    """A place in the file, as in ``slices[0].sources``."""
+    """Return a location in the file as text, such as ``slices[0].sources``."""
     return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in loc).lstrip(".")
 
 
 def from_mergekit(file: YamlFile) -> Recipe:
-    """The recipe. ConfigError for a file that is not one; UnsupportedError for what would change the state."""
+    """Build the recipe. ConfigError for an invalid file, UnsupportedError for a merge that changes the state."""
     require_passthrough(file)
-    build = _Build(file)
+    build = _Translation(file)
     rules = [*build.slices(), *build.weights("pre_weights", 0), *build.weights("post_weights", -1)]
     run_state, files = build.run_state(), build.files()
     name = _short_names(build.sources)
@@ -139,8 +133,8 @@ def from_mergekit(file: YamlFile) -> Recipe:
 
 
 @dataclass
-class _Build:
-    """Reads the file from the top; sources are those that were met so far, by the path as it is written."""
+class _Translation:
+    """State of the translation: sources seen so far by their path as written, notes, and empty slices."""
 
     file: YamlFile
     sources: dict[str, SourceRef] = field(default_factory=dict)
@@ -178,7 +172,7 @@ class _Build:
         self._require_agreeing(end)
 
     def weights(self, key: str, default: int) -> Iterator[Rule]:
-        """The layers before or after the blocks; by default those of the first or last slice's source."""
+        """Yield the rules for layers before or after the blocks; by default of the first or last slice's source."""
         given = self.file.values.get(key)
         where = f"{key} ({self.file.at((key,))})"
         if given is None:
@@ -199,7 +193,7 @@ class _Build:
                 yield self._weight((key, index), entry)
 
     def run_state(self) -> str | None:
-        """By name; else the base model's, if layers come from it; else left to the newest step."""
+        """Return the source of the run state: by name, else the base model; None: the newest step."""
         values = self.file.values
         if len(self.sources) == 1:
             return next(iter(self.sources))
@@ -212,18 +206,18 @@ class _Build:
         return None
 
     def files(self) -> str | Path | None:
-        """Where configuration and tokenizer come from: ``files``, ``tokenizer_source``, ``base_model``."""
+        """Return the place of configuration and tokenizer: ``files``, ``tokenizer_source`` or ``base_model``."""
         values = self.file.values
         tokenizer = values.get("tokenizer_source")
         if tokenizer == "union":
             raise UnsupportedError(
-                f"{self.file.at(('tokenizer_source',))}: a union of tokenizers would change the embeddings' rows; name "
-                "one model"
+                f"{self.file.at(('tokenizer_source',))}: a union of tokenizers changes the rows of the embeddings; "
+                "name one model"
             )
         for key, given in (("files", values.get("files")), ("tokenizer_source", tokenizer)):
             if given is not None and given != "base":
                 path = path_of(self.file, (key,), given)
-                return path if path in self.sources else folder(path)
+                return path if path in self.sources else recipe_path(path)
         base = values.get("base_model")
         if base is None:
             return None
@@ -231,15 +225,15 @@ class _Build:
         if path in self.sources:
             return path
         self.notes.append(f"configuration and tokenizer files are of base_model, {path}")
-        return folder(path)
+        return recipe_path(path)
 
     def dtype(self) -> str | None:
-        """Of exported weights."""
+        """Return the dtype of exported weights."""
         for key in ("out_dtype", "dtype"):
             given = self.file.values.get(key)
             if given is not None:
                 try:
-                    return dtype_named(str(given))
+                    return parse_dtype(str(given))
                 except UsageError as error:
                     raise ConfigError(f"{self.file.at((key,))}: {error}") from error
         return None
@@ -254,15 +248,15 @@ class _Build:
         if not isinstance(bounds, list) or not is_range(bounds):
             raise ConfigError(
                 f"{self.file.at((*loc, 'layer_range'))}: `layer_range` must be two numbers, the first block and "
-                f"the one after the last, such as [0, 8] (it is {bounds!r})"
+                f"the one after the last, such as [0, 8], not {bounds!r}"
             )
         return source, bounds[0], bounds[1]
 
     def _require_agreeing(self, blocks: int) -> None:
-        """Slices without a block change nothing, but may not contradict what the layers outside are taken from.
+        """Raise ConfigError if slices without a block contradict the sources of the layers outside the blocks.
 
-        Files of LLMTailor have them: number 0 stands for the norm, and those behind the blocks for head and
-        embeddings, whose names and sources follow in ``pre_weights`` and ``post_weights``.
+        LLMTailor writes such slices: number 0 stands for the norm, and those behind the blocks for head and embeddings,
+        whose names and sources follow in ``pre_weights`` and ``post_weights``.
         """
         meant = {0: ("norm",), blocks + 1: ("lm_head", "embed"), blocks + 2: ("embed",)}
         for index, number, source in self._empty:
@@ -277,23 +271,22 @@ class _Build:
             if named and not others:
                 key, position, _ = named[0]
                 raise ConfigError(
-                    f"{self.file.at(('slices', index))}: slices[{index}] takes no block and stands for "
-                    f"{' or '.join(meant[number])} of {source}, which {key}[{position}] takes from elsewhere; give "
+                    f"{self.file.at(('slices', index))}: the empty slices[{index}] means "
+                    f"{' or '.join(meant[number])} of {source}, but {key}[{position}] names another model; give "
                     "both the same model, or leave the empty slice out"
                 )
 
     def _require_place(self, loc: Loc, first: int, end: int) -> None:
         if first == end:
             return
-        what = (
+        problem = (
             f"{self.file.at(loc)}: slices[{loc[1]}] begins at block {first}, and the slices before end at block {end}"
         )
         if first > end:
-            raise ConfigError(f"{what}: blocks {end} to {first - 1} are in no slice; every block is needed once")
+            raise ConfigError(f"{problem}: blocks {end} to {first - 1} are in no slice; every block is needed once")
         raise UnsupportedError(
-            f"{what}: every block has to come once and stay at its place. A merge that repeats or reorders blocks "
-            "makes another model, which optimizer state and schedule do not fit; use MergeKit itself for weights "
-            "without them"
+            f"{problem}: every block must be used once, at its own place, because optimizer state and schedule do not "
+            "fit a model with repeated or reordered blocks; use MergeKit itself for weights alone"
         )
 
     def _weight(self, loc: Loc, entry: Any) -> Rule:
@@ -329,12 +322,12 @@ class _Build:
 
 
 def _short_names(paths: Iterable[str]) -> dict[str, str]:
-    """What to call each source: the end of its path where that is enough to tell them apart."""
+    """Return a name for each source: the last part of its path if that is unique."""
     ends = {path: path.rstrip("/").rpartition("/")[2] or path for path in paths}
     return {path: end if list(ends.values()).count(end) == 1 else path for path, end in ends.items()}
 
 
 def _outside(key: str) -> list[Selection]:
-    """A model need not have all of them: a tied head is none."""
+    """Return the selections outside the blocks; none is required, since a tied head is no layer."""
     roles = ("embeddings",) if key == "pre_weights" else ("norm", "head")
     return [Auxiliary(role, required=False) for role in roles]

@@ -1,6 +1,6 @@
-"""From a recipe file to a :class:`Recipe`: our own form with its short forms; MergeKit's goes its own way.
+"""Parse a recipe file into a :class:`Recipe`: our own form with its short forms, or MergeKit's.
 
-Checks everything that can be known without a model: names of sources, patterns, bounds.
+Checks everything that does not need a model: names of sources, patterns, bounds.
 """
 
 from __future__ import annotations
@@ -20,55 +20,55 @@ from merger.recipe.model import (
     Rule,
     Selection,
     SourceRef,
-    dtype_named,
+    parse_dtype,
 )
-from merger.recipe.schema import EVERY, RecipeFile, TakeSection, folder, validated
+from merger.recipe.schema import EVERY, RecipeFile, TakeSection, recipe_path, validate_recipe
 from merger.recipe.sources import check_step
 from store.config_file import YamlFile, read_yaml
 from store.errors import ConfigError, UsageError
 from store.text import listed
 
 _MERGEKIT = ("slices", "models", "modules", "merge_method")
-"""Keys that only MergeKit's files have."""
+"""Keys of MergeKit's form only."""
 
 _NEWEST = "newest"
 
 
 def read_recipe(path: Path) -> Recipe:
-    """The recipe in a YAML file, in our form or in MergeKit's. ConfigError, naming the line, for a senseless one."""
+    """Read a YAML recipe in our form or MergeKit's. ConfigError names the line of a mistake."""
     return recipe_from(read_yaml(path, "recipe"))
 
 
 def recipe_from(file: YamlFile) -> Recipe:
-    """As :func:`read_recipe`."""
+    """Build the recipe of a parsed YAML file."""
     if not file.values:
-        raise ConfigError(f"{file.name} must be a YAML mapping with `sources:`, or a MergeKit one with `slices:`")
+        raise ConfigError(f"{file.name} must be a YAML mapping with `sources:`, or with `slices:` in MergeKit's form")
     return from_mergekit(file) if any(key in file.values for key in _MERGEKIT) else _own(file)
 
 
 def _own(file: YamlFile) -> Recipe:
-    values = validated(file)
+    values = validate_recipe(file)
     if values.newest is not None:
         return _newest(file, values)
     if not values.sources:
-        raise ConfigError(f"{file.name}: it names no `sources`; each has a name, a `path` and perhaps a `step`")
+        raise ConfigError(f"{file.name}: `sources` is missing; give each a name, a `path` and optionally a `step`")
     sources = {
-        name: SourceRef(folder(one.path), _checked(file, ("sources", name), one.tag or one.step))
+        name: SourceRef(recipe_path(one.path), _checked(file, ("sources", name), one.tag or one.step))
         for name, one in values.sources.items()
     }
     recipe = Recipe(
         sources,
         rules=tuple(_rules(file, values)),
         rest=values.rest,
-        run_state=values.run_state or _only(sources),
-        files=_files(values, sources),
+        run_state=values.run_state or (next(iter(sources)) if len(sources) == 1 else None),
+        files=values.files if values.files in sources else recipe_path(values.files),
         dtype=_dtype(file, values.dtype),
         where=file.name,
     )
     _require_known(file, values, sources)
     if recipe.run_state is None:
         raise ConfigError(
-            f"{file.name}: it does not say where the run state (counters, schedule, random generators) comes from: add "
+            f"{file.name}: the source of the run state (counters, schedule, random generators) is not given: add "
             f"`run_state:` with one of {listed(sources, 6)}"
         )
     return recipe
@@ -81,10 +81,10 @@ def _newest(file: YamlFile, values: RecipeFile) -> Recipe:
         raise ConfigError(f"{file.at(('newest',))}: `newest` takes everything from one source; leave out {others[0]!r}")
     step = _checked(file, (_NEWEST,), values.newest.step)
     return Recipe(
-        {_NEWEST: SourceRef(folder(values.newest.source), step)},
+        {_NEWEST: SourceRef(recipe_path(values.newest.source), step)},
         rest=_NEWEST,
         run_state=_NEWEST,
-        files=folder(values.files),
+        files=recipe_path(values.files),
         dtype=_dtype(file, values.dtype),
         where=file.name,
     )
@@ -98,8 +98,8 @@ def _rules(file: YamlFile, values: RecipeFile) -> Iterator[Rule]:
     for turn, source in enumerate(values.parity or ()):
         yield Rule(source, EveryKth(len(values.parity or ()), turn), f"parity ({file.at(('parity',))})")
     for name, source in (values.auxiliary or {}).items():
-        place = ("auxiliary",) if name == EVERY else ("auxiliary", name)
-        yield Rule(source, Auxiliary(None if name == EVERY else name), f"{'.'.join(place)} ({file.at(place)})")
+        loc = _auxiliary_loc(name)
+        yield Rule(source, Auxiliary(None if name == EVERY else name), f"{'.'.join(loc)} ({file.at(loc)})")
 
 
 def _selections(file: YamlFile, index: int, entry: TakeSection) -> list[Selection]:
@@ -113,7 +113,7 @@ def _selections(file: YamlFile, index: int, entry: TakeSection) -> list[Selectio
                 re.compile(pattern)
             except re.error as error:
                 where = file.at(("take", index, "regex"))
-                raise ConfigError(f"{where}: {pattern!r} is no regular expression: {error}") from error
+                raise ConfigError(f"{where}: {pattern!r} is not a regular expression: {error}") from error
         return [Parameters(entry.regex, regex=True)]
     found: list[Selection] = []
     for text in entry.blocks or ():
@@ -134,17 +134,9 @@ def _checked(file: YamlFile, loc: tuple[str, ...], step: int | str | None) -> in
 
 def _dtype(file: YamlFile, text: str | None) -> str | None:
     try:
-        return None if text is None else dtype_named(text)
+        return None if text is None else parse_dtype(text)
     except UsageError as error:
         raise ConfigError(f"{file.at(('dtype',))}: {error}") from error
-
-
-def _only(sources: dict[str, SourceRef]) -> str | None:
-    return next(iter(sources)) if len(sources) == 1 else None
-
-
-def _files(values: RecipeFile, sources: dict[str, SourceRef]) -> str | Path | None:
-    return values.files if values.files in sources else folder(values.files)
 
 
 def _require_known(file: YamlFile, values: RecipeFile, sources: dict[str, SourceRef]) -> None:
@@ -153,7 +145,7 @@ def _require_known(file: YamlFile, values: RecipeFile, sources: dict[str, Source
         (("run_state",), values.run_state),
         *((("take", index, "from"), entry.source) for index, entry in enumerate(values.take)),
         *((("parity", index), name) for index, name in enumerate(values.parity or ())),
-        *((("auxiliary",) if key == EVERY else ("auxiliary", key), name) for key, name in _pairs(values)),
+        *((_auxiliary_loc(key), name) for key, name in (values.auxiliary or {}).items()),
     ]
     for loc, name in named:
         if name is not None and name not in sources:
@@ -161,10 +153,10 @@ def _require_known(file: YamlFile, values: RecipeFile, sources: dict[str, Source
             raise ConfigError(
                 f"{file.at(loc)}: {where} names the source {name!r}, which is not among `sources`: {listed(sources, 6)}"
             )
-    doubled = [name for name in values.parity or () if (values.parity or ()).count(name) > 1]
-    if doubled:
-        raise ConfigError(f"{file.at(('parity',))}: parity names the source {doubled[0]!r} twice")
+    repeated = [name for name in values.parity or () if (values.parity or ()).count(name) > 1]
+    if repeated:
+        raise ConfigError(f"{file.at(('parity',))}: parity names the source {repeated[0]!r} twice")
 
 
-def _pairs(values: RecipeFile) -> list[tuple[str, str]]:
-    return list((values.auxiliary or {}).items())
+def _auxiliary_loc(key: str) -> tuple[str, ...]:
+    return ("auxiliary",) if key == EVERY else ("auxiliary", key)

@@ -1,4 +1,4 @@
-"""What a recipe file may say, in our own form: validated, with errors that name the line and the nearest known key."""
+"""Validate our own form of recipe files; errors name the line and the nearest known key."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from store.location import place_of
 from store.text import listed, suggestion
 
 EVERY = "(all)"
-"""Key of ``auxiliary`` that stands for all such layers."""
+"""Key of ``auxiliary`` for all auxiliary layers."""
 
 Text = Annotated[StrictStr, StringConstraints(min_length=1)]
 
@@ -39,7 +39,7 @@ def _step(value: Any) -> int | str | None:
         return int(text) if text.isascii() and text.isdigit() else text
     if value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 0):
         return value
-    raise ValueError(f"a step is a number, a save's name, a tag or a bound such as '<= 120' (it is {value!r})")
+    raise ValueError(f"a step must be a number, a save's name, a tag or a bound such as '<= 120', not {value!r}")
 
 
 def _for_all(value: Any) -> Any:
@@ -47,7 +47,7 @@ def _for_all(value: Any) -> Any:
 
 
 Texts = Annotated[tuple[Text, ...], BeforeValidator(_as_list), Field(min_length=1)]
-"""One pattern, or a list of them."""
+"""One pattern or a list of patterns."""
 
 Ranges = Annotated[
     tuple[Annotated[str, StringConstraints(pattern=r"^\d+(-\d+)?$")], ...],
@@ -59,13 +59,13 @@ Step = Annotated[int | str | None, PlainValidator(_step)]
 
 
 class Section(BaseModel):
-    """Base of all sections: frozen, and an unknown key is an error."""
+    """Base of all sections: frozen, without unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class SourceSection(Section):
-    """One of ``sources``."""
+    """An entry of ``sources``."""
 
     path: Text | None = None
     step: Step = None
@@ -84,7 +84,7 @@ class SourceSection(Section):
 
 
 class TakeSection(Section):
-    """One of ``take``: what, and where it comes from."""
+    """An entry of ``take``: parts of the model, and the source that they come from."""
 
     source: Text = Field(alias="from")
     layers: Texts | None = None
@@ -98,8 +98,8 @@ class TakeSection(Section):
         given = [kind for kind in ("layers", "blocks", "parameters", "regex") if getattr(self, kind) is not None]
         if len(given) != 1:
             raise ValueError(
-                "name what to take with one of `layers`, `blocks`, `parameters`, `regex`"
-                + (f", not with {' and '.join(given)}: write an entry for each" if given else "")
+                "an entry of `take` needs one of `layers`, `blocks`, `parameters`, `regex`"
+                + (f", and has {' and '.join(given)}: write an entry for each" if given else "")
             )
         return self
 
@@ -130,25 +130,25 @@ class RecipeFile(Section):
     dtype: Text | None = None
 
 
-def validated(file: YamlFile, kind: type[RecipeFile] = RecipeFile) -> RecipeFile:
-    """The file's values. ConfigError that lists everything that is wrong with them."""
+def validate_recipe(file: YamlFile, kind: type[RecipeFile] = RecipeFile) -> RecipeFile:
+    """Return the file's values. ConfigError lists everything that is wrong with them."""
     try:
         return kind.model_validate(dict(file.values))
     except ValidationError as error:
-        raise ConfigError(listed(dict.fromkeys(_explained(file, item) for item in error.errors()), 3, "; ")) from error
+        raise ConfigError(listed(dict.fromkeys(_message(file, item) for item in error.errors()), 3, "; ")) from error
 
 
 def unknown_key(where: str, key: str, known: Sequence[str]) -> str:
-    """A message about a key that means nothing."""
+    """Return the message for an unknown key."""
     return f"{where}: unknown key {key!r}: {suggestion(key, known)} Known here: {', '.join(sorted(known))}"
 
 
-def folder(path: str | None) -> Path | None:
-    """A path of a recipe: relative to the current directory, ``~`` understood."""
+def recipe_path(path: str | None) -> Path | None:
+    """Return a path of a recipe: relative to the current directory, with ``~`` expanded."""
     return None if path is None else place_of(path).expanduser()
 
 
-def _explained(file: YamlFile, item: Any) -> str:
+def _message(file: YamlFile, item: Any) -> str:
     loc, where = item["loc"], file.at(item["loc"])
     if item["type"] == "extra_forbidden":
         return unknown_key(where, str(loc[-1]), _known_keys(loc[:-1]))

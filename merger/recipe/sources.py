@@ -1,10 +1,7 @@
-"""Open the sources, choose their steps.
+"""Open the sources of a recipe, each place once, and find the checkpoint meant in each.
 
-Steps as users name them: one of its own, or the newest within a bound; and what of a source they mean.
-
-The sources of a recipe, opened: each place once, and from each the one checkpoint that the recipe means.
-
-Collects what goes wrong instead of stopping at the first, so that a plan can tell all of it. Reads no tensor.
+A step is one of the source's own, or the newest within a bound. Errors are collected, so that a plan can list all of
+them. Reads no tensor.
 """
 
 from __future__ import annotations
@@ -35,71 +32,14 @@ from store.names import SaveId
 from store.text import listed
 
 _BOUND = re.compile(r"(?P<sign><=|<|>=|>|==|=)\s*(?P<step>.*)\Z")
+
+
 _HOLDS: dict[str, Callable[[int, int], bool]] = {"<=": operator.le, "<": operator.lt}
-
-
-def check_step(step: int | str | None) -> None:
-    """UsageError for a bound that is none."""
-    if isinstance(step, str):
-        _bound(step)
-
-
-def is_bound(step: int | str | None) -> bool:
-    """Whether it names no checkpoint, but those up to a step."""
-    return isinstance(step, str) and _bound(step) is not None
-
-
-def candidates(step: int | str | None, steps: Sequence[int], origin: str) -> list[int | str | None]:
-    """What to ask a source for, best first; where one cannot be rebuilt the next one stands in.
-
-    steps: of all checkpoints of the source, newest first (a later epoch outranks a later step). A step that is
-    named exactly, or by a tag, has no stand-in. UsageError, naming those that are there, for a bound that none keeps.
-    """
-    bound = _bound(step) if isinstance(step, str) else None
-    if bound is None:
-        return [step]
-    found: list[int | str | None] = [one for one in steps if bound(one)]
-    if not found:
-        raise UsageError(f"{origin} has no checkpoint at a step {step}; {newest_steps_text(steps)}")
-    return found
-
-
-def require_step(step: int | str | None, steps: Sequence[int], origin: str) -> None:
-    """UsageError, naming the steps that are there, for the number (or a save's name) of one that is not."""
-    if step is not None and _step_of(step) not in (None, *steps):
-        raise UsageError(f"{origin} has no checkpoint {step}; {newest_steps_text(steps)}")
-
-
-def _bound(text: str) -> Callable[[int], bool] | None:
-    match = _BOUND.match(text.strip())
-    if match is None:
-        return None
-    sign, limit = match["sign"], match["step"].strip()
-    if sign not in _HOLDS or not (limit.isascii() and limit.isdigit()):
-        raise UsageError(f"{text!r} is no bound on a step; write '<= 120' or '< 120'")
-    return lambda step: _HOLDS[sign](step, int(limit))
-
-
-def _step_of(step: int | str) -> int | None:
-    """The number in a step or a save's name; None for a tag, which only its source understands."""
-    if isinstance(step, int):
-        return step
-    try:
-        return SaveId.parse(step).step
-    except ValueError:
-        return None
-
-
-def newest_steps_text(steps: Sequence[int]) -> str:
-    """The newest steps, for people."""
-    if not steps:
-        return "there is none with a step in its name"
-    return f"there are steps {listed(steps, 5, rest='older ones')}" if steps[1:] else f"there is step {steps[0]}"
 
 
 @dataclass(frozen=True)
 class OpenSource:
-    """A source of a recipe. path: as it was written."""
+    """A source of a recipe. ``path``: as written in the recipe."""
 
     name: str
     path: Path
@@ -107,15 +47,15 @@ class OpenSource:
     source: Source
 
     def part(self, flaws: Set[Damage]) -> Part:
-        """The checkpoint meant. Raises what the source raises; UsageError for a step that is not there."""
+        """Return the checkpoint meant. UsageError for a step that does not exist; raises what the source raises."""
         checkpoint = self._checkpoint(flaws)
         place = str(self.path.resolve())
-        # A save's name means one version wherever in a store it stands; a foreign checkpoint is like itself alone.
+        # A save's name identifies a version within a store; a foreign checkpoint is comparable only to itself.
         return Part(checkpoint, place if self.source.kind == "store" else f"{place}#{checkpoint.origin}")
 
     def _checkpoint(self, flaws: Set[Damage]) -> Checkpoint:
         passed_over: list[str] = []
-        for step in candidates(self.step, self._steps(), str(self.path)):
+        for step in candidate_steps(self.step, self._steps(), str(self.path)):
             try:
                 found = self.source.checkpoint(step, flaws)
             except (MergeError, DamagedError, StorageError) as error:
@@ -125,16 +65,16 @@ class OpenSource:
                 continue
             return replace(found, problems=(*passed_over, *found.problems))
         raise MergeError(
-            f"{self.path} has no checkpoint at a step {self.step} that is whole; {listed(passed_over, 3, '; ')}"
+            f"{self.path} has no complete checkpoint at a step {self.step}; {listed(passed_over, 3, '; ')}"
         )
 
     def _steps(self) -> tuple[int, ...]:
-        """Asked for where they count: a checkpoint that is named by its tag need not have a step in its name."""
+        """Return the steps if they are needed; a checkpoint given by its tag need not have a step in its name."""
         if self.step is None or not (self.source.kind == "store" or is_bound(self.step)):
             return ()
         steps = self.source.steps()
         if self.source.kind == "store" and not steps:
-            raise NothingToResumeError(f"the store {self.path} holds no commit yet")
+            raise NothingToResumeError(f"the store {self.path} has no commit yet")
         if not is_bound(self.step):
             require_step(self.step, steps, str(self.path))
         return steps
@@ -142,31 +82,31 @@ class OpenSource:
 
 @dataclass(frozen=True)
 class OpenSources:
-    """All sources of a recipe that could be opened, by name. errors: of those that could not."""
+    """The opened sources of a recipe by name, and the errors of those that could not be opened."""
 
     recipe: Recipe
     by_name: dict[str, OpenSource]
     errors: tuple[DriftpointError, ...]
 
     def parts(self, flaws: Set[Damage]) -> tuple[dict[str, Part], list[DriftpointError]]:
-        """The checkpoints, and what was wrong with those that are missing."""
+        """Return the checkpoints, and the errors of those that are missing."""
         parts: dict[str, Part] = {}
         errors: list[DriftpointError] = []
         for name, one in self.by_name.items():
             try:
                 parts[name] = one.part(flaws)
             except DriftpointError as error:
-                errors.append(_told(self.recipe, name, error))
+                errors.append(_with_source_name(self.recipe, name, error))
         return parts, errors
 
     @property
     def paths(self) -> tuple[Path, ...]:
-        """Where they lie, each once."""
+        """Paths of the sources, each once."""
         return tuple(dict.fromkeys(one.path for one in self.by_name.values()))
 
 
 def open_sources(recipe: Recipe, default: Path | None) -> OpenSources:
-    """Open the sources of a recipe. default: the path of those that name none."""
+    """Open the sources of a recipe. ``default``: the path of sources without one."""
     opened: dict[Path, Source] = {}
     by_name: dict[str, OpenSource] = {}
     errors: list[DriftpointError] = []
@@ -179,36 +119,102 @@ def open_sources(recipe: Recipe, default: Path | None) -> OpenSources:
             if path.resolve() not in opened:
                 opened[path.resolve()] = _open(path)
         except DriftpointError as error:
-            errors.append(_told(recipe, name, error))
+            errors.append(_with_source_name(recipe, name, error))
             continue
         by_name[name] = OpenSource(name, path, ref.step, opened[path.resolve()])
     return OpenSources(recipe, by_name, tuple(errors))
 
 
 def raise_all(errors: tuple[DriftpointError, ...] | list[DriftpointError]) -> None:
-    """Raise the first error; where there are more, it tells the next ones as well, each once."""
+    """Raise the first error; its message includes the next ones, each once."""
     if not errors:
         return
-    told = list(dict.fromkeys(str(error) for error in errors))
-    if len(told) == 1:
+    messages = list(dict.fromkeys(str(error) for error in errors))
+    if len(messages) == 1:
         raise errors[0]
-    raise type(errors[0])(listed(told, 3, "; ") + (", which --plan lists" if len(told) > 3 else ""))
+    raise type(errors[0])(listed(messages, 3, "; ") + (", which --plan lists" if len(messages) > 3 else ""))
 
 
 def _open(path: Path) -> Source:
     if not path.is_dir() and not is_url(path):
-        found = "is a file" if path.exists() else "does not exist"
-        raise NoStoreError(f"{path.absolute()} {found}: name the directory of a store or of a checkpoint")
+        problem = "is a file" if path.exists() else "does not exist"
+        raise NoStoreError(f"{path.absolute()} {problem}: name the directory of a store or of a checkpoint")
     try:
         return open_source(path)
     except DamagedError as error:
         raise NothingToResumeError(
-            f"{error}; nothing can be read without it: put it back from a copy of {path}"
+            f"{error}; no checkpoint can be read without it: restore it from a copy of {path}"
         ) from error
 
 
-def _told(recipe: Recipe, name: str, error: DriftpointError) -> DriftpointError:
-    """The error, with the source's name in front where there are several; one of MergeKit's form is a path already."""
+def _with_source_name(recipe: Recipe, name: str, error: DriftpointError) -> DriftpointError:
+    """Prefix the error with the source's name if there are several; MergeKit's names are paths already."""
     if len(recipe.sources) == 1 or ("/" in name and name in str(error)):
         return error
     return type(error)(f"source {name!r}: {error}")
+
+
+def check_step(step: int | str | None) -> None:
+    """Raise UsageError for an invalid bound."""
+    if isinstance(step, str):
+        _bound(step)
+
+
+def is_bound(step: int | str | None) -> bool:
+    """Return whether ``step`` is a bound rather than one checkpoint."""
+    return isinstance(step, str) and _bound(step) is not None
+
+
+def candidate_steps(step: int | str | None, steps: Sequence[int], origin: str) -> list[int | str | None]:
+    """Return the steps to ask a source for, best first; if one cannot be rebuilt, the next one is used.
+
+    A step given exactly, or by a tag, has no alternative.
+
+    Args:
+        step: step, save's name, tag or bound.
+        steps: of all checkpoints of the source, newest first (a later epoch outranks a later step).
+        origin: name of the source in errors.
+
+    Raises:
+        UsageError: no checkpoint is within the bound; the message names those that exist.
+    """
+    bound = _bound(step) if isinstance(step, str) else None
+    if bound is None:
+        return [step]
+    within: list[int | str | None] = [one for one in steps if bound(one)]
+    if not within:
+        raise UsageError(f"{origin} has no checkpoint at a step {step}; {newest_steps_text(steps)}")
+    return within
+
+
+def require_step(step: int | str | None, steps: Sequence[int], origin: str) -> None:
+    """Raise UsageError, naming the existing steps, for a number or save's name that does not exist."""
+    if step is not None and _step_of(step) not in (None, *steps):
+        raise UsageError(f"{origin} has no checkpoint {step}; {newest_steps_text(steps)}")
+
+
+def _bound(text: str) -> Callable[[int], bool] | None:
+    match = _BOUND.match(text.strip())
+    if match is None:
+        return None
+    sign, limit = match["sign"], match["step"].strip()
+    if sign not in _HOLDS or not (limit.isascii() and limit.isdigit()):
+        raise UsageError(f"{text!r} is not a bound on a step; write '<= 120' or '< 120'")
+    return lambda step: _HOLDS[sign](step, int(limit))
+
+
+def _step_of(step: int | str) -> int | None:
+    """Return the step in a number or save's name; None for a tag, which only its source understands."""
+    if isinstance(step, int):
+        return step
+    try:
+        return SaveId.parse(step).step
+    except ValueError:
+        return None
+
+
+def newest_steps_text(steps: Sequence[int]) -> str:
+    """Return the newest steps for messages."""
+    if not steps:
+        return "there is none with a step in its name"
+    return f"there are steps {listed(steps, 5, rest='older ones')}" if steps[1:] else f"there is step {steps[0]}"

@@ -1,7 +1,4 @@
-"""open_source().
-
-Telling what a path holds, and opening it as a source.
-"""
+"""Detect the kind of checkpoint at a path and open it as a source."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ _MODEL_FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_mo
 
 
 def open_source(path: Path) -> Source:
-    """The source at a path. NoStoreError where nothing known is there, UnsupportedError for what is not handled."""
+    """Open the source at a path. NoStoreError if it holds none, UnsupportedError for unsupported checkpoints."""
     try:
         return _open(path)
     except OSError as error:
@@ -30,33 +27,27 @@ def open_source(path: Path) -> Source:
 def _open(path: Path) -> Source:
     if is_url(path):
         return StoreSource(path)
-    beside = path if is_trainer_folder(path) else None
+    files = path if is_trainer_folder(path) else None
     known: tuple[tuple[Callable[[], bool], Callable[[], Source]], ...] = (
         ((path / "STORE.json").is_file, lambda: StoreSource(path)),
         (lambda: is_universal(path), lambda: UniversalSource(path)),
-        (lambda: is_checkpoint(path) or (path / "latest").is_file(), lambda: DeepSpeedSource(path, beside)),
-        ((path / "latest_universal").is_file, lambda: UniversalSource(path, beside)),
+        (lambda: is_checkpoint(path) or (path / "latest").is_file(), lambda: DeepSpeedSource(path, files)),
+        ((path / "latest_universal").is_file, lambda: UniversalSource(path, files)),
         (lambda: is_output_folder(path), lambda: TrainerSource(path)),
-        (lambda: _holds(path, is_universal), lambda: UniversalSource(path, beside)),
-        (lambda: _holds(path, is_checkpoint), lambda: DeepSpeedSource(path, beside)),
+        (lambda: _holds(path, is_universal), lambda: UniversalSource(path, files)),
+        (lambda: _holds(path, is_checkpoint), lambda: DeepSpeedSource(path, files)),
     )
-    for is_here, opened in known:
-        if is_here():
-            return opened()
+    for matches, open_it in known:
+        if matches():
+            return open_it()
     if any((path / name).is_file() for name in _MODEL_FILES):
-        raise UnsupportedError(
-            f"{path} holds a model without a training state of DeepSpeed's: there is nothing to merge in it"
-        )
-    return _store(path)
-
-
-def _store(path: Path) -> Source:
+        raise UnsupportedError(f"{path} holds a model without a DeepSpeed training state, so there is nothing to merge")
     try:
         return StoreSource(path)
     except NoStoreError as error:
         raise NoStoreError(
-            f"{error}; nor is it a checkpoint: neither DeepSpeed's (latest, global_stepN, *_model_states.pt), nor a "
-            "universal one (latest_universal, zero/), nor a folder of the Trainer's (checkpoint-N)"
+            f"{error}; it is not a checkpoint of DeepSpeed (latest, global_stepN, *_model_states.pt), a universal "
+            "checkpoint (latest_universal, zero/), or a Trainer folder (checkpoint-N) either"
         ) from error
 
 

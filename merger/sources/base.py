@@ -1,14 +1,6 @@
-"""Source protocol; checked reading of nested values.
+"""Define sources of checkpoints, and read nested values and tensors of foreign files with every step checked.
 
-What a source is: something that holds a complete training state, or part of one.
-
-Names that stand in files of others: a hint where to look, never a way out of the directory.
-
-A tensor that lies in somebody else's file: which bytes, what dtype and shape. Nothing of it is read until asked.
-
-Reading a nest of plain values that somebody else wrote: every step says where it is, nothing is taken on trust.
-
-Pure. It does not know what any framework means by its values.
+Names found in foreign files are only hints and never lead out of the directory. No tensor is read until asked for.
 """
 
 from __future__ import annotations
@@ -28,64 +20,69 @@ from store.errors import DamagedError, MergeError, MissingError, UnsupportedErro
 from store.storage.local import LocalFiles
 from store.text import counted
 
+_NAME_LIMIT = 1 << 10
+"""Largest file that holds a name, in bytes."""
+
+SMALL = 1 << 28
+"""Largest record, in bytes, whose tensor is read as a plain value: memory stays bounded."""
+
 
 class Source(Protocol):
-    """One place that checkpoints are read from. Never changed by a merge.
-
-    kind: as the command line says it: ``store``, ``deepspeed``, ``universal``.
-    """
+    """A place that checkpoints are read from; never changed. ``kind``: its kind, such as ``store`` or ``deepspeed``."""
 
     kind: str
 
     def checkpoint(self, step: int | str | None, flaws: Set[Damage], /) -> Checkpoint:
-        """The state at a step (or named save, or tag), or the newest one for None.
+        """Return the state at a step (or save's name, or tag), or the newest one for None.
 
-        flaws: versions of stores known to be damaged, which an older version has to stand in for.
-        Raises MergeError, naming those that are there, for one that is not; DamagedError, NothingToResumeError.
+        Args:
+            step: step, save's name or tag.
+            flaws: damaged versions in stores, for which older ones are used.
+
+        Raises:
+            MergeError: the checkpoint does not exist; the message names those that do.
+            DamagedError, NothingToResumeError: it cannot be read; there is none.
         """
         ...
 
     def steps(self) -> tuple[int, ...]:
-        """Steps of all checkpoints that are there, newest first."""
+        """Return the steps of all checkpoints, newest first."""
         ...
 
 
-_LIMIT = 1 << 10
-
-
 def read_name(folder: Path, file: str) -> str | None:
-    """The name of a directory entry that a small file holds, such as ``latest``; None where there is no such file.
+    """Return the directory entry that a small file such as ``latest`` names; None if there is no such file.
 
-    MergeError for anything that is no plain name; DamagedError for a link or a file that is no text.
+    Raises MergeError if it is not a plain name; DamagedError for a link or a file that is not text.
     """
     try:
-        data = LocalFiles(folder).read(file, _LIMIT)
+        data = LocalFiles(folder).read(file, _NAME_LIMIT)
     except MissingError:
         return None
     try:
         text = data.decode().strip()
     except UnicodeDecodeError as error:
-        raise DamagedError(f"{folder / file} is no text") from error
-    return plain_name(text, str(folder / file))
+        raise DamagedError(f"{folder / file} is not text") from error
+    return checked_name(text, str(folder / file))
 
 
-def plain_name(text: str, where: str) -> str:
-    """``text`` if it names an entry of a directory and nothing else. MergeError, naming ``where``."""
+def checked_name(text: str, where: str) -> str:
+    """Return ``text`` if it names a directory entry and nothing else. MergeError, naming ``where``."""
     if not text or text in (".", "..") or "/" in text or "\\" in text or not text.isprintable():
-        raise MergeError(f"{where} names {text!r}, which is no name inside the directory; name the checkpoint yourself")
+        raise MergeError(
+            f"{where} names {text!r}, which is not an entry of the directory; name the checkpoint explicitly"
+        )
     return text
-
-
-SMALL = 1 << 28
-"""Bytes of a record beyond which a tensor is not read as a plain value: memory stays bounded."""
 
 
 @dataclass(frozen=True, eq=False)
 class FileTensor:
     """Elements from byte ``offset`` of a block, row-major if ``contiguous``.
 
-    dtype: as safetensors names it. where: for messages. lazy: what torch does to the bytes when it reads them
-    (``conj``, ``neg``), or nothing.
+    Args:
+        dtype: safetensors name.
+        where: place in messages.
+        lazy: what torch does to the bytes on reading (``conj``, ``neg``), or "".
     """
 
     block: Block
@@ -98,54 +95,52 @@ class FileTensor:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
         return math.prod(self.shape)
 
     def extent(self, fqn: str, slot: str, start: int, stop: int, at: int = 0) -> Extent:
-        """Elements [start, stop) of (fqn, slot) are this tensor's from its element ``at``.
+        """Return elements [start, stop) of (fqn, slot), which are this tensor's from its element ``at``.
 
-        UnsupportedError for a tensor that is not in order in memory, or not as it is there;
-        DamagedError where it is too short.
+        Raises UnsupportedError if the tensor is not contiguous or is lazy; DamagedError if it is too short.
         """
         self._refuse_lazy(fqn)
         if not self.contiguous:
             raise UnsupportedError(
-                f"{self.where} is not contiguous in memory (shape {self.shape}), so it cannot be copied as one run of "
-                "bytes: make it contiguous before saving, e.g. parameter.data = parameter.data.contiguous()"
+                f"{self.where} (shape {self.shape}) is not contiguous in memory, so it cannot be copied; make it "
+                "contiguous before saving, e.g. parameter.data = parameter.data.contiguous()"
             )
         if not 0 <= at <= at + stop - start <= self.numel:
             raise DamagedError(
-                f"{self.where} has {counted(self.numel, 'element')}, and {fqn}/{slot} should be elements {at} to "
+                f"{self.where} has {counted(self.numel, 'element')}, but {fqn}/{slot} needs elements {at} to "
                 f"{at + stop - start} of it"
             )
         offset = self.offset + at * torch_dtype(self.dtype).itemsize
         return Extent(fqn, slot, start, stop, self.dtype, self.block, offset)
 
     def same_place(self, other: FileTensor) -> bool:
-        """Whether both are the same elements of the same file, as tied tensors are."""
+        """Return whether both are the same elements of the same file, as tied tensors are."""
         return self.numel > 0 and self.place() == other.place()
 
     def place(self) -> tuple[object, ...]:
-        """Equal for tensors that are the same elements of the same record."""
+        """Return a key that is equal for tensors of the same elements of the same record."""
         return self.block, self.offset, self.dtype, self.shape, self.contiguous, self.lazy
 
     def _refuse_lazy(self, name: str) -> None:
         if self.lazy:
             raise UnsupportedError(
-                f"{name} ({self.where}) is a view that torch resolves as it reads ({self.lazy}): its bytes are not its "
-                f"values. Store the values before saving, with tensor.resolve_{self.lazy}()"
+                f"{name} ({self.where}) is a lazy view ({self.lazy}), so its bytes are not its values; call "
+                f"tensor.resolve_{self.lazy}() before saving"
             )
 
     def read(self) -> torch.Tensor:
-        """The values, with memory of their own; the whole record's checksum is checked. For small tensors.
+        """Read a small tensor and check its whole record.
 
-        DamagedError, UnsupportedError for one that is not contiguous, not small or lazily conjugated.
+        Raises DamagedError, UnsupportedError if it is not contiguous, not small or lazy.
         """
         dtype = torch_dtype(self.dtype)
         self._refuse_lazy("a value")
         if self.numel and (not self.contiguous or self.block.nbytes > SMALL):
             raise UnsupportedError(
-                f"{self.where} is too large, or not contiguous, to be kept as a plain value: {self.block.nbytes} bytes"
+                f"{self.where} ({self.block.nbytes} bytes) is too large, or not contiguous, for a plain value"
             )
         out = torch.empty(self.shape, dtype=dtype)
         if not self.numel:
@@ -157,92 +152,90 @@ class FileTensor:
 
 
 def read_block(block: Block) -> bytearray:
-    """All bytes of a small block. DamagedError unless they match its checksum."""
+    """Read a small block. DamagedError unless it matches its checksum."""
     data = bytearray(block.nbytes)
     block.files.read_into(block.path, block.offset, memoryview(data))
     running = block.checksum()
     running.update(memoryview(data))
     if running.hexdigest() != block.digest:
-        raise DamagedError(f"{block.name}: the bytes of the record do not match its checksum")
+        raise DamagedError(f"{block.name} does not match its checksum")
     return data
 
 
-def values(nest: Any) -> Any:
-    """A nest with every tensor of a file replaced by its values. Raises what :meth:`FileTensor.read` raises."""
+def read_values(nest: Any) -> Any:
+    """Return a nest with every tensor of a file replaced by its values. Raises as :meth:`FileTensor.read`."""
     if isinstance(nest, FileTensor):
         return nest.read()
     if isinstance(nest, Mapping):
-        return {key: values(item) for key, item in nest.items()}
+        return {key: read_values(item) for key, item in nest.items()}
     if type(nest) in (list, tuple, set):
-        return type(nest)(values(item) for item in nest)
+        return type(nest)(read_values(item) for item in nest)
     return nest
 
 
 @dataclass(frozen=True)
 class Nest:
-    """A value in a file. where: the file and the way to the value, for messages.
+    """A value in a file. ``where``: the file and the path to the value, for messages.
 
-    Every method raises DamagedError, naming ``where``, for a value that is not what is asked for.
+    Every method raises DamagedError, naming ``where``, for a value of another kind.
     """
 
     value: Any
     where: str
 
     def at(self, key: object) -> Nest:
-        """An item of a mapping or a list."""
+        """Return an item of a mapping or a list."""
         value = self.value
         if isinstance(value, Mapping) and key in value:
             return Nest(value[key], f"{self.where}, {key}")
         if isinstance(value, list | tuple) and isinstance(key, int) and 0 <= key < len(value):
             return Nest(value[key], f"{self.where}, {key}")
-        raise DamagedError(f"{self.where} has no {key!r}, which a checkpoint of its kind has")
+        raise DamagedError(f"{self.where} has no {key!r}, which every checkpoint of this kind has")
 
     def get(self, key: object) -> Nest | None:
-        """An item of a mapping, or None where there is none or it is None."""
+        """Return an item of a mapping, or None if it is absent or None."""
         found = self.mapping().get(key)
         return None if found is None else Nest(found, f"{self.where}, {key}")
 
     def mapping(self) -> Mapping[Any, Any]:
-        """A mapping."""
         return self._of((Mapping,), "a mapping")  # type: ignore[no-any-return]
 
     def names(self) -> list[str]:
-        """Keys of a mapping, which are all strings, in order."""
+        """Return the keys of a mapping, all strings, in order."""
         return [Nest(key, f"{self.where}, a key").text() for key in self.mapping()]
 
     def items(self) -> Iterator[tuple[str, Nest]]:
-        """Items of a mapping whose keys are strings."""
+        """Yield the items of a mapping whose keys are strings."""
         for name in self.names():
             yield name, Nest(self.value[name], f"{self.where}, {name}")
 
     def entries(self) -> list[Nest]:
-        """Items of a list or tuple."""
-        values = self._of((list, tuple), "a list")
-        return [Nest(value, f"{self.where}, {i}") for i, value in enumerate(values)]
+        """Return the items of a list or tuple."""
+        read_values = self._of((list, tuple), "a list")
+        return [Nest(value, f"{self.where}, {i}") for i, value in enumerate(read_values)]
 
     def text(self) -> str:
-        """A string that is not empty."""
+        """Return a string that is not empty."""
         found = self._of((str,), "a name")
         if not found:
-            raise DamagedError(f"{self.where} is empty and should be a name")
+            raise DamagedError(f"{self.where} is empty, but must be a name")
         return str(found)
 
     def natural(self) -> int:
-        """An integer from 0."""
+        """Return an integer of at least 0."""
         found = self._of((int,), "a number")
         if isinstance(found, bool) or found < 0:
-            raise DamagedError(f"{self.where} is {found!r} and should be a number from 0")
+            raise DamagedError(f"{self.where} is {found!r}, but must be an integer of at least 0")
         return int(found)
 
     def naturals(self) -> tuple[int, ...]:
-        """A list of integers from 0; shapes, for one."""
+        """Return a list of integers of at least 0, such as a shape."""
         return tuple(entry.natural() for entry in self.entries())
 
     def tensor(self) -> FileTensor:
-        """A tensor."""
         return self._of((FileTensor,), "a tensor")  # type: ignore[no-any-return]
 
-    def _of(self, kinds: tuple[type, ...], what: str) -> Any:
+    def _of(self, kinds: tuple[type, ...], expected: str) -> Any:
         if not isinstance(self.value, kinds):
-            raise DamagedError(f"{self.where} is a {type(self.value).__name__} and should be {what}")
+            raise DamagedError(f"{self.where} is a {type(self.value).__name__}, but must be {expected}")
         return self.value

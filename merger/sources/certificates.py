@@ -1,14 +1,8 @@
-"""Certificates of foreign and of our own merged output.
+"""Certify foreign checkpoints, and read back the certificates of our own merged outputs: a composite stays one.
 
-What a merge says of its own output, read where that output is a source again: a composite stays one in any file.
-
-It says so in the client state, which a run may hand on to checkpoints of its own, and in a certificate beside the
-files, which may be left behind. Either is believed where it speaks of the very step that is there, and can only make
-a checkpoint less than exact. It does not know who wrote them.
-
-What a source without a record of drift can certify: everything of one step, as it was.
-
-Pure: from tensors and where their values lie to layers, records and a certificate.
+A merge leaves its certificate in the client state, which a run may pass on to its own checkpoints, and in a file beside
+the output, which may get lost. Each counts only for the very step that it names, and can only make a checkpoint less
+than exact. A source without a record of drift certifies everything at one step, as stored.
 """
 
 from __future__ import annotations
@@ -24,10 +18,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from merger.checkpoint import SLOT_OF_KIND, Checkpoint
 from merger.io.blocks import Extent
 from merger.io.output_dir import CERTIFICATE
-from merger.layers import layers_of
-from merger.sources.base import Nest, values
+from merger.layers import group_layers
+from merger.sources.base import Nest, read_values
 from merger.sources.deepspeed_files import RankFiles, step_of
-from merger.tensors import torch_dtype
 from store.certificate import Certificate, CertifiedUnit, is_lossy
 from store.errors import DamagedError, MissingError, StorageError
 from store.fragments import FragmentIndex
@@ -41,7 +34,7 @@ _Step = Annotated[int, Field(ge=0, lt=1 << 62)]
 
 
 class _Row(BaseModel):
-    """A row of a certificate, as far as it is believed."""
+    """The fields of a certificate row that are used."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
 
@@ -57,7 +50,7 @@ class _Row(BaseModel):
 
 
 class _Claim(BaseModel):
-    """What a merge says of a checkpoint."""
+    """The certificate that a merge left for a checkpoint."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
 
@@ -67,21 +60,21 @@ class _Claim(BaseModel):
 
 
 class _Document(_Claim):
-    """The same in the file beside it. tag: which checkpoint it is about."""
+    """The certificate in the file beside the output. ``tag``: the checkpoint that it is about."""
 
     tag: str
 
 
-def as_merged(checkpoint: Checkpoint, files: RankFiles) -> Checkpoint:
-    """The checkpoint with what merges said of it taken into account.
+def apply_merge_certificates(checkpoint: Checkpoint, files: RankFiles) -> Checkpoint:
+    """Return the checkpoint with the certificates of earlier merges applied. Never raises for their contents.
 
-    Random states and objects of another step are left out; a composite is not exact and has the staleness and drift
-    of its rows. A problem tells each. Never raises for what merges said.
+    Random states and objects of another step are dropped; a composite is not exact and has the staleness and drift of
+    its rows. Each finding becomes a problem.
     """
     problems: list[str] = []
     rows: list[_Row] = []
     exact = True
-    for claim in (*_in_client_state(checkpoint, files, problems), *_beside(checkpoint, files.folder, problems)):
+    for claim in (*_in_client_state(checkpoint, files, problems), *_in_files(checkpoint, files.folder, problems)):
         if claim is None or not claim.exact:
             exact = False
             rows += [] if claim is None else claim.units
@@ -98,19 +91,19 @@ def as_merged(checkpoint: Checkpoint, files: RankFiles) -> Checkpoint:
 
 
 def _stale(checkpoint: Checkpoint, files: RankFiles) -> str | None:
-    """What is wrong with the random states and objects of a client state that a run handed on."""
+    """Return the problem with random states and objects of another step in a client state that a run passed on."""
     for model in files.models:
         ours = model.get("driftpoint")
-        if ours is not None and checkpoint.run_states and _step_told(ours) != checkpoint.step:
-            told = _step_told(ours)
+        if ours is not None and checkpoint.run_states and _step_of_client_state(ours) != checkpoint.step:
+            step = _step_of_client_state(ours)
             return (
-                f"{ours.where} is of {'another save' if told is None else f'step {told}'}, handed on by the run that "
+                f"{ours.where} is of {'another save' if step is None else f'step {step}'}, handed on by the run that "
                 f"saved step {checkpoint.step}: its random states and the user's objects are left out and start afresh"
             )
     return None
 
 
-def _step_told(ours: Nest) -> int | None:
+def _step_of_client_state(ours: Nest) -> int | None:
     step, save = ours.mapping().get("step"), ours.mapping().get("save")
     if isinstance(step, int) and not isinstance(step, bool):
         return step
@@ -125,10 +118,10 @@ def _step_told(ours: Nest) -> int | None:
 def _in_client_state(checkpoint: Checkpoint, files: RankFiles, problems: list[str]) -> Iterator[_Claim | None]:
     for model in files.models:
         ours = model.get("driftpoint")
-        if ours is None or "exact" not in ours.mapping() or _step_told(ours) != checkpoint.step:
+        if ours is None or "exact" not in ours.mapping() or _step_of_client_state(ours) != checkpoint.step:
             continue
         try:
-            claim = _Claim.model_validate(values(dict(ours.mapping())))
+            claim = _Claim.model_validate(read_values(dict(ours.mapping())))
         except ValidationError:
             problems.append(f"{ours.where} does not say what it should: whether this is a composite is not known")
             yield None
@@ -136,10 +129,10 @@ def _in_client_state(checkpoint: Checkpoint, files: RankFiles, problems: list[st
         if not claim.exact:
             problems.append(f"{checkpoint.origin} is not exact: the merge that wrote it says so in its client state")
         yield claim
-        return  # all ranks' say the same
+        return  # the same on all ranks
 
 
-def _beside(checkpoint: Checkpoint, folder: Path, problems: list[str]) -> Iterator[_Claim | None]:
+def _in_files(checkpoint: Checkpoint, folder: Path, problems: list[str]) -> Iterator[_Claim | None]:
     places = [(folder.parent, folder.name)]
     if _TRAINER.fullmatch(folder.parent.name):
         places.append((folder.parent.parent, folder.parent.name))
@@ -170,7 +163,7 @@ def _beside(checkpoint: Checkpoint, folder: Path, problems: list[str]) -> Iterat
 
 
 def _certified(unit: CertifiedUnit, rows: Sequence[_Row], step: int) -> CertifiedUnit:
-    """A (layer, slot) as its worst row has it; of unknown drift where there is none."""
+    """Return a unit with the values of its worst row; of unknown drift if it has no row."""
     own = [row for row in rows if (row.layer, row.slot) == (unit.layer, unit.slot)]
     if not own:
         return replace(unit, drift=None)
@@ -190,7 +183,7 @@ def _certified(unit: CertifiedUnit, rows: Sequence[_Row], step: int) -> Certifie
 
 @dataclass(frozen=True)
 class NamedTensor:
-    """A parameter or buffer. dtype: of the working copy, as safetensors names it. kind: as in TensorRecord."""
+    """A parameter or buffer. ``dtype``: safetensors name of the working copy. ``kind``: as in TensorRecord."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -198,9 +191,9 @@ class NamedTensor:
     aliases: tuple[str, ...] = ()
 
 
-def described(tensors: Mapping[str, NamedTensor]) -> tuple[dict[str, TensorRecord], tuple[LayerRecord, ...]]:
-    """Records of all tensors, in the order given, and of the layers that their names make."""
-    layers = layers_of({fqn: tensor.shape for fqn, tensor in tensors.items()})
+def describe_tensors(tensors: Mapping[str, NamedTensor]) -> tuple[dict[str, TensorRecord], tuple[LayerRecord, ...]]:
+    """Return the records of all tensors, in order, and of the layers that their names form."""
+    layers = group_layers({fqn: tensor.shape for fqn, tensor in tensors.items()})
     home = {fqn: layer.name for layer in layers for fqn in layer.fqns}
     records = {
         fqn: TensorRecord(
@@ -221,18 +214,23 @@ def certificate(
     problems: Iterable[str] = (),
     exact: bool = True,
 ) -> Certificate:
-    """Every (layer, slot) is of ``step``, and is stored as it was. source: its path, for people.
+    """Certify that every (layer, slot) is of ``step`` and stored as it was.
 
-    exact: False where a problem leaves that in doubt, or where something is missing.
+    Args:
+        save: name of the checkpoint.
+        step: its step.
+        source: its path.
+        tensors: records by fqn.
+        index: stored extents.
+        problems: found in the checkpoint.
+        exact: False if a problem leaves that in doubt, or a part is missing.
     """
     nbytes: dict[tuple[str, str], int] = {}
     numel: dict[tuple[str, str], int] = {}
     for (fqn, slot), extents in index.names().items():
         unit = (tensors[fqn].layer, slot)
         numel[unit] = numel.get(unit, 0) + sum(extent.stop - extent.start for extent in extents)
-        nbytes[unit] = nbytes.get(unit, 0) + sum(
-            (extent.stop - extent.start) * torch_dtype(extent.dtype).itemsize for extent in extents
-        )
+        nbytes[unit] = nbytes.get(unit, 0) + sum(extent.nbytes for extent in extents)
     still = {SLOT_OF_KIND["frozen"], SLOT_OF_KIND["buffer"]}
     order = {layer: i for i, layer in enumerate(dict.fromkeys(tensor.layer for tensor in tensors.values()))}
     units = tuple(

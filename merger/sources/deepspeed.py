@@ -1,14 +1,7 @@
-"""DeepSpeed checkpoints and HF Trainer folders.
+"""Read DeepSpeed checkpoints at any ZeRO stage and world size, and Trainer folders that hold them.
 
-From what DeepSpeed's files say to a checkpoint: the part that ordinary and universal ones have in common.
-
-DeepSpeed's own checkpoints as a source, as ``engine.save_checkpoint`` wrote them, at any stage and world size.
-
-Nothing of them is prepared, and nothing of DeepSpeed runs: see :mod:`merger.sources.torch_file`.
-
-Folders of the Hugging Face Trainer that hold checkpoints of DeepSpeed: ``checkpoint-N`` with ``global_stepN``.
-
-What else is in such a folder (configuration, tokenizer, trainer state) belongs beside the state.
+Files are read as ``engine.save_checkpoint`` wrote them; no DeepSpeed code runs, see :mod:`merger.sources.torch_file`.
+The other files of a Trainer's ``checkpoint-N`` folder (configuration, tokenizer, trainer state) stay beside the state.
 """
 
 from __future__ import annotations
@@ -21,26 +14,38 @@ from typing import Any
 
 from merger.checkpoint import Checkpoint, gradient_clipping, require_whole
 from merger.io.blocks import Damage
-from merger.sources.certificates import as_merged, certificate, described
+from merger.sources.certificates import apply_merge_certificates, certificate, describe_tensors
 from merger.sources.deepspeed_files import RankFiles, Tags, is_checkpoint, read_files
 from merger.sources.deepspeed_model import Model, client_state, engine_state, loss_scaler, run_states
-from merger.sources.deepspeed_zero import Optimized, Shape, param_shapes, zero3, zero12
+from merger.sources.deepspeed_zero import OptimizerContents, Shape, param_shapes, read_zero3, read_zero12
 from store.errors import DamagedError, MergeError, StorageError, UnsupportedError
 from store.fragments import FragmentIndex
 from store.storage.local import LocalFiles
 from store.text import listed
 
+_FOLDER = re.compile(r"checkpoint-(\d{1,18})")
 
-def build(files: RankFiles, shapes: Sequence[Sequence[Shape]], optimized: Optimized, beside: Path | None) -> Checkpoint:
-    """The checkpoint. shapes: of the parameters that the optimizer holds. beside: what belongs beside the state.
+STATE = "trainer_state.json"
 
-    MergeError where anything is not whole or contradicts itself, UnsupportedError.
+
+def build_checkpoint(
+    files: RankFiles, shapes: Sequence[Sequence[Shape]], optimized: OptimizerContents, beside: Path | None
+) -> Checkpoint:
+    """Build the checkpoint of ordinary or universal DeepSpeed files.
+
+    Args:
+        files: model and optimizer states.
+        shapes: shapes of the parameters that the optimizer holds.
+        optimized: contents of the optimizer files.
+        beside: directory with the files beside the state.
+
+    Raises MergeError for incomplete or contradictory files, UnsupportedError.
     """
     refuse_parallelism(files)
     model = Model(files, {shape.fqn: shape for group in shapes for shape in group})
     named = model.tensors()
     index = FragmentIndex([*optimized.extents, *model.extents(named)])
-    tensors, layers = described(named)
+    tensors, layers = describe_tensors(named)
     state = {
         "optimizer": _optimizer(files),
         "param_groups": optimized.groups,
@@ -70,16 +75,16 @@ def build(files: RankFiles, shapes: Sequence[Sequence[Shape]], optimized: Optimi
 
 
 def refuse_parallelism(files: RankFiles) -> None:
-    """UnsupportedError for tensor, pipeline and expert parallelism."""
+    """Raise UnsupportedError for tensor, pipeline and expert parallelism."""
     if files.model.at("mp_world_size").natural() != 1:
-        raise UnsupportedError(f"{files.folder} is of tensor or pipeline parallelism: not handled")
+        raise UnsupportedError(f"{files.folder} uses tensor or pipeline parallelism, which is not supported")
     experts = files.model.mapping().get("num_experts")
     if experts:
-        raise UnsupportedError(f"{files.folder} is of a model with experts (MoE), which is not handled")
+        raise UnsupportedError(f"{files.folder} is of a model with experts (MoE), which is not supported")
 
 
 def _optimizer(files: RankFiles) -> str:
-    """The base optimizer as the configuration names it; the files do not."""
+    """Return the base optimizer's name from the configuration; the files do not have it."""
     section = files.model.at("ds_config").get("optimizer")
     kind = None if section is None else section.get("type")
     return "unknown" if kind is None else kind.text()
@@ -106,10 +111,7 @@ def _engine_facts(files: RankFiles) -> dict[str, Any]:
 
 
 class DeepSpeedSource:
-    """A directory that checkpoints were saved to, or one checkpoint's own directory.
-
-    files: a directory with what belongs beside the state, or None.
-    """
+    """A directory of checkpoints, or one checkpoint. ``files``: directory with the files beside the state, or None."""
 
     kind = "deepspeed"
 
@@ -117,33 +119,29 @@ class DeepSpeedSource:
         self._tags, self._files = Tags(root.absolute(), "latest", is_checkpoint), files
 
     def steps(self) -> tuple[int, ...]:
-        """See :class:`merger.sources.base.Source`. Tags that say no step are left out."""
         return self._tags.steps()
 
     def checkpoint(self, step: int | str | None, _: Set[Damage] = frozenset()) -> Checkpoint:
-        """See :class:`merger.sources.base.Source`. None: the one that ``latest`` names."""
         files = read_files(self._tags.folder(step))
-        optimized = zero3(files) if files.stage == 3 else zero12(files)
-        found = as_merged(build(files, param_shapes(files.model), optimized, self._files), files)
+        optimized = read_zero3(files) if files.stage == 3 else read_zero12(files)
+        found = apply_merge_certificates(
+            build_checkpoint(files, param_shapes(files.model), optimized, self._files), files
+        )
         return self._tags.verified(found, step)
 
 
-_FOLDER = re.compile(r"checkpoint-(\d{1,18})")
-STATE = "trainer_state.json"
-
-
 def is_trainer_folder(path: Path) -> bool:
-    """Whether a directory is one of the Trainer's, whatever it holds."""
+    """Return whether a directory is a Trainer's folder."""
     return (path / STATE).is_file()
 
 
 def is_output_folder(path: Path) -> bool:
-    """Whether a directory holds folders ``checkpoint-N``."""
+    """Return whether a directory holds ``checkpoint-N`` folders."""
     return path.is_dir() and bool(_folders(path))
 
 
 def _folders(root: Path) -> dict[int, Path]:
-    """By step, newest first; links are none."""
+    """Return the folders by step, newest first, without links."""
     found = {}
     for path in (root / name for name in LocalFiles(root).list_dir("")):
         name = _FOLDER.fullmatch(path.name)
@@ -153,7 +151,7 @@ def _folders(root: Path) -> dict[int, Path]:
 
 
 class TrainerSource:
-    """An output directory of the Trainer, with a folder per checkpoint."""
+    """An output directory of the Trainer with ``checkpoint-N`` folders."""
 
     kind = "trainer"
 
@@ -161,30 +159,29 @@ class TrainerSource:
         self._root = root.absolute()
 
     def steps(self) -> tuple[int, ...]:
-        """See :class:`merger.sources.base.Source`."""
         return tuple(_folders(self._root))
 
     def checkpoint(self, step: int | str | None, _: Set[Damage] = frozenset()) -> Checkpoint:
-        """See :class:`merger.sources.base.Source`. None: the newest that is complete; a step's may be ``checkpoint-N``.
+        """Return the state of a folder, given by step or name; None: the newest complete one.
 
-        The Trainer's own choice is the highest number, complete or not.
+        The Trainer itself chooses the highest number, complete or not.
         """
         folders = _folders(self._root)
         if step is not None:
-            wanted = next((path for number, path in folders.items() if str(step) in (str(number), path.name)), None)
-            if wanted is None:
+            named = next((path for number, path in folders.items() if str(step) in (str(number), path.name)), None)
+            if named is None:
                 raise MergeError(
                     f"{self._root} has no checkpoint {step}; there are: "
                     f"{listed((path.name for path in folders.values()), 6) or 'none'}"
                 )
-            return _of_its_step(wanted)
+            return _checkpoint_in(named)
         return self._newest(folders)
 
     def _newest(self, folders: dict[int, Path]) -> Checkpoint:
         passed_over: list[str] = []
         for path in folders.values():
             try:
-                found = _of_its_step(path)
+                found = _checkpoint_in(path)
             except (MergeError, DamagedError, StorageError) as error:
                 passed_over.append(f"{path.name} is not complete: {error}")
                 continue
@@ -192,12 +189,12 @@ class TrainerSource:
         raise MergeError(f"{self._root} has no complete checkpoint: {listed(passed_over, 3, '; ')}")
 
 
-def _of_its_step(path: Path) -> Checkpoint:
-    """The checkpoint in a folder ``checkpoint-N``. MergeError unless it is of step N."""
+def _checkpoint_in(path: Path) -> Checkpoint:
+    """Return the checkpoint in a folder ``checkpoint-N``. MergeError unless it is of step N."""
     found = DeepSpeedSource(path, path).checkpoint(None)
     if path.name != f"checkpoint-{found.step}":
         raise MergeError(
-            f"{path} is called after another step than {found.step}, which {found.origin} in it holds: give it its own "
-            "name back, or name that directory itself to take it as it is"
+            f"{path} holds {found.origin} of step {found.step}, another than in its name: restore its name, or name "
+            "that inner directory to merge it as it is"
         )
     return found

@@ -1,41 +1,49 @@
-"""Model states.
+"""Read the model states of DeepSpeed checkpoints: names, shapes, buffers, frozen and tied parameters, and run state.
 
-What a checkpoint of DeepSpeed seems to lack, by names alone: ``exclude_frozen_parameters`` leaves no list behind.
-
-Pure. No name tells of a frozen parameter that every block lacks, or of one outside the blocks. Numbers that a list of
-single modules leaves out may be modules without parameters, such as activations: both leave the same names.
-
-Model states of DeepSpeed's checkpoints: names, shapes, buffers, frozen and tied parameters, and the run's state.
-
-At ZeRO-1/2 the trained weights in it are casts of the masters, bit for bit, and are not read here.
+At ZeRO-1/2 the trained weights in them are casts of the masters, bit for bit, and are not read here. Frozen parameters
+that ``exclude_frozen_parameters`` left out are detected by names alone: neither one that every block lacks nor one
+outside the blocks is found, and gaps in a list of single modules may be modules without parameters.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from merger.checkpoint import RankState
 from merger.io.blocks import Extent
-from merger.layers import layers_of
-from merger.sources.base import FileTensor, Nest, values
+from merger.layers import group_layers
+from merger.sources.base import FileTensor, Nest, read_values
 from merger.sources.certificates import NamedTensor
 from merger.sources.deepspeed_files import RankFiles
 from merger.sources.deepspeed_zero import Shape, own_slice, slice_numel
-from merger.sources.torch_file import Kept, attributes
+from merger.sources.torch_file import StandIn, attributes
 from store.errors import DamagedError, MergeError, UnsupportedError
 from store.names import BUFFER, FROZEN
 from store.text import counted, listed
 
 _ADAPTER = "lora_"
 
+OWN_KEYS = frozenset({
+    "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",
+    "frozen_param_fragments", "lr_scheduler", "skipped_steps", "global_steps", "global_samples", "dp_world_size",
+    "mp_world_size", "checkpoint_parallel_dimensions", "ds_config", "ds_version", "driftpoint",
+})  # fmt: skip
+"""Top-level keys outside the client state, which includes ``data_sampler`` and ``random_ltd`` if they are used."""
 
-def left_out(shapes: Mapping[str, Sequence[int]], dangling: Mapping[str, str]) -> tuple[str, ...]:
-    """Parameters that are missing, or patterns of them, for messages.
+_EXTRA = "_extra_state"
+"""Last part of the name of a module's ``get_extra_state`` value."""
 
-    shapes: of all parameters and buffers that are there. dangling: of tied parameters that are not, by the further
-    names that they are tied under. Found are these, numbers left out between the model's blocks, and what adapters
-    adapt.
+
+def missing_parameters(shapes: Mapping[str, Sequence[int]], dangling: Mapping[str, str]) -> tuple[str, ...]:
+    """Return parameters that are missing, or patterns of them, for messages.
+
+    Detects dangling ties, gaps in the numbers of the model's blocks, and the base model of adapters.
+
+    Args:
+        shapes: of all parameters and buffers in the file.
+        dangling: names of missing parameters by the further names that they are tied under.
     """
     found = dict.fromkeys(dangling.values())
     found |= dict.fromkeys(_gaps(shapes))
@@ -45,9 +53,9 @@ def left_out(shapes: Mapping[str, Sequence[int]], dangling: Mapping[str, str]) -
 
 
 def _gaps(shapes: Mapping[str, Sequence[int]]) -> list[str]:
-    """Blocks whose number is left out. Single modules count for blocks only where nothing larger is one."""
+    """Return blocks whose number is missing. Single modules count as blocks only if nothing larger does."""
     numbers: dict[bool, dict[str, set[int]]] = {True: {}, False: {}}
-    for layer in layers_of(shapes):
+    for layer in group_layers(shapes):
         parent, _, number = layer.name.rpartition(".")
         if layer.block and number.isdecimal():
             large = any("." in fqn[len(layer.name) + 1 :] for fqn in layer.fqns)
@@ -60,26 +68,15 @@ def _gaps(shapes: Mapping[str, Sequence[int]]) -> list[str]:
     ]
 
 
-OWN_KEYS = frozenset({
-    "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",
-    "frozen_param_fragments", "lr_scheduler", "skipped_steps", "global_steps", "global_samples", "dp_world_size",
-    "mp_world_size", "checkpoint_parallel_dimensions", "ds_config", "ds_version", "driftpoint",
-})  # fmt: skip
-"""Top-level keys that are no client state. ``data_sampler`` and ``random_ltd`` travel with it where they are used."""
-
-_EXTRA = "_extra_state"
-"""Last part of the name that torch gives to what ``get_extra_state`` returns."""
-
-
 class Model:
-    """What the model states of a checkpoint say, beside the parameters that the optimizer holds (``trained``)."""
+    """The contents of the model states, except the parameters that the optimizer holds (``trained``)."""
 
     def __init__(self, files: RankFiles, trained: Mapping[str, Shape]) -> None:
         self._files, self._trained = files, trained
         self._module = dict(files.model.at("module").items())
         shared = files.model.get("shared_params")
         ties = {} if shared is None else {alias: name.text() for alias, name in shared.items()}
-        # A checkpoint without its frozen parameters still names what is tied to them.
+        # A checkpoint without its frozen parameters still names the parameters tied to them.
         self._aliases = {alias: fqn for alias, fqn in ties.items() if fqn in self._module or fqn in trained}
         self._buffers = [name.text() for name in files.model.at("buffer_names").entries()]
         frozen = files.model.get("frozen_param_shapes")
@@ -89,7 +86,7 @@ class Model:
         if self._unsaved and files.stage == 3:
             for alias in ties.keys() - self._aliases.keys():
                 self._module.pop(alias, None)
-        self._refuse_strange()
+        self._require_supported()
         self._tie_buffers()
         self._tie_parameters()
         self._left_out = self._missing({alias: fqn for alias, fqn in ties.items() if alias not in self._aliases})
@@ -102,9 +99,9 @@ class Model:
             )
 
     def tensors(self) -> dict[str, NamedTensor]:
-        """Every parameter and buffer, tied ones once: parameters first, both in the module's order.
+        """Return every parameter and buffer, tied ones once: parameters first, both in the module's order.
 
-        MergeError for a parameter that is in no file.
+        Raises MergeError for a parameter that no file holds.
         """
         others: dict[str, list[str]] = {}
         for alias, fqn in self._aliases.items():
@@ -120,13 +117,13 @@ class Model:
         for fqn in (*self._trained, *self._aliases.values(), *self._frozen):
             if fqn not in parameters and fqn not in buffers:
                 raise UnsupportedError(
-                    f"{self._files.model.where} names the parameter {fqn}, which its module does not have: the model's "
-                    "state dict renames parameters, and that is not handled"
+                    f"{self._files.model.where} names the parameter {fqn}, which its module lacks: a state dict that "
+                    "renames parameters is not supported"
                 )
         return {**parameters, **buffers}
 
     def extents(self, tensors: Mapping[str, NamedTensor]) -> list[Extent]:
-        """Where buffers and frozen parameters lie."""
+        """Return where buffers and frozen parameters lie."""
         out = []
         for fqn, tensor in tensors.items():
             if tensor.kind == "buffer" or (tensor.kind == "frozen" and self._files.stage != 3):
@@ -137,14 +134,10 @@ class Model:
                 out += self._slices(fqn, tensor.shape)
         return out
 
-    def names(self) -> list[str]:
-        """Keys of the module's state dict."""
-        return list(self._module)
-
     def facts(self, tensors: Mapping[str, NamedTensor]) -> dict[str, Any]:
-        """What a writer of these files needs to know about the model."""
+        """Return the facts about the model that writers of these files need."""
         return {
-            "state_dict_names": self.names(),
+            "state_dict_names": list(self._module),
             "buffer_names": list(self._buffers),
             "frozen_left_out": list(self._left_out),
             "frozen": [fqn for fqn, tensor in tensors.items() if tensor.kind == "frozen"],
@@ -158,46 +151,43 @@ class Model:
             return saved.shape
         if known is None:
             raise MergeError(
-                f"{self._module[fqn].where} is a parameter that no file holds: it takes gradients, but is in no param "
-                "group, and ZeRO-3 saves no such parameter. Freeze it, or give it to the optimizer, and save again"
+                f"{self._module[fqn].where} requires gradients but is in no param group, and ZeRO-3 does not save such "
+                "a parameter. Freeze it, or add it to the optimizer, and save again"
             )
         if self._files.stage != 3 and saved.shape != known:
             raise MergeError(
-                f"{self._module[fqn].where} has the shape {saved.shape} in the module and {known} beside it"
+                f"{self._module[fqn].where} has the shape {saved.shape} in the module, but {known} elsewhere in the "
+                "file"
             )
         return known
 
     def _slices(self, fqn: str, shape: tuple[int, ...]) -> list[Extent]:
-        numel = 1
-        for size in shape:
-            numel *= size
-        world_size, out = self._files.world_size, []
+        numel, world_size, out = math.prod(shape), self._files.world_size, []
         for rank, model in enumerate(self._files.models):
             nest = model.at("frozen_param_fragments").at(fqn)
             if nest.tensor().shape != (slice_numel(numel, world_size),):
                 raise UnsupportedError(
-                    f"{nest.where} has {counted(nest.tensor().numel, 'element')}, which is no slice of {numel} over "
-                    f"{counted(world_size, 'rank')}: it may be quantized, which is not handled"
+                    f"{nest.where} has {counted(nest.tensor().numel, 'element')}, which is not a slice of {numel} over "
+                    f"{counted(world_size, 'rank')}: quantized parameters are not supported"
                 )
             start, stop = own_slice(numel, world_size, rank)
             if start < stop:
                 out.append(nest.tensor().extent(fqn, FROZEN, start, stop))
         return out
 
-    def _refuse_strange(self) -> None:
+    def _require_supported(self) -> None:
         for nest in self._module.values():
             if not isinstance(nest.value, FileTensor):
-                raise UnsupportedError(f"{nest.where} is no tensor: extra state of a module is not handled")
+                raise UnsupportedError(f"{nest.where} is not a tensor: extra state of a module is not supported")
         for fqn, nest in self._module.items():
             if fqn.rpartition(".")[2] == _EXTRA:
                 raise UnsupportedError(
-                    f"{nest.where} is extra state of a module, neither parameter nor buffer, and which rank or stage "
-                    "it fits is not known: not handled. Save it elsewhere, in the client state for one, and override "
-                    "get_extra_state to leave it out"
+                    f"{nest.where} is extra state of a module, which is not supported. Override get_extra_state to "
+                    "leave it out, and save it in the client state"
                 )
         for fqn in self._buffers:
             if fqn not in self._module:
-                raise DamagedError(f"{self._files.model.where} names a buffer {fqn}, which its module does not have")
+                raise DamagedError(f"{self._files.model.where} names a buffer {fqn}, which its module lacks")
 
     def _tie_buffers(self) -> None:
         kept: list[str] = []
@@ -210,37 +200,37 @@ class Model:
                 kept.append(fqn)
         for model in self._files.models[1:]:
             for fqn in kept:
-                mine, theirs = self._module[fqn].tensor().block, model.at("module").at(fqn).tensor().block
-                if mine.digest != theirs.digest:
+                own, theirs = self._module[fqn].tensor().block, model.at("module").at(fqn).tensor().block
+                if own.digest != theirs.digest:
                     self.problems.append(f"the buffer {fqn} differs between ranks; rank 0's is taken")
 
     def _missing(self, dangling: Mapping[str, str]) -> tuple[str, ...]:
-        """Frozen parameters that were left out, for messages; none where it is known that all are there."""
+        """Return frozen parameters that were left out, for messages; none if all are known to be there."""
         others = [fqn for fqn in self._parameters() if fqn not in self._trained and fqn not in self._aliases]
         kept = any(self._module[fqn].tensor().numel for fqn in others)
         if (self._files.stage > 1 and not self._unsaved) or (self._files.stage <= 1 and kept):
             return ()
         shapes = {fqn: nest.tensor().shape for fqn, nest in self._module.items()}
         known = {fqn: shape.shape for fqn, shape in self._trained.items()}
-        return left_out({**shapes, **known}, dangling) or (("whichever there are",) if self._unsaved else ())
+        return missing_parameters({**shapes, **known}, dangling) or (("whichever there are",) if self._unsaved else ())
 
     def _parameters(self) -> list[str]:
         buffers = set(self._buffers)
         return [fqn for fqn in self._module if fqn not in buffers]
 
     def _tie_parameters(self) -> None:
-        """Find modules that are used under two names: DeepSpeed lists tied parameters, but not those."""
+        """Find modules used under two names, which DeepSpeed does not list as tied parameters."""
         held = self._trained.keys() | self._frozen.keys()
         names = [fqn for fqn in self._parameters() if fqn not in self._aliases]
         homes: dict[tuple[object, ...], list[str]] = {}
-        for fqn in sorted(names, key=lambda fqn: fqn not in held):  # those that are known by their name come first
+        for fqn in sorted(names, key=lambda fqn: fqn not in held):  # known names come first
             tensor = self._module[fqn].tensor()
-            # At ZeRO-3 only empty tensors are left, but each parameter's has a record of its own.
+            # At ZeRO-3 only empty tensors are left, but each parameter has its own record.
             if tensor.numel or self._files.stage == 3:
                 homes.setdefault(tensor.place(), []).append(fqn)
         for first, *others in homes.values():
             orphans = [fqn for fqn in others if fqn not in held]
-            # Where several that are known lie in one place, the place does not tell whose an orphan is.
+            # If several known parameters share a place, the orphan's owner is ambiguous.
             if len(others) == len(orphans) and (first in held or self._files.stage != 3):
                 self._aliases |= dict.fromkeys(orphans, first)
         if self._files.stage == 2 and not self._unsaved:
@@ -253,7 +243,7 @@ class Model:
 
 
 def engine_state(files: RankFiles) -> dict[str, Any]:
-    """``counters``, ``loss_scaler`` and ``lr_scheduler`` of the engine, as the adapter gives them."""
+    """Return ``counters``, ``loss_scaler`` and ``lr_scheduler`` of the engine, in the adapter's form."""
     model, config = files.model, files.model.at("ds_config")
     steps, accumulation = model.at("global_steps").natural(), _accumulation(config, files.world_size)
     scheduler = model.get("lr_scheduler")
@@ -266,17 +256,17 @@ def engine_state(files: RankFiles) -> dict[str, Any]:
             "gradient_accumulation_steps": accumulation,
         },
         "loss_scaler": loss_scaler(files),
-        "lr_scheduler": None if scheduler is None else values(scheduler.mapping()),
+        "lr_scheduler": None if scheduler is None else read_values(scheduler.mapping()),
     }
 
 
 def loss_scaler(files: RankFiles) -> dict[str, Any] | None:
-    """Attributes of the loss scaler, and its class."""
+    """Return the attributes of the loss scaler, and its class."""
     found = files.optims[0].get("loss_scaler")
     if found is None:
         return None
-    if not isinstance(found.value, Kept):
-        raise DamagedError(f"{found.where} is a {type(found.value).__name__} and should be a loss scaler")
+    if not isinstance(found.value, StandIn):
+        raise DamagedError(f"{found.where} is a {type(found.value).__name__}, but must be a loss scaler")
     plain = {key: value for key, value in attributes(found.value).items() if isinstance(value, bool | int | float)}
     return {"class": type(found.value).__name__, **plain}
 
@@ -293,13 +283,13 @@ def _accumulation(config: Nest, world_size: int) -> int:
 
 
 def client_state(files: RankFiles) -> dict[str, Any]:
-    """What the user gave DeepSpeed to keep, rank 0's."""
+    """Return the user's client state, rank 0's."""
     own = OWN_KEYS | {key for key in ("data_sampler", "random_ltd") if files.model.get(key) is None}
-    return {key: values(value) for key, value in files.model.mapping().items() if key not in own}
+    return {key: read_values(value) for key, value in files.model.mapping().items() if key not in own}
 
 
 def run_states(files: RankFiles) -> dict[int, RankState]:
-    """What a merge put into the client state for every rank; empty in checkpoints that nobody prepared."""
+    """Return the run state that a merge put into the client state of every rank; else empty."""
     out = {}
     for model in files.models:
         ours = model.get("driftpoint")
@@ -307,5 +297,5 @@ def run_states(files: RankFiles) -> dict[int, RankState]:
             continue
         for rank, state in ours.at("ranks").mapping().items():
             nest = Nest(state, f"{ours.where}, {rank}")
-            out[int(rank)] = RankState(values(nest.at("rng").value), values(nest.at("user").value))
+            out[int(rank)] = RankState(read_values(nest.at("rng").value), read_values(nest.at("user").value))
     return dict(sorted(out.items()))

@@ -1,19 +1,10 @@
-"""Universal checkpoints and their consistency.
+"""Read universal checkpoints, as ``ds_to_universal`` makes them, and check that their files are of one save.
 
-Whether a universal checkpoint's parameters at ZeRO-3 are of one save: rank 0's own slices tell.
-
-Working weights are saved nowhere at ZeRO-3, and parameters have no ``step.pt``. But DeepSpeed's converter leaves rank
-0's optimizer state in ``optimizer_state.pt`` as it was, and so the first elements of every parameter in every slot.
-Samples of them are compared, and more where the optimizer never touched those: moments that are not zero change with
-every step, whatever the gradients. It cannot see another save's elements beyond rank 0's slice.
-
-Whether the parameters' directories of a universal checkpoint belong together: the same slots, steps and save.
-
-Each is a directory of its own, so that one may be missing, left from another save, or half copied. It reads no tensor.
-
-Universal checkpoints as a source, as DeepSpeed's ``ds_to_universal`` makes them: a directory per parameter.
-
-Tensors are whole in them; which parameter is in which param group still stands in the model states beside them.
+Tensors are whole, with one directory per parameter; the model states say which parameter is in which param group. A
+directory may be missing, left over from another save, or half copied. ZeRO-3 saves working weights nowhere, but the
+converter keeps rank 0's optimizer state in ``optimizer_state.pt``, which has the first elements of every parameter in
+every slot. Samples of these are compared; moments that are not zero change with every step. Another save's elements
+beyond rank 0's slice cannot be detected.
 """
 
 from __future__ import annotations
@@ -24,24 +15,24 @@ from typing import Any
 
 from merger.checkpoint import Checkpoint
 from merger.io.blocks import Damage, Extent
-from merger.sources.base import FileTensor, Nest, plain_name, values
-from merger.sources.certificates import as_merged
-from merger.sources.deepspeed import build
+from merger.sources.base import FileTensor, Nest, checked_name, read_values
+from merger.sources.certificates import apply_merge_certificates
+from merger.sources.deepspeed import build_checkpoint
 from merger.sources.deepspeed_files import (
     CHUNK,
     RankFiles,
     Tags,
     comparable,
-    elements,
     is_universal,
+    read_elements,
     read_universal,
-    require_whole,
-    samples,
-    step_in,
+    require_block,
+    sample_ranges,
+    stored_step,
     weight_problems,
 )
 from merger.sources.deepspeed_zero import (
-    Optimized,
+    OptimizerContents,
     Shape,
     base_groups,
     in_group_order,
@@ -59,210 +50,26 @@ from store.storage.local import LocalFiles
 from store.text import listed
 
 _Pairs = Sequence[tuple[Extent, Extent]]
-"""Of one parameter, slot by slot: its own file, and rank 0's slice of it."""
-
-
-def slice_problems(files: RankFiles, shapes: Sequence[Sequence[Shape]], extents: Sequence[Extent]) -> list[str]:
-    """Compare the parameters' files with rank 0's slices. Returns what nothing tells.
-
-    shapes: by sub-group. extents: the parameters' files, each whole. MergeError, naming the parameter, where they
-    differ; DamagedError where they do because a record is damaged; StorageError.
-    """
-    found: dict[str, list[Extent]] = {}
-    for extent in extents:
-        found.setdefault(extent.fqn, []).append(extent)
-    unsaid = []
-    for index, group in enumerate(shapes):
-        kept, offset = _kept(files, index, group), 0
-        for shape in group:
-            part = min(slice_numel(shape.numel, files.world_size), shape.numel)
-            own = [one for one in found.get(shape.fqn, ()) if one.slot in kept]
-            pairs = [(one, kept[one.slot].extent(shape.fqn, one.slot, 0, part, offset)) for one in own]
-            if shape.numel and (len(own) < len(found.get(shape.fqn, ())) or not _is_told(pairs, part)):
-                unsaid.append(shape.fqn)
-            offset += slice_numel(shape.numel, files.world_size)
-    if not unsaid:
-        return []
-    line = (
-        f"nothing tells whether all files of {listed(unsaid, 6)} in {files.folder / 'zero'} are of one save: "
-        f"{files.optims[0].where} has nothing of the optimizer's to compare them with"
-    )
-    return [line]
-
-
-def _kept(files: RankFiles, index: int, group: Sequence[Shape]) -> Mapping[str, FileTensor]:
-    """Rank 0's flat partitions of a sub-group by slot; none where the converter left none."""
-    optim = files.optims[0]
-    masters, base = optim.get("fp32_flat_groups"), optim.get("optimizer_state_dict")
-    if masters is None or base is None or base.get("state") is None:
-        return {}
-    state, numel = state_of(base, index), sum(slice_numel(shape.numel, files.world_size) for shape in group)
-    tensors = {
-        key: nest.value for key, nest in state.items() if isinstance(nest.value, FileTensor) and nest.value.shape
-    }
-    out = {**tensors, WEIGHTS: masters.at(index).tensor()}
-    for slot, tensor in out.items():
-        if tensor.shape != (numel,):
-            raise MergeError(
-                f"{optim.where} has {tensor.shape} elements of {slot} in sub-group {index}, and rank 0's slices in "
-                f"{files.model.where} have {numel}: they are of different saves; convert the checkpoint again, into an "
-                "empty directory"
-            )
-    return out
-
-
-def _is_told(pairs: _Pairs, part: int) -> bool:
-    """Whether a comparison of the slices proves that the files are of the same save. part: elements of a slice."""
-    silent = {own.slot for own, _ in pairs if own.slot != WEIGHTS}
-    if not silent:
-        return False
-    for start, stop in (*samples(0, part), *_chunks(0, part)):
-        for own, slice_ in pairs:
-            silent -= {own.slot} if _require_same(own, slice_, start, stop) else set()
-        if not silent:
-            return True
-    # A parameter that takes no part in training has no moments anywhere, and its weights are those of any save.
-    return all(not _any(own, part) for own, _ in pairs if own.slot in silent)
-
-
-def _chunks(start: int, stop: int) -> Iterator[tuple[int, int]]:
-    count = CHUNK // 8
-    for at in range(start, stop, count):
-        yield at, min(at + count, stop)
-
-
-def _require_same(own: Extent, slice_: Extent, start: int, stop: int) -> bool:
-    """Compare elements [start, stop), bit for bit. Returns whether any of them is not zero."""
-    one, other = elements(own, start, stop), elements(slice_, start, stop)
-    if one.dtype == other.dtype and memory_of(one) == memory_of(other):
-        return bool(one.any())
-    for block in (own.block, slice_.block):
-        require_whole(block)
-    raise MergeError(
-        f"{own.fqn}: {own.slot} in {own.block.name} is not what {slice_.block.name} has of it (elements {start} to "
-        f"{stop}): files of different saves are mixed; convert the checkpoint again, into an empty directory"
-    )
-
-
-def _any(extent: Extent, start: int) -> bool:
-    return any(bool(elements(extent, *chunk).any()) for chunk in _chunks(start, extent.stop))
+"""(extent in its own file, extent in rank 0's slice) of one parameter, by slot."""
 
 
 CONVERTED = ("exp_avg", "exp_avg_sq")
-"""What DeepSpeed's converter writes for every parameter; it fails where an optimizer keeps anything else."""
+"""Slots that DeepSpeed's converter writes for every parameter; it fails for other optimizers."""
 
 
 _UNFINISHED = "tmp"
-"""Where the converter works, beside ``zero``. It removes it when all of ``zero`` is written."""
-
-
-def require_converted(folder: Path) -> None:
-    """MergeError where the converter did not come to its end: it writes over what an earlier conversion left."""
-    if (folder / _UNFINISHED).is_dir():
-        raise MergeError(
-            f"{folder / _UNFINISHED} is where ds_to_universal works until it is done: the conversion was interrupted, "
-            f"and {folder / 'zero'} may hold files of an earlier one. Convert the checkpoint again, into an empty "
-            f"directory (or remove {_UNFINISHED} if you know that it was kept with --keep_temp_folder)"
-        )
-
-
-def require_one_save(found: Nest, own: Nest | None) -> None:
-    """A file's own note of its save, where a merge wrote it. own: that of ``optimizer_state.pt``."""
-    if own is None or not isinstance(found.value, dict):
-        return
-    noted, expected = found.get("driftpoint"), _told(own)
-    if noted is None or _told(noted) != expected:
-        told = "no save" if noted is None else f"step {noted.at('step').value} of {noted.at('save').value}"
-        if noted is not None and _told(noted)[:2] == expected[:2]:
-            told = f"another state that is called {told}, too"
-        raise MergeError(
-            f"{found.where} is of {told}, and {own.where} of step {expected[1]} of {expected[0]}: files of two saves "
-            "are mixed; copy the checkpoint again"
-        )
-
-
-def _told(own: Nest) -> tuple[Any, ...]:
-    """Save, step, and the checksum of what is in it, which early releases did not write."""
-    return own.at("save").value, own.at("step").value, own.mapping().get("contents")
-
-
-def require_whole_groups(
-    files: RankFiles, groups: Sequence[Sequence[str]], found: Optimized, own: Nest | None
-) -> list[str]:
-    """MergeError, naming the parameter, unless all of a param group have the same slots and step, and nothing is left
-    over. groups: parameters that have elements. Returns why what is there may not be one save."""
-    _refuse_surplus(files, found)
-    if own is not None and own.at("step").value != files.model.at("global_steps").natural():
-        raise MergeError(
-            f"{own.where} is of step {own.at('step').value}, and {files.model.where} of step "
-            f"{files.model.at('global_steps').value}: files of two saves are mixed; copy the checkpoint again"
-        )
-    for i, group in enumerate(groups):
-        expected = set(CONVERTED) if own is None else {slot.text() for slot in own.at("slots").at(i).entries()}
-        _require_alike(files, group, expected.union(*(found.slots[fqn] for fqn in group)), found.scalars)
-    return [] if own is not None else _doubts(files, found)
-
-
-def _refuse_surplus(files: RankFiles, found: Optimized) -> None:
-    """The converter gives whatever else is in the model (frozen parameters, buffers, other names of tied parameters)
-    a directory with only its value. Those are read from the model states, which have them in their own dtype."""
-    zero, local, module = files.folder / "zero", LocalFiles(files.folder), files.model.get("module")
-    of_the_model = set(module.mapping()) if module is not None else set()
-    for name in local.list_dir("zero"):
-        value_only = name in of_the_model and list(local.list_dir(f"zero/{name}")) == ["fp32.pt"]
-        if name not in found.slots and not value_only and (zero / name).is_dir():
-            raise MergeError(
-                f"{zero / name} is of no parameter that {files.model.where} names: it may be of another model or save; "
-                "remove it if it does not belong there"
-            )
-
-
-def _require_alike(files: RankFiles, group: Sequence[str], slots: set[str], scalars: dict[str, dict[str, Any]]) -> None:
-    held = {fqn: set(LocalFiles(files.folder).list_dir(f"zero/{fqn}")) for fqn in group}
-    for fqn in group:
-        missing = sorted(slot for slot in slots if f"{slot}.pt" not in held[fqn])
-        if missing:
-            raise MergeError(
-                f"{files.folder / 'zero' / fqn} has no {', '.join(f'{slot}.pt' for slot in missing)}, which every "
-                f"parameter of its param group has: the state of {fqn} is not whole; copy the checkpoint again"
-            )
-    first = group[0] if group else ""
-    for fqn in group[1:]:
-        if comparable(scalars[fqn]) != comparable(scalars[first]):
-            raise MergeError(
-                f"{files.folder / 'zero' / fqn} has the scalars {scalars[fqn]}, and {first} of the same param group "
-                f"{scalars[first]}: one of them is of another save; copy the checkpoint again"
-            )
-
-
-def _doubts(files: RankFiles, found: Optimized) -> list[str]:
-    """An optimizer that was not loaded with its model starts from 0 again, so that other steps prove nothing."""
-    counted = files.model.at("global_steps").natural() - files.model.at("skipped_steps").natural()
-    each = [step_in(found.scalars[fqn], group["hyper"]) for group in found.groups for fqn in group["params"]]
-    steps = {step for step in each if step is not None}
-    told = listed((f"{step:g}" for step in sorted(steps)), 6)
-    if not steps and each and files.stage == 3:
-        line = (
-            "the optimizer counts no steps, and ZeRO-3 saves the weights once: nothing tells whether "
-            f"{files.folder / 'zero'} and {files.model.where} are of one save"
-        )
-    elif steps <= {float(counted)}:
-        return []
-    else:
-        line = (
-            f"the optimizer in {files.folder / 'zero'} has made {told} steps, and {files.model.where} counts "
-            f"{counted}: it was started anew in between, or is of another save"
-        )
-    return [line]
+"""Working directory of the converter beside ``zero``, removed when all of ``zero`` is written."""
 
 
 _STEP = "step"
+
+
 _FP32 = ("fp32", "float32", "float", "torch.float32")
-"""Names that DeepSpeed's configuration has for it."""
+"""Names of float32 in DeepSpeed's configuration."""
 
 
 class UniversalSource:
-    """A directory with universal checkpoints, or one of them."""
+    """A directory of universal checkpoints, or one of them."""
 
     kind = "universal"
 
@@ -270,27 +77,30 @@ class UniversalSource:
         self._tags, self._files = Tags(root.absolute(), "latest_universal", is_universal), files
 
     def steps(self) -> tuple[int, ...]:
-        """See :class:`merger.sources.base.Source`."""
         return self._tags.steps()
 
     def checkpoint(self, step: int | str | None, _: Set[Damage] = frozenset()) -> Checkpoint:
-        """See :class:`merger.sources.base.Source`. None: the one that ``latest_universal`` names."""
         folder = self._tags.folder(step)
         require_converted(folder)
         files = read_universal(folder)
         shapes = param_shapes(files.model)
-        found = as_merged(build(files, shapes, _optimized(files, shapes), self._files), files)
+        found = apply_merge_certificates(
+            build_checkpoint(files, shapes, _read_optimizer(files, shapes), self._files), files
+        )
         return self._tags.verified(found, step)
 
 
-def _optimized(files: RankFiles, shapes: list[list[Shape]]) -> Optimized:
+def _read_optimizer(files: RankFiles, shapes: list[list[Shape]]) -> OptimizerContents:
     state = files.optims[0]
     own = state.get("driftpoint")
     groups = base_groups(state)
     indices = sorted(index for members, _ in groups for index in members)
     if indices != list(range(len(shapes))):
-        raise MergeError(f"{state.where} has {len(indices)} flat partitions, {files.model.where} {len(shapes)}")
-    out, local = Optimized(), LocalFiles(files.folder)
+        raise MergeError(
+            f"{state.where} has {len(indices)} flat partitions, but {files.model.where} has {len(shapes)}; copy the "
+            "checkpoint again"
+        )
+    out, local = OptimizerContents(), LocalFiles(files.folder)
     for members, hyper in groups:
         fqns = [shape.fqn for index in members for shape in _in_order(files, shapes[index])]
         out.groups.append({"params": fqns, "hyper": hyper})
@@ -317,8 +127,7 @@ def _optimized(files: RankFiles, shapes: list[list[Shape]]) -> Optimized:
 
 
 def _is_wrapped(files: RankFiles) -> bool:
-    """Whether the run's optimizer was in ``BF16_Optimizer``: its own file has no stage, others' follow the
-    configuration."""
+    """Return whether the run used ``BF16_Optimizer``: its own file has no stage; else by configuration."""
     config = files.model.at("ds_config").mapping()
     types, zero = config.get("data_types"), config.get("zero_optimization")
     named = types.get("grad_accum_dtype") if isinstance(types, dict) else None
@@ -329,23 +138,23 @@ def _is_wrapped(files: RankFiles) -> bool:
 
 
 def _in_order(files: RankFiles, group: list[Shape]) -> list[Shape]:
-    """A (sub-)group's parameters in the order of the param group. MergeError where the converter mixed them up."""
+    """Return a (sub-)group's parameters in the order of the param group. MergeError if the converter broke it."""
     if files.stage == 3 or _is_wrapped(files) or not is_round_robin(files.model):
         return group
     ordered = in_group_order(group, files.world_size)
     gaps = files.optims[0].get("param_alignment_paddings")
     aligned = gaps is not None and any(any(entry.naturals()) for entry in gaps.entries())
-    # The client state may be anybody's who continued from a merge; DeepSpeed writes this file anew.
+    # A run may pass on a merge's client state; this file is always written anew by DeepSpeed.
     if ordered != group and not aligned and files.optims[0].get("driftpoint") is None:
         raise MergeError(
             f"{files.folder} was converted from a checkpoint with round_robin_gradients, which DeepSpeed's converter "
-            "cuts in the wrong places: tensors in it hold parts of others. Merge the checkpoint that it was made from"
+            "cuts at the wrong offsets: its tensors hold parts of others. Merge the original checkpoint"
         )
     return ordered
 
 
 def _common_scalars(files: RankFiles, index: int) -> dict[str, Any]:
-    """What the optimizer kept for a sub-group beside slots: only at ZeRO-3, where parameters have no ``step.pt``."""
+    """Return the scalars of a sub-group, which only ZeRO-3 keeps together: there is no ``step.pt``."""
     base = files.optims[0].get("optimizer_state_dict")
     states = None if base is None else base.get("state")
     if states is None or index not in states.mapping():
@@ -356,20 +165,222 @@ def _common_scalars(files: RankFiles, index: int) -> dict[str, Any]:
 def _parameter(
     local: LocalFiles, shape: Shape, common: dict[str, Any], own: Nest | None
 ) -> tuple[dict[str, Any], list[Extent]]:
-    """(scalars, extents) of a parameter, from its directory. own: what a merge noted of the save, if one wrote it."""
-    folder = f"zero/{plain_name(shape.fqn, f'the model states in {local.root}')}"
+    """Return (scalars, extents) of a parameter's directory. ``own``: note of the save if a merge wrote it."""
+    folder = f"zero/{checked_name(shape.fqn, f'the model states in {local.root}')}"
     scalars, out = dict(common), []
     for name in local.list_dir(folder):
         slot, dot, kind = name.partition(".")
         if (dot, kind) != (".", "pt") or slot in (FROZEN, BUFFER):
-            raise DamagedError(f"{local.root / folder / name} is no file of a universal checkpoint")
+            raise DamagedError(f"{local.root / folder / name} is not a file of a universal checkpoint; remove it")
         nest = Nest(read_pt(local, f"{folder}/{name}", STAND_INS).value, str(local.root / folder / name))
         if slot == _STEP:
-            scalars[_STEP] = values(nest.value)
+            scalars[_STEP] = read_values(nest.value)
             continue
         require_one_save(nest, own)
         tensor = (nest.at("param") if isinstance(nest.value, dict) else nest).tensor()
         if tensor.shape not in (shape.shape, (shape.numel,)):
-            raise MergeError(f"{nest.where} has the shape {tensor.shape}, and {shape.fqn} has {shape.shape}")
+            raise MergeError(
+                f"{nest.where} has the shape {tensor.shape}, but {shape.fqn} has {shape.shape}; copy the checkpoint "
+                "again"
+            )
         out.append(tensor.extent(shape.fqn, slot, 0, shape.numel))
     return scalars, out
+
+
+def require_converted(folder: Path) -> None:
+    """Raise MergeError after an interrupted conversion, which may leave files of an earlier one."""
+    if (folder / _UNFINISHED).is_dir():
+        raise MergeError(
+            f"{folder / _UNFINISHED} exists, so ds_to_universal was interrupted, and {folder / 'zero'} may hold files "
+            f"of an earlier conversion. Convert the checkpoint again into an empty directory (or remove {_UNFINISHED} "
+            "if --keep_temp_folder kept it)"
+        )
+
+
+def require_one_save(found: Nest, own: Nest | None) -> None:
+    """Raise MergeError unless a file's note of its save equals ``own``, that of ``optimizer_state.pt``."""
+    if own is None or not isinstance(found.value, dict):
+        return
+    noted, expected = found.get("driftpoint"), _save_note(own)
+    if noted is None or _save_note(noted) != expected:
+        actual = "no save" if noted is None else f"step {noted.at('step').value} of {noted.at('save').value}"
+        if noted is not None and _save_note(noted)[:2] == expected[:2]:
+            actual = f"another state with the name {actual}"
+        raise MergeError(
+            f"{found.where} is of {actual}, but {own.where} is of step {expected[1]} of {expected[0]}: files of two "
+            "saves are mixed; copy the checkpoint again"
+        )
+
+
+def slice_problems(files: RankFiles, shapes: Sequence[Sequence[Shape]], extents: Sequence[Extent]) -> list[str]:
+    """Compare the parameters' files with rank 0's slices. Returns what could not be verified.
+
+    Args:
+        files: model states and rank 0's optimizer state.
+        shapes: by sub-group.
+        extents: the parameters' files, each whole.
+
+    Raises:
+        MergeError: they differ; the message names the parameter.
+        DamagedError: they differ because a record is damaged.
+        StorageError: reading failed.
+    """
+    found: dict[str, list[Extent]] = {}
+    for extent in extents:
+        found.setdefault(extent.fqn, []).append(extent)
+    unverified = []
+    for index, group in enumerate(shapes):
+        kept, offset = _rank0_partitions(files, index, group), 0
+        for shape in group:
+            part = min(slice_numel(shape.numel, files.world_size), shape.numel)
+            own = [one for one in found.get(shape.fqn, ()) if one.slot in kept]
+            pairs = [(one, kept[one.slot].extent(shape.fqn, one.slot, 0, part, offset)) for one in own]
+            if shape.numel and (len(own) < len(found.get(shape.fqn, ())) or not _is_verified(pairs, part)):
+                unverified.append(shape.fqn)
+            offset += slice_numel(shape.numel, files.world_size)
+    if not unverified:
+        return []
+    line = (
+        f"nothing tells whether all files of {listed(unverified, 6)} in {files.folder / 'zero'} are of one save: "
+        f"{files.optims[0].where} has nothing of the optimizer's to compare them with"
+    )
+    return [line]
+
+
+def _rank0_partitions(files: RankFiles, index: int, group: Sequence[Shape]) -> Mapping[str, FileTensor]:
+    """Return rank 0's flat partitions of a sub-group by slot; none if the converter kept none."""
+    optim = files.optims[0]
+    masters, base = optim.get("fp32_flat_groups"), optim.get("optimizer_state_dict")
+    if masters is None or base is None or base.get("state") is None:
+        return {}
+    state, numel = state_of(base, index), sum(slice_numel(shape.numel, files.world_size) for shape in group)
+    tensors = {
+        key: nest.value for key, nest in state.items() if isinstance(nest.value, FileTensor) and nest.value.shape
+    }
+    out = {**tensors, WEIGHTS: masters.at(index).tensor()}
+    for slot, tensor in out.items():
+        if tensor.shape != (numel,):
+            raise MergeError(
+                f"{optim.where} has {tensor.shape} elements of {slot} in sub-group {index}, but rank 0's slices in "
+                f"{files.model.where} have {numel}, so they are of different saves; convert the checkpoint again into "
+                "an empty directory"
+            )
+    return out
+
+
+def _is_verified(pairs: _Pairs, part: int) -> bool:
+    """Return whether comparing the slices proves that the files are of one save. ``part``: elements of a slice."""
+    unproven = {own.slot for own, _ in pairs if own.slot != WEIGHTS}
+    if not unproven:
+        return False
+    for start, stop in (*sample_ranges(0, part), *_chunks(0, part)):
+        for own, slice_ in pairs:
+            unproven -= {own.slot} if _require_same(own, slice_, start, stop) else set()
+        if not unproven:
+            return True
+    # A parameter that is never trained has no moments anywhere, and the same weights in every save.
+    return all(not _any(own, part) for own, _ in pairs if own.slot in unproven)
+
+
+def _chunks(start: int, stop: int) -> Iterator[tuple[int, int]]:
+    count = CHUNK // 8
+    for at in range(start, stop, count):
+        yield at, min(at + count, stop)
+
+
+def _require_same(own: Extent, slice_: Extent, start: int, stop: int) -> bool:
+    """Compare elements [start, stop), bit for bit. Returns whether any of them is not zero."""
+    one, other = read_elements(own, start, stop), read_elements(slice_, start, stop)
+    if one.dtype == other.dtype and memory_of(one) == memory_of(other):
+        return bool(one.any())
+    for block in (own.block, slice_.block):
+        require_block(block)
+    raise MergeError(
+        f"{own.fqn}: {own.slot} in {own.block.name} differs from {slice_.block.name} (elements {start} to {stop}), so "
+        "files of different saves are mixed; convert the checkpoint again into an empty directory"
+    )
+
+
+def _any(extent: Extent, start: int) -> bool:
+    return any(bool(read_elements(extent, *chunk).any()) for chunk in _chunks(start, extent.stop))
+
+
+def _save_note(own: Nest) -> tuple[Any, ...]:
+    """Return save, step, and the checksum of the contents, which early releases did not write."""
+    return own.at("save").value, own.at("step").value, own.mapping().get("contents")
+
+
+def require_whole_groups(
+    files: RankFiles, groups: Sequence[Sequence[str]], found: OptimizerContents, own: Nest | None
+) -> list[str]:
+    """Check that all parameters of a param group have the same slots and step, and that no file is surplus.
+
+    ``groups``: parameters that have elements. Returns why the files may not be of one save; MergeError names a
+    parameter whose files are not.
+    """
+    _refuse_surplus(files, found)
+    if own is not None and own.at("step").value != files.model.at("global_steps").natural():
+        raise MergeError(
+            f"{own.where} is of step {own.at('step').value}, but {files.model.where} is of step "
+            f"{files.model.at('global_steps').value}: files of two saves are mixed; copy the checkpoint again"
+        )
+    for i, group in enumerate(groups):
+        expected = set(CONVERTED) if own is None else {slot.text() for slot in own.at("slots").at(i).entries()}
+        _require_equal(files, group, expected.union(*(found.slots[fqn] for fqn in group)), found.scalars)
+    return [] if own is not None else _doubts(files, found)
+
+
+def _refuse_surplus(files: RankFiles, found: OptimizerContents) -> None:
+    """Raise MergeError for a directory of an unknown parameter.
+
+    The converter gives everything else in the model (frozen parameters, buffers, other names of tied parameters) a
+    directory with only its value. Those are read from the model states, which have them in their own dtype.
+    """
+    zero, local, module = files.folder / "zero", LocalFiles(files.folder), files.model.get("module")
+    of_the_model = set(module.mapping()) if module is not None else set()
+    for name in local.list_dir("zero"):
+        value_only = name in of_the_model and list(local.list_dir(f"zero/{name}")) == ["fp32.pt"]
+        if name not in found.slots and not value_only and (zero / name).is_dir():
+            raise MergeError(
+                f"{zero / name} is not a parameter of {files.model.where}: it may be of another model or save; remove "
+                "it if it does not belong there"
+            )
+
+
+def _require_equal(files: RankFiles, group: Sequence[str], slots: set[str], scalars: dict[str, dict[str, Any]]) -> None:
+    held = {fqn: set(LocalFiles(files.folder).list_dir(f"zero/{fqn}")) for fqn in group}
+    for fqn in group:
+        missing = sorted(slot for slot in slots if f"{slot}.pt" not in held[fqn])
+        if missing:
+            raise MergeError(
+                f"{files.folder / 'zero' / fqn} has no {', '.join(f'{slot}.pt' for slot in missing)}, unlike the other "
+                "parameters of its param group; copy the checkpoint again"
+            )
+    first = group[0] if group else ""
+    for fqn in group[1:]:
+        if comparable(scalars[fqn]) != comparable(scalars[first]):
+            raise MergeError(
+                f"{files.folder / 'zero' / fqn} has the scalars {scalars[fqn]}, but {first} of the same param group "
+                f"has {scalars[first]}: one of them is of another save; copy the checkpoint again"
+            )
+
+
+def _doubts(files: RankFiles, found: OptimizerContents) -> list[str]:
+    """Return doubts from step counts: an optimizer not loaded with its model restarts at 0, which proves nothing."""
+    counted = files.model.at("global_steps").natural() - files.model.at("skipped_steps").natural()
+    each = [stored_step(found.scalars[fqn], group["hyper"]) for group in found.groups for fqn in group["params"]]
+    steps = {step for step in each if step is not None}
+    step_list = listed((f"{step:g}" for step in sorted(steps)), 6)
+    if not steps and each and files.stage == 3:
+        line = (
+            "the optimizer counts no steps, and ZeRO-3 saves the weights once: nothing tells whether "
+            f"{files.folder / 'zero'} and {files.model.where} are of one save"
+        )
+    elif steps <= {float(counted)}:
+        return []
+    else:
+        line = (
+            f"the optimizer in {files.folder / 'zero'} has made {step_list} steps, and {files.model.where} counts "
+            f"{counted}: it was started anew in between, or is of another save"
+        )
+    return [line]

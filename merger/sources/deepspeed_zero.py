@@ -1,31 +1,28 @@
-"""Optimizer states, ZeRO-1/2/3.
+"""Read the optimizer files of ZeRO-1/2 (``BF16_Optimizer`` included) and ZeRO-3.
 
-What both families of ZeRO stages give: pieces of flat partitions, with the optimizer's state over them.
-
-Optimizer files of ZeRO-1/2 and of ``BF16_Optimizer``: each param group one flat tensor, cut into equal partitions.
-
-Parameters lie in the order of ``param_shapes``, which is the truth. ``param_slice_mappings`` say the same in
-another way, but in the order of the param group, wrongly so with ``round_robin_gradients``: they are compared with
-what DeepSpeed would have written, and never used to find a parameter.
-
-Optimizer files of ZeRO-3: every parameter cut into ceil(numel / world size) slices, one per rank, laid flat by
-sub-group; the last slices hold padding.
+ZeRO-1/2: each param group is one flat tensor, cut into equal partitions. Parameters lie in the order of
+``param_shapes``. ``param_slice_mappings`` use the order of the param group, wrongly so with ``round_robin_gradients``:
+they are compared with what DeepSpeed would have written, and never used to find a parameter. ZeRO-3: every parameter is
+cut into ceil(numel / world size) slices, one per rank, laid flat by sub-group; the last slices hold padding.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, TypeVar
 
 from merger.io.blocks import Extent
-from merger.sources.base import FileTensor, Nest, values
-from merger.sources.deepspeed_files import RankFiles, comparable, step_in, step_problems, weight_problems
+from merger.sources.base import FileTensor, Nest, read_values
+from merger.sources.deepspeed_files import RankFiles, comparable, step_problems, stored_step, weight_problems
 from merger.sources.torch_file import FragmentAddress, attributes
 from store.errors import MergeError, UnsupportedError
 from store.names import BUFFER, FROZEN, WEIGHTS
 from store.text import counted
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -39,7 +36,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements [start, stop) of a flattened parameter are those from ``offset`` of a flat partition."""
+    """Elements [start, stop) of a flattened parameter, from ``offset`` of a flat partition."""
 
     fqn: str
     start: int
@@ -48,11 +45,13 @@ class Piece:
 
 
 @dataclass
-class Optimized:
-    """What the optimizer's files say.
+class OptimizerContents:
+    """Contents of the optimizer files.
 
-    groups: fqns and hyperparameters of each param group, in the optimizer's order. facts: of the stage's layout.
-    problems: why it may not be what the engine held.
+    Args:
+        groups: fqns and hyperparameters of each param group, in the optimizer's order.
+        facts: layout facts of the stage.
+        problems: why it may not be the engine's state.
     """
 
     extents: list[Extent] = field(default_factory=list)
@@ -64,36 +63,36 @@ class Optimized:
 
 
 def param_shapes(model: Nest) -> list[list[Shape]]:
-    """Parameters of each (sub-)group, in the order in which they lie. MergeError where one is there twice."""
+    """Return the parameters of each (sub-)group, in the order of the data. MergeError for duplicates."""
     groups, seen = [], set()
     for entry in model.at("param_shapes").entries():
         group = []
         for fqn, shape in entry.items():
             if fqn in seen:
-                raise MergeError(f"{entry.where} names {fqn} for the second time")
+                raise MergeError(f"{entry.where} names {fqn} twice")
             seen.add(fqn)
             sizes = shape.naturals()
-            numel = 1
-            for size in sizes:
-                numel *= size
-            group.append(Shape(fqn, sizes, numel))
+            group.append(Shape(fqn, sizes, math.prod(sizes)))
         groups.append(group)
     return groups
 
 
 def flat_state(ranks: Sequence[Nest], masters: Sequence[FileTensor], numel: int) -> FlatState:
-    """The state that the optimizer keeps for one flat partition, on all ranks.
+    """Return the optimizer state of one flat partition on all ranks.
 
-    ranks: its state on each rank. numel: of the partition. MergeError where ranks differ in what they keep or in
-    scalars; UnsupportedError for state that has a shape of its own.
+    Args:
+        ranks: its state on each rank.
+        masters: its master weights on each rank.
+        numel: elements of the partition.
+
+    Raises MergeError if ranks differ in slots or scalars; UnsupportedError for state of another shape.
     """
-    first = _kept(ranks[0], numel)
+    first = _slots_and_scalars(ranks[0], numel)
     for nest in ranks[1:]:
-        other = _kept(nest, numel)
+        other = _slots_and_scalars(nest, numel)
         if other[0] != first[0] or comparable(other[1]) != comparable(first[1]):
             raise MergeError(
-                f"{ranks[0].where} and {nest.where} differ: they are of different saves; name a tag whose files are of "
-                "one save"
+                f"{ranks[0].where} and {nest.where} differ, so they are of different saves; name another tag"
             )
     tensors = [{WEIGHTS: master} for master in masters]
     for found, nest in zip(tensors, ranks, strict=True):
@@ -103,22 +102,22 @@ def flat_state(ranks: Sequence[Nest], masters: Sequence[FileTensor], numel: int)
 
 @dataclass(frozen=True)
 class FlatState:
-    """A flat partition. tensors: by rank, the masters and the optimizer's slots, by name of the slot."""
+    """A flat partition. ``tensors``: by rank, the masters and the optimizer's slots, by name of the slot."""
 
     slots: tuple[str, ...]
     scalars: Mapping[str, Any]
     tensors: Sequence[Mapping[str, FileTensor]]
 
     def extents(self, rank: int, pieces: Sequence[Piece]) -> Iterator[Extent]:
-        """Where the values of each piece lie, in every slot."""
+        """Yield where the values of each piece lie, in every slot."""
         for slot, tensor in self.tensors[rank].items():
             for piece in pieces:
                 if piece.start < piece.stop:
                     yield tensor.extent(piece.fqn, slot, piece.start, piece.stop, piece.offset)
 
 
-def _kept(state: Nest, numel: int) -> tuple[list[str], dict[str, Any]]:
-    """(slots, scalars) of a flat partition's state."""
+def _slots_and_scalars(state: Nest, numel: int) -> tuple[list[str], dict[str, Any]]:
+    """Return (slots, scalars) of a flat partition's state."""
     slots, scalars = [], scalars_of(state)
     for key, nest in state.items():
         if key in scalars:
@@ -128,54 +127,53 @@ def _kept(state: Nest, numel: int) -> tuple[list[str], dict[str, Any]]:
             slots.append(key)
         else:
             raise UnsupportedError(
-                f"{nest.where} has the shape {tensor.shape} for a flat partition of {counted(numel, 'element')}: it "
-                "cannot be taken apart by parameter; optimizers with state per element, such as AdamW, are handled"
+                f"{nest.where} has the shape {tensor.shape} for a flat partition of {counted(numel, 'element')}, so it "
+                "cannot be split by parameter; only optimizers with state per element, such as AdamW, are supported"
             )
     return sorted(slots), scalars
 
 
 def scalars_of(state: Nest) -> dict[str, Any]:
-    """What the base optimizer keeps for a flat partition besides tensors over its elements."""
+    """Return the base optimizer's state for a flat partition without tensors over its elements."""
     plain = {key: nest.value for key, nest in state.items()}
     return {
-        key: values(value) for key, value in plain.items() if not isinstance(value, FileTensor) or value.shape == ()
+        key: read_values(value)
+        for key, value in plain.items()
+        if not isinstance(value, FileTensor) or value.shape == ()
     }
 
 
 def base_groups(base: Nest) -> list[tuple[list[int], dict[str, Any]]]:
-    """(indices of flat partitions, hyperparameters) of each of the base optimizer's param groups."""
+    """Return (indices of flat partitions, hyperparameters) of each of the base optimizer's param groups."""
     return [
         (
             list(group.at("params").naturals()),
-            {key: values(value) for key, value in group.mapping().items() if key != "params"},
+            {key: read_values(value) for key, value in group.mapping().items() if key != "params"},
         )
         for group in base.at("param_groups").entries()
     ]
 
 
 def require_same_groups(bases: Sequence[Nest]) -> None:
-    """MergeError unless all ranks have the same param groups with the same hyperparameters."""
+    """Raise MergeError unless all ranks have the same param groups with the same hyperparameters."""
     first = comparable(bases[0].at("param_groups").value)
     for base in bases[1:]:
         if comparable(base.at("param_groups").value) != first:
             raise MergeError(
-                f"{bases[0].where} and {base.where} differ in param_groups: they are of different saves; name a tag "
-                "whose files are of one save"
+                f"{bases[0].where} and {base.where} differ in param_groups, so they are of different saves; name "
+                "another tag"
             )
 
 
 def state_of(base: Nest, index: int) -> Nest:
-    """The base optimizer's state of a flat partition; empty where it keeps none."""
+    """Return the base optimizer's state of a flat partition; empty if it keeps none."""
     states = base.at("state")
     return states.at(index) if index in states.mapping() else Nest({}, f"{states.where}, {index}")
 
 
-T = TypeVar("T")
-
-
 @dataclass(frozen=True)
 class _Group:
-    """A param group. params: in its own order, with offsets as DeepSpeed maps them. layout: where the data is."""
+    """A param group. ``params``: in its own order, with DeepSpeed's mapped offsets. ``layout``: offsets of the data."""
 
     params: tuple[tuple[Shape, int], ...]
     layout: tuple[tuple[Shape, int], ...]
@@ -183,7 +181,7 @@ class _Group:
     paddings: tuple[int, ...]
 
     def pieces(self, placed: Sequence[tuple[Shape, int]], rank: int) -> list[Piece]:
-        """What of each parameter lies in a rank's partition, ``placed`` being right."""
+        """Return the part of each parameter in a rank's partition, by the offsets ``placed``."""
         first, last = rank * self.size, (rank + 1) * self.size
         return [
             Piece(
@@ -194,15 +192,18 @@ class _Group:
         ]
 
 
-def zero12(files: RankFiles) -> Optimized:
-    """What the optimizer's files hold. MergeError, UnsupportedError, DamagedError."""
+def read_zero12(files: RankFiles) -> OptimizerContents:
+    """Read the optimizer files of ZeRO-1/2. MergeError, UnsupportedError, DamagedError."""
     bases = [_base(optim) for optim in files.optims]
     require_same_groups(bases)
     hyper = base_groups(bases[0])
     shapes = param_shapes(files.model)
     if [indices for indices, _ in hyper] != [[i] for i in range(len(shapes))]:
-        raise MergeError(f"{bases[0].where} has {len(hyper)} param groups, {files.model.where} {len(shapes)}")
-    out = Optimized()
+        raise MergeError(
+            f"{bases[0].where} has {len(hyper)} param groups, but {files.model.where} has {len(shapes)}; name another "
+            "tag"
+        )
+    out = OptimizerContents()
     round_robin = not _is_wrapper(files) and is_round_robin(files.model)
     groups = [_group(files, index, group, round_robin) for index, group in enumerate(shapes)]
     for index, group in enumerate(groups):
@@ -216,7 +217,7 @@ def zero12(files: RankFiles) -> Optimized:
         out.slots |= {fqn: list(state.slots) for fqn in fqns}
     _check_mappings(files, groups)
     out.facts = _facts(files, groups, round_robin)
-    steps = [step_in(out.scalars.get(fqn, {}), group["hyper"]) for group in out.groups for fqn in group["params"]]
+    steps = [stored_step(out.scalars.get(fqn, {}), group["hyper"]) for group in out.groups for fqn in group["params"]]
     out.problems += step_problems(files.model, files.optims[0].where, steps)
     out.problems += weight_problems(files.model.at("module").mapping(), out.extents)
     return out
@@ -226,8 +227,8 @@ def _base(optim: Nest) -> Nest:
     base = optim.at("base_optimizer_state")
     if isinstance(base.value, list):
         raise UnsupportedError(
-            f"{base.where} was saved with elastic_checkpoint: such a file keeps neither learning rate nor any other "
-            "setting of the optimizer. Load it with DeepSpeed and save it again with elastic_checkpoint: false"
+            f"{base.where} was saved with elastic_checkpoint, which drops the optimizer's hyperparameters. Load it "
+            "with DeepSpeed and save it again with elastic_checkpoint: false"
         )
     return base
 
@@ -237,20 +238,20 @@ def _master(optim: Nest, index: int) -> FileTensor:
 
 
 def _is_wrapper(files: RankFiles) -> bool:
-    """Whether DeepSpeed wrapped the optimizer in ``BF16_Optimizer``: it leaves the padding where it is."""
+    """Return whether the run used ``BF16_Optimizer``, which keeps the padding."""
     return files.optims[0].get("zero_stage") is None
 
 
 def is_round_robin(model: Nest) -> bool:
-    """Whether the run was configured to deal its parameters out to the ranks in turn."""
+    """Return whether the run used ``round_robin_gradients``."""
     config = model.at("ds_config").get("zero_optimization")
     return config is not None and config.mapping().get("round_robin_gradients") is True
 
 
 def in_group_order(dealt: Sequence[T], world_size: int) -> list[T]:
-    """What ``round_robin_gradients`` dealt out, as it was before: the order of the param group.
+    """Return parameters in the order of the param group, before ``round_robin_gradients`` distributed them.
 
-    Dealing takes every ``world_size``-th from the first, then those from the second, and so on.
+    It takes every ``world_size``-th from the first, then those from the second, and so on.
     """
     order = [i for first in range(world_size) for i in range(first, len(dealt), world_size)]
     return [dealt[at] for at in sorted(range(len(dealt)), key=order.__getitem__)]
@@ -273,13 +274,13 @@ def _group(files: RankFiles, index: int, shapes: list[Shape], round_robin: bool)
         raise MergeError(
             f"param group {index} of {files.folder}: partitions of {sorted(sizes)} elements with paddings "
             f"{list(paddings)} on {counted(files.world_size, 'rank')} cannot hold the {counted(end, 'element')} of "
-            "its parameters; files of different saves are mixed, or the parameters lie in a way that is not known"
+            "its parameters; files of different saves are mixed, or the layout is unknown"
         )
     return _Group(_in_group_order(layout, gaps, round_robin, files.world_size), layout, size, paddings)
 
 
 def _paddings(files: RankFiles, size: int, end: int) -> tuple[int, ...]:
-    """By rank, as DeepSpeed counts the elements behind the last parameter."""
+    """Return the padding of each rank, as DeepSpeed counts the elements behind the last parameter."""
     ranks = files.world_size
     if _is_wrapper(files):  # all of them on the last rank, even where they begin before it
         return (*([0] * (ranks - 1)), ranks * size - end)
@@ -287,7 +288,7 @@ def _paddings(files: RankFiles, size: int, end: int) -> tuple[int, ...]:
 
 
 def _gaps(files: RankFiles, index: int, count: int) -> tuple[int, ...]:
-    """Elements that ``parameter_alignment`` leaves behind each parameter."""
+    """Return the elements that ``parameter_alignment`` leaves behind each parameter."""
     found = {
         (0,) * count if paddings is None else paddings.at(index).naturals()
         for paddings in (optim.get("param_alignment_paddings") for optim in files.optims)
@@ -300,9 +301,9 @@ def _gaps(files: RankFiles, index: int, count: int) -> tuple[int, ...]:
 def _in_group_order(
     layout: tuple[tuple[Shape, int], ...], gaps: tuple[int, ...], round_robin: bool, world_size: int
 ) -> tuple[tuple[Shape, int], ...]:
-    """The parameters as the param group has them, with the offsets that DeepSpeed writes into its mappings.
+    """Return the parameters in the param group's order, with the offsets that DeepSpeed writes into its mappings.
 
-    Unless there are gaps, DeepSpeed maps what it dealt out as if it lay in the group's order.
+    Without gaps, DeepSpeed maps round-robin parameters as if they lay in the group's order.
     """
     if not round_robin:
         return layout
@@ -323,12 +324,12 @@ def _check_mappings(files: RankFiles, groups: Sequence[_Group]) -> None:
             ]
             if found != expected:
                 raise MergeError(
-                    f"{nest.where} does not agree with param_shapes and round_robin_gradients in "
-                    f"{files.model.where}, so it is not known where a parameter lies: {_first(found, expected)}"
+                    f"{nest.where} contradicts param_shapes and round_robin_gradients in {files.model.where}, so the "
+                    f"parameters cannot be located: {_first_difference(found, expected)}"
                 )
 
 
-def _first(found: Sequence[Any], expected: Sequence[Any]) -> str:
+def _first_difference(found: Sequence[Any], expected: Sequence[Any]) -> str:
     pairs = zip([*found, None], [*expected, None], strict=False)
     one, other = next(pair for pair in pairs if pair[0] != pair[1])
     return f"(name, start, elements) {one} instead of {other}"
@@ -366,8 +367,8 @@ def _facts(files: RankFiles, groups: Sequence[_Group], round_robin: bool) -> dic
     }
 
 
-def zero3(files: RankFiles) -> Optimized:
-    """What the optimizer's files hold. MergeError, UnsupportedError, DamagedError."""
+def read_zero3(files: RankFiles) -> OptimizerContents:
+    """Read the optimizer files of ZeRO-3. MergeError, UnsupportedError, DamagedError."""
     _refuse_variants(files)
     bases = [optim.at("optimizer_state_dict") for optim in files.optims]
     require_same_groups(bases)
@@ -375,8 +376,11 @@ def zero3(files: RankFiles) -> Optimized:
     shapes = param_shapes(files.model)
     home = {index: group for group, (indices, _) in enumerate(hyper) for index in indices}
     if sorted(home) != list(range(len(shapes))):
-        raise MergeError(f"{bases[0].where} has {len(home)} flat partitions, {files.model.where} {len(shapes)}")
-    out = Optimized(groups=[{"params": [], "hyper": values} for _, values in hyper])
+        raise MergeError(
+            f"{bases[0].where} has {len(home)} flat partitions, but {files.model.where} has {len(shapes)}; name "
+            "another tag"
+        )
+    out = OptimizerContents(groups=[{"params": [], "hyper": read_values} for _, read_values in hyper])
     sub_groups = []
     for index, sub_group in enumerate(shapes):
         parts = [slice_numel(shape.numel, files.world_size) for shape in sub_group]
@@ -384,8 +388,8 @@ def zero3(files: RankFiles) -> Optimized:
         for optim, master in zip(files.optims, masters, strict=True):
             if master.shape != (sum(parts),):
                 raise MergeError(
-                    f"{optim.where}, sub-group {index}: {master.shape} elements are not the {sum(parts)} of a rank's "
-                    f"slices of its parameters on {counted(files.world_size, 'rank')}; it is not known where they lie"
+                    f"{optim.where}, sub-group {index}: {master.shape} elements instead of the {sum(parts)} in a "
+                    f"rank's slices of its parameters on {counted(files.world_size, 'rank')}; name another tag"
                 )
         state = flat_state([state_of(base, index) for base in bases], masters, sum(parts))
         for rank in range(files.world_size):
@@ -397,8 +401,13 @@ def zero3(files: RankFiles) -> Optimized:
         sub_groups.append(
             {"params": fqns, "param_group": home[index], "partition_numels": parts, "flat_numel": sum(parts)}
         )
-    out.facts = _zero3_facts(files, out, sub_groups)
-    steps = [step_in(out.scalars.get(fqn, {}), group["hyper"]) for group in out.groups for fqn in group["params"]]
+    out.facts = {
+        "zero_optimizer": "DeepSpeedZeroOptimizer_Stage3",
+        "partition_count": files.world_size,
+        "param_groups": [{"params": list(group["params"])} for group in out.groups],
+        "sub_groups": sub_groups,
+    }
+    steps = [stored_step(out.scalars.get(fqn, {}), group["hyper"]) for group in out.groups for fqn in group["params"]]
     out.problems += step_problems(files.model, files.optims[0].where, steps)
     if all(step is None for step in steps):
         out.problems.append(
@@ -409,21 +418,23 @@ def zero3(files: RankFiles) -> Optimized:
 
 
 def slice_numel(numel: int, world_size: int) -> int:
-    """Elements of a rank's slice of a parameter, padding included."""
+    """Return the elements of a rank's slice of a parameter, padding included."""
     return -(-numel // world_size)
 
 
 def own_slice(numel: int, world_size: int, rank: int) -> tuple[int, int]:
-    """[start, stop) of a rank's slice, without padding."""
-    part = slice_numel(numel, world_size)
+    """Return [start, stop) of a rank's slice, without padding."""
+    return _clipped(slice_numel(numel, world_size), numel, rank)
+
+
+def _clipped(part: int, numel: int, rank: int) -> tuple[int, int]:
     return min(rank * part, numel), min((rank + 1) * part, numel)
 
 
 def _pieces(sub_group: list[Shape], parts: list[int], rank: int) -> list[Piece]:
     pieces, offset = [], 0
     for shape, part in zip(sub_group, parts, strict=True):
-        start, stop = min(rank * part, shape.numel), min((rank + 1) * part, shape.numel)
-        pieces.append(Piece(shape.fqn, start, stop, offset))
+        pieces.append(Piece(shape.fqn, *_clipped(part, shape.numel, rank), offset))
         offset += part
     return pieces
 
@@ -438,14 +449,5 @@ def _refuse_variants(files: RankFiles) -> None:
         ):
             raise UnsupportedError(
                 f"{optim.where} is partitioned over a part of the ranks ({count.value} of {files.world_size}; MiCS or "
-                "AutoEP): not handled"
+                "AutoEP), which is not supported"
             )
-
-
-def _zero3_facts(files: RankFiles, found: Optimized, sub_groups: list[dict[str, Any]]) -> dict[str, Any]:
-    return {
-        "zero_optimizer": "DeepSpeedZeroOptimizer_Stage3",
-        "partition_count": files.world_size,
-        "param_groups": [{"params": list(group["params"])} for group in found.groups],
-        "sub_groups": sub_groups,
-    }

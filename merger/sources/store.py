@@ -1,4 +1,4 @@
-"""Our own store as a source: the newest version of every layer at a commit, an older one where bytes are damaged."""
+"""Read a Driftpoint store: the newest version of every layer at a commit, an older one if bytes are damaged."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from store.text import listed
 
 
 class StoreSource:
-    """A store. NoStoreError where there is none."""
+    """A store. NoStoreError if there is none."""
 
     kind = "store"
 
@@ -30,11 +30,9 @@ class StoreSource:
         self.catalog = open_catalog(files_at(root))
 
     def steps(self) -> tuple[int, ...]:
-        """See :class:`merger.sources.base.Source`."""
         return tuple(dict.fromkeys(save.step for save in self.catalog.saves()))
 
     def checkpoint(self, step: int | str | None, flaws: Set[Damage]) -> Checkpoint:
-        """See :class:`merger.sources.base.Source`. A step is that of the newest epoch that has it."""
         save = None if step is None else self._save(step)
         known = {flaw.bad for flaw in flaws if flaw.store == self.root}
         while True:
@@ -50,8 +48,8 @@ class StoreSource:
         for save in saves:
             if step in (save.step, save.name, str(save.step)):
                 return save
-        there = listed((known.name for known in saves), 5) or "none at all"
-        raise MergeError(f"the store {self.root} has no commit {step}; the newest are: {there}")
+        newest = listed((known.name for known in saves), 5) or "none"
+        raise MergeError(f"the store {self.root} has no commit {step}; the newest are: {newest}")
 
     def _checkpoint(self, resolution: Resolution, states: RunStates, passed_over: tuple[str, ...]) -> Checkpoint:
         manifest = resolution.manifest
@@ -97,9 +95,9 @@ class StoreSource:
 def _require_frozen(save: SaveId, left_out: list[str] | None) -> None:
     if left_out:
         raise MergeError(
-            f"commit {save} was saved under `frozen: skip`: {len(left_out)} frozen parameters ({left_out[0]}, ...) are "
-            "not in the store. Resume with the script that brings them and save the model from there, or train under "
-            "`frozen: save`"
+            f"commit {save} was saved with `frozen: skip`, so {len(left_out)} frozen parameters ({left_out[0]}, ...) "
+            "are not in the store. Resume with the training script and save the model there, or train with `frozen: "
+            "save`"
         )
 
 
@@ -110,5 +108,5 @@ def _resolution(catalog: Catalog, save: SaveId | None, bad: Set[RejectedVersion]
         return resolve(catalog, save, bad), ()
     except (DamagedError, StorageError) as error:
         raise MergeError(
-            f"commit {save} cannot be rebuilt: {error}; name no save to get the newest one that can"
+            f"commit {save} cannot be rebuilt: {error}; name no save to merge the newest one that can"
         ) from error

@@ -1,18 +1,9 @@
-""".pt files without unpickling code.
+"""Read foreign ``.pt`` files without executing anything in them, and without reading tensors.
 
-``.pt`` files of others, opened without trust: structure checked first, nothing executed, no tensor read.
-
-What is pickled in such a file may name classes. Those outside an explicit list are refused by name before the
-pickle is looked into; the few of a framework's own are replaced by stand-ins of ours, so no code of the framework
-runs, and it need not be installed. Tensors become :class:`merger.sources.base.FileTensor`, each record of the
-file one block with its CRC-32.
-
-Torch keeps the list of allowed classes for the whole process: one thread at a time.
-
-Stand-ins for the classes of DeepSpeed that its checkpoints are pickled with.
-
-They hold what was pickled and do nothing, so that reading a checkpoint runs no code of DeepSpeed's and does not
-need it installed. A stand-in's name in messages is DeepSpeed's own.
+The structure is checked first. Classes outside an explicit list are refused by name before the pickle is loaded; a few
+classes of DeepSpeed are replaced by inert stand-ins under its names, so that none of its code runs and it need not be
+installed. Tensors become :class:`merger.sources.base.FileTensor`; each record is one block with its CRC-32. torch keeps
+its list of allowed classes per process, so only one thread may read at a time.
 """
 
 from __future__ import annotations
@@ -33,12 +24,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from merger.io.blocks import Block, Crc32
 from merger.sources.base import FileTensor
 from merger.tensors import dtype_name
-from merger.writers.torch_zip import Record, records
+from merger.writers.torch_zip import Record, read_records
 from store.errors import DamagedError, StorageError, UnsupportedError
 from store.storage.local import LocalFiles
 
 STRUCTURE_LIMIT = 1 << 28
-"""Bytes of a record that is not a tensor's."""
+"""Largest record that is not a tensor's, in bytes."""
 
 _PLAIN = re.compile(
     r"collections OrderedDict|torch Size|torch Tensor|torch device|_codecs encode|torch\.nn\.parameter Parameter|"
@@ -46,15 +37,15 @@ _PLAIN = re.compile(
     r"torch (bfloat16|float\w*|u?int\d+|complex\d+|bool|half|double|long|short)|"
     r"torch\._tensor _rebuild_from_type_v2|torch\._utils _rebuild_(tensor|tensor_v[23]|parameter|parameter_with_state)"
 )
-"""What tensors and plain values are pickled with: module and name."""
+"""Module and name of the classes that tensors and plain values are pickled with."""
 
 StandIns = Mapping[str, type]
-"""A class of ours for the full name of a framework's."""
+"""Our class by the full name of a framework's class."""
 
 
 @dataclass(frozen=True)
 class _Archive:
-    """The records of a file. data: those of tensors, by the offset of their bytes."""
+    """The records of a file. ``data``: those of tensors, by the offset of their bytes."""
 
     files: LocalFiles
     name: str
@@ -67,28 +58,35 @@ class _Archive:
 
 @dataclass(frozen=True)
 class PtContent:
-    """What a file holds. archive: the name that torch gave its records: the file's own when it was saved, if any."""
+    """The value in a file, and the archive name: the file's own name when it was saved, if any."""
 
     value: Any
     archive: str
 
 
 def read_pt(files: LocalFiles, name: str, stand_ins: StandIns) -> PtContent:
-    """What ``torch.load`` would give, with :class:`FileTensor` for every tensor.
+    """Return what ``torch.load`` would, with :class:`FileTensor` for every tensor.
 
-    name: of a file below ``files``. Raises DamagedError, naming the file, where its structure is not whole;
-    UnsupportedError, naming file and class, where it asks for any other class; StorageError.
+    Args:
+        files: directory.
+        name: file in it.
+        stand_ins: our classes for those of a framework.
+
+    Raises:
+        DamagedError: the structure is incomplete.
+        UnsupportedError: the file needs any other class; the message names it.
+        StorageError: reading failed.
     """
-    files.size(name)  # refuses links, directories and what is not there
+    files.size(name)  # raises for links, directories and missing files
     path = files.root / name
     try:
-        found = records(path)
+        found = read_records(path)
     except OSError as error:
         raise StorageError(f"cannot read {path}: {error.strerror or error}") from error
     structure = _check_structure(files, name, found)
     _refuse_classes(str(path), structure, stand_ins)
     blocks = {record.offset: _block(files, name, record) for record in found if _is_data(record)}
-    value = _Converted(_Archive(files, name, blocks), stand_ins).of(_load(str(path), stand_ins))
+    value = _Converter(_Archive(files, name, blocks), stand_ins).of(_load(str(path), stand_ins))
     return PtContent(value, found[0].name.partition("/")[0])
 
 
@@ -102,26 +100,28 @@ def _block(files: LocalFiles, name: str, record: Record) -> Block:
 
 
 def _check_structure(files: LocalFiles, name: str, found: list[Record]) -> bytes:
-    """Read and check every record that is no tensor's. Returns the pickle."""
+    """Read and check every record that is not a tensor's. Returns the pickle."""
     path = files.root / name
     names = [record.name for record in found]
     if len(set(names)) != len(names) or len({one.partition("/")[0] for one in names}) != 1:
-        raise DamagedError(f"{path}: records of the same name, or of several archives: torch writes no such file")
+        raise DamagedError(
+            f"{path} has duplicate records, or records of several archives, which torch.save never writes"
+        )
     small = {}
     for record in found:
         if _is_data(record):
             continue
         if record.nbytes > STRUCTURE_LIMIT:
-            raise DamagedError(f"{path}: {record.name} has {record.nbytes} bytes, more than any structure needs")
+            raise DamagedError(f"{path}: {record.name} has {record.nbytes} bytes, over the limit of {STRUCTURE_LIMIT}")
         data = bytearray(record.nbytes)
         files.read_into(name, record.offset, memoryview(data))
         if isal_zlib.crc32(data) != record.crc:
             raise DamagedError(f"{path}: {record.name} does not match its checksum")
         small[record.name.partition("/")[2]] = bytes(data)
     if "data.pkl" not in small:
-        raise DamagedError(f"{path} has no record data.pkl: torch.save did not write it, or not all of it")
+        raise DamagedError(f"{path} has no record data.pkl: torch.save did not write it, or was interrupted")
     if small.get("byteorder", b"little") != b"little":
-        raise UnsupportedError(f"{path} was written on a big-endian machine, which is not handled")
+        raise UnsupportedError(f"{path} was written on a big-endian machine, which is not supported")
     return small["data.pkl"]
 
 
@@ -129,15 +129,16 @@ def _refuse_classes(path: str, structure: bytes, stand_ins: StandIns) -> None:
     try:
         for opcode, argument, _ in pickletools.genops(io.BytesIO(structure)):
             if opcode.name in ("STACK_GLOBAL", "INST", "OBJ", "EXT1", "EXT2", "EXT4"):
-                raise UnsupportedError(f"{path} names a class in a way that torch.save never does: nothing was run")
+                raise UnsupportedError(
+                    f"{path} names a class in a way that torch.save never does; nothing was executed"
+                )
             if opcode.name == "GLOBAL" and not _is_known(str(argument), stand_ins):
                 raise UnsupportedError(
-                    f"{path} asks for {str(argument).replace(' ', '.')}, which is none of the classes that a "
-                    "checkpoint is read with; nothing of it was run. If it is yours, save again without it (it is "
-                    "often in the client state)"
+                    f"{path} needs the class {str(argument).replace(' ', '.')}, which is not allowed in a checkpoint; "
+                    "nothing was executed. If it is yours, save again without it (it is often in the client state)"
                 )
     except (ValueError, UnicodeDecodeError, IndexError, MemoryError, OverflowError) as error:
-        raise DamagedError(f"{path}: data.pkl is no pickle: {error}") from error
+        raise DamagedError(f"{path}: data.pkl is not a pickle: {error}") from error
 
 
 def _is_known(argument: str, stand_ins: StandIns) -> bool:
@@ -165,14 +166,14 @@ def _load(path: str, stand_ins: StandIns) -> Any:
         raise DamagedError(f"{path} does not hold what torch.save writes: {error}") from error
 
 
-class _Converted:
-    """Nests of one file, with tensors by their place. Shared parts stay shared."""
+class _Converter:
+    """Converts the nest of one file; tensors become places in it. Shared parts stay shared."""
 
     def __init__(self, archive: _Archive, stand_ins: StandIns) -> None:
         self._archive = archive
         self._own = tuple(stand_ins.values())
         self._seen: dict[int, Any] = {}
-        self._kept: list[Any] = []
+        self._alive: list[Any] = []
 
     def of(self, value: Any) -> Any:
         try:
@@ -183,7 +184,7 @@ class _Converted:
     def _of(self, value: Any) -> Any:
         if id(value) not in self._seen:
             self._seen[id(value)] = self._new(value)
-            self._kept.append(value)  # an id is one only while its object lives
+            self._alive.append(value)  # keeps ids unique
         return self._seen[id(value)]
 
     def _new(self, value: Any) -> Any:
@@ -198,10 +199,10 @@ class _Converted:
         plain = value is None or isinstance(value, bool | int | float | complex | str | bytes | bytearray)
         if plain or isinstance(value, (*self._own, torch.dtype, torch.device)):
             return value
-        raise DamagedError(f"{self._archive.path} holds a {type(value).__name__} where only plain values belong")
+        raise DamagedError(f"{self._archive.path} holds a {type(value).__name__}, but may hold only plain values")
 
     def _tensor(self, tensor: torch.Tensor) -> FileTensor:
-        # Attributes pickled with a tensor may hide its methods: the class's own are asked.
+        # Attributes pickled with a tensor may hide its methods, so those of the class are called.
         storage = torch.Tensor.untyped_storage(tensor)
         dtype, shape = dtype_name(tensor.dtype), tuple(tensor.shape)
         offset = getattr(storage, "_checkpoint_offset", None)
@@ -218,24 +219,24 @@ class _Converted:
         return FileTensor(block, first, dtype, shape, contiguous, block.name, lazy)
 
 
-class Kept:
-    """An object as its attributes."""
+class StandIn:
+    """A DeepSpeed object reduced to its attributes."""
 
 
-class LossScaler(Kept):
-    """``deepspeed.runtime.fp16.loss_scaler.LossScaler``."""
+class LossScaler(StandIn):
+    """Stand-in for the class of that name in DeepSpeed."""
 
 
-class DynamicLossScaler(Kept):
-    """``deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler``."""
+class DynamicLossScaler(StandIn):
+    """Stand-in for the class of that name in DeepSpeed."""
 
 
-class FragmentAddress(Kept):
+class FragmentAddress(StandIn):
     """``deepspeed.utils.tensor_fragment.fragment_address``: ``numel`` and ``start``."""
 
 
 class Stage(int):
-    """``deepspeed.runtime.zero.config.ZeroStageEnum``."""
+    """Stand-in for the class of that name in DeepSpeed."""
 
 
 STAND_INS: dict[str, type] = {
@@ -246,6 +247,6 @@ STAND_INS: dict[str, type] = {
 }
 
 
-def attributes(kept: Kept) -> dict[str, Any]:
-    """What was pickled with an object."""
-    return dict(vars(kept))
+def attributes(stand_in: StandIn) -> dict[str, Any]:
+    """Return the attributes pickled with an object."""
+    return dict(vars(stand_in))

@@ -1,14 +1,8 @@
-""".distcp and .metadata.
+"""Write files of ``torch.distributed.checkpoint``: ``*.distcp`` and ``.metadata``.
 
-A part of an open file that behaves as a file of its own, as blobs inside a larger file need it.
-
-Closing it leaves the file open. It does not know what is in the blob. One thread.
-
-Files of ``torch.distributed.checkpoint``: ``*.distcp``, blobs of ``torch.save`` in a row, and ``.metadata``.
-
-``torch.save`` writes every blob, without the tensors' bytes; the zip checksums inside are put in when those are
-there. ``.metadata`` is a pickle of torch's own classes, and says where each blob lies: it is made after the others.
-Peak memory: the plain values. This file does not know which keys a checkpoint has or how its tensors are cut.
+A ``.distcp`` file is a row of ``torch.save`` blobs. ``torch.save`` writes each without the tensor's bytes; the zip
+checksums inside are set once those bytes are there. ``.metadata`` is a pickle of torch's classes with the place of each
+blob, so it is made last. Peak memory: the plain values.
 """
 
 from __future__ import annotations
@@ -27,44 +21,39 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-from merger.checkpoint import Stored
-from merger.io.output_file import Hole, refusal
-from merger.writers.torch_zip import Record, patch_checksum, records_in
-from store.errors import MergeError
+from merger.checkpoint import PlannedTensor
+from merger.io.output_file import Hole, read_back_error, write_error
+from merger.writers.torch_zip import Record, patch_checksum, read_records_from
+
+_BLOB_BYTES = 1300
+"""Approximate overhead of ``torch.save`` per value."""
 
 
 class Window(io.RawIOBase):
-    """Bytes from ``start`` of ``file``: ``nbytes`` of them, or, with None, as many as get written."""
+    """``nbytes`` bytes from ``start`` of an open file as a file; None: as many as are written. One thread."""
 
     def __init__(self, file: BinaryIO, start: int, nbytes: int | None = None) -> None:
         self._file, self._start = file, start
         self.nbytes = nbytes or 0
-        """Size in bytes, as far as is known."""
         self._position = 0
 
     def readable(self) -> bool:
-        """Always."""
         return True
 
     def writable(self) -> bool:
-        """As the file is."""
         return self._file.writable()
 
     def seekable(self) -> bool:
-        """Always."""
         return True
 
     def tell(self) -> int:
-        """Position from the window's start."""
         return self._position
 
     def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
-        """Set the position; beyond the end is allowed."""
         self._position = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self.nbytes}[whence] + offset
         return self._position
 
     def readinto(self, target: object, /) -> int:
-        """Fill ``target`` up to the window's end."""
         view = memoryview(target).cast("B")  # type: ignore[arg-type]
         count = max(0, min(len(view), self.nbytes - self._position))
         self._file.seek(self._start + self._position)
@@ -74,7 +63,7 @@ class Window(io.RawIOBase):
         return len(data)
 
     def write(self, data: object, /) -> int:
-        """Write at the position; what was skipped is zeros."""
+        """Write at the position; skipped bytes are zeros."""
         view = memoryview(data).cast("B")  # type: ignore[arg-type]
         self._file.seek(self._start + self._position)
         self._file.write(view)
@@ -83,15 +72,13 @@ class Window(io.RawIOBase):
         return len(view)
 
 
-_BLOB_BYTES = 1300
-"""About what ``torch.save`` puts around one value."""
-
-
 @dataclass(frozen=True, eq=False)
 class Item:
-    """One blob. index: its name and, for a tensor, where in the whole tensor it begins.
+    """One blob.
 
-    value: a planned tensor, a small tensor, or a plain value.
+    Args:
+        index: its name and, for a tensor, its offset in the whole tensor.
+        value: a planned tensor, a small tensor, or a plain value.
     """
 
     index: MetadataIndex
@@ -99,13 +86,13 @@ class Item:
 
     @property
     def nbytes(self) -> int:
-        """About its size in the file."""
-        return _BLOB_BYTES + (self.value.nbytes if isinstance(self.value, Stored | torch.Tensor) else 0)
+        """Approximate size in the file."""
+        return _BLOB_BYTES + (self.value.nbytes if isinstance(self.value, PlannedTensor | torch.Tensor) else 0)
 
 
 @dataclass(frozen=True)
 class _Blob:
-    """``nbytes`` bytes from ``start`` of the file. records: of its zip. data: offset of the planned bytes, if any."""
+    """``nbytes`` bytes from ``start`` of the file, its zip records, and the offset of planned bytes, if any."""
 
     start: int
     nbytes: int
@@ -119,21 +106,18 @@ class DcpFile:
 
     items: Sequence[Item]
     blobs: list[_Blob] = field(default_factory=list, init=False)
-    """Where each item lies, once the file is made."""
+    """Place of each item, once the file is made."""
     _rest: tuple[int, int] = field(default=(0, 0), init=False)
-    """Size and CRC-32 of all that is not a planned tensor."""
+    """Size and CRC-32 of everything but the planned tensors."""
 
-    def tensors(self) -> Iterable[Stored]:
-        """See :class:`merger.io.output_file.Container`."""
-        return (item.value for item in self.items if isinstance(item.value, Stored))
+    def tensors(self) -> Iterable[PlannedTensor]:
+        return (item.value for item in self.items if isinstance(item.value, PlannedTensor))
 
     @property
     def nbytes(self) -> int:
-        """See :class:`merger.io.output_file.Container`."""
         return sum(item.nbytes for item in self.items)
 
     def make(self, path: Path) -> tuple[Hole, ...]:
-        """See :class:`merger.io.output_file.Container`."""
         holes, start = [], 0
         try:
             with path.open("x+b") as file:
@@ -143,12 +127,11 @@ class DcpFile:
                     if blob.data is not None:
                         holes.append(Hole(blob.data, item.value))
                     start += blob.nbytes
-        except RuntimeError as error:  # how torch tells that the system refused to write
-            raise refusal(path, self.nbytes, error) from error
+        except RuntimeError as error:  # torch's error when the system refuses to write
+            raise write_error(path, self.nbytes, error) from error
         return tuple(holes)
 
     def seal(self, path: Path, checksums: Mapping[int, int]) -> None:
-        """See :class:`merger.io.output_file.Container`."""
         with path.open("r+b") as file:
             for blob in self.blobs:
                 window = cast("BinaryIO", Window(file, blob.start, blob.nbytes))
@@ -158,17 +141,13 @@ class DcpFile:
             self._rest = self._rest_of(file)
 
     def check(self, path: Path) -> None:
-        """See :class:`merger.io.output_file.Container`."""
         with path.open("rb") as file:
             sound = self._rest_of(file) == self._rest and not file.read(1)
         if not sound:
-            raise MergeError(
-                f"{path} does not read back as it was written: the storage under it is not to be trusted; check "
-                "`dmesg`, or name an output directory elsewhere"
-            )
+            raise read_back_error(path)
 
     def _rest_of(self, file: BinaryIO) -> tuple[int, int]:
-        """(size, CRC-32) of everything but the planned tensors, as it is in the file now. Leaves it at its end."""
+        """Return (size, CRC-32) of everything but the planned tensors as read now; leaves the file at its end."""
         size = crc = 0
         file.seek(0)
         for blob, item in zip(self.blobs, self.items, strict=True):
@@ -185,9 +164,12 @@ class DcpFile:
 
 @dataclass
 class DcpMetadata:
-    """``.metadata``. files: by name, those that it is about, made before it.
+    """The ``.metadata`` file.
 
-    metadata: all but where the blobs lie. aliases: further indices under which a blob is found, as of tied tensors.
+    Args:
+        metadata: everything but the places of the blobs.
+        files: the ``.distcp`` files by name, made before it.
+        aliases: further indices of a blob, as tied tensors have.
     """
 
     metadata: Metadata
@@ -197,15 +179,12 @@ class DcpMetadata:
 
     @property
     def nbytes(self) -> int:
-        """See :class:`merger.io.output_file.Container`."""
         return 4096 + 256 * (len(self.aliases) + sum(len(file.items) for file in self.files.values()))
 
-    def tensors(self) -> tuple[Stored, ...]:
-        """None."""
+    def tensors(self) -> tuple[PlannedTensor, ...]:
         return ()
 
     def make(self, path: Path) -> tuple[Hole, ...]:
-        """See :class:`merger.io.output_file.Container`."""
         places = {
             item.index: _StorageInfo(name, blob.start, blob.nbytes)
             for name, file in self.files.items()
@@ -221,22 +200,21 @@ class DcpMetadata:
         """Nothing to do."""
 
     def check(self, path: Path) -> None:
-        """See :class:`merger.io.output_file.Container`."""
         if path.read_bytes() != self._written:
-            raise MergeError(f"{path} does not read back as it was written: the storage under it is not to be trusted")
+            raise read_back_error(path)
 
 
 def _write(file: BinaryIO, start: int, value: Any, path: Path) -> _Blob:
     window = cast("BinaryIO", Window(file, start))
-    if isinstance(value, Stored):
+    if isinstance(value, PlannedTensor):
         with FakeTensorMode():
             hollow = torch.empty(value.shape, dtype=value.dtype)  # takes no memory
         with torch.serialization.skip_data(materialize_fake_tensors=True):
             torch.save(hollow, window)
     else:
         torch.save(value.detach().clone() if isinstance(value, torch.Tensor) else value, window)
-    found = records_in(window, path)
+    found = read_records_from(window, path)
     data = None
-    if isinstance(value, Stored) and value.nbytes:
+    if isinstance(value, PlannedTensor) and value.nbytes:
         (data,) = (start + record.offset for record in found if "/data/" in record.name)
     return _Blob(start, window.seek(0, os.SEEK_END), found, data)

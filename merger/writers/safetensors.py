@@ -1,4 +1,4 @@
-"""safetensors files: a JSON header with every tensor's dtype, shape and place, then their bytes."""
+"""Write safetensors files: a JSON header with dtype, shape and offsets of every tensor, then their bytes."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from merger.checkpoint import Stored
-from merger.io.output_file import Hole
+from merger.checkpoint import PlannedTensor
+from merger.io.output_file import Hole, read_back_error
 from merger.tensors import dtype_name
-from store.errors import MergeError, UnsupportedError
+from store.errors import UnsupportedError
 
 _ALIGN = 8
 
@@ -20,20 +20,20 @@ _METADATA = "__metadata__"
 
 @dataclass(frozen=True)
 class SafetensorsFile:
-    """One safetensors file. metadata: strings for the header.
+    """One safetensors file. ``metadata``: strings for the header.
 
-    Tensors are written largest element first, else in the order given: then each lies at a multiple of its element's
-    size, as readers that map the file want it. UnsupportedError for a name or dtype that the format has not.
+    Tensors are sorted by element size, largest first, so that each is aligned to its element size, as readers that map
+    the file expect. UnsupportedError for a name or dtype that the format lacks.
     """
 
-    tensors_by_name: Mapping[str, Stored]
+    tensors_by_name: Mapping[str, PlannedTensor]
     metadata: Mapping[str, str]
 
     @cached_property
     def header(self) -> bytes:
-        """All bytes before the first tensor."""
+        """Bytes before the first tensor."""
         if _METADATA in self.tensors_by_name:
-            raise UnsupportedError(f"a tensor cannot be called {_METADATA}: safetensors keeps that name for itself")
+            raise UnsupportedError(f"a tensor is named {_METADATA}, which safetensors reserves; rename it")
         table: dict[str, object] = {_METADATA: dict(self.metadata)} if self.metadata else {}
         end = 0
         for name, stored in self._in_order():
@@ -45,15 +45,12 @@ class SafetensorsFile:
 
     @property
     def nbytes(self) -> int:
-        """See :class:`merger.io.output_file.Container`."""
         return len(self.header) + sum(stored.nbytes for stored in self.tensors_by_name.values())
 
-    def tensors(self) -> Iterable[Stored]:
-        """See :class:`merger.io.output_file.Container`."""
+    def tensors(self) -> Iterable[PlannedTensor]:
         return self.tensors_by_name.values()
 
     def make(self, path: Path) -> tuple[Hole, ...]:
-        """See :class:`merger.io.output_file.Container`."""
         with path.open("xb") as file:
             file.write(self.header)
             file.truncate(self.nbytes)
@@ -64,15 +61,14 @@ class SafetensorsFile:
             offset += stored.nbytes
         return tuple(holes)
 
-    def _in_order(self) -> list[tuple[str, Stored]]:
+    def _in_order(self) -> list[tuple[str, PlannedTensor]]:
         return sorted(self.tensors_by_name.items(), key=lambda item: -item[1].dtype.itemsize)
 
     def seal(self, path: Path, checksums: Mapping[int, int]) -> None:
         """Nothing to do: the format has no checksums."""
 
     def check(self, path: Path) -> None:
-        """See :class:`merger.io.output_file.Container`."""
         with path.open("rb") as file:
-            found = file.read(len(self.header))
-        if found != self.header or path.stat().st_size != self.nbytes:
-            raise MergeError(f"{path} does not read back as it was written: the storage under it is not to be trusted")
+            header = file.read(len(self.header))
+        if header != self.header or path.stat().st_size != self.nbytes:
+            raise read_back_error(path)

@@ -1,15 +1,8 @@
-""".pt files.
+"""Write ``.pt`` files with planned tensors, and find the records of any ``.pt`` file.
 
-The records of an uncompressed zip file, as ``torch.save`` writes it: where they lie, and their checksums.
-
-Reads the directory at the end of the file and each record's own header. Layout of the structures: PKWARE's
-APPNOTE 6.3, sections 4.3.7 (local header), 4.3.9 (data descriptor) and 4.3.12 (directory entry).
-
-``.pt`` files: the nest of plain values that ``torch.load`` gives back, with planned tensors inside.
-
-``torch.save`` itself writes the file, without the tensors' bytes; the zip's checksums are put in when those are
-there, so that the file is one that ``torch.save`` could have written. Peak memory: the plain values.
-It does not know what the values mean.
+``torch.save`` itself writes the file without the tensors' bytes; the zip checksums are set once those are there, so the
+file is one that ``torch.save`` could have written. Peak memory: the plain values. Layout of the zip structures:
+PKWARE's APPNOTE 6.3, sections 4.3.7 (local header), 4.3.9 (data descriptor) and 4.3.12 (directory entry).
 """
 
 from __future__ import annotations
@@ -29,152 +22,65 @@ import torch
 from isal import isal_zlib
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from merger.checkpoint import Stored
-from merger.io.output_file import Hole, refusal
+from merger.checkpoint import PlannedTensor
+from merger.io.output_file import Hole, read_back_error, write_error
 from merger.tensors import memory_of
 from store.errors import DamagedError, MergeError, UnsupportedError
 
 _LOCAL, _DESCRIPTOR, _ENTRY = b"PK\x03\x04", b"PK\x07\x08", b"PK\x01\x02"
 
 
-@dataclass(frozen=True)
-class Record:
-    """A record of a zip file: ``nbytes`` bytes from ``offset``.
-
-    crc: CRC-32 as the directory has it. header, entry: offsets of its local header and of its directory entry.
-    """
-
-    name: str
-    offset: int
-    nbytes: int
-    crc: int
-    header: int
-    entry: int
-
-
-def records(path: Path) -> list[Record]:
-    """All records, in the order of the directory.
-
-    DamagedError for a file that is no whole, uncompressed zip. Other errors of the system, as OSError, pass through.
-    """
-    with path.open("rb") as file:
-        return records_in(file, path)
-
-
-def records_in(file: BinaryIO, path: Path) -> list[Record]:
-    """:func:`records` of a zip that is open for reading. path: what to call it in an error."""
-    try:
-        with zipfile.ZipFile(file) as directory:
-            found = []
-            entry = directory.start_dir
-            for info in directory.infolist():
-                if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
-                    raise DamagedError(f"{path}: {info.filename} is compressed, which torch never writes")
-                offset = info.header_offset + _header_bytes(file, info.header_offset, path)
-                if offset + info.file_size > directory.start_dir:
-                    raise DamagedError(f"{path}: {info.filename} lies beyond the end of the file's data")
-                found.append(Record(info.filename, offset, info.file_size, info.CRC, info.header_offset, entry))
-                entry += _entry_bytes(file, entry, path)
-            return found
-    except (zipfile.BadZipFile, struct.error, NotImplementedError, ValueError, OverflowError) as error:
-        raise DamagedError(f"{path} is truncated or damaged: {error}") from error
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-        raise DamagedError(f"{path} is damaged: it names a place before its own beginning") from error
-
-
-def patch_checksum(file: BinaryIO, record: Record, crc: int) -> None:
-    """Set a record's CRC-32 wherever the file has it. file: open for reading and writing."""
-    value = struct.pack("<I", crc)
-    _write(file, record.entry + 16, value)
-    file.seek(record.header)
-    flags = struct.unpack("<4sHH", file.read(8))[2]
-    if not flags & 8:
-        _write(file, record.header + 14, value)
-        return
-    file.seek(record.offset + record.nbytes)
-    if file.read(4) != _DESCRIPTOR:
-        raise DamagedError(f"{record.name}: there is no data descriptor behind it")
-    file.write(value)
-
-
-def _write(file: BinaryIO, offset: int, data: bytes) -> None:
-    file.seek(offset)
-    file.write(data)
-
-
-def _header_bytes(file: BinaryIO, offset: int, path: Path) -> int:
-    file.seek(offset)
-    head = file.read(30)
-    if head[:4] != _LOCAL:
-        raise DamagedError(f"{path}: there is no record at byte {offset}")
-    name, extra = struct.unpack("<HH", head[26:30])
-    return 30 + int(name) + int(extra)
-
-
-def _entry_bytes(file: BinaryIO, offset: int, path: Path) -> int:
-    file.seek(offset)
-    head = file.read(46)
-    if head[:4] != _ENTRY:
-        raise DamagedError(f"{path}: there is no directory entry at byte {offset}")
-    name, extra, comment = struct.unpack("<HHH", head[28:34])
-    return 46 + int(name) + int(extra) + int(comment)
-
-
 _NESTS = (dict, OrderedDict, list, tuple)
-_PLAIN = (int, float, str, bool, type(None), bytes)
 
 
 @dataclass
 class PtFile:
-    """One ``.pt`` file. value: dicts, lists, tuples, plain values, tensors and :class:`Stored`.
+    """One ``.pt`` file.
 
-    classes: what may occur in it besides; whoever loads it with ``weights_only=True`` has to allow these.
+    Args:
+        value: dicts, lists, tuples, plain values, tensors and :class:`PlannedTensor`.
+        classes: other classes in it, which a reader with ``weights_only=True`` must allow.
     """
 
     value: Any
     classes: Sequence[Any] = ()
     _literals: dict[int, int] = field(default_factory=dict, init=False)
-    """CRC-32 of the tensors that were there already, by offset."""
+    """CRC-32 of the tensors written with the file, by offset."""
     _data: tuple[tuple[int, int], ...] = field(default=(), init=False)
-    """Where all tensors are: (offset, bytes), in the order of the file."""
+    """(offset, bytes) of all tensors, in the order of the file."""
     _rest: tuple[int, int] = field(default=(0, 0), init=False)
-    """Size of the file, and CRC-32 of all that is no tensor, as last written."""
+    """Size of the file, and CRC-32 of everything but tensors, as last written."""
 
-    def tensors(self) -> Iterable[Stored]:
-        """See :class:`merger.io.output_file.Container`."""
-        return {id(leaf): leaf for leaf in self._leaves if isinstance(leaf, Stored)}.values()
+    def tensors(self) -> Iterable[PlannedTensor]:
+        return {id(leaf): leaf for leaf in self._leaves if isinstance(leaf, PlannedTensor)}.values()
 
     @property
     def nbytes(self) -> int:
-        """See :class:`merger.io.output_file.Container`."""
         leaves: dict[int, int] = {id(leaf): leaf.nbytes for leaf in self._leaves}
         return 1024 + sum(nbytes + 256 for nbytes in leaves.values())
 
     @cached_property
     def _leaves(self) -> list[Any]:
-        """All tensors. The random states of very many ranks are millions of plain numbers: they are seen once."""
+        """All tensors, searched once: the random states of many ranks are millions of numbers."""
         return list(_leaves(self.value))
 
     def make(self, path: Path) -> tuple[Hole, ...]:
-        """See :class:`merger.io.output_file.Container`."""
         if path.exists() or path.is_symlink():
-            raise FileExistsError("the name is taken")
+            raise FileExistsError("the file exists")
         own: dict[int, Any] = {}
         value = _hollow(self.value, FakeTensorMode(), own)
         try:
             with torch.serialization.skip_data(materialize_fake_tensors=True):
                 torch.save(value, path)
-        except RuntimeError as error:  # how torch tells that the system refused to write
-            raise refusal(path, self.nbytes, error) from error
+        except RuntimeError as error:  # torch's error when the system refuses to write
+            raise write_error(path, self.nbytes, error) from error
         leaves = self._leaves
         offsets = _offsets(path, self.classes, leaves)
         self._data = _data(path, leaves, offsets)
         holes: dict[int, Hole] = {}
         with path.open("r+b") as file:
             for leaf, offset in zip(leaves, offsets, strict=True):
-                if isinstance(leaf, Stored):
+                if isinstance(leaf, PlannedTensor):
                     holes[offset] = Hole(offset, leaf)
                 elif leaf.numel():
                     data = memory_of(own[id(leaf)])
@@ -185,18 +91,16 @@ class PtFile:
         return tuple(hole for hole in holes.values() if hole.stored.nbytes)
 
     def seal(self, path: Path, checksums: Mapping[int, int]) -> None:
-        """See :class:`merger.io.output_file.Container`."""
         crcs = {**self._literals, **checksums}
         with path.open("r+b") as file:
-            if _rest(file, self._data) != self._rest:  # or the damage would become what is meant
-                raise _damaged(path)
+            if _rest(file, self._data) != self._rest:  # otherwise damage would become the expected content
+                raise read_back_error(path)
             for record in _records(path):
                 if record.offset in crcs and record.nbytes:
                     patch_checksum(file, record, crcs[record.offset])
             self._rest = _rest(file, self._data)
 
     def check(self, path: Path) -> None:
-        """See :class:`merger.io.output_file.Container`."""
         planned = {offset for offset, _ in self._data} - self._literals.keys()
         with path.open("rb") as file:
             sound = _rest(file, self._data) == self._rest
@@ -206,12 +110,12 @@ class PtFile:
                     crc = isal_zlib.crc32(file.read(record.nbytes))
                     sound = sound and crc == record.crc == self._literals.get(record.offset, crc)
         if not sound:
-            raise _damaged(path)
+            raise read_back_error(path)
 
 
 def _hollow(value: Any, mode: FakeTensorMode, seen: dict[int, Any]) -> Any:
-    """``value`` with tensors that hold no memory in the place of planned ones."""
-    if isinstance(value, Stored):
+    """Return ``value`` with tensors without memory in place of planned ones."""
+    if isinstance(value, PlannedTensor):
         if id(value) not in seen:
             with mode:
                 seen[id(value)] = torch.empty(value.shape, dtype=value.dtype)
@@ -230,18 +134,18 @@ def _hollow(value: Any, mode: FakeTensorMode, seen: dict[int, Any]) -> Any:
 
 
 def _own_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """Memory of its own, in order: what the tensor was a view of is not part of the file."""
+    """Return a contiguous copy, so that a view's base is not part of the file."""
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
         raise UnsupportedError(
-            f"a tensor of shape {tuple(tensor.shape)} and dtype {tensor.dtype} is not plain memory (sparse, quantized, "
-            "nested), which is all that these files are written with: keep it dense"
+            f"a tensor of shape {tuple(tensor.shape)} and dtype {tensor.dtype} is sparse, quantized or nested, which "
+            "is not supported; keep it dense"
         )
     return tensor.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
 
 
 def _leaves(value: Any) -> Iterator[Any]:
-    """Tensors, planned ones and others, in the order in which they are met: wherever :func:`_hollow` looks."""
-    if isinstance(value, Stored | torch.Tensor):
+    """Yield planned and other tensors in the order in which :func:`_hollow` visits them."""
+    if isinstance(value, PlannedTensor | torch.Tensor):
         yield value
     elif type(value) in _NESTS:
         for item in value.values() if hasattr(value, "values") else value:
@@ -250,7 +154,7 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 
 def _offsets(path: Path, classes: Sequence[Any], leaves: Sequence[Any]) -> list[int]:
-    """Where the tensors' bytes begin, in the same order, as torch reads the file: nothing of its format is guessed."""
+    """Return the offsets of the tensors' bytes in the same order, as torch itself reads the file."""
     try:
         # pickle writes b"" as a call of bytes, which weights_only does not know by itself.
         with torch.serialization.safe_globals([*classes, bytes]), FakeTensorMode():
@@ -259,24 +163,23 @@ def _offsets(path: Path, classes: Sequence[Any], leaves: Sequence[Any]) -> list[
         raise MergeError(f"{path} cannot be read back: {error}") from error
     found = list(_leaves(value))
     if [(one.shape, one.dtype) for one in found] != [(one.shape, one.dtype) for one in leaves]:
-        raise MergeError(f"{path} holds other tensors than planned: they do not load in the order they are saved in")
+        raise MergeError(f"{path} loads other tensors than were planned, or in another order")
     return [int(leaf.untyped_storage()._checkpoint_offset) for leaf in found]
 
 
 def _data(path: Path, leaves: Sequence[Any], offsets: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """Where all tensors of the file are. MergeError unless they are just the leaves."""
+    """Return (offset, bytes) of all tensors of the file. MergeError unless they are exactly the leaves."""
     known = {offset: leaf.nbytes for leaf, offset in zip(leaves, offsets, strict=True)}
     found = {record.offset: record.nbytes for record in _records(path) if "/data/" in record.name}
     if known != found:
         raise MergeError(
-            f"{path} would hold tensors inside of sets or objects, whose bytes would be lost: keep tensors in dicts, "
-            "lists and tuples"
+            f"{path} would lose tensors that are inside sets or objects; keep tensors in dicts, lists and tuples"
         )
     return tuple(sorted(found.items()))
 
 
 def _rest(file: BinaryIO, data: Iterable[tuple[int, int]]) -> tuple[int, int]:
-    """Size of a file, and CRC-32 of all of it but the tensors."""
+    """Return the size of a file and the CRC-32 of everything but its tensors."""
     crc, position = 0, 0
     for offset, nbytes in data:
         file.seek(position)
@@ -289,13 +192,91 @@ def _rest(file: BinaryIO, data: Iterable[tuple[int, int]]) -> tuple[int, int]:
 
 def _records(path: Path) -> list[Record]:
     try:
-        return records(path)
+        return read_records(path)
     except DamagedError as error:
-        raise _damaged(path) from error
+        raise read_back_error(path) from error
 
 
-def _damaged(path: Path) -> MergeError:
-    return MergeError(
-        f"{path} does not read back as it was written: the storage under it is not to be trusted; check `dmesg`, or "
-        "name an output directory elsewhere"
-    )
+@dataclass(frozen=True)
+class Record:
+    """A zip record: bytes and CRC-32, and the offsets of its local header and of its directory entry."""
+
+    name: str
+    offset: int
+    nbytes: int
+    crc: int
+    header: int
+    entry: int
+
+
+def read_records(path: Path) -> list[Record]:
+    """Return all records of a zip file, in the order of its directory.
+
+    Raises DamagedError unless it is a complete, uncompressed zip. OSError passes through.
+    """
+    with path.open("rb") as file:
+        return read_records_from(file, path)
+
+
+def read_records_from(file: BinaryIO, path: Path) -> list[Record]:
+    """Return the records of an open zip file; ``path`` is its name in errors."""
+    try:
+        with zipfile.ZipFile(file) as directory:
+            found = []
+            entry = directory.start_dir
+            for info in directory.infolist():
+                if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
+                    raise DamagedError(f"{path}: record {info.filename} is compressed, which torch.save never does")
+                offset = info.header_offset + _header_size(file, info.header_offset, path)
+                if offset + info.file_size > directory.start_dir:
+                    raise DamagedError(f"{path}: record {info.filename} ends beyond the file's data")
+                found.append(Record(info.filename, offset, info.file_size, info.CRC, info.header_offset, entry))
+                entry += _entry_size(file, entry, path)
+            return found
+    except (zipfile.BadZipFile, struct.error, NotImplementedError, ValueError, OverflowError) as error:
+        raise DamagedError(f"{path} is truncated or damaged: {error}") from error
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        raise DamagedError(f"{path} is damaged: its zip directory has a negative offset") from error
+
+
+def patch_checksum(file: BinaryIO, record: Record, crc: int) -> None:
+    """Set a record's CRC-32 at all its places in a file open for reading and writing."""
+    value = struct.pack("<I", crc)
+    _write(file, record.entry + 16, value)
+    file.seek(record.header)
+    flags = struct.unpack("<4sHH", file.read(8))[2]
+    if not flags & 8:
+        _write(file, record.header + 14, value)
+        return
+    file.seek(record.offset + record.nbytes)
+    if file.read(4) != _DESCRIPTOR:
+        raise DamagedError(f"record {record.name} has no data descriptor")
+    file.write(value)
+
+
+_PLAIN = (int, float, str, bool, type(None), bytes)
+
+
+def _write(file: BinaryIO, offset: int, data: bytes) -> None:
+    file.seek(offset)
+    file.write(data)
+
+
+def _header_size(file: BinaryIO, offset: int, path: Path) -> int:
+    file.seek(offset)
+    head = file.read(30)
+    if head[:4] != _LOCAL:
+        raise DamagedError(f"{path} has no zip record at byte {offset}")
+    name, extra = struct.unpack("<HH", head[26:30])
+    return 30 + int(name) + int(extra)
+
+
+def _entry_size(file: BinaryIO, offset: int, path: Path) -> int:
+    file.seek(offset)
+    head = file.read(46)
+    if head[:4] != _ENTRY:
+        raise DamagedError(f"{path} has no zip directory entry at byte {offset}")
+    name, extra, comment = struct.unpack("<HHH", head[28:34])
+    return 46 + int(name) + int(extra) + int(comment)

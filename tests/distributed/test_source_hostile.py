@@ -91,7 +91,7 @@ def test_a_file_that_runs_a_command(
     value = torch.load(path, weights_only=False)
     value["client"] = {"hidden": [Evil(canary)]}
     torch.save(value, path)
-    refused(root, UnsupportedError, rf"{path.name} asks for posix\.system")
+    refused(root, UnsupportedError, rf"{path.name} needs the class posix\.system")
     assert not canary.exists()
 
 
@@ -186,14 +186,14 @@ def test_latest_that_leads_elsewhere(copy: Callable[[str], Path], tmp_path: Path
     root = copy(ZERO1)
     shutil.copytree(tag(root), tmp_path / "elsewhere" / "global_step3")
     (root / "latest").write_text(name)
-    refused(root, MergeError, "no name inside the directory")
+    refused(root, MergeError, "not an entry of the directory")
 
 
 def test_latest_that_is_no_name(copy: Callable[[str], Path], tmp_path: Path) -> None:
     root = copy(ZERO1)
     latest = root / "latest"
     latest.write_bytes(b"\xff\xfe")
-    refused(root, DamagedError, "no text")
+    refused(root, DamagedError, "not text")
     latest.write_bytes(b"x" * 5000)
     refused(root, DamagedError, "latest has 5000 bytes")
     latest.write_text("global_step4")
@@ -207,7 +207,7 @@ def test_latest_that_is_no_name(copy: Callable[[str], Path], tmp_path: Path) -> 
 
 @pytest.mark.parametrize("asked", ["../global_step3", "/etc", "..", "global_step3/../global_step2"])
 def test_a_tag_that_leads_elsewhere(copy: Callable[[str], Path], tmp_path: Path, asked: str) -> None:
-    with pytest.raises(MergeError, match="no name inside the directory"):
+    with pytest.raises(MergeError, match="the requested tag"):
         merge(copy(ZERO1), tmp_path / "out", save=asked)
     assert not (tmp_path / "out").exists()
 
@@ -231,11 +231,11 @@ def test_a_rank_is_missing_or_one_too_many(copy: Callable[[str], Path], case: st
     path = tag(root) / OPTIM[case].format(1)
     data = path.read_bytes()
     path.unlink()
-    refused(root, MergeError, rf"{path.name} is missing: 2 ranks saved this checkpoint")
+    refused(root, MergeError, rf"{path.name} is missing.* 2 ranks")
     path.write_bytes(data)
     extra = tag(root) / OPTIM[case].format(2)
     extra.write_bytes(data)
-    refused(root, MergeError, rf"{extra.name} is of rank 2, and 2 ranks saved this checkpoint")
+    refused(root, MergeError, rf"{extra.name} is of rank 2, but 2 ranks saved this checkpoint")
     extra.unlink()
     if case == ZERO3:
         (tag(root) / MODEL[case]).unlink()
@@ -268,7 +268,7 @@ def test_ranks_that_count_otherwise(copy: Callable[[str], Path]) -> None:
     path = tag(root) / OPTIM[ZERO1].format(1)
     for step in (torch.tensor(2.0), torch.tensor(3, dtype=torch.int64), 10**30):
         edited(path, lambda value, step=step: _states(value)[1].update(step=step))
-        refused(root, MergeError, "differ: they are of different saves")
+        refused(root, MergeError, "differ, so they are of different saves")
 
 
 def _states(value: dict[str, Any]) -> dict[int, Any]:
@@ -311,7 +311,7 @@ def test_places_that_contradict_each_other(copy: Callable[[str], Path], how: str
         edited(optim, lambda value: _shift(value["optimizer_state_dict"]["param_slice_mappings"][1]))
     else:
         edited(optim, lambda value: value["optimizer_state_dict"]["group_paddings"].__setitem__(1, 2))
-    refused(root, MergeError, "not known where a parameter lies|cannot hold the .* elements")
+    refused(root, MergeError, "cannot be located|cannot hold the .* elements")
 
 
 def _shift(mapping: dict[str, Any]) -> None:
@@ -319,8 +319,8 @@ def _shift(mapping: dict[str, Any]) -> None:
 
 
 def test_what_is_not_handled_is_told(copy: Callable[[str], Path]) -> None:
-    refused(copy(ELASTIC), UnsupportedError, "elastic_checkpoint.*learning rate")
-    refused(copy(STAGE0), UnsupportedError, "no optimizer files of ZeRO")
+    refused(copy(ELASTIC), UnsupportedError, "elastic_checkpoint")
+    refused(copy(STAGE0), UnsupportedError, "no ZeRO optimizer files")
     root = copy(ZERO1)
     for name, match in {
         "layer_0_expert_0_mp_rank_00_model_states.pt": "MoE",
@@ -339,7 +339,7 @@ def test_a_parameter_that_no_file_holds(copy: Callable[[str], Path]) -> None:
     for rank in (0, 1):
         path = tag(root) / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
         edited(path, lambda value: value["frozen_param_shapes"].pop("blocks.1.down.bias"))
-    refused(root, MergeError, r"blocks\.1\.down\.bias is a parameter that no file holds")
+    refused(root, MergeError, r"blocks\.1\.down\.bias requires gradients but is in no param group")
 
 
 def places(value: Any, way: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:

@@ -37,7 +37,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_what_the_converter_scrambled_is_refused_whoever_wrote_what_it_read(trained: Path, tmp_path: Path) -> None:
     convert(trained, ["merged"])
-    with pytest.raises(MergeError, match=r"round_robin_gradients.*Merge the checkpoint that it was made from"):
+    with pytest.raises(MergeError, match="round_robin_gradients"):
         merge(trained / "merged" / "universal", tmp_path / "out")
 
 
@@ -128,7 +128,7 @@ def spoil(folder: Path, older: Path, how: str) -> str:
         return rf"{LEFT_OUT} has no exp_avg\.pt"
     if how == "surplus":
         shutil.copytree(zero / LEFT_OUT, zero / "other.weight")
-        return r"other\.weight is of no parameter"
+        return r"other\.weight is not a parameter of"
     if how == "no step of one":
         (zero / LEFT_OUT / "step.pt").unlink()
         return LEFT_OUT
@@ -176,7 +176,7 @@ def test_a_trainers_folder_called_after_another_step_is_refused(trained: Path, t
         (tmp_path / f"checkpoint-{number}" / "latest").write_text(f"global_step{min(number, 3)}")
     source = open_source(tmp_path)
     assert source.checkpoint(3, frozenset()).step == 3
-    with pytest.raises(MergeError, match=r"checkpoint-9 is called after another step than 3"):
+    with pytest.raises(MergeError, match=r"checkpoint-9 holds .* of step 3"):
         source.checkpoint(9, frozenset())
     newest = source.checkpoint(None, frozenset())
     assert newest.step == 3 and any("checkpoint-9" in problem for problem in newest.problems)

@@ -83,7 +83,7 @@ def test_a_folder_that_is_not_complete_is_passed_over_and_told(copy: Path, tmp_p
     with pytest.raises(MergeError, match="is missing"):
         merge(copy / "checkpoint-3", tmp_path / "out")
     (copy / "checkpoint-2" / "latest").write_text("../checkpoint-3/global_step3")
-    with pytest.raises(MergeError, match=r"no complete checkpoint: checkpoint-3 is not complete.*no name inside"):
+    with pytest.raises(MergeError, match=r"no complete checkpoint: checkpoint-3 is not complete.*latest"):
         merge(copy, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -101,11 +101,11 @@ def test_folders_without_deepspeed(copy: Path, tmp_path: Path) -> None:
     (folder / "latest").unlink()
     if not (folder / "model.safetensors").exists():
         (folder / "model.safetensors").write_bytes(b"x")
-    with pytest.raises(UnsupportedError, match="a model without a training state of DeepSpeed's"):
+    with pytest.raises(UnsupportedError, match="a model without a DeepSpeed training state"):
         open_source(folder)
     empty = tmp_path / "empty"
     empty.mkdir()
-    with pytest.raises(NoStoreError, match=r"there is no STORE\.json in it; nor is it a checkpoint"):
+    with pytest.raises(NoStoreError, match=r"STORE\.json.*not a checkpoint of DeepSpeed"):
         open_source(empty)
     with pytest.raises((NoStoreError, DamagedError)):
         open_source(tmp_path / "nothing")

@@ -87,7 +87,7 @@ def test_what_the_converter_scrambled_is_refused(converted: Path, tmp_path: Path
         )
     ]
     assert wrong, "DeepSpeed's converter does it right now: read what it makes"
-    with pytest.raises(MergeError, match=r"round_robin_gradients.*Merge the checkpoint that it was made from"):
+    with pytest.raises(MergeError, match=r"round_robin_gradients.*Merge the original checkpoint"):
         merge(folder, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -114,7 +114,7 @@ def spoil(root: Path, how: str) -> Any:
     file = folder / "zero" / "blocks.0.down.weight" / "exp_avg.pt"
     if how == "latest":
         (root / "latest_universal").write_text("../universal/global_step3_universal")
-        return MergeError, "no name inside"
+        return MergeError, "not an entry"
     if how == "missing slot of one":
         file.unlink()
         return MergeError, r"blocks\.0\.down\.weight"
@@ -126,14 +126,14 @@ def spoil(root: Path, how: str) -> Any:
         return DamagedError, r"exp_avg\.pt"
     if how == "another's":
         shutil.copy(folder / "zero" / "gain" / "exp_avg.pt", file)
-        return MergeError, r"exp_avg\.pt.* has the shape \(1,\), and blocks\.0\.down\.weight has"
+        return MergeError, r"exp_avg\.pt.* has the shape \(1,\), but blocks\.0\.down\.weight has"
     if how == "a link":
         file.rename(root.parent / "elsewhere.pt")
         file.symlink_to(root.parent / "elsewhere.pt")
         return DamagedError, "not a regular file"
     if how == "a stranger":
         (file.parent / "notes.txt").write_text("x")
-        return DamagedError, r"notes\.txt is no file of a universal checkpoint"
+        return DamagedError, r"notes\.txt is not a file of a universal checkpoint"
     (folder / "mp_rank_01_model_states.pt").write_bytes(b"x")
     return UnsupportedError, "tensor or pipeline parallelism"
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import xxhash
 
-from merger.checkpoint import Placed, Stored
+from merger.checkpoint import Placement, PlannedTensor
 from merger.io.blocks import Block, Crc32, Damage, Extent, xxh3
 from merger.tensors import dtype_name, memory_of
 from store.fragments import FragmentIndex
@@ -81,7 +81,7 @@ class Spread:
         data[block.offset + position] ^= 0x40
         path.write_bytes(data)
 
-    def expected(self, stored: Stored) -> bytes:
+    def expected(self, stored: PlannedTensor) -> bytes:
         """The bytes that a planned tensor should get."""
         out = torch.zeros(stored.numel, dtype=stored.dtype)
         for placed in stored.placed:
@@ -90,14 +90,14 @@ class Spread:
         return bytes(memory_of(out))
 
 
-def wanted(numel: int, dtype: torch.dtype, *pieces: tuple[str, int, int, int]) -> Stored:
+def wanted(numel: int, dtype: torch.dtype, *pieces: tuple[str, int, int, int]) -> PlannedTensor:
     """A flat planned tensor: (fqn, first element, number, offset in it)."""
-    return Stored(
-        (numel,), dtype, tuple(Placed(Fragment(fqn, SLOT, start, count), at) for fqn, start, count, at in pieces)
+    return PlannedTensor(
+        (numel,), dtype, tuple(Placement(Fragment(fqn, SLOT, start, count), at) for fqn, start, count, at in pieces)
     )
 
 
-def all_of(fqn: str, elements: torch.Tensor, dtype: torch.dtype | None = None) -> Stored:
+def all_of(fqn: str, elements: torch.Tensor, dtype: torch.dtype | None = None) -> PlannedTensor:
     """The whole tensor, flat."""
     return wanted(elements.numel(), dtype or elements.dtype, (fqn, 0, elements.numel(), 0))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from merger.recipe.compose import Choice
+from merger.recipe.compose import SourceChoice
 from merger.recipe.model import Model
 from store.schema import LayerRecord, TensorRecord
 
@@ -35,7 +35,7 @@ def llama(blocks: int = 4, tied: bool = False, experts: int = 0) -> Model:
     return Model(records, layers)
 
 
-def layers_of(choice: Choice, source: str, model: Model | None = None) -> list[str]:
+def layers_of(choice: SourceChoice, source: str, model: Model | None = None) -> list[str]:
     """Layers of which every tensor comes from a source."""
     assert choice.errors == ()
     known = model or llama()

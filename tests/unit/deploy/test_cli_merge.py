@@ -14,7 +14,7 @@ from rich.console import Console
 
 from deploy.cli.merge import kind_of, print_certificate, size_from
 from merger.checkpoint import ChosenStep, HeldSteps, with_steps
-from merger.layouts.huggingface import WeightsCertificate, Written
+from merger.layouts.huggingface import WeightsCertificate, WrittenDtype
 from store.certificate import Certificate
 from store.errors import UsageError
 from tests.support.cli import Here, driftpoint, environment
@@ -145,7 +145,7 @@ def test_what_libraries_print_does_not_spoil_the_answer(tmp_path: Path, monkeypa
     for more in ((), ("--plan",)):
         answer = driftpoint("merge", store.root, "--out", tmp_path / "out", "--json", *more)
         assert answer.code == 1
-        assert "does not say how the DeepSpeed engine laid out its state" in json.dumps(answer.json)
+        assert "layout facts of the DeepSpeed engine" in json.dumps(answer.json)
     assert "get_accelerator" in answer.err
 
 
@@ -181,7 +181,7 @@ def test_exported_weights_are_called_what_they_are(here: Here, trained: Path, tm
     assert planned == told
     whole = Certificate("s", "00000012-000001", 12, True, (), ())
     values = {one.name: getattr(whole, one.name) for one in fields(Certificate)}
-    working = WeightsCertificate(**values, written=(Written("float32", "bfloat16", True, ("norm",)),))
+    working = WeightsCertificate(**values, written=(WrittenDtype("float32", "bfloat16", True, ("norm",)),))
     assert kind_of(working).plain == "exact working weights (bfloat16), not the master weights"
 
 
@@ -249,8 +249,8 @@ def test_a_plan_lists_everything_that_is_missing(here: Here, trained: Path, tmp_
     for part in (
         "nowhere does not exist",
         "the model has no layer '9'",
-        "does not say where 2.weight",
-        "exists already",
+        "no rule names 2.weight",
+        "already exists",
     ):
         assert part in listed
     found = here("merge", "--recipe", recipe, "--out", tmp_path, "--plan", "--json")
@@ -263,15 +263,15 @@ def test_a_plan_lists_everything_that_is_missing(here: Here, trained: Path, tmp_
 def test_mistakes_in_what_was_typed(here: Here, trained: Path, tmp_path: Path, recipe: Path) -> None:
     store, out = trained / "store", tmp_path / "out"
     for given, told in (
-        (("--layout", "gguf"), "layout 'gguf' is not known; there are native, deepspeed"),
+        (("--layout", "gguf"), "layout 'gguf' is unknown; use one of native, deepspeed"),
         (("--zero-stage", "4"), "ZeRO stage 4 cannot be written"),
-        (("--dtype", "int8"), "dtype 'int8' is not known; there are float32, bfloat16 and float16"),
+        (("--dtype", "int8"), "dtype 'int8' is not supported; use float32, bfloat16 or float16"),
         (("--shard-size", "big"), "'big' is no size; write 5GB, 500MB or 4GiB"),
-        (("--step", ">3"), "'>3' is no bound on a step"),
+        (("--step", ">3"), "'>3' is not a bound on a step"),
         (("--step", "< 1"), "has no checkpoint at a step < 1; there are steps 3, 2, 1"),
-        (("--recipe", recipe, "--step", "3"), "give --step or --recipe, not both"),
+        (("--recipe", recipe, "--step", "3"), "--step and --recipe are both given"),
         (("--recipe", tmp_path / "none.yaml"), "cannot read the recipe"),
-        (("--files", tmp_path / "none"), "is no directory to take configuration and tokenizer files from"),
+        (("--files", tmp_path / "none"), "is not a directory"),
         (("--dtype", "float32"), "--dtype is for layout hf"),
         (("--layout", "hf", "--world-size", 2), "--world-size is for layouts deepspeed and trainer"),
     ):

@@ -155,7 +155,7 @@ def test_equal_newest_steps_leave_the_run_state_open(tmp_path: Path) -> None:
     slices = (
         "slices:\n- sources: [{model: HERE/a, layer_range: [0, 2]}]\n- sources: [{model: HERE/b, layer_range: [2, 4]}]"
     )
-    with pytest.raises(ConfigError, match=r"are all at step 10, so it has to say whose counters.*add `run_state:`"):
+    with pytest.raises(ConfigError, match=r"are all at step 10, so the source of counters.*add `run_state:`"):
         run(tmp_path, slices)
     assert run(tmp_path, slices + "\nrun_state: HERE/b").certificate.exact is False  # the same step is not the same run
 
@@ -192,7 +192,7 @@ def test_damage_without_an_older_version(stores: tuple[PlainStore, PlainStore], 
         run(tmp_path, HALVES)
     assert not (tmp_path / "out").exists()
     bound = HALVES.replace("step: 10", "step: '<= 19'")
-    with pytest.raises(MergeError, match=r"has no checkpoint at a step <= 19 that is whole; step 10: commit 0"):
+    with pytest.raises(MergeError, match=r"has no complete checkpoint at a step <= 19; step 10: commit 0"):
         run(tmp_path, bound)
 
 
@@ -217,9 +217,7 @@ def test_a_bound_goes_on_to_the_next_older_one(stores: tuple[PlainStore, PlainSt
     newer = a.save(50)
     result = run(tmp_path, "newest: {source: HERE/a, step: '<= 60'}")
     assert result.certificate.save == newer.name
-    with pytest.raises(
-        MergeError, match=r"no checkpoint at a step <= 45 that is whole; step 40: .*; step 30: .*; step 2"
-    ):
+    with pytest.raises(MergeError, match=r"no complete checkpoint at a step <= 45; step 40: .*; step 30: .*; step 2"):
         merge(a.root, tmp_path / "older", save="<= 45")
 
 
@@ -229,7 +227,7 @@ def test_models_that_differ(stores: tuple[PlainStore, PlainStore], tmp_path: Pat
     with pytest.raises(MergeError) as raised:
         run(tmp_path, HALVES.replace("HERE/b", "HERE/c"))
     told = str(raised.value)
-    assert "lm_head.weight: in 'early' (commit 00000010-000001 of" in told and "and not in 'late'" in told
+    assert "lm_head.weight: in 'early' (commit 00000010-000001 of" in told and "but not in 'late'" in told
     assert "embed_tokens.weight: shape [9] in 'late'" in told and "[128] in 'early'" in told
     assert not (tmp_path / "out").exists()
 
@@ -238,7 +236,7 @@ def test_a_source_that_nothing_comes_from_need_not_fit(stores: tuple[PlainStore,
     PlainStore(tmp_path / "c", layers=2).save(25)
     text = "sources: {x: HERE/a, y: HERE/c}\nrest: x\nrun_state: x"
     assert run(tmp_path, text).certificate.exact
-    with pytest.raises(MergeError, match=r"layers.2.weight, layers.3.weight: in 'x' .*, and not in 'y'"):
+    with pytest.raises(MergeError, match=r"layers.2.weight, layers.3.weight: in 'x' .*, but not in 'y'"):
         merge(None, tmp_path / "again", recipe=recipe(tmp_path, text.replace("run_state: x", "run_state: y")))
 
 
@@ -261,7 +259,7 @@ def test_weights_without_optimizer_state(stores: tuple[PlainStore, PlainStore], 
 
 
 def test_files_of_a_recipe(stores: tuple[PlainStore, PlainStore], tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"`files: early`, but that source keeps no configuration and tokenizer files"):
+    with pytest.raises(UsageError, match=r"`files: early` has no configuration and tokenizer files"):
         run(tmp_path, HALVES + "files: early")
     with pytest.raises(UsageError, match=r"`files: .*/none` is neither a source nor a directory"):
         run(tmp_path, HALVES + "files: HERE/none")
@@ -272,11 +270,11 @@ def test_files_of_a_recipe(stores: tuple[PlainStore, PlainStore], tmp_path: Path
 
 def test_requests_that_contradict_themselves(tmp_path: Path) -> None:
     given = recipe(tmp_path, HALVES)
-    with pytest.raises(UsageError, match=r"nothing says what to merge: name a SOURCE"):
+    with pytest.raises(UsageError, match=r"neither SOURCE nor a recipe is given"):
         Request(None)
-    with pytest.raises(UsageError, match=r"a recipe has the steps of its sources: give --step or --recipe, not both"):
+    with pytest.raises(UsageError, match=r"--step and --recipe are both given"):
         Request(None, 3, recipe=given)
-    with pytest.raises(UsageError, match=r"r.yaml names the path of every source, so SOURCE \(x\) would not be used"):
+    with pytest.raises(UsageError, match=r"r.yaml names the path of every source, so SOURCE \(x\) would be unused"):
         Request(Path("x"), recipe=given)
 
 
@@ -305,13 +303,13 @@ run_state: x
     told = " | ".join(map(str, draft.errors))
     for part in (
         "nowhere does not exist: name the directory of a store or of a checkpoint",
-        "source 'empty': the store holds no commit yet",
+        "source 'empty': the store ",
         "source 'y': ",
         "has no checkpoint 7; there are steps 25, 15",
         "the model has no layer 'layers.7'",
         "layers.1.weight is named twice",
-        "does not say where embed_tokens.weight",
-        "/a exists already",
+        "no rule names embed_tokens.weight",
+        "/a already exists",
     ):
         assert part in told
     assert digest_of(tmp_path) == before

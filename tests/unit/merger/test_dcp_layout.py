@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from merger.checkpoint import Checkpoint, Placed, Stored, changed_steps
+from merger.checkpoint import Checkpoint, Placement, PlannedTensor, changed_steps
 from merger.layouts import torch_dcp as layout
 from merger.layouts.base import Target
 from merger.layouts.torch_dcp import DcpLayout, torch_hyper, with_torch_steps
@@ -59,7 +59,7 @@ def test_a_store_is_loaded_by_torch_to_the_last_bit(
 
 def test_the_whole_of_the_file_is_read_back(tmp_path: Path) -> None:
     """Every byte but the planned tensor's own, which whoever wrote them checks."""
-    stored = Stored((3, 2), torch.float32, (Placed(Fragment("w", "fp32", 0, 6), 0),))
+    stored = PlannedTensor((3, 2), torch.float32, (Placement(Fragment("w", "fp32", 0, 6), 0),))
     items = [Item(MetadataIndex("lr"), 0.5), Item(MetadataIndex("w", torch.Size((0, 0))), stored)]
     path, file = tmp_path / "one.distcp", DcpFile(items)
     (hole,) = file.make(path)
@@ -87,7 +87,7 @@ def test_the_whole_of_the_file_is_read_back(tmp_path: Path) -> None:
     assert missed == []
     for other in (content[:-1], content + b"0", b""):
         path.write_bytes(other)
-        with pytest.raises(MergeError, match="read back"):
+        with pytest.raises(MergeError, match="reads back"):
             file.check(path)
 
 

@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("deepspeed")
 
-from merger.checkpoint import Stored
+from merger.checkpoint import PlannedTensor
 from merger.layouts.base import LayoutResult, Target
 from merger.layouts.deepspeed import DeepSpeedLayout
 from merger.writers.torch_zip import PtFile
@@ -26,7 +26,7 @@ def optimizer_states(laid: LayoutResult) -> list[dict[str, Any]]:
     return [container.value["optimizer_state_dict"] for container in found]  # type: ignore[attr-defined]
 
 
-def filled(stored: Stored) -> set[str]:
+def filled(stored: PlannedTensor) -> set[str]:
     return {one.fragment.fqn for one in stored.placed}
 
 
@@ -133,7 +133,7 @@ def test_a_group_without_state_stays_without() -> None:
 def test_a_param_group_of_frozen_parameters_has_stage_3_only() -> None:
     tensors = {"a.w": Tensor((5,)), "b.w": Tensor((3,), None, "frozen")}
     checkpoint = planned(tensors, [["a.w"], ["b.w"]], hyper=[{"lr": 0.1}, {"lr": 0.2}], stage=3)
-    with pytest.raises(UnsupportedError, match="param group 1 is trained"):
+    with pytest.raises(UnsupportedError, match="param group 1 has no trained parameter"):
         DeepSpeedLayout().lay_out(checkpoint, Target("deepspeed", zero_stage=2))
     laid = DeepSpeedLayout().lay_out(checkpoint, Target("deepspeed"))
     for states in optimizer_states(laid):
@@ -143,7 +143,7 @@ def test_a_param_group_of_frozen_parameters_has_stage_3_only() -> None:
 
 def test_stage_3_refuses_to_lose_a_parameter_that_no_group_holds() -> None:
     checkpoint = planned({"a.w": Tensor((5,)), "b.w": Tensor((3,), None)}, [["a.w"]])
-    with pytest.raises(UnsupportedError, match=r"b\.w can be trained but is in no param group"):
+    with pytest.raises(UnsupportedError, match=r"b\.w requires gradients but is in no param group"):
         DeepSpeedLayout().lay_out(checkpoint, Target("deepspeed", zero_stage=3))
     DeepSpeedLayout().lay_out(checkpoint, Target("deepspeed", zero_stage=1))
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from merger.checkpoint import DEFAULT, gradient_clipping
+from merger.checkpoint import DEFAULT_CLIPPING, gradient_clipping
 
 
 @pytest.mark.parametrize(
@@ -12,9 +12,9 @@ from merger.checkpoint import DEFAULT, gradient_clipping
     [
         ({"gradient_clipping": 0.05}, 0.05),
         ({"gradient_clipping": 0}, 0.0),
-        ({}, DEFAULT),
-        ({"gradient_clipping": "auto"}, DEFAULT),
-        ("elsewhere.json", DEFAULT),
+        ({}, DEFAULT_CLIPPING),
+        ({"gradient_clipping": "auto"}, DEFAULT_CLIPPING),
+        ("elsewhere.json", DEFAULT_CLIPPING),
     ],
 )
 def test_the_bound_that_a_configuration_means(config: Any, bound: float) -> None:
@@ -23,4 +23,4 @@ def test_the_bound_that_a_configuration_means(config: Any, bound: float) -> None
 
 def test_the_default_is_deepspeeds() -> None:
     constants = pytest.importorskip("deepspeed.runtime.constants")
-    assert constants.GRADIENT_CLIPPING_DEFAULT == DEFAULT
+    assert constants.GRADIENT_CLIPPING_DEFAULT == DEFAULT_CLIPPING

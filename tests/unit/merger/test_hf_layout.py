@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from merger.checkpoint import Checkpoint
-from merger.layouts.base import LayoutResult, Target, model_names, unwrapped
+from merger.layouts.base import LayoutResult, Target, model_names, strip_wrappers
 from merger.layouts.huggingface import HuggingFaceLayout, hf_weights
 from merger.merge import merge
 from merger.recipe.parse import read_recipe
@@ -186,12 +186,12 @@ def test_a_configuration_that_is_no_json(tmp_path: Path) -> None:
     ],
 )
 def test_wrappers_leave_the_names(names: list[str], bare: list[str]) -> None:
-    assert unwrapped(names) == bare
+    assert strip_wrappers(names) == bare
 
 
 def test_two_tensors_never_share_a_name() -> None:
     checkpoint = described({"a._orig_mod.w": tensor(1), "a.w": tensor(1)})
-    with pytest.raises(MergeError, match=r"called a\.w"):
+    with pytest.raises(MergeError, match=r"the name a\.w"):
         model_names(checkpoint)
 
 
@@ -216,7 +216,7 @@ def test_weights_that_a_dtype_cannot_hold_are_refused(tmp_path: Path) -> None:
     store = Large(tmp_path / "store")
     store.save(10)
     fqn = store.layers[1].fqn
-    refusal = rf"^{fqn} holds -70000, which float16 cannot .*: name --dtype bfloat16 or float32"
+    refusal = rf"^{fqn} holds -70000, which float16 cannot hold .*: name --dtype bfloat16 or float32"
     with pytest.raises(UsageError, match=refusal):
         merge(store.root, tmp_path / "out", target=Target("hf", dtype="F16"))
     assert not (tmp_path / "out").exists()

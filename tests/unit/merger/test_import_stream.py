@@ -91,7 +91,7 @@ def test_damage_is_found_wherever_it_is(spread: Spread, position: int) -> None:
     block = spread.block([("a", 0, spread.tensors["a"]), ("b", 0, values(0, torch.float32, 1))], gap=3)
     assert block.nbytes == 406
     spread.damage(block, position)
-    with pytest.raises(DamagedError, match=r"block source-0: bytes 0 to 406 of source-0 do not match"):
+    with pytest.raises(DamagedError, match="bytes 0 to 406 of source-0"):
         drawn(fragment_streams(spread.extents, lambda _: None))
 
 
@@ -108,7 +108,7 @@ def test_a_file_that_ends_early(spread: Spread) -> None:
 def test_an_extent_outside_its_block(spread: Spread) -> None:
     spread.tensor("a", values(100, torch.float32, 1))
     for wrong in (replace(spread.extents[0], offset=4), replace(spread.extents[0], offset=-4)):
-        with pytest.raises(DamagedError, match="a/fp32: elements 0 to 100 do not lie in block source-0"):
+        with pytest.raises(DamagedError, match="a/fp32: elements 0 to 100 "):
             fragment_streams([wrong], lambda _: None)
 
 
@@ -117,7 +117,7 @@ def test_out_of_order_is_a_mistake_not_a_mixture(spread: Spread) -> None:
     spread.block([("a", 0, spread.tensors["a"]), ("b", 0, spread.tensors["b"])])
     first, second = fragment_streams(spread.extents, lambda _: None)
     drawn([second])
-    with pytest.raises(ValueError, match="byte 0 has gone by"):
+    with pytest.raises(ValueError, match="byte 0 was already read"):
         drawn([first])
 
 

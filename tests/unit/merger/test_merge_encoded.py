@@ -182,12 +182,12 @@ def test_elements_on_both_sides_of_a_chunk_border(large: PlainStore, tmp_path: P
 
 def test_bf16_working_weights_stay_what_the_model_computed_with(store: PlainStore) -> None:
     """DeepSpeed's layouts derive working weights by casting masters: of masters rounded to bf16 too, bit for bit."""
-    from merger.checkpoint import whole
+    from merger.checkpoint import plan_whole
 
     for step, encoding in ((10, "bf16"), (20, "bf16+int8")):
         store.save(step, how={"fp32": How(encoding, 1)})
         checkpoint = StoreSource(store.root).checkpoint(step, frozenset())
-        stored = whole(checkpoint, "layers.1.weight", "fp32", torch.bfloat16)
+        stored = plan_whole(checkpoint, "layers.1.weight", "fp32", torch.bfloat16)
         path = store.root.parent / "weights"
         path.write_bytes(bytes(stored.nbytes))
         hole = merger.io.transfer.Hole(0, stored)
@@ -375,7 +375,7 @@ from pathlib import Path
 import torch
 from merger.io.output_file import Hole
 from merger.sources.store import StoreSource
-from merger.checkpoint import whole
+from merger.checkpoint import plan_whole
 from merger.io.transfer import plan_transfer, transfer
 
 root, out, workers = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
@@ -385,7 +385,7 @@ paths, holes = [], []
 for i, fqn in enumerate(fqns):
     paths.append(out / str(i))
     paths[i].write_bytes(b"")
-    holes.append((i, Hole(3, whole(checkpoint, fqn, "fp32", torch.bfloat16 if i else torch.float32))))
+    holes.append((i, Hole(3, plan_whole(checkpoint, fqn, "fp32", torch.bfloat16 if i else torch.float32))))
 
 def field(name):
     lines = Path("/proc/self/status").read_text().splitlines()

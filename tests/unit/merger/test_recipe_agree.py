@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from merger.recipe.compose import NamedCheckpoint, disagreements, optimizer_disagreements
+from merger.recipe.compose import NamedCheckpoint, model_differences, optimizer_differences
 from store.schema import TensorRecord
 from tests.support.recipe_checkpoints import checkpoint, record, small_model
 
@@ -13,13 +13,13 @@ HERE = NamedCheckpoint("here", checkpoint("run A", small_model()))
 
 def told(tensors: dict[str, TensorRecord], **given: object) -> list[str]:
     return [
-        str(error) for error in disagreements(HERE, NamedCheckpoint("there", checkpoint("run B", tensors, **given)))
+        str(error) for error in model_differences(HERE, NamedCheckpoint("there", checkpoint("run B", tensors, **given)))
     ]  # type: ignore[arg-type]
 
 
 def missing(weights_only: bool = False, **given: object) -> list[str]:
     other = NamedCheckpoint("there", checkpoint("run B", small_model(), **given))  # type: ignore[arg-type]
-    return [str(error) for error in optimizer_disagreements(HERE, other, small_model(), weights_only=weights_only)]
+    return [str(error) for error in optimizer_differences(HERE, other, small_model(), weights_only=weights_only)]
 
 
 def test_equal_models() -> None:
@@ -35,9 +35,9 @@ def test_other_tensors() -> None:
     model["extra.bias"] = record("extra", (4,))
     lines = told(model)
     assert lines[0].startswith(
-        "layers.1.norm.weight: in 'here' (run A), and not in 'there' (run B): they hold different"
+        "layers.1.norm.weight: in 'here' (run A), but not in 'there' (run B); take checkpoints of one model"
     )
-    assert lines[1].startswith("extra.bias: in 'there' (run B), and not in 'here' (run A)")
+    assert lines[1].startswith("extra.bias: in 'there' (run B), but not in 'here' (run A)")
 
 
 @pytest.mark.parametrize(
@@ -64,12 +64,12 @@ def test_other_param_groups() -> None:
         f"{moving[0]} and {moving[2]}: in one param group in 'here' (run A), in two in 'there' (run B); take"
     )
     split = NamedCheckpoint("split", checkpoint("run C", small_model(), groups=[moving[:2], moving[2:]]))
-    (error,) = disagreements(split, HERE)
+    (error,) = model_differences(split, HERE)
     assert "in one param group in 'here' (run A), in two in 'split' (run C)" in str(error)
     swapped = NamedCheckpoint("swapped", checkpoint("run D", small_model(), groups=[moving[2:], moving[:2]]))
-    assert list(disagreements(split, swapped)) == []  # numbers of groups do not matter, members do
+    assert list(model_differences(split, swapped)) == []  # numbers of groups do not matter, members do
     (line,) = told(small_model(), groups=[moving[:-1]])
-    assert line.startswith(f"{moving[-1]}: in a param group of the optimizer in 'here' (run A), and in none in 'there'")
+    assert line.startswith(f"{moving[-1]}: in a param group of the optimizer in 'here' (run A), but in none in 'there'")
 
 
 def test_no_optimizer_state() -> None:
@@ -77,7 +77,7 @@ def test_no_optimizer_state() -> None:
     assert len(lines) == 2
     assert lines[0].startswith(
         "embed.weight, layers.0.up.weight, layers.0.norm.weight and 2 more: 'there' (run B) holds no exp_avg of it, "
-        "which the optimizer of 'here' (run A) keeps. Weights go with their optimizer state"
+        "which the optimizer of 'here' (run A) keeps; take it from a source that has its optimizer state"
     )
     assert missing(slots=(), weights_only=True) == []
 
@@ -88,8 +88,8 @@ def test_another_optimizer() -> None:
     (line,) = missing(scalars=("step", "mu"))
     assert "the optimizer keeps the scalars ['step'] in 'here' (run A) and ['mu', 'step'] in 'there'" in line
     bare = NamedCheckpoint("bare", checkpoint("weights", small_model(), slots=(), scalars=()))
-    lines = [str(error) for error in optimizer_disagreements(bare, HERE, ["embed.weight"], weights_only=False)]
-    assert any("and 'bare' (weights), the source of the run state, has none" in line for line in lines)
+    lines = [str(error) for error in optimizer_differences(bare, HERE, ["embed.weight"], weights_only=False)]
+    assert any("but 'bare' (weights), the source of the run state, has none" in line for line in lines)
 
 
 def test_another_precision() -> None:

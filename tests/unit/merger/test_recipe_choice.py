@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from merger.recipe.compose import Choice, choose
+from merger.recipe.compose import SourceChoice, choose_sources
 from merger.recipe.model import Model
 from merger.recipe.parse import recipe_from
 from store.config_file import parse_yaml
@@ -14,8 +14,8 @@ from tests.support.recipe_models import layers_of, llama
 SOURCES = "sources: {a: x, b: y, c: z}\nrun_state: a\n"
 
 
-def chosen(text: str, model: Model | None = None) -> Choice:
-    return choose(recipe_from(parse_yaml(SOURCES + text, "r.yaml")), model or llama())
+def chosen(text: str, model: Model | None = None) -> SourceChoice:
+    return choose_sources(recipe_from(parse_yaml(SOURCES + text, "r.yaml")), model or llama())
 
 
 def told(text: str, model: Model | None = None) -> str:
@@ -79,17 +79,19 @@ def test_a_mistake_that_many_rules_share_is_told_once() -> None:
     names = ", ".join("abc"[i % 3] + str(i) for i in range(40))
     sources = "sources: {" + ", ".join(f"{name}: x" for name in names.split(", ")) + "}\nrun_state: a0\n"
     text = f"{sources}parity: [{names}]\nauxiliary: a0"
-    errors = choose(recipe_from(parse_yaml(text, "r.yaml")), llama()).errors
+    errors = choose_sources(recipe_from(parse_yaml(text, "r.yaml")), llama()).errors
     assert [str(error).partition(":")[0] for error in errors] == ["parity (r.yaml", "r.yaml"]
-    assert sum("parity over 40 sources needs at least 40 blocks; there are 4" in str(error) for error in errors) == 1
+    assert (
+        sum("parity over 40 sources needs at least 40 blocks; the model has 4" in str(error) for error in errors) == 1
+    )
 
 
 def test_the_mistakes_of_one_entry_are_one_line() -> None:
     blocks = ", ".join(str(i) for i in range(10, 130))
     first, left = map(str, chosen(f"take: [{{blocks: [0, {blocks}], from: b}}]").errors)
-    assert first.startswith("take[0] (r.yaml:3): blocks 10-10 are named, and the model has blocks 0 to 3; blocks 11-11")
+    assert first.startswith("take[0] (r.yaml:3): blocks 10-10 do not exist: the model has blocks 0 to 3; blocks 11-11")
     assert first.endswith("; and 118 more") and len(first) < 200
-    assert "it does not say where" in left
+    assert "r.yaml: apart from rules with mistakes, no rule names" in left
 
 
 def test_auxiliary_layers_by_what_they_are() -> None:
@@ -124,14 +126,12 @@ def test_a_tied_tensor_has_both_names() -> None:
 
 def test_what_is_left_open() -> None:
     assert told("take: [{layers: model.layers.0-2, from: b}]\nauxiliary: a") == (
-        "r.yaml: it does not say where model.layers.3.self_attn.q_proj.weight, model.layers.3.mlp.up_proj.weight, "
-        "model.layers.3.input_layernorm.weight come from (3 of 15 tensors, of model.layers.3); add a rule for it, or "
-        "`rest:` with a source for all that is not named"
+        "r.yaml: no rule names model.layers.3.self_attn.q_proj.weight, model.layers.3.mlp.up_proj.weight, "
+        "model.layers.3.input_layernorm.weight (3 of 15 tensors, of model.layers.3); add a rule, or `rest:` with a "
+        "source for everything that is not named"
     )
-    assert "does not say where model.norm.weight comes from (1 of 15" in told(
-        "parity: [a, b]\nauxiliary: {embeddings: a, head: a}"
-    )
-    assert "and 12 more come from (15 of 15 tensors" in told("")
+    assert "model.norm.weight (1 of 15" in told("parity: [a, b]\nauxiliary: {embeddings: a, head: a}")
+    assert "and 12 more (15 of 15 tensors" in told("")
 
 
 def test_what_is_named_twice() -> None:
@@ -139,7 +139,7 @@ def test_what_is_named_twice() -> None:
     assert told(text) == (
         "r.yaml: model.layers.0.mlp.up_proj.weight, model.layers.1.mlp.up_proj.weight, "
         "model.layers.2.mlp.up_proj.weight and 1 more are named twice: by take[0] (r.yaml:4) from 'a' and by take[1] "
-        "(r.yaml:5) from 'b'; each parameter comes from one source: narrow one of the two, with `except:` for instance"
+        "(r.yaml:5) from 'b'; narrow one of the two, with `except:` for instance"
     )
     assert "named twice" in told(text.replace("from: b", "from: a"))
 
@@ -154,7 +154,7 @@ def test_every_mistake_is_told() -> None:
     assert errors[0].startswith("take[0] (r.yaml:4): the model has no layer 'nope'")
     assert errors[1] == "take[1] (r.yaml:5): 'x*' matches no parameter"
     assert "named twice" in errors[2]
-    assert errors[3].startswith("r.yaml: leaving rules with mistakes aside, it does not say where model.embed_tokens")
+    assert errors[3].startswith("r.yaml: apart from rules with mistakes, no rule names model.embed_tokens")
 
 
 @pytest.mark.parametrize(
@@ -162,29 +162,29 @@ def test_every_mistake_is_told() -> None:
     [
         (
             "take: [{layers: model.layers.2-6, from: a}]\nrest: b",
-            ("'model.layers.2-6' (both ends belong to it) names model.layers.4, model.layers.5, model.layers.6, which "
-            "the model has not; its layers: model.embed_tokens, model.layers.0 … model.layers.3, model.norm, lm_head"),
+            ("'model.layers.2-6' (inclusive) names model.layers.4, model.layers.5, model.layers.6, which "
+            "the model lacks; its layers: model.embed_tokens, model.layers.0 … model.layers.3, model.norm, lm_head"),
         ),
         ("take: [{layers: model.layers.0-99999999999, from: a}]\nrest: b", "names model.layers.4, model.layers.5"),
         ("take: [{layers: model.layers.3-1, from: a}]\nrest: b", "ends before it begins"),
         ("take: [{layers: model.nrm, from: a}]\nrest: b", "no layer 'model.nrm' (did you mean 'model.norm'?)"),
         (
             "take: [{layers: model.layers.0.mlp, from: a}]\nrest: b",
-            ("'model.layers.0.mlp' is only a part of the layer model.layers.0: name it with "
+            ("'model.layers.0.mlp' is a part of the layer model.layers.0: name it with "
             '`parameters: "model.layers.0.mlp.*"`'),
         ),
-        ("take: [{blocks: 2-4, from: a}]\nrest: b", "blocks 2-4 are named, and the model has blocks 0 to 3"),
+        ("take: [{blocks: 2-4, from: a}]\nrest: b", "blocks 2-4 do not exist: the model has blocks 0 to 3"),
         (
             "take: [{parameters: model.nrm.weight, from: a}]\nrest: b",
             "'model.nrm.weight' matches no parameter (did you mean 'model.norm.weight'?)",
         ),
         (
             "take: [{layers: model.norm, except: '*.bias', from: a}]\nrest: b",
-            "except '*.bias' matches none of the parameters that the rule names",
+            "except '*.bias' matches no parameter of its rule",
         ),
         (
             "auxiliary: {pooler: a}\nrest: b",
-            ("the model has no 'pooler'; layers that are no blocks: model.embed_tokens (embeddings), model.norm "
+            ("the model has no 'pooler'; its auxiliary layers: model.embed_tokens (embeddings), model.norm "
             "(norm), lm_head (head)"),
         ),
     ],
@@ -201,4 +201,4 @@ def test_a_head_that_is_tied_is_none() -> None:
 
 def test_parity_over_more_sources_than_blocks() -> None:
     errors = chosen("parity: [a, b, c]\nrest: a", llama(2)).errors
-    assert "parity over 3 sources needs at least 3 blocks; there are 2" in str(errors[0])
+    assert "parity over 3 sources needs at least 3 blocks; the model has 2" in str(errors[0])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from merger.recipe.compose import choose
+from merger.recipe.compose import choose_sources
 from merger.recipe.model import Recipe, SourceRef
 from merger.recipe.parse import recipe_from
 from store.config_file import parse_yaml
@@ -30,7 +30,7 @@ def recipe(text: str) -> Recipe:
 def test_slices_alone_and_where_the_rest_comes_from() -> None:
     found = recipe(SLICES + "merge_method: passthrough\ndtype: bfloat16\n")
     assert found.sources == {THE_OLD: SourceRef(Path(OLD)), THE_NEW: SourceRef(Path(NEW))}
-    choice = choose(found, llama())
+    choice = choose_sources(found, llama())
     assert layers_of(choice, THE_OLD) == ["model.embed_tokens", "model.layers.0", "model.layers.1"]
     assert layers_of(choice, THE_NEW) == ["model.layers.2", "model.layers.3", "model.norm", "lm_head"]
     assert (found.run_state, found.files, found.dtype) == (None, None, "BF16")
@@ -72,7 +72,7 @@ dtype: bfloat16
 
 
 def test_the_published_shape_is_taken_as_it_is() -> None:
-    choice = choose(recipe(PUBLISHED), llama())
+    choice = choose_sources(recipe(PUBLISHED), llama())
     assert layers_of(choice, THE_OLD) == ["model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm"]
     assert layers_of(choice, THE_NEW) == ["model.layers.2", "model.layers.3", "lm_head"]
 
@@ -83,7 +83,7 @@ def test_a_slice_without_a_block_must_not_contradict_the_weights_outside(number:
     lines = text.splitlines()
     place = next(i for i, line in enumerate(lines) if line.endswith("# here"))
     lines[place - 1] = "      - model: run/checkpoint-300"
-    with pytest.raises(ConfigError, match=f"takes no block and stands for {what} of run/checkpoint-300"):
+    with pytest.raises(ConfigError, match=f"means {what} of run/checkpoint-300"):
         recipe("\n".join(lines))
 
 
@@ -111,41 +111,43 @@ def test_slices_without_any_block() -> None:
     ],
 )
 def test_weights_outside_the_blocks(given: str) -> None:
-    choice = choose(recipe(SLICES + given), llama())
+    choice = choose_sources(recipe(SLICES + given), llama())
     assert layers_of(choice, THE_NEW) == ["model.embed_tokens", "model.layers.2", "model.layers.3", "lm_head"]
     assert layers_of(choice, THE_OLD) == ["model.layers.0", "model.layers.1", "model.norm"]
 
 
 def test_all_weights_before_or_after_from_one_model() -> None:
     for given in (f"pre_weights: {NEW}\npost_weights: {OLD}", f"pre_weights: {{model: {NEW}}}\npost_weights: {OLD}"):
-        choice = choose(recipe(SLICES + given), llama())
+        choice = choose_sources(recipe(SLICES + given), llama())
         assert layers_of(choice, THE_NEW) == ["model.embed_tokens", "model.layers.2", "model.layers.3"]
 
 
 def test_a_tied_head_comes_with_the_embeddings() -> None:
     model = llama(tied=True)
-    assert choose(recipe(SLICES), model).errors == ()
+    assert choose_sources(recipe(SLICES), model).errors == ()
     both = f"pre_weights: {{embed_tokens: {OLD}}}\npost_weights: {{norm: {NEW}, lm_head.weight: {OLD}}}"
-    assert choose(recipe(SLICES + both), model).errors == ()
-    (error,) = choose(recipe(SLICES + both.replace(f"lm_head.weight: {OLD}", f"lm_head.weight: {NEW}")), model).errors
+    assert choose_sources(recipe(SLICES + both), model).errors == ()
+    (error,) = choose_sources(
+        recipe(SLICES + both.replace(f"lm_head.weight: {OLD}", f"lm_head.weight: {NEW}")), model
+    ).errors
     assert "is tied to lm_head.weight" in str(error)
 
 
 def test_weights_that_are_left_out_are_left_open() -> None:
-    (error,) = choose(recipe(SLICES + f"post_weights: {{norm: {NEW}}}"), llama()).errors
-    assert "r.yaml: it does not say where lm_head.weight comes from" in str(error)
+    (error,) = choose_sources(recipe(SLICES + f"post_weights: {{norm: {NEW}}}"), llama()).errors
+    assert "r.yaml: no rule names lm_head.weight" in str(error)
 
 
 def test_slices_that_end_too_early_or_too_late() -> None:
-    (error,) = choose(recipe(SLICES), llama(5)).errors
-    assert "does not say where model.layers.4.self_attn.q_proj.weight" in str(error)
-    errors = choose(recipe(SLICES), llama(3)).errors
-    assert "slices[1] (r.yaml:4): blocks 2-3 are named, and the model has blocks 0 to 2" in str(errors[0])
+    (error,) = choose_sources(recipe(SLICES), llama(5)).errors
+    assert "no rule names model.layers.4.self_attn.q_proj.weight" in str(error)
+    errors = choose_sources(recipe(SLICES), llama(3)).errors
+    assert "slices[1] (r.yaml:4): blocks 2-3 do not exist: the model has blocks 0 to 2" in str(errors[0])
 
 
 def test_one_slice_without_a_range_is_everything() -> None:
     found = recipe("slices: [{sources: [{model: here}]}]")
-    assert layers_of(choose(found, llama()), "here") == [layer.name for layer in llama().layers]
+    assert layers_of(choose_sources(found, llama()), "here") == [layer.name for layer in llama().layers]
     assert (found.run_state, found.notes) == ("here", ())
 
 
@@ -182,7 +184,7 @@ def test_what_changes_no_number_is_let_through() -> None:
     [
         (SLICES + "merge_method: slerp", UnsupportedError, "r.yaml:5: merge_method 'slerp' changes weights"),
         ("merge_method: linear\nmodels: [{model: x}]", UnsupportedError, "merge_method 'linear' changes weights"),
-        ("merge_method: passthrough\nmodels: [{model: x}]", UnsupportedError, "'models' is not carried out"),
+        ("merge_method: passthrough\nmodels: [{model: x}]", UnsupportedError, "'models' is not supported"),
         (SLICES + "parameters: {weight: 0.5}", UnsupportedError, "parameter 'weight' (0.5) changes weights"),
         (SLICES + "parameters: {t: [0, 1]}", UnsupportedError, "parameter 't' ([0, 1]) changes weights"),
         (
@@ -198,29 +200,29 @@ def test_what_changes_no_number_is_let_through() -> None:
         (
             SLICES.replace("[2, 4]", "[1, 4]"),
             UnsupportedError,
-            "r.yaml:4: slices[1] begins at block 1, and the slices before end at block 2: every block has to come once",
+            "r.yaml:4: slices[1] begins at block 1, and the slices before end at block 2: every block must",
         ),
-        (SLICES.replace("[2, 4]", "[0, 2]"), UnsupportedError, "A merge that repeats or reorders blocks"),
+        (SLICES.replace("[2, 4]", "[0, 2]"), UnsupportedError, "begins at block 0"),
         (SLICES.replace("[0, 2]", "[2, 4]"), ConfigError, "blocks 0 to 1 are in no slice; every block is needed once"),
         (SLICES.replace("[2, 4]", "[3, 4]"), ConfigError, "blocks 2 to 2 are in no slice"),
         (SLICES.replace("[2, 4]", "[4, 2]"), ConfigError, "`layer_range` must be two numbers"),
-        (SLICES.replace("[2, 4]", "2-4"), ConfigError, "such as [0, 8] (it is '2-4')"),
+        (SLICES.replace("[2, 4]", "2-4"), ConfigError, "such as [0, 8], not '2-4'"),
         (SLICES.replace(", layer_range: [2, 4]", ""), ConfigError, "`layer_range` must be two numbers"),
         (SLICES.replace("model: run/checkpoint-200, ", ""), ConfigError, "must name one `model`, a directory"),
         (SLICES.replace("layer_range: [2", "layer_rang: [2"), ConfigError, "unknown key 'layer_rang': did you mean"),
-        (SLICES + "modules: {}", UnsupportedError, "'modules' is not carried out"),
-        (SLICES + "tokenizer: {source: union}", UnsupportedError, "'tokenizer' is not carried out"),
-        (SLICES + "tokenizer_source: union", UnsupportedError, "a union of tokenizers would change the embeddings"),
-        (SLICES + "chat_template: auto", UnsupportedError, "'chat_template' is not carried out"),
+        (SLICES + "modules: {}", UnsupportedError, "'modules' is not supported"),
+        (SLICES + "tokenizer: {source: union}", UnsupportedError, "'tokenizer' is not supported"),
+        (SLICES + "tokenizer_source: union", UnsupportedError, "a union of tokenizers changes the rows"),
+        (SLICES + "chat_template: auto", UnsupportedError, "'chat_template' is not supported"),
         (SLICES + "slcies: 3", ConfigError, "r.yaml:5: unknown key 'slcies': did you mean 'slices'?"),
-        (SLICES + "dtype: int8", ConfigError, "r.yaml:5: dtype 'int8' is not known"),
+        (SLICES + "dtype: int8", ConfigError, "r.yaml:5: dtype 'int8' is not supported"),
         (SLICES + "pre_weights:\n- {model: x}", ConfigError, "pre_weights[0] needs a `name`, such as embed_tokens"),
         (SLICES + "post_weights: 3", ConfigError, "post_weights must be a list"),
-        (SLICES + "run_state: [a, b]", ConfigError, "run_state must name one `model`, a directory (it is ['a', 'b'])"),
+        (SLICES + "run_state: [a, b]", ConfigError, "run_state must name one `model`, a directory, not ['a', 'b']"),
         ("slices: []", ConfigError, "`slices` names no slice"),
         ("slices: [3]", ConfigError, "slices[0] must be a mapping"),
         ("merge_method: passthrough", ConfigError, "needs `slices:`"),
-        ("slices: [{sources: [{model: 'x@>3', layer_range: [0, 1]}]}]", ConfigError, "'>3' is no bound on a step"),
+        ("slices: [{sources: [{model: 'x@>3', layer_range: [0, 1]}]}]", ConfigError, "'>3' is not a bound on a step"),
     ],
 )  # fmt: skip
 def test_what_is_refused(text: str, kind: type[DriftpointError], told: str) -> None:

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from merger.checkpoint import Stored
-from merger.io.output_file import Hole, Verbatim
+from merger.checkpoint import PlannedTensor
+from merger.io.output_file import Hole, VerbatimFile
 from merger.io.transfer import check_hole
 from merger.tensors import memory_of
 from merger.writers.safetensors import SafetensorsFile
@@ -43,7 +43,7 @@ def finished(file: SafetensorsFile, path: Path) -> tuple[dict[str, torch.Tensor]
     return filled, crcs
 
 
-def require_right(tensors: Mapping[str, Stored], metadata: Mapping[str, str], path: Path) -> None:
+def require_right(tensors: Mapping[str, PlannedTensor], metadata: Mapping[str, str], path: Path) -> None:
     file = SafetensorsFile(tensors, metadata)
     filled, _ = finished(file, path)
     file.check(path)
@@ -61,13 +61,15 @@ def require_right(tensors: Mapping[str, Stored], metadata: Mapping[str, str], pa
 @given(
     st.dictionaries(
         st.text(min_size=1, max_size=9).filter(lambda name: name != "__metadata__"),
-        st.builds(Stored, st.lists(st.integers(0, 4), max_size=3).map(tuple), st.sampled_from(DTYPES), st.just(())),
+        st.builds(
+            PlannedTensor, st.lists(st.integers(0, 4), max_size=3).map(tuple), st.sampled_from(DTYPES), st.just(())
+        ),
         max_size=6,
     ),
     st.dictionaries(st.text(max_size=5), st.text(max_size=5), max_size=3),
 )
 def test_any_tensors(
-    tmp_path_factory: pytest.TempPathFactory, tensors: dict[str, Stored], metadata: dict[str, str]
+    tmp_path_factory: pytest.TempPathFactory, tensors: dict[str, PlannedTensor], metadata: dict[str, str]
 ) -> None:
     require_right(tensors, metadata, tmp_path_factory.mktemp("any") / "x.safetensors")
 
@@ -75,10 +77,10 @@ def test_any_tensors(
 def test_tensors_are_where_their_dtype_wants_them(tmp_path: Path) -> None:
     """Readers that map a file want each tensor at a multiple of its element's size."""
     tensors = {
-        "flag": Stored((3,), torch.bool, ()),
-        "half": Stored((5,), torch.bfloat16, ()),
-        "number": Stored((2,), torch.int64, ()),
-        "full": Stored((7,), torch.float32, ()),
+        "flag": PlannedTensor((3,), torch.bool, ()),
+        "half": PlannedTensor((5,), torch.bfloat16, ()),
+        "number": PlannedTensor((2,), torch.int64, ()),
+        "full": PlannedTensor((7,), torch.float32, ()),
     }
     file = SafetensorsFile(tensors, {"format": "pt"})
     holes = file.make(tmp_path / "x")
@@ -88,16 +90,18 @@ def test_tensors_are_where_their_dtype_wants_them(tmp_path: Path) -> None:
 
 def test_a_name_that_the_format_keeps_for_itself(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="__metadata__"):
-        SafetensorsFile({"__metadata__": Stored((3,), torch.float32, ())}, {}).make(tmp_path / "x")
+        SafetensorsFile({"__metadata__": PlannedTensor((3,), torch.float32, ())}, {}).make(tmp_path / "x")
 
 
 def test_a_dtype_that_the_format_has_not() -> None:
     with pytest.raises(UnsupportedError, match="complex128"):
-        _ = SafetensorsFile({"a": Stored((3,), torch.complex128, ())}, {}).header
+        _ = SafetensorsFile({"a": PlannedTensor((3,), torch.complex128, ())}, {}).header
 
 
 def test_a_file_of_any_size_is_made_at_once(tmp_path: Path) -> None:
-    file = SafetensorsFile({"a": Stored((LARGE,), torch.uint8, ()), "b": Stored((1,), torch.uint8, ())}, {})
+    file = SafetensorsFile(
+        {"a": PlannedTensor((LARGE,), torch.uint8, ()), "b": PlannedTensor((1,), torch.uint8, ())}, {}
+    )
     first, last = file.make(tmp_path / "x")
     assert (tmp_path / "x").stat().st_size == file.nbytes == last.offset + 1
     assert last.offset == first.offset + LARGE
@@ -109,7 +113,9 @@ def test_a_file_of_any_size_is_made_at_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize("mask", [0x01, 0x80, 0xFF])
 def test_damage_of_any_byte_is_found(tmp_path: Path, mask: int) -> None:
     path = tmp_path / "x"
-    file = SafetensorsFile({"a": Stored((3,), torch.bool, ()), "b": Stored((5,), torch.float32, ())}, {"key": "value"})
+    file = SafetensorsFile(
+        {"a": PlannedTensor((3,), torch.bool, ()), "b": PlannedTensor((5,), torch.float32, ())}, {"key": "value"}
+    )
     _, holes = finished(file, path)
     data = path.read_bytes()
 
@@ -132,8 +138,8 @@ def test_damage_of_any_byte_is_found(tmp_path: Path, mask: int) -> None:
     assert not sound()
 
 
-@pytest.mark.parametrize("container", [SafetensorsFile({}, {}), Verbatim(b"data")], ids=["safetensors", "verbatim"])
-def test_a_name_that_is_taken(tmp_path: Path, container: SafetensorsFile | Verbatim) -> None:
+@pytest.mark.parametrize("container", [SafetensorsFile({}, {}), VerbatimFile(b"data")], ids=["safetensors", "verbatim"])
+def test_a_name_that_is_taken(tmp_path: Path, container: SafetensorsFile | VerbatimFile) -> None:
     (tmp_path / "x").write_text("mine")
     with pytest.raises(FileExistsError):
         container.make(tmp_path / "x")
@@ -143,7 +149,7 @@ def test_a_name_that_is_taken(tmp_path: Path, container: SafetensorsFile | Verba
 @given(st.binary(max_size=50))
 def test_verbatim(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
     path = tmp_path_factory.mktemp("verbatim") / "x"
-    file = Verbatim(data)
+    file = VerbatimFile(data)
     assert file.make(path) == () and file.tensors() == () and file.nbytes == len(data)
     file.seal(path, {})
     file.check(path)
@@ -151,5 +157,5 @@ def test_verbatim(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None
     for changed in (data + b"\0", data[:-1], bytes(byte ^ 1 for byte in data)):
         if changed != data:
             path.write_bytes(changed)
-            with pytest.raises(MergeError, match="does not read back as it was written"):
+            with pytest.raises(MergeError, match="reads back different bytes than were written"):
                 file.check(path)

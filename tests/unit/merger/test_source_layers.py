@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from merger.layers import layers_of
+from merger.layers import group_layers
 from monitor.observe.layers import find_layers
 
 transformers = pytest.importorskip("transformers")
@@ -99,18 +99,18 @@ def test_the_same_layers_as_from_the_module_tree(make: Callable[[], nn.Module]) 
     kept = model.state_dict().keys()
     named = [*model.named_parameters(), *((name, one) for name, one in model.named_buffers() if name in kept)]
     shapes = {name: tuple(tensor.shape) for name, tensor in named}
-    found = [(layer.name, layer.block, layer.fqns) for layer in layers_of(shapes)]
+    found = [(layer.name, layer.block, layer.fqns) for layer in group_layers(shapes)]
     expected = [(layer.name, layer.block, layer.fqns) for layer in find_layers(model, list(shapes))]
     assert found == expected
 
 
 def test_names_without_any_module() -> None:
-    assert [(layer.name, layer.fqns) for layer in layers_of({"w": (2,), "b": (2,)})] == [("(root)", ("w", "b"))]
-    assert layers_of({}) == ()
+    assert [(layer.name, layer.fqns) for layer in group_layers({"w": (2,), "b": (2,)})] == [("(root)", ("w", "b"))]
+    assert group_layers({}) == ()
 
 
 def test_thousands_of_layers_take_no_time() -> None:
     shapes = {f"model.layers.{i}.{part}.weight": (4,) for i in range(5000) for part in ("attn.q", "attn.k", "mlp.up")}
-    found = layers_of({**shapes, "lm_head.weight": (4,)})
+    found = group_layers({**shapes, "lm_head.weight": (4,)})
     assert len(found) == 5001
     assert found[4999].name == "model.layers.4999" and not found[5000].block

@@ -114,7 +114,7 @@ def test_a_schedule_of_another_optimizer_is_left_out(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("step", [None, "20", True, -1])
 def test_a_state_that_names_no_step(tmp_path: Path, step: Any) -> None:
-    with pytest.raises(MergeError, match="names no global_step"):
+    with pytest.raises(MergeError, match="no valid global_step"):
         rescale_state(run_folder(tmp_path, global_step=step), 20)
 
 
