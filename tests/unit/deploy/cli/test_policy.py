@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.cli import Answer, Here, driftpoint, environment
 from tests.support.policies import SOUND, policy_file, selecting
-from tests.unit.deploy.test_cli_app import BLOCKED
+from tests.unit.deploy.cli.test_app import BLOCKED
 
 PROMISES = 12
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from deploy.daemon.metrics import DaemonMetrics
 from deploy.daemon.rescuer import OUTCOMES
 
-TEXT = (Path(__file__).resolve().parents[3] / "docs" / "daemon.md").read_text()
+TEXT = (Path(__file__).resolve().parents[4] / "docs" / "daemon.md").read_text()
 
 
 def test_every_metric_is_documented_and_no_other() -> None:
