@@ -1,11 +1,6 @@
-"""Open a store; commits, owner, what a resume takes.
+"""Open a store and summarise it: commits, owner, and the commit that a resume would take.
 
-From what the user typed to a store and a commit in it.
-
-How a store stands: its commits, who owns it, what a resume would take. For ``status``, ``report`` and ``top``.
-
-Reads records only, no payload: quick on any store, and blind to bytes that rotted (that is ``verify``). It knows no
-job, no memory and no trace.
+Reads records only, no payload: fast on any store, but it does not detect changed payload bytes (``verify`` does).
 """
 
 from __future__ import annotations
@@ -30,26 +25,36 @@ from store.storage.bucket import ObjectOptions
 from store.text import listed
 
 _PATIENCE = ObjectOptions(retry_seconds=15.0)
-"""Of a command, at which somebody looks; a job has more."""
+"""Shorter retries than a job's, because somebody waits for the answer."""
 
 
 def open_store(root: Path) -> Catalog:
-    """The catalog of the store at ``root``. NoStoreError where there is none, NothingToResumeError without its head."""
+    """Open the catalog of the store at ``root``.
+
+    Raises:
+        NoStoreError: there is no store.
+        NothingToResumeError: its head record is damaged.
+    """
     if not root.is_dir() and not is_url(root):
         found = "is a file" if root.exists() else "does not exist"
-        raise NoStoreError(f"{root.absolute()} {found}: give the directory of a store, the `store:` of its job")
+        raise NoStoreError(f"{root.absolute()} {found}: give the directory of a store (`store:` in the job's YAML)")
     try:
         return open_catalog(files_at(root, _PATIENCE))
     except NoStoreError as error:
         raise NoStoreError(f"{error}{'' if is_url(root) else _nearby(root)}") from error
     except DamagedError as error:
         raise NothingToResumeError(
-            f"{error}; nothing can be read without it: put {STORE} back from a copy of the store"
+            f"{error}; the store cannot be read without it: restore {STORE} from a copy of the store"
         ) from error
 
 
 def find_save(catalog: Catalog, wanted: str) -> SaveId:
-    """The commit of a step number (of the newest epoch that has it) or of a save name. UsageError without one."""
+    """Find a commit by step number (in the newest epoch that has it) or by save name.
+
+    Raises:
+        UsageError: there is no such commit.
+        NothingToResumeError: the store has no commit yet.
+    """
     saves = catalog.saves()
     if not saves:
         raise NothingToResumeError("the store holds no commit yet")
@@ -63,26 +68,27 @@ def find_save(catalog: Catalog, wanted: str) -> SaveId:
 
 
 def lock_owner(root: Path) -> int | None:
-    """Process id of the job of this machine that is using the store, 0 where its id is not known; of a store in a
-    bucket nobody can tell."""
+    """Return the process id that uses the store on this machine, 0 if unknown, None if unused or in a bucket."""
     return None if is_url(root) else lock_holder(root)
 
 
 def lock_owner_text(root: Path, pid: int | None) -> str:
-    """Who is using the store, in words."""
+    """Describe the process that uses the store."""
     if is_url(root):
-        return "not known: an object store has no locks, see the newest epoch"
+        return "unknown: an object store has no locks; see the newest epoch"
     if pid is not None:
         return f"by process {pid} on this machine" if pid > 0 else "by another process"
     lock = root / LOCK
     if lock.exists() and not os.access(lock, os.R_OK | os.W_OK):
-        return f"not known: {LOCK} cannot be opened by this user"
+        return f"unknown: this user cannot open {LOCK}"
     return "by no process on this machine"
 
 
 def resume_step(catalog: Catalog, resolution: Resolution) -> int:
-    """The step that a job goes on from which resumes this, by default (``resume: {at: effective}``). Whether the run
-    state there is sound, and fits the job, only the resume itself finds out."""
+    """Return the step at which a job resumes by default (``resume: {at: effective}``).
+
+    Only the resume itself checks that the run state of that step is valid and fits the job.
+    """
     for save, record in run_saves(resolution, certify(resolution).effective_step).items():
         if not catalog.group(save, record).problems:
             return save.step
@@ -90,7 +96,7 @@ def resume_step(catalog: Catalog, resolution: Resolution) -> int:
 
 
 def parameters(manifest: ManifestRecord) -> int:
-    """Parameters of the model, tied ones once, buffers not at all."""
+    """Return the model's number of parameters. Tied ones count once, buffers not at all."""
     return sum(math.prod(tensor.shape) for tensor in manifest.tensors.values() if tensor.kind != "buffer")
 
 
@@ -106,14 +112,12 @@ def _what_there_is(saves: list[SaveId]) -> str:
 
 
 _TRIES = 4
-"""Times that a store is read which changes meanwhile."""
+"""Attempts to read a store that changes meanwhile."""
 
 
 @dataclass(frozen=True)
 class Resume:
-    """What a resume would take now. effective_step: where its weights stand. goes_on_at: the step that a job goes on
-    from, unless it is set to another. lossy: encodings that rounded values. fallbacks: units of an older version than
-    committed."""
+    """The commit that a resume would take now."""
 
     save: str
     step: int
@@ -129,8 +133,7 @@ class Resume:
 
 @dataclass(frozen=True)
 class StoreStatus:
-    """All of it. in_use_by: process id, 0 where it is not known, None where nobody is. size_bytes: 0 where nobody
-    counted. resumed, certificate: of the commit that a resume would take; None where there is none."""
+    """Summary of a store."""
 
     root: Path
     store_id: str
@@ -148,14 +151,14 @@ class StoreStatus:
 
     @property
     def exit_code(self) -> int:
-        """See :func:`health`."""
         return health(resumable=self.resume is not None, damaged=bool(self.problems))
 
 
 def store_status(catalog: Catalog, root: Path, *, counted: bool = True) -> StoreStatus:
-    """Of the store at ``root``. counted: add up the bytes of its files.
+    """Summarise the store at ``root``; with ``counted``, add up the bytes of its files.
 
-    What a job prunes while this reads is not there any more, and no damage: then all is read again."""
+    Reads again if a running job pruned commits meanwhile, so that these are not reported as damage.
+    """
     for _ in range(_TRIES):
         before = catalog.saves()
         found = _standing(catalog, root, counted=counted)
@@ -190,7 +193,7 @@ def _standing(catalog: Catalog, root: Path, *, counted: bool) -> StoreStatus:
 
 
 def written(manifest: ManifestRecord) -> int:
-    """Payload bytes of a save's own segments."""
+    """Return the payload bytes of a save's own segments."""
     own = manifest.groups.get(manifest.save.name)
     return 0 if own is None else own.payload_bytes
 
@@ -249,7 +252,7 @@ def _counted(catalog: Catalog, root: Path) -> int:
 
 
 def _reached(catalog: Catalog) -> int:
-    """Payload bytes of all commits: in a bucket, looking at every object would take a request for a thousand."""
+    """Return the payload bytes of all commits. Listing a bucket's objects would take one request per thousand."""
     groups = {}
     for save in catalog.saves():
         with suppress(DamagedError, StorageError):
@@ -258,7 +261,7 @@ def _reached(catalog: Catalog) -> int:
 
 
 def _size(root: Path) -> int:
-    """Bytes of all files. What a running job deletes meanwhile is not counted."""
+    """Return the bytes of all files, except those deleted meanwhile by a running job."""
     total = 0
     for folder, _, names in os.walk(root):
         for name in names:

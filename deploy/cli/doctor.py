@@ -1,4 +1,4 @@
-"""``driftpoint doctor``: check this machine, its disk and the store before a job does, and say what to do."""
+"""``driftpoint doctor``: check the machine, the disk and the store before a job uses them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 CONFIG = Path("driftpoint.yaml")
 
 _PATIENCE = 15.0
-"""Seconds for a bucket to answer: somebody looks."""
+"""Seconds to retry requests to a bucket; short, because somebody waits."""
 
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
@@ -39,24 +39,24 @@ StoreArgument = Annotated[
     typer.Argument(
         metavar="[STORE]",
         parser=place_of,
-        help="Directory of the store, or to be; or s3://BUCKET/PREFIX.",
+        help="Store directory (existing or planned), or s3://BUCKET/PREFIX.",
         show_default=False,
     ),
 ]
 ConfigOption = Annotated[
     Path | None,
     typer.Option(
-        "--config", "-c", metavar="FILE", help="The job's YAML; driftpoint.yaml where there is one.", show_default=False
+        "--config", "-c", metavar="FILE", help="The job's YAML (./driftpoint.yaml if it exists).", show_default=False
     ),
 ]
 ParametersOption = Annotated[
     str | None,
-    typer.Option("--parameters", metavar="N", help="Size of the model: 350M, 8b.", show_default=False),
+    typer.Option("--parameters", metavar="N", help="Number of model parameters: 350M, 8b.", show_default=False),
 ]
-NodesOption = Annotated[int, typer.Option("--nodes", min=1, metavar="N", help="Nodes that the job runs on.")]
+NodesOption = Annotated[int, typer.Option("--nodes", min=1, metavar="N", help="Number of nodes of the job.")]
 PatienceOption = Annotated[
     float,
-    typer.Option("--patience", min=0.1, metavar="SECONDS", help="To wait for other ranks, under torchrun or srun."),
+    typer.Option("--patience", min=0.1, metavar="SECONDS", help="Time to wait for other ranks under torchrun or srun."),
 ]
 
 
@@ -70,7 +70,7 @@ def doctor(
     json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Check this machine, the disk or bucket and the store, and say what to do. Leaves nothing behind."""
+    """Check this machine, the disk or bucket, and the store, and suggest fixes. All test files are removed."""
     del debug
     from deploy.doctor.base import Plan, healthy, parsed_count
     from deploy.doctor.nodes import launched
@@ -97,7 +97,7 @@ def doctor(
 
 @contextmanager
 def _tidy() -> Iterator[None]:
-    """Where this is ended, or its terminal is closed, what it made is taken away all the same."""
+    """Turn termination signals into exceptions, so that test files are removed in any case."""
 
     def leave(number: int, frame: object) -> None:
         del frame
@@ -113,7 +113,6 @@ def _tidy() -> Iterator[None]:
 
 
 def as_json(root: Path, findings: list[Finding]) -> dict[str, Any]:
-    """The JSON object of the command."""
     from deploy.doctor.base import healthy
 
     rows = [{"check": one.check, "state": one.state, "seen": one.seen, "todo": one.todo} for one in findings]
@@ -121,11 +120,10 @@ def as_json(root: Path, findings: list[Finding]) -> dict[str, Any]:
 
 
 def draw(console: Console, root: Path, findings: list[Finding]) -> None:
-    """The text of the command."""
     rows = output.table()
     rows.add_column("Check", no_wrap=True)
     rows.add_column("", no_wrap=True)
-    rows.add_column("Seen, and what to do", overflow="fold")
+    rows.add_column("Result and advice", overflow="fold")
     for one in findings:
         text = output.cell(one.seen)
         if one.todo:
@@ -134,7 +132,7 @@ def draw(console: Console, root: Path, findings: list[Finding]) -> None:
     console.print(rows)
     console.print()
     failed, warned = (sum(one.state == state for one in findings) for state in ("fail", "warn"))
-    verdict = f"{plural(failed, 'check')} failed" if failed else "nothing in the way"
+    verdict = f"{plural(failed, 'check')} failed" if failed else "no check failed"
     console.print(output.cell(f"{root.absolute()}: {verdict}" + (f", {plural(warned, 'warning')}" if warned else "")))
 
 
@@ -162,7 +160,7 @@ def _findings(root: Path, plan: Plan, ranks: Ranks, patience: float) -> Iterator
 
 
 def _of_bucket(root: Path, options: ObjectOptions, plan: Plan, ranks: Ranks) -> Iterator[Finding]:
-    """Every rank tries the bucket for itself: whether all reach it is what there is to know of nodes."""
+    """Check the bucket from every rank, because each node must be able to reach it."""
     from deploy.doctor.bucket import check_bucket
     from deploy.doctor.machine import check_machine
     from deploy.doctor.store import check_store

@@ -1,4 +1,4 @@
-"""``driftpoint estimate``: bytes, stall and risk of configurations for a large model, from stated assumptions."""
+"""``driftpoint estimate``: estimate bytes, stall and risk of configurations from stated assumptions."""
 
 from __future__ import annotations
 
@@ -32,18 +32,20 @@ ModelArgument = Annotated[
     str, typer.Argument(metavar="MODEL", help="llama-8b, llama-70b or llama-405b.", show_default=False)
 ]
 GpusOption = Annotated[
-    int | None, typer.Option("--gpus", min=1, metavar="N", help="How many (1024).", show_default=False)
+    int | None, typer.Option("--gpus", min=1, metavar="N", help="Number of GPUs (1024).", show_default=False)
 ]
 StepOption = Annotated[
-    float | None, typer.Option("--step-seconds", min=0, metavar="S", help="Of one step.", show_default=False)
+    float | None, typer.Option("--step-seconds", min=0, metavar="S", help="Seconds per step.", show_default=False)
 ]
 DriftOption = Annotated[
     float | None,
-    typer.Option("--drift", min=0, metavar="D", help="Of the weights, over 10 steps.", show_default=False),
+    typer.Option("--drift", min=0, metavar="D", help="Drift of the weights over 10 steps.", show_default=False),
 ]
 RateOption = Annotated[
     float | None,
-    typer.Option("--learning-rate", min=0, metavar="LR", help="In place of --drift (1e-4).", show_default=False),
+    typer.Option(
+        "--learning-rate", min=0, metavar="LR", help="Learning rate, instead of --drift (1e-4).", show_default=False
+    ),
 ]
 EveryOption = Annotated[
     int | None,
@@ -51,7 +53,7 @@ EveryOption = Annotated[
 ]
 HoursOption = Annotated[
     float | None,
-    typer.Option("--hours", min=0, metavar="H", help="Of training (24).", show_default=False),
+    typer.Option("--hours", min=0, metavar="H", help="Hours of training (24).", show_default=False),
 ]
 
 
@@ -80,7 +82,7 @@ def estimate(
     json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Estimate for a model and a machine, from stated assumptions: bytes, stall, and the cost of a failure."""
+    """Estimate bytes, stall and the cost of a failure for a model and a cluster, from stated assumptions."""
     del debug
     with output.kept_for_answers():
         from deploy.simulate.assumptions import Assumptions, assumed_trace

@@ -1,6 +1,6 @@
-"""``driftpoint import``: make a store of a checkpoint that something else wrote, for a job to resume from.
+"""``driftpoint import``: convert an existing checkpoint into a store that a job can resume from.
 
-The merger is imported when the command runs, because it brings torch with it.
+The merger is imported when the command runs, because it imports torch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CheckpointArgument = Annotated[
     typer.Argument(
         parser=place_of,
         metavar="CHECKPOINT",
-        help="A checkpoint directory of DeepSpeed, a universal one, a folder of the Trainer's, or another store.",
+        help="A DeepSpeed, universal or Trainer checkpoint directory, or another store.",
         show_default=False,
     ),
 ]
@@ -34,7 +34,7 @@ StoreOption = Annotated[
     typer.Option(
         metavar="STORE",
         parser=place_of,
-        help="The store to make: a new or empty directory or s3:// prefix, or one without a commit.",
+        help="The store to write: a new or empty directory or s3:// prefix, or a store without commits.",
         show_default=False,
     ),
 ]
@@ -42,8 +42,7 @@ StepOption = Annotated[
     str | None,
     typer.Option(
         metavar="STEP",
-        help="A step, a tag or a save's name. Without it: what `latest` names in a directory of DeepSpeed's, elsewhere "
-        "the newest.",
+        help="A step, a tag or a save name. Default: `latest` of a DeepSpeed directory, otherwise the newest.",
         show_default=False,
     ),
 ]
@@ -57,7 +56,7 @@ def import_(
     json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Make a store of a checkpoint, bit for bit, so that a job resumes from it. The checkpoint stays as it is."""
+    """Convert a checkpoint into a store, bit for bit, so that a job can resume from it. The source is not changed."""
     del debug
     from merger.import_checkpoint import import_checkpoint, plan_import
 
@@ -69,7 +68,6 @@ def import_(
 
 
 def as_json(plan: ImportPlan, found: Imported) -> dict[str, Any]:
-    """The JSON object of the command."""
     return {
         "store": str(found.store),
         "save": found.save.name,
@@ -86,7 +84,6 @@ def as_json(plan: ImportPlan, found: Imported) -> dict[str, Any]:
 
 
 def draw(console: Console, plan: ImportPlan, found: Imported) -> None:
-    """The text of the command."""
     checkpoint = plan.checkpoint
     console.print(
         output.facts(
@@ -103,6 +100,6 @@ def draw(console: Console, plan: ImportPlan, found: Imported) -> None:
         console.print(output.cell(note, "yellow"))
     output.problems(console, found.problems)
     console.print()
-    console.print("Resume from it with this in the job's YAML:")
+    console.print("To resume from it, set this in the job's YAML:")
     console.print()
     console.print(Text(f"    store: {found.store}", style="bold"), soft_wrap=True)

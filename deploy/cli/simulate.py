@@ -1,4 +1,4 @@
-"""``driftpoint simulate``: bytes, stall and risk of other configurations on a recorded run."""
+"""``driftpoint simulate``: compute bytes, stall and risk of other configurations on a recorded run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from deploy.cli.replay import (
 from deploy.console import DebugOption, JsonOption
 
 TraceArgument = Annotated[
-    Path, typer.Argument(metavar="TRACE", help="The trace that a job wrote, STORE.trace.jsonl.", show_default=False)
+    Path, typer.Argument(metavar="TRACE", help="Drift trace of a job, STORE.trace.jsonl.", show_default=False)
 ]
 
 

@@ -1,4 +1,4 @@
-"""``driftpoint status``: what is in a store, whether a job is using it, and what a resume would take."""
+"""``driftpoint status``: show a store's commits, its user, and the resume point."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from store.schema import ManifestRecord
 
 
 def status(store: StoreArgument, *, json: JsonOption = False, debug: DebugOption = False) -> None:
-    """Show what is in a store, who is using it, and what a resume would take."""
+    """Show the commits of a store, the job that uses it, and the commit that a resume would take."""
     del debug
     found = look(store)
     output.answer(as_json(found), lambda console: draw(console, found), as_json=json)
@@ -27,12 +27,11 @@ def status(store: StoreArgument, *, json: JsonOption = False, debug: DebugOption
 
 
 def look(root: Path) -> StoreStatus:
-    """The status of the store at ``root``. NoStoreError where there is none."""
+    """Return the status of the store at ``root``. Raises NoStoreError."""
     return store_status(open_store(root), root)
 
 
 def as_json(found: StoreStatus) -> dict[str, Any]:
-    """The JSON object of the command."""
     owner = found.owner
     return {
         "store": str(found.root),
@@ -51,7 +50,6 @@ def as_json(found: StoreStatus) -> dict[str, Any]:
 
 
 def draw(console: Console, found: StoreStatus) -> None:
-    """The text of the command."""
     rows: dict[str, Text | str] = {"Store": str(found.root), "Identity": found.store_id, "Commits": _commits(found)}
     if found.newest is not None:
         rows["Newest"] = _newest(found.newest)
@@ -86,7 +84,7 @@ def _commits(found: StoreStatus) -> str:
         return "none yet"
     steps = [save.step for save in found.saves]
     span = f"step {steps[0]}" if len(steps) == 1 else f"steps {min(steps)} to {max(steps)}"
-    ever = f"; {found.newest.commits} made so far" if found.newest and found.newest.commits > len(steps) else ""
+    ever = f"; {found.newest.commits} in total" if found.newest and found.newest.commits > len(steps) else ""
     suspect = f"; suspect: {', '.join(save.name for save in found.suspects)}" if found.suspects else ""
     return f"{len(steps)}, {span}{ever}{suspect}"
 
@@ -110,9 +108,9 @@ def _epochs(found: StoreStatus) -> str:
     if found.epoch == 0:
         return "none yet"
     if found.owner is None:
-        return f"{found.epoch}; the record of the newest cannot be read"
+        return f"{found.epoch}; the record of the newest one is unreadable"
     owner = found.owner
-    return f"{found.epoch}; the newest is of process {owner.pid} on {owner.host}, {owner.started}"
+    return f"{found.epoch}; newest: process {owner.pid} on {owner.host}, {owner.started}"
 
 
 def _resume_text(found: StoreStatus) -> Text:
@@ -126,7 +124,7 @@ def _resume_text(found: StoreStatus) -> Text:
     if going_on := going_on_text(resume.step, resume.goes_on_at, resume.effective_step):
         text += f"; {going_on}"
     if resume.fallbacks:
-        text += f"; {plural(len(resume.fallbacks), 'unit')} in an older version, because of damage"
+        text += f"; {plural(len(resume.fallbacks), 'unit')} in an older version because of damage"
     if resume.proven:
-        text += "; a job resumed from it before"
+        text += "; a job has resumed from it"
     return Text(text, style="yellow" if found.problems else "green")

@@ -21,12 +21,12 @@ from store.verify import CommitState, VerifyReport, total_bytes
 from store.verify import verify as verify_store
 
 _STYLES = {"ok": "green", "fallback": "yellow", "damaged": "bold red"}
-_RESUME = {"ok": "can", "fallback": "can, though damaged", "damaged": "cannot"}
+_RESUME = {"ok": "possible", "fallback": "possible, with older versions", "damaged": "impossible"}
 
 
 @dataclass(frozen=True)
 class Verified:
-    """The report and what else the table shows. in_use: a job may have pruned while it was being read."""
+    """Verification report of a store."""
 
     root: Path
     store_id: str
@@ -37,7 +37,6 @@ class Verified:
 
     @property
     def exit_code(self) -> int:
-        """See :func:`health`."""
         return health(resumable=self.report.resumable is not None, damaged=not self.report.ok)
 
 
@@ -50,7 +49,7 @@ def verify(store: StoreArgument, *, json: JsonOption = False, debug: DebugOption
 
 
 def check(root: Path) -> Verified:
-    """Verify the store at ``root``, with a progress bar where someone is watching."""
+    """Verify the store at ``root``, with a progress bar on a terminal."""
     catalog = open_store(root)
     total = total_bytes(catalog) if watched() else 0
     with byte_progress("Verifying", total) as progress:
@@ -60,7 +59,6 @@ def check(root: Path) -> Verified:
 
 
 def as_json(found: Verified) -> dict[str, Any]:
-    """The JSON object of the command."""
     report = found.report
     return {
         "store": str(found.root),
@@ -84,7 +82,6 @@ def as_json(found: Verified) -> dict[str, Any]:
 
 
 def draw(console: Console, found: Verified) -> None:
-    """The text of the command."""
     report = found.report
     if report.commits:
         console.print(_table(found))
@@ -92,7 +89,7 @@ def draw(console: Console, found: Verified) -> None:
     console.print(_verdict(report))
     output.problems(console, report.problems)
     if report.problems and found.in_use:
-        console.print("The store is in use: what its job deleted meanwhile shows up here too. Verify it again.")
+        console.print("The store is in use: files that its job deleted meanwhile are listed here too. Verify it again.")
 
 
 def _table(found: Verified) -> Any:
@@ -124,5 +121,5 @@ def _verdict(report: VerifyReport) -> Text:
         why = "no commit can be resumed" if report.commits else "the store holds no commit yet"
         return Text(f"Nothing to resume: {why}. {read}.", style="bold red")
     if report.ok:
-        return Text(f"{plural(len(report.commits), 'commit')}, all as written. {read}.", style="green")
-    return Text(f"Damaged, but a resume works, from step {report.resumable.step}. {read}.", style="yellow")
+        return Text(f"{plural(len(report.commits), 'commit')}, all intact. {read}.", style="green")
+    return Text(f"Damaged, but a resume works from step {report.resumable.step}. {read}.", style="yellow")

@@ -57,7 +57,7 @@ def test_a_recommendation_keeps_its_limit(here: Here) -> None:
 
 def test_what_cannot_be_estimated_is_one_line(here: Here) -> None:
     for options, told in (
-        ((*MODEL, "--bytes-per-hour", 1), "go with --recommend"),
+        ((*MODEL, "--bytes-per-hour", 1), "need --recommend"),
         (("estimate",), "Missing argument 'MODEL'"),
         (("estimate", "gpt"), "unknown model 'gpt'"),
     ):

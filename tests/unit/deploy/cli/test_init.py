@@ -82,7 +82,7 @@ def test_nothing_is_replaced(here: Here) -> None:
     Path("driftpoint.yaml").write_text("every: 7\n")
     answer = here("init")
     assert answer.code == 2
-    assert answer.err == "error: driftpoint.yaml is there already, and is not replaced: name another file with -o\n"
+    assert answer.err == "error: driftpoint.yaml already exists and is not replaced: name another file with -o\n"
     assert _listed() == ["driftpoint.yaml"]
     assert Path("driftpoint.yaml").read_text() == "every: 7\n"
 

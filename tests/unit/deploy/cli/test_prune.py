@@ -93,7 +93,7 @@ def test_what_is_not_recognised_is_told_and_stays(here: Here, builder: StoreBuil
         (builder.root / name).touch()
     answer = here("prune", builder.root, *ONE, "--json")
     assert sorted(answer.json["unrecognised"]) == ["manifests/old.json", "notes.txt", "segments/mine"]
-    assert "Not recognised, so left alone:\n" in here("prune", builder.root, *ONE).out
+    assert "Unrecognised files, not deleted:\n" in here("prune", builder.root, *ONE).out
     assert all((builder.root / name).exists() for name in ("notes.txt", "manifests/old.json", "segments/mine"))
 
 

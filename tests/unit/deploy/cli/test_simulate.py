@@ -142,7 +142,7 @@ def test_minutes_that_may_be_lost_are_a_limit_too(here: Here, trace: Path) -> No
     ("options", "told"),
     [
         (("--recommend",), "--recommend needs a limit"),
-        (("--bytes-per-hour", 1), "go with --recommend"),
+        (("--bytes-per-hour", 1), "need --recommend"),
         (("--recommend", "--bytes-per-hour", 1), "no configuration keeps these limits"),
         (("-p", "fulll"), "did you mean 'full'"),
         (("-p", "budget"), "needs what it may spend"),

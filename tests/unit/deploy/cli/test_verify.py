@@ -52,7 +52,7 @@ def test_a_flipped_byte_is_found_and_a_resume_still_works(here: Here, builder: S
     assert "do not match their hash" in answer.json["problems"][0]
     text = here("verify", builder.root)
     assert text.code == 12
-    assert "Damaged, but a resume works, from step 20." in text.out
+    assert "Damaged, but a resume works from step 20." in text.out
     assert "can, though damaged <- next" in text.out
 
 
