@@ -114,7 +114,7 @@ def status(*, memory: MemoryOption = Path("/dev/shm"), json: JsonOption = False,
     found = _answer(base_of(memory), AskStatus())
     if not isinstance(found, Report):
         raise DaemonError(f"the daemon answered {found.kind!r} instead of a report")
-    output.answer(found.model_dump(mode="json"), lambda console: draw(console, found), as_json=json)
+    output.answer(found.model_dump(mode="json"), lambda console: _draw(console, found), as_json=json)
 
 
 @app.command(epilog=EPILOG)
@@ -127,7 +127,7 @@ def stop(*, memory: MemoryOption = Path("/dev/shm"), json: JsonOption = False, d
     output.answer({"pid": found.pid}, lambda console: console.print(f"Stopping process {found.pid}."), as_json=json)
 
 
-def draw(console: Console, report: Report) -> None:
+def _draw(console: Console, report: Report) -> None:
     port = report.url or "none: see the daemon's log"
     facts: dict[str, Text | str] = {
         "Daemon": f"process {report.pid}, since {report.started}",

@@ -86,8 +86,8 @@ def doctor(
         look = _of_bucket(root, options, plan, ranks) if is_url(root) else _findings(root, plan, ranks, patience)
         findings = list(look)
     if ranks.first:
-        body = as_json(root, findings)
-        output.answer(body, lambda console: draw(console, root, findings), as_json=json)
+        body = _as_json(root, findings)
+        output.answer(body, lambda console: _draw(console, root, findings), as_json=json)
     elif is_url(root):
         for one in findings:
             if one.state == "fail":
@@ -112,14 +112,14 @@ def _tidy() -> Iterator[None]:
             signal.signal(one, handler)
 
 
-def as_json(root: Path, findings: list[Finding]) -> dict[str, Any]:
+def _as_json(root: Path, findings: list[Finding]) -> dict[str, Any]:
     from deploy.doctor.base import healthy
 
     rows = [{"check": one.check, "state": one.state, "seen": one.seen, "todo": one.todo} for one in findings]
     return {"store": str(root.absolute()), "ok": healthy(findings), "findings": rows}
 
 
-def draw(console: Console, root: Path, findings: list[Finding]) -> None:
+def _draw(console: Console, root: Path, findings: list[Finding]) -> None:
     rows = output.table()
     rows.add_column("Check", no_wrap=True)
     rows.add_column("", no_wrap=True)

@@ -64,10 +64,10 @@ def import_(
         plan = plan_import(checkpoint, step)
         with byte_progress("Importing", plan.bytes_to_read) as progress:
             found = import_checkpoint(plan, store, progress)
-    output.answer(as_json(plan, found), lambda console: draw(console, plan, found), as_json=json)
+    output.answer(_as_json(plan, found), lambda console: _draw(console, plan, found), as_json=json)
 
 
-def as_json(plan: ImportPlan, found: Imported) -> dict[str, Any]:
+def _as_json(plan: ImportPlan, found: Imported) -> dict[str, Any]:
     return {
         "store": str(found.store),
         "save": found.save.name,
@@ -83,7 +83,7 @@ def as_json(plan: ImportPlan, found: Imported) -> dict[str, Any]:
     }
 
 
-def draw(console: Console, plan: ImportPlan, found: Imported) -> None:
+def _draw(console: Console, plan: ImportPlan, found: Imported) -> None:
     checkpoint = plan.checkpoint
     console.print(
         output.facts(

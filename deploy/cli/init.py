@@ -65,7 +65,7 @@ def init(
     values = _values(store, _policy(policy, set_ or ()), every, encoding, bytes_per_hour)
     files = create(out, values, schema=schema)
     body = {"files": [str(path) for path in files]}
-    output.answer(body, lambda console: draw(console, files), as_json=json)
+    output.answer(body, lambda console: _draw(console, files), as_json=json)
 
 
 def schema(*, json: JsonOption = True, debug: DebugOption = False) -> None:
@@ -99,7 +99,7 @@ def create(out: Path, values: Mapping[str, Any], *, schema: bool) -> list[Path]:
     return [out, beside]
 
 
-def draw(console: Console, files: list[Path]) -> None:
+def _draw(console: Console, files: list[Path]) -> None:
     beside = f", and {files[1]} for editors" if len(files) > 1 else ""
     console.print(output.cell(f"Wrote {files[0]}{beside}."))
     console.print(

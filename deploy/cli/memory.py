@@ -64,7 +64,7 @@ def memory(
     del debug
     if context.invoked_subcommand is None:
         found = stored_snapshots(base_of(memory))
-        output.answer(as_json(base_of(memory), found), lambda console: draw(console, found), as_json=json)
+        output.answer(_as_json(base_of(memory), found), lambda console: _draw(console, found), as_json=json)
 
 
 @app.command("clear", epilog=EPILOG)
@@ -95,7 +95,7 @@ def stored_snapshots(base: Path) -> list[StoredSnapshot]:
     return [_lying(tier, paths.get(tier.store_id)) for tier in tiers(base)]
 
 
-def as_json(base: Path, found: list[StoredSnapshot]) -> dict[str, Any]:
+def _as_json(base: Path, found: list[StoredSnapshot]) -> dict[str, Any]:
     rows = [
         {
             "store_id": one.store_id,
@@ -113,7 +113,7 @@ def as_json(base: Path, found: list[StoredSnapshot]) -> dict[str, Any]:
     return {"memory": str(base), "nbytes": sum(one.nbytes for one in found), "stores": rows}
 
 
-def draw(console: Console, found: list[StoredSnapshot]) -> None:
+def _draw(console: Console, found: list[StoredSnapshot]) -> None:
     if not found:
         console.print("There are no snapshots in memory.")
         return
@@ -186,11 +186,11 @@ def rescue(
         )
     catalog = open_store(store)
     done = rescue_newest(Tier(base_of(memory), catalog.store_id), catalog)
-    output.answer(rescue_json(store, done), lambda console: console.print(_text(done)), as_json=json)
+    output.answer(_rescue_json(store, done), lambda console: console.print(_text(done)), as_json=json)
     raise typer.Exit(DriftpointError.exit_code if done.outcome == INCOMPLETE else OK)
 
 
-def rescue_json(store: Path, done: Rescued) -> dict[str, Any]:
+def _rescue_json(store: Path, done: Rescued) -> dict[str, Any]:
     save = None if done.manifest is None else done.manifest.save
     return {
         "store": str(store.absolute()),

@@ -51,7 +51,8 @@ def damage_error(error: DriftpointError) -> DriftpointError:
     if not isinstance(error, DamagedError):
         return error
     return NothingToResumeError(
-        f"{error}; there is no other copy in the source: choose another checkpoint (--step), or restore the file from a backup"
+        f"{error}; there is no other copy in the source: choose another checkpoint (--step), or restore the file from "
+        "a backup"
     )
 
 
@@ -163,7 +164,7 @@ def merge(
         raise typer.Exit(print_plan(request, out, workers, as_json=json))
     assert out is not None  # checked above
     result = rebuild(request, out, workers)
-    output.answer(as_json(result), lambda console: draw(console, result), as_json=json)
+    output.answer(_as_json(result), lambda console: _draw(console, result), as_json=json)
 
 
 def rebuild(request: Request, out: Path, workers: int | None) -> MergeResult:
@@ -183,7 +184,7 @@ def rebuild(request: Request, out: Path, workers: int | None) -> MergeResult:
         )
 
 
-def as_json(result: MergeResult) -> dict[str, Any]:
+def _as_json(result: MergeResult) -> dict[str, Any]:
     return {
         "out": str(result.out),
         "tag": result.tag,
@@ -198,7 +199,7 @@ def as_json(result: MergeResult) -> dict[str, Any]:
     }
 
 
-def draw(console: Console, result: MergeResult) -> None:
+def _draw(console: Console, result: MergeResult) -> None:
     certificate = result.certificate
     print_certificate(console, certificate, result.parameters)
     if len(result.sources) > 1:
@@ -214,7 +215,7 @@ def draw(console: Console, result: MergeResult) -> None:
         )
     )
     output.problems(console, result.problems)
-    print_notes(console, result.notes)
+    _print_notes(console, result.notes)
     print_load(console, result.load)
 
 
@@ -281,7 +282,7 @@ def source_table(sources: Sequence[SourceUse], reads: dict[str, int] | None = No
     return table
 
 
-def print_notes(console: Console, notes: Sequence[str]) -> None:
+def _print_notes(console: Console, notes: Sequence[str]) -> None:
     for note in notes:
         console.print()
         console.print(output.facts({"Note": note}))
@@ -331,11 +332,11 @@ def print_plan(request: Request, out: Path | None, workers: int | None, *, as_js
     if request.recipe is None and not draft.sources:
         raise draft.errors[0]
     told = MergePlanReport(draft, out, workers or default_workers(), None if out is None else free_bytes(out))
-    output.answer(to_json(told), lambda console: draw_plan(console, told), as_json=as_json)
+    output.answer(_to_json(told), lambda console: _draw_plan(console, told), as_json=as_json)
     return draft.errors[0].exit_code if draft.errors else OK
 
 
-def to_json(told: MergePlanReport) -> dict[str, Any]:
+def _to_json(told: MergePlanReport) -> dict[str, Any]:
     draft, plan = told.draft, told.draft.plan
     reads = {} if plan is None else plan.reads
     return {
@@ -348,7 +349,7 @@ def to_json(told: MergePlanReport) -> dict[str, Any]:
     }
 
 
-def draw_plan(console: Console, told: MergePlanReport) -> None:
+def _draw_plan(console: Console, told: MergePlanReport) -> None:
     draft, plan = told.draft, told.draft.plan
     if plan is not None:
         print_certificate(console, plan.checkpoint.certificate, plan.parameters)
@@ -360,7 +361,7 @@ def draw_plan(console: Console, told: MergePlanReport) -> None:
         console.print()
         console.print(output.facts(_facts(plan, told)))
         output.problems(console, plan.checkpoint.problems)
-        print_notes(console, plan.notes)
+        _print_notes(console, plan.notes)
         if told.out is not None:
             print_load(console, plan.load(told.out))
     if draft.errors:

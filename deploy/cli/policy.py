@@ -182,19 +182,19 @@ def check(
     """Check that a policy keeps the contract, on synthetic models and runs, in this process and in a fresh one."""
     del debug
     with output.kept_for_answers():
-        checked = check_policy_file(policy, set_ or ())
-    output.answer(as_json(checked), lambda console: draw(console, checked), as_json=json)
+        checked = _check_policy_file(policy, set_ or ())
+    output.answer(_as_json(checked), lambda console: _draw(console, checked), as_json=json)
     raise typer.Exit(OK if checked.holds else DriftpointError.exit_code)
 
 
-def check_policy_file(word: str, given: Sequence[str]) -> Checked:
+def _check_policy_file(word: str, given: Sequence[str]) -> Checked:
     found = named(word, given)
     findings = list(examine(found.policy, found.bounds))
     findings.insert(_NEEDS_AN_ANSWER, _elsewhere(found))
     return Checked(found.policy.name, tuple(findings))
 
 
-def as_json(checked: Checked) -> dict[str, Any]:
+def _as_json(checked: Checked) -> dict[str, Any]:
     return {
         "policy": checked.policy,
         "holds": checked.holds,
@@ -202,7 +202,7 @@ def as_json(checked: Checked) -> dict[str, Any]:
     }
 
 
-def draw(console: Console, checked: Checked) -> None:
+def _draw(console: Console, checked: Checked) -> None:
     rows = output.table()
     rows.add_column("Check", max_width=32)
     rows.add_column("", no_wrap=True)
@@ -225,7 +225,7 @@ def _elsewhere(found: Named) -> Finding:
 def _verdict(checked: Checked) -> str:
     broken = sum(one.outcome == "broken" for one in checked.findings)
     if broken:
-        return f"policy {checked.policy} fails {plural(broken, 'check')}: in a job, each such decision would save everything"
+        return f"policy {checked.policy} fails {plural(broken, 'check')}: a job saves everything at such a decision"
     notes = sum(one.outcome == "take note" for one in checked.findings)
     return f"policy {checked.policy}: no check failed" + (f"; {plural(notes, 'thing')} to note" if notes else "")
 

@@ -74,7 +74,7 @@ def prune(
     del debug
     retention = Retention(keep_last=keep_last, keep_every=keep_every, log_spaced=log_spaced)
     found = tidy(store, retention, dry_run=dry_run)
-    output.answer(as_json(found), lambda console: draw(console, found), as_json=json)
+    output.answer(_as_json(found), lambda console: _draw(console, found), as_json=json)
     raise typer.Exit(found.exit_code)
 
 
@@ -90,7 +90,7 @@ def tidy(root: Path, retention: Retention, *, dry_run: bool) -> Pruned:
     return Pruned(root.absolute(), dry_run, plan, in_use_by, _foreign_owner(catalog), resumable)
 
 
-def as_json(found: Pruned) -> dict[str, Any]:
+def _as_json(found: Pruned) -> dict[str, Any]:
     plan = found.plan
     return {
         "store": str(found.root),
@@ -108,7 +108,7 @@ def as_json(found: Pruned) -> dict[str, Any]:
     }
 
 
-def draw(console: Console, found: Pruned) -> None:
+def _draw(console: Console, found: Pruned) -> None:
     plan = found.plan
     if plan.blocked is not None:
         console.print(Text(f"Not pruned: {plan.blocked}", style="bold red"))

@@ -152,12 +152,12 @@ def answer(
         from deploy.simulate.summary import write_picture
 
         write_picture(found.summaries, plot)
-    body = simulation_json(found, chosen) | ({} if assumed is None else {"assumed": dict(assumed)})
+    body = _simulation_json(found, chosen) | ({} if assumed is None else {"assumed": dict(assumed)})
     output.answer(body, lambda console: draw(console, found, chosen, assumed or {}), as_json=as_json)
     raise typer.Exit(OK)
 
 
-def simulation_json(found: Simulation, chosen: Recommendation | None) -> dict[str, Any]:
+def _simulation_json(found: Simulation, chosen: Recommendation | None) -> dict[str, Any]:
     from deploy.simulate.summary import as_json as summary_json
     from deploy.simulate.summary import step_seconds
 

@@ -48,11 +48,11 @@ def report(
     made = build_report(store, trace, base_of(memory), verify=verify)
     path = out or beside(store.absolute(), ".report.html")
     made.write(path)
-    output.answer(as_json(made, path), lambda console: draw(console, made, path), as_json=json)
+    output.answer(_as_json(made, path), lambda console: _draw(console, made, path), as_json=json)
     raise typer.Exit(made.exit_code)
 
 
-def as_json(made: ReportResult, path: Path) -> dict[str, Any]:
+def _as_json(made: ReportResult, path: Path) -> dict[str, Any]:
     verdict, history = made.content.verdict, made.content.history
     return {
         "out": str(path.absolute()),
@@ -72,7 +72,7 @@ def as_json(made: ReportResult, path: Path) -> dict[str, Any]:
     }
 
 
-def draw(console: Console, made: ReportResult, path: Path) -> None:
+def _draw(console: Console, made: ReportResult, path: Path) -> None:
     verdict = made.content.verdict
     styles = {"good": "green", "look": "yellow", "bad": "bold red"}
     console.print(output.cell(f"{verdict.title}. {verdict.sentence}", styles[verdict.level]))
@@ -107,7 +107,7 @@ def top(
     reader = FactsReader(store, trace_path(store, trace), base_of(memory))
     facts = reader.read()
     if json or once or not _interactive():
-        output.answer(top_json(facts), lambda console: draw_top(console, facts), as_json=json)
+        output.answer(_top_json(facts), lambda console: draw_top(console, facts), as_json=json)
     else:
         facts = run(Console(highlight=False, markup=False, emoji=False), reader, interval) or facts
     raise typer.Exit(NothingToResumeError.exit_code if facts.status is None else facts.status.exit_code)
@@ -118,7 +118,7 @@ def _interactive() -> bool:
     return sys.stdout.isatty() and not Console().is_dumb_terminal
 
 
-def top_json(facts: Facts) -> dict[str, Any]:
+def _top_json(facts: Facts) -> dict[str, Any]:
     from deploy.health.verdict import judge
     from deploy.top.view import layer_rows, moving_slots
 

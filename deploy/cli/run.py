@@ -64,7 +64,7 @@ MetricsOption = Annotated[
         metavar="N",
         min=0,
         max=65535,
-        help="Serve metrics of the supervisor on this port, with host and TLS of `metrics:` in the YAML; 0: a free one.",
+        help="Serve metrics on this port (0: a free one), with host and TLS of the YAML's `metrics:`.",
         show_default=False,
     ),
 ]
@@ -120,7 +120,8 @@ class WantedDaemon:
 def places(config: Path | None, store: Path | None) -> tuple[StoreProbe, WantedDaemon | None, signal.Signals]:
     """Return the job's store (relative to the working directory), the daemon to start, and the preemption signal.
 
-    Reads only ``store:``, ``s3:``, ``memory:``, ``daemon:``, ``preemption:`` and ``metrics:``; the trainer checks the rest.
+    Reads only ``store:``, ``s3:``, ``memory:``, ``daemon:``, ``preemption:`` and ``metrics:``; the trainer checks the
+    rest.
 
     Raises:
         ConfigError: one of these sections is invalid.

@@ -79,7 +79,7 @@ def show(
     """Show the layer versions of a commit: step, age, drift, bytes and encoding of every slot."""
     del debug
     shown = look(store, step)
-    output.answer(as_json(shown), lambda console: draw(console, shown, long=long), as_json=json)
+    output.answer(_as_json(shown), lambda console: _draw(console, shown, long=long), as_json=json)
     raise typer.Exit(shown.exit_code)
 
 
@@ -93,7 +93,7 @@ def look(root: Path, wanted: str | None) -> Shown:
     return _whole(catalog, resolution, problems)
 
 
-def as_json(shown: Shown) -> dict[str, Any]:
+def _as_json(shown: Shown) -> dict[str, Any]:
     certificate, reasons = shown.certificate, shown.reasons
     units = [_unit_json(unit, reasons) for unit in certificate.units]
     return {
@@ -122,7 +122,7 @@ def _unit_json(unit: CertifiedUnit, reasons: Mapping[Unit, str]) -> dict[str, An
     return found
 
 
-def draw(console: Console, shown: Shown, *, long: bool) -> None:
+def _draw(console: Console, shown: Shown, *, long: bool) -> None:
     certificate = shown.certificate
     rows = {"Commit": _title(shown), "Kind": _kind(shown), "Bytes": _bytes(shown)}
     if shown.suspect:

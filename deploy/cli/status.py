@@ -22,7 +22,7 @@ def status(store: StoreArgument, *, json: JsonOption = False, debug: DebugOption
     """Show the commits of a store, the job that uses it, and the commit that a resume would take."""
     del debug
     found = look(store)
-    output.answer(as_json(found), lambda console: draw(console, found), as_json=json)
+    output.answer(_as_json(found), lambda console: _draw(console, found), as_json=json)
     raise typer.Exit(found.exit_code)
 
 
@@ -31,7 +31,7 @@ def look(root: Path) -> StoreStatus:
     return store_status(open_store(root), root)
 
 
-def as_json(found: StoreStatus) -> dict[str, Any]:
+def _as_json(found: StoreStatus) -> dict[str, Any]:
     owner = found.owner
     return {
         "store": str(found.root),
@@ -49,7 +49,7 @@ def as_json(found: StoreStatus) -> dict[str, Any]:
     }
 
 
-def draw(console: Console, found: StoreStatus) -> None:
+def _draw(console: Console, found: StoreStatus) -> None:
     rows: dict[str, Text | str] = {"Store": str(found.root), "Identity": found.store_id, "Commits": _commits(found)}
     if found.newest is not None:
         rows["Newest"] = _newest(found.newest)

@@ -44,7 +44,7 @@ def verify(store: StoreArgument, *, json: JsonOption = False, debug: DebugOption
     """Read every byte of the store and check every hash. Changes nothing."""
     del debug
     found = check(store)
-    output.answer(as_json(found), lambda console: draw(console, found), as_json=json)
+    output.answer(_as_json(found), lambda console: _draw(console, found), as_json=json)
     raise typer.Exit(found.exit_code)
 
 
@@ -58,7 +58,7 @@ def check(root: Path) -> Verified:
     return Verified(root.absolute(), catalog.store_id, report, proven, suspects, lock_owner(root) is not None)
 
 
-def as_json(found: Verified) -> dict[str, Any]:
+def _as_json(found: Verified) -> dict[str, Any]:
     report = found.report
     return {
         "store": str(found.root),
@@ -81,7 +81,7 @@ def as_json(found: Verified) -> dict[str, Any]:
     }
 
 
-def draw(console: Console, found: Verified) -> None:
+def _draw(console: Console, found: Verified) -> None:
     report = found.report
     if report.commits:
         console.print(_table(found))

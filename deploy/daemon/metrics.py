@@ -1,6 +1,6 @@
-"""What the daemon of a node serves to Prometheus: a registry of its own, refreshed from its tables.
+"""Prometheus metrics of the node daemon, in a registry of their own.
 
-A port that is taken costs the endpoint, nothing else.
+If the port is in use, only the endpoint is missing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _log = logging.getLogger("driftpoint")
 
 
 class DaemonMetrics:
-    """The metric set. Without :meth:`serve` it only counts."""
+    """Metrics of the node daemon. Without :meth:`serve` it only counts."""
 
     def __init__(self) -> None:
         registry = CollectorRegistry()
@@ -74,16 +74,16 @@ class DaemonMetrics:
 
     @property
     def port(self) -> int | None:
-        """That it listens on; None where it does not."""
+        """Return the listening port, or None."""
         return None if self._server is None else self._server.port
 
     @property
     def url(self) -> str | None:
-        """That a scraper asks; None where nobody listens."""
+        """Return the address to scrape, or None."""
         return None if self._server is None else self._server.url
 
     def serve(self, host: str, port: int, security: EndpointSecurity) -> None:
-        """Listen; 0 takes a free port."""
+        """Serve the metrics; port 0 takes a free one."""
         try:
             self._server = MetricsServer(self.registry, host, port, security)
         except OSError as error:
@@ -97,7 +97,7 @@ class DaemonMetrics:
             _log.error("no metrics of the daemon: %s", error)
 
     def show(self, report: Report, base: Path) -> None:
-        """How things stand. base: of shared memory."""
+        """Update the gauges. ``base`` is the shared-memory directory."""
         with suppress(OSError):  # it is gone: what there was is told by its jobs
             found = os.statvfs(base)
             self.memory_room.set(found.f_bavail * found.f_frsize)
@@ -119,13 +119,12 @@ class DaemonMetrics:
                 self.memory.labels(one.store).set(int(one.memory.partition("-")[0]))
 
     def rescued(self, outcome: str) -> None:
-        """A rescue ended."""
+        """Count a finished rescue."""
         self.rescues.labels(outcome).inc()
         if outcome == "written":
             self.rescued_at.set(time.time())
 
     def close(self) -> None:
-        """Stop listening."""
         if self._server is not None:
             self._server.close()
             self._server = None

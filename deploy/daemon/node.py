@@ -1,16 +1,10 @@
-"""Jobs on this node and actions.
+"""State of a node: registered jobs, rescues of dead ones, and verification results.
 
-The jobs of this node and what becomes of them: a table of who lives. No I/O, no clock, one thread.
+A job is all processes with one epoch of a store. It is dead when all its processes on this node ended; its snapshots
+are rescued unless all of them unregistered cleanly. Stopped processes count as alive. A newer epoch on the same store
+(at the same path; a copy is another store) replaces the older one, since it finds the snapshots by itself.
 
-A job is all processes that one store got its epoch with. It is dead when all of its processes on this node are; what it
-left is worth writing unless all of them had said goodbye. Stopped processes live. A newer incarnation on the same store
-(at the same path: a copy is another one) takes the older one's place: that finds by itself what is in memory.
-
-How a daemon is to run. Validated by whoever makes it: the command line.
-
-What happens on this node, and what is done about it: jobs that come and die, rescues, commits that are read again.
-
-All of it belongs to the event loop's thread; the rescuer and the verifier hand their news over to it.
+Everything here runs in the event loop's thread; rescuer and verifier hand their results over to it.
 """
 
 from __future__ import annotations
@@ -40,13 +34,19 @@ from store.text import listed
 TRAINING, DYING, WAITING, RESCUING = "training", "dying", "waiting", "rescuing"
 
 Key = tuple[str, str, int]
-"""(path of the store, its id, epoch): a copy of a store has its id."""
+"""Path, id and epoch of a store. The path tells copies apart, which have the same id."""
 
 
 @dataclass
 class RankConnection:
-    """One rank of a job. connections: to its process, which may lose one and come back. ending: the process is gone,
-    but what it said last may not be read yet. clean: it said goodbye. watched: its end will be seen."""
+    """One rank of a job.
+
+    Attributes:
+        connections: open connections of its process.
+        ending: the process ended, but its last message may be unread.
+        clean: it unregistered.
+        watched: its end will be noticed.
+    """
 
     rank: int
     pid: int
@@ -59,7 +59,7 @@ class RankConnection:
 
 @dataclass
 class NodeJob:
-    """What is known of a job here."""
+    """State of a job on this node."""
 
     hello: Register
     members: dict[int, RankConnection] = field(default_factory=dict)
@@ -70,21 +70,20 @@ class NodeJob:
 
     @property
     def key(self) -> Key:
-        """Names it."""
         return self.hello.store, self.hello.store_id, self.hello.epoch
 
     @property
     def living(self) -> list[RankConnection]:
-        """By rank."""
+        """Return the living ranks in order."""
         return sorted((one for one in self.members.values() if one.alive), key=lambda one: one.rank)
 
     @property
     def died(self) -> bool:
-        """Whether any process ended without a goodbye."""
+        """Return whether any process ended without unregistering."""
         return any(not one.alive and not one.clean for one in self.members.values())
 
     def noted(self, note: StatusUpdate, now: float) -> None:
-        """A rank told something. now: seconds since 1970."""
+        """Apply a status update of a rank; ``now`` is Unix time."""
         committed, memory = _save(note.committed), _save(note.memory)
         if committed is not None and (self.committed is None or committed > self.committed):
             self.committed, self.committed_at = committed, now
@@ -92,7 +91,6 @@ class NodeJob:
             self.memory = memory
 
     def report(self) -> JobReport:
-        """For people."""
         return JobReport(
             store=self.hello.store,
             store_id=self.hello.store_id,
@@ -108,7 +106,7 @@ class NodeJob:
 
 
 class Jobs:
-    """The table."""
+    """Table of jobs. No I/O and no clock."""
 
     def __init__(self) -> None:
         self._jobs: dict[Key, NodeJob] = {}
@@ -117,13 +115,15 @@ class Jobs:
         return iter(list(self._jobs.values()))
 
     def get(self, key: Key) -> NodeJob | None:
-        """A job that is not forgotten yet."""
+        """Return a known job, or None."""
         return self._jobs.get(key)
 
     def join(self, hello: Register, pid: int) -> tuple[NodeJob, RankConnection, list[NodeJob]]:
-        """A process registers; a second time, where its connection broke. Third: older incarnations, now forgotten.
+        """Register a process, again if its connection broke; return the job, the rank, and replaced older epochs.
 
-        DaemonError where another living process is that rank, or a newer incarnation is known."""
+        Raises:
+            DaemonError: another living process has that rank, or a newer epoch is known.
+        """
         here = [job for (*store, _), job in self._jobs.items() if store == [hello.store, hello.store_id]]
         newest = max((job.hello.epoch for job in here), default=hello.epoch)
         if newest > hello.epoch:
@@ -143,7 +143,7 @@ class Jobs:
         return job, found, old
 
     def ended(self, job: NodeJob, member: RankConnection) -> bool:
-        """The process of a rank is gone. Whether the whole job is now, and left something to write."""
+        """Record the end of a rank's process; return whether its whole job ended and left snapshots to rescue."""
         member.alive = False
         if self._jobs.get(job.key) is not job:
             return False
@@ -157,7 +157,6 @@ class Jobs:
         return True
 
     def forget(self, job: NodeJob) -> None:
-        """Nothing more is to be done for it."""
         if self._jobs.get(job.key) is job:
             del self._jobs[job.key]
 
@@ -168,9 +167,16 @@ def _save(name: str | None) -> SaveId | None:
 
 @dataclass(frozen=True)
 class Options:
-    """Of ``driftpoint daemon run``. verify_rate: bytes a second, 0: never. exit_idle: seconds without a job after which
-    it ends by itself, None: never. grace: seconds for a rescue under way when it is to end. survivors: seconds after a
-    death until ranks that still live are named. host, port, security: of its metrics."""
+    """Options of ``driftpoint daemon run``.
+
+    Attributes:
+        base: shared-memory directory.
+        verify_rate: bytes per second, 0 for never.
+        exit_idle: seconds without a job before it exits, None for never.
+        grace: seconds to finish a rescue on exit.
+        survivors: seconds after a death until the surviving ranks are logged.
+        host, port, security: of the metrics endpoint.
+    """
 
     base: Path
     port: int = 9465
@@ -185,13 +191,13 @@ class Options:
 _log = logging.getLogger("driftpoint")
 
 _RETRIES = (5.0, 30.0, 120.0)
-"""Seconds until a rescue is tried again whose outcome may be another one then."""
+"""Seconds before each retry of a rescue."""
 
 _PASSING = ("failed", "in use", "no store")
-"""Outcomes that may be others later."""
+"""Outcomes that a retry may change."""
 
 _LAST_WORDS = 2.0
-"""Seconds from the end of a process until its connection counts as ended, which a forked child may keep open."""
+"""Seconds to read a dead process's last message; a forked child may keep its connection open."""
 
 _PAUSE = 0.05
 
@@ -199,7 +205,7 @@ _HISTORY = 20
 
 
 class Node:
-    """Made inside the running loop."""
+    """Handles the events of a node. Must be created inside the running loop."""
 
     def __init__(self, options: Options, metrics: DaemonMetrics) -> None:
         self.options, self.metrics = options, metrics
@@ -215,7 +221,7 @@ class Node:
         self._verifier = Verifier(options.verify_rate, self._handed(self._verified), self._handed(self._read))
 
     def take_up(self) -> None:
-        """Jobs may have died together with the daemon before this one."""
+        """Rescue snapshots of jobs that died together with the previous daemon."""
         try:
             for tier in tiers(self.options.base):
                 for path in self._known.places(tier.store_id):
@@ -227,31 +233,39 @@ class Node:
 
     @property
     def busy(self) -> bool:
-        """Whether a rescue is under way or waits."""
+        """Return whether a rescue runs or waits."""
         return self._rescuer.busy
 
     def idle_seconds(self) -> float:
-        """How long nobody has needed this daemon."""
+        """Return the seconds since the daemon was last needed."""
         if self.busy or any(True for _ in self._jobs):
             self._needed = time.monotonic()
         return time.monotonic() - self._needed
 
     async def last_deaths(self, seconds: float) -> None:
-        """Jobs that die in so many seconds are not left to another daemon: where all processes of a session or an
-        allocation are told to end, this one and theirs are told at the same moment."""
+        """Wait up to ``seconds`` for jobs to die, because a session's end terminates daemon and trainers together."""
         deadline = time.monotonic() + seconds
         while any(job.living for job in self._jobs) and time.monotonic() < deadline:
             await asyncio.sleep(_PAUSE)
 
     def end(self, grace: float) -> bool:
-        """Let rescues of jobs that died come to their end, for so many seconds. False where one did not. Blocks."""
+        """Finish the rescues of dead jobs within ``grace`` seconds; return whether that succeeded. Blocks."""
         self._verifier.end(0.0)
         return self._rescuer.end(grace)
 
     # Jobs.
 
     def join(self, hello: Register, pid: int, end: int | None) -> tuple[NodeJob, RankConnection]:
-        """A trainer registers. end: see :func:`deploy.daemon.server.end_of`; taken over. DaemonError: it cannot."""
+        """Register a trainer.
+
+        Args:
+            hello: its message.
+            pid: its process.
+            end: descriptor of :func:`deploy.daemon.server.end_of`; ownership passes to this call.
+
+        Raises:
+            DaemonError: the trainer cannot be registered.
+        """
         try:
             if Path(hello.base) != self.options.base:
                 raise DaemonError(f"this daemon serves {self.options.base}, and that job's memory is in {hello.base}")
@@ -274,7 +288,7 @@ class Node:
         return job, member
 
     def disconnected(self, job: NodeJob, member: RankConnection) -> None:
-        """A connection of a trainer ended: that alone means nothing."""
+        """Record a closed connection. The process may still live."""
         member.connections -= 1
         if member.ending:
             self._gone(job, member)
@@ -374,7 +388,6 @@ class Node:
         self.metrics.verified_bytes.inc(nbytes)
 
     def report(self) -> Report:
-        """All that is known."""
         return Report(
             pid=os.getpid(),
             base=str(self.options.base),

@@ -1,8 +1,7 @@
-"""Threads that write out of memory what dead jobs left: one at a time for a store, so that one that hangs holds up no
-other. A store and its copies share a lock, so they wait for each other.
+"""Commit the snapshots of dead jobs in threads, one rescue per store at a time.
 
-A thread owns the store while it writes, as far as anybody does (see :mod:`store.memory.rescue`). What becomes of each
-rescue is told to ``tell``, in that thread. Nothing here keeps the process from ending: a rescue that is cut off is
+A hanging store does not block others; a store and its copies share a lock and wait for each other. The thread owns the
+store while it writes (see :mod:`store.memory.rescue`). Threads never keep the process alive: an interrupted rescue is
 completed by the next one.
 """
 
@@ -40,15 +39,15 @@ _CALLED = {
 }
 
 OUTCOMES = ("written", "nothing", "incomplete", "fenced", "in use", "damaged", "no store", "given up", "failed")
-"""``failed``: storage refused; it is tried again a few times."""
+"""``failed``: storage refused; the rescue is retried a few times."""
 
 THREADS = 16
-"""Stores that are written to at a time."""
+"""Most stores written at a time."""
 
 
 @dataclass(frozen=True)
 class RescueRequest:
-    """A store to be looked at. epoch: of the job that died, None where that is not known. tried: times before."""
+    """A store to rescue. ``epoch``: of the dead job, None if unknown; ``tried``: earlier attempts."""
 
     store: Path
     store_id: str
@@ -59,7 +58,7 @@ class RescueRequest:
 
 @dataclass(frozen=True)
 class RescueResult:
-    """What became of a wish."""
+    """Outcome of a request."""
 
     wish: RescueRequest
     outcome: str
@@ -68,7 +67,7 @@ class RescueResult:
 
 
 class Rescuer:
-    """:meth:`ask` and :meth:`drop` from any thread."""
+    """Runs rescues in threads. :meth:`ask` and :meth:`drop` may be called from any thread."""
 
     def __init__(
         self, base: Path, tell: Callable[[RescueResult], None], begun: Callable[[RescueRequest], None]
@@ -82,12 +81,12 @@ class Rescuer:
 
     @property
     def busy(self) -> bool:
-        """Whether a rescue is under way or waits."""
+        """Return whether a rescue runs or waits."""
         with self._changed:
             return bool(self._current) or bool(self._wishes)
 
     def ask(self, wish: RescueRequest) -> None:
-        """Do this after what was asked before for the same store."""
+        """Queue a request, after earlier ones for the same store."""
         with self._changed:
             self._wishes.append(wish)
             if len(self._current) + len(self._wishes) > len(self._threads) < THREADS:
@@ -97,7 +96,7 @@ class Rescuer:
             self._changed.notify_all()
 
     def drop(self, store: Path) -> bool:
-        """A new job has the store: what is asked for it is not needed any more. Whether there was anything."""
+        """Cancel the requests for a store that a new job uses; return whether there were any."""
         with self._changed:
             found = [wish for wish in (*self._wishes, *self._current.values()) if wish.store == store]
             self._wishes = deque(wish for wish in self._wishes if wish.store != store)
@@ -106,9 +105,9 @@ class Rescuer:
         return bool(found)
 
     def end(self, grace: float) -> bool:
-        """Wait for what is under way, and for what jobs left that were seen to die; look at nothing else any more.
-
-        False where it is not finished after so many seconds."""
+        """Finish rescues of jobs that were seen to die and cancel all others; return whether that took less than
+        ``grace`` s.
+        """
         with self._changed:
             self._ending = True
             self._wishes = deque(wish for wish in self._wishes if wish.epoch is not None)
@@ -131,7 +130,7 @@ class Rescuer:
             self._tell(done)
 
     def _next(self) -> RescueRequest | None:
-        """Waits until there is something to do for a store for which nothing is under way. None at the end."""
+        """Wait for a request whose store has no rescue in progress; None at the end."""
         with self._changed:
             self._changed.wait_for(lambda: self._ending or self._possible() is not None)
             found = self._possible()

@@ -1,23 +1,8 @@
-"""Socket server, single instance, start-up.
+"""Daemon process: single-instance lock, socket server, peer identification, signals, and start-up.
 
-One daemon for each user and base: the lock that tells, and the socket that stands for it.
-
-Whoever holds the lock is the daemon; a socket that is there already is then a dead one's, and replaced.
-
-Who is at the other end of a connection: the process, by the kernel's word, and how its end is seen.
-
-A forked child of a trainer (a data-loader worker) keeps the connection open when the trainer dies, so that the end of
-a connection says little. What is watched is the process itself, by a descriptor that no other process can take over.
-
-The daemon's process: the socket and who talks over it, signals, and the clock.
-
-One asyncio thread; see :mod:`deploy.daemon.node` for what it does. Nothing that a connection sends ends the daemon:
-what cannot be understood closes that connection and is counted.
-
-Starting the node's daemon where none answers, for whoever is there before the trainers are.
-
-The same command as a trainer's link gives (:mod:`monitor.daemon_client`), so that either finds the other's. It does not
-wait for the daemon: where it cannot begin, its log says why, and the trainers will.
+One daemon per user and base directory: the lock decides, and an existing socket without the lock is replaced. One
+asyncio thread. No message ends the daemon: an invalid one closes its connection and is counted. Forked children
+(data-loader workers) keep a dead trainer's connection open, so processes are watched by pidfd instead.
 """
 
 from __future__ import annotations
@@ -64,7 +49,7 @@ from store.memory.cleanup import clear_old
 
 
 class InstanceLock:
-    """Held from construction until :meth:`release`. DaemonError where a daemon runs already; StorageError."""
+    """Lock and socket of the daemon, held until :meth:`release`. Raises DaemonError if a daemon runs already."""
 
     def __init__(self, base: Path) -> None:
         self._path = socket_path(base)
@@ -83,14 +68,13 @@ class InstanceLock:
             raise StorageError(f"cannot listen at {self._path}: {error.strerror or error}") from error
 
     def stands(self) -> bool:
-        """Whether anybody can still reach it: the socket's name is there, and its own."""
+        """Return whether clients can still reach the socket: its file exists and is the same."""
         try:
             return self._path.stat().st_ino == self._inode
         except OSError:
             return False
 
     def release(self) -> None:
-        """Let another daemon take the place."""
         if self.stands():
             with suppress(OSError):
                 self._path.unlink()
@@ -116,11 +100,11 @@ def _listening(path: Path) -> socket.socket:
 
 
 _PIDFD = getattr(socket, "SO_PEERPIDFD", 77)
-"""Of Linux 6.5; before that the descriptor is opened by number, and a process that ended just now could be missed."""
+"""Since Linux 6.5. Before, the descriptor is opened by pid, and a process that just ended could be missed."""
 
 
 def peer_of(connection: socket.socket) -> int:
-    """The process that connected. DaemonError unless it is of this user, and can be seen from here."""
+    """Return the connected process. Raises DaemonError if it is another user's or in another pid namespace."""
     data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     pid, uid, _ = struct.unpack("3i", data)
     if uid != os.getuid():
@@ -133,7 +117,7 @@ def peer_of(connection: socket.socket) -> int:
 
 
 def end_of(connection: socket.socket, pid: int) -> int | None:
-    """A descriptor that becomes readable when the process has ended; None where it has. DaemonError: cannot be had."""
+    """Return a descriptor that becomes readable when the process ends, None if it has ended. Raises DaemonError."""
     try:
         return connection.getsockopt(socket.SOL_SOCKET, _PIDFD)
     except OSError as error:
@@ -150,22 +134,22 @@ def end_of(connection: socket.socket, pid: int) -> int | None:
 _log = logging.getLogger("driftpoint")
 
 CONNECTIONS = 128
-"""At a time; a node has one for each rank."""
+"""Most connections at a time; a node has one per rank."""
 
 _WAITING = 256
-"""Connections that the kernel keeps for us."""
+"""Connections queued by the kernel."""
 
 _FIRST_WORD = 10.0
-"""Seconds that a connection may say nothing at all."""
+"""Seconds until the first message must arrive."""
 
 _SENDING = 5.0
-"""Seconds for the other end to take what it is sent."""
+"""Seconds for a client to receive a message."""
 
 _LAST_DEATHS = 2.0
-"""Seconds that a daemon, told to end by a signal, looks whether the trainers were told so, too."""
+"""Seconds to wait, after a signal, for trainers that were signalled too."""
 
 _CLEANING = 3600.0
-"""Seconds between two looks for memory that nobody will resume from."""
+"""Seconds between cleanups of old snapshots."""
 
 
 @dataclass(eq=False)
@@ -176,7 +160,7 @@ class _Connection:
 
 
 class Daemon:
-    """One for each base."""
+    """Serves one base directory."""
 
     def __init__(self, options: Options) -> None:
         self._options = options
@@ -185,7 +169,7 @@ class Daemon:
         self._last_deaths = 0.0
 
     def run(self) -> None:
-        """Serve until it is asked to end. DaemonError where one runs already, StorageError where no socket can be."""
+        """Serve until asked to stop. Raises DaemonError if a daemon runs already, StorageError without a socket."""
         hold = InstanceLock(self._options.base)
         try:
             asyncio.run(self._main(hold))
@@ -214,7 +198,7 @@ class Daemon:
         self._ending.set()
 
     async def _leave(self) -> None:
-        """Say so to everybody, and finish what is under way, and what died until now left."""
+        """Notify the clients, finish the current rescue, and rescue jobs that died until now."""
         for one in list(self._connections):
             if self._hold.stands():  # else trainers should look for another one
                 await self._send(one, ShuttingDown(pid=os.getpid()))
@@ -280,7 +264,7 @@ class Daemon:
             raise DaemonError(f"a line of more than {LINE_LIMIT} bytes") from error
 
     async def _send(self, connection: _Connection, message: Message) -> None:
-        """Nobody is waited for who does not read."""
+        """Send a message, without waiting for a client that does not read."""
         with suppress(OSError, TimeoutError):
             connection.writer.write(to_line(message))
             await asyncio.wait_for(connection.writer.drain(), _SENDING)
@@ -318,13 +302,17 @@ class Daemon:
 
 
 _ANSWERS = 1.0
-"""Seconds in which a daemon that is there answers."""
+"""Seconds for a running daemon to answer."""
 
 
 def ensure_daemon(base: Path, port: int, exit_idle: float, more: Sequence[str] = ()) -> str | None:
-    """Have a daemon at ``base``. What is to be told: that it was started, or why it could not be; None where it ran.
+    """Start a daemon at ``base`` unless one runs, with the same command as a trainer's :mod:`monitor.daemon_client`.
 
-    more: options of ``daemon run``."""
+    Does not wait for it: a failure is in its log. ``more`` are further options of ``daemon run``.
+
+    Returns:
+        A message about the start or its failure, None if a daemon was running.
+    """
     try:
         make_home(base)
         connect(base, _ANSWERS).close()

@@ -1,8 +1,7 @@
-"""One thread that reads commits again, slowly: bytes that rot on a disk are found before a resume needs them.
+"""Verify commits slowly in one thread, so that changed bytes are found before a resume needs them.
 
-Newest first, each commit once, and each segment group once, at a bounded rate and the lowest priority that the system
-has for processor and disk. It changes nothing. What a job prunes while it is read is no damage. What the page cache
-still holds is read from there.
+Newest first; each commit and each segment group once, at a bounded rate and the lowest CPU and I/O priority. Changes
+nothing. Commits pruned meanwhile are not damage. Bytes in the page cache are read from there.
 """
 
 from __future__ import annotations
@@ -28,28 +27,30 @@ from store.verify import GroupKey, VerifyReport, groups_of, verify
 _log = logging.getLogger("driftpoint")
 
 _LOOK = 10.0
-"""Seconds between two looks for new commits."""
+"""Seconds between checks for new commits."""
 
 _MOST = 100
-"""Texts of damage that are kept for each store."""
+"""Most damage messages kept per store."""
 
 
 class _EndedError(Exception):
-    """The daemon ends. No error of the project's, so that no reader takes it for a file's."""
+    """Stop reading because the daemon exits. Not a project error, so that no reader handles it."""
 
 
 class VerifyResult(Protocol):
-    """Who is told, in this thread."""
+    """Callback for results, called in the verifier's thread."""
 
     def __call__(self, store: Path, save: SaveId | None, problems: list[str]) -> None:
-        """A commit was read (problems: none where it is whole), or, without one, a store could not be looked at
-        (problems: none where there is no directory at its path)."""
+        """Report a commit and its problems or, without a commit, a store that cannot be read.
+
+        Without a commit and without problems, there is no directory at the store's path.
+        """
         ...
 
 
 @dataclass
 class Checked:
-    """What is known of one store. Copies of it are others."""
+    """Verification state of one store. Copies of a store count separately."""
 
     store_id: str
     path: Path
@@ -60,7 +61,7 @@ class Checked:
 
 
 class Verifier:
-    """Runs from construction where ``rate`` (bytes a second) is not 0."""
+    """Starts its thread on construction unless ``rate`` (bytes per second) is 0."""
 
     def __init__(self, rate: int, told: VerifyResult, read: Callable[[int], None]) -> None:
         self._told, self._pace = told, _Pace(rate, read)
@@ -72,18 +73,18 @@ class Verifier:
             self._thread.start()
 
     def watch(self, store_id: str, path: Path) -> None:
-        """Read this store's commits, too."""
+        """Add a store."""
         with self._lock:
             self._stores.setdefault((store_id, path), Checked(store_id, path))
         self._pace.wake.set()
 
     def found(self) -> list[Checked]:
-        """To be looked at only."""
+        """Return the states of all stores, read-only."""
         with self._lock:
             return list(self._stores.values())
 
     def end(self, grace: float) -> None:
-        """Read nothing more."""
+        """Stop the thread."""
         self._pace.ended.set()
         self._pace.wake.set()
         if self._thread.is_alive():
@@ -101,7 +102,7 @@ class Verifier:
                 self._pace.wake.wait(_LOOK)
 
     def _one(self, found: Checked) -> bool:
-        """Read the newest commit of a store that was not read yet. Whether there was one."""
+        """Verify the newest unread commit of a store; return whether there was one."""
         try:
             return self._read(found)
         except DriftpointError as error:
@@ -156,7 +157,7 @@ class Verifier:
 
 
 class _Pace:
-    """Lets so many bytes pass each second. read: told each number."""
+    """Limits the read rate; ``read`` is called with each number of bytes."""
 
     def __init__(self, rate: int, read: Callable[[int], None]) -> None:
         self._rate, self._read = rate, read
@@ -164,7 +165,7 @@ class _Pace:
         self.ended, self.wake = threading.Event(), threading.Event()
 
     def passed(self, nbytes: int) -> None:
-        """These were read: wait as long as they take at this rate. _EndedError where the daemon ends."""
+        """Wait as long as ``nbytes`` take at this rate. Raises _EndedError when the daemon exits."""
         self._read(nbytes)
         self._due = max(self._due, time.monotonic()) + nbytes / self._rate
         if self.ended.wait(max(0.0, self._due - time.monotonic())):
@@ -172,56 +173,45 @@ class _Pace:
 
 
 class _Slow:
-    """:class:`store.storage.local.Files` that are only read, at a pace."""
+    """:class:`store.storage.local.Files` restricted to reading at a limited rate."""
 
     def __init__(self, inner: Files, pace: _Pace) -> None:
         self._inner, self._pace = inner, pace
 
     def list_dir(self, path: str) -> list[str]:
-        """See :class:`store.storage.local.Files`."""
         return self._inner.list_dir(path)
 
     def size(self, path: str) -> int:
-        """See :class:`store.storage.local.Files`."""
         return self._inner.size(path)
 
     def read(self, path: str, limit: int) -> bytes:
-        """See :class:`store.storage.local.Files`."""
         data = self._inner.read(path, limit)
         self._pace.passed(len(data))
         return data
 
     def read_into(self, path: str, offset: int, target: memoryview) -> None:
-        """See :class:`store.storage.local.Files`."""
         self._inner.read_into(path, offset, target)
         self._pace.passed(target.nbytes)
 
     def create(self, path: str) -> NewFile:
-        """Refused, as all that follow."""
         raise _refused(path)
 
     def link(self, source: str, target: str) -> None:  # noqa: ARG002
-        """Refused."""
         raise _refused(target)
 
     def rename(self, source: str, target: str) -> None:  # noqa: ARG002
-        """Refused."""
         raise _refused(source)
 
     def unlink(self, path: str) -> None:
-        """Refused."""
         raise _refused(path)
 
     def make_dir(self, path: str) -> bool:
-        """Refused."""
         raise _refused(path)
 
     def remove_dir(self, path: str) -> None:
-        """Refused."""
         raise _refused(path)
 
     def sync_dir(self, path: str) -> None:
-        """Refused."""
         raise _refused(path)
 
 
@@ -230,7 +220,7 @@ def _refused(path: str) -> StorageError:
 
 
 def _step_back() -> None:
-    """This thread goes last, for the processor and for disks."""
+    """Lower the CPU and I/O priority of this thread."""
     thread = threading.get_native_id()
     with suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, thread, 19)

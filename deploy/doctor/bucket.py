@@ -1,7 +1,7 @@
-"""Tries on a bucket what a store relies on, with real requests, and takes all of it away.
+"""Test a bucket for the operations that a store relies on, with real requests, and remove all test objects.
 
-The objects bear names of interrupted writes: a store ignores them. None of a store's own is written, so one that is in
-use is in no danger. It knows no store's format.
+The objects have names of interrupted writes, which a store ignores. No store object is written, so a store in use is
+safe.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from store.storage.local import NewFile
 from store.storage.object_store import ObjectFiles
 
 _SKEW = 5.0
-"""Seconds that the server's clock may be off."""
+"""Accepted clock difference in seconds."""
 
 _SLOW = 0.5
-"""Seconds from which on a request is a slow one."""
+"""Seconds from which a request counts as slow."""
 
 _WRITERS = 4
 _MOST_BYTES = 1 << 28
@@ -37,7 +37,7 @@ _FIRST = b"driftpoint doctor"
 
 
 def check_bucket(files: ObjectFiles, plan: Plan, *, speed: bool = True) -> Iterator[Finding]:
-    """Every check of the bucket that ``files`` are in. speed: measure it, too, by a large object."""
+    """Run all checks of the bucket; ``speed`` also measures the throughput with a large object."""
     try:
         held = len(files.list_dir(""))
     except StorageError as error:
@@ -144,7 +144,7 @@ _PROMISES: tuple[Callable[[Probe[ObjectFiles], str], str | None], ...] = (
 
 
 def _clock(began: float, stamped: float) -> Finding:
-    """stamped: whole seconds."""
+    """Compare the server's clock; ``stamped`` has whole seconds."""
     now = time.time()
     off = stamped - now if stamped > now else min(0.0, stamped + 1.0 - began)
     if abs(off) <= _SKEW:

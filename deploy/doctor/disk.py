@@ -1,7 +1,7 @@
-"""Tries on a directory what a store relies on, with real files and a real second process, and takes all of it away.
+"""Test a directory for the operations that a store relies on, with real files and a second process.
 
-The files bear names of interrupted writes: a store ignores them, and pruning removes what a killed doctor left. No
-file of a store is opened, so one that is in use is in no danger. Nothing here needs to be root.
+The files have names of interrupted writes: a store ignores them, and pruning removes those of a killed doctor. No store
+file is opened, so a store in use is safe. Does not need root.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _PIECE = 1 << 24
 _MOST_BYTES = 1 << 28
 _MOST_SECONDS = 5.0
 _SKEW = 5.0
-"""Seconds that the clock of a filesystem may be off."""
+"""Accepted clock difference in seconds."""
 
 _LOCKER = """
 import fcntl, os, sys
@@ -39,13 +39,13 @@ sys.stdin.read()
 
 
 def place_of(root: Path) -> Path:
-    """The directory to try: the store's, or the nearest above it that is there."""
+    """Return the store's directory or its nearest existing parent."""
     places = (root.absolute(), *root.absolute().parents)
     return next(place for place in places if os.path.isdir(place))  # noqa: PTH112 - False where nobody may look, too
 
 
 def check_disk(root: Path, plan: Plan) -> Iterator[Finding]:
-    """Every check of the disk that ``root`` lies on, or is going to."""
+    """Run all checks of the disk that holds ``root``, or will hold it."""
     place = place_of(root)
     yield _kind(place)
     try:
@@ -58,7 +58,7 @@ def check_disk(root: Path, plan: Plan) -> Iterator[Finding]:
 
 
 def probe_in(place: Path) -> Probe[LocalFiles]:
-    """Files of our own in a directory that others use."""
+    """Return a probe for temporary files in ``place``."""
 
     def remove(names: Sequence[str]) -> None:
         for name in names:
@@ -179,7 +179,7 @@ def _locking(path: Path) -> Finding:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[str | None]:
-    """Held by another process; or why not."""
+    """Lock the file in another process during the block; yields the reason if that failed."""
     try:
         child = _locker(path)
     except OSError as error:
@@ -235,7 +235,7 @@ def _speed(probe: Probe[LocalFiles], plan: Plan) -> Finding:
 
 
 def meaning(plan: Plan, rate: float) -> str:
-    """What so many bytes a second are for a save."""
+    """Describe the duration of a save at this rate in bytes per second."""
     if plan.commit_bytes is None:
         return f": a model of 1 G parameters takes {12e9 / rate:.0f} s a save, beside training"
     return f": a full save of {size_text(plan.commit_bytes)} takes {plan.commit_bytes / rate:.0f} s, beside training"
@@ -255,7 +255,7 @@ def _kind(place: Path) -> Finding:
 
 
 def _held(root: Path) -> int:
-    """Bytes of the store that is there: what it holds is part of the plan, and goes as new commits come."""
+    """Return the bytes of the existing store, which are part of the plan."""
     found = 0
     for folder, _, names in os.walk(root):
         for name in names:

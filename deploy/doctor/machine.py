@@ -1,4 +1,4 @@
-"""What a job needs of the machine itself: software, limits, memory, ports. Changes nothing; needs not be root."""
+"""Check the machine: software, limits, memory and ports. Changes nothing and does not need root."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ devices = [torch.cuda.get_device_name(one) for one in range(torch.cuda.device_co
 print(json.dumps({"version": torch.__version__, "devices": devices}))
 """
 _PATIENCE = 120.0
-"""Seconds for torch to be imported, from a slow disk."""
+"""Seconds allowed for importing torch, possibly from a slow disk."""
 
 _EXTRAS = {"deepspeed": ("deepspeed",), "hf": ("transformers", "accelerate"), "s3": ("obstore",)}
-"""What each extra brings."""
+"""Packages of each extra."""
 
 _DEEPSPEED = "0.19."
-"""The release that is tested."""
+"""Tested release."""
 
 _NO_LIMIT = 1 << 60
-"""From here on a control group's limit, in bytes, is none: version 1 has a large number in its place."""
+"""Control group limit, in bytes, that means no limit: version 1 reports a large number."""
 
 _FILES = 1024
-"""Open files that a process should be allowed."""
+"""Recommended number of open files per process."""
 
 
 def check_machine(plan: Plan) -> Iterator[Finding]:
-    """Every check of the machine."""
+    """Run all checks of the machine."""
     yield Finding("python", "ok", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
     yield _torch()
     yield _extras()
@@ -52,7 +52,7 @@ def check_machine(plan: Plan) -> Iterator[Finding]:
 
 
 def _torch() -> Finding:
-    """In a process of its own: one that is broken may crash, or hang."""
+    """Import torch in a child process, since a broken installation may crash or hang."""
     todo = "see https://pytorch.org/get-started for the build that fits this machine"
     try:
         done = subprocess.run(

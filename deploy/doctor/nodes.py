@@ -1,8 +1,7 @@
-"""Whether all nodes see one directory: each rank leaves a note there and looks for those of the others.
+"""Check that all nodes see one directory: each rank creates a file there and waits for those of the others.
 
-For a doctor that runs on every rank, under torchrun or srun: their environment says which rank this is. Ranks meet
-through the directory and nothing else, so what is not shared shows as ranks that never come. Notes bear names of
-interrupted writes, as everything of the doctor's, and are taken away by the rank that left them.
+Every rank runs it, under torchrun or srun, which set its rank. Ranks communicate through the directory only, so a
+directory that is not shared shows as missing ranks. Each rank removes its own files.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ from deploy.format import plural
 from store.text import listed
 
 _STALE = 300.0
-"""Seconds after which a note is one of a doctor that was killed."""
+"""Seconds after which a file counts as left by a killed doctor."""
 
 _ASK = 0.05
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """Which of how many this process is. run: what tells this launch from others."""
+    """Rank and world size of this process; ``run`` identifies the launch."""
 
     rank: int
     count: int
@@ -36,14 +35,15 @@ class Ranks:
 
     @property
     def first(self) -> bool:
-        """The one that answers for all."""
+        """Return whether this is rank 0, which prints the answer."""
         return self.rank == 0
 
 
 def launched(environment: Mapping[str, str]) -> Ranks:
-    """From what torchrun or srun set; a process alone where there is nothing.
+    """Read rank and world size from the variables of torchrun or srun; a single process without them.
 
-    So is a batch script of Slurm itself, which has a rank and a number of tasks, but belongs to no step."""
+    A Slurm batch script has a rank too, but no step, and counts as a single process.
+    """
     for rank, count, names in (
         ("RANK", "WORLD_SIZE", ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")),
         ("SLURM_PROCID", "SLURM_NTASKS", ("SLURM_JOB_ID", "SLURM_STEP_ID")),
@@ -57,7 +57,7 @@ def launched(environment: Mapping[str, str]) -> Ranks:
 
 
 def check_nodes(root: Path, ranks: Ranks, seconds: float) -> Finding | None:
-    """Wait for the notes of all ranks, ``seconds`` at most; None where there is one rank alone."""
+    """Wait up to ``seconds`` for the files of all ranks; None with a single rank."""
     if ranks.count == 1:
         return None
     place = place_of(root)

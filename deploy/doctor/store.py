@@ -1,6 +1,6 @@
-"""What a store that is there holds: whether a resume works, what is suspect, left over or off. Reads records only.
+"""Check an existing store: whether it can be resumed, suspects, leftovers and permissions.
 
-It opens no lock and writes nothing, so a store in use is in no danger.
+Reads records only, takes no lock and writes nothing, so a store in use is safe.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from store.storage.bucket import ObjectOptions
 from store.text import listed
 
 _FUTURE = 60.0
-"""Seconds that a commit may lie ahead of this machine's clock."""
+"""Accepted seconds by which a commit may be ahead of this machine's clock."""
 
 
 def check_store(root: Path, retention: Retention, options: ObjectOptions | None = None) -> Iterator[Finding]:
-    """Every check of the store at ``root``, or that there is none yet. options: of one in a bucket."""
+    """Run all checks of the store at ``root``; ``options`` are those of a bucket."""
     try:
         obstacle = None if is_url(root) else _obstacle(root)
         if obstacle is not None:
@@ -59,7 +59,7 @@ def check_store(root: Path, retention: Retention, options: ObjectOptions | None 
 
 
 def _obstacle(root: Path) -> str | None:
-    """What is in the way of a directory there; None where one is there, or can be made."""
+    """Return what prevents a directory there, None if it exists or can be created."""
     for place in (root.absolute(), *root.absolute().parents):
         try:
             place.lstat()
@@ -72,8 +72,7 @@ def _obstacle(root: Path) -> str | None:
 
 
 def known_parameters(root: Path, options: ObjectOptions | None = None) -> int | None:
-    """Of the model whose state the store at ``root`` holds; None where it holds none that can be read. options: of one
-    in a bucket."""
+    """Return the parameters of the model in the store, None if there is none that can be read."""
     try:
         newest = store_status(_catalog(root, options), root, counted=False).newest
     except (StoreError, OSError):

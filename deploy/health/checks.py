@@ -1,15 +1,7 @@
-"""All health checks.
+"""Judge every aspect of a run: its commits, its saves, its memory, and the cost of a failure. Pure.
 
-Judgements of what a store holds: its newest commit, what a resume gives, its bytes, its disk. Pure.
-
-What a failure at this moment would cost: the steps to train again, and the time that takes. Pure.
-
-Told from the newest commit, the newest version in memory, and how far the trace says the job is. What the trace does
-not tell stays unknown; nothing is made up.
-
-Judgements of the job: what a failure would cost it, whether its saves come about, whether it gets on. Pure.
-
-Every judgement of a run, most telling first. Pure.
+The cost is derived from the newest commit, the newest snapshot in memory and the job's position in the trace.
+Quantities that the trace does not give stay unknown.
 """
 
 from __future__ import annotations
@@ -23,11 +15,11 @@ from store.names import SaveId
 from store.text import listed
 
 _FEW_SAVES = 3
-"""Full saves that a disk should have room for."""
+"""Full saves for which a disk should have space."""
 
 
 def check_commit(facts: Facts) -> Check:
-    """The newest commit, and whether it is late."""
+    """Check the age of the newest commit."""
     newest = facts.newest
     if newest is None:
         level: Level = "bad" if facts.running or (facts.status is not None and facts.status.saves) else "look"
@@ -47,7 +39,7 @@ def check_commit(facts: Facts) -> Check:
 
 
 def check_kind(facts: Facts) -> Check:
-    """What a resume gives."""
+    """Check the commit that a resume would take."""
     status = facts.status
     assert status is not None
     resume, name = status.resume, "A resume gives"
@@ -81,7 +73,7 @@ def check_kind(facts: Facts) -> Check:
 
 
 def check_bytes(facts: Facts) -> Check:
-    """Whether anybody read the bytes again."""
+    """Check whether the stored bytes were verified."""
     checked, name = facts.checked, "Bytes"
     status = facts.status
     assert status is not None
@@ -100,14 +92,14 @@ def check_bytes(facts: Facts) -> Check:
 
 
 def check_proven(facts: Facts) -> Check:
-    """The newest commit that a job went on from."""
+    """Report the newest commit from which a job has resumed."""
     if facts.proven is None:
         return Check("Proven", "plain", "no commit yet", "none was resumed from so far; driftpoint merge tries one out")
     return Check("Proven", "good", f"step {facts.proven.step}", "a job resumed from it and took a step")
 
 
 def check_disk(facts: Facts) -> Check:
-    """Room for more."""
+    """Check the free disk space."""
     disk, name = facts.disk, "Disk"
     if disk is None:
         return Check(name, "plain", "not known")
@@ -125,7 +117,7 @@ def check_disk(facts: Facts) -> Check:
 
 
 def check_kept(facts: Facts) -> Check:
-    """The commits that retention left."""
+    """Report the commits that retention keeps."""
     status = facts.status
     assert status is not None
     saves = status.saves
@@ -149,8 +141,10 @@ def _lateness(facts: Facts, age: float | None, usual: float | None) -> Level:
 
 
 def usual_gap(facts: Facts) -> float | None:
-    """Seconds between two commits: of this incarnation, by its trace, else of those that the store keeps; where there
-    were not two yet, between decisions. At least the time to the next decision. None where nobody knows."""
+    """Return the usual seconds between commits, at least the time to the next decision; None if unknown.
+
+    Taken from this run's trace, else from the store's records, else from the interval between decisions.
+    """
     pulse = facts.current
     if pulse is None:
         return facts.commit_gap
@@ -160,7 +154,7 @@ def usual_gap(facts: Facts) -> float | None:
 
 
 def full_bytes(facts: Facts) -> int:
-    """Of a save of everything: raw by the trace, else as stored now. 0: not known."""
+    """Return the bytes of a full save: raw by the trace, else as stored; 0 if unknown."""
     if facts.current is not None and facts.current.full_bytes:
         return facts.current.full_bytes
     certificate = None if facts.status is None else facts.status.certificate
@@ -168,7 +162,7 @@ def full_bytes(facts: Facts) -> int:
 
 
 def retention_text(facts: Facts) -> str:
-    """The rule that decides which commits stay, where the trace tells it."""
+    """Describe the retention rule, if the trace has it."""
     if facts.current is None:
         return ""
     found = facts.current.job.settings.get("retention")
@@ -180,7 +174,7 @@ def retention_text(facts: Facts) -> str:
 
 
 def _verify(facts: Facts) -> str:
-    """What to do about damage: find out what is damaged, or, where that is known, why."""
+    """Return the advice: verify first or, if the damage is known, find its cause."""
     if facts.checked is None or not facts.checked.damaged:
         return typed("verify", facts.root)
     return "look at the disk, and who deletes files there; what is damaged goes as newer saves take its place"
@@ -188,9 +182,14 @@ def _verify(facts: Facts) -> str:
 
 @dataclass(frozen=True)
 class Loss:
-    """back_to: the step that a resume goes on at; None where nothing can be resumed. steps, seconds: of training that
-    is gone; None where nobody knows. at: the step that the job is at, as far as it is known. memory: the version in
-    memory that it is told of, which is there as long as the node is."""
+    """Training lost by a failure.
+
+    Attributes:
+        back_to: step of the resume, None if nothing can be resumed.
+        at: current step of the job, as far as known.
+        steps, seconds: training lost, None if unknown.
+        memory: snapshot that the resume would use, which exists as long as the node runs.
+    """
 
     back_to: int | None
     at: float | None = None
@@ -200,7 +199,7 @@ class Loss:
 
 
 def loss_of_node(facts: Facts) -> Loss:
-    """Were everything on this node lost: what the store gives back."""
+    """Return the loss if this node fails, so that only the store remains."""
     resume = None if facts.status is None else facts.status.resume
     at = _at(facts)
     if resume is None:
@@ -213,7 +212,7 @@ def loss_of_node(facts: Facts) -> Loss:
 
 
 def loss_of_process(facts: Facts) -> Loss:
-    """Were only the processes lost, and came back to this node: what memory gives back, where it is newer."""
+    """Return the loss if only the processes fail and restart on this node, so that newer snapshots remain."""
     stored = loss_of_node(facts)
     save = in_memory_versions(facts)
     if save is None:
@@ -223,7 +222,7 @@ def loss_of_process(facts: Facts) -> Loss:
 
 
 def in_memory_versions(facts: Facts) -> SaveId | None:
-    """The version in memory that a restart on this node would take: one that is newer than every commit."""
+    """Return the snapshot in memory that a restart on this node would take, if newer than every commit."""
     if facts.memory is None or facts.memory.newest is None or facts.status is None:
         return None
     newest, status = facts.memory.newest, facts.status
@@ -231,7 +230,7 @@ def in_memory_versions(facts: Facts) -> SaveId | None:
 
 
 def _at(facts: Facts) -> float | None:
-    """The step that training is at, or was when it ended."""
+    """Return the step of training now, or when it ended."""
     pulse = facts.current
     if pulse is None:
         return None
@@ -242,7 +241,7 @@ def _at(facts: Facts) -> float | None:
 
 
 def _seconds(facts: Facts, steps: float | None, made: float | None) -> float | None:
-    """Of training that has to be done again: by the pace of the job, else since the commit was made."""
+    """Return the seconds of lost training: by the job's pace, else since the commit."""
     pulse = facts.current
     if steps is not None and pulse is not None and pulse.step_seconds is not None:
         return steps * pulse.step_seconds
@@ -258,13 +257,13 @@ _REFUSED: Mapping[str, tuple[Level, str]] = {
     "fenced": ("bad", "another job took the store over"),
     "withheld": ("bad", "layers that were never saved hold NaN or Inf"),
 }
-"""Why a decision began no save: those that come to no good."""
+"""Level and text for each reason why a decision began no save."""
 
 _LOG = "look at the job's log for the reason: a full or read-only disk, or a rank that hangs"
 
 
 def check_loss(facts: Facts) -> Check:
-    """What a failure now would cost."""
+    """Check the cost of a failure now."""
     loss, process = loss_of_node(facts), loss_of_process(facts)
     name = "Lost by a failure now" if facts.running else "Lost by the last end"
     if loss.back_to is None:
@@ -279,7 +278,7 @@ def check_loss(facts: Facts) -> Check:
 
 
 def check_saving(facts: Facts) -> Check:
-    """Whether saves come about, and how large they are."""
+    """Check that saves succeed, and report their size."""
     pulse, name = facts.current, "Saves"
     if pulse is None:
         return Check(name, "plain", "not known", "the drift trace tells whether they come about")
@@ -302,7 +301,7 @@ def check_saving(facts: Facts) -> Check:
 
 
 def check_memory(facts: Facts) -> Check:
-    """What the memory of this node holds."""
+    """Report the snapshots in this node's memory."""
     memory, name = facts.memory, "Memory of this node"
     if memory is None or (memory.newest is None and memory.part is None):
         problem = "" if memory is None or not memory.problems else memory.problems[0]
@@ -317,7 +316,7 @@ def check_memory(facts: Facts) -> Check:
 
 
 def check_finite(facts: Facts) -> Check:
-    """Whether all layers are."""
+    """Check that all layers are finite."""
     pulse = facts.current
     if pulse is None or not pulse.decisions:
         return Check("Finite", "plain", "not known", "the drift trace tells")
@@ -330,7 +329,7 @@ def check_finite(facts: Facts) -> Check:
 
 
 def check_job(facts: Facts) -> Check:
-    """Whether a job trains, and gets on."""
+    """Check that a job trains and progresses."""
     status, pulse, name = facts.status, facts.current, "Job"
     if not facts.running:
         return _no_job(facts, name)
@@ -393,7 +392,7 @@ def _version(memory: InMemory) -> str:
 
 
 def checks(facts: Facts) -> Iterator[Check]:
-    """All of them, most telling first."""
+    """Yield all checks, most important first."""
     if facts.status is None:
         yield Check("Store", "bad", "cannot be opened", facts.trouble)
     else:

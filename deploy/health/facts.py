@@ -1,19 +1,7 @@
-"""Gather facts: store, disk, shared memory, daemon.
+"""Gather facts about a run at one moment: store, disk, shared memory, daemon and trace.
 
-A judgement of one thing: how it stands, how bad that is, and what to do. Plain records.
-
-Levels: ``good``; ``plain``, nothing to judge; ``look``, a person should look at it some time; ``bad``, work is being
-lost or would be.
-
-How much room the disk of a store has, for this user.
-
-What the shared memory of this node holds of a store: the newest version that all ranks have, and newer parts.
-
-Reads records, no payload. A store whose job runs elsewhere has nothing here, which is no fault.
-
-Everything that tells whether a run is safe, gathered at one moment. It judges nothing.
-
-Nothing here may fail because a part of it cannot be read: what is not known is None, and ``trouble`` says why.
+Facts are not judged here. An unreadable part never fails the whole: it is None, and ``trouble`` holds the reason.
+Reads records, no payload.
 """
 
 from __future__ import annotations
@@ -46,24 +34,30 @@ from store.verify import VerifyReport
 
 Level = Literal["good", "plain", "look", "bad"]
 ORDER: tuple[Level, ...] = ("plain", "good", "look", "bad")
-"""Worst last."""
+"""From best to worst. ``plain``: nothing to judge; ``look``: needs attention; ``bad``: work is or would be lost."""
 
 LATE, VERY_LATE = 3.0, 10.0
-"""How many times the usual time may pass until somebody should look, and until work is being lost."""
+"""Multiples of the usual interval after which a commit is late (``look``) and very late (``bad``)."""
 
 FLOOR = 60.0
-"""Seconds that nobody is alarmed about."""
+"""Seconds below which nothing counts as late."""
 
 LONG = 3600.0
-"""Seconds without a commit that somebody should look at where nobody knows how often they come."""
+"""Seconds without a commit that need attention if the usual interval is unknown."""
 
 AHEAD = 120.0
-"""Seconds that clocks of two machines may differ."""
+"""Accepted difference between the clocks of two machines, in seconds."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """name: of the thing, short. text: how it stands. note: more of it. todo: what to type or do, '' where nothing."""
+    """Judgement of one aspect.
+
+    Attributes:
+        text: the state in a few words.
+        note: details.
+        todo: command to run or action to take, '' if none.
+    """
 
     name: str
     level: Level
@@ -73,13 +67,13 @@ class Check:
 
 
 def typed(command: str, root: Path) -> str:
-    """A command about a store, as it is typed."""
+    """Return a command for the store, as typed in a shell."""
     return f"driftpoint {command} {shlex.quote(str(root))}"
 
 
 @dataclass(frozen=True)
 class Disk:
-    """Bytes: free for this user, and in all. files: how many more may be made; None where the system does not limit."""
+    """Bytes free for this user and in total; files that can still be created, None if the filesystem has no limit."""
 
     free: int
     total: int
@@ -87,7 +81,7 @@ class Disk:
 
 
 def disk_of(root: Path) -> Disk | None:
-    """None where the system does not tell."""
+    """Return the disk usage, or None if the system does not report it."""
     try:
         found = os.statvfs(root)
     except OSError:
@@ -98,9 +92,13 @@ def disk_of(root: Path) -> Disk | None:
 
 @dataclass(frozen=True)
 class InMemory:
-    """newest: the newest version that lies here whole, of all ranks; None where there is none.
+    """Snapshots of a store in this node's memory.
 
-    part: a newer one of which only some ranks are here, and how many of how many. alive: processes keep it."""
+    Attributes:
+        newest: newest snapshot with all ranks on this node.
+        part: newer one with some ranks only, their number and the world size.
+        alive: whether processes own it.
+    """
 
     newest: SaveId | None
     ranks: int = 0
@@ -110,12 +108,12 @@ class InMemory:
 
 
 def in_memory(base: Path, catalog: Catalog) -> InMemory:
-    """Of the store, at ``base``. What cannot be looked at is told in ``problems``; what jobs died of is left out."""
+    """Return the snapshots of the store below ``base``. Errors go to ``problems``; suspect ones are left out."""
     return MemoryFacts(base).look(catalog)
 
 
 class MemoryFacts:
-    """Looks again and again, and reads records only where any is new. Owned by one thread."""
+    """Reads the snapshots repeatedly, and records only after a change. Owned by one thread."""
 
     def __init__(self, base: Path) -> None:
         self._base = base
@@ -123,7 +121,6 @@ class MemoryFacts:
         self._seen = InMemory(None)
 
     def look(self, catalog: Catalog) -> InMemory:
-        """As :func:`in_memory`."""
         tier = Tier(self._base, catalog.store_id)
         try:
             key = (tuple(_stamps(tier)), tuple(catalog.saves()), frozenset(catalog.suspects().saves))
@@ -137,7 +134,7 @@ class MemoryFacts:
 
 
 def _stamps(tier: Tier) -> Iterator[Hashable]:
-    """What tells that a file is another one than before, of each."""
+    """Yield inode, time and size of each file, which change with its content."""
     for place in tier.generations():
         for path, _, _ in place.files():
             with suppress(FileNotFoundError):
@@ -160,15 +157,15 @@ def _world(held: Mapping[int, HeldSnapshot]) -> int:
 
 
 _PATIENCE = 1.0
-"""Seconds for a daemon to answer: looking must not hang on it."""
+"""Seconds to wait for the daemon's answer."""
 
 _NEWEST = 8
-"""Commits of which it is told how often they come."""
+"""Commits from which the usual interval is computed."""
 
 
 @dataclass(frozen=True)
 class VerifiedCommits:
-    """Commits whose bytes were read again. who: by whom. damaged: those found to be."""
+    """Commits whose bytes were verified, and by whom."""
 
     who: str
     commits: int
@@ -178,11 +175,16 @@ class VerifiedCommits:
 
 @dataclass(frozen=True)
 class Facts:
-    """now: seconds since 1970. status: None where the store's head cannot be read, and ``trouble`` why.
+    """Facts about a run.
 
-    trace: where it was looked for; pulse: None where there is none there. strange: the trace tells of an epoch that the
-    store does not have. proven: the newest commit that a job resumed from and took a step. commit_gap: seconds between
-    two commits by their records, lately; None where no incarnation left two."""
+    Attributes:
+        now: Unix time of the facts.
+        status: None if the store's head is unreadable; ``trouble`` holds the reason.
+        trace: path of the drift trace; ``pulse`` is None if there is none.
+        proven: newest commit from which a job resumed and completed a step.
+        closed: whether the newest job ended cleanly.
+        commit_gap: recent seconds between commits by their records, None if unknown.
+    """
 
     now: float
     root: Path
@@ -199,18 +201,18 @@ class Facts:
 
     @property
     def newest(self) -> ManifestRecord | None:
-        """The newest commit that can be read."""
+        """Return the newest readable commit."""
         return None if self.status is None else self.status.newest
 
     @property
     def strange(self) -> bool:
-        """Whether the trace cannot be this store's."""
+        """Return whether the trace has an epoch that the store lacks, so that it belongs to another store."""
         pulse, status = self.pulse, self.status
         return pulse is not None and status is not None and pulse.job.epoch > status.epoch
 
     @property
     def current(self) -> JobStatus | None:
-        """The pulse, where it is of the newest incarnation that the store knows: another one tells nothing of now."""
+        """Return the trace's state, if it is of the newest epoch of the store."""
         pulse, status = self.pulse, self.status
         if pulse is None or status is None:
             return pulse
@@ -218,9 +220,11 @@ class Facts:
 
     @property
     def running(self) -> bool:
-        """Whether a job trains on this store now. One of this machine holds its lock; one that began elsewhere, or has
-        its store in a bucket, which has no locks, is taken to run as long as it writes its trace, or, where there is
-        none to see, as long as it commits."""
+        """Return whether a job trains on this store now.
+
+        On this machine the store's lock tells. A job on another machine, or on a bucket (which has no locks), counts as
+        running while it writes its trace or, without a trace, while it commits.
+        """
         status, pulse = self.status, self.current
         if status is not None and status.in_use_by is not None:
             return True
@@ -232,15 +236,14 @@ class Facts:
 
     @property
     def unlocked(self) -> str:
-        """The machine of the newest job, where no lock tells of it here: another one than this, or any of a store in a
-        bucket; else ''."""
+        """Return the newest job's host if its lock is not visible here (other machine, or bucket), else ''."""
         owner = None if self.status is None else self.status.owner
         known = owner is None or (owner.host == socket.gethostname() and not is_url(self.root))
         return "" if known or owner is None else owner.host
 
     @property
     def broken_off(self) -> bool:
-        """Whether the newest job ended, as far as can be seen from here, and not as it was meant to."""
+        """Return whether the newest job ended without closing the store."""
         owner = None if self.status is None else self.status.owner
         return owner is not None and owner.incarnation is not None and not self.closed and not self.running
 
@@ -264,7 +267,7 @@ def gather(
     checked: VerifiedCommits | None = None,
     status: StoreStatus | None = None,
 ) -> Facts:
-    """Of the store at ``root``. status: of the store, where somebody looked already."""
+    """Gather the facts of the store at ``root``. Pass ``status`` to reuse an earlier read."""
     status = store_status(catalog, root) if status is None else status
     return Facts(
         now=now,
@@ -282,7 +285,7 @@ def gather(
 
 
 def by_daemon(memory: Path, store_id: str) -> VerifiedCommits | None:
-    """What the daemon of this node read of the store; None where none answers at once, or it read nothing."""
+    """Return what the node daemon verified; None if it does not answer or has not read this store."""
     try:
         report = query_daemon(memory, AskStatus(), _PATIENCE)
     except DriftpointError:
@@ -296,13 +299,13 @@ def by_daemon(memory: Path, store_id: str) -> VerifiedCommits | None:
 
 
 def by_verify(report: VerifyReport) -> VerifiedCommits:
-    """What a verification just found."""
+    """Summarise a verification that just ran."""
     damaged = tuple(commit.save.name for commit in report.commits if commit.state != "ok")
     return VerifiedCommits("just now", len(report.commits), damaged, report.problems)
 
 
 def _commit_gap(catalog: Catalog, saves: Sequence[SaveId]) -> float | None:
-    """Of the newest few; retention leaves ever fewer of those further back."""
+    """Return the median interval of the newest commits; retention thins out older ones."""
     made: list[tuple[int, float]] = []
     for save in saves:
         with suppress(DamagedError, StorageError):
@@ -315,7 +318,7 @@ def _commit_gap(catalog: Catalog, saves: Sequence[SaveId]) -> float | None:
 
 
 def moment(text: str) -> float | None:
-    """Seconds since 1970 of a wall-clock time in a record; None where it is none."""
+    """Parse an ISO time of a record to Unix time; None if invalid."""
     try:
         found = datetime.fromisoformat(text)
     except ValueError:

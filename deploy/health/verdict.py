@@ -1,4 +1,4 @@
-"""All judgements in one honest sentence: is the run safe now. Pure."""
+"""Summarise all checks in one sentence: whether the run is safe now. Pure."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ _TITLES: dict[Level, str] = {"good": "Safe", "look": "Needs a look", "bad": "Not
 
 @dataclass(frozen=True)
 class Verdict:
-    """level: the worst of the checks. title: in two words. sentence: what a failure now would do. concerns: the checks
-    that are not as they should be, worst first."""
+    """Worst level of all checks, a title, and a sentence on the effect of a failure now."""
 
     level: Level
     title: str
@@ -23,13 +22,13 @@ class Verdict:
 
     @property
     def concerns(self) -> tuple[Check, ...]:
-        """What is not as it should be."""
+        """Return the checks that need attention, worst first."""
         found = [check for check in self.checks if check.level in ("look", "bad")]
         return tuple(sorted(found, key=lambda check: -ORDER.index(check.level)))
 
 
 def judge(facts: Facts) -> Verdict:
-    """The verdict."""
+    """Judge a run."""
     found = tuple(checks(facts))
     level = max((check.level for check in found), key=ORDER.index)
     level = "good" if level == "plain" else level
@@ -37,7 +36,7 @@ def judge(facts: Facts) -> Verdict:
 
 
 def sentence(facts: Facts) -> str:
-    """What a failure now would do, or what a start now would."""
+    """Describe the effect of a failure now or, without a running job, of a restart."""
     status = facts.status
     if status is None:
         return f"The store cannot be opened: {facts.trouble}"

@@ -1,13 +1,7 @@
-"""Trace to time series.
+"""Read a drift trace once, line by line, into time series of bounded size.
 
-A run of any length in a bounded number of columns: each holds as many decisions in a row as it must.
-
-When the columns are full, neighbours are merged, so that a trace is read once and never held. Rows (units) may be added
-at any time. What is merged by which rule: drift by the largest, marks by any, counts by the sum.
-
-What a drift trace tells of a run, read once, line by line: drift and saves over time, bytes, stall, incidents.
-
-Memory does not grow with the length of a trace. Lines of movement are not looked at. It knows no store.
+When all columns are full, neighbours are merged: drift by maximum, marks by any, counts by sum. Lines of movement are
+skipped.
 """
 
 from __future__ import annotations
@@ -41,8 +35,12 @@ _T = TypeVar("_T", bound=np.generic)
 
 @dataclass
 class Column:
-    """Several decisions in a row. steps and times: of the first and the last one. full: bytes that full saves would
-    have taken, of the saves that were committed; stall: seconds, the longest too."""
+    """Consecutive decisions merged into one column.
+
+    Attributes:
+        full: bytes of full saves in place of the committed ones.
+        stall: seconds; ``longest`` is that of one decision.
+    """
 
     first_step: int
     last_step: int
@@ -56,7 +54,7 @@ class Column:
     longest: float = 0.0
 
     def take(self, other: Column) -> None:
-        """What comes after it."""
+        """Merge the following column into this one."""
         self.last_step, self.last_at = other.last_step, other.last_at
         self.decisions += other.decisions
         self.saves += other.saves
@@ -68,8 +66,15 @@ class Column:
 
 @dataclass
 class Bins:
-    """most: columns, even. drift: NaN where nothing is known; saved, rounded: how many decisions of the column stored
-    the unit, and how many of those lost bits; sick: whether it was not finite; all (units, columns)."""
+    """Time series by unit and column; all arrays are (units, columns).
+
+    Attributes:
+        most: number of columns, even.
+        width: decisions per column.
+        drift: largest drift, NaN if unknown.
+        saved: decisions that stored the unit; ``rounded``: those of them with loss.
+        sick: decisions at which it was not finite.
+    """
 
     most: int = 120
     width: int = 1
@@ -81,7 +86,7 @@ class Bins:
     sick: _Counts = field(default_factory=lambda: np.zeros((0, 0), np.int64))
 
     def rows(self, count: int) -> None:
-        """There are so many units now; never fewer than before."""
+        """Grow to ``count`` units."""
         more = count - self.drift.shape[0]
         if more <= 0 and self.drift.shape[1] == self.most:
             return
@@ -90,7 +95,7 @@ class Bins:
         self.saved, self.rounded, self.sick = (_grown(old, shape, 0) for old in (self.saved, self.rounded, self.sick))
 
     def add(self, step: int, at: float) -> int:
-        """A decision follows. Returns its number."""
+        """Add a decision and return its number."""
         if self.count == self.most * self.width:
             self._halve()
         number, self.count = self.count, self.count + 1
@@ -102,13 +107,13 @@ class Bins:
         return number
 
     def pick(self, rows: Sequence[int]) -> None:
-        """Have these rows in this order, and no room for more columns than there are: the run has ended."""
+        """Select rows in order and drop unused columns, at the end of the run."""
         end = len(self.columns)
         self.drift, self.saved = self.drift[rows, :end], self.saved[rows, :end]
         self.rounded, self.sick = self.rounded[rows, :end], self.sick[rows, :end]
 
     def place(self, number: int) -> int:
-        """The column that a decision is in now."""
+        """Return the column of a decision."""
         return number // self.width
 
     def _halve(self) -> None:
@@ -133,16 +138,22 @@ def _grown(old: npt.NDArray[_T], shape: tuple[int, int], empty: float) -> npt.ND
 
 
 _MOVEMENT = b'{"kind":"moved"'
-"""What begins the longest lines, which nothing here needs."""
+"""Start of the longest lines, which are not needed here."""
 
 _ALL = 0.99
-"""Share of all bytes from which on a save counts as a full one."""
+"""Share of all bytes from which a save counts as full."""
 
 
 @dataclass
 class Totals:
-    """Over the whole trace. seconds: of training. full: bytes of full saves at the same moments. stall: what training
-    waited; full_stall: had all saves been full, by the ``full_seen`` ones that were; None where none was."""
+    """Sums over the whole trace.
+
+    Attributes:
+        seconds: of training.
+        full: bytes of full saves at the same decisions.
+        stall: seconds that training waited.
+        full_stall: estimate if all saves were full, from the ``full_seen`` ones that were; None without any.
+    """
 
     decisions: int = 0
     saves: int = 0
@@ -160,8 +171,14 @@ class Totals:
 
 @dataclass(frozen=True)
 class History:
-    """units: rows of ``bins``, in the order of the model. blocks: names of layers that are repeated ones. restarts: the
-    decisions before which a job came back. skipped: lines that could not be read."""
+    """A run as time series.
+
+    Attributes:
+        units: rows of ``bins`` in model order.
+        blocks: layers that are repeated blocks.
+        restarts: decisions before which the job restarted.
+        dropped: incidents left out; ``skipped``: unreadable lines.
+    """
 
     units: tuple[Unit, ...]
     blocks: frozenset[str]
@@ -177,7 +194,7 @@ class History:
 
 
 def read_history(path: Path, most: int = 120, progress: Callable[[int], None] = lambda _: None) -> History:
-    """Of a trace's file. progress: told the bytes just read. OSError where it cannot be read."""
+    """Read a trace file. ``progress`` gets the bytes of each line. Raises OSError."""
     with path.open("rb") as file:
         return history_of(TraceValidator().believe(each_line(_needed(file, progress))), most)
 
@@ -190,7 +207,7 @@ def _needed(file: Iterable[bytes], progress: Callable[[int], None]) -> Iterator[
 
 
 def history_of(lines: Iterable[Line | None], most: int = 120) -> History:
-    """Of lines in their order; None for each that could not be read."""
+    """Process lines in order; None stands for an unreadable one."""
     reader = _Reader(most)
     for line in lines:
         reader.hear(line)
@@ -366,7 +383,7 @@ class _Reader:
         self._incidents.add(Incident("save failed", "look", text, line.step, at))
 
     def _number_of(self, step: int) -> int | None:
-        """The decision whose save was begun last; one at a time is under way."""
+        """Return the decision whose save is in progress (one at a time)."""
         return self._begun[1] if self._begun is not None and self._begun[0] == step else None
 
     def _mark_drift(self, rows: Sequence[int], drift: Sequence[float | None], column: int) -> None:
@@ -379,7 +396,7 @@ class _Reader:
         return [self._rows[self._units[index]] for index in indices]
 
     def _settle(self, copy_wait: float) -> None:
-        """The copies of the save before are known by now."""
+        """Complete the previous decision's stall, now that its copy wait is known."""
         if self._waits is not None:
             copied, stall = self._waits
             if copied >= _ALL * sum(self._nbytes):

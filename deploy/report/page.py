@@ -1,13 +1,7 @@
-"""Assemble and render the page.
+"""Read a store and its trace, judge them, and render the report as one HTML page.
 
-The certificate of what a resume would take, for a page: a row for each layer, a group of cells for each slot.
-
-The report as one HTML page that needs nothing else: no script, no font, no image, no address outside.
-
-It lays out what others found and judged. Names come from stores and traces, which anybody may have written: the
-template escapes everything, and control characters are spelled out before.
-
-From a store to its report: everything read, judged and laid out, whatever state the store is in.
+The page needs no script, font, image or network. Names come from untrusted stores and traces: the template escapes
+them, and control characters are spelled out.
 """
 
 from __future__ import annotations
@@ -44,7 +38,7 @@ from store.verify import verify as verify_store
 
 @dataclass(frozen=True)
 class Cell:
-    """One unit. level: colour of its drift, -1 for none. state: ``fresh``, ``stale``, ``fixed`` or ``fallback``."""
+    """One unit: ``level`` is the colour of its drift, -1 for none; ``state`` is fresh, stale, fixed or fallback."""
 
     step: int
     age: str
@@ -57,7 +51,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class LayerRow:
-    """cells: by slot, None where the layer has no such slot."""
+    """A layer with its cells by slot, None where it lacks the slot."""
 
     layer: str
     cells: Sequence[Cell | None]
@@ -66,7 +60,7 @@ class LayerRow:
 
 @dataclass(frozen=True)
 class SlotRow:
-    """All layers of a slot."""
+    """Totals of a slot."""
 
     slot: str
     units: int
@@ -81,7 +75,7 @@ class SlotRow:
 
 @dataclass(frozen=True)
 class CertificateTable:
-    """kind: exact, or how far from it. effective: where the weights stand, where that is not the step itself."""
+    """Certificate of a resume. ``effective``: effective step, None if it is the step itself."""
 
     save: str
     step: int
@@ -96,7 +90,7 @@ class CertificateTable:
 
 
 def certificate_table(certificate: Certificate, parameters: int) -> CertificateTable:
-    """parameters: of the model."""
+    """Lay out a certificate; ``parameters`` is the model's number."""
     units = certificate.units
     slots = slots_of(units)
     scale = scale_for([unit.drift for unit in units if unit.moving and unit.drift])
@@ -161,7 +155,7 @@ _HERE = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Content:
-    """What a page is made of. missing: why there is no history, and how to get one; '' where there is."""
+    """Content of a page. ``missing``: why there is no history, or ''."""
 
     facts: Facts
     verdict: Verdict
@@ -172,7 +166,7 @@ class Content:
 
 
 def render(content: Content) -> str:
-    """The page."""
+    """Render the page."""
     environment = Environment(
         loader=FileSystemLoader(_HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
@@ -212,7 +206,7 @@ def _model(newest: ManifestRecord) -> str:
 
 
 _LISTED = 8
-"""Texts of damage on a page."""
+"""Most damage messages on a page."""
 
 
 @dataclass(frozen=True)
@@ -223,7 +217,7 @@ class ReportResult:
 
     @property
     def exit_code(self) -> int:
-        """As ``status`` has it; damage that reading found counts, too."""
+        """Return the exit code as ``status`` does, but including damage found by verification."""
         facts = self.content.facts
         if facts.status is None:
             return NothingToResumeError.exit_code
@@ -232,7 +226,7 @@ class ReportResult:
         return DamagedError.exit_code if found == 0 and hurt else found
 
     def write(self, path: Path) -> None:
-        """Under its name at once. StorageError where it cannot be."""
+        """Write the page and rename it into place. Raises StorageError."""
         data = render(self.content).encode("utf-8", "backslashreplace")
         try:
             with tempfile.NamedTemporaryFile(dir=path.absolute().parent, prefix=path.name, delete=False) as file:
@@ -249,15 +243,26 @@ class ReportResult:
 
 
 def trace_path(root: Path, given: Path | None) -> Path:
-    """Where the trace of a store's job is, unless it was set elsewhere."""
+    """Return the path of the trace: ``given``, or beside the store."""
     return given or beside(store_place(root), ".trace.jsonl")
 
 
 def build_report(
     root: Path, trace: Path | None, memory: Path, *, verify: bool, clock: Callable[[], float] = time.time
 ) -> ReportResult:
-    """The report of the store at ``root``. NoStoreError where there is none; UsageError for a trace that was named and
-    cannot be read."""
+    """Build the report of the store at ``root``.
+
+    Args:
+        root: the store.
+        trace: path of the trace, None for the default.
+        memory: shared-memory directory.
+        verify: whether to verify every byte first.
+        clock: current Unix time.
+
+    Raises:
+        NoStoreError: there is no store.
+        UsageError: ``trace`` was given and is unreadable.
+    """
     path = trace_path(root, trace)
     try:
         return _made(open_store(root), root, path, memory, named=trace is not None, verify=verify, clock=clock)
@@ -321,7 +326,7 @@ def _of_history(history: History | None) -> Iterator[Incident]:
 
 
 def _of_store(catalog: Catalog, facts: Facts) -> Iterator[Incident]:
-    """What only the store knows: damage, suspects, and commits that were written out of memory."""
+    """Yield the incidents that only the store knows: damage, suspects, and rescued commits."""
     assert facts.status is not None
     damage = dict.fromkeys((*facts.status.problems, *(() if facts.checked is None else facts.checked.problems)))
     for text in list(damage)[:_LISTED]:

@@ -1,11 +1,8 @@
-"""Simulation and recommendation.
+"""Replay a run under several configurations, and recommend one within limits.
 
-Which configuration to take: of each family the one that makes the most of what is allowed, then the least damage.
-
-Families: everything seldom, turns of layers, one threshold, and ``budget``, each raw and in the encodings that round.
-All are replayed; nothing is predicted beyond that, and damage is that of docs/budget.md.
-
-A whole simulation: the configurations asked for, beside everything saved raw every time.
+The baseline saves everything raw at every decision. A recommendation replays four families, each in lossless and lossy
+encodings: full at longer intervals, parity, one threshold, and ``budget``. It takes from each the one that saves most
+within the limits, and then the one with the least expected damage (docs/budget.md).
 """
 
 from __future__ import annotations
@@ -39,20 +36,23 @@ from store.errors import ConfigError, UsageError
 from store.trace import Trace, read_lines
 
 _MULTIPLES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-"""Of the recorded interval, that are tried."""
+"""Multiples of the recorded interval that are tried."""
 
 _THRESHOLDS = 10
-"""Halvings of the range in which a threshold is looked for."""
+"""Bisection steps when searching for a threshold."""
 
 _SECTIONS = ("every", "policy", "encoding", "packing", "differences", "budget", "bounds", "resume")
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What is allowed; None: not limited. exact: no encoding that rounds.
+    """Limits of a recommendation; None means unlimited.
 
-    bytes_per_hour: all ranks, without the first save of a store. max_loss_minutes: of training that is redone, at the
-    worst moment."""
+    Attributes:
+        bytes_per_hour: of all ranks, without the first save of a store.
+        max_loss_minutes: of training lost by a failure at the worst moment.
+        exact: lossless encodings only.
+    """
 
     bytes_per_hour: float | None = None
     stall_share: float | None = None
@@ -61,11 +61,11 @@ class Limits:
 
     @property
     def any(self) -> bool:
-        """Whether anything is limited."""
+        """Return whether anything is limited."""
         return any(one is not None for one in (self.bytes_per_hour, self.stall_share, self.max_loss_minutes))
 
     def hold(self, one: Summary) -> bool:
-        """Whether it keeps within them, and saves more than once."""
+        """Return whether a replay keeps the limits and saves more than once."""
         if one.saves < 2:
             return False
         return (
@@ -81,9 +81,15 @@ def _within(value: float, most: float | None) -> bool:
 
 @dataclass(frozen=True)
 class Recommendation:
-    """chosen: of ``tried``, least damage first. settings: to paste. limits: as they were used; ``max_loss_minutes``
-    alone is taken as the bytes of the plainest configuration that keeps it. since: from where on all are compared.
-    notes: what has to be said of replaying the chosen one."""
+    """The recommended configuration.
+
+    Attributes:
+        tried: candidates, least damage first.
+        settings: configuration to paste.
+        limits: limits as used; ``max_loss_minutes`` alone is converted to bytes per hour.
+        since: position from which all are compared.
+        notes: caveats of replaying the chosen one.
+    """
 
     chosen: Summary
     tried: tuple[Summary, ...]
@@ -94,7 +100,7 @@ class Recommendation:
 
     @property
     def yaml(self) -> str:
-        """The settings as a configuration has them."""
+        """Return the settings as YAML."""
         return _text(self.settings)
 
 
@@ -115,7 +121,7 @@ class _Trials:
         self._made: dict[str, _Tried | None] = {}
 
     def of(self, name: str, settings: Mapping[str, Any]) -> _Tried | None:
-        """None where the rest of the recorded configuration forbids it."""
+        """Replay a configuration; None if the rest of the recorded configuration forbids it."""
         if name not in self._made:
             self._made[name] = self._try(name, settings)
         return self._made[name]
@@ -137,9 +143,13 @@ class _Trials:
 def recommend(
     run: Run, terms: Terms, limits: Limits, costs: Costs | None = None, beside: Sequence[Summary] = ()
 ) -> Recommendation:
-    """The configuration of least expected damage within the limits. UsageError where none keeps them.
+    """Return the configuration with the least expected damage within the limits.
 
-    beside: what else is compared, over the same steps."""
+    ``beside`` are further replays to compare over the same steps.
+
+    Raises:
+        UsageError: no configuration keeps the limits.
+    """
     if not limits.any:
         raise UsageError("--recommend needs a limit: --bytes-per-hour, --stall-share or --max-loss-minutes")
     trials = _Trials(run, terms, costs)
@@ -170,12 +180,12 @@ def recommend(
 
 
 def later_per_hour(one: Summary) -> float:
-    """Bytes an hour without the first save of a store, which is full whatever the configuration."""
+    """Return bytes per hour without the first save of a store, which is always full."""
     return one.later / one.hours if one.hours else math.inf
 
 
 def _as_bytes(trials: _Trials, limits: Limits) -> Limits:
-    """Time alone would let everything be saved every time: the bytes that saving everything takes are the limit."""
+    """Limit bytes to those of full saves that keep the loss; a time limit alone permits saving everything."""
     kept = [one for one in _seldom(trials, {"policy": "full"}, "full raw") if limits.hold(one.summary)]
     if not kept:
         return limits
@@ -207,12 +217,12 @@ def _seldom(trials: _Trials, settings: Mapping[str, Any], name: str) -> Iterator
 
 
 def _first(trials: _Trials, settings: Mapping[str, Any], name: str, limits: Limits) -> _Tried | None:
-    """The most often that the limits allow."""
+    """Return the most frequent saving within the limits."""
     return next((one for one in _seldom(trials, settings, name) if limits.hold(one.summary)), None)
 
 
 def _threshold(trials: _Trials, encoding: str, limits: Limits) -> _Tried | None:
-    """The lowest that the limits allow, to within some per cent."""
+    """Return the lowest threshold within the limits, by bisection."""
     held: _Tried | None = None
 
     def tried(level: float) -> _Tried | None:
@@ -260,7 +270,7 @@ class Simulation:
 
 
 def read_trace(path: Path) -> Trace:
-    """The trace in a file. UsageError where it cannot be read, or is none."""
+    """Read a trace file. Raises UsageError if it is unreadable or not a trace."""
     try:
         with path.open("rb") as file:
             trace = read_lines(file)
@@ -278,8 +288,15 @@ def simulated(
     limits: Limits | None = None,
     speeds: Mapping[str, float | None] | None = None,
 ) -> tuple[Simulation, Recommendation | None]:
-    """Replay ``trace`` under each of the configurations that ``policies`` name, and look for a better one within
-    ``limits`` where there are any. speeds: ``storage_gbps`` and ``copy_gbps``, instead of what was recorded."""
+    """Replay ``trace`` under the given policies and, with ``limits``, recommend a configuration.
+
+    Args:
+        trace: recorded run.
+        policies: values of ``--policy``.
+        terms: failures and prices.
+        limits: limits of the recommendation, None for no recommendation.
+        speeds: ``storage_gbps`` and ``copy_gbps``, instead of the recorded speeds.
+    """
     run = run_of(trace)
     costs = _costs(run, speeds or {})
     wanted = [requests_for(text, recorded_settings(run)) for text in policies] or ([] if limits else _by_default(run))
@@ -295,7 +312,7 @@ def simulated(
 def simulate(
     trace: Trace, run: Run, wanted: Sequence[SimulationRequest], terms: Terms, costs: Costs | None = None
 ) -> Simulation:
-    """Replay the run of a trace under each configuration. costs: of saves, instead of the recorded ones."""
+    """Replay the run under each configuration; ``costs`` replace the recorded ones."""
     recorded = recorded_config(run)
     notes = list(_notes(trace, run, recorded, costs))
     summaries = []
@@ -319,7 +336,7 @@ def simulate(
 
 
 def window_notes(summaries: Sequence[Summary]) -> Iterator[str]:
-    """What is weak about comparing these over the steps that they are compared over."""
+    """Yield caveats of the comparison window."""
     for one in summaries:
         if one.saves < 2:
             yield f"{one.name}: commits {('never', 'once')[one.saves]} in this run, too seldom to be judged by it"
@@ -359,7 +376,7 @@ def _at(bytes_per_second: float) -> Fitted:
 
 
 def baseline_config(recorded: Config) -> Config:
-    """Everything, raw, at every recorded decision."""
+    """Return the baseline: everything raw at every recorded decision."""
     return Config(every=recorded.every)
 
 

@@ -1,13 +1,7 @@
-"""Event log and metrics.
+"""Report the supervisor's events: lines on the terminal, an optional JSON file, and Prometheus metrics.
 
-What the supervisor tells: a line for people and, where a file is given, a JSON line for machines, an event each.
-
-Owned by the supervisor's thread. Nobody who stopped reading, and no full disk, may end the supervision of a job: a line
-that cannot be written is lost, and of the file that is said once.
-
-What ``driftpoint run`` serves to Prometheus: attempts, how they ended, and how long nothing got further.
-
-A registry of its own. Told by the supervisor's thread. A port that is taken costs the endpoint, nothing else.
+Owned by the supervisor's thread. A closed terminal, a full disk or a used port never ends the supervision: the line or
+the endpoint is dropped, and the event file's failure is reported once.
 """
 
 from __future__ import annotations
@@ -36,7 +30,7 @@ _LISTED = 8
 
 
 class EventLog:
-    """line: writes a line for people. events: file that JSON lines are appended to. metrics: for dashboards."""
+    """Reports events as lines for people, JSON lines in ``events``, and metrics."""
 
     def __init__(
         self,
@@ -52,12 +46,12 @@ class EventLog:
         self._ends: list[str] = []
 
     def say(self, text: str) -> None:
-        """A line for people."""
+        """Print a line for people."""
         with suppress(OSError, ValueError):  # nobody reads, or the terminal is gone
             self._line(f"driftpoint run: {text}")
 
     def began(self, number: int, seconds: float, sight: StoreSnapshot) -> None:
-        """An attempt is about to begin."""
+        """Report the start of an attempt."""
         after = f" (after {seconds:.3g} s)" if number > 1 else ""
         self.say(f"attempt {number}{after}: {_from(sight)}")
         if self._metrics is not None:
@@ -65,7 +59,7 @@ class EventLog:
         self._event("begin", attempt=number, commit=_name(sight.resumes), trouble=sight.trouble or None)
 
     def ended(self, number: int, attempt: Attempt) -> None:
-        """An attempt is over."""
+        """Report the end of an attempt."""
         newest = attempt.after.newest
         new = f"; kept up to step {newest.step}" if attempt.committed and newest is not None else ""
         unknown = f"; the store cannot be read: {attempt.after.trouble}" if attempt.after.trouble else ""
@@ -77,12 +71,12 @@ class EventLog:
         self._event("end", attempt=number, code=attempt.code, commit=_name(newest), committed=attempt.committed)
 
     def judged(self, course: RestartHistory) -> None:
-        """What the attempts so far come to."""
+        """Update the metrics after the restart decision."""
         if self._metrics is not None:
             self._metrics.judged(course)
 
     def marked(self, save: SaveId, instead: SaveId | None, trouble: str) -> None:
-        """A commit was marked as suspect, or could not be."""
+        """Report a commit marked as suspect, or the failure to mark it."""
         if trouble:
             self.say(f"commit {save} could not be marked as suspect: {trouble}")
             return
@@ -93,7 +87,7 @@ class EventLog:
         self._event("suspect", commit=save.name, instead=_name(instead))
 
     def withdrew(self, save: SaveId, trouble: str) -> None:
-        """The mark was taken back, or could not be."""
+        """Report a removed suspect mark, or the failure to remove it."""
         if trouble:
             self.say(f"commit {save} is not to blame, but its mark could not be removed: {trouble}")
             return
@@ -101,7 +95,7 @@ class EventLog:
         self._event("withdrawn", commit=save.name)
 
     def stopped(self, stop: GiveUp) -> None:
-        """That was the last attempt."""
+        """Report the end of the supervision."""
         self._event("stop", code=stop.code, why=stop.why)
         if stop.code == 0:
             return
@@ -139,11 +133,11 @@ def _name(save: SaveId | None) -> str | None:
 
 
 ENDS = ("done", "preempted", "failed", "killed")
-"""How attempts end: with 0, with 75, with another code, of a signal."""
+"""Ends of attempts: exit code 0, 75, any other, or a signal."""
 
 
 class SupervisorMetrics:
-    """The metric set. Without :meth:`serve` it only counts. restarts: in a row without progress, that are allowed."""
+    """Metrics of ``driftpoint run``, in a registry of their own. Without :meth:`serve` it only counts."""
 
     def __init__(self, restarts: int) -> None:
         registry = CollectorRegistry()
@@ -183,11 +177,10 @@ class SupervisorMetrics:
 
     @property
     def url(self) -> str | None:
-        """That a scraper asks; None where nobody listens."""
         return None if self._server is None else self._server.url
 
     def serve(self, host: str, port: int, security: EndpointSecurity, say: Callable[[str], None]) -> None:
-        """Listen; 0 takes a free port. Signals are the supervisor's: no other thread of its process takes one."""
+        """Serve the metrics; port 0 takes a free one. Signals stay blocked in the server's thread."""
         before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:
             self._server = MetricsServer(self.registry, host, port, security)
@@ -202,13 +195,11 @@ class SupervisorMetrics:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def began(self) -> None:
-        """An attempt begins."""
         self.attempts.inc()
         self.running.set(1)
         self.began_at.set(time.time())
 
     def over(self, attempt: Attempt) -> None:
-        """An attempt ended."""
         self.running.set(0)
         self.ended.labels(_end(attempt.code)).inc()
         self.blind.set(bool(attempt.after.trouble))
@@ -216,11 +207,9 @@ class SupervisorMetrics:
             self.step.set(attempt.after.step)
 
     def judged(self, course: RestartHistory) -> None:
-        """What that means for the job."""
         self.in_a_row.set(course.in_a_row)
 
     def close(self) -> None:
-        """Stop listening."""
         if self._server is not None:
             self._server.close()
             self._server = None

@@ -1,14 +1,8 @@
-"""Signals, process trees, orphans.
+"""Signal and end the command's process tree: pass signals on, escalate, and end orphans. Linux only.
 
-Trees of processes: who catches a signal, who is left when the command has ended, and how they are ended.
-
-Linux. Knows nothing of jobs and stores. A process that is gone in the meantime is no error anywhere here.
-
-What a signal to the supervisor means for the command that runs, and what follows if it does not end. One attempt.
-
-Owned by the supervisor's thread; it sends signals and waits for nothing. The trainer's own handler gets its notice
-(SIGUSR1, unless the job's settings name another) before anything else gets SIGTERM, because a launcher that is told to
-terminate gives its workers little time to save.
+A process that ends meanwhile is never an error. :class:`ProcessStopper` is owned by the supervisor's thread; it sends
+signals and does not wait. The trainer's own handler gets its preemption signal (SIGUSR1 by default) before anything
+gets SIGTERM, because launchers give their workers little time after SIGTERM.
 """
 
 from __future__ import annotations
@@ -31,12 +25,12 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def adopt_orphans() -> bool:
-    """From now on what this process's descendants leave behind becomes its child. False where the system refuses."""
+    """Become the parent of orphaned descendants. Returns False if the system refuses."""
     return ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0  # type: ignore[no-any-return]
 
 
 def catches(pid: int, number: signal.Signals) -> bool:
-    """Whether the process has a handler for the signal, so that it does not simply die of it."""
+    """Return whether the process has a handler for the signal."""
     try:
         status = Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace")
     except OSError:
@@ -46,9 +40,10 @@ def catches(pid: int, number: signal.Signals) -> bool:
 
 
 def catching(top: int, number: signal.Signals) -> list[psutil.Process]:
-    """The processes of the tree under ``top``, itself included, that catch the signal; nothing below one that does.
+    """Return the processes in the tree of ``top`` that handle the signal, but none below such a process.
 
-    Forked children (data-loader workers) inherit their parent's handler, and a launcher that has one passes it on.
+    Forked children (data-loader workers) inherit their parent's handler, and a launcher with a handler
+    forwards the signal.
     """
     with suppress(psutil.NoSuchProcess):
         return list(_catching(psutil.Process(top), number))
@@ -56,7 +51,7 @@ def catching(top: int, number: signal.Signals) -> list[psutil.Process]:
 
 
 def send(processes: Iterable[psutil.Process], number: signal.Signals) -> int:
-    """Send a signal to each; returns to how many."""
+    """Send a signal to each process and return the number reached."""
     sent = 0
     for process in processes:
         with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
@@ -66,21 +61,19 @@ def send(processes: Iterable[psutil.Process], number: signal.Signals) -> int:
 
 
 def is_daemon(process: psutil.Process) -> bool:
-    """Whether it is the daemon of a node, which a trainer may have started: see :mod:`monitor.daemon_client`."""
+    """Return whether the process is the node daemon, which a trainer may have started."""
     with suppress(psutil.Error):
         return process.cmdline()[1:5] == ["-m", "deploy.cli", "daemon", "run"]
     return False
 
 
 def children() -> frozenset[psutil.Process]:
-    """The children of this process. One that was started by ``exec`` keeps those of the shell before it."""
+    """Return the children of this process. A process started by ``exec`` keeps those of the shell."""
     return frozenset(psutil.Process().children())
 
 
 def below(but: Collection[psutil.Process] = ()) -> list[psutil.Process]:
-    """All descendants of this process that still run, except those children and what is below them.
-
-    Daemons are not among them: those are there for what comes after."""
+    """Return all running descendants except ``but``, their descendants, and daemons, which later attempts use."""
     found, spared = psutil.Process().children(recursive=True), set(but)
     for one in but:
         with suppress(psutil.NoSuchProcess):
@@ -89,7 +82,7 @@ def below(but: Collection[psutil.Process] = ()) -> list[psutil.Process]:
 
 
 def reap(but: int) -> None:
-    """Take note of the end of adopted processes. ``but``: a child that someone else waits for."""
+    """Reap adopted processes, except ``but``, for which another caller waits."""
     with suppress(ChildProcessError):
         while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
             if ended.si_pid == but:
@@ -98,7 +91,7 @@ def reap(but: int) -> None:
 
 
 def end_below(term_seconds: float, kill_seconds: float, but: Collection[psutil.Process] = ()) -> tuple[int, int]:
-    """End what :func:`below` finds: SIGTERM, then SIGKILL. Returns how many there were and how many will not go."""
+    """End all descendants with SIGTERM, then SIGKILL. Returns how many there were and how many remain."""
     left = below(but)
     if not left:
         reap(but=0)
@@ -136,10 +129,12 @@ def _catching(process: psutil.Process, number: signal.Signals) -> Iterator[psuti
 NOTICES = (signal.SIGUSR1, signal.SIGUSR2)
 ENDS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 KILL_AFTER = 10.0
-"""Seconds from the SIGTERM after the grace to SIGKILL."""
+"""Seconds from SIGTERM to SIGKILL."""
 ANSWERED = 600.0
-"""Seconds after a notice, besides the grace, in which the end of the command is the answer to it: launchers hide the
-code that would tell. A signal may be there for something else, and the job dies of something else days later."""
+"""Seconds after a preemption signal, besides the grace period, in which the command's end counts as its result.
+
+Launchers hide the exit code. After this time, the end has another cause.
+"""
 
 
 @dataclass(frozen=True)
@@ -150,8 +145,13 @@ class _Due:
 
 @dataclass(frozen=True)
 class StopOptions:
-    """How a command is ended. grace: seconds for its last save. notice: what the trainer heeds. others: children of
-    this process that are not the command's."""
+    """How to end a command.
+
+    Attributes:
+        grace: seconds for its final save.
+        notice: signal that the trainer handles.
+        others: children of this process that are not the command's.
+    """
 
     grace: float = 30.0
     notice: signal.Signals = signal.SIGUSR1
@@ -159,7 +159,7 @@ class StopOptions:
 
 
 class ProcessStopper:
-    """The signals of one attempt. clock: seconds, never going back."""
+    """Handles the signals during one attempt. ``clock`` is monotonic."""
 
     def __init__(
         self, pid: int, manner: StopOptions, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic
@@ -175,18 +175,18 @@ class ProcessStopper:
 
     @property
     def seconds(self) -> float | None:
-        """Until something is due; None where nothing is."""
+        """Return the seconds until the next action, None if none is scheduled."""
         return max(0.0, min(due.at for due in self._due) - self._clock()) if self._due else None
 
     def told_to(self, code: int) -> int | None:
-        """The command ended with ``code`` just now: what the supervisor is to end with; None where no signal says."""
+        """Return the exit code that a received signal demands after the command ended with ``code``, or None."""
         if self._told_to is not None or self._noticed is None:
             return self._told_to
         answers = code == PREEMPTED or self._clock() - self._noticed <= self._manner.grace + ANSWERED
         return PREEMPTED if answers else None
 
     def act(self) -> None:
-        """Do what is due."""
+        """Run the actions that are due."""
         now = self._clock()
         ready = [due for due in self._due if due.at <= now]
         self._due = [due for due in self._due if due.at > now]
@@ -194,7 +194,7 @@ class ProcessStopper:
             due.act()
 
     def take(self, number: signal.Signals) -> None:
-        """A signal came."""
+        """Handle a received signal."""
         if number in NOTICES:
             self._notify(number)
             return

@@ -1,8 +1,7 @@
-"""When a job that died is started again, after how long, and when it is not. Pure: no process, no clock, no file.
+"""Decide whether and when to restart a job that died. Pure: no process, clock or file.
 
-What an attempt achieved is judged by the store alone. It made **progress** where it committed a step that is further
-than any before it: a new commit of an old step, as after falling back or resuming at an effective step, is none, or a
-job that dies at the same place for ever would go on for ever.
+The store alone shows progress: an attempt made **progress** if it committed a step beyond all earlier ones. A new
+commit of an old step (after a fallback) does not count, or a job that always dies at the same step would restart forever.
 """
 
 from __future__ import annotations
@@ -20,12 +19,18 @@ NO_PROGRESS = 93
 INTERRUPTED = 130
 
 BLAMED_AFTER = 2
-"""Deaths in a row, without a commit, before the commit that was resumed from is suspect."""
+"""Consecutive deaths without a commit after which the commit resumed from is suspect."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """restarts: in a row without progress. failures: in all, None for no limit. least, most: back-off in seconds."""
+    """Limits of restarts.
+
+    Attributes:
+        restarts: in a row without progress.
+        failures: in total, None for no limit.
+        least, most: back-off in seconds.
+    """
 
     restarts: int = 3
     failures: int | None = None
@@ -35,13 +40,17 @@ class Limits:
 
 @dataclass(frozen=True)
 class StoreSnapshot:
-    """What the store holds at one moment. trouble: why it could not be read, '' where it could; nothing else holds
-    then.
+    """State of the store at one moment.
 
-    newest: commit, or version in the memory of this node. step: the furthest of them. resumes: what a resume takes.
-    instead: what it would take if ``resumes`` were suspect; None where there is nothing else, or where a job already
-    went on from ``resumes`` as far as another commit, so that it is not to blame. epoch: the newest; every job that
-    attaches claims one."""
+    Attributes:
+        newest: newest commit, or snapshot in this node's memory.
+        step: furthest step of them.
+        resumes: commit or snapshot that a resume would take.
+        instead: its replacement if ``resumes`` were suspect; None if there is none, or if an earlier job resumed from
+            ``resumes`` and committed again, which clears it.
+        epoch: newest epoch; every job that attaches claims one.
+        trouble: why the store could not be read, ''; the other fields are then unset.
+    """
 
     newest: SaveId | None = None
     step: int = -1
@@ -53,8 +62,12 @@ class StoreSnapshot:
 
 @dataclass(frozen=True)
 class Attempt:
-    """One run of the command, over. code: as of a process, negative for a signal. told_to: the code that the
-    supervisor is to end with because it was signalled meanwhile; None where it was not."""
+    """One finished run of the command.
+
+    Attributes:
+        code: exit code of the process, negative for a signal.
+        told_to: exit code demanded by a signal to the supervisor, None without one.
+    """
 
     code: int
     before: StoreSnapshot
@@ -63,25 +76,31 @@ class Attempt:
 
     @property
     def committed(self) -> bool:
-        """Whether it made any commit, as far as can be known."""
+        """Return whether it made a commit, as far as known."""
         known = not (self.before.trouble or self.after.trouble) and self.after.newest is not None
         return known and (self.before.newest is None or self.after.newest > self.before.newest)  # type: ignore[operator]
 
     @property
     def attached(self) -> bool:
-        """Whether it came as far as attaching to the store; what fails before that is no commit's fault."""
+        """Return whether it attached to the store; earlier failures are not caused by a commit."""
         return not (self.before.trouble or self.after.trouble) and self.after.epoch > self.before.epoch
 
     @property
     def end(self) -> str:
-        """What it died of, in words."""
+        """Describe how it ended."""
         return ending(self.code)
 
 
 @dataclass(frozen=True)
 class RestartHistory:
-    """What has happened so far. in_a_row: attempts without progress. step: the furthest committed. dying: the commit
-    that the last attempts resumed from and died, so many times. marked: suspects that no progress has borne out yet."""
+    """Results of the attempts so far.
+
+    Attributes:
+        in_a_row: attempts without progress.
+        step: furthest step committed.
+        dying: commit from which the last attempts resumed and died, ``deaths`` times.
+        marked: suspects not yet confirmed by progress.
+    """
 
     in_a_row: int = 0
     failures: int = 0
@@ -93,7 +112,7 @@ class RestartHistory:
 
 @dataclass(frozen=True)
 class Restart:
-    """Start it again. seconds: to wait before. suspect: the commit to mark first."""
+    """Restart after ``seconds``, and mark ``suspect`` first."""
 
     seconds: float
     counted: bool
@@ -102,7 +121,7 @@ class Restart:
 
 @dataclass(frozen=True)
 class GiveUp:
-    """Leave with ``code``. withdrawn: suspects to clear: falling back did not help, so they were not the cause."""
+    """Exit with ``code``. ``withdrawn``: suspects to clear, because falling back did not help."""
 
     code: int
     why: str
@@ -112,7 +131,7 @@ class GiveUp:
 def decide_restart(
     course: RestartHistory, attempt: Attempt, limits: Limits, draw: Callable[[], float]
 ) -> tuple[RestartHistory, Restart | GiveUp]:
-    """What comes after an attempt, and the course up to then. draw: a random number in [0, 1)."""
+    """Decide after an attempt, and return the updated history. ``draw`` returns a random number in [0, 1)."""
     if attempt.told_to is not None:
         return course, _told(attempt, attempt.told_to)
     if attempt.code == OK:
@@ -146,14 +165,13 @@ def _again(
 
 
 def backoff(in_a_row: int, limits: Limits, draw: Callable[[], float]) -> float:
-    """Seconds to wait after so many attempts without progress: doubled each time, and up to a half less at random, so
-    that many nodes do not come back at once."""
+    """Return the seconds to wait: doubled per attempt without progress, less up to half at random to spread nodes."""
     doubled = limits.least * 2.0 ** min(max(in_a_row - 1, 0), 64)
     return min(doubled, limits.most) * (1 - draw() / 2)
 
 
 def ending(code: int) -> str:
-    """``exit code 3`` or ``SIGKILL``."""
+    """Describe an exit code: ``exit code 3`` or ``SIGKILL``."""
     if code >= 0:
         return f"exit code {code}"
     try:
@@ -179,7 +197,7 @@ def _preempted(course: RestartHistory, attempt: Attempt) -> RestartHistory:
 
 
 def _unsaved(course: RestartHistory, attempt: Attempt) -> RestartHistory:
-    """Preempted, and nothing was saved: no failure, and no commit's fault, but no progress either."""
+    """Count a preemption without a save: not a failure, but no progress either."""
     return replace(_preempted(course, attempt), in_a_row=course.in_a_row + 1)
 
 

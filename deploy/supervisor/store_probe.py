@@ -1,8 +1,7 @@
-"""What the supervisor sees of a store, between two attempts and never while the command runs.
+"""Read the store's state between two attempts of a supervised job.
 
-Reads records only. A store that is not there yet is an empty one; one that cannot be read, or does not answer in time,
-is no reason to stop: then nothing is known, and that is said. What hangs stays behind in a thread that
-nobody waits for.
+Reads records only. A missing store counts as empty. A store that is unreadable or does not answer in time yields an
+unknown state with the reason; the hanging read is left in a daemon thread.
 """
 
 from __future__ import annotations
@@ -29,8 +28,14 @@ _T = TypeVar("_T")
 
 
 class StoreProbe:
-    """The store at ``root``, as the supervisor uses it. memory: where its job keeps versions in shared memory, None
-    where it does not. patience: seconds that storage may take to answer. options: of an object store."""
+    """Access of the supervisor to a store.
+
+    Args:
+        root: the store.
+        memory: shared-memory directory of its job, None without in-memory snapshots.
+        patience: seconds to wait for storage.
+        options: settings of an object store.
+    """
 
     def __init__(
         self, root: Path, memory: Path | None = None, patience: float = 120.0, options: ObjectOptions | None = None
@@ -41,25 +46,25 @@ class StoreProbe:
         self._patience = patience
 
     def look(self) -> StoreSnapshot:
-        """What is there now. Never raises for anything that a store can be."""
+        """Return the current state. Never raises because of the store's content."""
         try:
             return self._within(lambda: _look(self.root, self._memory, self._options))
         except (DriftpointError, OSError) as error:
             return StoreSnapshot(trouble=str(error))
 
     def holder(self) -> int | None:
-        """Process of this machine that owns the store, 0 where its id is not known; None where there is none."""
+        """Return the local process that locks the store, 0 if its id is unknown, None if unlocked."""
         try:
             return None if is_url(self.root) else self._within(lambda: lock_holder(self.root))
         except (DriftpointError, OSError):  # what hangs is told by look()
             return None
 
     def mark(self, save: SaveId, why: str) -> str:
-        """Mark a commit as suspect. Returns what went wrong, '' where nothing did."""
+        """Mark a commit as suspect. Returns the error message, '' on success."""
         return self._changed(lambda catalog: mark_suspect(catalog.files, catalog.store_id, save, why))
 
     def withdraw(self, save: SaveId) -> str:
-        """Take the mark back. Returns what went wrong, '' where nothing did."""
+        """Remove the suspect mark. Returns the error message, '' on success."""
         return self._changed(lambda catalog: withdraw_suspect(catalog.files, save))
 
     def _changed(self, change: Callable[[Catalog], None]) -> str:
@@ -109,7 +114,7 @@ def _look(root: Path, memory: Path | None, options: ObjectOptions | None) -> Sto
 
 
 def _remembered(catalog: Catalog, memory: Path | None) -> list[SaveId]:
-    """Versions in memory. What cannot be read there is not resumed from either."""
+    """List the snapshots in memory; unreadable ones cannot be resumed from."""
     if memory is None:
         return []
     try:
@@ -126,9 +131,10 @@ def _resumes(catalog: Catalog, skip: frozenset[SaveId]) -> SaveId | None:
 
 
 def _instead(catalog: Catalog, order: list[SaveId], committed: SaveId | None) -> SaveId | None:
-    """What would be resumed from, were the first of the order suspect; see
-    :class:`deploy.supervisor.restart_policy.StoreSnapshot`. Not what
-    else is in memory: that goes with it."""
+    """Return the replacement if the first of ``order`` were suspect; see :class:`StoreSnapshot`.
+
+    Other snapshots in memory do not count: a suspect mark covers them as well.
+    """
     suspects = catalog.suspects().saves
     if not order or order[0] in suspects or _led_on(catalog, order[0]):
         return None
@@ -137,7 +143,7 @@ def _instead(catalog: Catalog, order: list[SaveId], committed: SaveId | None) ->
 
 
 def _led_on(catalog: Catalog, resumed: SaveId) -> bool:
-    """Whether a later job resumed from the commit and came as far as another one."""
+    """Return whether a later job resumed from the commit and committed again."""
     for save in catalog.saves():
         try:
             if save.epoch > resumed.epoch and catalog.manifest(save).previous == resumed.name:

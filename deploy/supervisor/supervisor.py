@@ -1,9 +1,7 @@
-"""Runs a command until it is done: starts it, passes signals on, cleans up after it, starts it again as the rules say.
+"""Run a command until it is done: start it, forward signals, clean up, and restart it by the restart policy.
 
-One thread, which takes signals by waiting for them, never in a handler, so that none is lost between two looks. The
-rules are in :mod:`deploy.supervisor.restart_policy`; this knows processes and the store's marks, and writes nothing
-else into it.
-If this process is killed the command goes on by itself.
+One thread, which receives signals by ``sigtimedwait`` and never in a handler, so that none is lost. It writes nothing
+to the store except suspect marks. If this process is killed, the command continues by itself.
 """
 
 from __future__ import annotations
@@ -44,18 +42,25 @@ from store.errors import PREEMPTED, StoreInUseError, UsageError
 _ORPHANS_TERM = 5.0
 _ORPHANS_KILL = 10.0
 _OTHER_NODES = 1800.0
-"""Seconds to wait for the store before a restart: some file servers show the lock of rank 0 on another node, which may
-hang in a collective until that times out."""
+"""Seconds to wait for the store before a restart.
+
+Some file servers show the lock of rank 0 on another node, which may hang in a collective until its timeout.
+"""
 _CANNOT_START = 127
-"""Code of an attempt whose command could not be started, as shells have it."""
+"""Exit code of a command that could not be started, as in shells."""
 _LOOK_UP = 60.0
-"""Seconds after which the wait for a signal is interrupted to look, whatever was missed."""
+"""Longest wait for a signal, in seconds, as a safeguard against missed ones."""
 
 
 @dataclass(frozen=True)
 class RunOptions:
-    """What to run. grace: seconds that the trainer has to save after a signal. wait: for a store that is in use.
-    notice: the signal that the trainer heeds."""
+    """Command and limits of a supervised job.
+
+    Attributes:
+        grace: seconds for the trainer's final save after a signal.
+        wait: seconds to wait for a store in use.
+        notice: preemption signal that the trainer handles.
+    """
 
     command: Sequence[str]
     limits: Limits = field(default_factory=Limits)
@@ -65,7 +70,7 @@ class RunOptions:
 
 
 class Supervisor:
-    """One supervised job on one store."""
+    """Supervises one job on one store."""
 
     def __init__(self, orders: RunOptions, store: StoreProbe, teller: EventLog) -> None:
         self._orders = orders
@@ -78,8 +83,12 @@ class Supervisor:
         self._others = children()  # of a script that became this process by `exec`
 
     def run(self) -> int:
-        """The exit code, when all is over. StoreInUseError where another job has the store, UsageError where the
-        command cannot be started."""
+        """Run until the job is done and return the exit code.
+
+        Raises:
+            StoreInUseError: another job uses the store.
+            UsageError: the command cannot be started.
+        """
         if not adopt_orphans():
             self._teller.say("the system does not say which processes a dead command leaves: they are not ended")
         with self._signals_held():
@@ -121,8 +130,10 @@ class Supervisor:
         return attempt
 
     def _looked(self) -> StoreSnapshot:
-        """What the store holds. Where it is gone (its disk is not mounted, say) that is trouble, and no attempt begins:
-        a job that finds nothing would begin anew, and train into whatever lies at the same path."""
+        """Read the store; report a store that disappeared (its disk is not mounted, say) as trouble.
+
+        No attempt starts then: a job that finds an empty path would train from scratch into it.
+        """
         sight = self._store.look()
         if not sight.trouble and self._known.newest is not None and sight.epoch < self._known.epoch:
             self._gone = StoreSnapshot(
@@ -135,7 +146,7 @@ class Supervisor:
         return sight
 
     def _ran(self, number: int) -> tuple[int, int | None]:
-        """The command's code, and the one that a signal meanwhile told the supervisor to end with."""
+        """Run the command; return its exit code and the one demanded by a signal meanwhile."""
         try:
             child = self._start()
         except UsageError as error:
@@ -174,7 +185,7 @@ class Supervisor:
         return code
 
     def _wait(self, seconds: float) -> GiveUp | None:
-        """Between two attempts. Whatever signal comes then is the end: there is nothing to pass it on to."""
+        """Wait between two attempts. Any signal ends the supervision, since no command runs."""
         deadline = time.monotonic() + seconds
         while True:
             number = self._next_signal(max(0.0, deadline - time.monotonic()))
@@ -200,16 +211,16 @@ class Supervisor:
         return None
 
     def _next_signal(self, seconds: float) -> signal.Signals | None:
-        """The next one; None where none came for so many seconds, or for a minute: longer waits are for the caller."""
+        """Return the next signal, None after ``seconds`` or a minute; callers loop for longer waits."""
         taken = signal.sigtimedwait({*self._signals, signal.SIGCHLD}, min(seconds, _LOOK_UP))
         return None if taken is None else signal.Signals(taken.si_signo)
 
     @contextmanager
     def _signals_held(self) -> Iterator[None]:
-        """Signals wait to be taken, and the end of a child is one.
+        """Block the signals, SIGCHLD included, so that they are received by waiting.
 
-        They have handlers, too, which are never called: from outside it is to be seen that this process takes them, so
-        that a supervisor around this one leaves it to this one what becomes of its command."""
+        The handlers installed are never called; they show an outer supervisor that this process handles the signals.
+        """
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {*self._signals, signal.SIGCHLD})
         self._mask = {signal.Signals(number) for number in before}
         handlers = {number: signal.signal(number, _untaken) for number in self._signals}
@@ -225,7 +236,8 @@ class Supervisor:
 
 
 def _untaken(number: int, frame: FrameType | None) -> None:
-    """Signals are blocked while this is their handler."""
+    """Do nothing: signals stay blocked while this is their handler."""
+    pass
 
 
 def _ended_by(number: signal.Signals | None) -> GiveUp:

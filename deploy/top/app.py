@@ -83,8 +83,7 @@ class FactsReader:
 
 @dataclass(frozen=True)
 class Poll:
-    """The newest facts. facts: None before the first poll succeeded. trouble: Error of the last one, or empty. at:
-    Monotonic seconds of the last one that succeeded. took: Its duration in seconds."""
+    """Result of polling: the newest facts, the last error, the monotonic time of the last success, and its duration."""
 
     facts: Facts | None = None
     trouble: str = ""
@@ -103,7 +102,6 @@ class FactsPoller:
         threading.Thread(target=self._work, name="driftpoint-top", daemon=True).start()
 
     def stop(self) -> None:
-        """Poll no more."""
         self._stopped.set()
 
     def _work(self) -> None:

@@ -39,8 +39,11 @@ _MAX_SPARK = 64
 class Slot:
     """Age and drift of one slot of a layer.
 
-    age: Steps from the version to where training is now; None: never saved. drift: At the last decision that measured
-    it, else at the commit; None: not known. state: ``fresh``, ``stale``, ``fallback`` or ``sick``."""
+    Attributes:
+        age: steps from the version to the current step, None if never saved.
+        drift: at the last decision that measured it, else at the commit; None if unknown.
+        state: ``fresh``, ``stale``, ``fallback`` or ``sick``.
+    """
 
     age: int | None
     drift: float | None
@@ -49,7 +52,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class LayerRow:
-    """One layer. slots: By name. course: Drift of the first slot at the last decisions, oldest first."""
+    """One layer: its slots by name, and the drift of the first slot at the last decisions, oldest first."""
 
     layer: str
     slots: Mapping[str, Slot]
@@ -113,8 +116,13 @@ def by_drift(rows: Sequence[LayerRow], slots: Sequence[str]) -> list[LayerRow]:
 
 @dataclass(frozen=True)
 class Freshness:
-    """How current the facts are. trouble: Error of the last poll, or empty. age: Seconds since the last one that
-    succeeded. patience: Seconds after which facts no longer count as known."""
+    """Age of the facts.
+
+    Attributes:
+        trouble: error of the last poll, or ''.
+        age: seconds since the last successful poll.
+        patience: seconds after which the facts count as outdated.
+    """
 
     trouble: str = ""
     age: float = 0.0
@@ -122,16 +130,16 @@ class Freshness:
 
     @property
     def stale(self) -> bool:
-        """Whether the facts may not hold any more."""
+        """Return whether the facts may be outdated."""
         return bool(self.trouble) or self.age > self.patience
 
 
 @dataclass(frozen=True)
 class Dashboard:
-    """Renders facts in the width and height that rich gives it.
+    """Renders the facts in the given width and height.
 
-    all_layers: Show all layers in the order of the model, however high that is. Otherwise only as many as fit; if not
-    all of them do, those that drifted furthest."""
+    ``all_layers`` shows all layers in model order, at any height; otherwise the most drifted ones that fit.
+    """
 
     facts: Facts
     freshness: Freshness = Freshness()

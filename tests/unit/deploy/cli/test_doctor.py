@@ -82,7 +82,7 @@ def test_text_and_a_store_to_be(here: Here, tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "driftpoint.yaml").write_text("store: deep/er/store\nmetrics: {enabled: false}\n")
     answer = here("doctor", columns=200)
     assert answer.code == 0
-    assert f"{tmp_path}/deep/er/store: nothing in the way" in answer.out
+    assert f"{tmp_path}/deep/er/store: no check failed" in answer.out
     assert "deep/er/store holds nothing yet: a job makes it" in answer.out
     assert [path.name for path in tmp_path.iterdir()] == ["driftpoint.yaml"]
 

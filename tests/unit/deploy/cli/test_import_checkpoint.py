@@ -106,7 +106,7 @@ def test_damage_in_the_checkpoint(here: Here, source: PlainStore, tmp_path: Path
     flip_byte(next((source.root / "segments").rglob("rank-00000.safetensors")), 3000)
     answer = here("import", source.root, "--store", tmp_path / "target")
     assert (answer.code, answer.out) == (13, "")
-    assert "do not match their checksum; nothing stands in for it" in answer.err
+    assert "do not match their checksum; there is no other copy in the source" in answer.err
     assert here("status", tmp_path / "target").code == 13
 
 

@@ -105,7 +105,7 @@ def test_a_schema_of_somebody_else_is_not_replaced_and_ours_is(here: Here) -> No
         (("--encoding", "tiny"), "encoding: unknown 'tiny'"),
         (("--policy", "budget"), "add --bytes-per-hour"),
         (("--policy", "threshold"), "threshold"),
-        (("--set", "k=2"), "name that with --policy"),
+        (("--set", "k=2"), "name the policy with --policy"),
         (("--bytes-per-hour", "1e9"), "set `policy: budget`"),
     ],
 )

@@ -39,7 +39,7 @@ def job(store: Path) -> Job:
 def test_rescue_commits_and_says_so(here: Here, store: Path, shm: Path) -> None:
     abandoned(job(store))
     first = here("rescue", store, "--memory", shm, columns=200)
-    assert (first.code, first.err) == (0, "") and first.out.startswith("Committed step 7 out of memory")
+    assert (first.code, first.err) == (0, "") and first.out.startswith("Committed step 7 from memory")
     assert verify(catalog_of(store)).ok
     second = here("rescue", store, "--memory", shm, "--json")
     assert second.code == 0
@@ -97,7 +97,7 @@ def test_what_is_of_another_node_is_listed_and_not_rescued(here: Here, store: Pa
 
 
 def test_nothing_in_memory(here: Here, tmp_path: Path) -> None:
-    assert here("memory", "--memory", tmp_path).out == "Nothing lies in memory.\n"
+    assert here("memory", "--memory", tmp_path).out == "There are no snapshots in memory.\n"
     assert here("memory", "clear", "--all", "--yes", "--memory", tmp_path, "--json").json["freed_bytes"] == 0
 
 

@@ -266,7 +266,7 @@ def test_mistakes_in_what_was_typed(here: Here, trained: Path, tmp_path: Path, r
         (("--layout", "gguf"), "layout 'gguf' is not known; there are native, deepspeed"),
         (("--zero-stage", "4"), "ZeRO stage 4 cannot be written"),
         (("--dtype", "int8"), "dtype 'int8' is not known; there are float32, bfloat16 and float16"),
-        (("--shard-size", "big"), "'big' is no size; write 5GB, 500MB or 4GiB"),
+        (("--shard-size", "big"), "'big' is not a size; write 5GB, 500MB or 4GiB"),
         (("--step", ">3"), "'>3' is no bound on a step"),
         (("--step", "< 1"), "has no checkpoint at a step < 1; there are steps 3, 2, 1"),
         (("--recipe", recipe, "--step", "3"), "give --step or --recipe, not both"),
@@ -290,7 +290,7 @@ def test_sizes(text: str, count: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "GB", "5XB", "-5GB", "5iB", "1e9"])
 def test_no_sizes(text: str) -> None:
-    with pytest.raises(UsageError, match="is no size"):
+    with pytest.raises(UsageError, match="is not a size"):
         size_from(text)
 
 

@@ -32,7 +32,7 @@ def test_a_broken_one_is_told_in_a_table(tmp_path: Path) -> None:
     answer = driftpoint("policy", "check", policy_file(tmp_path, selecting("raise ValueError('no')")), columns=120)
     assert answer.code == 1
     assert "it raised ValueError('no') at my.py:" in " ".join(answer.out.split())
-    assert answer.out.splitlines()[-1].startswith("policy mine breaks ")
+    assert answer.out.splitlines()[-1].startswith("policy mine fails ")
 
 
 def test_order_of_hashes_is_found_by_another_process(here: Here, tmp_path: Path) -> None:
@@ -93,9 +93,9 @@ def test_a_configuration_with_its_bounds(here: Here, tmp_path: Path, monkeypatch
         (["parity", "--set", "k"], "--set takes key=value, such as --set k=4, not 'k'"),
         (["parity", "--set", "k=0100"], "--set k=0100: write numbers as 12, 0.5 or 1e-3"),
         (["parity", "--set", "k=2", "--set", "k=3"], "--set k=3: 'k' was given twice"),
-        (["parity", "--set", "name=full"], "'name' is the policy itself"),
+        (["parity", "--set", "name=full"], "'name' names the policy itself"),
         (["threshold", "--set", "threshold={a"], "neither JSON nor YAML"),
-        (["some.yaml", "--set", "k=2"], "some.yaml has its parameters in it"),
+        (["some.yaml", "--set", "k=2"], "edit the parameters in some.yaml itself"),
         (["some.yaml"], "cannot read the configuration some.yaml"),
         ([], "see `driftpoint policy check --help`"),
     ],

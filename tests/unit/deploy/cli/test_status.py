@@ -50,7 +50,7 @@ def test_composite_with_its_bounds(here: Here, builder: StoreBuilder) -> None:
     assert resume["proven"]
     text = here("status", builder.root).out
     assert "from step 25, composite: layers up to 15 steps old, drift up to 0.0321" in " ".join(text.split())
-    assert "2; the newest is of process" in text
+    assert "2; newest: process" in text
 
 
 def test_a_composite_of_stale_weights_and_where_a_job_would_go_on(here: Here, tmp_path: Path) -> None:
@@ -62,7 +62,7 @@ def test_a_composite_of_stale_weights_and_where_a_job_would_go_on(here: Here, tm
     # a is 10 steps old and c 20, at the same drift: a moved twice as fast
     assert resume["effective_step"] == pytest.approx(30 - (10 * 2 + 20 * 1) / (2 + 1 + 1.5))
     assert (resume["step"], resume["goes_on_at"], resume["exact"]) == (30, 20, False)
-    wanted = "its weights stand at step 21.1 on average, and a job goes on at step 20"
+    wanted = "effective step 21.1; a job resumes at step 20"
     assert wanted in " ".join(here("status", store.root).out.split())
     assert wanted in " ".join(here("show", store.root, columns=160).out.split())
     shown = here("show", store.root, "--json").json

@@ -89,7 +89,7 @@ def test_the_defaults_are_those_of_the_configuration() -> None:
 def test_where_the_store_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert places(None, Path("given"))[0].root == Path("given")
-    with pytest.raises(UsageError, match="which store"):
+    with pytest.raises(UsageError, match="no store given"):
         places(None, None)
     Path("driftpoint.yaml").write_text("store: ./here\nevery: 5\n")
     assert places(None, None)[0].root == Path("here")
