@@ -8,6 +8,7 @@ from itertools import pairwise
 
 _BINARY = ("KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 _DECIMAL = ("", " k", " M", " G", " T", " P")
+_UNITS = (("d", 86_400), ("h", 3600), ("min", 60), ("s", 1))
 
 
 def size_text(count: int) -> str:
@@ -77,9 +78,6 @@ def tail(text: str, width: int) -> str:
 def _three_digits(value: float) -> str:
     decimals = 2 if value < 9.995 else 1 if value < 99.95 else 0
     return f"{value:.{decimals}f}"
-
-
-_UNITS = (("d", 86_400), ("h", 3600), ("min", 60), ("s", 1))
 
 
 def span_text(seconds: float) -> str:

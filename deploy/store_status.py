@@ -24,8 +24,8 @@ from store.session import lock_holder, newest_epoch, read_epoch
 from store.storage.bucket import ObjectOptions
 from store.text import listed
 
-_PATIENCE = ObjectOptions(retry_seconds=15.0)
-"""Shorter retries than a job's, because somebody waits for the answer."""
+_PATIENCE = ObjectOptions(retry_seconds=15.0)  # shorter retries than a job's, because somebody waits for the answer
+_TRIES = 4  # attempts to read a store that changes meanwhile
 
 
 def open_store(root: Path) -> Catalog:
@@ -109,10 +109,6 @@ def _nearby(root: Path) -> str:
 
 def _what_there_is(saves: list[SaveId]) -> str:
     return f"there is {listed((save.name for save in saves), 5, rest='older ones')}"
-
-
-_TRIES = 4
-"""Attempts to read a store that changes meanwhile."""
 
 
 @dataclass(frozen=True)

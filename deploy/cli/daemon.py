@@ -35,9 +35,7 @@ from store.metrics_server import EndpointSecurity, Tls
 
 app = typer.Typer(epilog=EPILOG, no_args_is_help=False, help="Run, query and stop the daemon of this node.")
 
-_PATIENCE = 10.0
-"""Seconds to wait for the daemon's answer."""
-
+_PATIENCE = 10.0  # seconds to wait for the daemon's answer
 _LOG_BYTES = 1 << 20
 
 _DEFAULT = Options(Path())

@@ -36,6 +36,11 @@ if TYPE_CHECKING:
     from merger.merge import MergeResult
     from merger.plan import Draft, MergePlan, Request
 
+_SIZE = re.compile(r"(?P<count>\d+(?:\.\d+)?)\s*(?P<prefix>[KMGT]?)(?P<binary>i?)B?", re.IGNORECASE)
+_NAMED = 6  # layers named before the rest are counted
+_POWER = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+_FILES = 20  # files and problems listed one by one in the text
+
 
 @contextmanager
 def damage_is_the_end() -> Iterator[None]:
@@ -55,12 +60,6 @@ def damage_error(error: DriftpointError) -> DriftpointError:
         "a backup"
     )
 
-
-_SIZE = re.compile(r"(?P<count>\d+(?:\.\d+)?)\s*(?P<prefix>[KMGT]?)(?P<binary>i?)B?", re.IGNORECASE)
-_NAMED = 6
-"""Layers named before the rest are counted."""
-
-_POWER = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 SourceArgument = Annotated[
     StorePath | None,
@@ -82,7 +81,7 @@ StepOption = Annotated[
         metavar="STEP",
         help="A step, a save such as 00000120-000003, a tag, or a bound such as '<= 120'. "
         "Default: the newest that can be rebuilt of a store, `latest` of a DeepSpeed directory, the newest complete "
-        "Trainer's the newest complete one.",
+        "Trainer checkpoint.",
         show_default=False,
     ),
 ]
@@ -306,10 +305,6 @@ def size_from(text: str) -> int:
         raise UsageError(f"{text!r} is not a size; write 5GB, 500MB or 4GiB")
     base = 1024 if match["binary"] else 1000
     return int(float(match["count"]) * base ** _POWER[match["prefix"].upper()])
-
-
-_FILES = 20
-"""Files and problems listed one by one in the text."""
 
 
 @dataclass(frozen=True)

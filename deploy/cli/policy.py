@@ -34,6 +34,10 @@ from store.errors import ConfigError, DriftpointError, UsageError
 PROMISE = "same answer in another process"
 _MARK = "driftpoint-digest "
 _PATIENCE = 300.0
+_ODD_NUMBER = re.compile(r"[-+.]?\d")
+app = typer.Typer(epilog=EPILOG, help="Check a policy outside of a job.", no_args_is_help=True)
+_STYLES = {"holds": "green", "broken": "bold red", "not checked": "dim", "take note": "yellow"}
+_NEEDS_AN_ANSWER = 3  # index of the check in a fresh process: after the policy was asked twice in this one
 
 
 def another_process(settings: object, expected: str) -> Finding:
@@ -71,9 +75,6 @@ def main() -> None:
     except BrokenError as error:
         sys.exit(str(error))
     sys.stdout.write(f"\n{_MARK}{told}\n")
-
-
-_ODD_NUMBER = re.compile(r"[-+.]?\d")
 
 
 @dataclass(frozen=True)
@@ -141,12 +142,6 @@ def _value(one: str, text: str) -> Any:
     except ConfigError as error:
         raise UsageError(f"--set {one}: neither JSON nor YAML: {error}") from error
 
-
-app = typer.Typer(epilog=EPILOG, help="Check a policy outside of a job.", no_args_is_help=True)
-
-_STYLES = {"holds": "green", "broken": "bold red", "not checked": "dim", "take note": "yellow"}
-_NEEDS_AN_ANSWER = 3
-"""Index of the check in a fresh process: after the policy was asked twice in this one."""
 
 PolicyArgument = Annotated[
     str,

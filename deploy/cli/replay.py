@@ -100,8 +100,7 @@ CopyOption = Annotated[
     ),
 ]
 
-_LARGEST = 1e18
-"""Largest accepted number, so that the product of two stays finite."""
+_LARGEST = 1e18  # largest accepted number, so that the product of two stays finite
 
 
 def check_options(limits: Limits, terms: Terms, *, recommend: bool) -> None:
@@ -195,8 +194,8 @@ def draw(console: Console, found: Simulation, chosen: Recommendation | None, ass
         output.facts(
             {
                 "Run": f"{len(run.moments)} decisions, steps {min(steps)} to {max(steps)}, {_time(run.seconds)}, "
-                f"{_time(step_seconds(run))} a step, {run.eras[-1].job.world_size} ranks",
-                "Compared": f"over steps {found.window[0]:.0f} to {found.window[1]:.0f}, where all have a commit",
+                f"{_time(step_seconds(run))} per step, {run.eras[-1].job.world_size} ranks",
+                "Compared": f"over steps {found.window[0]:.0f} to {found.window[1]:.0f}, from where all have a commit",
             }
         )
     )
@@ -212,7 +211,7 @@ def draw(console: Console, found: Simulation, chosen: Recommendation | None, ass
 
 def _draw_all(console: Console, summaries: Sequence[Summary], baseline: Summary) -> None:
     console.print(_costs(summaries, baseline))
-    console.print(output.cell("¹ without the first save of a store, which is full under every policy"))
+    console.print(output.cell("¹ without the first save of a store, which is always full"))
     console.print()
     console.print(_failure(summaries))
     console.print()
@@ -222,7 +221,7 @@ def _draw_all(console: Console, summaries: Sequence[Summary], baseline: Summary)
 def _draw_chosen(console: Console, chosen: Recommendation, baseline: Summary) -> None:
     console.print()
     limit = chosen.limits.bytes_per_hour
-    most = "" if limit is None else f", at most {size_text(round(limit))} an hour after the first save"
+    most = "" if limit is None else f", at most {size_text(round(limit))} per hour after the first save"
     console.print(Text(f"Within the limits{most}, least expected damage first", style="bold"))
     console.print()
     _draw_all(console, chosen.tried, baseline)
@@ -237,7 +236,7 @@ def _costs(summaries: Sequence[Summary], baseline: Summary) -> Table:
 
     found = output.table()
     found.add_column("Configuration", overflow="fold")
-    for heading in ("Saves", "Bytes", "an hour¹", "a save", "of full", "Stall"):
+    for heading in ("Saves", "Bytes", "per hour¹", "per save", "of full", "Stall"):
         found.add_column(heading, justify="right", no_wrap=True)
     for one in summaries:
         share = one.written / baseline.written if baseline.written else 0.0
@@ -261,7 +260,7 @@ def _failure(summaries: Sequence[Summary]) -> Table:
     for one in summaries:
         exposure = one.exposure
         if not exposure.lost.weight:
-            found.add_row(output.cell(one.name), "", "", "", "nothing kept")
+            found.add_row(output.cell(one.name), "", "", "", "no commit")
             continue
         spreads = (exposure.total, one.drift(weights=True), one.drift(weights=False))
         cells = [f"{spread.mean:.2g}/{spread.worst:.2g}" for spread in spreads]

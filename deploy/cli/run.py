@@ -97,14 +97,14 @@ def run(
         from deploy.supervisor.events import SupervisorMetrics
 
         metrics = SupervisorMetrics(max_restarts)
-    orders, teller = RunOptions(command, limits, grace, wait, notice), EventLog(note, events, seen.root, metrics)
+    options, log = RunOptions(command, limits, grace, wait, notice), EventLog(note, events, seen.root, metrics)
     told = None if wanted is None else ensure_daemon(wanted.base, wanted.port, wanted.exit_idle, wanted.words)
     if told is not None:
-        teller.say(told)
+        log.message(told)
     if metrics is not None and metrics_port is not None:
         host, security = metrics_settings(config, store)
-        metrics.serve(host, metrics_port, security, teller.say)
-    raise typer.Exit(Supervisor(orders, seen, teller).run())
+        metrics.serve(host, metrics_port, security, log.message)
+    raise typer.Exit(Supervisor(options, seen, log).run())
 
 
 @dataclass(frozen=True)

@@ -28,40 +28,46 @@ class DaemonMetrics:
         registry = CollectorRegistry()
         store = ("store",)
         self.registry = registry
-        self.up = Gauge("driftpoint_daemon_up", "1 as long as the daemon runs", registry=registry)
+        self.up = Gauge("driftpoint_daemon_up", "1 while the daemon runs", registry=registry)
         self.jobs = Gauge("driftpoint_daemon_jobs", "Jobs on this node", registry=registry)
-        self.trainers = Gauge("driftpoint_daemon_trainers", "Living processes of a job here", store, registry=registry)
+        self.trainers = Gauge(
+            "driftpoint_daemon_trainers", "Living processes of a job on this node", store, registry=registry
+        )
         self.committed = Gauge(
-            "driftpoint_daemon_last_commit_step", "Step of the newest commit, as its job told", store, registry=registry
+            "driftpoint_daemon_last_commit_step",
+            "Step of the newest commit that the job reported",
+            store,
+            registry=registry,
         )
         self.committed_at = Gauge(
-            "driftpoint_daemon_last_commit_timestamp_seconds", "When that was told", store, registry=registry
+            "driftpoint_daemon_last_commit_timestamp_seconds", "Time of that report", store, registry=registry
         )
         self.memory = Gauge(
             "driftpoint_daemon_memory_step",
-            "Step of the newest version in memory that all ranks have, as its job told",
+            "Step of the newest snapshot in memory of all ranks that the job reported",
             store,
             registry=registry,
         )
         self.rescues = Counter(
-            "driftpoint_daemon_rescues", "Looks at what dead jobs left in memory", ("outcome",), registry=registry
+            "driftpoint_daemon_rescues",
+            "Rescues of snapshots of dead jobs, by outcome",
+            ("outcome",),
+            registry=registry,
         )
         self.rescued_at = Gauge(
-            "driftpoint_daemon_last_rescue_timestamp_seconds", "When a version was last written", registry=registry
+            "driftpoint_daemon_last_rescue_timestamp_seconds", "Time of the last rescued commit", registry=registry
         )
-        self.verified_bytes = Counter("driftpoint_daemon_verified_bytes", "Bytes of commits read", registry=registry)
-        self.verified = Counter("driftpoint_daemon_verified_commits", "Commits read", registry=registry)
-        self.damaged = Gauge(
-            "driftpoint_daemon_damaged_commits", "Commits that were found damaged", store, registry=registry
-        )
+        self.verified_bytes = Counter("driftpoint_daemon_verified_bytes", "Bytes verified", registry=registry)
+        self.verified = Counter("driftpoint_daemon_verified_commits", "Commits verified", registry=registry)
+        self.damaged = Gauge("driftpoint_daemon_damaged_commits", "Commits found damaged", store, registry=registry)
         self.verify_failures = Counter(
-            "driftpoint_daemon_verify_failures", "Stores that could not be looked at", registry=registry
+            "driftpoint_daemon_verify_failures", "Failed attempts to read a store", registry=registry
         )
         self.refused = Counter(
-            "driftpoint_daemon_refused", "Connections that were refused, by reason", ("reason",), registry=registry
+            "driftpoint_daemon_refused", "Refused connections, by reason", ("reason",), registry=registry
         )
         self.memory_room = Gauge(
-            "driftpoint_daemon_memory_free_bytes", "Bytes that are free in shared memory", registry=registry
+            "driftpoint_daemon_memory_free_bytes", "Free bytes of shared memory", registry=registry
         )
         # Prometheus sees no increase from nothing to one.
         for outcome in OUTCOMES:
@@ -88,7 +94,7 @@ class DaemonMetrics:
             self._server = MetricsServer(self.registry, host, port, security)
         except OSError as error:
             _log.warning(
-                "no metrics of the daemon: cannot listen on %s port %d (%s); set another with --port",
+                "no metrics of the daemon: cannot listen on %s port %d (%s); choose another with --port",
                 host,
                 port,
                 error.strerror or error,

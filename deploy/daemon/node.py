@@ -33,28 +33,26 @@ from store.text import listed
 
 TRAINING, DYING, WAITING, RESCUING = "training", "dying", "waiting", "rescuing"
 
-Key = tuple[str, str, int]
-"""Path, id and epoch of a store. The path tells copies apart, which have the same id."""
+Key = tuple[str, str, int]  # path, id and epoch of a store. The path tells copies apart, which have the same id.
+_log = logging.getLogger("driftpoint")
+_RETRIES = (5.0, 30.0, 120.0)  # seconds before each retry of a rescue
+_RETRYABLE = ("failed", "in use", "no store")  # outcomes that a retry may change
+_LAST_MESSAGE_SECONDS = 2.0  # to read a dead process's last message; forked children may keep its connection open
+_POLL_SECONDS = 0.05
+_HISTORY = 20
 
 
 @dataclass
 class RankConnection:
-    """One rank of a job.
-
-    Attributes:
-        connections: open connections of its process.
-        ending: the process ended, but its last message may be unread.
-        clean: it unregistered.
-        watched: its end will be noticed.
-    """
+    """One rank of a job."""
 
     rank: int
     pid: int
-    connections: int = 0
-    ending: bool = False
+    connections: int = 0  # open connections of its process
+    ending: bool = False  # the process ended, but its last message may be unread
     alive: bool = True
-    clean: bool = False
-    watched: bool = False
+    clean: bool = False  # it unregistered
+    watched: bool = False  # its end will be noticed
 
 
 @dataclass
@@ -82,7 +80,7 @@ class NodeJob:
         """Return whether any process ended without unregistering."""
         return any(not one.alive and not one.clean for one in self.members.values())
 
-    def noted(self, note: StatusUpdate, now: float) -> None:
+    def apply(self, note: StatusUpdate, now: float) -> None:
         """Apply a status update of a rank; ``now`` is Unix time."""
         committed, memory = _save(note.committed), _save(note.memory)
         if committed is not None and (self.committed is None or committed > self.committed):
@@ -127,13 +125,15 @@ class Jobs:
         here = [job for (*store, _), job in self._jobs.items() if store == [hello.store, hello.store_id]]
         newest = max((job.hello.epoch for job in here), default=hello.epoch)
         if newest > hello.epoch:
-            raise DaemonError(f"epoch {newest} of the store {hello.store} is known here, and {hello.epoch} is older")
+            raise DaemonError(
+                f"epoch {hello.epoch} of the store {hello.store} is older than epoch {newest}, which is registered"
+            )
         old = [job for job in here if job.hello.epoch < hello.epoch]
         made = NodeJob(hello)
         job = self._jobs.setdefault(made.key, made)
         found = job.members.get(hello.rank)
         if found is not None and found.alive and found.pid != pid:
-            raise DaemonError(f"rank {hello.rank} of the store {hello.store} is process {found.pid} already")
+            raise DaemonError(f"rank {hello.rank} of the store {hello.store} is already process {found.pid}")
         if found is None or not found.alive:
             found = job.members[hello.rank] = RankConnection(hello.rank, pid)
         found.connections += 1
@@ -170,38 +170,17 @@ class Options:
     """Options of ``driftpoint daemon run``.
 
     Attributes:
-        base: shared-memory directory.
-        verify_rate: bytes per second, 0 for never.
-        exit_idle: seconds without a job before it exits, None for never.
-        grace: seconds to finish a rescue on exit.
-        survivors: seconds after a death until the surviving ranks are logged.
         host, port, security: of the metrics endpoint.
     """
 
-    base: Path
+    base: Path  # shared-memory directory
     port: int = 9465
-    verify_rate: int = 16 << 20
-    exit_idle: float | None = None
-    grace: float = 30.0
-    survivors: float = 10.0
+    verify_rate: int = 16 << 20  # bytes per second, 0 for never
+    exit_idle: float | None = None  # seconds without a job before it exits, None for never
+    grace: float = 30.0  # seconds to finish a rescue on exit
+    survivors: float = 10.0  # seconds after a death until the surviving ranks are logged
     host: str = LOOPBACK
     security: EndpointSecurity = field(default_factory=EndpointSecurity)
-
-
-_log = logging.getLogger("driftpoint")
-
-_RETRIES = (5.0, 30.0, 120.0)
-"""Seconds before each retry of a rescue."""
-
-_PASSING = ("failed", "in use", "no store")
-"""Outcomes that a retry may change."""
-
-_LAST_WORDS = 2.0
-"""Seconds to read a dead process's last message; a forked child may keep its connection open."""
-
-_PAUSE = 0.05
-
-_HISTORY = 20
 
 
 class Node:
@@ -217,17 +196,17 @@ class Node:
         self._verified_bytes = 0
         self._started = datetime.now(UTC).isoformat(timespec="seconds")
         self._needed = time.monotonic()
-        self._rescuer = Rescuer(options.base, self._handed(self._rescued), self._handed(self._begun))
-        self._verifier = Verifier(options.verify_rate, self._handed(self._verified), self._handed(self._read))
+        self._rescuer = Rescuer(options.base, self._in_loop(self._rescued), self._in_loop(self._on_rescue_started))
+        self._verifier = Verifier(options.verify_rate, self._in_loop(self._on_verified), self._in_loop(self._read))
 
-    def take_up(self) -> None:
+    def rescue_leftovers(self) -> None:
         """Rescue snapshots of jobs that died together with the previous daemon."""
         try:
             for tier in tiers(self.options.base):
                 for path in self._known.places(tier.store_id):
                     self._rescuer.ask(RescueRequest(path, tier.store_id, None))
         except StorageError as error:
-            _log.warning("what lies in memory cannot be looked at: %s", error)
+            _log.warning("cannot read the snapshots in memory: %s", error)
         for store_id, path in self._known.everything():
             self._verifier.watch(store_id, path)
 
@@ -242,11 +221,11 @@ class Node:
             self._needed = time.monotonic()
         return time.monotonic() - self._needed
 
-    async def last_deaths(self, seconds: float) -> None:
+    async def wait_for_deaths(self, seconds: float) -> None:
         """Wait up to ``seconds`` for jobs to die, because a session's end terminates daemon and trainers together."""
         deadline = time.monotonic() + seconds
         while any(job.living for job in self._jobs) and time.monotonic() < deadline:
-            await asyncio.sleep(_PAUSE)
+            await asyncio.sleep(_POLL_SECONDS)
 
     def end(self, grace: float) -> bool:
         """Finish the rescues of dead jobs within ``grace`` seconds; return whether that succeeded. Blocks."""
@@ -268,7 +247,7 @@ class Node:
         """
         try:
             if Path(hello.base) != self.options.base:
-                raise DaemonError(f"this daemon serves {self.options.base}, and that job's memory is in {hello.base}")
+                raise DaemonError(f"this daemon serves {self.options.base}, but the job's memory is in {hello.base}")
             job, member, older = self._jobs.join(hello, pid)
         except DaemonError:
             _close(end)
@@ -276,11 +255,11 @@ class Node:
         dropped = self._rescuer.drop(Path(hello.store))
         _log.info("rank %d of %d of %s is process %d", hello.rank, hello.world_size, hello.store, pid)
         if older or dropped:
-            _log.info("epoch %d of %s takes over what older ones left in memory", hello.epoch, hello.store)
+            _log.info("epoch %d of %s takes over the snapshots of older ones", hello.epoch, hello.store)
         if member.watched:
             _close(end)
         elif end is None:
-            self._gone(job, member)
+            self._on_process_gone(job, member)
         else:
             member.watched = True
             self._loop.add_reader(end, self._process_ended, job, member, end)
@@ -291,18 +270,18 @@ class Node:
         """Record a closed connection. The process may still live."""
         member.connections -= 1
         if member.ending:
-            self._gone(job, member)
+            self._on_process_gone(job, member)
 
     def _process_ended(self, job: NodeJob, member: RankConnection, end: int) -> None:
         self._loop.remove_reader(end)
         os.close(end)
         member.ending = True
         if member.connections > 0:  # its goodbye may still lie there unread
-            self._loop.call_later(_LAST_WORDS, self._gone, job, member)
+            self._loop.call_later(_LAST_MESSAGE_SECONDS, self._on_process_gone, job, member)
         else:
-            self._gone(job, member)
+            self._on_process_gone(job, member)
 
-    def _gone(self, job: NodeJob, member: RankConnection) -> None:
+    def _on_process_gone(self, job: NodeJob, member: RankConnection) -> None:
         if not member.alive:
             return
         self._needed = time.monotonic()
@@ -316,58 +295,60 @@ class Node:
     def _name_survivors(self, job: NodeJob) -> None:
         if job.living and job.died and self._jobs.get(job.key) is job:
             living = ", ".join(f"rank {one.rank} (process {one.pid})" for one in job.living)
-            _log.warning("%s: a rank died, and %s live: nothing is rescued before they end", job.hello.store, living)
+            _log.warning(
+                "%s: a rank died, but %s live: snapshots are rescued only after they end", job.hello.store, living
+            )
 
     def _remember(self, hello: Register) -> None:
         try:
             self._known.seen(hello.store_id, Path(hello.store))
         except StorageError as error:
-            _log.warning("a daemon after this one would not know where %s is: %s", hello.store, error)
+            _log.warning("cannot record the path of %s for the next daemon: %s", hello.store, error)
         self._verifier.watch(hello.store_id, Path(hello.store))
 
     # News of the other threads.
 
-    def _handed(self, told: Callable[..., None]) -> Callable[..., None]:
+    def _in_loop(self, told: Callable[..., None]) -> Callable[..., None]:
         def hand(*news: object) -> None:
             with suppress(RuntimeError):  # the loop has ended, and with it everybody who would care
                 self._loop.call_soon_threadsafe(told, *news)
 
         return hand
 
-    def _job_of(self, wish: RescueRequest) -> NodeJob | None:
-        return None if wish.epoch is None else self._jobs.get((str(wish.store), wish.store_id, wish.epoch))
+    def _job_of(self, request: RescueRequest) -> NodeJob | None:
+        return None if request.epoch is None else self._jobs.get((str(request.store), request.store_id, request.epoch))
 
-    def _begun(self, wish: RescueRequest) -> None:
-        job = self._job_of(wish)
+    def _on_rescue_started(self, request: RescueRequest) -> None:
+        job = self._job_of(request)
         if job is not None:
             job.state = RESCUING
 
     def _rescued(self, done: RescueResult) -> None:
-        wish = done.wish
+        request = done.request
         self._needed = time.monotonic()
-        job = self._job_of(wish)
-        again = done.outcome in _PASSING and job is not None and not wish.dropped.is_set()
-        if job is not None and again and wish.tried < len(_RETRIES):
+        job = self._job_of(request)
+        again = done.outcome in _RETRYABLE and job is not None and not request.dropped.is_set()
+        if job is not None and again and request.tried < len(_RETRIES):
             job.state = WAITING
-            self._loop.call_later(_RETRIES[wish.tried], self._ask_again, replace(wish, tried=wish.tried + 1))
+            self._loop.call_later(_RETRIES[request.tried], self._ask_again, replace(request, tried=request.tried + 1))
         elif job is not None and not job.living:
             self._jobs.forget(job)
-        if wish.epoch is None and done.outcome in ("nothing", "in use", "no store", "incomplete"):
+        if request.epoch is None and done.outcome in ("nothing", "in use", "no store", "incomplete"):
             return  # looked at because it was there when this daemon began: no death was seen
         level = logging.INFO if done.outcome in ("written", "nothing", "fenced", "given up") else logging.ERROR
-        _log.log(level, "rescue of %s: %s: %s (%.1f s)", wish.store, done.outcome, done.why, done.seconds)
+        _log.log(level, "rescue of %s: %s: %s (%.1f s)", request.store, done.outcome, done.why, done.seconds)
         self.metrics.rescued(done.outcome)
         self._rescues.append(
             RescueReport(
-                store=str(wish.store), outcome=done.outcome, why=done.why, seconds=done.seconds, at=time.time()
+                store=str(request.store), outcome=done.outcome, why=done.why, seconds=done.seconds, at=time.time()
             )
         )
 
-    def _ask_again(self, wish: RescueRequest) -> None:
-        if not wish.dropped.is_set():
-            self._rescuer.ask(wish)
+    def _ask_again(self, request: RescueRequest) -> None:
+        if not request.dropped.is_set():
+            self._rescuer.ask(request)
 
-    def _verified(self, store: Path, save: SaveId | None, problems: list[str]) -> None:
+    def _on_verified(self, store: Path, save: SaveId | None, problems: list[str]) -> None:
         if save is not None:
             self.metrics.verified.inc()
         if save is None and not problems:

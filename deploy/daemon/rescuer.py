@@ -30,7 +30,7 @@ from store.storage.local import LocalFiles
 
 _log = logging.getLogger("driftpoint")
 
-_CALLED = {
+_OUTCOME_OF = {
     FencedError: "fenced",
     StoreInUseError: "in use",
     DamagedError: "damaged",
@@ -41,8 +41,7 @@ _CALLED = {
 OUTCOMES = ("written", "nothing", "incomplete", "fenced", "in use", "damaged", "no store", "given up", "failed")
 """``failed``: storage refused; the rescue is retried a few times."""
 
-THREADS = 16
-"""Most stores written at a time."""
+THREADS = 16  # most stores written at a time
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ class RescueRequest:
 class RescueResult:
     """Outcome of a request."""
 
-    wish: RescueRequest
+    request: RescueRequest
     outcome: str
     why: str
     seconds: float
@@ -72,9 +71,9 @@ class Rescuer:
     def __init__(
         self, base: Path, tell: Callable[[RescueResult], None], begun: Callable[[RescueRequest], None]
     ) -> None:
-        self._base, self._tell, self._begun = base, tell, begun
+        self._base, self._tell, self._on_rescue_started = base, tell, begun
         self._changed = threading.Condition()
-        self._wishes: deque[RescueRequest] = deque()
+        self._requests: deque[RescueRequest] = deque()
         self._current: dict[str, RescueRequest] = {}
         self._threads: list[threading.Thread] = []
         self._ending = False
@@ -83,13 +82,13 @@ class Rescuer:
     def busy(self) -> bool:
         """Return whether a rescue runs or waits."""
         with self._changed:
-            return bool(self._current) or bool(self._wishes)
+            return bool(self._current) or bool(self._requests)
 
-    def ask(self, wish: RescueRequest) -> None:
+    def ask(self, request: RescueRequest) -> None:
         """Queue a request, after earlier ones for the same store."""
         with self._changed:
-            self._wishes.append(wish)
-            if len(self._current) + len(self._wishes) > len(self._threads) < THREADS:
+            self._requests.append(request)
+            if len(self._current) + len(self._requests) > len(self._threads) < THREADS:
                 thread = threading.Thread(target=self._work, name="driftpoint-rescuer", daemon=True)
                 self._threads.append(thread)
                 thread.start()
@@ -98,10 +97,10 @@ class Rescuer:
     def drop(self, store: Path) -> bool:
         """Cancel the requests for a store that a new job uses; return whether there were any."""
         with self._changed:
-            found = [wish for wish in (*self._wishes, *self._current.values()) if wish.store == store]
-            self._wishes = deque(wish for wish in self._wishes if wish.store != store)
-        for wish in found:
-            wish.dropped.set()
+            found = [request for request in (*self._requests, *self._current.values()) if request.store == store]
+            self._requests = deque(request for request in self._requests if request.store != store)
+        for request in found:
+            request.dropped.set()
         return bool(found)
 
     def end(self, grace: float) -> bool:
@@ -110,7 +109,7 @@ class Rescuer:
         """
         with self._changed:
             self._ending = True
-            self._wishes = deque(wish for wish in self._wishes if wish.epoch is not None)
+            self._requests = deque(request for request in self._requests if request.epoch is not None)
             self._changed.notify_all()
             threads = list(self._threads)
         deadline = time.monotonic() + grace
@@ -119,41 +118,41 @@ class Rescuer:
         return not any(one.is_alive() for one in threads)
 
     def _work(self) -> None:
-        while (wish := self._next()) is not None:
-            self._begun(wish)
+        while (request := self._next()) is not None:
+            self._on_rescue_started(request)
             began = time.monotonic()
-            outcome, why = self._done(wish)
-            done = RescueResult(wish, outcome, why, time.monotonic() - began)
+            outcome, why = self._done(request)
+            done = RescueResult(request, outcome, why, time.monotonic() - began)
             with self._changed:
-                del self._current[wish.store_id]
+                del self._current[request.store_id]
                 self._changed.notify_all()
             self._tell(done)
 
     def _next(self) -> RescueRequest | None:
         """Wait for a request whose store has no rescue in progress; None at the end."""
         with self._changed:
-            self._changed.wait_for(lambda: self._ending or self._possible() is not None)
-            found = self._possible()
+            self._changed.wait_for(lambda: self._ending or self._next_possible() is not None)
+            found = self._next_possible()
             if found is not None:
-                self._wishes.remove(found)
+                self._requests.remove(found)
                 self._current[found.store_id] = found
             return found
 
-    def _possible(self) -> RescueRequest | None:
-        return next((one for one in self._wishes if one.store_id not in self._current), None)
+    def _next_possible(self) -> RescueRequest | None:
+        return next((one for one in self._requests if one.store_id not in self._current), None)
 
-    def _done(self, wish: RescueRequest) -> tuple[str, str]:
+    def _done(self, request: RescueRequest) -> tuple[str, str]:
         try:
-            return self._rescued(wish)
+            return self._rescued(request)
         except DriftpointError as error:
-            return next((name for kind, name in _CALLED.items() if isinstance(error, kind)), "failed"), str(error)
+            return next((name for kind, name in _OUTCOME_OF.items() if isinstance(error, kind)), "failed"), str(error)
         except Exception as error:  # noqa: BLE001 - the thread's edge: it must serve the next job
             _log.exception("a rescue failed")
             return "failed", f"internal {type(error).__name__}: {error}"
 
-    def _rescued(self, wish: RescueRequest) -> tuple[str, str]:
-        catalog = open_catalog(LocalFiles(wish.store))
-        if catalog.store_id != wish.store_id:
-            raise NoStoreError(f"{wish.store} is another store now")
-        done = rescue_newest(Tier(self._base, wish.store_id), catalog, aborted=wish.dropped.is_set)
+    def _rescued(self, request: RescueRequest) -> tuple[str, str]:
+        catalog = open_catalog(LocalFiles(request.store))
+        if catalog.store_id != request.store_id:
+            raise NoStoreError(f"{request.store} now holds another store")
+        done = rescue_newest(Tier(self._base, request.store_id), catalog, aborted=request.dropped.is_set)
         return done.outcome, done.why

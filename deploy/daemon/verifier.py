@@ -21,16 +21,13 @@ import psutil
 from store.catalog import Catalog, open_catalog
 from store.errors import DriftpointError, StorageError
 from store.names import SaveId
-from store.storage.local import Files, LocalFiles, NewFile
+from store.storage.local import LocalFiles
 from store.verify import GroupKey, VerifyReport, groups_of, verify
 
 _log = logging.getLogger("driftpoint")
 
-_LOOK = 10.0
-"""Seconds between checks for new commits."""
-
-_MOST = 100
-"""Most damage messages kept per store."""
+_POLL_SECONDS = 10.0  # seconds between checks for new commits
+_MOST_MESSAGES = 100  # most damage messages kept per store
 
 
 class _EndedError(Exception):
@@ -64,7 +61,7 @@ class Verifier:
     """Starts its thread on construction unless ``rate`` (bytes per second) is 0."""
 
     def __init__(self, rate: int, told: VerifyResult, read: Callable[[int], None]) -> None:
-        self._told, self._pace = told, _Pace(rate, read)
+        self._told, self._throttle = told, _Throttle(rate, read)
         self._lock = threading.Lock()
         self._stores: dict[tuple[str, Path], Checked] = {}
         self.current: str | None = None
@@ -76,7 +73,7 @@ class Verifier:
         """Add a store."""
         with self._lock:
             self._stores.setdefault((store_id, path), Checked(store_id, path))
-        self._pace.wake.set()
+        self._throttle.wake.set()
 
     def found(self) -> list[Checked]:
         """Return the states of all stores, read-only."""
@@ -85,21 +82,21 @@ class Verifier:
 
     def end(self, grace: float) -> None:
         """Stop the thread."""
-        self._pace.ended.set()
-        self._pace.wake.set()
+        self._throttle.ended.set()
+        self._throttle.wake.set()
         if self._thread.is_alive():
             self._thread.join(grace)
 
     def _work(self) -> None:
-        _step_back()
-        while not self._pace.ended.is_set():
-            self._pace.wake.clear()
+        _lower_priority()
+        while not self._throttle.ended.is_set():
+            self._throttle.wake.clear()
             try:
                 busy = [self._one(found) for found in self.found()]
             except _EndedError:
                 return
             if not any(busy):
-                self._pace.wake.wait(_LOOK)
+                self._throttle.wake.wait(_POLL_SECONDS)
 
     def _one(self, found: Checked) -> bool:
         """Verify the newest unread commit of a store; return whether there was one."""
@@ -120,7 +117,7 @@ class Verifier:
                 found.saves, found.groups, found.damaged, found.damage = set(), set(), [], []
             self._told(found.path, None, [])
             return False
-        catalog = open_catalog(_Slow(LocalFiles(found.path), self._pace))
+        catalog = open_catalog(_ThrottledFiles(found.path, self._throttle))
         if catalog.store_id != found.store_id:
             return False
         saves = catalog.saves()
@@ -152,11 +149,11 @@ class Verifier:
             return  # pruned while it was read
         problems = [*report.problems, *(text for commit in report.commits for text in commit.problems)]
         found.damaged.append(save)
-        found.damage = [*found.damage, *(f"{save}: {text}" for text in dict.fromkeys(problems))][-_MOST:]
-        self._told(found.path, save, problems or ["it cannot be resumed as it was committed"])
+        found.damage = [*found.damage, *(f"{save}: {text}" for text in dict.fromkeys(problems))][-_MOST_MESSAGES:]
+        self._told(found.path, save, problems or ["it cannot be resumed as committed"])
 
 
-class _Pace:
+class _Throttle:
     """Limits the read rate; ``read`` is called with each number of bytes."""
 
     def __init__(self, rate: int, read: Callable[[int], None]) -> None:
@@ -164,7 +161,7 @@ class _Pace:
         self._due = time.monotonic()
         self.ended, self.wake = threading.Event(), threading.Event()
 
-    def passed(self, nbytes: int) -> None:
+    def wait_for(self, nbytes: int) -> None:
         """Wait as long as ``nbytes`` take at this rate. Raises _EndedError when the daemon exits."""
         self._read(nbytes)
         self._due = max(self._due, time.monotonic()) + nbytes / self._rate
@@ -172,54 +169,27 @@ class _Pace:
             raise _EndedError
 
 
-class _Slow:
-    """:class:`store.storage.local.Files` restricted to reading at a limited rate."""
+class _ThrottledFiles(LocalFiles):
+    """Local files read at a limited rate, without read-ahead."""
 
-    def __init__(self, inner: Files, pace: _Pace) -> None:
-        self._inner, self._pace = inner, pace
-
-    def list_dir(self, path: str) -> list[str]:
-        return self._inner.list_dir(path)
-
-    def size(self, path: str) -> int:
-        return self._inner.size(path)
+    def __init__(self, root: Path, throttle: _Throttle) -> None:
+        super().__init__(root)
+        self._throttle = throttle
 
     def read(self, path: str, limit: int) -> bytes:
-        data = self._inner.read(path, limit)
-        self._pace.passed(len(data))
+        data = super().read(path, limit)
+        self._throttle.wait_for(len(data))
         return data
 
     def read_into(self, path: str, offset: int, target: memoryview) -> None:
-        self._inner.read_into(path, offset, target)
-        self._pace.passed(target.nbytes)
+        super().read_into(path, offset, target)
+        self._throttle.wait_for(target.nbytes)
 
-    def create(self, path: str) -> NewFile:
-        raise _refused(path)
-
-    def link(self, source: str, target: str) -> None:  # noqa: ARG002
-        raise _refused(target)
-
-    def rename(self, source: str, target: str) -> None:  # noqa: ARG002
-        raise _refused(source)
-
-    def unlink(self, path: str) -> None:
-        raise _refused(path)
-
-    def make_dir(self, path: str) -> bool:
-        raise _refused(path)
-
-    def remove_dir(self, path: str) -> None:
-        raise _refused(path)
-
-    def sync_dir(self, path: str) -> None:
-        raise _refused(path)
+    def expect(self, path: str, offset: int, nbytes: int) -> None:
+        del path, offset, nbytes
 
 
-def _refused(path: str) -> StorageError:
-    return StorageError(f"cannot change {path}: a store that is verified is only read")
-
-
-def _step_back() -> None:
+def _lower_priority() -> None:
     """Lower the CPU and I/O priority of this thread."""
     thread = threading.get_native_id()
     with suppress(OSError):

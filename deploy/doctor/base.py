@@ -21,8 +21,8 @@ from store.retention import kept
 SLOTS: Final = (WEIGHTS, "exp_avg", "exp_avg_sq")
 
 _SUFFIXES: Final = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9, "t": 10**12}
-_COMMITS: Final = 1000
-"""Commits of the simulated long run."""
+_COMMITS: Final = 1000  # commits of the simulated long run
+F = TypeVar("F")
 
 
 @dataclass(frozen=True)
@@ -97,9 +97,6 @@ class Finding:
 def healthy(findings: Iterable[Finding]) -> bool:
     """Return whether no check failed."""
     return all(one.state != "fail" for one in findings)
-
-
-F = TypeVar("F")
 
 
 class Probe(Generic[F]):

@@ -19,9 +19,7 @@ from deploy.doctor.disk import place_of
 from deploy.format import plural
 from store.text import listed
 
-_STALE = 300.0
-"""Seconds after which a file counts as left by a killed doctor."""
-
+_STALE = 300.0  # seconds after which a file counts as left by a killed doctor
 _ASK = 0.05
 
 
@@ -64,7 +62,7 @@ def check_nodes(root: Path, ranks: Ranks, seconds: float) -> Finding | None:
     try:
         return _met(place, ranks, seconds)
     except OSError as error:
-        return Finding("nodes", "fail", f"no note can be left in {place}: {error.strerror}", "see writing")
+        return Finding("nodes", "fail", f"cannot create a file in {place}: {error.strerror}", "see writing")
 
 
 def _met(place: Path, ranks: Ranks, seconds: float) -> Finding:
@@ -123,8 +121,8 @@ def _told(place: Path, ranks: Ranks, there: Mapping[int, str], seconds: float) -
     return Finding(
         "nodes",
         "fail",
-        f"{place} of rank {ranks.rank} on {socket.gethostname()} has no note of ranks "
+        f"{place} of rank {ranks.rank} on {socket.gethostname()} has no file of ranks "
         f"{listed(missing, 8)} after {seconds:.0f} s",
-        "the directory is not shared between those nodes, or the path differs: name one on a shared filesystem, alike "
-        "on all ranks; or they did not start in time (--patience)",
+        "the directory is not shared, or its path differs: use one on a shared filesystem with the same path "
+        "on all ranks. If ranks start late, raise --patience",
     )

@@ -1,4 +1,4 @@
-"""Gather facts about a run at one moment: store, disk, shared memory, daemon and trace.
+"""Gather facts about a run at one parse_time: store, disk, shared memory, daemon and trace.
 
 Facts are not judged here. An unreadable part never fails the whole: it is None, and ``trouble`` holds the reason.
 Reads records, no payload.
@@ -39,35 +39,26 @@ ORDER: tuple[Level, ...] = ("plain", "good", "look", "bad")
 LATE, VERY_LATE = 3.0, 10.0
 """Multiples of the usual interval after which a commit is late (``look``) and very late (``bad``)."""
 
-FLOOR = 60.0
-"""Seconds below which nothing counts as late."""
-
-LONG = 3600.0
-"""Seconds without a commit that need attention if the usual interval is unknown."""
-
-AHEAD = 120.0
-"""Accepted difference between the clocks of two machines, in seconds."""
+FLOOR = 60.0  # seconds below which nothing counts as late
+LONG = 3600.0  # seconds without a commit that need attention if the usual interval is unknown
+AHEAD = 120.0  # accepted difference between the clocks of two machines, in seconds
+_PATIENCE = 1.0  # seconds to wait for the daemon's answer
+_NEWEST = 8  # commits from which the usual interval is computed
 
 
 @dataclass(frozen=True)
 class Check:
-    """Judgement of one aspect.
-
-    Attributes:
-        text: the state in a few words.
-        note: details.
-        todo: command to run or action to take, '' if none.
-    """
+    """Judgement of one aspect."""
 
     name: str
     level: Level
-    text: str
-    note: str = ""
-    todo: str = ""
+    text: str  # the state in a few words
+    note: str = ""  # details
+    todo: str = ""  # command to run or action to take, '' if none
 
 
-def typed(command: str, root: Path) -> str:
-    """Return a command for the store, as typed in a shell."""
+def shell_command(command: str, root: Path) -> str:
+    """Return a command for the store, as shell_command in a shell."""
     return f"driftpoint {command} {shlex.quote(str(root))}"
 
 
@@ -92,18 +83,12 @@ def disk_of(root: Path) -> Disk | None:
 
 @dataclass(frozen=True)
 class InMemory:
-    """Snapshots of a store in this node's memory.
+    """Snapshots of a store in this node's memory."""
 
-    Attributes:
-        newest: newest snapshot with all ranks on this node.
-        part: newer one with some ranks only, their number and the world size.
-        alive: whether processes own it.
-    """
-
-    newest: SaveId | None
+    newest: SaveId | None  # newest snapshot with all ranks on this node
     ranks: int = 0
-    part: tuple[SaveId, int, int] | None = None
-    alive: bool = False
+    part: tuple[SaveId, int, int] | None = None  # newer one with some ranks only, their number and the world size
+    alive: bool = False  # whether processes own it
     problems: tuple[str, ...] = ()
 
 
@@ -156,13 +141,6 @@ def _world(held: Mapping[int, HeldSnapshot]) -> int:
     return next(iter(held.values())).record.part.world_size
 
 
-_PATIENCE = 1.0
-"""Seconds to wait for the daemon's answer."""
-
-_NEWEST = 8
-"""Commits from which the usual interval is computed."""
-
-
 @dataclass(frozen=True)
 class VerifiedCommits:
     """Commits whose bytes were verified, and by whom."""
@@ -175,29 +153,20 @@ class VerifiedCommits:
 
 @dataclass(frozen=True)
 class Facts:
-    """Facts about a run.
+    """Facts about a run."""
 
-    Attributes:
-        now: Unix time of the facts.
-        status: None if the store's head is unreadable; ``trouble`` holds the reason.
-        trace: path of the drift trace; ``pulse`` is None if there is none.
-        proven: newest commit from which a job resumed and completed a step.
-        closed: whether the newest job ended cleanly.
-        commit_gap: recent seconds between commits by their records, None if unknown.
-    """
-
-    now: float
+    now: float  # Unix time of the facts
     root: Path
-    status: StoreStatus | None
+    status: StoreStatus | None  # None if the store's head is unreadable; ``trouble`` holds the reason
     trouble: str = ""
     memory: InMemory | None = None
     disk: Disk | None = None
-    trace: Path | None = None
-    pulse: JobStatus | None = None
+    trace: Path | None = None  # path of the drift trace; ``job_status`` is None if there is none
+    job_status: JobStatus | None = None
     checked: VerifiedCommits | None = None
-    proven: SaveId | None = None
-    closed: bool = False
-    commit_gap: float | None = None
+    proven: SaveId | None = None  # newest commit from which a job resumed and completed a step
+    closed: bool = False  # whether the newest job ended cleanly
+    commit_gap: float | None = None  # recent seconds between commits by their records, None if unknown
 
     @property
     def newest(self) -> ManifestRecord | None:
@@ -205,18 +174,18 @@ class Facts:
         return None if self.status is None else self.status.newest
 
     @property
-    def strange(self) -> bool:
+    def foreign_trace(self) -> bool:
         """Return whether the trace has an epoch that the store lacks, so that it belongs to another store."""
-        pulse, status = self.pulse, self.status
-        return pulse is not None and status is not None and pulse.job.epoch > status.epoch
+        job_status, status = self.job_status, self.status
+        return job_status is not None and status is not None and job_status.job.epoch > status.epoch
 
     @property
     def current(self) -> JobStatus | None:
         """Return the trace's state, if it is of the newest epoch of the store."""
-        pulse, status = self.pulse, self.status
-        if pulse is None or status is None:
-            return pulse
-        return pulse if pulse.job.observing or pulse.job.epoch == status.epoch else None
+        job_status, status = self.job_status, self.status
+        if job_status is None or status is None:
+            return job_status
+        return job_status if job_status.job.observing or job_status.job.epoch == status.epoch else None
 
     @property
     def running(self) -> bool:
@@ -225,24 +194,26 @@ class Facts:
         On this machine the store's lock tells. A job on another machine, or on a bucket (which has no locks), counts as
         running while it writes its trace or, without a trace, while it commits.
         """
-        status, pulse = self.status, self.current
+        status, job_status = self.status, self.current
         if status is not None and status.in_use_by is not None:
             return True
-        if self.closed or (status is not None and status.owner is not None and not self.unlocked):
+        if self.closed or (status is not None and status.owner is not None and not self.remote_host):
             return False
-        if pulse is None:
+        if job_status is None:
             return self._commits
-        return self.now - pulse.heard < max(FLOOR, 5 * (pulse.decision_gap or 0.0), LATE * (pulse.next_gap or 0.0))
+        return self.now - job_status.last_seen < max(
+            FLOOR, 5 * (job_status.decision_gap or 0.0), LATE * (job_status.next_gap or 0.0)
+        )
 
     @property
-    def unlocked(self) -> str:
+    def remote_host(self) -> str:
         """Return the newest job's host if its lock is not visible here (other machine, or bucket), else ''."""
         owner = None if self.status is None else self.status.owner
         known = owner is None or (owner.host == socket.gethostname() and not is_url(self.root))
         return "" if known or owner is None else owner.host
 
     @property
-    def broken_off(self) -> bool:
+    def ended_abnormally(self) -> bool:
         """Return whether the newest job ended without closing the store."""
         owner = None if self.status is None else self.status.owner
         return owner is not None and owner.incarnation is not None and not self.closed and not self.running
@@ -250,7 +221,7 @@ class Facts:
     @property
     def _commits(self) -> bool:
         newest, status = self.newest, self.status
-        made = None if newest is None else moment(newest.created)
+        made = None if newest is None else parse_time(newest.created)
         if newest is None or status is None or made is None or newest.epoch != status.epoch:
             return False
         return self.now - made < LATE * max(FLOOR / LATE, self.commit_gap or 0.0)
@@ -260,7 +231,7 @@ def gather(
     catalog: Catalog,
     root: Path,
     memory: InMemory,
-    pulse: JobStatus | None,
+    job_status: JobStatus | None,
     now: float,
     *,
     trace: Path | None = None,
@@ -276,7 +247,7 @@ def gather(
         memory=memory,
         disk=disk_of(root),
         trace=trace,
-        pulse=pulse,
+        job_status=job_status,
         checked=checked,
         proven=max((save for save in catalog.proven() if save in status.saves), default=None),
         closed=is_closed(catalog, status.epoch),
@@ -284,7 +255,7 @@ def gather(
     )
 
 
-def by_daemon(memory: Path, store_id: str) -> VerifiedCommits | None:
+def verified_by_daemon(memory: Path, store_id: str) -> VerifiedCommits | None:
     """Return what the node daemon verified; None if it does not answer or has not read this store."""
     try:
         report = query_daemon(memory, AskStatus(), _PATIENCE)
@@ -298,7 +269,7 @@ def by_daemon(memory: Path, store_id: str) -> VerifiedCommits | None:
     return VerifiedCommits("the daemon of this node", found.verified, found.damaged, found.damage)
 
 
-def by_verify(report: VerifyReport) -> VerifiedCommits:
+def verified_now(report: VerifyReport) -> VerifiedCommits:
     """Summarise a verification that just ran."""
     damaged = tuple(commit.save.name for commit in report.commits if commit.state != "ok")
     return VerifiedCommits("just now", len(report.commits), damaged, report.problems)
@@ -309,7 +280,7 @@ def _commit_gap(catalog: Catalog, saves: Sequence[SaveId]) -> float | None:
     made: list[tuple[int, float]] = []
     for save in saves:
         with suppress(DamagedError, StorageError):
-            at = moment(catalog.manifest(save).created)
+            at = parse_time(catalog.manifest(save).created)
             made += [] if at is None else [(save.epoch, at)]
     gaps = [
         later - earlier for (epoch, later), (before, earlier) in pairwise(made) if epoch == before and later > earlier
@@ -317,7 +288,7 @@ def _commit_gap(catalog: Catalog, saves: Sequence[SaveId]) -> float | None:
     return median(gaps[:3]) if gaps else None
 
 
-def moment(text: str) -> float | None:
+def parse_time(text: str) -> float | None:
     """Parse an ISO time of a record to Unix time; None if invalid."""
     try:
         found = datetime.fromisoformat(text)

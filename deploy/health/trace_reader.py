@@ -19,8 +19,12 @@ from typing import BinaryIO
 from store.names import Unit
 from store.trace import CommitLine, DecisionLine, FailedLine, JobLine, Line, ResumedLine, each_line
 
-_FEW = 32
-"""Saves and intervals from which rates are computed."""
+_FEW = 32  # saves and intervals from which rates are computed
+_LATEST = 253_000_000_000.0  # largest Unix time that a calendar can represent
+_MOST = float(1 << 60)  # largest plausible number of steps, bytes or seconds
+_END = 4 << 20  # bytes read from the end of the file at first
+_BLOCK = 1 << 20
+_JOB = b'\n{"kind":"job"'
 
 
 @dataclass(frozen=True)
@@ -48,25 +52,18 @@ class LastSave:
 
 @dataclass(frozen=True)
 class JobStatus:
-    """State of the newest incarnation of a job.
-
-    Attributes:
-        decisions: the last few, newest last; ``saves`` likewise.
-        failed: reasons of the saves that failed since the newest commit.
-        step_seconds: seconds per step, None if unknown.
-        full_bytes: raw bytes of a save of everything that changes.
-    """
+    """State of the newest incarnation of a job."""
 
     job: JobLine
     began: float
-    heard: float
-    decisions: Sequence[LastDecision]
+    last_seen: float
+    decisions: Sequence[LastDecision]  # the last few, newest last; ``saves`` likewise
     saves: Sequence[LastSave]
-    failed: tuple[str, ...]
-    step_seconds: float | None
+    failed: tuple[str, ...]  # reasons of the saves that failed since the newest commit
+    step_seconds: float | None  # seconds per step, None if unknown
     decision_gap: float | None
     interval: int | None
-    full_bytes: int
+    full_bytes: int  # raw bytes of a save of everything that changes
 
     @property
     def newest(self) -> LastDecision | None:
@@ -120,23 +117,23 @@ class TraceFollower:
         self._job: JobLine | None = None
         self._units: tuple[Unit, ...] = ()
         self._full = 0
-        self._heard = 0.0
+        self._last_seen = 0.0
         self._decisions: deque[LastDecision] = deque(maxlen=keep)
         self._gaps: deque[tuple[int, float]] = deque(maxlen=_FEW)
         self._saves: deque[LastSave] = deque(maxlen=_FEW)
         self._failed: list[str] = []
         self._interval: int | None = None
 
-    def hear(self, line: Line) -> None:
+    def feed(self, line: Line) -> None:
         """Process the next line."""
         if isinstance(line, JobLine):
-            self._begun(line)
+            self._on_job(line)
         elif self._job is None:
             return
         elif isinstance(line, DecisionLine):
-            self._decided(line, self._at(line.seconds))
+            self._on_decision(line, self._at(line.seconds))
         elif isinstance(line, CommitLine):
-            self._committed(line, self._at(line.seconds))
+            self._on_commit(line, self._at(line.seconds))
         elif isinstance(line, FailedLine):
             self._failed.append(line.reason)
             self._at(line.seconds)
@@ -144,7 +141,7 @@ class TraceFollower:
             self._gaps.clear()
             self._at(line.seconds)
 
-    def pulse(self) -> JobStatus | None:
+    def job_status(self) -> JobStatus | None:
         """Return the state of the job, None before the first job line."""
         job = self._job
         if job is None:
@@ -154,7 +151,7 @@ class TraceFollower:
         return JobStatus(
             job=job,
             began=job.started,
-            heard=self._heard,
+            last_seen=self._last_seen,
             decisions=tuple(self._decisions),
             saves=tuple(self._saves),
             failed=tuple(self._failed[-_FEW:]),
@@ -166,28 +163,28 @@ class TraceFollower:
 
     def _at(self, seconds: float) -> float:
         started = 0.0 if self._job is None else self._job.started
-        self._heard = max(self._heard, started + seconds)
+        self._last_seen = max(self._last_seen, started + seconds)
         return started + seconds
 
-    def _begun(self, line: JobLine) -> None:
+    def _on_job(self, line: JobLine) -> None:
         if self._job is None or line.started != self._job.started:
             self._gaps.clear()
             self._saves.clear()
             self._failed.clear()
-            self._heard = line.started
+            self._last_seen = line.started
         self._job = line
         self._units = tuple(one.unit for one in line.units)
         self._full = sum(one.nbytes for one in line.units if one.moving)
         self._at(line.seconds)
 
-    def _decided(self, line: DecisionLine, at: float) -> None:
+    def _on_decision(self, line: DecisionLine, at: float) -> None:
         self._interval = line.interval if line.interval is not None else self._interval
         drift = {unit: value for unit, value in zip(self._units, line.drift, strict=False) if value is not None}
         sick = frozenset(self._named(line.sick))
         self._decisions.append(LastDecision(line.step, at, drift, sick, line.skipped, line.stall + line.copy_wait))
         self._gaps.append((line.step, at))
 
-    def _committed(self, line: CommitLine, at: float) -> None:
+    def _on_commit(self, line: CommitLine, at: float) -> None:
         gap = at - self._saves[-1].at if self._saves else None
         besides = max(0, line.written - sum(size[0] for size in line.sizes.values()))
         self._saves.append(LastSave(line.step, at, line.written, self._full + besides, gap))
@@ -209,23 +206,16 @@ class TraceFollower:
         return (self._units[index] for index in indices if 0 <= index < len(self._units))
 
 
-_LATEST = 253_000_000_000.0
-"""Largest Unix time that a calendar can represent."""
-
-_MOST = float(1 << 60)
-"""Largest plausible number of steps, bytes or seconds."""
-
-
 class TraceValidator:
     """Checks the lines of one trace, in their order."""
 
     def __init__(self) -> None:
         self._units = 0
 
-    def believe(self, lines: Iterable[Line | None]) -> Iterator[Line | None]:
+    def validate(self, lines: Iterable[Line | None]) -> Iterator[Line | None]:
         """Yield each line, or None if it is not plausible."""
         for line in lines:
-            if line is None or not _sensible(line, self._units):
+            if line is None or not _plausible(line, self._units):
                 yield None
                 continue
             if isinstance(line, JobLine):
@@ -233,7 +223,7 @@ class TraceValidator:
             yield line
 
 
-def _sensible(line: Line, units: int) -> bool:
+def _plausible(line: Line, units: int) -> bool:
     if isinstance(line, JobLine):
         return _within((line.started, line.seconds), _LATEST) and _within(_sizes(line), _MOST)
     if isinstance(line, DecisionLine):
@@ -260,13 +250,6 @@ def _within(numbers: Iterable[float], most: float) -> bool:
     return all(0 <= number <= most for number in numbers)
 
 
-_END = 4 << 20
-"""Bytes read from the end of the file at first."""
-
-_BLOCK = 1 << 20
-_JOB = b'\n{"kind":"job"'
-
-
 class Tail:
     """Follows the trace at ``path``, which need not exist yet. Starts again if the file is replaced or truncated."""
 
@@ -286,10 +269,10 @@ class Tail:
             self.trouble = error.strerror or str(error)
             return None
         self.trouble = ""
-        return self._listener.pulse()
+        return self._follower.job_status()
 
     def _begin(self) -> None:
-        self._listener, self._sceptic = TraceFollower(), TraceValidator()
+        self._follower, self._validator = TraceFollower(), TraceValidator()
         self._offset = 0
         self._torn = b""
         self._inode = -1
@@ -305,7 +288,7 @@ class Tail:
         self._offset = file.tell()
         whole, newline, self._torn = data.rpartition(b"\n")
         if newline:
-            self._hear(whole.split(b"\n"))
+            self._feed(whole.split(b"\n"))
 
     def _skip(self, file: BinaryIO, size: int) -> None:
         """Skip to the end of a long file, after reading the job line that applies there."""
@@ -314,13 +297,13 @@ class Tail:
             return
         file.seek(start)
         start += len(file.readline())
-        self._hear([_job_before(file, start)])
+        self._feed([_job_before(file, start)])
         self._offset = start
 
-    def _hear(self, raw: Iterable[bytes]) -> None:
-        for line in self._sceptic.believe(each_line(raw)):
+    def _feed(self, raw: Iterable[bytes]) -> None:
+        for line in self._validator.validate(each_line(raw)):
             if line is not None:
-                self._listener.hear(line)
+                self._follower.feed(line)
 
 
 def _job_before(file: BinaryIO, end: int) -> bytes:

@@ -20,13 +20,16 @@ from store.names import WEIGHTS
 _GAP = 14.0
 _NAMES = 132.0
 _TOP, _BOTTOM, _BAR = 20.0, 20.0, 30.0
-_LETTER = 6.1
-"""Width of a letter of a layer's name, in a monospaced font."""
-
-_ROOM = 11.0
-"""Height of a name."""
-
+_LETTER = 6.1  # width of a letter of a layer's name, in a monospaced font
+_ROOM = 11.0  # height of a name
 WIDTH = 1128.0
+_LEFT, _BAR_TOP, _BODY, _BAR_BOTTOM = 76.0, 10.0, 110.0, 20.0
+_TICKS = 3
+LEVELS = 9  # number of colours, least drift first; one more than thresholds
+_FINE, _COARSE = (1, 2, 5), (1, 3)  # digits of round thresholds
+_ACROSS = 3  # panels side by side
+DRIFT_CLASSES = (*(f"d{level}" for level in range(LEVELS)), "nan")
+SAVED_CLASSES = ("s1", "s2", "s3", "r1", "r2", "r3")
 
 
 @dataclass(frozen=True)
@@ -53,18 +56,15 @@ class Panel:
     """Heat map of one slot.
 
     Attributes:
-        each: width of a column.
-        paths: path data by colour class, in columns and rows.
-        marks: x of restarts.
         bar, levels: colour bar and its labels, empty if the page explains the colours.
     """
 
     title: str
     x: float
     width: float
-    each: float
-    paths: Mapping[str, str]
-    marks: Sequence[float]
+    each: float  # width of a column
+    paths: Mapping[str, str]  # path data by colour class, in columns and rows
+    marks: Sequence[float]  # x of restarts
     ticks: Sequence[Label]
     bar: Sequence[Swatch]
     levels: Sequence[Label]
@@ -72,41 +72,29 @@ class Panel:
 
 @dataclass(frozen=True)
 class Map:
-    """Strip of panels with common rows.
-
-    Attributes:
-        cell: height of a row; ``body``: of all rows.
-        bar: y of the colour bars.
-        hover: text for each row.
-    """
+    """Strip of panels with common rows."""
 
     width: float
     height: float
     left: float
     top: float
-    cell: float
+    cell: float  # height of a row; ``body``: of all rows
     body: float
-    bar: float
+    bar: float  # y of the colour bars
     panels: Sequence[Panel]
     labels: Sequence[Label]
-    hover: Sequence[str]
+    hover: Sequence[str]  # text for each row
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Content of a panel.
-
-    Attributes:
-        classes: (layers, columns), index into ``names`` of each cell's colour class, -1 for none.
-        hover: text for each layer.
-        legend: (class, lower bound) of the colour bar.
-    """
+    """Content of a panel."""
 
     title: str
-    classes: npt.NDArray[np.int64]
+    classes: npt.NDArray[np.int64]  # (layers, columns), index into ``names`` of each cell's colour class, -1 for none
     names: Sequence[str]
-    hover: Sequence[str]
-    legend: Sequence[tuple[str, str]] = ()
+    hover: Sequence[str]  # text for each layer
+    legend: Sequence[tuple[str, str]] = ()  # (class, lower bound) of the colour bar
 
 
 def heat_map(
@@ -224,10 +212,6 @@ def _labels(layers: Sequence[str], strong: Sequence[bool], cell: float) -> list[
     return [Label(_NAMES - 8, _TOP + (i + 0.5) * cell + 3.5, tail(layers[i], fits)) for i in sorted(taken)]
 
 
-_LEFT, _BAR_TOP, _BODY, _BAR_BOTTOM = 76.0, 10.0, 110.0, 20.0
-_TICKS = 3
-
-
 @dataclass(frozen=True)
 class Bars:
     """Bar chart. ``path``: the bars; ``beside``: the bars compared with, '' for none; ``levels``: scale with labels."""
@@ -315,13 +299,6 @@ def _bar_path(values: Sequence[float], each: float, scale: float) -> str:
     )
 
 
-LEVELS = 9
-"""Number of colours, least drift first; one more than thresholds."""
-
-_FINE, _COARSE = (1, 2, 5), (1, 3)
-"""Digits of round thresholds."""
-
-
 @dataclass(frozen=True)
 class Scale:
     """Rising thresholds; level i holds values from ``thresholds[i - 1]``, level 0 those below all."""
@@ -356,12 +333,6 @@ def threshold_text(value: float) -> str:
     """Format a threshold for the legend."""
     return f"{value:g}" if value >= 0.001 else f"{value:.0e}".replace("e-0", "e-")
 
-
-_ACROSS = 3
-"""Panels side by side."""
-
-DRIFT_CLASSES = (*(f"d{level}" for level in range(LEVELS)), "nan")
-SAVED_CLASSES = ("s1", "s2", "s3", "r1", "r2", "r3")
 
 _Cells = npt.NDArray[np.int64]
 
@@ -511,17 +482,17 @@ def _figures(history: History) -> list[Figure]:
     beside = ""
     if totals.full_stall is not None:
         told = plural(totals.full_seen, "save")
-        beside = f"{span_text(totals.full_stall)} had all been like the {told} that held everything"
+        beside = f"{span_text(totals.full_stall)} if all saves were full, by the {told} that were"
     verb = "would have been written" if totals.observing else "written"
     failed = f", {totals.failed} failed" if totals.failed else ""
     return [
         Figure("Saves", f"{totals.saves:,}", f"of {totals.decisions:,} decisions{failed}"),
         Figure("Bytes", size_text(totals.written), f"{verb}; full saves: {size_text(totals.full)}"),
-        Figure("Of full saves", share_text(share), f"{size_text(max(0, totals.full - totals.written))} left out"),
+        Figure("Of full saves", share_text(share), f"{size_text(max(0, totals.full - totals.written))} avoided"),
         Figure(
-            "Training waited",
+            "Training stall",
             span_text(totals.stall),
             f"{share_text(stall)} of {span_text(totals.seconds)}; {beside}".rstrip("; "),
         ),
-        Figure("Longest wait", span_text(totals.longest), "for one decision"),
+        Figure("Longest stall", span_text(totals.longest), "at one decision"),
     ]

@@ -19,8 +19,8 @@ from deploy.health.trace_reader import JobStatus, TraceFollower, TraceValidator
 from deploy.report.incidents import (
     Incident,
     Incidents,
+    nonfinite_incident,
     restart_incident,
-    sick_incident,
     skipped_incident,
     withheld_incident,
 )
@@ -31,16 +31,13 @@ from store.trace import CommitLine, DecisionLine, FailedLine, JobLine, Line, Res
 _Floats = npt.NDArray[np.float64]
 _Counts = npt.NDArray[np.int64]
 _T = TypeVar("_T", bound=np.generic)
+_MOVEMENT = b'{"kind":"moved"'  # start of the longest lines, which are not needed here
+_ALL = 0.99  # share of all bytes from which a save counts as full
 
 
 @dataclass
 class Column:
-    """Consecutive decisions merged into one column.
-
-    Attributes:
-        full: bytes of full saves in place of the committed ones.
-        stall: seconds; ``longest`` is that of one decision.
-    """
+    """Consecutive decisions merged into one column."""
 
     first_step: int
     last_step: int
@@ -49,8 +46,8 @@ class Column:
     decisions: int = 1
     saves: int = 0
     written: int = 0
-    full: int = 0
-    stall: float = 0.0
+    full: int = 0  # bytes of full saves in place of the committed ones
+    stall: float = 0.0  # seconds; ``longest`` is that of one decision
     longest: float = 0.0
 
     def take(self, other: Column) -> None:
@@ -69,21 +66,17 @@ class Bins:
     """Time series by unit and column; all arrays are (units, columns).
 
     Attributes:
-        most: number of columns, even.
-        width: decisions per column.
-        drift: largest drift, NaN if unknown.
         saved: decisions that stored the unit; ``rounded``: those of them with loss.
-        sick: decisions at which it was not finite.
     """
 
-    most: int = 120
-    width: int = 1
+    most: int = 120  # number of columns, even
+    width: int = 1  # decisions per column
     count: int = 0
     columns: list[Column] = field(default_factory=list)
-    drift: _Floats = field(default_factory=lambda: np.full((0, 0), np.nan))
+    drift: _Floats = field(default_factory=lambda: np.full((0, 0), np.nan))  # largest drift, NaN if unknown
     saved: _Counts = field(default_factory=lambda: np.zeros((0, 0), np.int64))
     rounded: _Counts = field(default_factory=lambda: np.zeros((0, 0), np.int64))
-    sick: _Counts = field(default_factory=lambda: np.zeros((0, 0), np.int64))
+    sick: _Counts = field(default_factory=lambda: np.zeros((0, 0), np.int64))  # decisions at which it was not finite
 
     def rows(self, count: int) -> None:
         """Grow to ``count`` units."""
@@ -137,21 +130,11 @@ def _grown(old: npt.NDArray[_T], shape: tuple[int, int], empty: float) -> npt.ND
     return found
 
 
-_MOVEMENT = b'{"kind":"moved"'
-"""Start of the longest lines, which are not needed here."""
-
-_ALL = 0.99
-"""Share of all bytes from which a save counts as full."""
-
-
 @dataclass
 class Totals:
     """Sums over the whole trace.
 
     Attributes:
-        seconds: of training.
-        full: bytes of full saves at the same decisions.
-        stall: seconds that training waited.
         full_stall: estimate if all saves were full, from the ``full_seen`` ones that were; None without any.
     """
 
@@ -159,9 +142,9 @@ class Totals:
     saves: int = 0
     failed: int = 0
     written: int = 0
-    full: int = 0
-    seconds: float = 0.0
-    stall: float = 0.0
+    full: int = 0  # bytes of full saves at the same decisions
+    seconds: float = 0.0  # of training
+    stall: float = 0.0  # seconds that training waited
     longest: float = 0.0
     full_stall: float | None = None
     full_seen: int = 0
@@ -171,32 +154,25 @@ class Totals:
 
 @dataclass(frozen=True)
 class History:
-    """A run as time series.
+    """A run as time series."""
 
-    Attributes:
-        units: rows of ``bins`` in model order.
-        blocks: layers that are repeated blocks.
-        restarts: decisions before which the job restarted.
-        dropped: incidents left out; ``skipped``: unreadable lines.
-    """
-
-    units: tuple[Unit, ...]
-    blocks: frozenset[str]
+    units: tuple[Unit, ...]  # rows of ``bins`` in model order
+    blocks: frozenset[str]  # layers that are repeated blocks
     moving: frozenset[Unit]
     bins: Bins
     totals: Totals
-    restarts: tuple[int, ...]
+    restarts: tuple[int, ...]  # decisions before which the job restarted
     incidents: tuple[Incident, ...]
-    dropped: int
+    dropped: int  # incidents left out; ``skipped``: unreadable lines
     skipped: int
-    pulse: JobStatus | None
+    job_status: JobStatus | None
     last_drift: dict[Unit, float] = field(default_factory=dict)
 
 
 def read_history(path: Path, most: int = 120, progress: Callable[[int], None] = lambda _: None) -> History:
     """Read a trace file. ``progress`` gets the bytes of each line. Raises OSError."""
     with path.open("rb") as file:
-        return history_of(TraceValidator().believe(each_line(_needed(file, progress))), most)
+        return history_of(TraceValidator().validate(each_line(_needed(file, progress))), most)
 
 
 def _needed(file: Iterable[bytes], progress: Callable[[int], None]) -> Iterator[bytes]:
@@ -210,14 +186,14 @@ def history_of(lines: Iterable[Line | None], most: int = 120) -> History:
     """Process lines in order; None stands for an unreadable one."""
     reader = _Reader(most)
     for line in lines:
-        reader.hear(line)
+        reader.feed(line)
     return reader.history()
 
 
 class _Reader:
     def __init__(self, most: int) -> None:
         self._bins, self._totals, self._incidents = Bins(most), Totals(), Incidents()
-        self._listener = TraceFollower()
+        self._follower = TraceFollower()
         self._rows: dict[Unit, int] = {}
         self._order: dict[Unit, tuple[int, int]] = {}
         self._blocks: set[str] = set()
@@ -225,7 +201,7 @@ class _Reader:
         self._units: tuple[Unit, ...] = ()
         self._nbytes: tuple[int, ...] = ()
         self._job: JobLine | None = None
-        self._heard: float | None = None
+        self._last_seen: float | None = None
         self._last_step: int | None = None
         self._begun: tuple[int, int] | None = None
         self._saved: frozenset[int] = frozenset()
@@ -236,11 +212,11 @@ class _Reader:
         self._first_at: float | None = None
         self._skipped = 0
 
-    def hear(self, line: Line | None) -> None:
+    def feed(self, line: Line | None) -> None:
         if line is None:
             self._skipped += 1
             return
-        self._listener.hear(line)
+        self._follower.feed(line)
         if isinstance(line, JobLine):
             self._on_job(line)
         elif self._job is None:
@@ -275,7 +251,7 @@ class _Reader:
             incidents=self._incidents.listed(),
             dropped=self._incidents.dropped,
             skipped=self._skipped,
-            pulse=self._listener.pulse(),
+            job_status=self._follower.job_status(),
         )
 
     def _on_job(self, line: JobLine) -> None:
@@ -303,13 +279,13 @@ class _Reader:
         at, number = job.started + line.seconds, self._bins.count
         if self._bins.count:
             self._restarts.append(number)
-        before = self._heard if self._heard is not None else at
+        before = self._last_seen if self._last_seen is not None else at
         self._incidents.ended()
         self._incidents.add(restart_incident(line, job.epoch, at, at - before, self._last_step))
 
     def _on_decision(self, line: DecisionLine, at: float) -> None:
         self._settle(line.copy_wait)
-        self._heard, self._last_step = at, line.step
+        self._last_seen, self._last_step = at, line.step
         number = self._bins.add(line.step, at)
         column = self._bins.place(number)
         rows = self._rows_of(range(len(self._units)))
@@ -327,7 +303,7 @@ class _Reader:
         self._count(stall)
         copied = float(sum(self._nbytes[index] for index in line.saved if index < len(self._nbytes)))
         self._waits = (copied, line.stall)
-        self._tell(line, at)
+        self._add_incidents(line, at)
 
     def _count(self, stall: float) -> None:
         totals = self._totals
@@ -335,24 +311,24 @@ class _Reader:
         totals.stall += stall
         totals.longest = max(totals.longest, stall)
 
-    def _tell(self, line: DecisionLine, at: float) -> None:
-        holding: list[Incident] = []
+    def _add_incidents(self, line: DecisionLine, at: float) -> None:
+        current: list[Incident] = []
         if line.sick:
             names = [str(self._units[index]) for index in line.sick if index < len(self._units)]
-            holding.append(sick_incident(names, line.step, at))
+            current.append(nonfinite_incident(names, line.step, at))
         if line.skipped is not None:
             skipped = skipped_incident(line.skipped, line.step, at)
-            holding += [] if skipped is None else [skipped]
-        self._incidents.goes_on(holding, line.step)
+            current += [] if skipped is None else [skipped]
+        self._incidents.update(current, line.step)
         if line.preempted:
-            text = "the end of the job was announced; what time allowed was saved"
+            text = "the job was preempted and saved what the grace period allowed"
             self._incidents.add(Incident("preempted", "look", text, line.step, at))
         if line.changed and line.staleness and any(value is not None for value in line.staleness):
-            text = f"{len(line.changed)} layer slots hold other parameters than before"
+            text = f"{len(line.changed)} layer slots contain other parameters than before"
             self._incidents.add(Incident("changed", "look", text, line.step, at))
 
     def _on_commit(self, line: CommitLine, job: JobLine) -> None:
-        self._heard = job.started + line.seconds
+        self._last_seen = job.started + line.seconds
         number = self._number_of(line.step)
         if number is None:
             return
@@ -377,9 +353,9 @@ class _Reader:
                 bins.drift[row, column] = np.fmax(bins.drift[row, column], drift)
 
     def _on_failed(self, line: FailedLine, at: float) -> None:
-        self._heard = at
+        self._last_seen = at
         self._totals.failed += 1
-        text = f"the save of step {line.step} failed ({line.reason}); the commit before it is intact"
+        text = f"the save of step {line.step} failed ({line.reason}); the previous commit is intact"
         self._incidents.add(Incident("save failed", "look", text, line.step, at))
 
     def _number_of(self, step: int) -> int | None:
@@ -404,6 +380,6 @@ class _Reader:
             self._waits = None
 
     def _close_incarnation(self) -> None:
-        if self._first_at is not None and self._heard is not None:
-            self._totals.seconds += max(0.0, self._heard - self._first_at)
+        if self._first_at is not None and self._last_seen is not None:
+            self._totals.seconds += max(0.0, self._last_seen - self._first_at)
         self._first_at = None

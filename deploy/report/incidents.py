@@ -16,12 +16,12 @@ from store.trace import ResumedLine
 Severity = Literal["plain", "look", "bad"]
 
 _SKIPPED = {
-    "busy": ("plain", "the save before was still being written: no save was begun"),
-    "withheld": ("bad", "no save was begun: everything that was to be saved held NaN or Inf"),
-    "storage": ("look", "no save was begun: storage was in trouble"),
-    "disagree": ("bad", "no save was begun: the ranks did not agree"),
-    "unsupported": ("bad", "no save was begun: the job is not what was attached any more"),
-    "fenced": ("bad", "no save was begun: another job took the store over"),
+    "busy": ("plain", "no save: the previous one was still being written"),
+    "withheld": ("bad", "no save: all layers to be saved contained NaN or Inf"),
+    "storage": ("look", "no save: storage failed"),
+    "disagree": ("bad", "no save: the ranks disagreed"),
+    "unsupported": ("bad", "no save: the job changed after attach"),
+    "fenced": ("bad", "no save: another job took over the store"),
 }
 
 
@@ -31,9 +31,6 @@ class Incident:
 
     Attributes:
         step, at: step and Unix time of its begin, None if unknown.
-        until: last step.
-        times: decisions at which it held.
-        key: consecutive incidents with the same key are merged.
     """
 
     kind: str
@@ -41,9 +38,9 @@ class Incident:
     text: str
     step: int | None = None
     at: float | None = None
-    until: int | None = None
-    times: int = 1
-    key: str = ""
+    until: int | None = None  # last step
+    times: int = 1  # decisions at which it held
+    key: str = ""  # consecutive incidents with the same key are merged
 
 
 class Incidents:
@@ -63,7 +60,7 @@ class Incidents:
             self._found = self._found[-self._most :]
             self._open.clear()
 
-    def goes_on(self, incidents: Sequence[Incident], step: int) -> None:
+    def update(self, incidents: Sequence[Incident], step: int) -> None:
         """Update the conditions that hold at a decision: continue those that held before, begin new ones, end the rest.
 
         Harmless ones (``plain``) may pause: they are merged over the whole incarnation.
@@ -100,15 +97,17 @@ def skipped_incident(reason: str, step: int, at: float) -> Incident | None:
     return Incident("skipped", severity, known[1], step, at, key=f"skipped {reason}")
 
 
-def sick_incident(units: Sequence[str], step: int, at: float) -> Incident:
+def nonfinite_incident(units: Sequence[str], step: int, at: float) -> Incident:
     """Return the incident of units with NaN or Inf at a decision."""
-    text = f"{listed(units, 4)} held NaN or Inf: nothing of it is saved, the last finite version stays"
+    text = f"{listed(units, 4)} contained NaN or Inf: not saved, the last finite version is kept"
     return Incident("not finite", "bad", text, step, at, key=f"sick {'|'.join(units)}")
 
 
 def withheld_incident(units: Sequence[str], step: int, at: float) -> Incident:
     """Return the incident of units left out of a commit because of NaN or Inf."""
-    text = f"{listed(units, 4)} held NaN or Inf when the save was written: not saved, the last finite version stays"
+    text = (
+        f"{listed(units, 4)} contained NaN or Inf when the save was written: not saved, the last finite version is kept"
+    )
     return Incident("withheld", "bad", text, step, at)
 
 
@@ -122,13 +121,13 @@ def restart_incident(line: ResumedLine, epoch: int, at: float, gap: float, last_
         gap: seconds since the last line of the job before.
         last_step: step of its last decision, or None.
     """
-    text = f"epoch {epoch} went on at step {line.step}"
+    text = f"epoch {epoch} resumed at step {line.step}"
     if line.newest != line.step:
-        text += f", by the commit of step {line.newest}"
+        text += f", from the commit of step {line.newest}"
     if last_step is not None and last_step > line.step:
-        text += f": {plural(last_step - line.step, 'step')} trained again"
+        text += f": {plural(last_step - line.step, 'step')} repeated"
     if gap > 1.0:
-        text += f"; {span_text(gap)} after the last sign of the one before"
+        text += f"; {span_text(gap)} after the last trace line before"
     return Incident("restart", "look", text, line.step, at)
 
 

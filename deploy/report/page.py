@@ -19,7 +19,17 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from deploy.console import byte_progress, watched
 from deploy.format import clock, count_text, drift_text, kind_text, plural, printable, size_text
-from deploy.health.facts import Facts, VerifiedCommits, by_daemon, by_verify, disk_of, gather, in_memory, moment, typed
+from deploy.health.facts import (
+    Facts,
+    VerifiedCommits,
+    disk_of,
+    gather,
+    in_memory,
+    parse_time,
+    shell_command,
+    verified_by_daemon,
+    verified_now,
+)
 from deploy.health.verdict import Verdict, judge
 from deploy.report.charts import Cost, Maps, Scale, cost_of, maps_of, scale_for
 from deploy.report.history import History, read_history
@@ -34,6 +44,9 @@ from store.memory.rescue import REASON
 from store.schema import ManifestRecord
 from store.verify import total_bytes
 from store.verify import verify as verify_store
+
+_HERE = Path(__file__).parent
+_LISTED = 8  # most damage messages on a page
 
 
 @dataclass(frozen=True)
@@ -150,9 +163,6 @@ def _total(slot: str, units: Sequence[CertifiedUnit], parameters: int) -> SlotRo
     return SlotRow(slot, len(units), oldest, newest, max_drift(units), error, size, share, encodings)
 
 
-_HERE = Path(__file__).parent
-
-
 @dataclass(frozen=True)
 class Content:
     """Content of a page. ``missing``: why there is no history, or ''."""
@@ -203,10 +213,6 @@ def _model(newest: ManifestRecord) -> str:
         f"{plural(len(newest.layers), 'layer')}, {count_text(parameters(newest))} parameters, {newest.framework} on "
         f"{plural(newest.world_size, 'rank')}, policy {newest.policy}"
     )
-
-
-_LISTED = 8
-"""Most damage messages on a page."""
 
 
 @dataclass(frozen=True)
@@ -265,25 +271,25 @@ def build_report(
     """
     path = trace_path(root, trace)
     try:
-        return _made(open_store(root), root, path, memory, named=trace is not None, verify=verify, clock=clock)
+        return _build(open_store(root), root, path, memory, named=trace is not None, verify=verify, clock=clock)
     except (NothingToResumeError, DamagedError) as error:
         history, missing = _history(path, named=trace is not None)
-        pulse = None if history is None else history.pulse
-        facts = Facts(clock(), root.absolute(), None, str(error), disk=disk_of(root), trace=path, pulse=pulse)
+        job_status = None if history is None else history.job_status
+        facts = Facts(clock(), root.absolute(), None, str(error), disk=disk_of(root), trace=path, job_status=job_status)
         return ReportResult(_content(facts, history, missing, list(_of_history(history))))
 
 
-def _made(
+def _build(
     catalog: Catalog, root: Path, path: Path, memory: Path, *, named: bool, verify: bool, clock: Callable[[], float]
 ) -> ReportResult:
-    # What takes long comes first, so that what is told as now is of one moment.
-    checked = _verified(catalog) if verify else by_daemon(memory, catalog.store_id)
+    # What takes long comes first, so that what is told as now is of one parse_time.
+    checked = _verified(catalog) if verify else verified_by_daemon(memory, catalog.store_id)
     history, missing = _history(path, named=named)
-    pulse = None if history is None else history.pulse
+    job_status = None if history is None else history.job_status
     catalog.forget()
-    facts = gather(catalog, root, in_memory(memory, catalog), pulse, clock(), trace=path, checked=checked)
-    if facts.strange:
-        history, missing = None, _strange(path)
+    facts = gather(catalog, root, in_memory(memory, catalog), job_status, clock(), trace=path, checked=checked)
+    if facts.foreign_trace:
+        history, missing = None, _foreign_trace_text(path)
     return ReportResult(_content(facts, history, missing, [*_of_store(catalog, facts), *_of_history(history)]))
 
 
@@ -299,25 +305,25 @@ def _history(path: Path, *, named: bool) -> tuple[History | None, str]:
         if named:
             raise UsageError(f"cannot read the trace {path}: {error.strerror}") from error
         return None, (
-            f"There is no drift trace at {path} ({error.strerror}), so how far the job is, drift over time, what was "
-            "saved when and what it cost are not known. Jobs write one unless `trace: {enabled: false}` is set; where "
+            f"There is no drift trace at {path} ({error.strerror}), so the job's step, its drift, its saves and their "
+            "cost are unknown. Jobs write one unless `trace: {enabled: false}` is set; where "
             "`trace: {path: ...}` is set, name that file with --trace."
         )
     if not history.totals.decisions:
-        return None, f"The drift trace {path} holds no decision yet: let the job run on."
+        return None, f"The drift trace {path} contains no decision yet: let the job continue."
     return history, ""
 
 
-def _strange(path: Path) -> str:
+def _foreign_trace_text(path: Path) -> str:
     return (
-        f"The drift trace {path} tells of an epoch that this store does not have: it is of another store, so nothing "
-        "of it is shown. Name the right one with --trace."
+        f"The drift trace {path} has an epoch that this store lacks: it belongs to another store and is "
+        "not shown. Name the right one with --trace."
     )
 
 
 def _verified(catalog: Catalog) -> VerifiedCommits:
     with byte_progress("Verifying", total_bytes(catalog) if watched() else 0) as progress:
-        return by_verify(verify_store(catalog, progress))
+        return verified_now(verify_store(catalog, progress))
 
 
 def _of_history(history: History | None) -> Iterator[Incident]:
@@ -332,7 +338,7 @@ def _of_store(catalog: Catalog, facts: Facts) -> Iterator[Incident]:
     for text in list(damage)[:_LISTED]:
         yield Incident("damage", "bad", text)
     if len(damage) > _LISTED:
-        listing = typed("verify --json" if facts.checked is not None else "status --json", facts.root)
+        listing = shell_command("verify --json" if facts.checked is not None else "status --json", facts.root)
         yield Incident("damage", "bad", f"and {len(damage) - _LISTED} more: {listing} lists all")
     for save, why in catalog.suspects().why.items():
         yield Incident("suspect", "look", f"jobs that resumed from it died: {why}", save.step)
@@ -342,7 +348,7 @@ def _of_store(catalog: Catalog, facts: Facts) -> Iterator[Incident]:
         except (DamagedError, StorageError):
             continue  # told above
         if any(unit.save == save.name and unit.reason == REASON for unit in manifest.units):
-            yield Incident("rescued", "look", REASON, save.step, moment(manifest.created))
+            yield Incident("rescued", "look", REASON, save.step, parse_time(manifest.created))
 
 
 def _version() -> str:

@@ -17,15 +17,12 @@ from store.trace import DecisionLine, JobLine, MovedLine, Trace, TracedUnit
 
 SLOTS = (WEIGHTS, "exp_avg", "exp_avg_sq")
 _BETAS = {"exp_avg": 0.9, "exp_avg_sq": 0.95}
-_MOST_DECISIONS = 100_000
-"""Most decisions of an assumed run."""
-
-_DRIFTS = {1e-3: 5e-2, 1e-4: 7e-3, 1e-5: 7e-4}
-"""Measured drift of the weights over ten steps, by learning rate."""
+_MOST_DECISIONS = 100_000  # most decisions of an assumed run
+_DRIFTS = {1e-3: 5e-2, 1e-4: 7e-3, 1e-5: 7e-4}  # measured drift of the weights over ten steps, by learning rate
 
 
-GPU_HOURS_PER_FAILURE = 50_000.0
-"""GPU hours per failure on large clusters; for the source see :meth:`Assumptions.told`."""
+GPU_HOURS_PER_FAILURE = 50_000.0  # GPU hours per failure on large clusters; for the source see :meth:`Assumptions.told`
+_STEP_SECONDS = {"llama-8b": 4.0, "llama-70b": 8.0, "llama-405b": 16.0}
 
 
 @dataclass(frozen=True)
@@ -51,29 +48,21 @@ MODELS: Mapping[str, Shape] = {
     "llama-70b": Shape(80, 8192, 28672, 128256, 1024),
     "llama-405b": Shape(126, 16384, 53248, 128256, 1024),
 }
-_STEP_SECONDS = {"llama-8b": 4.0, "llama-70b": 8.0, "llama-405b": 16.0}
 
 
 @dataclass(frozen=True)
 class Assumptions:
-    """Assumptions about model, machine and training.
-
-    Attributes:
-        drift: of the weights over ten steps.
-        storage_gbps: write speed of the whole job in GB/s.
-        copy_gbps: copy speed of each GPU to host memory in GB/s.
-        hours: hours of training.
-    """
+    """Assumptions about model, machine and training."""
 
     model: str
     gpus: int
     step_seconds: float | None = None
-    drift: float | None = None
+    drift: float | None = None  # of the weights over ten steps
     learning_rate: float = 1e-4
-    storage_gbps: float = 200.0
-    copy_gbps: float = 20.0
+    storage_gbps: float = 200.0  # write speed of the whole job in GB/s
+    copy_gbps: float = 20.0  # copy speed of each GPU to host memory in GB/s
     every: int = 25
-    hours: float = 24.0
+    hours: float = 24.0  # hours of training
 
     @classmethod
     def of(cls, model: str, given: Mapping[str, Any]) -> Assumptions:
@@ -107,12 +96,12 @@ class Assumptions:
         """Return each assumption with its source."""
         layers = MODELS[self.model].layers()
         given = "given" if self.step_seconds is not None else "guessed; set --step-seconds"
-        pace = "given" if self.drift is not None else f"our small runs, at learning rate {self.learning_rate:g}"
+        pace = "given" if self.drift is not None else f"small own runs, at learning rate {self.learning_rate:g}"
         return {
             "Model": f"{self.model}, {sum(layers.values()) / 1e9:.1f} G parameters in {len(layers)} layers, the "
             "published shapes; 12 bytes a parameter (fp32 weights and two moments), ZeRO-3: no copy is written twice",
             "Machine": f"{self.gpus} GPUs; storage takes {self.storage_gbps:g} GB/s, each GPU copies "
-            f"{self.copy_gbps:g} GB/s to its host (guessed; set --storage-gbps, --copy-gbps); every copy is waited for",
+            f"{self.copy_gbps:g} GB/s to its host (guessed; set --storage-gbps, --copy-gbps); copies block training",
             "Step": f"{self.step:g} s ({given})",
             "Weights": f"drift {self.pace:.2g} over 10 steps ({pace}), growing like steps^{GROWTH / 2:g}, alike in "
             "all layers (docs/budget.md: between linear and a random walk)",

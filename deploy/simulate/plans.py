@@ -26,8 +26,7 @@ from store.errors import ConfigError, UsageError
 _ELSEWHERE = frozenset({"store", "metrics", "retention", "timeouts", "trace", "resume", "layers", "drift"})
 """Sections that do not affect what is saved when."""
 
-_SPARSE = 1.1
-"""Largest ratio of a job's decisions to recorded ones that a replay may represent."""
+_SPARSE = 1.1  # largest ratio of a job's decisions to recorded ones that a replay may represent
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ def recorded_config(run: Run) -> Config:
     try:
         return load_config(dict(recorded_settings(run)))
     except ConfigError as error:
-        raise UsageError(f"the trace was recorded with a configuration that cannot be read here: {error}") from error
+        raise UsageError(f"this release cannot read the trace's configuration: {error}") from error
 
 
 def requests_for(text: str, recorded: Mapping[str, Any]) -> SimulationRequest:
@@ -67,7 +66,7 @@ def requests_for(text: str, recorded: Mapping[str, Any]) -> SimulationRequest:
     try:
         values = parse_yaml(text, f"--policy {text!r}").values
     except ConfigError as error:
-        raise UsageError(f"{error}; write it such as '{{name: parity, k: 4}}'") from error
+        raise UsageError(f"{error}; write for example '{{name: parity, k: 4}}'") from error
     settings = {"policy": values} if "name" in values else values
     return SimulationRequest(_short(values), load_config(changed(recorded, settings)))
 
@@ -115,16 +114,16 @@ def remarks(one: SimulationRequest, run: Run) -> list[str]:
         found.append(f"{one.name}: the trace has decisions every {gap} steps, so every {every} is replayed as {gap}")
     elif gap and every is not None and every % gap:
         found.append(
-            f"{one.name}: every {every} is no multiple of the {gap} steps between recorded decisions: the nearest "
+            f"{one.name}: every {every} is not a multiple of the {gap} steps between recorded decisions: the nearest "
             "ones are taken"
         )
     if one.config.every == "auto" and recorded.every != "auto":
-        found.append(f"{one.name}: every auto is replayed at the recorded decisions, not at those that it would choose")
+        found.append(f"{one.name}: every auto is replayed at the recorded decisions, not at its own")
     if one.config.packing != "none" and (one.config.packing, one.config.differences) != (
         recorded.packing,
         recorded.differences,
     ):
-        found.append(f"{one.name}: the recorded run did not pack like this, so its bytes are those before packing")
+        found.append(f"{one.name}: the recorded run packed differently, so the bytes are those before packing")
     return found
 
 

@@ -38,26 +38,19 @@ from store.trace import Trace, read_lines
 _MULTIPLES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 """Multiples of the recorded interval that are tried."""
 
-_THRESHOLDS = 10
-"""Bisection steps when searching for a threshold."""
-
+_THRESHOLDS = 10  # bisection steps when searching for a threshold
 _SECTIONS = ("every", "policy", "encoding", "packing", "differences", "budget", "bounds", "resume")
+BASELINE = "full, raw"
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a recommendation; None means unlimited.
+    """Limits of a recommendation; None means unlimited."""
 
-    Attributes:
-        bytes_per_hour: of all ranks, without the first save of a store.
-        max_loss_minutes: of training lost by a failure at the worst moment.
-        exact: lossless encodings only.
-    """
-
-    bytes_per_hour: float | None = None
+    bytes_per_hour: float | None = None  # of all ranks, without the first save of a store
     stall_share: float | None = None
-    max_loss_minutes: float | None = None
-    exact: bool = False
+    max_loss_minutes: float | None = None  # of training lost by a failure at the worst moment
+    exact: bool = False  # lossless encodings only
 
     @property
     def any(self) -> bool:
@@ -81,22 +74,14 @@ def _within(value: float, most: float | None) -> bool:
 
 @dataclass(frozen=True)
 class Recommendation:
-    """The recommended configuration.
-
-    Attributes:
-        tried: candidates, least damage first.
-        settings: configuration to paste.
-        limits: limits as used; ``max_loss_minutes`` alone is converted to bytes per hour.
-        since: position from which all are compared.
-        notes: caveats of replaying the chosen one.
-    """
+    """The recommended configuration."""
 
     chosen: Summary
-    tried: tuple[Summary, ...]
-    settings: Mapping[str, Any]
-    limits: Limits
-    since: Position | None = None
-    notes: tuple[str, ...] = ()
+    tried: tuple[Summary, ...]  # candidates, least damage first
+    settings: Mapping[str, Any]  # configuration to paste
+    limits: Limits  # limits as used; ``max_loss_minutes`` alone is converted to bytes per hour
+    since: Position | None = None  # position from which all are compared
+    notes: tuple[str, ...] = ()  # caveats of replaying the chosen one
 
     @property
     def yaml(self) -> str:
@@ -158,7 +143,7 @@ def recommend(
     found = [one for one in _candidates(trials, limits) if one is not None and limits.hold(one.summary)]
     if not found:
         raise UsageError(
-            f"no configuration keeps these limits, deciding every {trials.every} steps as the trace does: allow more, "
+            f"no configuration keeps these limits at the trace's interval of {trials.every} steps: raise the limits, "
             "or record a trace with a smaller `every`"
         )
     settings = {one.summary.name: one.settings for one in found}
@@ -174,7 +159,7 @@ def recommend(
             notes = tuple(remarks(request, run))
             return Recommendation(chosen, tuple(ordered), settings[chosen.name], limits, since, notes)
     raise UsageError(
-        "what keeps these limits does so by settings of the recorded run that a recommendation does not print: replay "
+        "these limits are kept only by settings of the recorded run that a recommendation omits: replay "
         "configurations with --policy FILE instead"
     )
 
@@ -243,9 +228,6 @@ def _threshold(trials: _Trials, encoding: str, limits: Limits) -> _Tried | None:
     return held
 
 
-BASELINE = "full, raw"
-
-
 @dataclass(frozen=True)
 class Simulation:
     """What came out. baseline: everything raw at every recorded decision, which ``summaries`` begins with.
@@ -277,7 +259,7 @@ def read_trace(path: Path) -> Trace:
     except OSError as error:
         raise UsageError(f"cannot read the trace {path}: {error.strerror}; give the file STORE.trace.jsonl") from error
     if not trace.lines:
-        raise UsageError(f"{path} is no drift trace: give the file that a job writes, STORE.trace.jsonl")
+        raise UsageError(f"{path} is not a drift trace: give the file that a job writes, STORE.trace.jsonl")
     return trace
 
 
@@ -324,13 +306,13 @@ def simulate(
             first = replayed.failures[0]
             notes.append(
                 f"{one.name}: the policy failed at {len(replayed.failures)} of {len(replayed.made)} decisions (it "
-                f"{first.what}{f' at {first.place}' if first.place else ''}); everything is saved there, as live"
+                f"{first.what}{f' at {first.place}' if first.place else ''}); everything is saved there, as in a job"
             )
         known = recorded_settings(run) is run.settings
         if known and same_configuration(one.config, recorded) and not replayed.as_recorded and costs is None:
-            notes.append(f"{one.name}: this is the recorded configuration, and the replay left the recorded path")
+            notes.append(f"{one.name}: this is the recorded configuration, but the replay differs from the recording")
         if replayed.exposure.unknown:
-            notes.append(f"{one.name}: the movement of some layer slots is not in the trace; they are left out")
+            notes.append(f"{one.name}: some layer slots have no movement in the trace and are left out")
     compared = over(summaries, latest_first(one.replayed.course for one in summaries))
     return Simulation(run, compared, tuple(dict.fromkeys((*notes, *window_notes(compared)))))
 
@@ -339,7 +321,7 @@ def window_notes(summaries: Sequence[Summary]) -> Iterator[str]:
     """Yield caveats of the comparison window."""
     for one in summaries:
         if one.saves < 2:
-            yield f"{one.name}: commits {('never', 'once')[one.saves]} in this run, too seldom to be judged by it"
+            yield f"{one.name}: commits {('never', 'once')[one.saves]} in this run, too rarely to compare"
     since, course = summaries[0].replayed.since, summaries[0].replayed.course
     inside, whole = course.steps(since), course.steps()
     if since is not None and 2 * inside < whole:
@@ -384,10 +366,10 @@ def _notes(trace: Trace, run: Run, recorded: Config, costs: Costs | None) -> lis
     found = []
     if recorded_settings(run) is not run.settings:
         found.append(
-            "the recorded policy is not one of ours, and a trace runs no code: name it with --policy to replay it"
+            "the recorded policy is not built in, and a trace must not run code: name it with --policy to replay it"
         )
     if trace.skipped:
-        found.append(f"{trace.skipped} lines of the trace are torn or of a later release, and left out")
+        found.append(f"{trace.skipped} lines of the trace are torn or of a later release and are skipped")
     if not any(era.moved for era in run.eras):
         found.append(
             "the trace holds no movement over several ages (`trace: {anchors: ...}` was 0, or drift.method exact): "
@@ -395,13 +377,10 @@ def _notes(trace: Trace, run: Run, recorded: Config, costs: Costs | None) -> lis
         )
     if costs is None and run.costs.write.cost(1e9) == 0.0:
         found.append(
-            "nothing was written in this run, so how long saves take is not known and taken as 0: give --storage-gbps"
+            "nothing was written in this run, so save durations are unknown and taken as 0: give --storage-gbps"
         )
     if (costs is None or costs.stall is run.costs.stall) and any(era.job.observing for era in run.eras):
-        found.append(
-            "a run that only observes copies nothing, so the stall told here is that of measuring alone: "
-            "give --copy-gbps"
-        )
+        found.append("an observing run copies nothing, so the stall is that of measuring alone: give --copy-gbps")
     if recorded.encode == "staging":
-        found.append("stall is told from raw bytes copied, though this run copied encoded ones")
+        found.append("stall is computed from raw bytes, though this run copied encoded ones")
     return found

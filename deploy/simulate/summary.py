@@ -29,11 +29,10 @@ class Terms:
 
     Attributes:
         mtbf_hours: mean times between failures of the whole job, None for 3 h, 12 h and 2 days.
-        restart_seconds: from a failure to the next step, without repeated training.
     """
 
     mtbf_hours: tuple[float, ...] | None = None
-    restart_seconds: float = 600.0
+    restart_seconds: float = 600.0  # from a failure to the next step, without repeated training
     prices: Prices = field(default_factory=Prices)
 
     @property

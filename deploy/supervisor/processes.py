@@ -22,6 +22,14 @@ from deploy.supervisor.restart_policy import INTERRUPTED
 from store.errors import PREEMPTED
 
 _PR_SET_CHILD_SUBREAPER = 36
+NOTICES = (signal.SIGUSR1, signal.SIGUSR2)
+ENDS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+KILL_AFTER = 10.0  # seconds from SIGTERM to SIGKILL
+ATTRIBUTION_SECONDS = 600.0
+"""Seconds after a preemption signal, besides the grace period, in which the command's end counts as its result.
+
+Launchers hide the exit code. After this time, the end has another cause.
+"""
 
 
 def adopt_orphans() -> bool:
@@ -29,7 +37,7 @@ def adopt_orphans() -> bool:
     return ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0  # type: ignore[no-any-return]
 
 
-def catches(pid: int, number: signal.Signals) -> bool:
+def handles_signal(pid: int, number: signal.Signals) -> bool:
     """Return whether the process has a handler for the signal."""
     try:
         status = Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace")
@@ -39,14 +47,14 @@ def catches(pid: int, number: signal.Signals) -> bool:
     return bool(int(caught, 16) >> (number - 1) & 1)
 
 
-def catching(top: int, number: signal.Signals) -> list[psutil.Process]:
+def processes_handling(top: int, number: signal.Signals) -> list[psutil.Process]:
     """Return the processes in the tree of ``top`` that handle the signal, but none below such a process.
 
     Forked children (data-loader workers) inherit their parent's handler, and a launcher with a handler
     forwards the signal.
     """
     with suppress(psutil.NoSuchProcess):
-        return list(_catching(psutil.Process(top), number))
+        return list(_walk_handling(psutil.Process(top), number))
     return []
 
 
@@ -72,7 +80,7 @@ def children() -> frozenset[psutil.Process]:
     return frozenset(psutil.Process().children())
 
 
-def below(but: Collection[psutil.Process] = ()) -> list[psutil.Process]:
+def descendants(but: Collection[psutil.Process] = ()) -> list[psutil.Process]:
     """Return all running descendants except ``but``, their descendants, and daemons, which later attempts use."""
     found, spared = psutil.Process().children(recursive=True), set(but)
     for one in but:
@@ -90,22 +98,22 @@ def reap(but: int) -> None:
             os.waitpid(ended.si_pid, os.WNOHANG)
 
 
-def end_below(term_seconds: float, kill_seconds: float, but: Collection[psutil.Process] = ()) -> tuple[int, int]:
+def end_descendants(term_seconds: float, kill_seconds: float, but: Collection[psutil.Process] = ()) -> tuple[int, int]:
     """End all descendants with SIGTERM, then SIGKILL. Returns how many there were and how many remain."""
-    left = below(but)
+    left = descendants(but)
     if not left:
         reap(but=0)
         return 0, 0
     send(left, signal.SIGTERM)
     psutil.wait_procs(left, timeout=term_seconds)
     last = time.monotonic() + kill_seconds
-    while survivors := below(but):  # again: one may fork between being seen and being killed
+    while survivors := descendants(but):  # again: one may fork between being seen and being killed
         send(survivors, signal.SIGKILL)
         psutil.wait_procs(survivors, timeout=max(0.0, last - time.monotonic()))
         if time.monotonic() >= last:
             break
     reap(but=0)
-    return len(left), len(below(but))
+    return len(left), len(descendants(but))
 
 
 def _runs(process: psutil.Process) -> bool:
@@ -115,26 +123,15 @@ def _runs(process: psutil.Process) -> bool:
         return False
 
 
-def _catching(process: psutil.Process, number: signal.Signals) -> Iterator[psutil.Process]:
+def _walk_handling(process: psutil.Process, number: signal.Signals) -> Iterator[psutil.Process]:
     if is_daemon(process):
         return
-    if catches(process.pid, number):
+    if handles_signal(process.pid, number):
         yield process
         return
     with suppress(psutil.NoSuchProcess):
         for child in process.children():
-            yield from _catching(child, number)
-
-
-NOTICES = (signal.SIGUSR1, signal.SIGUSR2)
-ENDS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-KILL_AFTER = 10.0
-"""Seconds from SIGTERM to SIGKILL."""
-ANSWERED = 600.0
-"""Seconds after a preemption signal, besides the grace period, in which the command's end counts as its result.
-
-Launchers hide the exit code. After this time, the end has another cause.
-"""
+            yield from _walk_handling(child, number)
 
 
 @dataclass(frozen=True)
@@ -145,30 +142,24 @@ class _Due:
 
 @dataclass(frozen=True)
 class StopOptions:
-    """How to end a command.
+    """How to end a command."""
 
-    Attributes:
-        grace: seconds for its final save.
-        notice: signal that the trainer handles.
-        others: children of this process that are not the command's.
-    """
-
-    grace: float = 30.0
-    notice: signal.Signals = signal.SIGUSR1
-    others: Collection[psutil.Process] = ()
+    grace: float = 30.0  # seconds for its final save
+    notice: signal.Signals = signal.SIGUSR1  # signal that the trainer handles
+    others: Collection[psutil.Process] = ()  # children of this process that are not the command's
 
 
 class ProcessStopper:
     """Handles the signals during one attempt. ``clock`` is monotonic."""
 
     def __init__(
-        self, pid: int, manner: StopOptions, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic
+        self, pid: int, options: StopOptions, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._pid = pid
-        self._manner = manner
+        self._options = options
         self._say = say
         self._clock = clock
-        self._told_to: int | None = None
+        self._exit_request: int | None = None
         self._noticed: float | None = None
         self._asked = 0
         self._due: list[_Due] = []
@@ -178,11 +169,11 @@ class ProcessStopper:
         """Return the seconds until the next action, None if none is scheduled."""
         return max(0.0, min(due.at for due in self._due) - self._clock()) if self._due else None
 
-    def told_to(self, code: int) -> int | None:
+    def exit_request(self, code: int) -> int | None:
         """Return the exit code that a received signal demands after the command ended with ``code``, or None."""
-        if self._told_to is not None or self._noticed is None:
-            return self._told_to
-        answers = code == PREEMPTED or self._clock() - self._noticed <= self._manner.grace + ANSWERED
+        if self._exit_request is not None or self._noticed is None:
+            return self._exit_request
+        answers = code == PREEMPTED or self._clock() - self._noticed <= self._options.grace + ATTRIBUTION_SECONDS
         return PREEMPTED if answers else None
 
     def act(self) -> None:
@@ -199,8 +190,8 @@ class ProcessStopper:
             self._notify(number)
             return
         self._asked += 1
-        if self._told_to is None or number == signal.SIGINT:
-            self._told_to = INTERRUPTED if number == signal.SIGINT else PREEMPTED
+        if self._exit_request is None or number == signal.SIGINT:
+            self._exit_request = INTERRUPTED if number == signal.SIGINT else PREEMPTED
         if self._asked == 1:
             self._ask(number)
         elif self._asked == 2:
@@ -209,26 +200,26 @@ class ProcessStopper:
             self._kill(f"a third {number.name}")
 
     def _notify(self, number: signal.Signals) -> None:
-        told = send(catching(self._pid, number), number)
+        told = send(processes_handling(self._pid, number), number)
         if told == 0:
-            self._say(f"{number.name}: no process of the command has a handler for it, so it is passed on to none")
+            self._say(f"{number.name}: no process of the command handles it; not forwarded")
             return
         self._noticed = self._clock()
-        self._say(f"{number.name}: passed on to {_processes(told)}")
+        self._say(f"{number.name}: forwarded to {_processes(told)}")
 
     def _ask(self, number: signal.Signals) -> None:
         if number == signal.SIGINT:
             self._send(number)
-            self._say("SIGINT: passed on; a second one ends the command with SIGTERM, a third with SIGKILL")
+            self._say("SIGINT: forwarded; a second one sends SIGTERM to the command, a third SIGKILL")
             return
-        grace, notice = self._manner.grace, self._manner.notice
-        told = send(catching(self._pid, notice), notice) if notice != signal.SIGTERM else 0
+        grace, notice = self._options.grace, self._options.notice
+        told = send(processes_handling(self._pid, notice), notice) if notice != signal.SIGTERM else 0
         if told:
             self._say(f"{number.name}: {notice.name} to {_processes(told)}; SIGTERM in {grace:g} s")
-            self._later(grace, lambda: self._terminate(f"{grace:g} s are over"))
+            self._later(grace, lambda: self._terminate(f"the grace period of {grace:g} s is over"))
             return
         self._send(signal.SIGTERM)
-        self._say(f"{number.name}: passed on; SIGKILL in {grace + KILL_AFTER:g} s")
+        self._say(f"{number.name}: forwarded; SIGKILL in {grace + KILL_AFTER:g} s")
         self._later(grace + KILL_AFTER, lambda: self._kill("it did not end"))
 
     def _terminate(self, why: str) -> None:
@@ -240,7 +231,7 @@ class ProcessStopper:
     def _kill(self, why: str) -> None:
         self._say(f"{why}: SIGKILL to all processes of the command")
         self._due = []
-        send(below(self._manner.others), signal.SIGKILL)
+        send(descendants(self._options.others), signal.SIGKILL)
 
     def _send(self, number: signal.Signals) -> None:
         with suppress(psutil.NoSuchProcess):

@@ -1,7 +1,8 @@
 """Decide whether and when to restart a job that died. Pure: no process, clock or file.
 
 The store alone shows progress: an attempt made **progress** if it committed a step beyond all earlier ones. A new
-commit of an old step (after a fallback) does not count, or a job that always dies at the same step would restart forever.
+commit of an old step (after a fallback) does not count: otherwise a job that always dies at one step would restart
+forever.
 """
 
 from __future__ import annotations
@@ -18,8 +19,7 @@ FAILED = 1
 NO_PROGRESS = 93
 INTERRUPTED = 130
 
-BLAMED_AFTER = 2
-"""Consecutive deaths without a commit after which the commit resumed from is suspect."""
+SUSPECT_AFTER = 2  # consecutive deaths without a commit after which the commit resumed from is suspect
 
 
 @dataclass(frozen=True)
@@ -27,13 +27,11 @@ class Limits:
     """Limits of restarts.
 
     Attributes:
-        restarts: in a row without progress.
-        failures: in total, None for no limit.
         least, most: back-off in seconds.
     """
 
-    restarts: int = 3
-    failures: int | None = None
+    restarts: int = 3  # in a row without progress
+    failures: int | None = None  # in total, None for no limit
     least: float = 2.0
     most: float = 300.0
 
@@ -43,36 +41,26 @@ class StoreSnapshot:
     """State of the store at one moment.
 
     Attributes:
-        newest: newest commit, or snapshot in this node's memory.
-        step: furthest step of them.
-        resumes: commit or snapshot that a resume would take.
         instead: its replacement if ``resumes`` were suspect; None if there is none, or if an earlier job resumed from
             ``resumes`` and committed again, which clears it.
-        epoch: newest epoch; every job that attaches claims one.
-        trouble: why the store could not be read, ''; the other fields are then unset.
     """
 
-    newest: SaveId | None = None
-    step: int = -1
-    resumes: SaveId | None = None
+    newest: SaveId | None = None  # newest commit, or snapshot in this node's memory
+    step: int = -1  # furthest step of them
+    resumes: SaveId | None = None  # commit or snapshot that a resume would take
     instead: SaveId | None = None
-    epoch: int = 0
-    trouble: str = ""
+    epoch: int = 0  # newest epoch; every job that attaches claims one
+    trouble: str = ""  # why the store could not be read, ''; the other fields are then unset
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """One finished run of the command.
+    """One finished run of the command."""
 
-    Attributes:
-        code: exit code of the process, negative for a signal.
-        told_to: exit code demanded by a signal to the supervisor, None without one.
-    """
-
-    code: int
+    code: int  # exit code of the process, negative for a signal
     before: StoreSnapshot
     after: StoreSnapshot
-    told_to: int | None = None
+    exit_request: int | None = None  # exit code demanded by a signal to the supervisor, None without one
 
     @property
     def committed(self) -> bool:
@@ -93,21 +81,14 @@ class Attempt:
 
 @dataclass(frozen=True)
 class RestartHistory:
-    """Results of the attempts so far.
+    """Results of the attempts so far."""
 
-    Attributes:
-        in_a_row: attempts without progress.
-        step: furthest step committed.
-        dying: commit from which the last attempts resumed and died, ``deaths`` times.
-        marked: suspects not yet confirmed by progress.
-    """
-
-    in_a_row: int = 0
+    in_a_row: int = 0  # attempts without progress
     failures: int = 0
-    step: int = -1
-    dying: SaveId | None = None
+    step: int = -1  # furthest step committed
+    suspected: SaveId | None = None  # commit from which the last attempts resumed and died, ``deaths`` times
     deaths: int = 0
-    marked: tuple[SaveId, ...] = ()
+    marked: tuple[SaveId, ...] = ()  # suspects not yet confirmed by progress
 
 
 @dataclass(frozen=True)
@@ -129,39 +110,39 @@ class GiveUp:
 
 
 def decide_restart(
-    course: RestartHistory, attempt: Attempt, limits: Limits, draw: Callable[[], float]
+    history: RestartHistory, attempt: Attempt, limits: Limits, draw: Callable[[], float]
 ) -> tuple[RestartHistory, Restart | GiveUp]:
     """Decide after an attempt, and return the updated history. ``draw`` returns a random number in [0, 1)."""
-    if attempt.told_to is not None:
-        return course, _told(attempt, attempt.told_to)
+    if attempt.exit_request is not None:
+        return history, _requested_exit(attempt, attempt.exit_request)
     if attempt.code == OK:
-        return course, GiveUp(OK, "the command ended")
+        return history, GiveUp(OK, "the command ended")
     if attempt.code == PREEMPTED and attempt.committed:
-        return _preempted(course, attempt), Restart(0.0, counted=False)
+        return _preempted(history, attempt), Restart(0.0, counted=False)
     # Whoever only ever says that it was preempted, and saved nothing, must not be started again for ever.
-    went = _unsaved(course, attempt) if attempt.code == PREEMPTED else _failed(course, attempt)
+    went = _unsaved(history, attempt) if attempt.code == PREEMPTED else _failed(history, attempt)
     stop = _limit(went, limits)
     return (went, stop) if stop is not None else _again(went, attempt, limits, draw)
 
 
-def _limit(course: RestartHistory, limits: Limits) -> GiveUp | None:
-    if limits.failures is not None and course.failures >= limits.failures:
-        return GiveUp(FAILED, f"it failed {_times(course.failures)} in all, which is the limit", course.marked)
-    if course.in_a_row > limits.restarts:
-        row = " in a row" if course.in_a_row > 1 else ""
-        return GiveUp(NO_PROGRESS, f"it died {_times(course.in_a_row)}{row} without getting further", course.marked)
+def _limit(history: RestartHistory, limits: Limits) -> GiveUp | None:
+    if limits.failures is not None and history.failures >= limits.failures:
+        return GiveUp(FAILED, f"the command failed {_times(history.failures)}, which is the limit", history.marked)
+    if history.in_a_row > limits.restarts:
+        row = " in a row" if history.in_a_row > 1 else ""
+        return GiveUp(NO_PROGRESS, f"the command died {_times(history.in_a_row)}{row} without progress", history.marked)
     return None
 
 
 def _again(
-    course: RestartHistory, attempt: Attempt, limits: Limits, draw: Callable[[], float]
+    history: RestartHistory, attempt: Attempt, limits: Limits, draw: Callable[[], float]
 ) -> tuple[RestartHistory, Restart | GiveUp]:
-    seconds = backoff(course.in_a_row, limits, draw)
-    blamed = course.dying
-    if course.deaths < BLAMED_AFTER or attempt.after.instead is None or blamed is None:
-        return course, Restart(seconds, counted=course.in_a_row > 0)
-    marked = replace(course, dying=None, deaths=0, marked=(*course.marked, blamed))
-    return marked, Restart(seconds, counted=True, suspect=blamed)
+    seconds = backoff(history.in_a_row, limits, draw)
+    suspect = history.suspected
+    if history.deaths < SUSPECT_AFTER or attempt.after.instead is None or suspect is None:
+        return history, Restart(seconds, counted=history.in_a_row > 0)
+    marked = replace(history, suspected=None, deaths=0, marked=(*history.marked, suspect))
+    return marked, Restart(seconds, counted=True, suspect=suspect)
 
 
 def backoff(in_a_row: int, limits: Limits, draw: Callable[[], float]) -> float:
@@ -180,37 +161,38 @@ def ending(code: int) -> str:
         return f"signal {-code}"
 
 
-def _told(attempt: Attempt, told_to: int) -> GiveUp:
-    if told_to == PREEMPTED and attempt.code == OK:
+def _requested_exit(attempt: Attempt, exit_request: int) -> GiveUp:
+    if exit_request == PREEMPTED and attempt.code == OK:
         return GiveUp(OK, "the command ended")
-    return GiveUp(told_to, "interrupted" if told_to == INTERRUPTED else "preempted: start it again to go on")
+    why = "interrupted" if exit_request == INTERRUPTED else "preempted: start it again to continue"
+    return GiveUp(exit_request, why)
 
 
-def _progressed(course: RestartHistory, attempt: Attempt) -> bool:
-    return attempt.committed and attempt.after.step > max(course.step, attempt.before.step)
+def _progressed(history: RestartHistory, attempt: Attempt) -> bool:
+    return attempt.committed and attempt.after.step > max(history.step, attempt.before.step)
 
 
-def _preempted(course: RestartHistory, attempt: Attempt) -> RestartHistory:
-    if _progressed(course, attempt):
-        return RestartHistory(failures=course.failures, step=attempt.after.step)
-    return replace(course, step=max(course.step, attempt.before.step))
+def _preempted(history: RestartHistory, attempt: Attempt) -> RestartHistory:
+    if _progressed(history, attempt):
+        return RestartHistory(failures=history.failures, step=attempt.after.step)
+    return replace(history, step=max(history.step, attempt.before.step))
 
 
-def _unsaved(course: RestartHistory, attempt: Attempt) -> RestartHistory:
+def _unsaved(history: RestartHistory, attempt: Attempt) -> RestartHistory:
     """Count a preemption without a save: not a failure, but no progress either."""
-    return replace(_preempted(course, attempt), in_a_row=course.in_a_row + 1)
+    return replace(_preempted(history, attempt), in_a_row=history.in_a_row + 1)
 
 
-def _failed(course: RestartHistory, attempt: Attempt) -> RestartHistory:
-    failures = course.failures + 1
-    if _progressed(course, attempt):
+def _failed(history: RestartHistory, attempt: Attempt) -> RestartHistory:
+    failures = history.failures + 1
+    if _progressed(history, attempt):
         return RestartHistory(failures=failures, step=attempt.after.step)
-    dying, deaths = course.dying, course.deaths
+    suspected, deaths = history.suspected, history.deaths
     if attempt.attached:  # otherwise it says nothing of the commit
-        dying = None if attempt.committed else attempt.before.resumes
-        deaths = 0 if dying is None else deaths + 1 if dying == course.dying else 1
-    step = max(course.step, attempt.before.step)
-    return replace(course, in_a_row=course.in_a_row + 1, failures=failures, step=step, dying=dying, deaths=deaths)
+        suspected = None if attempt.committed else attempt.before.resumes
+        deaths = 0 if suspected is None else deaths + 1 if suspected == history.suspected else 1
+    step, in_a_row = max(history.step, attempt.before.step), history.in_a_row + 1
+    return replace(history, in_a_row=in_a_row, failures=failures, step=step, suspected=suspected, deaths=deaths)
 
 
 def _times(count: int) -> str:

@@ -48,14 +48,14 @@ class StoreProbe:
     def look(self) -> StoreSnapshot:
         """Return the current state. Never raises because of the store's content."""
         try:
-            return self._within(lambda: _look(self.root, self._memory, self._options))
+            return self._with_timeout(lambda: _look(self.root, self._memory, self._options))
         except (DriftpointError, OSError) as error:
             return StoreSnapshot(trouble=str(error))
 
     def holder(self) -> int | None:
         """Return the local process that locks the store, 0 if its id is unknown, None if unlocked."""
         try:
-            return None if is_url(self.root) else self._within(lambda: lock_holder(self.root))
+            return None if is_url(self.root) else self._with_timeout(lambda: lock_holder(self.root))
         except (DriftpointError, OSError):  # what hangs is told by look()
             return None
 
@@ -69,12 +69,12 @@ class StoreProbe:
 
     def _changed(self, change: Callable[[Catalog], None]) -> str:
         try:
-            self._within(lambda: change(open_catalog(files_at(self.root, self._options))))
+            self._with_timeout(lambda: change(open_catalog(files_at(self.root, self._options))))
         except (DriftpointError, OSError) as error:
             return str(error)
         return ""
 
-    def _within(self, ask: Callable[[], _T]) -> _T:
+    def _with_timeout(self, ask: Callable[[], _T]) -> _T:
         answers: list[_T] = []
         errors: list[BaseException] = []
 
@@ -100,7 +100,7 @@ def _look(root: Path, memory: Path | None, options: ObjectOptions | None) -> Sto
     except NoStoreError:
         return StoreSnapshot()
     commits, suspects = catalog.saves(), catalog.suspects().saves
-    committed, versions = _resumes(catalog, frozenset()), _remembered(catalog, memory)
+    committed, versions = _resumes(catalog, frozenset()), _snapshots_in_memory(catalog, memory)
     least = max([*suspects, *([] if committed is None else [committed])], default=None)
     order = sorted((save for save in versions if least is None or save > least), reverse=True)
     order += [] if committed is None else [committed]
@@ -108,12 +108,12 @@ def _look(root: Path, memory: Path | None, options: ObjectOptions | None) -> Sto
         newest=max([*commits, *versions], default=None),
         step=max((save.step for save in (*commits, *versions)), default=-1),
         resumes=order[0] if order else None,
-        instead=_instead(catalog, order, committed),
+        instead=_replacement(catalog, order, committed),
         epoch=newest_epoch(catalog.files),
     )
 
 
-def _remembered(catalog: Catalog, memory: Path | None) -> list[SaveId]:
+def _snapshots_in_memory(catalog: Catalog, memory: Path | None) -> list[SaveId]:
     """List the snapshots in memory; unreadable ones cannot be resumed from."""
     if memory is None:
         return []
@@ -130,19 +130,19 @@ def _resumes(catalog: Catalog, skip: frozenset[SaveId]) -> SaveId | None:
         return None
 
 
-def _instead(catalog: Catalog, order: list[SaveId], committed: SaveId | None) -> SaveId | None:
+def _replacement(catalog: Catalog, order: list[SaveId], committed: SaveId | None) -> SaveId | None:
     """Return the replacement if the first of ``order`` were suspect; see :class:`StoreSnapshot`.
 
     Other snapshots in memory do not count: a suspect mark covers them as well.
     """
     suspects = catalog.suspects().saves
-    if not order or order[0] in suspects or _led_on(catalog, order[0]):
+    if not order or order[0] in suspects or _was_continued(catalog, order[0]):
         return None
     found = committed if order[0] != committed else _resumes(catalog, frozenset({order[0]}))
     return None if found in suspects else found
 
 
-def _led_on(catalog: Catalog, resumed: SaveId) -> bool:
+def _was_continued(catalog: Catalog, resumed: SaveId) -> bool:
     """Return whether a later job resumed from the commit and committed again."""
     for save in catalog.saves():
         try:

@@ -23,11 +23,8 @@ from store.catalog import Catalog
 from store.errors import DamagedError, DriftpointError, NothingToResumeError
 from store.session import newest_epoch
 
-_REREAD_AFTER = 60.0
-"""Seconds after which everything is read again."""
-
-_TICK = 0.2
-"""Seconds between two checks for something new to draw."""
+_REREAD_AFTER = 60.0  # seconds after which everything is read again
+_TICK = 0.2  # seconds between two checks for something new to draw
 
 
 class FactsReader:
@@ -52,15 +49,19 @@ class FactsReader:
 
     def read(self) -> Facts:
         """Return the facts as of now. Raises NoStoreError if there is no store."""
-        now, pulse = time.time(), self._tail.look()
+        now, job_status = time.time(), self._tail.look()
         try:
             catalog = self._open()
             status = self._read_status(catalog)
         except (NothingToResumeError, DamagedError) as error:
             self._catalog = None
             disk = disk_of(self._root)
-            return Facts(now, self._root.absolute(), None, str(error), disk=disk, trace=self._tail.path, pulse=pulse)
-        return gather(catalog, self._root, self._memory.look(catalog), pulse, now, trace=self._tail.path, status=status)
+            return Facts(
+                now, self._root.absolute(), None, str(error), disk=disk, trace=self._tail.path, job_status=job_status
+            )
+        return gather(
+            catalog, self._root, self._memory.look(catalog), job_status, now, trace=self._tail.path, status=status
+        )
 
     def _open(self) -> Catalog:
         """Return the catalog, with what was read before if it is still the same store."""

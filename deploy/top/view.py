@@ -37,17 +37,11 @@ _MAX_SPARK = 64
 
 @dataclass(frozen=True)
 class Slot:
-    """Age and drift of one slot of a layer.
+    """Age and drift of one slot of a layer."""
 
-    Attributes:
-        age: steps from the version to the current step, None if never saved.
-        drift: at the last decision that measured it, else at the commit; None if unknown.
-        state: ``fresh``, ``stale``, ``fallback`` or ``sick``.
-    """
-
-    age: int | None
-    drift: float | None
-    state: str
+    age: int | None  # steps from the version to the current step, None if never saved
+    drift: float | None  # at the last decision that measured it, else at the commit; None if unknown
+    state: str  # ``fresh``, ``stale``, ``fallback`` or ``sick``
 
 
 @dataclass(frozen=True)
@@ -73,16 +67,16 @@ def layer_rows(facts: Facts, slots: Sequence[str]) -> list[LayerRow]:
     """Return the layers in the order of the model."""
     certificate = None if facts.status is None else facts.status.certificate
     units = {} if certificate is None else {Unit(one.layer, one.slot): one for one in certificate.units}
-    pulse = facts.current
+    job_status = facts.current
     layers = dict.fromkeys(unit.layer for unit in units if unit.slot not in (FROZEN, BUFFER))
-    if pulse is not None and not layers:
-        layers = dict.fromkeys(one.layer for one in pulse.job.units if one.moving)
-    measured = [] if pulse is None else [decided for decided in pulse.decisions if decided.drift]
+    if job_status is not None and not layers:
+        layers = dict.fromkeys(one.layer for one in job_status.job.units if one.moving)
+    measured = [] if job_status is None else [decided for decided in job_status.decisions if decided.drift]
     drifts: dict[Unit, float] = {}
     for decided in measured:
         drifts.update(decided.drift)
-    sick = frozenset() if pulse is None else pulse.sick
-    at = None if pulse is None or not facts.running else pulse.step_at(facts.now)
+    sick = frozenset() if job_status is None else job_status.sick
+    at = None if job_status is None or not facts.running else job_status.step_at(facts.now)
     rows = []
     for layer in layers:
         found = {
@@ -116,17 +110,11 @@ def by_drift(rows: Sequence[LayerRow], slots: Sequence[str]) -> list[LayerRow]:
 
 @dataclass(frozen=True)
 class Freshness:
-    """Age of the facts.
+    """Age of the facts."""
 
-    Attributes:
-        trouble: error of the last poll, or ''.
-        age: seconds since the last successful poll.
-        patience: seconds after which the facts count as outdated.
-    """
-
-    trouble: str = ""
-    age: float = 0.0
-    patience: float = 15.0
+    trouble: str = ""  # error of the last poll, or ''
+    age: float = 0.0  # seconds since the last successful poll
+    patience: float = 15.0  # seconds after which the facts count as outdated
 
     @property
     def stale(self) -> bool:
@@ -159,7 +147,7 @@ class Dashboard:
         slots = moving_slots(self.facts)
         rows = layer_rows(self.facts, slots)
         if not rows:
-            yield Text("No layer is known yet.", "dim")
+            yield Text("No layers known yet.", "dim")
             return
         if height is None:
             yield _layers(rows, rows, slots, width)
@@ -168,8 +156,8 @@ class Dashboard:
         room = max(0, height - used)
         shown = rows if room >= len(rows) else by_drift(rows, slots)[:room]
         yield _layers(shown, rows, slots, width)
-        order = "" if len(shown) == len(rows) else ", those that drifted furthest first"
-        yield _cut(f"{len(shown)} of {plural(len(rows), 'layer')}{order} · Ctrl-C ends", "dim")
+        order = "" if len(shown) == len(rows) else ", largest drift first"
+        yield _cut(f"{len(shown)} of {plural(len(rows), 'layer')}{order} · Ctrl-C to quit", "dim")
 
 
 def _title(facts: Facts, verdict: Verdict, freshness: Freshness, width: int) -> list[RenderableType]:
@@ -184,7 +172,7 @@ def _title(facts: Facts, verdict: Verdict, freshness: Freshness, width: int) -> 
         lines.append(_cut(f" As of {span_text(freshness.age)} ago: {why} ", "bold white on red"))
     title, style = verdict.title.upper(), _TITLES[verdict.level]
     if freshness.stale and verdict.level != "bad":
-        title, style = "NOT KNOWN ANY MORE", _TITLES["look"]
+        title, style = "OUTDATED", _TITLES["look"]
     return [*lines, Text.assemble((f" {title} ", style), " ", printable(verdict.sentence))]
 
 
@@ -230,7 +218,7 @@ def _layers(shown: Sequence[LayerRow], rows: Sequence[LayerRow], slots: Sequence
     for name in slots[:fit]:
         table.add_column(Text(f"{tail(printable(name), _SLOT)}\n  age    drift"), justify="right", no_wrap=True)
     if spark_width:
-        table.add_column(Text("\ndrift lately" if spark_width >= 12 else "\nlately"), no_wrap=True, width=spark_width)
+        table.add_column(Text("\nrecent drift" if spark_width >= 12 else "\nrecent"), no_wrap=True, width=spark_width)
     low, high = _course_range(rows)
     for row in shown:
         cells = [Text(_fit_name(printable(row.layer), name_width))]

@@ -91,7 +91,7 @@ def test_what_fails_has_code_1_and_says_what_to_do(here: Here, tmp_path: Path) -
     (tmp_path / "strange").write_text("not of a store")
     answer = here("doctor", tmp_path, columns=200)
     assert answer.code == 1
-    assert "-> name an empty or new directory as `store:`" in answer.out
+    assert "-> set `store:` to an empty or new directory" in answer.out
     assert "1 check failed" in answer.out
 
 
@@ -201,7 +201,7 @@ class TestDisk:
             os.link(self.root / source, self.root / target)
 
         monkeypatch.setattr(LocalFiles, "link", replacing)
-        assert "a link replaces what is there" in _named(check_disk(tmp_path, PLAN), "semantics").seen
+        assert "a hard link replaces an existing file" in _named(check_disk(tmp_path, PLAN), "semantics").seen
 
     def test_locks_that_another_process_does_not_see(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(disk, "_LOCKER", "import sys; print('locked', flush=True); sys.stdin.read()")
@@ -408,7 +408,7 @@ class TestNodes:
                 )
             )
         assert [one and one.state for one in found] == ["fail"] * 2
-        assert found[0] is not None and "has no note of ranks 1" in found[0].seen
+        assert found[0] is not None and "has no file of ranks 1" in found[0].seen
         assert [path.name for path in tmp_path.rglob("*")] == ["a", "b"] or not list(tmp_path.rglob(".tmp-*"))
 
     def test_notes_of_a_doctor_that_was_killed_do_not_count(self, tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ def test_damage_is_worked_around_and_told(here: Here, trained: Path, tmp_path: P
 @pytest.mark.parametrize("command", ["merge", "import"])
 def test_the_help_says_what_is_taken_without_a_step(here: Here, command: str) -> None:
     told = " ".join(here(command, "--help", columns=400).out.split())
-    assert "Without it:" in told and "DeepSpeed's" in told and "what `latest` names" in told
+    assert "Default:" in told and "`latest` of a DeepSpeed directory" in told
 
 
 def test_what_is_there_is_not_written_over(here: Here, trained: Path, tmp_path: Path) -> None:
@@ -163,7 +163,7 @@ def test_optimizer_steps_that_layers_did_not_have_are_in_the_table() -> None:
     (row,) = (line.split(maxsplit=2) for line in table.splitlines() if "layers.0" in line)
     assert row[:2] == ["0", "12"] and row[2].startswith("8: layers.0, layers.1")
     assert "and 2 more; 12: head" in " ".join(table.split())
-    assert "composite" in table and "one optimizer step for layers that had several" in " ".join(table.split())
+    assert "composite" in table and "one optimizer step for layers that had different ones" in " ".join(table.split())
     assert "Optimizer step" not in told(ChosenStep(1, 12.0, had[1:])) and "exact" in told()
 
 

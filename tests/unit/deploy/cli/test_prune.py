@@ -108,9 +108,7 @@ def test_refused_while_a_job_uses_the_store(here: Here, builder: StoreBuilder) -
         assert here("prune", builder.root, *ONE, "--json").json["error"]["type"] == "StoreInUseError"
         dry = here("prune", builder.root, *ONE, "--dry-run", "--json")
         assert (dry.code, dry.json["in_use_by"]) == (0, pid)
-        assert "without --dry-run this fails" in " ".join(
-            here("prune", builder.root, *ONE, "--dry-run").out.split()
-        )
+        assert "without --dry-run this fails" in " ".join(here("prune", builder.root, *ONE, "--dry-run").out.split())
     assert everything(builder) | {builder.root / "LOCK": b""} == before | {builder.root / "LOCK": b""}
     assert here("prune", builder.root, *ONE).code == 0
 

@@ -58,7 +58,7 @@ def test_json_says_what_the_tables_do(here: Here, trace: Path) -> None:
 def test_what_is_compared_over_few_steps_or_hardly_saves_is_told(here: Here, trace: Path) -> None:
     answer = here("simulate", trace, "-p", "{policy: full, every: 1500}")
     told = " ".join(answer.out.split())
-    assert "over steps 1500 to 2000, where all have a commit" in told
+    assert "over steps 1500 to 2000, from where all have a commit" in told
     assert "full every=1500: commits once in this run" in told
     assert "compared over 500 of 2000 steps only: full every=1500 has its first commit at step 1500" in told
     answer = here("simulate", trace, "-p", "{policy: full, every: 3000}")

@@ -218,7 +218,7 @@ def test_survivors_are_named_and_nothing_is_written_while_they_live(store: Path,
             os.kill(pids[1], signal.SIGKILL)
             until(lambda: f"rank 0 (process {pids[0]}) live" in beside.said(), "the survivor's name")
             found = report(base)
-            assert found is not None and found.jobs[0].state == "dying" and not found.rescues
+            assert found is not None and found.jobs[0].state == "suspected" and not found.rescues
             os.kill(pids[0], signal.SIGKILL)
             assert beside.rescued() == "written"
         finally:
@@ -231,13 +231,13 @@ def test_survivors_are_named_and_nothing_is_written_while_they_live(store: Path,
 _SUPERVISED = """
 import subprocess, sys, time
 from pathlib import Path
-from deploy.supervisor.processes import adopt_orphans, end_below
+from deploy.supervisor.processes import adopt_orphans, end_descendants
 adopt_orphans()
 subprocess.run([sys.executable, "-c", "import subprocess, sys; subprocess.Popen(sys.argv[1:], "
     "stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)", *sys.argv[2:]])
 while not Path(sys.argv[1]).exists():
     time.sleep(0.05)
-print(end_below(5.0, 5.0))
+print(end_descendants(5.0, 5.0))
 """
 
 

@@ -32,12 +32,12 @@ def run(tmp_path: Path) -> SeenRun:
 
 
 def facts(run: SeenRun, step: float, *, checked: VerifiedCommits | None = None) -> Facts:
-    """At the moment of ``step``."""
-    pulse = read_history(run.trace).pulse if run.trace.exists() else None
+    """At the parse_time of ``step``."""
+    job_status = read_history(run.trace).job_status if run.trace.exists() else None
     memory = run.root.parent / "memory"
     memory.mkdir(exist_ok=True)
     catalog = open_catalog(LocalFiles(run.root))
-    return gather(catalog, run.root, in_memory(memory, catalog), pulse, run.at(step), checked=checked)
+    return gather(catalog, run.root, in_memory(memory, catalog), job_status, run.at(step), checked=checked)
 
 
 def verdict(run: SeenRun, step: float, **more: VerifiedCommits) -> Verdict:
@@ -55,7 +55,7 @@ def test_a_running_job_is_safe_and_the_cost_of_a_failure_is_told(run: SeenRun) -
         found = verdict(run, 604)
     assert (found.level, found.title, found.concerns) == ("good", "Safe", ())
     assert found.sentence == (
-        "If the job failed now it would go back to step 600 and lose 4 steps (4.0 s), exact to the last bit."
+        "If the job failed now, it would resume at step 600 and lose 4 steps (4.0 s), exact to the last bit."
     )
     assert check(found, "Newest commit").text == "step 600, 4.0 s ago"
     assert check(found, "Job").text == f"process {pid}"
@@ -89,7 +89,7 @@ def test_no_job_is_running(run: SeenRun) -> None:
     found = verdict(run, 4000)
     assert found.level == "good"
     assert found.sentence == (
-        "No job is running. A start now goes on at step 600, 4 steps before where training last was, "
+        "No job is running. A restart now resumes at step 600, 4 steps before where training last was, "
         "exact to the last bit."
     )
 
@@ -145,7 +145,7 @@ def test_damage_that_is_worked_around(run: SeenRun) -> None:
     run.store.payload(middle).unlink()
     found = verdict(run, 600)
     assert (found.level, found.title) == ("look", "Needs a look")
-    assert "with 3 layer slots in an older version because newer bytes are damaged" in found.sentence
+    assert "with 3 layer slots in an older version because of damage" in found.sentence
     assert check(found, "A resume gives").todo == f"driftpoint verify {run.root}"
 
 
@@ -184,7 +184,7 @@ def test_nothing_yet(run: SeenRun) -> None:
         found = verdict(run, 12)
     assert (found.level, found.sentence) == (
         "bad",
-        "Nothing is saved yet: if the job failed now it would begin again at step 0 (10 steps so far).",
+        "Nothing is saved yet: if the job failed now, it would restart at step 0 (10 steps so far).",
     )
 
 
@@ -192,7 +192,7 @@ def test_bytes_that_somebody_read(run: SeenRun) -> None:
     save = run.save(600)
     assert check(verdict(run, 601), "Bytes").level == "plain"
     good = check(verdict(run, 601, checked=VerifiedCommits("the daemon of this node", 1, ())), "Bytes")
-    assert (good.level, good.text) == ("good", "1 of 1 commit read, all as written")
+    assert (good.level, good.text) == ("good", "1 of 1 commit verified, all intact")
     hurt = check(verdict(run, 601, checked=VerifiedCommits("just now", 1, (save.name,))), "Bytes")
     assert (hurt.level, hurt.text) == ("look", "1 commit damaged")
 
@@ -215,7 +215,7 @@ def test_memory_that_no_commit_needs_any_more(run: SeenRun) -> None:
     run.save(600)
     found = verdict(run, 600)
     assert "memory" not in found.sentence
-    assert "no newer than the commits" in check(found, "Memory of this node").note
+    assert "not newer than the commits" in check(found, "Memory of this node").note
 
 
 def test_memory_that_is_looked_at_again_and_again(run: SeenRun) -> None:
@@ -243,7 +243,7 @@ def test_a_trace_of_another_store_tells_nothing(run: SeenRun, tmp_path: Path) ->
     run.save(600)
     run.trace.write_bytes(other.trace.read_bytes())
     found = facts(run, 601)
-    assert found.strange
+    assert found.foreign_trace
     assert loss_of_node(found).steps is None
 
 
@@ -255,7 +255,7 @@ def test_a_trace_that_ends_before_the_newest_incarnation_tells_nothing_of_now(ru
     with holding_lock(run.root):
         found = verdict(run, 607)
     assert found.sentence == (
-        "If the job failed now it would go back to step 600 and lose up to 7.0 s of training, exact to the last bit."
+        "If the job failed now, it would resume at step 600 and lose up to 7.0 s of training, exact to the last bit."
     )
     assert check(found, "Saves").level == check(found, "Finite").level == "plain"
 

@@ -47,12 +47,12 @@ def save(run: SeenRun, step: int) -> SaveId:
 
 
 def facts(run: SeenRun, step: float, *, traced: bool = True, checked: VerifiedCommits | None = None) -> Facts:
-    """At the moment of ``step``."""
+    """At the parse_time of ``step``."""
     catalog = open_catalog(LocalFiles(run.root))
     memory = run.root.parent / "memory"
     memory.mkdir(exist_ok=True)
-    pulse = Tail(run.trace).look() if traced else None
-    return gather(catalog, run.root, in_memory(memory, catalog), pulse, run.at(step), checked=checked)
+    job_status = Tail(run.trace).look() if traced else None
+    return gather(catalog, run.root, in_memory(memory, catalog), job_status, run.at(step), checked=checked)
 
 
 def verdict(run: SeenRun, step: float, *, traced: bool = True, checked: VerifiedCommits | None = None) -> Verdict:
@@ -140,7 +140,7 @@ def test_a_job_of_this_machine_whose_store_is_in_a_bucket(run: SeenRun) -> None:
     dies = replace(facts(run, 1000), root=store_place("s3://bucket/runs/a"))
     assert lives.running and judge(lives).level == "good", "no lock tells of it: it writes its trace"
     assert check(judge(dies), "Job").text == "ended before its time"
-    assert check(judge(replace(dies, pulse=None)), "Job").text == "not known"
+    assert check(judge(replace(dies, job_status=None)), "Job").text == "not known"
 
 
 def test_damage_of_an_older_commit(run: SeenRun) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.health.facts import by_daemon
+from deploy.health.facts import verified_by_daemon
 from deploy.report.charts import LEVELS, heat_map, scale_for, threshold_text
 from deploy.report.history import Bins, history_of, read_history
 from deploy.report.page import build_report, render
@@ -85,12 +85,12 @@ def test_the_figures_are_those_of_the_store(run: SeenRun) -> None:
     besides = payloads[0] - run.full
     assert history.totals.full == pytest.approx(3 * (run.full + besides), rel=0.2), "run state and headers count, too"
     for wanted in (
-        "A start now goes on at step 580",
+        "A restart now resumes at step 580",
         "step 600, 5.0 s ago",
         "composite: layers up to 30 steps old, drift up to 0.0100",
         "step 570 a job resumed from it and took a step",
         "3 commits steps 570 to 600",
-        "keeps the last 5, and ever sparser ones further back",
+        "keeps the last 5, and older ones at increasing distances",
         "Saves 3 of 3 decisions",
         "5 layers, 392 parameters",
     ):
@@ -104,7 +104,7 @@ def test_the_json_tells_the_same(here: Here, run: SeenRun, tmp_path: Path) -> No
     assert (answer.json["saves"], answer.json["bytes_written"]) == (3, written)
     assert answer.json["stall_seconds"] == 1.5
     assert answer.json["out"] == str(tmp_path / "page.html")
-    assert "exact to the last bit" in Page((tmp_path / "page.html").read_text()).text
+    assert "bit for bit" in Page((tmp_path / "page.html").read_text()).text
 
 
 def test_without_out_it_is_written_beside_the_store(here: Here, run: SeenRun) -> None:
@@ -252,7 +252,7 @@ def test_incidents_in_their_order(run: SeenRun) -> None:
     ]
     text = page(run).text
     assert "layers.0/fp32 held NaN or Inf when the save was written" in text
-    assert "epoch 2 went on at step 500, by the commit of step 510: 80 steps trained again" in text
+    assert "epoch 2 went on at step 500, by the commit of step 510: 80 steps repeated" in text
 
 
 def long_run(layers: int, decisions: int) -> list[Line | None]:
@@ -370,8 +370,8 @@ def test_the_trace_of_a_real_run_adds_up() -> None:
     assert totals.written == sum(line.written for line in commits)
     assert totals.stall == pytest.approx(sum(line.stall + line.copy_wait for line in decisions))
     assert history.bins.saved.sum() == sum(len(line.sizes) for line in commits)
-    assert history.pulse is not None and history.pulse.newest is not None
-    assert history.pulse.newest.step == decisions[-1].step
+    assert history.job_status is not None and history.job_status.newest is not None
+    assert history.job_status.newest.step == decisions[-1].step
 
 
 @pytest.mark.slow
@@ -381,8 +381,8 @@ def test_what_the_daemon_of_the_node_read_is_told(here: Here, base: Path, run: S
     base.joinpath(f"driftpoint-{os.getuid()}").mkdir(mode=0o700)
     SeenStore(base).seen(run.store.store_id, run.root)
     with daemon(base, "--verify-rate", 1 << 30):
-        until(lambda: by_daemon(base, run.store.store_id) is not None, "a daemon that read a commit")
-        until(lambda: (found := by_daemon(base, run.store.store_id)) and found.commits == 2, "both commits")
+        until(lambda: verified_by_daemon(base, run.store.store_id) is not None, "a daemon that read a commit")
+        until(lambda: (found := verified_by_daemon(base, run.store.store_id)) and found.commits == 2, "both commits")
         answer = here("report", run.root, "--memory", base, "--json")
     found = next(one for one in answer.json["checks"] if one["name"] == "Bytes")
     assert (answer.code, found["level"], found["text"]) == (12, "look", "1 commit damaged")

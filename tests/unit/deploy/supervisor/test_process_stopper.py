@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from deploy.cli.run import places
-from deploy.supervisor.processes import ANSWERED, ProcessStopper, StopOptions
+from deploy.supervisor.processes import ATTRIBUTION_SECONDS, ProcessStopper, StopOptions
 from store.errors import PREEMPTED, ConfigError
 
 HANDLES = """
@@ -49,15 +49,15 @@ def test_a_notice_is_answered_by_an_end_soon_after_or_by_its_code(trainer: subpr
     """A handler may be there for something else, and the job die of something else: that is a failure like any."""
     clock = Clock()
     stopping = ProcessStopper(trainer.pid, StopOptions(grace=30.0), lambda _: None, clock)
-    assert stopping.told_to(1) is None
+    assert stopping.exit_request(1) is None
     stopping.take(signal.SIGUSR1)
     assert said(trainer) == "USR1"
-    assert stopping.told_to(1) == PREEMPTED, "launchers hide the code"
-    clock.now += 30.0 + ANSWERED + 1.0
-    assert stopping.told_to(1) is None and stopping.told_to(-9) is None
-    assert stopping.told_to(PREEMPTED) == PREEMPTED
+    assert stopping.exit_request(1) == PREEMPTED, "launchers hide the code"
+    clock.now += 30.0 + ATTRIBUTION_SECONDS + 1.0
+    assert stopping.exit_request(1) is None and stopping.exit_request(-9) is None
+    assert stopping.exit_request(PREEMPTED) == PREEMPTED
     stopping.take(signal.SIGUSR2)
-    assert said(trainer) == "USR2" and stopping.told_to(1) == PREEMPTED
+    assert said(trainer) == "USR2" and stopping.exit_request(1) == PREEMPTED
 
 
 def test_the_end_that_was_asked_for_stays_asked_for(trainer: subprocess.Popen[str]) -> None:
@@ -65,7 +65,7 @@ def test_the_end_that_was_asked_for_stays_asked_for(trainer: subprocess.Popen[st
     stopping = ProcessStopper(trainer.pid, StopOptions(grace=30.0), lambda _: None, clock)
     stopping.take(signal.SIGTERM)
     clock.now += 1e6
-    assert said(trainer) == "USR1" and stopping.told_to(1) == PREEMPTED
+    assert said(trainer) == "USR1" and stopping.exit_request(1) == PREEMPTED
 
 
 @pytest.mark.parametrize(("signals", "first"), [("[SIGUSR2]", "USR2"), ("[SIGTERM]", "TERM"), ("[]", "USR1")])

@@ -19,14 +19,14 @@ def test_what_forks_while_it_is_ended_leaves_nothing(tmp_path: Path) -> None:
     it starts one more."""
     script = f"""
 import subprocess
-from deploy.supervisor.processes import adopt_orphans, below, end_below
+from deploy.supervisor.processes import adopt_orphans, descendants, end_descendants
 assert adopt_orphans()
 storm = "trap '' TERM; echo; while :; do sleep 300 & sleep 0.005; done"
 for shell in [subprocess.Popen(["sh", "-c", storm], stdout=subprocess.PIPE) for _ in range({STORMS})]:
     assert shell.stdout.readline() == b"\\n"
-found, left = end_below(term_seconds=0.1, kill_seconds=60)
+found, left = end_descendants(term_seconds=0.1, kill_seconds=60)
 assert found >= {STORMS} and left == 0, (found, left)
-assert below() == []
+assert descendants() == []
 """
     said = tmp_path / "said"
     with said.open("wb") as file:

@@ -38,15 +38,15 @@ def died(before: StoreSnapshot, after: StoreSnapshot | None = None, code: int = 
 
 
 def one(
-    attempt: Attempt, course: RestartHistory = START, limits: Limits = LIMITS
+    attempt: Attempt, history: RestartHistory = START, limits: Limits = LIMITS
 ) -> tuple[RestartHistory, Restart | GiveUp]:
-    return decide_restart(course, attempt, limits, lambda: 0.0)
+    return decide_restart(history, attempt, limits, lambda: 0.0)
 
 
 def verdicts(attempts: list[Attempt], limits: Limits = LIMITS) -> list[Restart | GiveUp]:
-    course, found = RestartHistory(), []
+    history, found = RestartHistory(), []
     for attempt in attempts:
-        course, verdict = one(attempt, course, limits)
+        history, verdict = one(attempt, history, limits)
         found.append(verdict)
     return found
 
@@ -57,20 +57,20 @@ def test_done_is_done() -> None:
 
 def test_preempted_when_told_to_go_whatever_the_launcher_makes_of_it() -> None:
     for code in (75, 1, -15, -9):
-        stop = one(replace(died(seen(A), code=code), told_to=75))[1]
+        stop = one(replace(died(seen(A), code=code), exit_request=75))[1]
         assert isinstance(stop, GiveUp) and stop.code == 75
-    assert one(replace(died(seen(A), code=0), told_to=75))[1] == GiveUp(0, "the command ended")
+    assert one(replace(died(seen(A), code=0), exit_request=75))[1] == GiveUp(0, "the command ended")
 
 
 def test_interrupted_is_interrupted_whatever_the_code() -> None:
     for code in (0, 1, 130, -2):
-        stop = one(replace(died(seen(A), code=code), told_to=130))[1]
+        stop = one(replace(died(seen(A), code=code), exit_request=130))[1]
         assert isinstance(stop, GiveUp) and stop.code == 130
 
 
 def test_preempted_by_others_starts_again_without_being_counted() -> None:
-    course = RestartHistory(in_a_row=2, failures=2, step=10, dying=A, deaths=1)
-    went, verdict = one(died(seen(A), seen(B, epoch=2), code=75), course)
+    history = RestartHistory(in_a_row=2, failures=2, step=10, suspected=A, deaths=1)
+    went, verdict = one(died(seen(A), seen(B, epoch=2), code=75), history)
     assert verdict == Restart(0.0, counted=False)
     assert (went.in_a_row, went.failures, went.step) == (0, 2, 20)
 
@@ -79,8 +79,8 @@ def test_preempted_again_and_again_with_nothing_saved_it_ends_and_blames_no_comm
     found = verdicts([died(replace(seen(A), instead=B), code=75)] * 4)
     assert found[:3] == [Restart(1.0, counted=True), Restart(2.0, counted=True), Restart(4.0, counted=True)]
     assert isinstance(found[3], GiveUp) and found[3].code == 93
-    went, _ = one(died(seen(A), code=75), RestartHistory(in_a_row=1, failures=1, dying=A, deaths=1))
-    assert (went.in_a_row, went.failures, went.dying, went.deaths) == (2, 1, A, 1)
+    went, _ = one(died(seen(A), code=75), RestartHistory(in_a_row=1, failures=1, suspected=A, deaths=1))
+    assert (went.in_a_row, went.failures, went.suspected, went.deaths) == (2, 1, A, 1)
 
 
 def test_without_progress_it_ends_after_so_many_restarts() -> None:
@@ -92,11 +92,11 @@ def test_without_progress_it_ends_after_so_many_restarts() -> None:
 
 
 def test_a_step_further_begins_anew() -> None:
-    course, attempt = (
-        RestartHistory(in_a_row=3, failures=7, step=10, dying=A, deaths=1, marked=(D,)),
+    history, attempt = (
+        RestartHistory(in_a_row=3, failures=7, step=10, suspected=A, deaths=1, marked=(D,)),
         died(seen(A), seen(B)),
     )
-    went, verdict = one(attempt, course)
+    went, verdict = one(attempt, history)
     assert went == RestartHistory(failures=8, step=20)
     assert verdict == Restart(1.0, counted=False)
 
@@ -104,15 +104,15 @@ def test_a_step_further_begins_anew() -> None:
 def test_a_new_commit_of_an_old_step_is_no_progress() -> None:
     """Resumed at 20, back to 10, and again up to 20 for ever."""
     older = SaveId(20, 2)
-    course, verdict = one(died(seen(B, resumes=A), seen(older, epoch=2)))
-    assert course.in_a_row == 1 and isinstance(verdict, Restart)
+    history, verdict = one(died(seen(B, resumes=A), seen(older, epoch=2)))
+    assert history.in_a_row == 1 and isinstance(verdict, Restart)
     going = [died(seen(SaveId(20, epoch), resumes=A), seen(SaveId(20, epoch + 1))) for epoch in range(1, 9)]
     assert [type(verdict) for verdict in verdicts(going)][:4] == [Restart, Restart, Restart, GiveUp]
 
 
 def test_the_furthest_step_counts_even_where_its_commit_is_gone() -> None:
-    course, _ = one(died(seen(D)))
-    went, _ = one(died(seen(A), seen(SaveId(20, 2), epoch=2)), course)
+    history, _ = one(died(seen(D)))
+    went, _ = one(died(seen(A), seen(SaveId(20, 2), epoch=2)), history)
     assert went.in_a_row == 2
 
 

@@ -43,8 +43,8 @@ def test_marks_change_what_is_resumed_from_until_they_are_withdrawn(tmp_path: Pa
     saves = [store.save(step) for step in (10, 20, 30)]
     seen = StoreProbe(tmp_path)
     assert seen.mark(saves[2], "exit code 1") == ""
-    sight = seen.look()
-    assert (sight.newest, sight.resumes, sight.instead) == (saves[2], saves[1], saves[0])
+    snapshot = seen.look()
+    assert (snapshot.newest, snapshot.resumes, snapshot.instead) == (saves[2], saves[1], saves[0])
     seen.mark(saves[1], "exit code 1")
     assert (seen.look().resumes, seen.look().instead) == (saves[0], None), "nothing is left below it"
     seen.withdraw(saves[2])
@@ -87,7 +87,7 @@ def test_storage_that_hangs_is_not_waited_for(tmp_path: Path) -> None:
     seen = StoreProbe(tmp_path, patience=0.2)
     with pytest.raises(StorageError, match=r"did not answer within 0\.2 s"):
         os.mkfifo(tmp_path / "LOCK")
-        seen._within(lambda: lock_holder(tmp_path))
+        seen._with_timeout(lambda: lock_holder(tmp_path))
     assert seen.holder() is None
     assert seen.look().newest == save
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from deploy.supervisor.processes import catches, catching
+from deploy.supervisor.processes import handles_signal, processes_handling
 from tests.support.cli import environment
 from tests.support.supervised import PYTHON, Supervised, alive, supervised, training
 
@@ -90,9 +90,9 @@ def test_sigusr1_goes_to_those_that_handle_it_and_to_nobody_else(tmp_path: Path)
         pids = ready(run, 4)
         top = next(one["pid"] for one in run.of("ready") if one["parent"] == run.process.pid)
         handles = [
-            one["pid"] for one in run.of("ready") if one["parent"] == top and catches(one["pid"], signal.SIGUSR1)
+            one["pid"] for one in run.of("ready") if one["parent"] == top and handles_signal(one["pid"], signal.SIGUSR1)
         ]
-        assert len(handles) == 1 and [one.pid for one in catching(top, signal.SIGUSR1)] == handles
+        assert len(handles) == 1 and [one.pid for one in processes_handling(top, signal.SIGUSR1)] == handles
         run.send(signal.SIGUSR1)
         run.until(lambda: run.of("signal"))
         assert [one["pid"] for one in run.of("signal")] == handles

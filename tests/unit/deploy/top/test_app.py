@@ -86,7 +86,7 @@ def test_the_layers_that_moved_most_are_shown_where_not_all_fit(run: SeenRun) ->
     lines = screen_lines(facts, 80, 24)
     shown = layers_in(lines)
     assert shown[:3] == list(moved) and len(shown) < 24
-    assert f"{len(shown)} of 129 layers, those that drifted furthest first" in lines[-1]
+    assert f"{len(shown)} of 129 layers, largest drift first" in lines[-1]
     assert any(line.startswith("layers.77") and "0.900" in line for line in lines)
     lines = screen_lines(facts, 80, 200)
     assert layers_in(lines)[:2] == ["embed_tokens", "layers.0"] and "129 of 129 layers ·" in "".join(lines)
@@ -142,7 +142,7 @@ def test_a_reader_sees_what_is_new_and_reads_nothing_twice(run: SeenRun) -> None
     save = run.save(600)
     found = reader.read()
     assert found.newest is not None and found.newest.save == save
-    assert found.pulse is not None and found.pulse.newest is not None and found.pulse.newest.step == 600
+    assert found.job_status is not None and found.job_status.newest is not None and found.job_status.newest.step == 600
 
 
 @pytest.mark.parametrize("end", [1 << 22, 20_000, 3000, 1])
