@@ -83,7 +83,7 @@ def test_text_and_a_store_to_be(here: Here, tmp_path: Path, monkeypatch: pytest.
     answer = here("doctor", columns=200)
     assert answer.code == 0
     assert f"{tmp_path}/deep/er/store: no check failed" in answer.out
-    assert "deep/er/store holds nothing yet: a job makes it" in answer.out
+    assert "deep/er/store is empty or missing: the job creates the store" in answer.out
     assert [path.name for path in tmp_path.iterdir()] == ["driftpoint.yaml"]
 
 
@@ -180,7 +180,7 @@ class TestDisk:
     @pytest.mark.parametrize(
         ("call", "told"),
         [
-            ("link", "there are no hard links"),
+            ("link", "hard links are not supported"),
             ("rename", "a file cannot be renamed over another"),
         ],
     )
@@ -299,7 +299,7 @@ class TestMachine:
     def test_memory_that_does_not_suffice(self, tmp_path: Path) -> None:
         settings = Config.model_validate({"memory": {"enabled": True, "path": str(tmp_path)}})
         found = machine._shared_memory(Plan(settings, 10**15))
-        assert found.state == "warn" and "the job would go on without" in found.seen and "--nodes" in found.todo
+        assert found.state == "warn" and "the job would run without them" in found.seen and "--nodes" in found.todo
         assert machine._shared_memory(Plan(settings, 1000)).state == "ok"
         assert machine._shared_memory(Plan(Config(), 10**15)).state == "ok"  # nobody asked for it
 

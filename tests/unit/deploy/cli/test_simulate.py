@@ -63,7 +63,7 @@ def test_what_is_compared_over_few_steps_or_hardly_saves_is_told(here: Here, tra
     assert "compared over 500 of 2000 steps only: full every=1500 has its first commit at step 1500" in told
     answer = here("simulate", trace, "-p", "{policy: full, every: 3000}")
     assert answer.code == 0 and "full every=3000: commits never" in " ".join(answer.out.split())
-    assert "nothing kept" in answer.out
+    assert "no commit" in answer.out
     row = by_name(here("simulate", trace, "-p", "{policy: full, every: 3000}", "--json").json)["full every=3000"]
     assert row["damage"]["mean"] is None and row["unprotected_steps"] == 2000
     assert all(one["share"] == 0 for one in row["goodput"])
@@ -180,7 +180,7 @@ def test_and_limits(here: Here, trace: Path, option: str, value: str) -> None:
 def test_files_that_are_no_traces(here: Here, tmp_path: Path) -> None:
     text = tmp_path / "text"
     text.write_text("hello\n")
-    assert "is no drift trace" in here("simulate", text).err
+    assert "is not a drift trace" in here("simulate", text).err
     assert "cannot read the trace" in here("simulate", tmp_path / "nowhere").err
     assert "Missing argument 'TRACE'" in here("simulate").err
     empty = write_trace(Trace(trace_of([], [1, 2], ()).lines[:1], 0), tmp_path / "empty")

@@ -126,7 +126,7 @@ def test_two_processes_cannot_be_the_same_rank(beside: Running) -> None:
         said = line(hello(beside.base)).decode()
         words = [sys.executable, "-c", code, str(socket_path(beside.base)), said]
         other = subprocess.run(words, capture_output=True, text=True, timeout=180, check=True)
-        assert f"is process {os.getpid()} already" in other.stdout
+        assert f"is already process {os.getpid()}" in other.stdout
 
 
 def test_more_connections_than_it_takes(beside: Running) -> None:
@@ -160,7 +160,7 @@ def test_one_for_each_base(beside: Running) -> None:
     second = subprocess.run(
         daemon_command(beside.base), capture_output=True, text=True, env=environment(), timeout=180, check=False
     )
-    assert second.returncode == 1 and "a daemon runs already" in second.stderr
+    assert second.returncode == 1 and "a daemon already runs" in second.stderr
     assert report(beside.base) is not None
 
 

@@ -73,7 +73,7 @@ def test_a_server_that_keeps_no_condition_fails(proxy: Proxy, server: Server) ->
     findings = found(proxy, Fault("unconditional", lambda _: True))
     assert findings["semantics"].state == "fail"
     assert "If-None-Match" in findings["semantics"].seen
-    assert "of 4 that put an object at once" in findings["semantics"].seen
+    assert "of 4 concurrent conditional puts" in findings["semantics"].seen
     assert findings["semantics"].todo
     assert server.objects("doctor") == {}
 

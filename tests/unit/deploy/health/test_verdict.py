@@ -55,7 +55,7 @@ def test_a_running_job_is_safe_and_the_cost_of_a_failure_is_told(run: SeenRun) -
         found = verdict(run, 604)
     assert (found.level, found.title, found.concerns) == ("good", "Safe", ())
     assert found.sentence == (
-        "If the job failed now, it would resume at step 600 and lose 4 steps (4.0 s), exact to the last bit."
+        "If the job failed now, it would resume at step 600 and lose 4 steps (4.0 s), bit for bit."
     )
     assert check(found, "Newest commit").text == "step 600, 4.0 s ago"
     assert check(found, "Job").text == f"process {pid}"
@@ -78,7 +78,7 @@ def test_a_composite_says_how_old_and_where_it_goes_on(run: SeenRun) -> None:
         found = verdict(run, 600)
     assert found.level == "good"
     assert "as a composite whose layers are up to 20 steps old" in found.sentence
-    assert "back to step 590 and lose 10 steps" in found.sentence, "it goes on at its effective step"
+    assert "resume at step 590 and lose 10 steps" in found.sentence, "it resumes at its effective step"
     assert check(found, "A resume gives").text == "a composite of step 600"
 
 
@@ -89,8 +89,8 @@ def test_no_job_is_running(run: SeenRun) -> None:
     found = verdict(run, 4000)
     assert found.level == "good"
     assert found.sentence == (
-        "No job is running. A restart now resumes at step 600, 4 steps before where training last was, "
-        "exact to the last bit."
+        "No job is running. A restart now resumes at step 600, 4 steps before the last known step, "
+        "bit for bit."
     )
 
 
@@ -164,8 +164,8 @@ def test_an_older_commit_because_jobs_died_of_the_newest(run: SeenRun) -> None:
     newest = run.save(600)
     mark_suspect(run.store.files, run.store.store_id, newest, "two attempts died")
     found = verdict(run, 600)
-    assert found.level == "look" and "jobs died of 00000600-000001" in check(found, "Kept").note
-    assert "jobs died of newer ones" in check(found, "A resume gives").text
+    assert found.level == "look" and "suspect: 00000600-000001" in check(found, "Kept").note
+    assert "newer ones are suspect" in check(found, "A resume gives").text
 
 
 def test_nothing_left(run: SeenRun) -> None:
@@ -173,12 +173,12 @@ def test_nothing_left(run: SeenRun) -> None:
     found = verdict(run, 600)
     assert (found.level, found.sentence) == (
         "bad",
-        "None of 1 commit can be resumed: a start now would lose all of the run.",
+        "None of 1 commit can be resumed: a restart now would lose the whole run.",
     )
 
 
 def test_nothing_yet(run: SeenRun) -> None:
-    assert (verdict(run, 5).level, "begins at step 0" in verdict(run, 5).sentence) == ("look", True)
+    assert (verdict(run, 5).level, "start at step 0" in verdict(run, 5).sentence) == ("look", True)
     run.decide(10)
     with holding_lock(run.root):
         found = verdict(run, 12)
@@ -204,8 +204,8 @@ def test_memory_that_is_newer_than_every_commit(run: SeenRun) -> None:
     with holding_lock(run.root):
         found = verdict(run, 605)
     assert found.sentence == (
-        "If the job failed now it would go on from memory at step 603 and lose 2 steps (2.0 s); were this node lost, "
-        "at step 600 and lose 5 steps (5.0 s), exact to the last bit."
+        "If the job failed now, it would resume from memory at step 603 and lose 2 steps (2.0 s); if this node failed, "
+        "at step 600 and lose 5 steps (5.0 s), bit for bit."
     )
     assert check(found, "Memory of this node").text == "step 603"
 
@@ -232,7 +232,7 @@ def test_memory_that_is_looked_at_again_and_again(run: SeenRun) -> None:
 def test_memory_of_another_claim_is_not_believed(run: SeenRun) -> None:
     run.save(600)
     remember(run, SaveId(603, 1), claim="ef" * 16)
-    assert check(verdict(run, 605), "Memory of this node").text == "holds nothing"
+    assert check(verdict(run, 605), "Memory of this node").text == "no snapshot"
 
 
 def test_a_trace_of_another_store_tells_nothing(run: SeenRun, tmp_path: Path) -> None:
@@ -255,7 +255,7 @@ def test_a_trace_that_ends_before_the_newest_incarnation_tells_nothing_of_now(ru
     with holding_lock(run.root):
         found = verdict(run, 607)
     assert found.sentence == (
-        "If the job failed now, it would resume at step 600 and lose up to 7.0 s of training, exact to the last bit."
+        "If the job failed now, it would resume at step 600 and lose up to 7.0 s of training, bit for bit."
     )
     assert check(found, "Saves").level == check(found, "Finite").level == "plain"
 

@@ -117,10 +117,10 @@ def test_a_job_that_died(run: SeenRun) -> None:
     for step in (580, 590, 600):
         save(run, step)
     died = verdict(run, 700)
-    assert (died.level, check(died, "Job").text) == ("look", "ended before its time")
+    assert (died.level, check(died, "Job").text) == ("look", "ended unexpectedly")
     mark_closed(run.store.files, run.store.store_id, run.store.epoch, 600.0)
     ended = verdict(run, 700)
-    assert (ended.level, check(ended, "Job").text) == ("good", "ended as it was meant to")
+    assert (ended.level, check(ended, "Job").text) == ("good", "ended cleanly")
 
 
 def test_a_job_on_another_machine_whose_trace_is_not_here(run: SeenRun, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,7 +129,7 @@ def test_a_job_on_another_machine_whose_trace_is_not_here(run: SeenRun, monkeypa
     monkeypatch.setattr(socket, "gethostname", lambda: "elsewhere")
     lives, silent = verdict(run, 650, traced=False), verdict(run, 4000, traced=False)
     assert lives.level == "good" and lives.sentence.startswith("If the job failed now")
-    assert (silent.level, check(silent, "Job").text) == ("look", "not known")
+    assert (silent.level, check(silent, "Job").text) == ("look", "unknown")
     assert silent.sentence.startswith("No job is seen from here.")
 
 
@@ -139,8 +139,8 @@ def test_a_job_of_this_machine_whose_store_is_in_a_bucket(run: SeenRun) -> None:
     lives = replace(facts(run, 605), root=store_place("s3://bucket/runs/a"))
     dies = replace(facts(run, 1000), root=store_place("s3://bucket/runs/a"))
     assert lives.running and judge(lives).level == "good", "no lock tells of it: it writes its trace"
-    assert check(judge(dies), "Job").text == "ended before its time"
-    assert check(judge(replace(dies, job_status=None)), "Job").text == "not known"
+    assert check(judge(dies), "Job").text == "ended unexpectedly"
+    assert check(judge(replace(dies, job_status=None)), "Job").text == "unknown"
 
 
 def test_damage_of_an_older_commit(run: SeenRun) -> None:

@@ -88,7 +88,7 @@ def test_the_figures_are_those_of_the_store(run: SeenRun) -> None:
         "A restart now resumes at step 580",
         "step 600, 5.0 s ago",
         "composite: layers up to 30 steps old, drift up to 0.0100",
-        "step 570 a job resumed from it and took a step",
+        "step 570 a job resumed from it and completed a step",
         "3 commits steps 570 to 600",
         "keeps the last 5, and older ones at increasing distances",
         "Saves 3 of 3 decisions",
@@ -157,7 +157,7 @@ def test_without_a_trace_it_says_what_is_missing(here: Here, run: SeenRun) -> No
     run.save(600)
     run.trace.unlink()
     found = page(run)
-    assert "What is missing here" in found.text and f"no drift trace at {run.trace}" in found.text
+    assert "Missing history" in found.text and f"no drift trace at {run.trace}" in found.text
     assert "svg" not in found.tags
     assert here("report", run.root, "--json").json["missing"].startswith("There is no drift trace")
     answer = here("report", run.root, "--trace", run.root.parent / "other.jsonl")
@@ -178,7 +178,7 @@ def test_a_trace_of_another_store_is_not_shown(run: SeenRun, tmp_path: Path) -> 
     run.save(600)
     run.trace.write_bytes(other.trace.read_bytes())
     found = page(run)
-    assert "it is of another store" in found.text and "svg" not in found.tags
+    assert "it belongs to another store" in found.text and "svg" not in found.tags
 
 
 def test_an_empty_store_has_a_page(here: Here, tmp_path: Path) -> None:
@@ -226,7 +226,7 @@ def test_a_job_that_has_nothing_yet(run: SeenRun) -> None:
     run.decide(10)
     with holding_lock(run.root):
         text = page(run, 12).text
-    assert "Not safe" in text and "begin again at step 0" in text
+    assert "Not safe" in text and "restart at step 0" in text
 
 
 def test_incidents_in_their_order(run: SeenRun) -> None:
@@ -251,8 +251,8 @@ def test_incidents_in_their_order(run: SeenRun) -> None:
         ("preempted", 510, None, 1),
     ]
     text = page(run).text
-    assert "layers.0/fp32 held NaN or Inf when the save was written" in text
-    assert "epoch 2 went on at step 500, by the commit of step 510: 80 steps repeated" in text
+    assert "layers.0/fp32 contained NaN or Inf when the save was written" in text
+    assert "epoch 2 resumed at step 500, from the commit of step 510: 80 steps repeated" in text
 
 
 def long_run(layers: int, decisions: int) -> list[Line | None]:

@@ -121,7 +121,7 @@ def test_total_limit() -> None:
     steps = [died(seen(A), seen(B)), died(seen(B), seen(C))]
     found = verdicts(steps, limits)
     assert isinstance(found[0], Restart)
-    assert isinstance(found[1], GiveUp) and found[1].code == 1 and "2 times in all" in found[1].why
+    assert isinstance(found[1], GiveUp) and found[1].code == 1 and "failed 2 times" in found[1].why
 
 
 def test_two_deaths_make_a_suspect() -> None:

@@ -129,7 +129,7 @@ def test_when_the_grace_is_over_it_is_terminated_and_what_ignores_that_is_killed
         pids = ready(run, 2)
         run.send(signal.SIGTERM)
         assert run.ends() == 75, run.said
-        assert "0.2 s are over: SIGTERM to the command; SIGKILL in 10 s" in run.said
+        assert "the grace period of 0.2 s is over: SIGTERM to the command; SIGKILL in 10 s" in run.said
         assert "it did not end: SIGKILL to all processes of the command" in run.said
         assert gone(pids)
 

@@ -91,7 +91,7 @@ def test_the_layers_that_moved_most_are_shown_where_not_all_fit(run: SeenRun) ->
     lines = screen_lines(facts, 80, 200)
     assert layers_in(lines)[:2] == ["embed_tokens", "layers.0"] and "129 of 129 layers ·" in "".join(lines)
     lines = screen_lines(facts, 80, 24, Freshness("gone", 20.0))
-    assert layers_in(lines) == shown[: len(layers_in(lines))] and "Ctrl-C ends" in lines[-1]
+    assert layers_in(lines) == shown[: len(layers_in(lines))] and "Ctrl-C to quit" in lines[-1]
 
 
 def test_once_prints_all_layers_and_leaves(here: Here, still: SeenRun) -> None:
@@ -248,7 +248,7 @@ def test_a_store_that_goes_away_is_told_and_what_was_seen_stays(run: SeenRun) ->
         assert poller.latest.facts is not None
         told = screen_text(poller.latest.facts, Freshness(poller.latest.trouble, age=20.0))
         assert "As of 20 s ago:" in told
-        assert " NOT KNOWN ANY MORE " in told and " SAFE " not in told
+        assert " OUTDATED " in told and " SAFE " not in told
         away.rename(run.root)
         until(lambda: not poller.latest.trouble)
     finally:
