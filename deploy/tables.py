@@ -180,7 +180,6 @@ class _Widths:
         return "\n".join([*lines, self.line(slot, "age", "drift", "error")])
 
     def of(self, slot: str) -> int:
-        """Return the total width of a slot's columns."""
         return max(len(line) for line in (*self.heading(slot).splitlines(), self.line(slot, "", "", "")))
 
 

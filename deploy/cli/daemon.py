@@ -18,18 +18,7 @@ from deploy.console import DebugOption, JsonOption, MemoryOption
 from deploy.daemon.node import Options
 from deploy.exit_codes import EPILOG
 from deploy.format import plural, size_text
-from store.daemon_protocol import (
-    AskStatus,
-    AskStop,
-    JobReport,
-    Message,
-    Refused,
-    Report,
-    ShuttingDown,
-    Welcome,
-    make_home,
-    query_daemon,
-)
+from store import daemon_protocol as protocol
 from store.errors import DaemonError, StorageError
 from store.metrics_server import EndpointSecurity, Tls
 
@@ -93,7 +82,7 @@ def run(
     from deploy.daemon.server import Daemon
 
     base = base_of(memory)
-    make_home(base)
+    protocol.make_home(base)
     security = EndpointSecurity(
         tls=Tls(cert=_absolute(tls_cert), key=_absolute(tls_key), client_ca=_absolute(tls_client_ca)),
         insecure=insecure,
@@ -109,8 +98,8 @@ def run(
 def status(*, memory: MemoryOption = Path("/dev/shm"), json: JsonOption = False, debug: DebugOption = False) -> None:
     """Show the jobs that the node daemon watches, its rescues and its verification results."""
     del debug
-    found = _answer(base_of(memory), AskStatus())
-    if not isinstance(found, Report):
+    found = _answer(base_of(memory), protocol.AskStatus())
+    if not isinstance(found, protocol.Report):
         raise DaemonError(f"the daemon answered {found.kind!r} instead of a report")
     output.answer(found.model_dump(mode="json"), lambda console: _draw(console, found), as_json=json)
 
@@ -119,13 +108,13 @@ def status(*, memory: MemoryOption = Path("/dev/shm"), json: JsonOption = False,
 def stop(*, memory: MemoryOption = Path("/dev/shm"), json: JsonOption = False, debug: DebugOption = False) -> None:
     """Stop the node daemon after the rescue in progress. Running jobs continue and do not start another one."""
     del debug
-    found = _answer(base_of(memory), AskStop())
-    if not isinstance(found, ShuttingDown):
+    found = _answer(base_of(memory), protocol.AskStop())
+    if not isinstance(found, protocol.ShuttingDown):
         raise DaemonError(f"the daemon answered {found.kind!r} instead of confirming the stop")
     output.answer({"pid": found.pid}, lambda console: console.print(f"Stopping process {found.pid}."), as_json=json)
 
 
-def _draw(console: Console, report: Report) -> None:
+def _draw(console: Console, report: protocol.Report) -> None:
     port = report.url or "none: see the daemon's log"
     facts: dict[str, Text | str] = {
         "Daemon": f"process {report.pid}, since {report.started}",
@@ -147,7 +136,7 @@ def _draw(console: Console, report: Report) -> None:
     output.problems(console, tuple(text for one in report.stores for text in one.damage))
 
 
-def _jobs(jobs: tuple[JobReport, ...]) -> object:
+def _jobs(jobs: tuple[protocol.JobReport, ...]) -> object:
     table = output.table()
     for name in ("store", "state", "alive", "committed", "in memory"):
         table.add_column(name, overflow="fold")
@@ -157,7 +146,7 @@ def _jobs(jobs: tuple[JobReport, ...]) -> object:
     return table
 
 
-def _rescues(report: Report) -> object:
+def _rescues(report: protocol.Report) -> object:
     table = output.table()
     for name in ("rescue of", "at", "outcome", "why"):
         table.add_column(name, overflow="fold")
@@ -167,9 +156,9 @@ def _rescues(report: Report) -> object:
     return table
 
 
-def _answer(base: Path, question: Message) -> Welcome | ShuttingDown | Report:
-    found = query_daemon(base, question, _PATIENCE)
-    if isinstance(found, Refused):
+def _answer(base: Path, question: protocol.Message) -> protocol.Welcome | protocol.ShuttingDown | protocol.Report:
+    found = protocol.query_daemon(base, question, _PATIENCE)
+    if isinstance(found, protocol.Refused):
         raise DaemonError(f"the daemon refused: {found.why}")
     return found
 

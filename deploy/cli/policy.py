@@ -166,7 +166,6 @@ class Checked:
 
     @property
     def holds(self) -> bool:
-        """Return whether every check passed."""
         return all(one.outcome != "broken" for one in self.findings)
 
 

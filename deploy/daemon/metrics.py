@@ -25,50 +25,23 @@ class DaemonMetrics:
     """Metrics of the node daemon. Without :meth:`serve` it only counts."""
 
     def __init__(self) -> None:
-        registry = CollectorRegistry()
-        store = ("store",)
-        self.registry = registry
-        self.up = Gauge("driftpoint_daemon_up", "1 while the daemon runs", registry=registry)
-        self.jobs = Gauge("driftpoint_daemon_jobs", "Jobs on this node", registry=registry)
-        self.trainers = Gauge(
-            "driftpoint_daemon_trainers", "Living processes of a job on this node", store, registry=registry
+        self.registry = CollectorRegistry()
+        self.up = self._gauge("up", "1 while the daemon runs")
+        self.jobs = self._gauge("jobs", "Jobs on this node")
+        self.trainers = self._gauge("trainers", "Living processes of a job on this node", "store")
+        self.committed = self._gauge("last_commit_step", "Step of the newest commit that the job reported", "store")
+        self.committed_at = self._gauge("last_commit_timestamp_seconds", "Time of that report", "store")
+        self.memory = self._gauge(
+            "memory_step", "Step of the newest snapshot in memory of all ranks that the job reported", "store"
         )
-        self.committed = Gauge(
-            "driftpoint_daemon_last_commit_step",
-            "Step of the newest commit that the job reported",
-            store,
-            registry=registry,
-        )
-        self.committed_at = Gauge(
-            "driftpoint_daemon_last_commit_timestamp_seconds", "Time of that report", store, registry=registry
-        )
-        self.memory = Gauge(
-            "driftpoint_daemon_memory_step",
-            "Step of the newest snapshot in memory of all ranks that the job reported",
-            store,
-            registry=registry,
-        )
-        self.rescues = Counter(
-            "driftpoint_daemon_rescues",
-            "Rescues of snapshots of dead jobs, by outcome",
-            ("outcome",),
-            registry=registry,
-        )
-        self.rescued_at = Gauge(
-            "driftpoint_daemon_last_rescue_timestamp_seconds", "Time of the last rescued commit", registry=registry
-        )
-        self.verified_bytes = Counter("driftpoint_daemon_verified_bytes", "Bytes verified", registry=registry)
-        self.verified = Counter("driftpoint_daemon_verified_commits", "Commits verified", registry=registry)
-        self.damaged = Gauge("driftpoint_daemon_damaged_commits", "Commits found damaged", store, registry=registry)
-        self.verify_failures = Counter(
-            "driftpoint_daemon_verify_failures", "Failed attempts to read a store", registry=registry
-        )
-        self.refused = Counter(
-            "driftpoint_daemon_refused", "Refused connections, by reason", ("reason",), registry=registry
-        )
-        self.memory_room = Gauge(
-            "driftpoint_daemon_memory_free_bytes", "Free bytes of shared memory", registry=registry
-        )
+        self.rescues = self._counter("rescues", "Rescues of snapshots of dead jobs, by outcome", "outcome")
+        self.rescued_at = self._gauge("last_rescue_timestamp_seconds", "Time of the last rescued commit")
+        self.verified_bytes = self._counter("verified_bytes", "Bytes verified")
+        self.verified = self._counter("verified_commits", "Commits verified")
+        self.damaged = self._gauge("damaged_commits", "Commits found damaged", "store")
+        self.verify_failures = self._counter("verify_failures", "Failed attempts to read a store")
+        self.refused = self._counter("refused", "Refused connections, by reason", "reason")
+        self.memory_room = self._gauge("memory_free_bytes", "Free bytes of shared memory")
         # Prometheus sees no increase from nothing to one.
         for outcome in OUTCOMES:
             self.rescues.labels(outcome)
@@ -78,14 +51,18 @@ class DaemonMetrics:
         self._server: MetricsServer | None = None
         self.up.set(1)
 
+    def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
+        return Gauge(f"driftpoint_daemon_{name}", text, labels, registry=self.registry)
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"driftpoint_daemon_{name}", text, labels, registry=self.registry)
+
     @property
     def port(self) -> int | None:
-        """Return the listening port, or None."""
         return None if self._server is None else self._server.port
 
     @property
     def url(self) -> str | None:
-        """Return the address to scrape, or None."""
         return None if self._server is None else self._server.url
 
     def serve(self, host: str, port: int, security: EndpointSecurity) -> None:
@@ -125,7 +102,6 @@ class DaemonMetrics:
                 self.memory.labels(one.store).set(int(one.memory.partition("-")[0]))
 
     def rescued(self, outcome: str) -> None:
-        """Count a finished rescue."""
         self.rescues.labels(outcome).inc()
         if outcome == "written":
             self.rescued_at.set(time.time())

@@ -72,7 +72,6 @@ class NodeJob:
 
     @property
     def living(self) -> list[RankConnection]:
-        """Return the living ranks in order."""
         return sorted((one for one in self.members.values() if one.alive), key=lambda one: one.rank)
 
     @property
@@ -113,7 +112,6 @@ class Jobs:
         return iter(list(self._jobs.values()))
 
     def get(self, key: Key) -> NodeJob | None:
-        """Return a known job, or None."""
         return self._jobs.get(key)
 
     def join(self, hello: Register, pid: int) -> tuple[NodeJob, RankConnection, list[NodeJob]]:

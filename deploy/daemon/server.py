@@ -24,25 +24,7 @@ from pathlib import Path
 
 from deploy.daemon.metrics import DaemonMetrics
 from deploy.daemon.node import Node, NodeJob, Options, RankConnection
-from store.daemon_protocol import (
-    LINE_LIMIT,
-    AskStatus,
-    AskStop,
-    Message,
-    Refused,
-    Register,
-    ShuttingDown,
-    StatusUpdate,
-    Unregister,
-    Welcome,
-    connect,
-    lock_path,
-    log_path,
-    make_home,
-    parse_client_message,
-    socket_path,
-    to_line,
-)
+from store import daemon_protocol as protocol
 from store.errors import DaemonError, StorageError
 from store.memory.arena import Owner
 from store.memory.cleanup import clear_old
@@ -64,10 +46,10 @@ class InstanceLock:
     """Lock and socket of the daemon, held until :meth:`release`. Raises DaemonError if a daemon runs already."""
 
     def __init__(self, base: Path) -> None:
-        self._path = socket_path(base)
-        make_home(base)
+        self._path = protocol.socket_path(base)
+        protocol.make_home(base)
         try:
-            self._lock = Owner(lock_path(base))
+            self._lock = Owner(protocol.lock_path(base))
         except StorageError as error:
             raise DaemonError(
                 f"a daemon already runs for {base}: see `driftpoint daemon status --memory {base}`"
@@ -172,7 +154,9 @@ class Daemon:
         self._metrics.serve(self._options.host, self._options.port, self._options.security)
         self._node = Node(self._options, self._metrics)
         self._node.rescue_leftovers()
-        server = await asyncio.start_unix_server(self._serve, sock=hold.socket, limit=LINE_LIMIT, backlog=_BACKLOG)
+        server = await asyncio.start_unix_server(
+            self._serve, sock=hold.socket, limit=protocol.LINE_LIMIT, backlog=_BACKLOG
+        )
         ticking = asyncio.create_task(self._tick())
         _log.info("daemon %d serves %s, metrics at %s", os.getpid(), self._options.base, self._metrics.url)
         await self._ending.wait()
@@ -188,7 +172,7 @@ class Daemon:
         """Notify the clients, finish the current rescue, and rescue jobs that died until now."""
         for one in list(self._connections):
             if self._hold.is_reachable():  # else trainers should look for another one
-                await self._send(one, ShuttingDown(pid=os.getpid()))
+                await self._send(one, protocol.ShuttingDown(pid=os.getpid()))
             one.writer.close()
         await self._node.wait_for_deaths(self._deaths_seconds)
         if not await asyncio.to_thread(self._node.end, self._options.grace):
@@ -222,16 +206,16 @@ class Daemon:
             first = await asyncio.wait_for(self._receive(connection), _FIRST_MESSAGE_SECONDS)
         except TimeoutError as error:
             raise DaemonError(f"no message within {_FIRST_MESSAGE_SECONDS:g} s") from error
-        if isinstance(first, AskStatus):
+        if isinstance(first, protocol.AskStatus):
             await self._send(connection, self._node.report())
-        elif isinstance(first, AskStop):
+        elif isinstance(first, protocol.AskStop):
             _log.info("stop requested by process %d", pid)
-            await self._send(connection, ShuttingDown(pid=os.getpid()))
+            await self._send(connection, protocol.ShuttingDown(pid=os.getpid()))
             self._ending.set()
-        elif isinstance(first, Register):
+        elif isinstance(first, protocol.Register):
             end = end_of(connection.writer.get_extra_info("socket"), pid)
             connection.joined = self._node.join(first, pid, end)
-            await self._send(connection, Welcome(pid=os.getpid()))
+            await self._send(connection, protocol.Welcome(pid=os.getpid()))
             await self._listen(connection, *connection.joined)
         else:
             raise DaemonError("the first message must be hello, status or stop")
@@ -239,23 +223,25 @@ class Daemon:
     async def _listen(self, connection: _Connection, job: NodeJob, member: RankConnection) -> None:
         while True:
             message = await self._receive(connection)
-            if isinstance(message, StatusUpdate):
+            if isinstance(message, protocol.StatusUpdate):
                 job.apply(message, time.time())
-            elif isinstance(message, Unregister):
+            elif isinstance(message, protocol.Unregister):
                 member.clean = message.clean
             else:
                 raise DaemonError("after hello, a trainer may send only note or bye")
 
-    async def _receive(self, connection: _Connection) -> Register | StatusUpdate | Unregister | AskStatus | AskStop:
+    async def _receive(
+        self, connection: _Connection
+    ) -> protocol.Register | protocol.StatusUpdate | protocol.Unregister | protocol.AskStatus | protocol.AskStop:
         try:
-            return parse_client_message(await connection.reader.readuntil(b"\n"))
+            return protocol.parse_client_message(await connection.reader.readuntil(b"\n"))
         except asyncio.LimitOverrunError as error:
-            raise DaemonError(f"a message exceeds {LINE_LIMIT} bytes") from error
+            raise DaemonError(f"a message exceeds {protocol.LINE_LIMIT} bytes") from error
 
-    async def _send(self, connection: _Connection, message: Message) -> None:
+    async def _send(self, connection: _Connection, message: protocol.Message) -> None:
         """Send a message, without waiting for a client that does not read."""
         with suppress(OSError, TimeoutError):
-            connection.writer.write(to_line(message))
+            connection.writer.write(protocol.to_line(message))
             await asyncio.wait_for(connection.writer.drain(), _SEND_SECONDS)
 
     async def _refuse(self, connection: _Connection, reason: str, why: str) -> None:
@@ -263,7 +249,7 @@ class Daemon:
         self._metrics.refused.labels(reason).inc()
         if self._node.refused <= 100 or not self._node.refused % 1000:
             _log.warning("a connection was refused: %s", why)
-        await self._send(connection, Refused(why=why))
+        await self._send(connection, protocol.Refused(why=why))
 
     async def _tick(self) -> None:
         cleaned, idle = time.monotonic() - _CLEANUP_SECONDS + 60.0, self._options.exit_idle
@@ -299,8 +285,8 @@ def ensure_daemon(base: Path, port: int, exit_idle: float, more: Sequence[str] =
         A message about the start or its failure, None if a daemon was running.
     """
     try:
-        make_home(base)
-        connect(base, _ANSWER_SECONDS).close()
+        protocol.make_home(base)
+        protocol.connect(base, _ANSWER_SECONDS).close()
     except StorageError as error:
         return f"no daemon: {error}"
     except DaemonError:
@@ -310,7 +296,7 @@ def ensure_daemon(base: Path, port: int, exit_idle: float, more: Sequence[str] =
 
 def _start(base: Path, port: int, exit_idle: float, more: Sequence[str]) -> str:
     command = [sys.executable, "-m", "deploy.cli", "daemon", "run", "--memory", str(base), "--port", str(port)]
-    command += ["--exit-idle", str(exit_idle), "--log", str(log_path(base)), *more]
+    command += ["--exit-idle", str(exit_idle), "--log", str(protocol.log_path(base)), *more]
     nothing = subprocess.DEVNULL
     try:
         process = subprocess.Popen(command, stdin=nothing, stdout=nothing, stderr=nothing, start_new_session=True)

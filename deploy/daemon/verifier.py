@@ -70,7 +70,6 @@ class Verifier:
             self._thread.start()
 
     def watch(self, store_id: str, path: Path) -> None:
-        """Add a store."""
         with self._lock:
             self._stores.setdefault((store_id, path), Checked(store_id, path))
         self._throttle.wake.set()
@@ -81,7 +80,6 @@ class Verifier:
             return list(self._stores.values())
 
     def end(self, grace: float) -> None:
-        """Stop the thread."""
         self._throttle.ended.set()
         self._throttle.wake.set()
         if self._thread.is_alive():

@@ -35,7 +35,6 @@ class Plan:
 
     @property
     def commit_bytes(self) -> int | None:
-        """Return the bytes of a full commit."""
         return None if self.parameters is None else round(self.parameters * bytes_each(self.config.encodings()))
 
     @property

@@ -170,7 +170,6 @@ class Facts:
 
     @property
     def newest(self) -> ManifestRecord | None:
-        """Return the newest readable commit."""
         return None if self.status is None else self.status.newest
 
     @property

@@ -67,7 +67,6 @@ class JobStatus:
 
     @property
     def newest(self) -> LastDecision | None:
-        """Return the last decision."""
         return self.decisions[-1] if self.decisions else None
 
     @property
@@ -125,7 +124,6 @@ class TraceFollower:
         self._interval: int | None = None
 
     def feed(self, line: Line) -> None:
-        """Process the next line."""
         if isinstance(line, JobLine):
             self._on_job(line)
         elif self._job is None:

@@ -106,7 +106,6 @@ class Bins:
         self.rounded, self.sick = self.rounded[rows, :end], self.sick[rows, :end]
 
     def place(self, number: int) -> int:
-        """Return the column of a decision."""
         return number // self.width
 
     def _halve(self) -> None:

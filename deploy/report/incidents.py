@@ -53,7 +53,6 @@ class Incidents:
         self.dropped = 0
 
     def add(self, incident: Incident) -> None:
-        """Add a single incident."""
         self._found.append(incident)
         if len(self._found) > 2 * self._most:
             self.dropped += len(self._found) - self._most

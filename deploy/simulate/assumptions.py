@@ -77,7 +77,6 @@ class Assumptions:
 
     @property
     def step(self) -> float:
-        """Return the seconds per step."""
         return self.step_seconds if self.step_seconds is not None else _STEP_SECONDS[self.model]
 
     @property
@@ -93,7 +92,6 @@ class Assumptions:
         return math.exp((1 - share) * math.log(_DRIFTS[low]) + share * math.log(_DRIFTS[high]))
 
     def told(self) -> Mapping[str, str]:
-        """Return each assumption with its source."""
         layers = MODELS[self.model].layers()
         given = "given" if self.step_seconds is not None else "guessed; set --step-seconds"
         pace = "given" if self.drift is not None else f"small own runs, at learning rate {self.learning_rate:g}"

@@ -172,7 +172,6 @@ def _gaps(run: Run) -> list[int]:
 
 
 def _short(values: Mapping[str, Any]) -> str:
-    """Describe the settings briefly: ``parity k=4``."""
     words = []
     for key, value in values.items():
         if isinstance(value, Mapping):

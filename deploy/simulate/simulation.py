@@ -54,7 +54,6 @@ class Limits:
 
     @property
     def any(self) -> bool:
-        """Return whether anything is limited."""
         return any(one is not None for one in (self.bytes_per_hour, self.stall_share, self.max_loss_minutes))
 
     def hold(self, one: Summary) -> bool:
@@ -85,7 +84,6 @@ class Recommendation:
 
     @property
     def yaml(self) -> str:
-        """Return the settings as YAML."""
         return _text(self.settings)
 
 
@@ -240,12 +238,11 @@ class Simulation:
 
     @property
     def baseline(self) -> Summary:
-        """The first one."""
         return self.summaries[0]
 
     @property
     def window(self) -> tuple[float, float]:
-        """The steps that all are compared over: from the latest of their first commits to the last decision."""
+        """Return the steps of the comparison: from the latest first commit to the last decision."""
         replayed = self.baseline.replayed
         end = replayed.course.end[1]
         return (end if replayed.since is None else replayed.since[1]), end

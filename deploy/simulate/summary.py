@@ -37,7 +37,6 @@ class Terms:
 
     @property
     def times(self) -> tuple[float, ...]:
-        """Return the hours between failures."""
         return self.mtbf_hours or (3.0, 12.0, 48.0)
 
 
@@ -54,12 +53,10 @@ class Summary:
 
     @property
     def saves(self) -> int:
-        """Return the number of commits."""
         return len(self.replayed.committed)
 
     @property
     def written(self) -> int:
-        """Return the bytes written by all ranks."""
         return self.replayed.written
 
     @property
@@ -75,12 +72,10 @@ class Summary:
 
     @property
     def bytes_per_hour(self) -> float:
-        """Return bytes per hour, including the first save."""
         return self.written / self.hours if self.hours else 0.0
 
     @property
     def stall_share(self) -> float:
-        """Return stall as a share of wall time."""
         return self.replayed.stall / self.seconds if self.seconds else 0.0
 
     @property

@@ -43,12 +43,10 @@ class EventLog:
         self._ends: list[str] = []
 
     def message(self, text: str) -> None:
-        """Print a line for people."""
         with suppress(OSError, ValueError):  # nobody reads, or the terminal is gone
             self._line(f"driftpoint run: {text}")
 
     def on_attempt_start(self, number: int, seconds: float, snapshot: StoreSnapshot) -> None:
-        """Report the start of an attempt."""
         after = f" (after {seconds:.3g} s)" if number > 1 else ""
         self.message(f"attempt {number}{after}: {_from(snapshot)}")
         if self._metrics is not None:
@@ -56,7 +54,6 @@ class EventLog:
         self._event("begin", attempt=number, commit=_name(snapshot.resumes), trouble=snapshot.trouble or None)
 
     def on_attempt_end(self, number: int, attempt: Attempt) -> None:
-        """Report the end of an attempt."""
         newest = attempt.after.newest
         new = f"; committed up to step {newest.step}" if attempt.committed and newest is not None else ""
         unknown = f"; the store cannot be read: {attempt.after.trouble}" if attempt.after.trouble else ""
@@ -68,7 +65,6 @@ class EventLog:
         self._event("end", attempt=number, code=attempt.code, commit=_name(newest), committed=attempt.committed)
 
     def on_decision(self, history: RestartHistory) -> None:
-        """Update the metrics after the restart decision."""
         if self._metrics is not None:
             self._metrics.on_decision(history)
 
@@ -92,7 +88,6 @@ class EventLog:
         self._event("withdrawn", commit=save.name)
 
     def on_stop(self, stop: GiveUp) -> None:
-        """Report the end of the supervision."""
         self._event("stop", code=stop.code, why=stop.why)
         if stop.code == 0:
             return
@@ -133,42 +128,29 @@ class SupervisorMetrics:
     """Metrics of ``driftpoint run``, in a registry of their own. Without :meth:`serve` it only counts."""
 
     def __init__(self, restarts: int) -> None:
-        registry = CollectorRegistry()
-        self.registry = registry
-        self.up = Gauge("driftpoint_supervisor_up", "1 while the supervisor runs", registry=registry)
-        self.attempts = Counter("driftpoint_supervisor_attempts", "Starts of the command", registry=registry)
-        self.running = Gauge("driftpoint_supervisor_running", "1 while the command runs", registry=registry)
-        self.ended = Counter(
-            "driftpoint_supervisor_attempts_ended", "Ends of the command, by kind", ("end",), registry=registry
-        )
-        self.in_a_row = Gauge(
-            "driftpoint_supervisor_attempts_without_progress",
-            "Attempts since the last one with progress",
-            registry=registry,
-        )
-        self.limit = Gauge(
-            "driftpoint_supervisor_restarts_limit",
-            "Allowed restarts in a row without progress",
-            registry=registry,
-        )
-        self.step = Gauge(
-            "driftpoint_supervisor_step", "Furthest step in the store at the last look, -1: none", registry=registry
-        )
-        self.began_at = Gauge(
-            "driftpoint_supervisor_attempt_timestamp_seconds", "Start of the newest attempt", registry=registry
-        )
-        self.suspects = Counter("driftpoint_supervisor_suspects", "Commits marked as suspect", registry=registry)
-        self.blind = Gauge(
-            "driftpoint_supervisor_store_unreadable",
-            "1 if the store was unreadable at the last look",
-            registry=registry,
-        )
+        self.registry = CollectorRegistry()
+        self.up = self._gauge("up", "1 while the supervisor runs")
+        self.attempts = self._counter("attempts", "Starts of the command")
+        self.running = self._gauge("running", "1 while the command runs")
+        self.ended = self._counter("attempts_ended", "Ends of the command, by kind", "end")
+        self.in_a_row = self._gauge("attempts_without_progress", "Attempts since the last one with progress")
+        self.limit = self._gauge("restarts_limit", "Allowed restarts in a row without progress")
+        self.step = self._gauge("step", "Furthest step in the store at the last look, -1: none")
+        self.began_at = self._gauge("attempt_timestamp_seconds", "Start of the newest attempt")
+        self.suspects = self._counter("suspects", "Commits marked as suspect")
+        self.blind = self._gauge("store_unreadable", "1 if the store was unreadable at the last look")
         for end in ENDS:
             self.ended.labels(end)
         self.limit.set(restarts)
         self.step.set(-1)
         self.up.set(1)
         self._server: MetricsServer | None = None
+
+    def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
+        return Gauge(f"driftpoint_supervisor_{name}", text, labels, registry=self.registry)
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"driftpoint_supervisor_{name}", text, labels, registry=self.registry)
 
     @property
     def url(self) -> str | None:

@@ -177,7 +177,6 @@ class ProcessStopper:
         return PREEMPTED if answers else None
 
     def act(self) -> None:
-        """Run the actions that are due."""
         now = self._clock()
         ready = [due for due in self._due if due.at <= now]
         self._due = [due for due in self._due if due.at > now]
@@ -185,7 +184,6 @@ class ProcessStopper:
             due.act()
 
     def take(self, number: signal.Signals) -> None:
-        """Handle a received signal."""
         if number in NOTICES:
             self._notify(number)
             return

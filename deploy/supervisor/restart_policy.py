@@ -75,7 +75,6 @@ class Attempt:
 
     @property
     def end(self) -> str:
-        """Describe how it ended."""
         return ending(self.code)
 
 

@@ -118,7 +118,6 @@ class Freshness:
 
     @property
     def stale(self) -> bool:
-        """Return whether the facts may be outdated."""
         return bool(self.trouble) or self.age > self.patience
 
 
