@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deploy.exit_codes import health
+from deploy.format import count_text, plural
 from store.catalog import Catalog, open_catalog
 from store.certificate import Certificate, certify, run_saves
 from store.errors import DamagedError, NoStoreError, NothingToResumeError, StorageError, UsageError
@@ -63,7 +64,8 @@ def find_save(catalog: Catalog, wanted: str) -> SaveId:
     else:
         found = next((save for save in saves if save.name == wanted), None)
     if found is None:
-        raise UsageError(f"there is no commit {wanted!r}; {_what_there_is(saves)}")
+        existing = listed((save.name for save in saves), 5, rest="older ones")
+        raise UsageError(f"there is no commit {wanted!r}; there is {existing}")
     return found
 
 
@@ -100,15 +102,19 @@ def parameters(manifest: ManifestRecord) -> int:
     return sum(math.prod(tensor.shape) for tensor in manifest.tensors.values() if tensor.kind != "buffer")
 
 
+def model_text(manifest: ManifestRecord) -> str:
+    """Describe the model and the job that saved it."""
+    return (
+        f"{plural(len(manifest.layers), 'layer')}, {count_text(parameters(manifest))} parameters; "
+        f"{manifest.framework} on {plural(manifest.world_size, 'rank')}, policy {manifest.policy}"
+    )
+
+
 def _nearby(root: Path) -> str:
     for place in (*sorted(root.glob(f"*/{STORE}"))[:1], root.absolute().parent / STORE):
         if place.is_file():
             return f"; there is one in {place.parent}"
     return ""
-
-
-def _what_there_is(saves: list[SaveId]) -> str:
-    return f"there is {listed((save.name for save in saves), 5, rest='older ones')}"
 
 
 @dataclass(frozen=True)
@@ -180,7 +186,7 @@ def _standing(catalog: Catalog, root: Path, *, counted: bool) -> StoreStatus:
         epoch=epoch,
         owner=_owner(catalog, epoch, problems),
         in_use_by=lock_owner(root),
-        size_bytes=_counted(catalog, root) if counted else 0,
+        size_bytes=(_reached(catalog) if is_url(root) else _size(root)) if counted else 0,
         resume=resume,
         problems=tuple(dict.fromkeys(problems)),
         resumed=resumed,
@@ -241,10 +247,6 @@ def _owner(catalog: Catalog, epoch: int, problems: list[str]) -> EpochRecord | N
     except (DamagedError, StorageError) as error:
         problems.append(str(error))
         return None
-
-
-def _counted(catalog: Catalog, root: Path) -> int:
-    return _reached(catalog) if is_url(root) else _size(root)
 
 
 def _reached(catalog: Catalog) -> int:

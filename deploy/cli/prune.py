@@ -158,14 +158,8 @@ def _remarks(found: Pruned) -> Iterator[str]:
         user = lock_owner_text(found.root, found.in_use_by)
         yield f"The store is in use {user}: without --dry-run this fails. The job prunes by itself."
     if found.foreign is not None:
-        yield (
-            f"The newest job on this store ran on {found.foreign}. {_known_of_it(found.root)}: "
-            "make sure that no job is saving there."
-        )
-
-
-def _known_of_it(root: Path) -> str:
-    return "An object store has no lock" if is_url(root) else "The lock covers this machine only"
+        lock = "An object store has no lock" if is_url(found.root) else "The lock covers this machine only"
+        yield f"The newest job on this store ran on {found.foreign}. {lock}: make sure that no job is saving there."
 
 
 def _foreign_owner(catalog: Catalog) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -58,10 +59,7 @@ def _as_json(made: ReportResult, path: Path) -> dict[str, Any]:
         "out": str(path.absolute()),
         "level": verdict.level,
         "verdict": verdict.sentence,
-        "checks": [
-            {"name": one.name, "level": one.level, "text": one.text, "note": one.note, "todo": one.todo}
-            for one in verdict.checks
-        ],
+        "checks": [asdict(check) for check in verdict.checks],
         "decisions": None if history is None else history.totals.decisions,
         "saves": None if history is None else history.totals.saves,
         "bytes_written": None if history is None else history.totals.written,
@@ -128,10 +126,7 @@ def _top_json(facts: Facts) -> dict[str, Any]:
         "level": verdict.level,
         "verdict": verdict.sentence,
         "running": facts.running,
-        "checks": [
-            {"name": one.name, "level": one.level, "text": one.text, "note": one.note, "todo": one.todo}
-            for one in verdict.checks
-        ],
+        "checks": [asdict(check) for check in verdict.checks],
         "layers": [
             {
                 "layer": row.layer,

@@ -13,8 +13,8 @@ from rich.text import Text
 
 from deploy import console as output
 from deploy.console import DebugOption, JsonOption, StoreArgument
-from deploy.format import count_text, going_on_text, kind_text, plural, size_text
-from deploy.store_status import StoreStatus, lock_owner_text, open_store, parameters, store_status, written
+from deploy.format import going_on_text, kind_text, plural, size_text
+from deploy.store_status import StoreStatus, lock_owner_text, model_text, open_store, parameters, store_status, written
 from store.schema import ManifestRecord
 
 
@@ -53,7 +53,7 @@ def _draw(console: Console, found: StoreStatus) -> None:
     rows: dict[str, Text | str] = {"Store": str(found.root), "Identity": found.store_id, "Commits": _commits(found)}
     if found.newest is not None:
         rows["Newest"] = _newest(found.newest)
-        rows["Model"] = _model(found.newest)
+        rows["Model"] = model_text(found.newest)
     rows["Epochs"] = _epochs(found)
     rows["In use"] = lock_owner_text(found.root, found.in_use_by)
     rows["Size"] = size_text(found.size_bytes)
@@ -94,13 +94,6 @@ def _newest(manifest: ManifestRecord) -> str:
     return (
         f"{manifest.save}: step {manifest.step}, epoch {manifest.epoch}, {manifest.created}; "
         f"wrote {size_text(written(manifest))}{avoided}"
-    )
-
-
-def _model(manifest: ManifestRecord) -> str:
-    return (
-        f"{plural(len(manifest.layers), 'layer')}, {count_text(parameters(manifest))} parameters; "
-        f"{manifest.framework} on {plural(manifest.world_size, 'rank')}, policy {manifest.policy}"
     )
 
 

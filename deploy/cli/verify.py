@@ -17,7 +17,7 @@ from deploy.exit_codes import health
 from deploy.format import plural, size_text
 from deploy.store_status import lock_owner, open_store
 from store.names import SaveId
-from store.verify import CommitState, VerifyReport, total_bytes
+from store.verify import VerifyReport, total_bytes
 from store.verify import verify as verify_store
 
 _STYLES = {"ok": "green", "fallback": "yellow", "damaged": "bold red"}
@@ -106,13 +106,9 @@ def _table(found: Verified) -> Any:
             str(save.step),
             "suspect" if save in found.suspects else "yes" if save in found.proven else "",
             Text(commit.state, style=_STYLES[commit.state]),
-            _resume(commit, found.report),
+            _RESUME[commit.state] + (" <- next" if save == found.report.resumable else ""),
         )
     return table
-
-
-def _resume(commit: CommitState, report: VerifyReport) -> str:
-    return _RESUME[commit.state] + (" <- next" if commit.save == report.resumable else "")
 
 
 def _verdict(report: VerifyReport) -> Text:

@@ -18,7 +18,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from deploy.console import byte_progress, watched
-from deploy.format import clock, count_text, drift_text, kind_text, plural, printable, size_text
+from deploy.format import clock, drift_text, kind_text, printable, size_text
 from deploy.health.facts import (
     Facts,
     VerifiedCommits,
@@ -34,14 +34,13 @@ from deploy.health.verdict import Verdict, judge
 from deploy.report.charts import Cost, Maps, Scale, cost_of, maps_of, scale_for
 from deploy.report.history import History, read_history
 from deploy.report.incidents import Incident, by_time
-from deploy.store_status import open_store, parameters
+from deploy.store_status import model_text, open_store, parameters
 from deploy.tables import max_drift, sizes, slots_of, span
 from store.catalog import Catalog
 from store.certificate import Certificate, CertifiedUnit, is_lossy, most
 from store.errors import DamagedError, NothingToResumeError, StorageError, UsageError
 from store.location import beside, store_place
 from store.memory.rescue import REASON
-from store.schema import ManifestRecord
 from store.verify import total_bytes
 from store.verify import verify as verify_store
 
@@ -196,7 +195,7 @@ def _context(content: Content) -> Mapping[str, Any]:
     return {
         "facts": facts,
         "verdict": content.verdict,
-        "model": "" if facts.newest is None else _model(facts.newest),
+        "model": "" if facts.newest is None else model_text(facts.newest),
         "history": history,
         "maps": maps,
         "cost": cost,
@@ -206,13 +205,6 @@ def _context(content: Content) -> Mapping[str, Any]:
         "version": content.version,
         "words": {"good": "ok", "plain": "–", "look": "look", "bad": "bad"},
     }
-
-
-def _model(newest: ManifestRecord) -> str:
-    return (
-        f"{plural(len(newest.layers), 'layer')}, {count_text(parameters(newest))} parameters, {newest.framework} on "
-        f"{plural(newest.world_size, 'rank')}, policy {newest.policy}"
-    )
 
 
 @dataclass(frozen=True)
@@ -289,7 +281,13 @@ def _build(
     catalog.forget()
     facts = gather(catalog, root, in_memory(memory, catalog), job_status, clock(), trace=path, checked=checked)
     if facts.foreign_trace:
-        history, missing = None, _foreign_trace_text(path)
+        history, missing = (
+            None,
+            (
+                f"The drift trace {path} has an epoch that this store lacks: it belongs to another store and is "
+                "not shown. Name the right one with --trace."
+            ),
+        )
     return ReportResult(_content(facts, history, missing, [*_of_store(catalog, facts), *_of_history(history)]))
 
 
@@ -312,13 +310,6 @@ def _history(path: Path, *, named: bool) -> tuple[History | None, str]:
     if not history.totals.decisions:
         return None, f"The drift trace {path} contains no decision yet: let the job continue."
     return history, ""
-
-
-def _foreign_trace_text(path: Path) -> str:
-    return (
-        f"The drift trace {path} has an epoch that this store lacks: it belongs to another store and is "
-        "not shown. Name the right one with --trace."
-    )
 
 
 def _verified(catalog: Catalog) -> VerifiedCommits:
