@@ -46,7 +46,7 @@ def answer(body: Mapping[str, Any], render: Callable[[Console], None], *, as_jso
 
 
 @contextmanager
-def kept_for_answers() -> Iterator[None]:
+def stdout_to_stderr() -> Iterator[None]:
     """Redirect stdout to stderr inside the block, because libraries (DeepSpeed) log to stdout."""
     with redirect_stdout(sys.stderr):
         yield

@@ -51,7 +51,7 @@ def kind_text(*, exact: bool, max_staleness: int, max_drift: float | None, lossy
     return f"composite: layers up to {plural(max_staleness, 'step')} old, {drift}" + (f", {rounded}" if lossy else "")
 
 
-def going_on_text(step: int, goes_on_at: int, effective_step: float) -> str:
+def resume_step_text(step: int, goes_on_at: int, effective_step: float) -> str:
     """Describe the step at which a resume continues; '' if it is ``step`` itself."""
     if effective_step == step:
         return ""

@@ -163,14 +163,14 @@ def store_status(catalog: Catalog, root: Path, *, counted: bool = True) -> Store
     """
     for _ in range(_TRIES):
         before = catalog.saves()
-        found = _standing(catalog, root, counted=counted)
+        found = _read_status(catalog, root, counted=counted)
         if not found.problems or catalog.saves() == before:
             break
         catalog.forget()
     return found
 
 
-def _standing(catalog: Catalog, root: Path, *, counted: bool) -> StoreStatus:
+def _read_status(catalog: Catalog, root: Path, *, counted: bool) -> StoreStatus:
     problems: list[str] = []
     resume, resumed, certificate = _resume(catalog, problems)
     newest = _newest_readable(catalog, problems)

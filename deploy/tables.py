@@ -46,7 +46,7 @@ def print_layers(console: Console, units: Sequence[CertifiedUnit]) -> None:
     name_width = max((len(name) for name, _, _ in by_row), default=0)
     source_width = _source_width(units)
     room = console.width - _BYTES_WIDTH - _GAP - (source_width + _GAP if source_width else 0)
-    for slots in _that_fit(slots_of(units), widths, room, name_width):
+    for slots in _fitting_groups(slots_of(units), widths, room, name_width):
         taken = sum(widths.of(slot) + _GAP for slot in slots)
         names = max(room - taken, _NAME_WIDTH)
         console.print(_layer_table(by_row, slots, widths, (names, source_width)))
@@ -211,7 +211,7 @@ def _error_in(unit: CertifiedUnit, lossy: Sequence[str]) -> str:
     return " ".join(filter(None, (_error(unit), printable(unit.encoding))))
 
 
-def _that_fit(slots: Sequence[str], widths: _Widths, room: int, name_width: int) -> Iterator[list[str]]:
+def _fitting_groups(slots: Sequence[str], widths: _Widths, room: int, name_width: int) -> Iterator[list[str]]:
     """Split the slots into groups that fit side by side next to the layer name."""
     room -= min(name_width, max(_NAME_WIDTH, room // 4))
     run: list[str] = []

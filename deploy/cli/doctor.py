@@ -70,18 +70,18 @@ def doctor(
 ) -> None:
     """Check this machine, the disk or bucket, and the store, and suggest fixes. All test files are removed."""
     del debug
-    from deploy.doctor.base import Plan, healthy, parsed_count
-    from deploy.doctor.nodes import launched
+    from deploy.doctor.base import Plan, healthy, parse_count
+    from deploy.doctor.nodes import ranks_from_environment
     from deploy.doctor.store import known_parameters
 
-    ranks, settings = launched(os.environ), _settings(config)
+    ranks, settings = ranks_from_environment(os.environ), _settings(config)
     root = store or place_of(settings.store).expanduser()
     options = settings.s3.options()
     options = replace(options, retry_seconds=min(options.retry_seconds, _PATIENCE))
-    count = known_parameters(root, options) if parameters is None else parsed_count(parameters)
+    count = known_parameters(root, options) if parameters is None else parse_count(parameters)
     plan = Plan(settings, count, nodes)
-    with _tidy():
-        look = _of_bucket(root, options, plan, ranks) if is_url(root) else _findings(root, plan, ranks, patience)
+    with _exit_on_signals():
+        look = _bucket_findings(root, options, plan, ranks) if is_url(root) else _findings(root, plan, ranks, patience)
         findings = list(look)
     if ranks.first:
         body = _as_json(root, findings)
@@ -94,7 +94,7 @@ def doctor(
 
 
 @contextmanager
-def _tidy() -> Iterator[None]:
+def _exit_on_signals() -> Iterator[None]:
     """Turn termination signals into exceptions, so that test files are removed in any case."""
 
     def leave(number: int, frame: object) -> None:
@@ -157,7 +157,7 @@ def _findings(root: Path, plan: Plan, ranks: Ranks, patience: float) -> Iterator
         yield met
 
 
-def _of_bucket(root: Path, options: ObjectOptions, plan: Plan, ranks: Ranks) -> Iterator[Finding]:
+def _bucket_findings(root: Path, options: ObjectOptions, plan: Plan, ranks: Ranks) -> Iterator[Finding]:
     """Check the bucket from every rank, because each node must be able to reach it."""
     from deploy.doctor.bucket import check_bucket
     from deploy.doctor.machine import check_machine

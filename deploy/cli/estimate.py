@@ -67,7 +67,7 @@ def estimate(
 ) -> None:
     """Estimate bytes, stall and the cost of a failure for a model and a cluster, from stated assumptions."""
     del debug
-    with output.kept_for_answers():
+    with output.stdout_to_stderr():
         from deploy.simulate.assumptions import Assumptions, assumed_trace
         from deploy.simulate.simulation import Limits, simulated
         from deploy.simulate.summary import Prices, Terms

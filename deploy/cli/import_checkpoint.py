@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from deploy import console as output
-from deploy.cli.merge import damage_is_the_end
+from deploy.cli.merge import damage_as_no_result
 from deploy.console import DebugOption, JsonOption, StorePath, byte_progress
 from deploy.format import plural, size_text
 from store.location import place_of
@@ -60,7 +60,7 @@ def import_(
     del debug
     from merger.import_checkpoint import import_checkpoint, plan_import
 
-    with damage_is_the_end():
+    with damage_as_no_result():
         plan = plan_import(checkpoint, step)
         with byte_progress("Importing", plan.bytes_to_read) as progress:
             found = import_checkpoint(plan, store, progress)

@@ -80,7 +80,7 @@ def clear_(
     """Free the shared memory of dead jobs. Memory of a living process is never touched."""
     del debug
     base = base_of(memory)
-    found = _chosen(base, store, everything=all_)
+    found = _select_tiers(base, store, everything=all_)
     if not yes and found:
         stores = listed((tier.store_id[:8] for tier in found), 8)
         _confirm(f"Remove the snapshots that dead jobs left of {plural(len(found), 'store')} ({stores})?")
@@ -92,7 +92,7 @@ def clear_(
 def stored_snapshots(base: Path) -> list[StoredSnapshot]:
     """List the snapshots below ``base``."""
     paths = seen_stores(base)
-    return [_lying(tier, paths.get(tier.store_id)) for tier in tiers(base)]
+    return [_stored_snapshot(tier, paths.get(tier.store_id)) for tier in tiers(base)]
 
 
 def _as_json(base: Path, found: list[StoredSnapshot]) -> dict[str, Any]:
@@ -131,7 +131,7 @@ def _draw(console: Console, found: list[StoredSnapshot]) -> None:
     output.problems(console, tuple(text for one in found for text in one.problems))
 
 
-def _lying(tier: Tier, path: Path | None) -> StoredSnapshot:
+def _stored_snapshot(tier: Tier, path: Path | None) -> StoredSnapshot:
     node = scan_node(tier)
     newest = node.newest
     held = {} if newest is None else node.versions[newest]
@@ -151,7 +151,7 @@ def _confirm(question: str) -> None:
         raise typer.Abort
 
 
-def _chosen(base: Path, store: str | None, *, everything: bool) -> list[Tier]:
+def _select_tiers(base: Path, store: str | None, *, everything: bool) -> list[Tier]:
     if (store is None) != everything:
         raise UsageError("name one store (its directory or its id), or give --all")
     there = tiers(base)

@@ -43,7 +43,7 @@ _FILES = 20  # files and problems listed one by one in the text
 
 
 @contextmanager
-def damage_is_the_end() -> Iterator[None]:
+def damage_as_no_result() -> Iterator[None]:
     """Convert a DamagedError of the block into a NothingToResumeError."""
     try:
         yield
@@ -170,7 +170,7 @@ def rebuild(request: Request, out: Path, workers: int | None) -> MergeResult:
     """Run the merger, with a progress bar on a terminal."""
     from merger.merge import merge as run
 
-    with output.kept_for_answers(), damage_is_the_end(), byte_progress("Rebuilding") as progress:
+    with output.stdout_to_stderr(), damage_as_no_result(), byte_progress("Rebuilding") as progress:
         return run(
             request.source,
             out,
@@ -321,31 +321,31 @@ def print_plan(request: Request, out: Path | None, workers: int | None, *, as_js
     """Print the plan, write nothing, and return the exit code that the merge would have."""
     from merger.plan import default_workers, draft_merge, free_bytes
 
-    with output.kept_for_answers():
+    with output.stdout_to_stderr():
         draft = draft_merge(request, out)
     draft = replace(draft, errors=tuple(damage_error(error) for error in draft.errors))
     if request.recipe is None and not draft.sources:
         raise draft.errors[0]
-    told = MergePlanReport(draft, out, workers or default_workers(), None if out is None else free_bytes(out))
-    output.answer(_to_json(told), lambda console: _draw_plan(console, told), as_json=as_json)
+    report = MergePlanReport(draft, out, workers or default_workers(), None if out is None else free_bytes(out))
+    output.answer(_to_json(report), lambda console: _draw_plan(console, report), as_json=as_json)
     return draft.errors[0].exit_code if draft.errors else OK
 
 
-def _to_json(told: MergePlanReport) -> dict[str, Any]:
-    draft, plan = told.draft, told.draft.plan
+def _to_json(report: MergePlanReport) -> dict[str, Any]:
+    draft, plan = report.draft, report.draft.plan
     reads = {} if plan is None else plan.reads
     return {
-        "out": None if told.out is None else str(told.out),
+        "out": None if report.out is None else str(report.out),
         "possible": not draft.errors,
         "missing": [{"type": type(error).__name__, "message": str(error)} for error in draft.errors],
         "sources": [{**asdict(use), "bytes_to_read": reads.get(use.name)} for use in draft.sources],
-        "free_bytes": told.free,
-        **(_planned(plan, told) if plan is not None else {}),
+        "free_bytes": report.free,
+        **(_planned(plan, report) if plan is not None else {}),
     }
 
 
-def _draw_plan(console: Console, told: MergePlanReport) -> None:
-    draft, plan = told.draft, told.draft.plan
+def _draw_plan(console: Console, report: MergePlanReport) -> None:
+    draft, plan = report.draft, report.draft.plan
     if plan is not None:
         print_certificate(console, plan.checkpoint.certificate, plan.parameters)
     if draft.sources:
@@ -354,16 +354,16 @@ def _draw_plan(console: Console, told: MergePlanReport) -> None:
     if plan is not None:
         console.print(_file_table(plan))
         console.print()
-        console.print(output.facts(_facts(plan, told)))
+        console.print(output.facts(_facts(plan, report)))
         output.problems(console, plan.checkpoint.problems)
         _print_notes(console, plan.notes)
-        if told.out is not None:
-            print_load(console, plan.load(told.out))
+        if report.out is not None:
+            print_load(console, plan.load(report.out))
     if draft.errors:
         output.problems(console, list(dict.fromkeys(map(str, draft.errors))), _FILES, "Missing")
 
 
-def _planned(plan: MergePlan, told: MergePlanReport) -> dict[str, Any]:
+def _planned(plan: MergePlan, report: MergePlanReport) -> dict[str, Any]:
     return {
         "tag": plan.laid.tag,
         "framework": plan.checkpoint.framework,
@@ -371,29 +371,30 @@ def _planned(plan: MergePlan, told: MergePlanReport) -> dict[str, Any]:
         "parameters": plan.parameters,
         "bytes_to_read": plan.bytes_to_read,
         "bytes_to_write": plan.bytes_to_write,
-        "memory_bytes": plan.memory(told.workers),
-        "workers": told.workers,
+        "memory_bytes": plan.memory(report.workers),
+        "workers": report.workers,
         "files": [{"path": file.path, "bytes": file.container.nbytes} for file in plan.files],
-        "load": [] if told.out is None else list(plan.load(told.out)),
+        "load": [] if report.out is None else list(plan.load(report.out)),
         "notes": list(plan.notes),
         "certificate": plan.checkpoint.certificate.as_json(),
         "problems": list(plan.checkpoint.problems),
     }
 
 
-def _facts(plan: MergePlan, told: MergePlanReport) -> dict[str, Text | str]:
+def _facts(plan: MergePlan, report: MergePlanReport) -> dict[str, Text | str]:
     certificate = plan.checkpoint.certificate
     rows: dict[str, Text | str] = {
         "Result": f"{certificate.save}: step {certificate.step}",
         "Kind": kind_of(certificate),
         "Read": size_text(plan.bytes_to_read),
         "Write": f"about {size_text(plan.bytes_to_write)} in {plural(len(plan.files), 'file')}",
-        "Memory": f"at most {size_text(plan.memory(told.workers))} for tensors, with {plural(told.workers, 'worker')}",
+        "Memory": f"at most {size_text(plan.memory(report.workers))} for tensors, "
+        f"with {plural(report.workers, 'worker')}",
     }
-    if told.free is not None:
-        enough = told.free >= plan.bytes_to_write
+    if report.free is not None:
+        enough = report.free >= plan.bytes_to_write
         rows["Disk"] = Text(
-            f"{size_text(told.free)} free: {'enough' if enough else 'not enough'}", style="" if enough else "bold red"
+            f"{size_text(report.free)} free: {'enough' if enough else 'not enough'}", style="" if enough else "bold red"
         )
     return rows
 

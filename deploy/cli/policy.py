@@ -40,7 +40,7 @@ _STYLES = {"holds": "green", "broken": "bold red", "not checked": "dim", "take n
 _NEEDS_AN_ANSWER = 3  # index of the check in a fresh process: after the policy was asked twice in this one
 
 
-def another_process(settings: object, expected: str) -> Finding:
+def check_in_fresh_process(settings: object, expected: str) -> Finding:
     """Check that a fresh process with another hash seed answers alike. Paths in ``settings`` must be absolute."""
     seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
     environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -71,14 +71,14 @@ def another_process(settings: object, expected: str) -> Finding:
 def main() -> None:
     """Run the fresh process."""
     try:
-        told = digest(policy_from(parse_value(sys.stdin.read(), "the settings")))
+        value = digest(policy_from(parse_value(sys.stdin.read(), "the settings")))
     except BrokenError as error:
         sys.exit(str(error))
-    sys.stdout.write(f"\n{_MARK}{told}\n")
+    sys.stdout.write(f"\n{_MARK}{value}\n")
 
 
 @dataclass(frozen=True)
-class Named:
+class PolicyToCheck:
     """A policy to check. ``settings`` as in a configuration, with the path of its file made absolute."""
 
     policy: Policy
@@ -86,7 +86,7 @@ class Named:
     bounds: Bounds = ANY
 
 
-def named(word: str, given: Sequence[str]) -> Named:
+def named(word: str, given: Sequence[str]) -> PolicyToCheck:
     """Find the policy named by ``word``: built-in, registered, a class, or the one of a YAML configuration.
 
     Args:
@@ -101,14 +101,14 @@ def named(word: str, given: Sequence[str]) -> Named:
             raise UsageError(f"--set applies to a policy's name or class: edit the parameters in {word} itself")
         return _configured(Path(word))
     settings = anchored({"name": word, **parameters(given)} if given else word, Path.cwd())
-    return Named(policy_from(settings), settings)  # type: ignore[arg-type]
+    return PolicyToCheck(policy_from(settings), settings)  # type: ignore[arg-type]
 
 
-def _configured(path: Path) -> Named:
+def _configured(path: Path) -> PolicyToCheck:
     from monitor.config.load import load_config
 
     config = load_config(path)
-    return Named(policy_from(config.policy), config.policy, config.limits())
+    return PolicyToCheck(policy_from(config.policy), config.policy, config.limits())
 
 
 def parameters(given: Sequence[str]) -> Mapping[str, Any]:
@@ -175,7 +175,7 @@ def check(
 ) -> None:
     """Check that a policy keeps the contract, on synthetic models and runs, in this process and in a fresh one."""
     del debug
-    with output.kept_for_answers():
+    with output.stdout_to_stderr():
         checked = _check_policy_file(policy, set_ or ())
     output.answer(_as_json(checked), lambda console: _draw(console, checked), as_json=json)
     raise typer.Exit(OK if checked.holds else DriftpointError.exit_code)
@@ -184,7 +184,7 @@ def check(
 def _check_policy_file(word: str, given: Sequence[str]) -> Checked:
     found = named(word, given)
     findings = list(examine(found.policy, found.bounds))
-    findings.insert(_NEEDS_AN_ANSWER, _elsewhere(found))
+    findings.insert(_NEEDS_AN_ANSWER, _fresh_process_finding(found))
     return Checked(found.policy.name, tuple(findings))
 
 
@@ -208,12 +208,12 @@ def _draw(console: Console, checked: Checked) -> None:
     console.print(output.cell(_verdict(checked)))
 
 
-def _elsewhere(found: Named) -> Finding:
+def _fresh_process_finding(found: PolicyToCheck) -> Finding:
     try:
         expected = digest(found.policy)
     except BrokenError:
         return Finding("same answer in another process", "not checked", "it has no answer in this one")
-    return another_process(found.settings, expected)
+    return check_in_fresh_process(found.settings, expected)
 
 
 def _verdict(checked: Checked) -> str:

@@ -73,12 +73,12 @@ def prune(
     """Delete commits that retention does not keep. Keeps the newest valid one and the last one resumed from."""
     del debug
     retention = Retention(keep_last=keep_last, keep_every=keep_every, log_spaced=log_spaced)
-    found = tidy(store, retention, dry_run=dry_run)
+    found = prune_store(store, retention, dry_run=dry_run)
     output.answer(_as_json(found), lambda console: _draw(console, found), as_json=json)
     raise typer.Exit(found.exit_code)
 
 
-def tidy(root: Path, retention: Retention, *, dry_run: bool) -> Pruned:
+def prune_store(root: Path, retention: Retention, *, dry_run: bool) -> Pruned:
     """Prune the store at ``root``. Raises StoreInUseError first if a job uses it."""
     catalog = open_store(root)
     in_use_by = lock_owner(root)

@@ -14,7 +14,7 @@ from deploy import console as output
 from deploy import tables
 from deploy.console import DebugOption, JsonOption, StoreArgument
 from deploy.exit_codes import health
-from deploy.format import going_on_text, kind_text, plural, size_text
+from deploy.format import kind_text, plural, resume_step_text, size_text
 from deploy.store_status import find_save, open_store, parameters, resume_step
 from store.catalog import Catalog
 from store.certificate import Certificate, CertifiedUnit, certify
@@ -128,7 +128,7 @@ def _draw(console: Console, shown: Shown, *, long: bool) -> None:
     if shown.suspect:
         rows["Suspect"] = f"jobs that resumed from it died: {shown.suspect}; a resume prefers older commits"
     if shown.goes_on_at is not None:
-        going_on = going_on_text(certificate.step, shown.goes_on_at, certificate.effective_step)
+        going_on = resume_step_text(certificate.step, shown.goes_on_at, certificate.effective_step)
         rows |= {"Resume": going_on} if going_on else {}
     console.print(output.facts(rows))
     console.print()

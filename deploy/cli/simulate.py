@@ -37,7 +37,7 @@ def simulate(
 ) -> None:
     """Replay a recorded run under other configurations: bytes, stall, and the cost of a failure."""
     del debug
-    with output.kept_for_answers():
+    with output.stdout_to_stderr():
         from deploy.simulate.simulation import Limits, read_trace, simulated
         from deploy.simulate.summary import Prices, Terms
 

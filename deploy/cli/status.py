@@ -13,7 +13,7 @@ from rich.text import Text
 
 from deploy import console as output
 from deploy.console import DebugOption, JsonOption, StoreArgument
-from deploy.format import going_on_text, kind_text, plural, size_text
+from deploy.format import kind_text, plural, resume_step_text, size_text
 from deploy.store_status import StoreStatus, lock_owner_text, model_text, open_store, parameters, store_status, written
 from store.schema import ManifestRecord
 
@@ -114,7 +114,7 @@ def _resume_text(found: StoreStatus) -> Text:
         exact=resume.exact, max_staleness=resume.max_staleness, max_drift=resume.max_drift, lossy=resume.lossy
     )
     text = f"from step {resume.step}, {kind}"
-    if going_on := going_on_text(resume.step, resume.goes_on_at, resume.effective_step):
+    if going_on := resume_step_text(resume.step, resume.goes_on_at, resume.effective_step):
         text += f"; {going_on}"
     if resume.fallbacks:
         text += f"; {plural(len(resume.fallbacks), 'unit')} in an older version because of damage"

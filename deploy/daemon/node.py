@@ -190,7 +190,7 @@ class Node:
         self._loop = asyncio.get_running_loop()
         self._jobs, self._known = Jobs(), SeenStore(options.base)
         self._rescues = deque[RescueReport](maxlen=_HISTORY)
-        self._told: dict[Path, str] = {}
+        self._reported: dict[Path, str] = {}
         self._verified_bytes = 0
         self._started = datetime.now(UTC).isoformat(timespec="seconds")
         self._needed = time.monotonic()
@@ -238,7 +238,7 @@ class Node:
         Args:
             hello: its message.
             pid: its process.
-            end: descriptor of :func:`deploy.daemon.server.end_of`; ownership passes to this call.
+            end: descriptor of :func:`deploy.daemon.server.process_end_fd`; ownership passes to this call.
 
         Raises:
             DaemonError: the trainer cannot be registered.
@@ -356,9 +356,9 @@ class Node:
         text = listed(problems, 4, "; ")
         if save is None:
             self.metrics.verify_failures.inc()
-            if self._told.get(store) != text:
+            if self._reported.get(store) != text:
                 _log.warning("%s cannot be verified: %s", store, text)
-            self._told[store] = text
+            self._reported[store] = text
         elif problems:
             _log.error("%s: commit %s is damaged: %s; run `driftpoint verify %s`", store, save, text, store)
 

@@ -93,7 +93,7 @@ def _listening(path: Path) -> socket.socket:
     return made
 
 
-def peer_of(connection: socket.socket) -> int:
+def peer_pid(connection: socket.socket) -> int:
     """Return the connected process. Raises DaemonError if it is another user's or in another pid namespace."""
     data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     pid, uid, _ = struct.unpack("3i", data)
@@ -106,7 +106,7 @@ def peer_of(connection: socket.socket) -> int:
     return int(pid)
 
 
-def end_of(connection: socket.socket, pid: int) -> int | None:
+def process_end_fd(connection: socket.socket, pid: int) -> int | None:
     """Return a descriptor that becomes readable when the process ends, None if it has ended. Raises DaemonError."""
     try:
         return connection.getsockopt(socket.SOL_SOCKET, _PIDFD)
@@ -201,7 +201,7 @@ class Daemon:
                 writer.close()
 
     async def _handle_client(self, connection: _Connection) -> None:
-        pid = peer_of(connection.writer.get_extra_info("socket"))
+        pid = peer_pid(connection.writer.get_extra_info("socket"))
         try:
             first = await asyncio.wait_for(self._receive(connection), _FIRST_MESSAGE_SECONDS)
         except TimeoutError as error:
@@ -213,7 +213,7 @@ class Daemon:
             await self._send(connection, protocol.ShuttingDown(pid=os.getpid()))
             self._ending.set()
         elif isinstance(first, protocol.Register):
-            end = end_of(connection.writer.get_extra_info("socket"), pid)
+            end = process_end_fd(connection.writer.get_extra_info("socket"), pid)
             connection.joined = self._node.join(first, pid, end)
             await self._send(connection, protocol.Welcome(pid=os.getpid()))
             await self._listen(connection, *connection.joined)

@@ -70,7 +70,7 @@ def bytes_each(encodings: Mapping[str, str]) -> float:
     return sum(encoding_named(encodings.get(slot, RAW)).stored_bytes(many, "F32") / many for slot in SLOTS)
 
 
-def parsed_count(text: str) -> int:
+def parse_count(text: str) -> int:
     """Parse a number of parameters such as ``8b``, ``350M`` or ``1.3e9``. Raises UsageError."""
     match = re.fullmatch(r"([0-9]*\.?[0-9]+(?:e[0-9]+)?)([kmgbt]?)", text.strip().lower().replace("_", ""))
     count = round(float(match[1]) * _SUFFIXES[match[2]]) if match else 0

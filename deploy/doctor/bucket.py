@@ -15,7 +15,7 @@ from contextlib import suppress
 from functools import partial
 
 from deploy.doctor.base import Finding, Plan, Probe
-from deploy.doctor.disk import meaning
+from deploy.doctor.disk import save_duration_text
 from deploy.format import plural, size_text
 from store.errors import ExistsError, MissingError, StorageError
 from store.storage.atomic import replace_hint, write_new
@@ -44,7 +44,7 @@ def check_bucket(files: ObjectFiles, plan: Plan, *, speed: bool = True) -> Itera
     yield Finding("bucket", "ok", f"{files.root} is reachable and can be listed: {plural(held, 'name')} at its top")
     try:
         with Probe(files, partial(_remove, files)) as probe:
-            yield from _tried(probe)
+            yield from _check(probe)
             if speed:
                 yield _speed(probe, plan)
     except StorageError as error:
@@ -56,17 +56,17 @@ def check_bucket(files: ObjectFiles, plan: Plan, *, speed: bool = True) -> Itera
 
 
 def _remove(files: ObjectFiles, names: Sequence[str]) -> None:
-    with suppress(StorageError):  # whether deleting works was tried
+    with suppress(StorageError):  # _forgets reports failing deletions
         files.unlink_all(names)
 
 
-def _tried(probe: Probe[ObjectFiles]) -> Iterator[Finding]:
+def _check(probe: Probe[ObjectFiles]) -> Iterator[Finding]:
     first = probe.name()
     began = time.time()
     _put(probe, first, _FIRST)
     yield _clock(began, probe.files.modified(first))
     yield _latency(probe, first)
-    broken = [text for text in (tried(probe, first) for tried in _PROMISES) if text is not None]
+    broken = [text for text in (check(probe, first) for check in _PROMISES) if text is not None]
     yield (
         Finding("semantics", "fail", "; ".join(broken), "use Amazon S3, or a server that supports this")
         if broken
@@ -180,4 +180,4 @@ def _speed(probe: Probe[ObjectFiles], plan: Plan) -> Finding:
 
     write_new(probe.files, probe.name(), fill, most=least)
     rate = done / (time.perf_counter() - began)
-    return Finding("speed", "ok", f"{rate / 1e6:.0f} MB/s from this process, in parts{meaning(plan, rate)}")
+    return Finding("speed", "ok", f"{rate / 1e6:.0f} MB/s from this process, in parts{save_duration_text(plan, rate)}")

@@ -36,7 +36,7 @@ sys.stdin.read()
 """
 
 
-def place_of(root: Path) -> Path:
+def nearest_directory(root: Path) -> Path:
     """Return the store's directory or its nearest existing parent."""
     places = (root.absolute(), *root.absolute().parents)
     return next(place for place in places if os.path.isdir(place))  # noqa: PTH112 - False where nobody may look, too
@@ -44,8 +44,8 @@ def place_of(root: Path) -> Path:
 
 def check_disk(root: Path, plan: Plan) -> Iterator[Finding]:
     """Run all checks of the disk that holds ``root``, or will hold it."""
-    place = place_of(root)
-    yield _kind(place)
+    place = nearest_directory(root)
+    yield _filesystem(place)
     try:
         with probe_in(place) as probe:
             yield from _writes(probe, place, plan)
@@ -73,7 +73,7 @@ def _writes(probe: Probe[LocalFiles], place: Path, plan: Plan) -> Iterator[Findi
     began = time.time()
     _written(probe, first)
     yield _clock(began, (place / first).stat().st_mtime)
-    broken = [text for text in (tried(probe, first) for tried in _PROMISES) if text is not None]
+    broken = [text for text in (check(probe, first) for check in _PROMISES) if text is not None]
     yield (
         Finding("semantics", "fail", "; ".join(broken), "put the store on a filesystem that supports this")
         if broken
@@ -231,17 +231,17 @@ def _speed(probe: Probe[LocalFiles], plan: Plan) -> Finding:
     if not done:
         return Finding("speed", "warn", "not enough space to measure it", "see space")
     rate = done / seconds
-    return Finding("speed", "ok", f"{rate / 1e6:.0f} MB/s from this process, synced{meaning(plan, rate)}")
+    return Finding("speed", "ok", f"{rate / 1e6:.0f} MB/s from this process, synced{save_duration_text(plan, rate)}")
 
 
-def meaning(plan: Plan, rate: float) -> str:
+def save_duration_text(plan: Plan, rate: float) -> str:
     """Describe the duration of a save at this rate in bytes per second."""
     if plan.commit_bytes is None:
         return f": a save of 1 G parameters takes {12e9 / rate:.0f} s, in the background"
     return f": a full save of {size_text(plan.commit_bytes)} takes {plan.commit_bytes / rate:.0f} s, in the background"
 
 
-def _kind(place: Path) -> Finding:
+def _filesystem(place: Path) -> Finding:
     mount = mount_of(place)
     if mount is None:
         return Finding("filesystem", "warn", f"the filesystem of {place} is unknown", "")

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deploy.doctor.base import Finding
-from deploy.doctor.disk import place_of
+from deploy.doctor.disk import nearest_directory
 from deploy.format import plural
 from store.text import listed
 
@@ -37,7 +37,7 @@ class Ranks:
         return self.rank == 0
 
 
-def launched(environment: Mapping[str, str]) -> Ranks:
+def ranks_from_environment(environment: Mapping[str, str]) -> Ranks:
     """Read rank and world size from the variables of torchrun or srun; a single process without them.
 
     A Slurm batch script has a rank too, but no step, and counts as a single process.
@@ -58,18 +58,18 @@ def check_nodes(root: Path, ranks: Ranks, seconds: float) -> Finding | None:
     """Wait up to ``seconds`` for the files of all ranks; None with a single rank."""
     if ranks.count == 1:
         return None
-    place = place_of(root)
+    place = nearest_directory(root)
     try:
-        return _met(place, ranks, seconds)
+        return _meet(place, ranks, seconds)
     except OSError as error:
         return Finding("nodes", "fail", f"cannot create a file in {place}: {error.strerror}", "see writing")
 
 
-def _met(place: Path, ranks: Ranks, seconds: float) -> Finding:
-    mine, done = _note(place, ranks, ranks.rank, "here"), _note(place, ranks, ranks.rank, "seen")
+def _meet(place: Path, ranks: Ranks, seconds: float) -> Finding:
+    own, done = _note(place, ranks, ranks.rank, "here"), _note(place, ranks, ranks.rank, "seen")
     try:
-        mine.write_text(socket.gethostname(), encoding="utf-8")
-        now = mine.stat().st_mtime  # by the clock of the filesystem, as those of the others
+        own.write_text(socket.gethostname(), encoding="utf-8")
+        now = own.stat().st_mtime  # by the clock of the filesystem, as those of the others
         there: dict[int, str] = {}
 
         def all_there() -> bool:
@@ -80,9 +80,9 @@ def _met(place: Path, ranks: Ranks, seconds: float) -> Finding:
         done.write_text("", encoding="utf-8")
         # Whoever leaves first must not be missed by those who look more slowly.
         _wait(lambda: all(_has_seen(place, ranks, rank) for rank in there), seconds)
-        return _told(place, ranks, there, seconds)
+        return _finding(place, ranks, there, seconds)
     finally:
-        for note in (mine, done):
+        for note in (own, done):
             note.unlink(missing_ok=True)
 
 
@@ -111,7 +111,7 @@ def _wait(until: Callable[[], bool], seconds: float) -> None:
         time.sleep(_ASK)
 
 
-def _told(place: Path, ranks: Ranks, there: Mapping[int, str], seconds: float) -> Finding:
+def _finding(place: Path, ranks: Ranks, there: Mapping[int, str], seconds: float) -> Finding:
     hosts = sorted({host for host in there.values() if host})
     missing = [rank for rank in range(ranks.count) if rank not in there]
     if not missing:

@@ -50,7 +50,7 @@ class Column:
     stall: float = 0.0  # seconds; ``longest`` is that of one decision
     longest: float = 0.0
 
-    def take(self, other: Column) -> None:
+    def merge(self, other: Column) -> None:
         """Merge the following column into this one."""
         self.last_step, self.last_at = other.last_step, other.last_at
         self.decisions += other.decisions
@@ -96,7 +96,7 @@ class Bins:
         if number // self.width == len(self.columns):
             self.columns.append(one)
         else:
-            self.columns[-1].take(one)
+            self.columns[-1].merge(one)
         return number
 
     def pick(self, rows: Sequence[int]) -> None:
@@ -111,7 +111,7 @@ class Bins:
     def _halve(self) -> None:
         self.width *= 2
         for left, right in zip(self.columns[::2], self.columns[1::2], strict=False):
-            left.take(right)
+            left.merge(right)
         self.columns = self.columns[::2]
         half, rest = self.most // 2, self.most - self.most // 2
         self.drift = _grown(

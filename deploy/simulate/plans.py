@@ -139,10 +139,10 @@ def recorded_interval(run: Run) -> int:
         return every if isinstance(every, int) else 1
     usual = statistics.median_low(gaps)
     usual = max(usual, every) if isinstance(every, int) else usual
-    return next(found for found in itertools.count(usual, usual) if _told(run, found))
+    return next(found for found in itertools.count(usual, usual) if _covers(run, found))
 
 
-def _told(run: Run, every: int) -> bool:
+def _covers(run: Run, every: int) -> bool:
     """Return whether the trace has nearly all decisions of a job with this interval."""
     steps = [[moment.line.step for moment in era.moments] for era in run.eras]
     due = sum(era[-1] // every - (era[0] - 1) // every for era in steps)

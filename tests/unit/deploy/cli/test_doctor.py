@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from deploy.doctor import disk, machine
-from deploy.doctor.base import Finding, Plan, bytes_each, parsed_count
+from deploy.doctor.base import Finding, Plan, bytes_each, parse_count
 from deploy.doctor.disk import check_disk
 from deploy.doctor.nodes import Ranks, check_nodes, launched
 from deploy.doctor.store import check_store
@@ -367,12 +367,12 @@ class TestPlan:
         ("text", "count"), [("8b", 8 * 10**9), ("350M", 35 * 10**7), ("1.3e9", 1.3e9), ("1_000", 1000), (".5k", 500)]
     )
     def test_counts(self, text: str, count: int) -> None:
-        assert parsed_count(text) == count
+        assert parse_count(text) == count
 
     @pytest.mark.parametrize("text", ["", "b", "8x", "-1", "0", "8bb", "1e99", "nan"])
     def test_what_is_no_count(self, text: str) -> None:
         with pytest.raises(UsageError, match="--parameters takes a number"):
-            parsed_count(text)
+            parse_count(text)
 
 
 class TestNodes:

@@ -105,8 +105,8 @@ def test_damage_is_worked_around_and_told(here: Here, trained: Path, tmp_path: P
 
 @pytest.mark.parametrize("command", ["merge", "import"])
 def test_the_help_says_what_is_taken_without_a_step(here: Here, command: str) -> None:
-    told = " ".join(here(command, "--help", columns=400).out.split())
-    assert "Default:" in told and "`latest` of a DeepSpeed directory" in told
+    report = " ".join(here(command, "--help", columns=400).out.split())
+    assert "Default:" in report and "`latest` of a DeepSpeed directory" in report
 
 
 def test_what_is_there_is_not_written_over(here: Here, trained: Path, tmp_path: Path) -> None:
@@ -150,7 +150,7 @@ def test_what_libraries_print_does_not_spoil_the_answer(tmp_path: Path, monkeypa
 
 
 def test_optimizer_steps_that_layers_did_not_have_are_in_the_table() -> None:
-    def told(*steps: ChosenStep) -> str:
+    def report(*steps: ChosenStep) -> str:
         text = io.StringIO()
         console = Console(file=text, width=80)
         certificate = with_steps(Certificate("s", "00000012-000001", 12, True, (), ()), steps)
@@ -159,12 +159,12 @@ def test_optimizer_steps_that_layers_did_not_have_are_in_the_table() -> None:
         return text.getvalue()
 
     had = (HeldSteps(8.0, tuple(f"layers.{i}" for i in range(8))), HeldSteps(12.0, ("head",)))
-    table = told(ChosenStep(0, 12.0, had), ChosenStep(1, 12.0, had[1:]))
+    table = report(ChosenStep(0, 12.0, had), ChosenStep(1, 12.0, had[1:]))
     (row,) = (line.split(maxsplit=2) for line in table.splitlines() if "layers.0" in line)
     assert row[:2] == ["0", "12"] and row[2].startswith("8: layers.0, layers.1")
     assert "and 2 more; 12: head" in " ".join(table.split())
     assert "composite" in table and "one optimizer step for layers that had different ones" in " ".join(table.split())
-    assert "Optimizer step" not in told(ChosenStep(1, 12.0, had[1:])) and "exact" in told()
+    assert "Optimizer step" not in report(ChosenStep(1, 12.0, had[1:])) and "exact" in report()
 
 
 def test_exported_weights_are_called_what_they_are(here: Here, trained: Path, tmp_path: Path) -> None:
@@ -175,10 +175,10 @@ def test_exported_weights_are_called_what_they_are(here: Here, trained: Path, tm
     assert "not exact: rounded to float16, drift up to 0" in half.out
     assert [line.split()[4] for line in half.out.splitlines() if line.split()[:1] == ["all"]] == ["?"]
     assert "weights held in float32 are written in float16" in " ".join(half.out.split())
-    told = here(*given, "--out", tmp_path / "json", "--dtype", "float16", "--json").json["certificate"]
-    assert (told["exact"], told["max_error"], told["written"][0]["working"]) == (False, None, False)
+    report = here(*given, "--out", tmp_path / "json", "--dtype", "float16", "--json").json["certificate"]
+    assert (report["exact"], report["max_error"], report["written"][0]["working"]) == (False, None, False)
     planned = here(*given, "--dtype", "float16", "--plan", "--json").json["certificate"]
-    assert planned == told
+    assert planned == report
     whole = Certificate("s", "00000012-000001", 12, True, (), ())
     values = {one.name: getattr(whole, one.name) for one in fields(Certificate)}
     working = WeightsCertificate(**values, written=(Written("float32", "bfloat16", True, ("norm",)),))
@@ -262,7 +262,7 @@ def test_a_plan_lists_everything_that_is_missing(here: Here, trained: Path, tmp_
 
 def test_mistakes_in_what_was_typed(here: Here, trained: Path, tmp_path: Path, recipe: Path) -> None:
     store, out = trained / "store", tmp_path / "out"
-    for given, told in (
+    for given, report in (
         (("--layout", "gguf"), "layout 'gguf' is not known; there are native, deepspeed"),
         (("--zero-stage", "4"), "ZeRO stage 4 cannot be written"),
         (("--dtype", "int8"), "dtype 'int8' is not known; there are float32, bfloat16 and float16"),
@@ -276,7 +276,7 @@ def test_mistakes_in_what_was_typed(here: Here, trained: Path, tmp_path: Path, r
         (("--layout", "hf", "--world-size", 2), "--world-size is for layouts deepspeed and trainer"),
     ):
         answer = here("merge", store, "--out", out, *given)
-        assert answer.code == 2 and told in answer.err, answer.err
+        assert answer.code == 2 and report in answer.err, answer.err
     assert not out.exists()
 
 

@@ -85,7 +85,7 @@ def test_a_configuration_with_its_bounds(here: Here, tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "value"),
     [
         (["nonsense"], "unknown policy 'nonsense': did you mean"),
         (["my.py:Mine"], "cannot read"),
@@ -100,10 +100,10 @@ def test_a_configuration_with_its_bounds(here: Here, tmp_path: Path, monkeypatch
         ([], "see `driftpoint policy check --help`"),
     ],
 )
-def test_what_cannot_be_tried(here: Here, arguments: list[str], told: str) -> None:
+def test_what_cannot_be_tried(here: Here, arguments: list[str], value: str) -> None:
     answer = here("policy", "check", *arguments)
     assert (answer.code, answer.out) == (2, "")
-    assert told in answer.err and answer.err.count("\n") == 1
+    assert value in answer.err and answer.err.count("\n") == 1
     assert here("policy", "check", *arguments, "--json").json["error"]["message"] in answer.err
 
 

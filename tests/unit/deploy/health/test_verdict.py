@@ -89,8 +89,7 @@ def test_no_job_is_running(run: SeenRun) -> None:
     found = verdict(run, 4000)
     assert found.level == "good"
     assert found.sentence == (
-        "No job is running. A restart now resumes at step 600, 4 steps before the last known step, "
-        "bit for bit."
+        "No job is running. A restart now resumes at step 600, 4 steps before the last known step, bit for bit."
     )
 
 
