@@ -116,7 +116,7 @@ def _write(text: str) -> None:
 
 if TYPE_CHECKING:
     StorePath = Path
-else:  # typer would make a plain path again of what the parser gives
+else:  # typer would convert the parser's result to a plain Path
     StorePath = object
 
 StoreArgument = Annotated[

@@ -25,7 +25,7 @@ from store.session import lock_holder, newest_epoch, read_epoch
 from store.storage.bucket import ObjectOptions
 from store.text import listed
 
-_PATIENCE = ObjectOptions(retry_seconds=15.0)  # shorter retries than a job's, because somebody waits for the answer
+_PATIENCE = ObjectOptions(retry_seconds=15.0)  # shorter retries than a job's, because a user waits
 _TRIES = 4  # attempts to read a store that changes meanwhile
 
 

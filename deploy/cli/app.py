@@ -41,7 +41,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _early in (init.init, doctor.doctor, init.schema):  # what comes before there is a store
+for _early in (init.init, doctor.doctor, init.schema):  # commands that need no store
     app.command(epilog=EPILOG)(_early)
 for _command in (status.status, show.show, verify.verify, merge.merge, prune.prune, memory.rescue, simulate.simulate):
     app.command(epilog=EPILOG)(_command)
@@ -49,7 +49,7 @@ app.command(epilog=EPILOG)(estimate.estimate)
 app.command(epilog=EPILOG)(report.report)
 app.command(epilog=EPILOG)(report.top)
 app.command("import", epilog=EPILOG)(import_checkpoint.import_)
-# What follows the first word that is no option belongs to the command that is run.
+# Everything after the first word that is not an option belongs to the training command.
 app.command(epilog=EPILOG, context_settings={"allow_interspersed_args": False})(run_.run)
 app.add_typer(policy.app, name="policy")
 app.add_typer(daemon.app, name="daemon")

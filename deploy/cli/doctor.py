@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 CONFIG = Path("driftpoint.yaml")
 
-_PATIENCE = 15.0  # seconds to retry requests to a bucket; short, because somebody waits
+_PATIENCE = 15.0  # seconds to retry requests to a bucket; short, because a user waits
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 StoreArgument = Annotated[

@@ -249,7 +249,7 @@ def kind_of(certificate: Certificate) -> Text:
     from merger.layouts.huggingface import working_dtypes
 
     if certificate.exact and (dtypes := working_dtypes(certificate)):
-        # To the last bit what the run computes with, and yet not all that it keeps.
+        # Bit for bit the weights that the run computes with, but not its master weights.
         return Text(f"exact working weights ({', '.join(dtypes)}), not the master weights", style="green")
 
     drift = certificate.max_drift

@@ -81,7 +81,7 @@ class DaemonMetrics:
 
     def show(self, report: Report, base: Path) -> None:
         """Update the gauges. ``base`` is the shared-memory directory."""
-        with suppress(OSError):  # it is gone: what there was is told by its jobs
+        with suppress(OSError):  # shared memory was removed; the jobs' reports remain
             found = os.statvfs(base)
             self.memory_room.set(found.f_bavail * found.f_frsize)
         for read in report.stores:

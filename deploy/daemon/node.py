@@ -308,7 +308,7 @@ class Node:
 
     def _in_loop(self, told: Callable[..., None]) -> Callable[..., None]:
         def hand(*news: object) -> None:
-            with suppress(RuntimeError):  # the loop has ended, and with it everybody who would care
+            with suppress(RuntimeError):  # the loop has ended
                 self._loop.call_soon_threadsafe(told, *news)
 
         return hand
@@ -351,7 +351,7 @@ class Node:
             self.metrics.verified.inc()
         if save is None and not problems:
             if not any(Path(job.hello.store) == store for job in self._jobs):
-                return  # it went with its job: nobody needs it
+                return  # removed together with its job
             problems = ["there is no such directory: is its disk mounted on this node?"]
         text = listed(problems, 4, "; ")
         if save is None:

@@ -192,7 +192,7 @@ class Daemon:
         except DaemonError as error:
             await self._refuse(connection, "misunderstood", str(error))
         except (OSError, asyncio.IncompleteReadError):
-            pass  # it went away; what that means, the end of its process tells
+            pass  # disconnected; the end of its process is watched separately
         finally:
             self._connections.discard(connection)
             if connection.joined is not None:

@@ -111,7 +111,7 @@ class Verifier:
 
     def _read(self, found: Checked) -> bool:
         if not found.path.is_dir():
-            if found.damaged:  # whatever comes back in its place is read anew
+            if found.damaged:  # a store that reappears here is verified from scratch
                 found.saves, found.groups, found.damaged, found.damage = set(), set(), [], []
             self._told(found.path, None, [])
             return False

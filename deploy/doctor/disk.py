@@ -39,7 +39,7 @@ sys.stdin.read()
 def nearest_directory(root: Path) -> Path:
     """Return the store's directory or its nearest existing parent."""
     places = (root.absolute(), *root.absolute().parents)
-    return next(place for place in places if os.path.isdir(place))  # noqa: PTH112 - False where nobody may look, too
+    return next(place for place in places if os.path.isdir(place))  # noqa: PTH112 - also False without permission
 
 
 def check_disk(root: Path, plan: Plan) -> Iterator[Finding]:
@@ -126,7 +126,7 @@ def _follows_no_link(probe: Probe[LocalFiles], first: str) -> str | None:
     try:
         (probe.files.root / name).symlink_to(first)
     except OSError:
-        return None  # there are none to follow
+        return None  # symbolic links are not supported
     try:
         os.close(os.open(probe.files.root / name, os.O_RDONLY | os.O_NOFOLLOW))
     except OSError as error:
@@ -216,7 +216,7 @@ def _lockable(path: Path) -> bool:
 def _speed(probe: Probe[LocalFiles], plan: Plan) -> Finding:
     status = os.statvfs(probe.files.root)
     most = min(_MOST_BYTES, status.f_bavail * status.f_frsize // 10)
-    data = secrets.token_bytes(_PIECE)  # what compresses would flatter some filesystems
+    data = secrets.token_bytes(_PIECE)  # incompressible: some filesystems compress
     name, done, began = probe.name(), 0, time.perf_counter()
     file = probe.files.create(name)
     (probe.files.root / name).unlink()  # it is large: not even a doctor that is killed leaves it behind

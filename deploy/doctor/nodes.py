@@ -78,7 +78,7 @@ def _meet(place: Path, ranks: Ranks, seconds: float) -> Finding:
 
         _wait(all_there, seconds)
         done.write_text("", encoding="utf-8")
-        # Whoever leaves first must not be missed by those who look more slowly.
+        # Wait until all ranks have seen this file before removing it.
         _wait(lambda: all(_has_seen(place, ranks, rank) for rank in there), seconds)
         return _finding(place, ranks, there, seconds)
     finally:

@@ -274,7 +274,7 @@ def build_report(
 def _build(
     catalog: Catalog, root: Path, path: Path, memory: Path, *, named: bool, verify: bool, clock: Callable[[], float]
 ) -> ReportResult:
-    # What takes long comes first, so that what is told as now is of one parse_time.
+    # Slow reads come first, so that the facts are of one moment.
     checked = _verified(catalog) if verify else verified_by_daemon(memory, catalog.store_id)
     history, missing = _history(path, named=named)
     job_status = None if history is None else history.job_status
@@ -337,7 +337,7 @@ def _of_store(catalog: Catalog, facts: Facts) -> Iterator[Incident]:
         try:
             manifest = catalog.manifest(save)
         except (DamagedError, StorageError):
-            continue  # told above
+            continue  # reported above
         if any(unit.save == save.name and unit.reason == REASON for unit in manifest.units):
             yield Incident("rescued", "look", REASON, save.step, parse_time(manifest.created))
 

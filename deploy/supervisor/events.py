@@ -43,7 +43,7 @@ class EventLog:
         self._ends: list[str] = []
 
     def message(self, text: str) -> None:
-        with suppress(OSError, ValueError):  # nobody reads, or the terminal is gone
+        with suppress(OSError, ValueError):  # stderr is closed, or the terminal is gone
             self._line(f"driftpoint run: {text}")
 
     def on_attempt_start(self, number: int, seconds: float, snapshot: StoreSnapshot) -> None:

@@ -107,7 +107,7 @@ def end_descendants(term_seconds: float, kill_seconds: float, but: Collection[ps
     send(left, signal.SIGTERM)
     psutil.wait_procs(left, timeout=term_seconds)
     last = time.monotonic() + kill_seconds
-    while survivors := descendants(but):  # again: one may fork between being seen and being killed
+    while survivors := descendants(but):  # repeat: a process may fork before it is killed
         send(survivors, signal.SIGKILL)
         psutil.wait_procs(survivors, timeout=max(0.0, last - time.monotonic()))
         if time.monotonic() >= last:

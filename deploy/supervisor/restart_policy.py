@@ -118,7 +118,7 @@ def decide_restart(
         return history, GiveUp(OK, "the command ended")
     if attempt.code == PREEMPTED and attempt.committed:
         return _preempted(history, attempt), Restart(0.0, counted=False)
-    # Whoever only ever says that it was preempted, and saved nothing, must not be started again for ever.
+    # A command that always exits as preempted without saving must not be restarted forever.
     went = _unsaved(history, attempt) if attempt.code == PREEMPTED else _failed(history, attempt)
     stop = _limit(went, limits)
     return (went, stop) if stop is not None else _again(went, attempt, limits, draw)

@@ -56,7 +56,7 @@ class StoreProbe:
         """Return the local process that locks the store, 0 if its id is unknown, None if unlocked."""
         try:
             return None if is_url(self.root) else self._with_timeout(lambda: lock_holder(self.root))
-        except (DriftpointError, OSError):  # what hangs is told by look()
+        except (DriftpointError, OSError):  # look() reports storage that hangs
             return None
 
     def mark(self, save: SaveId, why: str) -> str:

@@ -220,7 +220,7 @@ class Supervisor:
         try:
             yield
         finally:
-            while self._next_signal(0.0) is not None:  # it is over: what still comes must not change how it ended
+            while self._next_signal(0.0) is not None:  # drain late signals, which must not change the exit code
                 pass
             for number, handler in handlers.items():
                 signal.signal(number, signal.SIG_DFL if handler is None else handler)
