@@ -181,7 +181,7 @@ class TestDisk:
         ("call", "told"),
         [
             ("link", "hard links are not supported"),
-            ("rename", "a file cannot be renamed over another"),
+            ("rename", "a rename cannot replace a file"),
         ],
     )
     def test_what_a_filesystem_has_not(

@@ -100,7 +100,7 @@ def test_how_fast_storage_is_can_be_given(here: Here, trace: Path) -> None:
     slow = here("simulate", trace, "--storage-gbps", 0.001, "--json").json
     quick = here("simulate", trace, "--storage-gbps", 10, "--json").json
     assert by_name(slow)["full, raw"]["lost_steps"]["mean"] > by_name(quick)["full, raw"]["lost_steps"]["mean"] + 5
-    told = "how long saves take is not known"
+    told = "save durations are unknown"
     assert told not in " ".join(quick["notes"]) and told in " ".join(here("simulate", trace, "--json").json["notes"])
     waits = by_name(here("simulate", trace, "--copy-gbps", 0.01, "--json").json)["full, raw"]
     assert waits["stall_seconds"] == pytest.approx(200 * (8 << 20) / 1e7)
@@ -197,7 +197,7 @@ def test_a_trace_that_is_too_coarse_is_told(here: Here, trace: Path) -> None:
     notes = " ".join(here("simulate", trace, "-p", "{policy: full, every: 3}", "--json").json["notes"])
     assert "every 3 is replayed as 10" in notes
     notes = " ".join(here("simulate", trace, "-p", "{policy: full, every: 25}", "--json").json["notes"])
-    assert "no multiple of the 10 steps" in notes
+    assert "not a multiple of the 10 steps" in notes
 
 
 def test_a_picture(here: Here, trace: Path, tmp_path: Path) -> None:
@@ -272,14 +272,14 @@ def test_a_policy_that_is_not_run_is_not_called_as_recorded(here: Here, tmp_path
     trace = write_trace(trace_of(movers, range(10, 101, 10), every=10, policy="own.py:Mine"), tmp_path / "trace")
     answer = here("simulate", trace)
     assert answer.code == 0 and "as recorded" not in answer.out
-    assert "full, for the recorded policy" in answer.out and "left the recorded path" not in answer.out
+    assert "full, for the recorded policy" in answer.out and "replay differs from the recording" not in answer.out
 
 
 def test_what_an_observed_run_tells_of_stall_is_said(here: Here, trace: Path, tmp_path: Path) -> None:
     lines = read_trace(trace).lines
     job = lines[0].model_copy(update={"observing": True})
     seen = write_trace(Trace((job, *lines[1:]), 0), tmp_path / "observed")
-    told = "stall told here is that of measuring alone"
+    told = "stall is that of measuring alone"
     assert told in " ".join(here("simulate", seen, "--json").json["notes"])
     assert told not in " ".join(here("simulate", trace, "--json").json["notes"])
 

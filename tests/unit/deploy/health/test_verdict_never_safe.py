@@ -130,7 +130,7 @@ def test_a_job_on_another_machine_whose_trace_is_not_here(run: SeenRun, monkeypa
     lives, silent = verdict(run, 650, traced=False), verdict(run, 4000, traced=False)
     assert lives.level == "good" and lives.sentence.startswith("If the job failed now")
     assert (silent.level, check(silent, "Job").text) == ("look", "unknown")
-    assert silent.sentence.startswith("No job is seen from here.")
+    assert silent.sentence.startswith("No running job is visible from here.")
 
 
 def test_a_job_of_this_machine_whose_store_is_in_a_bucket(run: SeenRun) -> None:

@@ -106,7 +106,7 @@ def test_a_signal_that_nobody_handles_is_not_passed_on(tmp_path: Path) -> None:
     with supervised(tmp_path, talker(tmp_path), "--max-restarts", 0) as run:
         (pid,) = ready(run, 1)
         run.send(signal.SIGUSR2)
-        run.until(lambda: "SIGUSR2: no process of the command has a handler" in run.said)
+        run.until(lambda: "SIGUSR2: no process of the command handles it" in run.said)
         assert alive(pid)
         os.kill(pid, signal.SIGKILL)
         assert run.ends() == 93, "so its death was a failure like any other"
