@@ -347,7 +347,7 @@ class TestStore:
         assert newer.state == "fail" and "--upgrade" in newer.seen and "name another" in newer.todo
         head.write_bytes(b"{}")
         (damaged,) = check_store(builder.root, Retention())
-        assert damaged.state == "fail" and "put STORE.json back" in damaged.todo
+        assert damaged.state == "fail" and "restore STORE.json from" in damaged.todo
 
 
 class TestPlan:

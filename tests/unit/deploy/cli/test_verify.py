@@ -38,7 +38,7 @@ def test_all_as_written(here: Here, builder: StoreBuilder) -> None:
     text = here("verify", builder.root)
     assert text.code == 0
     assert "3 commits, all intact. 16.0 KiB read." in text.out
-    assert re.search(rf"^{saves[2].name} +30 +ok +can <- next$", text.out, re.MULTILINE)
+    assert re.search(rf"^{saves[2].name} +30 +ok +possible <- next$", text.out, re.MULTILINE)
     assert text.err == ""
 
 
