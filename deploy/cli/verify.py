@@ -21,7 +21,7 @@ from store.verify import VerifyReport, total_bytes
 from store.verify import verify as verify_store
 
 _STYLES = {"ok": "green", "fallback": "yellow", "damaged": "bold red"}
-_RESUME = {"ok": "possible", "fallback": "possible, with older versions", "damaged": "impossible"}
+_RESUME = {"ok": "possible", "fallback": "with older versions", "damaged": "impossible"}
 
 
 @dataclass(frozen=True)
