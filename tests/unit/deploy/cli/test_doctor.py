@@ -22,7 +22,7 @@ import pytest
 from deploy.doctor import disk, machine
 from deploy.doctor.base import Finding, Plan, bytes_each, parse_count
 from deploy.doctor.disk import check_disk
-from deploy.doctor.nodes import Ranks, check_nodes, launched
+from deploy.doctor.nodes import Ranks, check_nodes, ranks_from_environment
 from deploy.doctor.store import check_store
 from monitor.config.load import Config
 from store.errors import StorageError, UsageError
@@ -390,7 +390,7 @@ class TestNodes:
         ],
     )
     def test_which_rank_this_is(self, environment: Mapping[str, str], ranks: Ranks) -> None:
-        assert launched(environment) == ranks
+        assert ranks_from_environment(environment) == ranks
 
     def test_all_meet_where_a_disk_is_shared(self, tmp_path: Path) -> None:
         with ThreadPoolExecutor(3) as pool:

@@ -40,7 +40,7 @@ class Beside:
 
 @pytest.fixture
 def beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Beside]:
-    monkeypatch.setattr(verifier, "_LOOK", 0.02)
+    monkeypatch.setattr(verifier, "_POLL_SECONDS", 0.02)
     one = Beside(tmp_path / "store")
     yield one
     one.verifier.end(30.0)
