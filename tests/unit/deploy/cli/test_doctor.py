@@ -151,7 +151,7 @@ class TestDisk:
     def test_a_small_one_full_and_read_only(self, tmp_path: Path) -> None:
         with tmpfs(tmp_path / "small", "1m") as place:
             found = {one.check: one for one in check_disk(place / "store", Plan(Config(), 10**6))}
-            assert (found["filesystem"].state, found["filesystem"].todo[:4]) == ("warn", "name")
+            assert (found["filesystem"].state, found["filesystem"].todo[:3]) == ("warn", "set")
             assert "tmpfs" in found["filesystem"].seen and "a reboot empties it" in found["filesystem"].seen
             assert (found["space"].state, found["speed"].state) == ("fail", "warn")
             with (place / "much").open("wb") as file, suppress(OSError):
@@ -344,7 +344,7 @@ class TestStore:
         body = unseal(head.read_bytes(), "STORE.json")
         head.write_bytes(seal({**body, "reader": 99, "format": 99}))
         (newer,) = check_store(builder.root, Retention())
-        assert newer.state == "fail" and "--upgrade" in newer.seen and "name another" in newer.todo
+        assert newer.state == "fail" and "--upgrade" in newer.seen and "another directory" in newer.todo
         head.write_bytes(b"{}")
         (damaged,) = check_store(builder.root, Retention())
         assert damaged.state == "fail" and "restore STORE.json from" in damaged.todo
