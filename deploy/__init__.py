@@ -1,1 +1,1 @@
-"""Everything beside the training process: the command line and the launch files."""
+"""Command line, node daemon, supervisor and launch files: all that runs beside the training process."""

@@ -1,13 +1,7 @@
-"""Answers, tables, progress bar, shared options.
+"""Print results of commands: JSON or text on stdout, notes and errors on stderr; declare shared options.
 
-How a command answers: one JSON object or text on stdout, errors in one line on stderr.
-
-The only place of the command line that writes. Text is laid out completely before its first byte goes out, so
-that a reader who leaves early (``| head``) is noticed here and nowhere else.
-
-Arguments and options that several commands share, declared once.
-
-A progress bar over bytes, on stderr, and only where someone is watching.
+Only this module of the command line writes to stdout. The whole text is rendered before the first byte is written, so
+that a closed pipe (``| head``) is detected in one place.
 """
 
 from __future__ import annotations
@@ -36,11 +30,11 @@ _PIECE = 1024  # characters, of 4 bytes at most
 
 
 class ReaderLeftError(Exception):
-    """Nobody reads stdout any more. No OSError, so that no layer between takes it for its own."""
+    """Report that stdout was closed. Not an OSError, so that no layer in between catches it."""
 
 
 def answer(body: Mapping[str, Any], render: Callable[[Console], None], *, as_json: bool) -> None:
-    """Print a command's result: ``body`` as JSON, or what ``render`` draws."""
+    """Print the result of a command: ``body`` as JSON, or the text that ``render`` draws."""
     if as_json:
         _write(json.dumps(body, indent=2, allow_nan=False) + "\n")
         return
@@ -52,14 +46,14 @@ def answer(body: Mapping[str, Any], render: Callable[[Console], None], *, as_jso
 
 
 @contextmanager
-def kept_for_answers() -> Iterator[None]:
-    """Keep stdout for the answer: what libraries print while the block runs (DeepSpeed logs there) goes to stderr."""
+def stdout_to_stderr() -> Iterator[None]:
+    """Redirect stdout to stderr inside the block, because libraries (DeepSpeed) log to stdout."""
     with redirect_stdout(sys.stderr):
         yield
 
 
 def answer_error(kind: str, message: str, *, as_json: bool) -> None:
-    """Tell what went wrong: ``error: …`` on stderr, or as JSON on stdout."""
+    """Print an error: ``error: …`` on stderr, or a JSON object on stdout."""
     if as_json:
         _write(json.dumps({"error": {"type": kind, "message": message}}, indent=2) + "\n")
         return
@@ -68,18 +62,18 @@ def answer_error(kind: str, message: str, *, as_json: bool) -> None:
 
 
 def note(message: str) -> None:
-    """A line on stderr beside the result."""
+    """Print one line on stderr."""
     sys.stderr.write(f"{printable(message)}\n")
     sys.stderr.flush()
 
 
 def table(**options: Any) -> Table:
-    """An empty table in the style of all tables here."""
+    """Return an empty table in the common style."""
     return Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold", **options)
 
 
 def facts(rows: Mapping[str, Text | str]) -> Table:
-    """Names and values, one a line."""
+    """Return a grid of names and values, one per line."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="bold", no_wrap=True)
     grid.add_column(overflow="fold")
@@ -89,12 +83,12 @@ def facts(rows: Mapping[str, Text | str]) -> Table:
 
 
 def cell(value: Text | str, style: str = "") -> Text:
-    """A piece of text in which nothing is markup and no control character is left."""
+    """Return text without markup and without control characters."""
     return value if isinstance(value, Text) else Text(printable(value), style=style)
 
 
 def problems(console: Console, found: Sequence[str], limit: int = 20, heading: str = "Problems") -> None:
-    """A list of what is wrong, cut where it gets too long to read."""
+    """Print a list of problems, at most ``limit`` of them."""
     if not found:
         return
     console.print()
@@ -122,7 +116,7 @@ def _write(text: str) -> None:
 
 if TYPE_CHECKING:
     StorePath = Path
-else:  # typer would make a plain path again of what the parser gives
+else:  # typer would convert the parser's result to a plain Path
     StorePath = object
 
 StoreArgument = Annotated[
@@ -134,18 +128,18 @@ StoreArgument = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
 DebugOption = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 MemoryOption = Annotated[
-    Path, typer.Option("--memory", metavar="PATH", help="Where shared memory is, the `memory: {path: ...}` of a job.")
+    Path, typer.Option("--memory", metavar="PATH", help="Shared memory directory: the job's `memory: {path: ...}`.")
 ]
 
 
 class ByteBar:
-    """Call it with the bytes just done."""
+    """Progress in bytes. This base class draws nothing."""
 
     def __call__(self, count: int) -> None:
-        """``count`` more bytes are done."""
+        """Add ``count`` bytes to the progress."""
 
     def begin(self, total: int) -> None:
-        """Start from nothing: there are ``total`` bytes to do."""
+        """Restart at zero with a new total."""
 
 
 class _DrawnBar(ByteBar):
@@ -160,13 +154,13 @@ class _DrawnBar(ByteBar):
 
 
 def watched() -> bool:
-    """Whether stderr is a terminal."""
+    """Return whether stderr is a terminal."""
     return sys.stderr.isatty()
 
 
 @contextmanager
 def byte_progress(label: str, total: int | None = None) -> Iterator[ByteBar]:
-    """A bar for the time of the block; None: the total is told later, with :meth:`ByteBar.begin`."""
+    """Show a progress bar during the block. With ``total=None``, call :meth:`ByteBar.begin` once the total is known."""
     if not watched():
         yield ByteBar()
         return

@@ -1,6 +1,6 @@
-"""The exit codes of the command line, and their text for ``--help``.
+"""Exit codes of the command line and their text for ``--help``.
 
-The numbers live with what causes them, the errors and the rules of supervision; this adds what has no error class.
+The numbers are defined by the errors and the restart policy; this adds those without an error class.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ EPILOG = "Exit codes: " + "; ".join(f"{code} {meaning}" for code, meaning in MEA
 
 
 def health(*, resumable: bool, damaged: bool) -> int:
-    """The code for the state of a store."""
+    """Return the exit code for the state of a store."""
     if not resumable:
         return NothingToResumeError.exit_code
     return DamagedError.exit_code if damaged else OK

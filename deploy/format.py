@@ -1,9 +1,4 @@
-"""Numbers, sizes, times and lists as text.
-
-Numbers and names as people read them. Pure.
-
-Times and steps as people read them. Pure.
-"""
+"""Format numbers, sizes, durations, times and names for people. Pure functions."""
 
 from __future__ import annotations
 
@@ -13,10 +8,11 @@ from itertools import pairwise
 
 _BINARY = ("KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 _DECIMAL = ("", " k", " M", " G", " T", " P")
+_UNITS = (("d", 86_400), ("h", 3600), ("min", 60), ("s", 1))
 
 
 def size_text(count: int) -> str:
-    """Bytes in binary units, three digits: ``512 B``, ``1.50 GiB``."""
+    """Format bytes in binary units with three digits: ``512 B``, ``1.50 GiB``."""
     if count < 1024:
         return f"{count} B"
     value, unit = count / 1024, _BINARY[0]
@@ -28,7 +24,7 @@ def size_text(count: int) -> str:
 
 
 def count_text(count: int) -> str:
-    """A large number in decimal units, three digits: ``405 G``."""
+    """Format a large number in decimal units with three digits: ``405 G``."""
     value, unit = float(count), _DECIMAL[0]
     for larger in _DECIMAL[1:]:
         if value < 999.5:
@@ -38,14 +34,14 @@ def count_text(count: int) -> str:
 
 
 def drift_text(drift: float | None) -> str:
-    """Three significant digits; ``0`` for no drift at all, ``?`` where it is not known."""
+    """Format a drift with three significant digits; ``0`` for none, ``?`` if unknown."""
     if drift is None:
         return "?"
     return "0" if drift == 0 else f"{drift:#.3g}".rstrip(".")
 
 
 def kind_text(*, exact: bool, max_staleness: int, max_drift: float | None, lossy: Sequence[str] = ()) -> str:
-    """Whether a checkpoint is exact, and how far from it where it is not. lossy: encodings that rounded values."""
+    """Describe a checkpoint: exact, or its staleness, drift and lossy encodings."""
     if exact:
         return "exact"
     drift = f"drift up to {drift_text(max_drift)}"
@@ -55,27 +51,27 @@ def kind_text(*, exact: bool, max_staleness: int, max_drift: float | None, lossy
     return f"composite: layers up to {plural(max_staleness, 'step')} old, {drift}" + (f", {rounded}" if lossy else "")
 
 
-def going_on_text(step: int, goes_on_at: int, effective_step: float) -> str:
-    """Where a resume of a commit of ``step`` goes on, where that is not the step itself; else nothing."""
+def resume_step_text(step: int, goes_on_at: int, effective_step: float) -> str:
+    """Describe the step at which a resume continues; '' if it is ``step`` itself."""
     if effective_step == step:
         return ""
-    return f"its weights stand at step {effective_step:.1f} on average, and a job goes on at step {goes_on_at}"
+    return f"effective step {effective_step:.1f}; a job resumes at step {goes_on_at}"
 
 
 def plural(count: int, noun: str) -> str:
-    """The count and its noun, in the singular for one."""
+    """Return the count and its noun, in the singular for one."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def printable(text: str) -> str:
-    """The text with control characters spelled out: names in a store come from elsewhere, terminals obey them."""
+    """Escape control characters. Names in a store are untrusted and must not control the terminal."""
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
 def tail(text: str, width: int) -> str:
-    """The text cut to ``width`` characters at its start: layer names differ at their end."""
+    """Cut the text at its start to ``width`` characters, because layer names differ at their end."""
     return text if len(text) <= width else "…" + text[len(text) - width + 1 :]
 
 
@@ -84,11 +80,8 @@ def _three_digits(value: float) -> str:
     return f"{value:.{decimals}f}"
 
 
-_UNITS = (("d", 86_400), ("h", 3600), ("min", 60), ("s", 1))
-
-
 def span_text(seconds: float) -> str:
-    """A length of time in its two largest units: ``9.0 s``, ``2 min 5 s``, ``3 h 20 min``, ``2 d 4 h``."""
+    """Format a duration in its two largest units: ``9.0 s``, ``2 min 5 s``, ``3 h 20 min``, ``2 d 4 h``."""
     if seconds < 0.9995:
         return f"{1000 * seconds:.0f} ms" if seconds >= 0.0005 else "0 s"
     if seconds < 9.95:
@@ -101,20 +94,20 @@ def span_text(seconds: float) -> str:
 
 
 def ago_text(seconds: float) -> str:
-    """How long ago; clocks of two machines may differ."""
+    """Format the time since an event. Negative beyond 2 minutes means that the clocks of two machines differ."""
     return "just now" if -120.0 < seconds < 0.5 else f"{span_text(seconds)} ago" if seconds > 0 else "in the future"
 
 
 def steps_text(steps: float) -> str:
-    """A number of steps that may be an estimate."""
+    """Format a number of steps, rounded because it may be an estimate."""
     return plural(round(steps), "step")
 
 
 def share_text(share: float) -> str:
-    """In per cent, two digits."""
+    """Format a share in per cent with two digits."""
     return "0 %" if share == 0 else f"{100 * share:.2g} %" if share < 0.0995 else f"{100 * share:.0f} %"
 
 
 def clock(seconds: float | None) -> str:
-    """A moment in universal time; '' where it is not known."""
+    """Format a Unix time in UTC; '' if unknown."""
     return "" if seconds is None else datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S")

@@ -1,11 +1,6 @@
-"""Open a store; commits, owner, what a resume takes.
+"""Open a store and summarise it: commits, owner, and the commit that a resume would take.
 
-From what the user typed to a store and a commit in it.
-
-How a store stands: its commits, who owns it, what a resume would take. For ``status``, ``report`` and ``top``.
-
-Reads records only, no payload: quick on any store, and blind to bytes that rotted (that is ``verify``). It knows no
-job, no memory and no trace.
+Reads records only, no payload: fast on any store, but it does not detect changed payload bytes (``verify`` does).
 """
 
 from __future__ import annotations
@@ -17,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deploy.exit_codes import health
+from deploy.format import count_text, plural
 from store.catalog import Catalog, open_catalog
 from store.certificate import Certificate, certify, run_saves
 from store.errors import DamagedError, NoStoreError, NothingToResumeError, StorageError, UsageError
@@ -29,27 +25,37 @@ from store.session import lock_holder, newest_epoch, read_epoch
 from store.storage.bucket import ObjectOptions
 from store.text import listed
 
-_PATIENCE = ObjectOptions(retry_seconds=15.0)
-"""Of a command, at which somebody looks; a job has more."""
+_PATIENCE = ObjectOptions(retry_seconds=15.0)  # shorter retries than a job's, because a user waits
+_TRIES = 4  # attempts to read a store that changes meanwhile
 
 
 def open_store(root: Path) -> Catalog:
-    """The catalog of the store at ``root``. NoStoreError where there is none, NothingToResumeError without its head."""
+    """Open the catalog of the store at ``root``.
+
+    Raises:
+        NoStoreError: there is no store.
+        NothingToResumeError: its head record is damaged.
+    """
     if not root.is_dir() and not is_url(root):
         found = "is a file" if root.exists() else "does not exist"
-        raise NoStoreError(f"{root.absolute()} {found}: give the directory of a store, the `store:` of its job")
+        raise NoStoreError(f"{root.absolute()} {found}: give the directory of a store (`store:` in the job's YAML)")
     try:
         return open_catalog(files_at(root, _PATIENCE))
     except NoStoreError as error:
         raise NoStoreError(f"{error}{'' if is_url(root) else _nearby(root)}") from error
     except DamagedError as error:
         raise NothingToResumeError(
-            f"{error}; nothing can be read without it: put {STORE} back from a copy of the store"
+            f"{error}; the store cannot be read without it: restore {STORE} from a copy of the store"
         ) from error
 
 
 def find_save(catalog: Catalog, wanted: str) -> SaveId:
-    """The commit of a step number (of the newest epoch that has it) or of a save name. UsageError without one."""
+    """Find a commit by step number (in the newest epoch that has it) or by save name.
+
+    Raises:
+        UsageError: there is no such commit.
+        NothingToResumeError: the store has no commit yet.
+    """
     saves = catalog.saves()
     if not saves:
         raise NothingToResumeError("the store holds no commit yet")
@@ -58,31 +64,33 @@ def find_save(catalog: Catalog, wanted: str) -> SaveId:
     else:
         found = next((save for save in saves if save.name == wanted), None)
     if found is None:
-        raise UsageError(f"there is no commit {wanted!r}; {_what_there_is(saves)}")
+        existing = listed((save.name for save in saves), 5, rest="older ones")
+        raise UsageError(f"there is no commit {wanted!r}; there is {existing}")
     return found
 
 
 def lock_owner(root: Path) -> int | None:
-    """Process id of the job of this machine that is using the store, 0 where its id is not known; of a store in a
-    bucket nobody can tell."""
+    """Return the process id that uses the store on this machine, 0 if unknown, None if unused or in a bucket."""
     return None if is_url(root) else lock_holder(root)
 
 
 def lock_owner_text(root: Path, pid: int | None) -> str:
-    """Who is using the store, in words."""
+    """Describe the process that uses the store."""
     if is_url(root):
-        return "not known: an object store has no locks, see the newest epoch"
+        return "unknown: an object store has no locks; see the newest epoch"
     if pid is not None:
         return f"by process {pid} on this machine" if pid > 0 else "by another process"
     lock = root / LOCK
     if lock.exists() and not os.access(lock, os.R_OK | os.W_OK):
-        return f"not known: {LOCK} cannot be opened by this user"
+        return f"unknown: this user cannot open {LOCK}"
     return "by no process on this machine"
 
 
 def resume_step(catalog: Catalog, resolution: Resolution) -> int:
-    """The step that a job goes on from which resumes this, by default (``resume: {at: effective}``). Whether the run
-    state there is sound, and fits the job, only the resume itself finds out."""
+    """Return the step at which a job resumes by default (``resume: {at: effective}``).
+
+    Only the resume itself checks that the run state of that step is valid and fits the job.
+    """
     for save, record in run_saves(resolution, certify(resolution).effective_step).items():
         if not catalog.group(save, record).problems:
             return save.step
@@ -90,8 +98,16 @@ def resume_step(catalog: Catalog, resolution: Resolution) -> int:
 
 
 def parameters(manifest: ManifestRecord) -> int:
-    """Parameters of the model, tied ones once, buffers not at all."""
+    """Return the model's number of parameters. Tied ones count once, buffers not at all."""
     return sum(math.prod(tensor.shape) for tensor in manifest.tensors.values() if tensor.kind != "buffer")
+
+
+def model_text(manifest: ManifestRecord) -> str:
+    """Describe the model and the job that saved it."""
+    return (
+        f"{plural(len(manifest.layers), 'layer')}, {count_text(parameters(manifest))} parameters; "
+        f"{manifest.framework} on {plural(manifest.world_size, 'rank')}, policy {manifest.policy}"
+    )
 
 
 def _nearby(root: Path) -> str:
@@ -101,19 +117,9 @@ def _nearby(root: Path) -> str:
     return ""
 
 
-def _what_there_is(saves: list[SaveId]) -> str:
-    return f"there is {listed((save.name for save in saves), 5, rest='older ones')}"
-
-
-_TRIES = 4
-"""Times that a store is read which changes meanwhile."""
-
-
 @dataclass(frozen=True)
 class Resume:
-    """What a resume would take now. effective_step: where its weights stand. goes_on_at: the step that a job goes on
-    from, unless it is set to another. lossy: encodings that rounded values. fallbacks: units of an older version than
-    committed."""
+    """The commit that a resume would take now."""
 
     save: str
     step: int
@@ -129,8 +135,7 @@ class Resume:
 
 @dataclass(frozen=True)
 class StoreStatus:
-    """All of it. in_use_by: process id, 0 where it is not known, None where nobody is. size_bytes: 0 where nobody
-    counted. resumed, certificate: of the commit that a resume would take; None where there is none."""
+    """Summary of a store."""
 
     root: Path
     store_id: str
@@ -148,24 +153,24 @@ class StoreStatus:
 
     @property
     def exit_code(self) -> int:
-        """See :func:`health`."""
         return health(resumable=self.resume is not None, damaged=bool(self.problems))
 
 
 def store_status(catalog: Catalog, root: Path, *, counted: bool = True) -> StoreStatus:
-    """Of the store at ``root``. counted: add up the bytes of its files.
+    """Summarise the store at ``root``; with ``counted``, add up the bytes of its files.
 
-    What a job prunes while this reads is not there any more, and no damage: then all is read again."""
+    Reads again if a running job pruned commits meanwhile, so that these are not reported as damage.
+    """
     for _ in range(_TRIES):
         before = catalog.saves()
-        found = _standing(catalog, root, counted=counted)
+        found = _read_status(catalog, root, counted=counted)
         if not found.problems or catalog.saves() == before:
             break
         catalog.forget()
     return found
 
 
-def _standing(catalog: Catalog, root: Path, *, counted: bool) -> StoreStatus:
+def _read_status(catalog: Catalog, root: Path, *, counted: bool) -> StoreStatus:
     problems: list[str] = []
     resume, resumed, certificate = _resume(catalog, problems)
     newest = _newest_readable(catalog, problems)
@@ -181,7 +186,7 @@ def _standing(catalog: Catalog, root: Path, *, counted: bool) -> StoreStatus:
         epoch=epoch,
         owner=_owner(catalog, epoch, problems),
         in_use_by=lock_owner(root),
-        size_bytes=_counted(catalog, root) if counted else 0,
+        size_bytes=(_reached(catalog) if is_url(root) else _size(root)) if counted else 0,
         resume=resume,
         problems=tuple(dict.fromkeys(problems)),
         resumed=resumed,
@@ -190,7 +195,7 @@ def _standing(catalog: Catalog, root: Path, *, counted: bool) -> StoreStatus:
 
 
 def written(manifest: ManifestRecord) -> int:
-    """Payload bytes of a save's own segments."""
+    """Return the payload bytes of a save's own segments."""
     own = manifest.groups.get(manifest.save.name)
     return 0 if own is None else own.payload_bytes
 
@@ -244,12 +249,8 @@ def _owner(catalog: Catalog, epoch: int, problems: list[str]) -> EpochRecord | N
         return None
 
 
-def _counted(catalog: Catalog, root: Path) -> int:
-    return _reached(catalog) if is_url(root) else _size(root)
-
-
 def _reached(catalog: Catalog) -> int:
-    """Payload bytes of all commits: in a bucket, looking at every object would take a request for a thousand."""
+    """Return the payload bytes of all commits. Listing a bucket's objects would take one request per thousand."""
     groups = {}
     for save in catalog.saves():
         with suppress(DamagedError, StorageError):
@@ -258,7 +259,7 @@ def _reached(catalog: Catalog) -> int:
 
 
 def _size(root: Path) -> int:
-    """Bytes of all files. What a running job deletes meanwhile is not counted."""
+    """Return the bytes of all files, except those deleted meanwhile by a running job."""
     total = 0
     for folder, _, names in os.walk(root):
         for name in names:

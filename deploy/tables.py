@@ -1,12 +1,6 @@
-"""Certificate tables.
+"""Draw certificate tables: one row per layer, per (layer, slot) unit, or per slot.
 
-Tables of a certificate: one row per layer with its slots side by side, one row per unit.
-
-Knows no store: only certified units, in the order of their layers.
-
-Table of a certificate with one row per slot: how old, how far moved, how large; by encoding where that rounded.
-
-Knows no store: only certified units, in the order of their layers.
+Uses certified units in layer order; does not access a store.
 """
 
 from __future__ import annotations
@@ -31,30 +25,28 @@ _STALE = "yellow"
 _FALLBACK = "bold red"
 
 Row = tuple[str, str, int]
-"""A layer, the source that a part of it comes from, and a number where that source has several versions of it."""
+"""Layer, source of a part of it, and a number if that source has several versions of the part."""
 
 LEGEND = (
-    "age: steps from the version to the commit. drift: how far the values had moved from the version by then, "
-    "relative to its norm; ? where that is not known."
+    "age: steps between the version and the commit. drift: distance of the values at the commit from the version, "
+    "relative to its norm; ? if unknown."
 )
-ERROR_LEGEND = (
-    "error: how far what is stored lies from what was to be stored, because its encoding rounds, relative to its norm."
-)
-NEWER_LEGEND = "A negative age: newer than the run state, whose counters and schedule it goes on with."
-FALLBACK_LEGEND = "!: an older version than was committed, because that one is damaged."
+ERROR_LEGEND = "error: rounding error of a lossy encoding, relative to the norm of the values."
+NEWER_LEGEND = "Negative age: the version is newer than the run state, whose counters and schedule the job resumes."
+FALLBACK_LEGEND = "!: an older version, because the committed one is damaged."
 
 
 def print_layers(console: Console, units: Sequence[CertifiedUnit]) -> None:
-    """One row per layer (and source, where there are several), the age and drift of each slot in columns.
+    """Print one row per layer (and source, if several), with age and drift of each slot in columns.
 
-    Slots that do not fit side by side go into tables of their own, each with the layers that have them.
+    Slots that do not fit side by side are printed in further tables, each with the layers that have them.
     """
     by_row = _by_row(units)
     widths = _widths(units)
     name_width = max((len(name) for name, _, _ in by_row), default=0)
     source_width = _source_width(units)
     room = console.width - _BYTES_WIDTH - _GAP - (source_width + _GAP if source_width else 0)
-    for slots in _that_fit(slots_of(units), widths, room, name_width):
+    for slots in _fitting_groups(slots_of(units), widths, room, name_width):
         taken = sum(widths.of(slot) + _GAP for slot in slots)
         names = max(room - taken, _NAME_WIDTH)
         console.print(_layer_table(by_row, slots, widths, (names, source_width)))
@@ -69,7 +61,7 @@ def print_layers(console: Console, units: Sequence[CertifiedUnit]) -> None:
 
 
 def unit_table(units: Sequence[CertifiedUnit], reasons: Mapping[Unit, str]) -> Table:
-    """One row per layer and slot, with everything known of it."""
+    """Return a table with one row per layer and slot."""
     table = output.table()
     table.add_column("Layer\n  slot", overflow="fold", min_width=12)
     lossy = any(is_lossy(unit.encoding) for unit in units)
@@ -85,8 +77,8 @@ def unit_table(units: Sequence[CertifiedUnit], reasons: Mapping[Unit, str]) -> T
             table.add_row(output.cell(unit.layer, "bold"))
             layer = unit.layer
         age, drift = _age(unit)
-        reason = "does not move" if not unit.moving else reasons.get(Unit(unit.layer, unit.slot), "")
-        reason = "damaged: an older version" if unit.fallback else reason
+        reason = "fixed" if not unit.moving else reasons.get(Unit(unit.layer, unit.slot), "")
+        reason = "older version: the committed one is damaged" if unit.fallback else reason
         based = f"base {', '.join(unit.bases)}" if unit.bases else ""
         reason = "; ".join(filter(None, (reason, based)))
         table.add_row(
@@ -113,7 +105,7 @@ def _by_row(units: Sequence[CertifiedUnit]) -> dict[Row, dict[str, CertifiedUnit
 
 
 def _source_width(units: Sequence[CertifiedUnit]) -> int:
-    """Of the column that names sources; 0 where there is but one."""
+    """Return the width of the source column; 0 if there is only one source."""
     sources = {unit.source for unit in units}
     return 0 if len(sources) < 2 else min(_NAME_WIDTH, max(len("Source"), *map(len, sources)))
 
@@ -168,7 +160,7 @@ def _style(unit: CertifiedUnit) -> str:
 
 @dataclass(frozen=True)
 class _Widths:
-    """Of the columns of a slot. lossy: the lossy encodings of each slot that has any; errors: for those slots."""
+    """Column widths of a slot."""
 
     age: int
     drift: int
@@ -176,12 +168,11 @@ class _Widths:
     errors: Mapping[str, int]
 
     def line(self, slot: str, age: str, drift: str, error: str) -> str:
-        """The columns of a slot, side by side."""
         own = self.errors.get(slot)
         return f"{age:>{self.age}}  {drift:>{self.drift}}" + (f"  {error:>{own}}" if own else "")
 
     def heading(self, slot: str) -> str:
-        """Name, encoding where that is one for all that is not as it was, and the columns' names."""
+        """Return the slot's name, its lossy encoding if there is only one, and the column names."""
         if slot == FROZEN:
             return slot
         names = self.lossy.get(slot, ())
@@ -189,7 +180,6 @@ class _Widths:
         return "\n".join([*lines, self.line(slot, "age", "drift", "error")])
 
     def of(self, slot: str) -> int:
-        """Of all that a slot takes."""
         return max(len(line) for line in (*self.heading(slot).splitlines(), self.line(slot, "", "", "")))
 
 
@@ -215,14 +205,14 @@ def _error(unit: CertifiedUnit) -> str:
 
 
 def _error_in(unit: CertifiedUnit, lossy: Sequence[str]) -> str:
-    """What the unit lost, beside units of these lossy encodings; the encoding where the heading does not say it."""
+    """Return the encoding error; with the encoding, unless the heading already names it."""
     if len(lossy) == 1 and unit.encoding == lossy[0]:
         return _error(unit)
     return " ".join(filter(None, (_error(unit), printable(unit.encoding))))
 
 
-def _that_fit(slots: Sequence[str], widths: _Widths, room: int, name_width: int) -> Iterator[list[str]]:
-    """The slots in runs that fit side by side next to the layer's name."""
+def _fitting_groups(slots: Sequence[str], widths: _Widths, room: int, name_width: int) -> Iterator[list[str]]:
+    """Split the slots into groups that fit side by side next to the layer name."""
     room -= min(name_width, max(_NAME_WIDTH, room // 4))
     run: list[str] = []
     used = 0
@@ -238,16 +228,13 @@ def _that_fit(slots: Sequence[str], widths: _Widths, room: int, name_width: int)
 
 
 def slots_of(units: Sequence[CertifiedUnit]) -> list[str]:
-    """Slots as they come, weights first, what hardly moves last."""
+    """Return the slots in order of appearance; weights first, frozen parameters and buffers last."""
     place = {WEIGHTS: 0, FROZEN: 2, BUFFER: 3}
     return sorted(dict.fromkeys(unit.slot for unit in units), key=lambda slot: place.get(slot, 1))
 
 
 def slot_table(units: Sequence[CertifiedUnit], parameters: int) -> Table:
-    """One row per slot: encoding, ages, drift and bytes as stored, and a total. ``parameters`` is the model's number.
-
-    Where encodings rounded anything, one row per slot and encoding, with what was lost.
-    """
+    """Return a table with one row per slot (and lossy encoding) and a total."""
     if any(is_lossy(unit.encoding) for unit in units):
         return _rounded_table(units, parameters)
     table = output.table()
@@ -286,7 +273,7 @@ def _rounded_row(units: Sequence[CertifiedUnit], parameters: int) -> list[str]:
 
 
 def bytes_per_parameter(nbytes: int, parameters: int) -> float | None:
-    """None for a model without parameters."""
+    """Return bytes per parameter, None for a model without parameters."""
     return nbytes / parameters if parameters else None
 
 
@@ -295,12 +282,12 @@ def _unit_cells(units: Sequence[CertifiedUnit]) -> list[str | Text]:
 
 
 def span(units: Sequence[CertifiedUnit]) -> list[str]:
-    """The oldest step and the newest."""
+    """Return the oldest and the newest step."""
     return [str(of((unit.step for unit in units), default="")) for of in (min, max)]
 
 
 def max_drift(units: Sequence[CertifiedUnit]) -> str:
-    """Of what moves: the largest; ``?`` where any is unknown."""
+    """Return the largest drift of moving units; ``?`` if any is unknown, ``fixed`` if none moves."""
     drifts = [unit.drift for unit in units if unit.moving]
     known = [drift for drift in drifts if drift is not None]
     if not drifts:
@@ -309,7 +296,7 @@ def max_drift(units: Sequence[CertifiedUnit]) -> str:
 
 
 def sizes(units: Sequence[CertifiedUnit], parameters: int) -> list[str]:
-    """Bytes as stored, and their share for each parameter of the model."""
+    """Return stored bytes, and bytes per parameter of the model."""
     nbytes = sum(unit.nbytes for unit in units)
     share = bytes_per_parameter(nbytes, parameters)
     return [size_text(nbytes), "" if share is None else f"{share:.2f}"]

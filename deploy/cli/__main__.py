@@ -1,4 +1,4 @@
-"""``python -m deploy.cli``: the same as the command ``driftpoint``."""
+"""Run ``python -m deploy.cli``, the same as ``driftpoint``."""
 
 from deploy.cli.app import main
 

@@ -1,6 +1,6 @@
-"""The command ``driftpoint``: which commands there are, and how whatever they raise becomes a line and a code.
+"""Register the commands of ``driftpoint`` and turn every exception into one line and an exit code.
 
-Knows nothing of stores. Nothing here is imported that takes long: a command imports what it needs when it runs.
+Slow imports (torch, the merger) are left to the commands that need them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _early in (init.init, doctor.doctor, init.schema):  # what comes before there is a store
+for _early in (init.init, doctor.doctor, init.schema):  # commands that need no store
     app.command(epilog=EPILOG)(_early)
 for _command in (status.status, show.show, verify.verify, merge.merge, prune.prune, memory.rescue, simulate.simulate):
     app.command(epilog=EPILOG)(_command)
@@ -49,7 +49,7 @@ app.command(epilog=EPILOG)(estimate.estimate)
 app.command(epilog=EPILOG)(report.report)
 app.command(epilog=EPILOG)(report.top)
 app.command("import", epilog=EPILOG)(import_checkpoint.import_)
-# What follows the first word that is no option belongs to the command that is run.
+# Everything after the first word that is not an option belongs to the training command.
 app.command(epilog=EPILOG, context_settings={"allow_interspersed_args": False})(run_.run)
 app.add_typer(policy.app, name="policy")
 app.add_typer(daemon.app, name="daemon")
@@ -72,10 +72,10 @@ def _version(asked: bool) -> None:
 def _driftpoint(
     context: typer.Context,
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and leave.")
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Keep a job running; look at, check, rebuild and prune the checkpoints of its store; try policies out."""
+    """Adaptive checkpoints: run jobs, inspect, verify, rebuild and prune stores, and compare policies."""
     del version
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
@@ -83,7 +83,7 @@ def _driftpoint(
 
 
 def main() -> None:
-    """Entry point of the command: run it on the process's arguments and leave with its code."""
+    """Run the command on ``sys.argv`` and exit with its code."""
     _fill_streams()
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
@@ -96,8 +96,7 @@ def main() -> None:
 
 
 def _fill_streams() -> None:
-    """Where standard streams are closed, they lead nowhere: else files would get their numbers, and what a command
-    prints would go into them."""
+    """Open closed standard streams on /dev/null, so that no store file gets their descriptors and receives output."""
     while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(number, True)
     os.close(number)
@@ -108,7 +107,7 @@ def _fill_streams() -> None:
 
 
 def run(args: Sequence[str]) -> int:
-    """Run the command line on ``args``; returns the exit code and lets no exception out."""
+    """Run the command line on ``args`` and return the exit code. Raises nothing."""
     given = list(args)[: list(args).index("--")] if "--" in args else list(args)
     try:
         code = _run(list(args), as_json="--json" in given, debug="--debug" in given)
@@ -135,7 +134,7 @@ def _run(args: list[str], *, as_json: bool, debug: bool) -> int:
 
 @runtime_checkable
 class _WrongUsage(Protocol):
-    """What typer raises for arguments that it cannot take, whichever parser it stands on."""
+    """Usage error of typer, independent of the parser that it is built on."""
 
     exit_code: int
 

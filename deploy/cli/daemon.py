@@ -1,4 +1,4 @@
-"""``driftpoint daemon``: run the daemon of a node, ask it how things stand, and end it."""
+"""``driftpoint daemon``: run, query and stop the node daemon."""
 
 from __future__ import annotations
 
@@ -18,52 +18,43 @@ from deploy.console import DebugOption, JsonOption, MemoryOption
 from deploy.daemon.node import Options
 from deploy.exit_codes import EPILOG
 from deploy.format import plural, size_text
-from store.daemon_protocol import (
-    AskStatus,
-    AskStop,
-    JobReport,
-    Message,
-    Refused,
-    Report,
-    ShuttingDown,
-    Welcome,
-    make_home,
-    query_daemon,
-)
+from store import daemon_protocol as protocol
 from store.errors import DaemonError, StorageError
 from store.metrics_server import EndpointSecurity, Tls
 
-app = typer.Typer(epilog=EPILOG, no_args_is_help=False, help="Run the daemon of a node, look at it, end it.")
+app = typer.Typer(epilog=EPILOG, no_args_is_help=False, help="Run, query and stop the daemon of this node.")
 
-_PATIENCE = 10.0
-"""Seconds for a daemon to answer."""
-
+_PATIENCE = 10.0  # seconds to wait for the daemon's answer
 _LOG_BYTES = 1 << 20
 
 _DEFAULT = Options(Path())
 
-PortOption = Annotated[int, typer.Option(min=0, max=65535, metavar="N", help="Of its metrics; 0 takes a free one.")]
+PortOption = Annotated[
+    int, typer.Option(min=0, max=65535, metavar="N", help="Port of the metrics; 0 picks a free one.")
+]
 HostOption = Annotated[
-    str, typer.Option(metavar="ADDRESS", help="Address of its metrics; any but loopback needs TLS, or --insecure.")
+    str, typer.Option(metavar="ADDRESS", help="Address of the metrics; all but loopback need TLS or --insecure.")
 ]
 CertOption = Annotated[
-    Path | None, typer.Option("--tls-cert", metavar="FILE", help="Certificate of its metrics.", show_default=False)
+    Path | None, typer.Option("--tls-cert", metavar="FILE", help="TLS certificate of the metrics.", show_default=False)
 ]
-KeyOption = Annotated[Path | None, typer.Option("--tls-key", metavar="FILE", help="Its key.", show_default=False)]
+KeyOption = Annotated[
+    Path | None, typer.Option("--tls-key", metavar="FILE", help="Private key of the certificate.", show_default=False)
+]
 ClientsOption = Annotated[
     Path | None,
     typer.Option("--tls-client-ca", metavar="FILE", help="Require client certificates of this CA.", show_default=False),
 ]
 InsecureOption = Annotated[bool, typer.Option("--insecure", help="Let other machines read the metrics without TLS.")]
 RateOption = Annotated[
-    int, typer.Option(min=0, metavar="BYTES/S", help="Rate at which commits are read again; 0: not at all.")
+    int, typer.Option(min=0, metavar="BYTES/S", help="Rate at which commits are verified; 0: never.")
 ]
 IdleOption = Annotated[
     float | None,
-    typer.Option(min=0.0, metavar="SECONDS", help="End after so long without a job.", show_default=False),
+    typer.Option(min=0.0, metavar="SECONDS", help="Exit after this time without a job.", show_default=False),
 ]
 GraceOption = Annotated[
-    float, typer.Option(min=0.0, metavar="SECONDS", help="For a rescue under way when it is to end.")
+    float, typer.Option(min=0.0, metavar="SECONDS", help="Time to finish a rescue in progress on exit.")
 ]
 LogOption = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Write the log here instead of stderr.", show_default=False)
@@ -86,12 +77,12 @@ def run(
     insecure: InsecureOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Watch the jobs of this node, and write out of memory what they leave there when they die."""
+    """Watch the jobs of this node, and commit the in-memory snapshots that they leave when they die."""
     del debug
     from deploy.daemon.server import Daemon
 
     base = base_of(memory)
-    make_home(base)
+    protocol.make_home(base)
     security = EndpointSecurity(
         tls=Tls(cert=_absolute(tls_cert), key=_absolute(tls_key), client_ca=_absolute(tls_client_ca)),
         insecure=insecure,
@@ -105,27 +96,26 @@ def run(
 
 @app.command(epilog=EPILOG)
 def status(*, memory: MemoryOption = Path("/dev/shm"), json: JsonOption = False, debug: DebugOption = False) -> None:
-    """What the daemon of this node sees, and what it did."""
+    """Show the jobs that the node daemon watches, its rescues and its verification results."""
     del debug
-    found = _answer(base_of(memory), AskStatus())
-    if not isinstance(found, Report):
-        raise DaemonError(f"the daemon answered {found.kind!r} instead of how things stand")
-    output.answer(found.model_dump(mode="json"), lambda console: draw(console, found), as_json=json)
+    found = _answer(base_of(memory), protocol.AskStatus())
+    if not isinstance(found, protocol.Report):
+        raise DaemonError(f"the daemon answered {found.kind!r} instead of a report")
+    output.answer(found.model_dump(mode="json"), lambda console: _draw(console, found), as_json=json)
 
 
 @app.command(epilog=EPILOG)
 def stop(*, memory: MemoryOption = Path("/dev/shm"), json: JsonOption = False, debug: DebugOption = False) -> None:
-    """End the daemon once the rescue under way is finished. Jobs go on, and do not start another one."""
+    """Stop the node daemon after the rescue in progress. Running jobs continue and do not start another one."""
     del debug
-    found = _answer(base_of(memory), AskStop())
-    if not isinstance(found, ShuttingDown):
-        raise DaemonError(f"the daemon answered {found.kind!r} instead of that it ends")
-    output.answer({"pid": found.pid}, lambda console: console.print(f"Process {found.pid} ends."), as_json=json)
+    found = _answer(base_of(memory), protocol.AskStop())
+    if not isinstance(found, protocol.ShuttingDown):
+        raise DaemonError(f"the daemon answered {found.kind!r} instead of confirming the stop")
+    output.answer({"pid": found.pid}, lambda console: console.print(f"Stopping process {found.pid}."), as_json=json)
 
 
-def draw(console: Console, report: Report) -> None:
-    """The text of ``status``."""
-    port = report.url or "none: the log of the daemon says why"
+def _draw(console: Console, report: protocol.Report) -> None:
+    port = report.url or "none: see the daemon's log"
     facts: dict[str, Text | str] = {
         "Daemon": f"process {report.pid}, since {report.started}",
         "Memory": report.base,
@@ -146,7 +136,7 @@ def draw(console: Console, report: Report) -> None:
     output.problems(console, tuple(text for one in report.stores for text in one.damage))
 
 
-def _jobs(jobs: tuple[JobReport, ...]) -> object:
+def _jobs(jobs: tuple[protocol.JobReport, ...]) -> object:
     table = output.table()
     for name in ("store", "state", "alive", "committed", "in memory"):
         table.add_column(name, overflow="fold")
@@ -156,7 +146,7 @@ def _jobs(jobs: tuple[JobReport, ...]) -> object:
     return table
 
 
-def _rescues(report: Report) -> object:
+def _rescues(report: protocol.Report) -> object:
     table = output.table()
     for name in ("rescue of", "at", "outcome", "why"):
         table.add_column(name, overflow="fold")
@@ -166,20 +156,20 @@ def _rescues(report: Report) -> object:
     return table
 
 
-def _answer(base: Path, question: Message) -> Welcome | ShuttingDown | Report:
-    found = query_daemon(base, question, _PATIENCE)
-    if isinstance(found, Refused):
+def _answer(base: Path, question: protocol.Message) -> protocol.Welcome | protocol.ShuttingDown | protocol.Report:
+    found = protocol.query_daemon(base, question, _PATIENCE)
+    if isinstance(found, protocol.Refused):
         raise DaemonError(f"the daemon refused: {found.why}")
     return found
 
 
 def base_of(memory: Path) -> Path:
-    """Of shared memory, absolute."""
+    """Return the absolute path of shared memory."""
     return Path(os.path.abspath(memory.expanduser()))  # noqa: PTH100 - links stay as they are named
 
 
 def _absolute(path: Path | None) -> str | None:
-    """The daemon leaves the directory that it was started in."""
+    """Make a path absolute, because the daemon changes its working directory."""
     return None if path is None else str(base_of(path))
 
 

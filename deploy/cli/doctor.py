@@ -1,4 +1,4 @@
-"""``driftpoint doctor``: check this machine, its disk and the store before a job does, and say what to do."""
+"""``driftpoint doctor``: check the machine, the disk and the store before a job uses them."""
 
 from __future__ import annotations
 
@@ -29,9 +29,7 @@ if TYPE_CHECKING:
 
 CONFIG = Path("driftpoint.yaml")
 
-_PATIENCE = 15.0
-"""Seconds for a bucket to answer: somebody looks."""
-
+_PATIENCE = 15.0  # seconds to retry requests to a bucket; short, because a user waits
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 StoreArgument = Annotated[
@@ -39,24 +37,24 @@ StoreArgument = Annotated[
     typer.Argument(
         metavar="[STORE]",
         parser=place_of,
-        help="Directory of the store, or to be; or s3://BUCKET/PREFIX.",
+        help="Store directory (existing or planned), or s3://BUCKET/PREFIX.",
         show_default=False,
     ),
 ]
 ConfigOption = Annotated[
     Path | None,
     typer.Option(
-        "--config", "-c", metavar="FILE", help="The job's YAML; driftpoint.yaml where there is one.", show_default=False
+        "--config", "-c", metavar="FILE", help="The job's YAML (./driftpoint.yaml if it exists).", show_default=False
     ),
 ]
 ParametersOption = Annotated[
     str | None,
-    typer.Option("--parameters", metavar="N", help="Size of the model: 350M, 8b.", show_default=False),
+    typer.Option("--parameters", metavar="N", help="Number of model parameters: 350M, 8b.", show_default=False),
 ]
-NodesOption = Annotated[int, typer.Option("--nodes", min=1, metavar="N", help="Nodes that the job runs on.")]
+NodesOption = Annotated[int, typer.Option("--nodes", min=1, metavar="N", help="Number of nodes of the job.")]
 PatienceOption = Annotated[
     float,
-    typer.Option("--patience", min=0.1, metavar="SECONDS", help="To wait for other ranks, under torchrun or srun."),
+    typer.Option("--patience", min=0.1, metavar="SECONDS", help="Time to wait for other ranks under torchrun or srun."),
 ]
 
 
@@ -70,24 +68,24 @@ def doctor(
     json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Check this machine, the disk or bucket and the store, and say what to do. Leaves nothing behind."""
+    """Check this machine, the disk or bucket, and the store, and suggest fixes. All test files are removed."""
     del debug
-    from deploy.doctor.base import Plan, healthy, parsed_count
-    from deploy.doctor.nodes import launched
+    from deploy.doctor.base import Plan, healthy, parse_count
+    from deploy.doctor.nodes import ranks_from_environment
     from deploy.doctor.store import known_parameters
 
-    ranks, settings = launched(os.environ), _settings(config)
+    ranks, settings = ranks_from_environment(os.environ), _settings(config)
     root = store or place_of(settings.store).expanduser()
     options = settings.s3.options()
     options = replace(options, retry_seconds=min(options.retry_seconds, _PATIENCE))
-    count = known_parameters(root, options) if parameters is None else parsed_count(parameters)
+    count = known_parameters(root, options) if parameters is None else parse_count(parameters)
     plan = Plan(settings, count, nodes)
-    with _tidy():
-        look = _of_bucket(root, options, plan, ranks) if is_url(root) else _findings(root, plan, ranks, patience)
+    with _exit_on_signals():
+        look = _bucket_findings(root, options, plan, ranks) if is_url(root) else _findings(root, plan, ranks, patience)
         findings = list(look)
     if ranks.first:
-        body = as_json(root, findings)
-        output.answer(body, lambda console: draw(console, root, findings), as_json=json)
+        body = _as_json(root, findings)
+        output.answer(body, lambda console: _draw(console, root, findings), as_json=json)
     elif is_url(root):
         for one in findings:
             if one.state == "fail":
@@ -96,8 +94,8 @@ def doctor(
 
 
 @contextmanager
-def _tidy() -> Iterator[None]:
-    """Where this is ended, or its terminal is closed, what it made is taken away all the same."""
+def _exit_on_signals() -> Iterator[None]:
+    """Turn termination signals into exceptions, so that test files are removed in any case."""
 
     def leave(number: int, frame: object) -> None:
         del frame
@@ -112,20 +110,18 @@ def _tidy() -> Iterator[None]:
             signal.signal(one, handler)
 
 
-def as_json(root: Path, findings: list[Finding]) -> dict[str, Any]:
-    """The JSON object of the command."""
+def _as_json(root: Path, findings: list[Finding]) -> dict[str, Any]:
     from deploy.doctor.base import healthy
 
     rows = [{"check": one.check, "state": one.state, "seen": one.seen, "todo": one.todo} for one in findings]
     return {"store": str(root.absolute()), "ok": healthy(findings), "findings": rows}
 
 
-def draw(console: Console, root: Path, findings: list[Finding]) -> None:
-    """The text of the command."""
+def _draw(console: Console, root: Path, findings: list[Finding]) -> None:
     rows = output.table()
     rows.add_column("Check", no_wrap=True)
     rows.add_column("", no_wrap=True)
-    rows.add_column("Seen, and what to do", overflow="fold")
+    rows.add_column("Result and advice", overflow="fold")
     for one in findings:
         text = output.cell(one.seen)
         if one.todo:
@@ -134,7 +130,7 @@ def draw(console: Console, root: Path, findings: list[Finding]) -> None:
     console.print(rows)
     console.print()
     failed, warned = (sum(one.state == state for one in findings) for state in ("fail", "warn"))
-    verdict = f"{plural(failed, 'check')} failed" if failed else "nothing in the way"
+    verdict = f"{plural(failed, 'check')} failed" if failed else "no check failed"
     console.print(output.cell(f"{root.absolute()}: {verdict}" + (f", {plural(warned, 'warning')}" if warned else "")))
 
 
@@ -161,8 +157,8 @@ def _findings(root: Path, plan: Plan, ranks: Ranks, patience: float) -> Iterator
         yield met
 
 
-def _of_bucket(root: Path, options: ObjectOptions, plan: Plan, ranks: Ranks) -> Iterator[Finding]:
-    """Every rank tries the bucket for itself: whether all reach it is what there is to know of nodes."""
+def _bucket_findings(root: Path, options: ObjectOptions, plan: Plan, ranks: Ranks) -> Iterator[Finding]:
+    """Check the bucket from every rank, because each node must be able to reach it."""
     from deploy.doctor.bucket import check_bucket
     from deploy.doctor.machine import check_machine
     from deploy.doctor.store import check_store

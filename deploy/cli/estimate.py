@@ -1,4 +1,4 @@
-"""``driftpoint estimate``: bytes, stall and risk of configurations for a large model, from stated assumptions."""
+"""``driftpoint estimate``: estimate bytes, stall and risk of configurations from stated assumptions."""
 
 from __future__ import annotations
 
@@ -8,42 +8,27 @@ from typing import Annotated
 import typer
 
 from deploy import console as output
-from deploy.cli.replay import (
-    BytesOption,
-    CopyOption,
-    ExactOption,
-    GpuPriceOption,
-    LossOption,
-    MtbfOption,
-    PlotOption,
-    PolicyOption,
-    RecommendOption,
-    RestartOption,
-    StallOption,
-    StorageOption,
-    WrittenPriceOption,
-    answer,
-    check_numbers,
-    check_options,
-)
+from deploy.cli import replay
 from deploy.console import DebugOption, JsonOption
 
 ModelArgument = Annotated[
     str, typer.Argument(metavar="MODEL", help="llama-8b, llama-70b or llama-405b.", show_default=False)
 ]
 GpusOption = Annotated[
-    int | None, typer.Option("--gpus", min=1, metavar="N", help="How many (1024).", show_default=False)
+    int | None, typer.Option("--gpus", min=1, metavar="N", help="Number of GPUs (1024).", show_default=False)
 ]
 StepOption = Annotated[
-    float | None, typer.Option("--step-seconds", min=0, metavar="S", help="Of one step.", show_default=False)
+    float | None, typer.Option("--step-seconds", min=0, metavar="S", help="Seconds per step.", show_default=False)
 ]
 DriftOption = Annotated[
     float | None,
-    typer.Option("--drift", min=0, metavar="D", help="Of the weights, over 10 steps.", show_default=False),
+    typer.Option("--drift", min=0, metavar="D", help="Drift of the weights over 10 steps.", show_default=False),
 ]
 RateOption = Annotated[
     float | None,
-    typer.Option("--learning-rate", min=0, metavar="LR", help="In place of --drift (1e-4).", show_default=False),
+    typer.Option(
+        "--learning-rate", min=0, metavar="LR", help="Learning rate, instead of --drift (1e-4).", show_default=False
+    ),
 ]
 EveryOption = Annotated[
     int | None,
@@ -51,7 +36,7 @@ EveryOption = Annotated[
 ]
 HoursOption = Annotated[
     float | None,
-    typer.Option("--hours", min=0, metavar="H", help="Of training (24).", show_default=False),
+    typer.Option("--hours", min=0, metavar="H", help="Hours of training (24).", show_default=False),
 ]
 
 
@@ -64,25 +49,25 @@ def estimate(
     learning_rate: RateOption = None,
     every: EveryOption = None,
     hours: HoursOption = None,
-    policy: PolicyOption = None,
-    recommend: RecommendOption = False,
-    bytes_per_hour: BytesOption = None,
-    stall_share: StallOption = None,
-    max_loss_minutes: LossOption = None,
-    exact: ExactOption = False,
-    mtbf: MtbfOption = None,
-    restart_seconds: RestartOption = 600.0,
-    price_per_gpu_hour: GpuPriceOption = None,
-    price_per_tb_written: WrittenPriceOption = None,
-    storage_gbps: StorageOption = None,
-    copy_gbps: CopyOption = None,
-    plot: PlotOption = None,
+    policy: replay.PolicyOption = None,
+    recommend: replay.RecommendOption = False,
+    bytes_per_hour: replay.BytesOption = None,
+    stall_share: replay.StallOption = None,
+    max_loss_minutes: replay.LossOption = None,
+    exact: replay.ExactOption = False,
+    mtbf: replay.MtbfOption = None,
+    restart_seconds: replay.RestartOption = 600.0,
+    price_per_gpu_hour: replay.GpuPriceOption = None,
+    price_per_tb_written: replay.WrittenPriceOption = None,
+    storage_gbps: replay.StorageOption = None,
+    copy_gbps: replay.CopyOption = None,
+    plot: replay.PlotOption = None,
     json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Estimate for a model and a machine, from stated assumptions: bytes, stall, and the cost of a failure."""
+    """Estimate bytes, stall and the cost of a failure for a model and a cluster, from stated assumptions."""
     del debug
-    with output.kept_for_answers():
+    with output.stdout_to_stderr():
         from deploy.simulate.assumptions import Assumptions, assumed_trace
         from deploy.simulate.simulation import Limits, simulated
         from deploy.simulate.summary import Prices, Terms
@@ -91,13 +76,13 @@ def estimate(
         "gpus": gpus, "step_seconds": step_seconds, "drift": drift, "learning_rate": learning_rate, "every": every,
         "hours": hours, "storage_gbps": storage_gbps, "copy_gbps": copy_gbps,
     }  # fmt: skip
-    check_numbers(given, above_zero=True)
+    replay.check_numbers(given, above_zero=True)
     limits = Limits(bytes_per_hour, stall_share, max_loss_minutes, exact)
     terms = Terms(tuple(mtbf or ()) or None, restart_seconds, Prices(price_per_gpu_hour, price_per_tb_written))
-    check_options(limits, terms, recommend=recommend)
+    replay.check_options(limits, terms, recommend=recommend)
     assumptions = Assumptions.of(model, given)
     between = assumptions.mtbf_hours
     terms = replace(terms, mtbf_hours=terms.mtbf_hours or (between, 4 * between, 16 * between))
     speeds = {"storage_gbps": assumptions.storage_gbps, "copy_gbps": assumptions.copy_gbps}
     found, chosen = simulated(assumed_trace(assumptions), policy or (), terms, limits if recommend else None, speeds)
-    answer(found, chosen, plot=plot, as_json=json, assumed=assumptions.told())
+    replay.answer(found, chosen, plot=plot, as_json=json, assumed=assumptions.told())

@@ -1,6 +1,6 @@
-"""``driftpoint import``: make a store of a checkpoint that something else wrote, for a job to resume from.
+"""``driftpoint import``: convert an existing checkpoint into a store that a job can resume from.
 
-The merger is imported when the command runs, because it brings torch with it.
+The merger is imported when the command runs, because it imports torch.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from deploy import console as output
-from deploy.cli.merge import damage_is_the_end
+from deploy.cli.merge import damage_as_no_result
 from deploy.console import DebugOption, JsonOption, StorePath, byte_progress
 from deploy.format import plural, size_text
 from store.location import place_of
@@ -25,7 +25,7 @@ CheckpointArgument = Annotated[
     typer.Argument(
         parser=place_of,
         metavar="CHECKPOINT",
-        help="A checkpoint directory of DeepSpeed, a universal one, a folder of the Trainer's, or another store.",
+        help="A DeepSpeed, universal or Trainer checkpoint directory, or another store.",
         show_default=False,
     ),
 ]
@@ -34,7 +34,7 @@ StoreOption = Annotated[
     typer.Option(
         metavar="STORE",
         parser=place_of,
-        help="The store to make: a new or empty directory or s3:// prefix, or one without a commit.",
+        help="The store to write: a new or empty directory or s3:// prefix, or a store without commits.",
         show_default=False,
     ),
 ]
@@ -42,8 +42,7 @@ StepOption = Annotated[
     str | None,
     typer.Option(
         metavar="STEP",
-        help="A step, a tag or a save's name. Without it: what `latest` names in a directory of DeepSpeed's, elsewhere "
-        "the newest.",
+        help="A step, a tag or a save name. Default: `latest` of a DeepSpeed directory, otherwise the newest.",
         show_default=False,
     ),
 ]
@@ -57,19 +56,18 @@ def import_(
     json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Make a store of a checkpoint, bit for bit, so that a job resumes from it. The checkpoint stays as it is."""
+    """Convert a checkpoint into a store, bit for bit, so that a job can resume from it. The source is not changed."""
     del debug
     from merger.import_checkpoint import import_checkpoint, plan_import
 
-    with damage_is_the_end():
+    with damage_as_no_result():
         plan = plan_import(checkpoint, step)
         with byte_progress("Importing", plan.bytes_to_read) as progress:
             found = import_checkpoint(plan, store, progress)
-    output.answer(as_json(plan, found), lambda console: draw(console, plan, found), as_json=json)
+    output.answer(_as_json(plan, found), lambda console: _draw(console, plan, found), as_json=json)
 
 
-def as_json(plan: ImportPlan, found: ImportResult) -> dict[str, Any]:
-    """The JSON object of the command."""
+def _as_json(plan: ImportPlan, found: ImportResult) -> dict[str, Any]:
     return {
         "store": str(found.store),
         "save": found.save.name,
@@ -85,8 +83,7 @@ def as_json(plan: ImportPlan, found: ImportResult) -> dict[str, Any]:
     }
 
 
-def draw(console: Console, plan: ImportPlan, found: ImportResult) -> None:
-    """The text of the command."""
+def _draw(console: Console, plan: ImportPlan, found: ImportResult) -> None:
     checkpoint = plan.checkpoint
     console.print(
         output.facts(
@@ -103,6 +100,6 @@ def draw(console: Console, plan: ImportPlan, found: ImportResult) -> None:
         console.print(output.cell(note, "yellow"))
     output.problems(console, found.problems)
     console.print()
-    console.print("Resume from it with this in the job's YAML:")
+    console.print("To resume from it, set this in the job's YAML:")
     console.print()
     console.print(Text(f"    store: {found.store}", style="bold"), soft_wrap=True)

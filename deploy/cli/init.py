@@ -1,11 +1,4 @@
-"""init, schema.
-
-``driftpoint init``: write a configuration to begin with. ``driftpoint schema``: what a configuration may say.
-
-Write settings as commented YAML, from the models that validate them, and their JSON schema for editors.
-
-docs/configuration.md shows this text, and ``driftpoint init`` writes it.
-"""
+"""``driftpoint init`` and ``schema``: write a starting configuration and its JSON schema."""
 
 from __future__ import annotations
 
@@ -22,29 +15,35 @@ from deploy.cli.policy import parameters
 from deploy.console import DebugOption, JsonOption
 from store.errors import ConfigError, StorageError, UsageError
 
-OutOption = Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="The file to write; it must not exist.")]
+OutOption = Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="File to write; it must not exist yet.")]
 StoreOption = Annotated[
-    str | None, typer.Option("--store", metavar="DIR", help="Where commits go.", show_default=False)
+    str | None, typer.Option("--store", metavar="DIR", help="Store for the commits.", show_default=False)
 ]
 PolicyOption = Annotated[
-    str | None, typer.Option("--policy", metavar="POLICY", help="What to save, by name.", show_default=False)
+    str | None,
+    typer.Option(
+        "--policy", metavar="POLICY", help="Name of the policy, which decides what is saved.", show_default=False
+    ),
 ]
 SetOption = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="A parameter of the policy; may be given several times."),
+    typer.Option("--set", metavar="KEY=VALUE", help="Set a parameter of the policy; repeatable."),
 ]
 EveryOption = Annotated[
-    str | None, typer.Option("--every", metavar="STEPS", help="When to decide: steps, or auto.", show_default=False)
+    str | None, typer.Option("--every", metavar="STEPS", help="Steps between decisions, or auto.", show_default=False)
 ]
 EncodingOption = Annotated[
-    str | None, typer.Option("--encoding", metavar="NAME", help="raw, compact or careful.", show_default=False)
+    str | None,
+    typer.Option("--encoding", metavar="NAME", help="Encoding preset: raw, compact or careful.", show_default=False),
 ]
 BytesOption = Annotated[
     float | None,
-    typer.Option("--bytes-per-hour", metavar="N", help="What policy budget may write.", show_default=False),
+    typer.Option(
+        "--bytes-per-hour", metavar="N", help="Bytes that policy budget may write in an hour.", show_default=False
+    ),
 ]
 SchemaOption = Annotated[
-    bool, typer.Option("--schema/--no-schema", help="Write the schema for editors beside it, and refer to it.")
+    bool, typer.Option("--schema/--no-schema", help="Also write the JSON schema for editors and refer to it.")
 ]
 
 
@@ -61,12 +60,12 @@ def init(
     json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Write a configuration to begin with: what matters on top, everything else commented out with its default."""
+    """Write a starting configuration: common settings at the top, all others commented out with their defaults."""
     del debug
     values = _values(store, _policy(policy, set_ or ()), every, encoding, bytes_per_hour)
     files = create(out, values, schema=schema)
     body = {"files": [str(path) for path in files]}
-    output.answer(body, lambda console: draw(console, files), as_json=json)
+    output.answer(body, lambda console: _draw(console, files), as_json=json)
 
 
 def schema(*, json: JsonOption = True, debug: DebugOption = False) -> None:
@@ -78,9 +77,11 @@ def schema(*, json: JsonOption = True, debug: DebugOption = False) -> None:
 
 
 def create(out: Path, values: Mapping[str, Any], *, schema: bool) -> list[Path]:
-    """The files written: the configuration, and the schema beside it. Neither replaces what is not its like.
+    """Write the configuration and its schema beside it; return the paths written.
 
-    ConfigError where the values make no sense; nothing is written then."""
+    Raises:
+        ConfigError: the values are invalid, or a file exists; nothing is written then.
+    """
     from monitor.config.load import load_config
     from monitor.config.template import SCHEMA_FILE, TITLE, config_schema, written
 
@@ -98,8 +99,7 @@ def create(out: Path, values: Mapping[str, Any], *, schema: bool) -> list[Path]:
     return [out, beside]
 
 
-def draw(console: Console, files: list[Path]) -> None:
-    """The text of the command."""
+def _draw(console: Console, files: list[Path]) -> None:
     beside = f", and {files[1]} for editors" if len(files) > 1 else ""
     console.print(output.cell(f"Wrote {files[0]}{beside}."))
     console.print(
@@ -111,7 +111,7 @@ def _policy(name: str | None, given: Sequence[str]) -> str | dict[str, Any] | No
     if not given:
         return name
     if name is None:
-        raise UsageError("--set is a parameter of a policy: name that with --policy")
+        raise UsageError("--set sets a parameter of a policy: name the policy with --policy")
     return {"name": name, **parameters(given)}
 
 
@@ -128,7 +128,7 @@ def _values(
     if bytes_per_hour is not None:
         values["budget"] = {"bytes_per_hour": bytes_per_hour}
     elif policy == "budget":
-        raise UsageError("policy budget needs what it may spend: add --bytes-per-hour, such as 2e10")
+        raise UsageError("policy budget needs a limit: add --bytes-per-hour, such as 2e10")
     return values
 
 
@@ -140,7 +140,7 @@ def _require_ours(beside: Path, title: str) -> None:
     except (OSError, ValueError):
         found = None
     if not isinstance(found, dict) or found.get("title") != title:
-        raise UsageError(f"{beside} is there, and is no schema of ours: move it away, or give --no-schema")
+        raise UsageError(f"{beside} exists and is not a schema of driftpoint: move it away, or use --no-schema")
 
 
 def _write(path: Path, text: str, mode: str) -> None:
@@ -148,6 +148,6 @@ def _write(path: Path, text: str, mode: str) -> None:
         with path.open(mode, encoding="utf-8") as file:
             file.write(text)
     except FileExistsError as error:
-        raise UsageError(f"{path} is there already, and is not replaced: name another file with -o") from error
+        raise UsageError(f"{path} already exists and is not replaced: name another file with -o") from error
     except OSError as error:
         raise StorageError(f"cannot write {path}: {error.strerror}") from error

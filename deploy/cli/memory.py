@@ -1,9 +1,4 @@
-"""memory, rescue.
-
-``driftpoint memory``: what lies in the shared memory of this node, and giving it back.
-
-``driftpoint rescue``: write out of memory what a dead job left there, where no daemon did.
-"""
+"""``driftpoint memory`` and ``rescue``: list, free or commit snapshots in this node's shared memory."""
 
 from __future__ import annotations
 
@@ -31,19 +26,20 @@ from store.memory.layout import Tier, tiers
 from store.memory.rescue import INCOMPLETE, WRITTEN, RescueResult, rescue_newest
 from store.text import listed
 
-app = typer.Typer(epilog=EPILOG, help="What lies in the shared memory of this node.", invoke_without_command=True)
+app = typer.Typer(
+    epilog=EPILOG, help="List or free the snapshots in this node's shared memory.", invoke_without_command=True
+)
 
 StoreOption = Annotated[
     str | None, typer.Argument(metavar="[STORE]", help="Directory or URL of the store, or its id.", show_default=False)
 ]
-AllOption = Annotated[bool, typer.Option("--all", help="Of all stores.")]
+AllOption = Annotated[bool, typer.Option("--all", help="Free those of all stores.")]
 YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 
 
 @dataclass(frozen=True)
 class StoredSnapshot:
-    """One store's memory. path: where the store was last seen. ranks: of the newest version that is there. replicas: as
-    many of them were on other nodes."""
+    """Snapshots of one store in shared memory."""
 
     store_id: str
     path: Path | None
@@ -64,11 +60,11 @@ def memory(
     json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """List what lies in the shared memory of this node."""
+    """List the snapshots in this node's shared memory."""
     del debug
     if context.invoked_subcommand is None:
         found = stored_snapshots(base_of(memory))
-        output.answer(as_json(base_of(memory), found), lambda console: draw(console, found), as_json=json)
+        output.answer(_as_json(base_of(memory), found), lambda console: _draw(console, found), as_json=json)
 
 
 @app.command("clear", epilog=EPILOG)
@@ -81,26 +77,25 @@ def clear_(
     json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Give the memory of dead jobs back. Never what a living process owns."""
+    """Free the shared memory of dead jobs. Memory of a living process is never touched."""
     del debug
     base = base_of(memory)
-    found = _chosen(base, store, everything=all_)
+    found = _select_tiers(base, store, everything=all_)
     if not yes and found:
         stores = listed((tier.store_id[:8] for tier in found), 8)
-        _confirm(f"Remove what dead jobs left of {plural(len(found), 'store')} ({stores})?")
+        _confirm(f"Remove the snapshots that dead jobs left of {plural(len(found), 'store')} ({stores})?")
     freed = sum(clear(tier) for tier in found)
     body = {"freed_bytes": freed, "stores": [tier.store_id for tier in found]}
     output.answer(body, lambda console: console.print(f"Freed {size_text(freed)}."), as_json=json)
 
 
 def stored_snapshots(base: Path) -> list[StoredSnapshot]:
-    """What there is below ``base``."""
+    """List the snapshots below ``base``."""
     paths = seen_stores(base)
-    return [_lying(tier, paths.get(tier.store_id)) for tier in tiers(base)]
+    return [_stored_snapshot(tier, paths.get(tier.store_id)) for tier in tiers(base)]
 
 
-def as_json(base: Path, found: list[StoredSnapshot]) -> dict[str, Any]:
-    """The JSON object of the command."""
+def _as_json(base: Path, found: list[StoredSnapshot]) -> dict[str, Any]:
     rows = [
         {
             "store_id": one.store_id,
@@ -118,10 +113,9 @@ def as_json(base: Path, found: list[StoredSnapshot]) -> dict[str, Any]:
     return {"memory": str(base), "nbytes": sum(one.nbytes for one in found), "stores": rows}
 
 
-def draw(console: Console, found: list[StoredSnapshot]) -> None:
-    """The text of the command."""
+def _draw(console: Console, found: list[StoredSnapshot]) -> None:
     if not found:
-        console.print("Nothing lies in memory.")
+        console.print("There are no snapshots in memory.")
         return
     table = output.table()
     for name in ("store", "step", "ranks", "size", "job"):
@@ -137,7 +131,7 @@ def draw(console: Console, found: list[StoredSnapshot]) -> None:
     output.problems(console, tuple(text for one in found for text in one.problems))
 
 
-def _lying(tier: Tier, path: Path | None) -> StoredSnapshot:
+def _stored_snapshot(tier: Tier, path: Path | None) -> StoredSnapshot:
     node = scan_node(tier)
     newest = node.newest
     held = {} if newest is None else node.versions[newest]
@@ -151,13 +145,13 @@ def _lying(tier: Tier, path: Path | None) -> StoredSnapshot:
 
 
 def _confirm(question: str) -> None:
-    """Ends the command unless somebody says yes. Not on stdout, which is for the answer."""
+    """Ask on stderr and abort the command unless the answer is yes."""
     output.note(f"{question} [y/N]")
     if sys.stdin.readline().strip().lower() not in ("y", "yes"):
         raise typer.Abort
 
 
-def _chosen(base: Path, store: str | None, *, everything: bool) -> list[Tier]:
+def _select_tiers(base: Path, store: str | None, *, everything: bool) -> list[Tier]:
     if (store is None) != everything:
         raise UsageError("name one store (its directory or its id), or give --all")
     there = tiers(base)
@@ -169,10 +163,10 @@ def _chosen(base: Path, store: str | None, *, everything: bool) -> list[Tier]:
         try:
             store_id = open_catalog(files_at(place)).store_id
         except StoreError as error:
-            raise UsageError(f"{error}; `driftpoint memory` lists the ids of what there is") from error
+            raise UsageError(f"{error}; `driftpoint memory` lists the store ids") from error
     found = [tier for tier in there if tier.store_id == store_id]
     if not found:
-        raise UsageError(f"nothing of {store} lies in the memory at {base}; see `driftpoint memory --memory {base}`")
+        raise UsageError(f"no snapshot of {store} in the memory at {base}; see `driftpoint memory --memory {base}`")
     return found
 
 
@@ -183,21 +177,20 @@ def rescue(
     json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Write the newest version in this node's memory into the store, where its job is dead and no commit is as new."""
+    """Commit the newest snapshot in this node's memory, if its job is dead and no commit is as new."""
     del debug
     if is_url(store):
         raise UsageError(
-            f"{store}: what dead jobs leave in memory is written into directories only. Start the job again on this "
-            "node, it resumes from memory itself; or merge a directory's store"
+            f"{store}: rescue writes to directories only. Restart the job on this "
+            "node: it resumes from memory by itself"
         )
     catalog = open_store(store)
     done = rescue_newest(Tier(base_of(memory), catalog.store_id), catalog)
-    output.answer(rescue_json(store, done), lambda console: console.print(_text(done)), as_json=json)
+    output.answer(_rescue_json(store, done), lambda console: console.print(_text(done)), as_json=json)
     raise typer.Exit(DriftpointError.exit_code if done.outcome == INCOMPLETE else OK)
 
 
-def rescue_json(store: Path, done: RescueResult) -> dict[str, Any]:
-    """The JSON object of the command."""
+def _rescue_json(store: Path, done: RescueResult) -> dict[str, Any]:
     save = None if done.manifest is None else done.manifest.save
     return {
         "store": str(store.absolute()),
@@ -210,5 +203,5 @@ def rescue_json(store: Path, done: RescueResult) -> dict[str, Any]:
 
 def _text(done: RescueResult) -> str:
     if done.outcome == WRITTEN and done.manifest is not None:
-        return f"Committed step {done.manifest.step} out of memory: {done.why}."
+        return f"Committed step {done.manifest.step} from memory: {done.why}."
     return f"Nothing written: {done.why}."

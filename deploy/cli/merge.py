@@ -1,15 +1,9 @@
-"""merge and merge --plan.
+"""``driftpoint merge`` and ``merge --plan``: rebuild a checkpoint from a store, a framework checkpoint or a recipe.
 
-What damage means to a command that makes something of a source: nothing came of it.
+``DamagedError`` has the exit code of a store that is damaged but resumable. A merge or an import that can work around
+damage succeeds; one that fails because of damage has no result, so its error becomes a NothingToResumeError.
 
-``DamagedError`` has the code for what is damaged but can be resumed. A merge and an import that can work around
-damage do so and end well; one that ends with damage has nothing to give.
-
-``driftpoint merge``: one complete checkpoint out of a store, of a framework's own one, or of several by recipe.
-
-The merger is imported when the command runs, because it brings torch with it.
-
-``driftpoint merge --plan``: what a merge would read and write, what it takes, and everything that is in its way.
+The merger is imported when the command runs, because it imports torch.
 """
 
 from __future__ import annotations
@@ -42,10 +36,15 @@ if TYPE_CHECKING:
     from merger.merge import MergeResult
     from merger.plan import MergeDraft, MergePlan, Request
 
+_SIZE = re.compile(r"(?P<count>\d+(?:\.\d+)?)\s*(?P<prefix>[KMGT]?)(?P<binary>i?)B?", re.IGNORECASE)
+_NAMED = 6  # layers named before the rest are counted
+_POWER = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+_FILES = 20  # files and problems listed one by one in the text
+
 
 @contextmanager
-def damage_is_the_end() -> Iterator[None]:
-    """NothingToResumeError for a DamagedError that leaves the block."""
+def damage_as_no_result() -> Iterator[None]:
+    """Convert a DamagedError of the block into a NothingToResumeError."""
     try:
         yield
     except DamagedError as error:
@@ -53,19 +52,14 @@ def damage_is_the_end() -> Iterator[None]:
 
 
 def damage_error(error: DriftpointError) -> DriftpointError:
-    """The error as the command tells it."""
+    """Return the error as reported by the command."""
     if not isinstance(error, DamagedError):
         return error
     return NothingToResumeError(
-        f"{error}; nothing stands in for it: name another checkpoint (--step), or put the file back from a copy"
+        f"{error}; there is no other copy in the source: choose another checkpoint (--step), or restore the file from "
+        "a backup"
     )
 
-
-_SIZE = re.compile(r"(?P<count>\d+(?:\.\d+)?)\s*(?P<prefix>[KMGT]?)(?P<binary>i?)B?", re.IGNORECASE)
-_NAMED = 6
-"""Layers named before the rest are counted."""
-
-_POWER = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 SourceArgument = Annotated[
     StorePath | None,
@@ -86,8 +80,8 @@ StepOption = Annotated[
     typer.Option(
         metavar="STEP",
         help="A step, a save such as 00000120-000003, a tag, or a bound such as '<= 120'. "
-        "Without it: of a store the newest that can be rebuilt, of DeepSpeed's directory what `latest` names, of the "
-        "Trainer's the newest complete one.",
+        "Default: the newest that can be rebuilt of a store, `latest` of a DeepSpeed directory, the newest complete "
+        "Trainer checkpoint.",
         show_default=False,
     ),
 ]
@@ -97,36 +91,36 @@ LayoutOption = Annotated[
 ]
 StageOption = Annotated[
     int | None,
-    typer.Option(metavar="N", help="ZeRO stage to write, 1 to 3, for DeepSpeed.", show_default="the source's"),
+    typer.Option(metavar="N", help="ZeRO stage to write, 1 to 3 (deepspeed).", show_default="the source's"),
 ]
 WorldOption = Annotated[
     int | None,
-    typer.Option(
-        metavar="N", help="Number of ranks to write for, of deepspeed or trainer.", show_default="the source's"
-    ),
+    typer.Option(metavar="N", help="Number of ranks to write for (deepspeed, trainer).", show_default="the source's"),
 ]
 DtypeOption = Annotated[
     str | None,
-    typer.Option(metavar="DTYPE", help="Of hf weights: float32, bfloat16 or float16.", show_default="as trained"),
+    typer.Option(
+        metavar="DTYPE", help="dtype of the hf weights: float32, bfloat16 or float16.", show_default="as trained"
+    ),
 ]
 ShardOption = Annotated[
-    str | None, typer.Option(metavar="SIZE", help="Largest size of a file of hf or dcp.", show_default="5GB")
+    str | None, typer.Option(metavar="SIZE", help="Largest file size (hf, dcp).", show_default="5GB")
 ]
 FilesOption = Annotated[
     Path | None,
     typer.Option(
-        metavar="DIR", help="Take configuration and tokenizer of hf or trainer from here.", show_default="the source's"
+        metavar="DIR", help="Directory with configuration and tokenizer (hf, trainer).", show_default="the source's"
     ),
 ]
 RecipeOption = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help="Put layers of several checkpoints together.", show_default=False),
+    typer.Option(metavar="FILE", help="Recipe that combines layers of several checkpoints.", show_default=False),
 ]
 WorkersOption = Annotated[
-    int | None, typer.Option(metavar="N", min=1, help="Threads.", show_default="processors, up to 8")
+    int | None, typer.Option(metavar="N", min=1, help="Number of threads.", show_default="processors, up to 8")
 ]
 PlanOption = Annotated[
-    bool, typer.Option("--plan", help="Only tell what would be read and written, and what is missing.")
+    bool, typer.Option("--plan", help="Only list what would be read and written, and what is missing.")
 ]
 
 
@@ -147,12 +141,14 @@ def merge(
     json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Rebuild a complete checkpoint that the training framework loads by itself. Sources stay as they are."""
+    """Rebuild a complete checkpoint that the training framework loads by itself. Sources are not changed."""
     del debug
     if out is None and not plan:
         raise UsageError("missing option '--out': a new directory to write to; see `driftpoint merge --help`")
     if out is not None and is_url(place_of(out)):
-        raise UsageError(f"--out {place_of(out)}: checkpoints are rebuilt in directories; copy it to the bucket after")
+        raise UsageError(
+            f"--out {place_of(out)}: a merge writes directories only; copy the result to the bucket afterwards"
+        )
     from merger.layouts.base import Target
     from merger.plan import Request
     from merger.recipe.model import parse_dtype
@@ -167,14 +163,14 @@ def merge(
         raise typer.Exit(print_plan(request, out, workers, as_json=json))
     assert out is not None  # checked above
     result = rebuild(request, out, workers)
-    output.answer(as_json(result), lambda console: draw(console, result), as_json=json)
+    output.answer(_as_json(result), lambda console: _draw(console, result), as_json=json)
 
 
 def rebuild(request: Request, out: Path, workers: int | None) -> MergeResult:
-    """Run the merger, with a progress bar where someone is watching."""
+    """Run the merger, with a progress bar on a terminal."""
     from merger.merge import merge as run
 
-    with output.kept_for_answers(), damage_is_the_end(), byte_progress("Rebuilding") as progress:
+    with output.stdout_to_stderr(), damage_as_no_result(), byte_progress("Rebuilding") as progress:
         return run(
             request.source,
             out,
@@ -187,8 +183,7 @@ def rebuild(request: Request, out: Path, workers: int | None) -> MergeResult:
         )
 
 
-def as_json(result: MergeResult) -> dict[str, Any]:
-    """The JSON object of the command."""
+def _as_json(result: MergeResult) -> dict[str, Any]:
     return {
         "out": str(result.out),
         "tag": result.tag,
@@ -203,8 +198,7 @@ def as_json(result: MergeResult) -> dict[str, Any]:
     }
 
 
-def draw(console: Console, result: MergeResult) -> None:
-    """The text of the command."""
+def _draw(console: Console, result: MergeResult) -> None:
     certificate = result.certificate
     print_certificate(console, certificate, result.parameters)
     if len(result.sources) > 1:
@@ -220,12 +214,12 @@ def draw(console: Console, result: MergeResult) -> None:
         )
     )
     output.problems(console, result.problems)
-    print_notes(console, result.notes)
+    _print_notes(console, result.notes)
     print_load(console, result.load)
 
 
 def print_certificate(console: Console, certificate: Certificate, parameters: int) -> None:
-    """Per layer, then per slot, then the optimizer steps that are not those which the layers had."""
+    """Print tables per layer and per slot, and the optimizer steps that had to be changed."""
     tables.print_layers(console, certificate.units)
     console.print()
     console.print(tables.slot_table(certificate.units, parameters))
@@ -238,7 +232,7 @@ def print_certificate(console: Console, certificate: Certificate, parameters: in
 
 
 def step_table(steps: Sequence[ChosenStep]) -> Table:
-    """One row per param group (and step written, where a group has several)."""
+    """Return a table with one row per param group (and step written, if a group has several)."""
     table = output.table()
     table.add_column("Param group", justify="right", no_wrap=True)
     table.add_column("Optimizer step", justify="right", no_wrap=True)
@@ -250,12 +244,12 @@ def step_table(steps: Sequence[ChosenStep]) -> Table:
 
 
 def kind_of(certificate: Certificate) -> Text:
-    """Exact, or how old, how new and how far moved."""
+    """Describe the result: exact, or its staleness and drift."""
     from merger.checkpoint import changed_steps
     from merger.layouts.huggingface import working_dtypes
 
     if certificate.exact and (dtypes := working_dtypes(certificate)):
-        # To the last bit what the run computes with, and yet not all that it keeps.
+        # Bit for bit the weights that the run computes with, but not its master weights.
         return Text(f"exact working weights ({', '.join(dtypes)}), not the master weights", style="green")
 
     drift = certificate.max_drift
@@ -268,12 +262,12 @@ def kind_of(certificate: Certificate) -> Text:
         new = f"up to {plural(-newest, 'step')} newer than the run state"
         text = f"composite: layers {old}{new}, drift up to {drift_text(drift)}"
     if changed_steps(certificate):
-        text += ", one optimizer step for layers that had several"
+        text += ", one optimizer step for layers that had different ones"
     return Text(text, style="green" if certificate.exact else "yellow")
 
 
 def source_table(sources: Sequence[SourceUse], reads: dict[str, int] | None = None) -> Table:
-    """One row per source. reads: bytes read from each."""
+    """Return a table with one row per source; ``reads`` are the bytes read from each."""
     table = output.table()
     table.add_column("Source", overflow="fold")
     table.add_column("Step", justify="right", no_wrap=True)
@@ -287,15 +281,14 @@ def source_table(sources: Sequence[SourceUse], reads: dict[str, int] | None = No
     return table
 
 
-def print_notes(console: Console, notes: Sequence[str]) -> None:
-    """What to know before loading."""
+def _print_notes(console: Console, notes: Sequence[str]) -> None:
     for note in notes:
         console.print()
         console.print(output.facts({"Note": note}))
 
 
 def print_load(console: Console, lines: Sequence[str]) -> None:
-    """Lines of Python, whole, so that they can be copied."""
+    """Print lines of Python unwrapped, so that they can be copied."""
     if not lines:
         return
     console.print()
@@ -306,21 +299,17 @@ def print_load(console: Console, lines: Sequence[str]) -> None:
 
 
 def size_from(text: str) -> int:
-    """Bytes in ``5GB``, ``500 MiB``, ``1000000``. UsageError for anything else."""
+    """Parse a size such as ``5GB``, ``500 MiB`` or ``1000000``. Raises UsageError."""
     match = _SIZE.fullmatch(text.strip())
     if match is None or (match["binary"] and not match["prefix"]):
-        raise UsageError(f"{text!r} is no size; write 5GB, 500MB or 4GiB")
+        raise UsageError(f"{text!r} is not a size; write 5GB, 500MB or 4GiB")
     base = 1024 if match["binary"] else 1000
     return int(float(match["count"]) * base ** _POWER[match["prefix"].upper()])
 
 
-_FILES = 20
-"""Files, and things that are missing, listed one by one in the text."""
-
-
 @dataclass(frozen=True)
 class MergePlanReport:
-    """A draft and where it would go. free: bytes there, None where no directory was named."""
+    """A drafted merge and its destination."""
 
     draft: MergeDraft
     out: Path | None
@@ -329,36 +318,34 @@ class MergePlanReport:
 
 
 def print_plan(request: Request, out: Path | None, workers: int | None, *, as_json: bool) -> int:
-    """Print the plan; returns the exit code that the merge would have. Writes nothing."""
+    """Print the plan, write nothing, and return the exit code that the merge would have."""
     from merger.plan import default_workers, draft_merge, free_bytes
 
-    with output.kept_for_answers():
+    with output.stdout_to_stderr():
         draft = draft_merge(request, out)
     draft = replace(draft, errors=tuple(damage_error(error) for error in draft.errors))
     if request.recipe is None and not draft.sources:
         raise draft.errors[0]
-    told = MergePlanReport(draft, out, workers or default_workers(), None if out is None else free_bytes(out))
-    output.answer(to_json(told), lambda console: draw_plan(console, told), as_json=as_json)
+    report = MergePlanReport(draft, out, workers or default_workers(), None if out is None else free_bytes(out))
+    output.answer(_to_json(report), lambda console: _draw_plan(console, report), as_json=as_json)
     return draft.errors[0].exit_code if draft.errors else OK
 
 
-def to_json(told: MergePlanReport) -> dict[str, Any]:
-    """The JSON object of the command."""
-    draft, plan = told.draft, told.draft.plan
+def _to_json(report: MergePlanReport) -> dict[str, Any]:
+    draft, plan = report.draft, report.draft.plan
     reads = {} if plan is None else plan.reads
     return {
-        "out": None if told.out is None else str(told.out),
+        "out": None if report.out is None else str(report.out),
         "possible": not draft.errors,
         "missing": [{"type": type(error).__name__, "message": str(error)} for error in draft.errors],
         "sources": [{**asdict(use), "bytes_to_read": reads.get(use.name)} for use in draft.sources],
-        "free_bytes": told.free,
-        **(_planned(plan, told) if plan is not None else {}),
+        "free_bytes": report.free,
+        **(_planned(plan, report) if plan is not None else {}),
     }
 
 
-def draw_plan(console: Console, told: MergePlanReport) -> None:
-    """The text of the command."""
-    draft, plan = told.draft, told.draft.plan
+def _draw_plan(console: Console, report: MergePlanReport) -> None:
+    draft, plan = report.draft, report.draft.plan
     if plan is not None:
         print_certificate(console, plan.checkpoint.certificate, plan.parameters)
     if draft.sources:
@@ -367,16 +354,16 @@ def draw_plan(console: Console, told: MergePlanReport) -> None:
     if plan is not None:
         console.print(_file_table(plan))
         console.print()
-        console.print(output.facts(_facts(plan, told)))
+        console.print(output.facts(_facts(plan, report)))
         output.problems(console, plan.checkpoint.problems)
-        print_notes(console, plan.notes)
-        if told.out is not None:
-            print_load(console, plan.load(told.out))
+        _print_notes(console, plan.notes)
+        if report.out is not None:
+            print_load(console, plan.load(report.out))
     if draft.errors:
         output.problems(console, list(dict.fromkeys(map(str, draft.errors))), _FILES, "Missing")
 
 
-def _planned(plan: MergePlan, told: MergePlanReport) -> dict[str, Any]:
+def _planned(plan: MergePlan, report: MergePlanReport) -> dict[str, Any]:
     return {
         "tag": plan.laid.tag,
         "framework": plan.checkpoint.framework,
@@ -384,29 +371,30 @@ def _planned(plan: MergePlan, told: MergePlanReport) -> dict[str, Any]:
         "parameters": plan.parameters,
         "bytes_to_read": plan.bytes_to_read,
         "bytes_to_write": plan.bytes_to_write,
-        "memory_bytes": plan.memory(told.workers),
-        "workers": told.workers,
+        "memory_bytes": plan.memory(report.workers),
+        "workers": report.workers,
         "files": [{"path": file.path, "bytes": file.container.nbytes} for file in plan.files],
-        "load": [] if told.out is None else list(plan.load(told.out)),
+        "load": [] if report.out is None else list(plan.load(report.out)),
         "notes": list(plan.notes),
         "certificate": plan.checkpoint.certificate.as_json(),
         "problems": list(plan.checkpoint.problems),
     }
 
 
-def _facts(plan: MergePlan, told: MergePlanReport) -> dict[str, Text | str]:
+def _facts(plan: MergePlan, report: MergePlanReport) -> dict[str, Text | str]:
     certificate = plan.checkpoint.certificate
     rows: dict[str, Text | str] = {
-        "Would be": f"{certificate.save}: step {certificate.step}",
+        "Result": f"{certificate.save}: step {certificate.step}",
         "Kind": kind_of(certificate),
         "Read": size_text(plan.bytes_to_read),
         "Write": f"about {size_text(plan.bytes_to_write)} in {plural(len(plan.files), 'file')}",
-        "Memory": f"at most {size_text(plan.memory(told.workers))} for tensors, with {plural(told.workers, 'worker')}",
+        "Memory": f"at most {size_text(plan.memory(report.workers))} for tensors, "
+        f"with {plural(report.workers, 'worker')}",
     }
-    if told.free is not None:
-        enough = told.free >= plan.bytes_to_write
+    if report.free is not None:
+        enough = report.free >= plan.bytes_to_write
         rows["Disk"] = Text(
-            f"{size_text(told.free)} free: {'enough' if enough else 'not enough'}", style="" if enough else "bold red"
+            f"{size_text(report.free)} free: {'enough' if enough else 'not enough'}", style="" if enough else "bold red"
         )
     return rows
 

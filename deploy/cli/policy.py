@@ -1,12 +1,7 @@
-"""policy check.
+"""``driftpoint policy check``: test that a policy keeps the contract before it decides in a real job.
 
-``python -m deploy.cli.policy``: the digest of a policy's answers, in a process that has seen nothing else.
-
-Reads the policy's settings as YAML from stdin and writes one line, which is the last: the user's code may print too.
-
-From what was typed to a policy, the settings that name it and the bounds around it.
-
-``driftpoint policy check``: tries on a policy what every policy promises, before it decides in a real job.
+``python -m deploy.cli.policy`` computes the digest of a policy's answers in a fresh process. It reads the policy's
+settings as YAML from stdin and writes the digest as the last line, since the user's code may print too.
 """
 
 from __future__ import annotations
@@ -39,10 +34,14 @@ from store.errors import ConfigError, DriftpointError, UsageError
 PROMISE = "same answer in another process"
 _MARK = "driftpoint-digest "
 _PATIENCE = 300.0
+_ODD_NUMBER = re.compile(r"[-+.]?\d")
+app = typer.Typer(epilog=EPILOG, help="Check a policy outside of a job.", no_args_is_help=True)
+_STYLES = {"holds": "green", "broken": "bold red", "not checked": "dim", "take note": "yellow"}
+_NEEDS_AN_ANSWER = 3  # index of the check in a fresh process: after the policy was asked twice in this one
 
 
-def another_process(settings: object, expected: str) -> Finding:
-    """Whether a fresh process with another hash seed answers alike. settings: a policy's, with absolute paths."""
+def check_in_fresh_process(settings: object, expected: str) -> Finding:
+    """Check that a fresh process with another hash seed answers alike. Paths in ``settings`` must be absolute."""
     seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
     environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     try:
@@ -56,77 +55,78 @@ def another_process(settings: object, expected: str) -> Finding:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return Finding(PROMISE, "broken", f"another process had no answer after {_PATIENCE:.0f} s")
+        return Finding(PROMISE, "broken", f"another process did not answer within {_PATIENCE:.0f} s")
     last = done.stdout.splitlines()[-1:] or [""]
     if done.returncode != 0 or not last[0].startswith(_MARK):
-        return Finding(PROMISE, "broken", f"in another process it fails: {done.stderr.strip()[-300:]}")
+        return Finding(PROMISE, "broken", f"the policy fails in another process: {done.stderr.strip()[-300:]}")
     if last[0] != _MARK + expected:
         return Finding(
             PROMISE,
             "broken",
-            f"with PYTHONHASHSEED={seed} it decides differently: does it go through a set, or keep something?",
+            f"with PYTHONHASHSEED={seed} it decides differently: does it iterate over a set, or keep state?",
         )
     return Finding(PROMISE, "holds", f"with another hash seed (PYTHONHASHSEED={seed})")
 
 
 def main() -> None:
-    """Entry point of the process."""
+    """Run the fresh process."""
     try:
-        told = digest(policy_from(parse_value(sys.stdin.read(), "the settings")))
+        value = digest(policy_from(parse_value(sys.stdin.read(), "the settings")))
     except BrokenError as error:
         sys.exit(str(error))
-    sys.stdout.write(f"\n{_MARK}{told}\n")
-
-
-_ODD_NUMBER = re.compile(r"[-+.]?\d")
+    sys.stdout.write(f"\n{_MARK}{value}\n")
 
 
 @dataclass(frozen=True)
-class Named:
-    """A policy to look at. settings: as a configuration has them, with the path of its file made absolute."""
+class PolicyToCheck:
+    """A policy to check. ``settings`` as in a configuration, with the path of its file made absolute."""
 
     policy: Policy
     settings: object
     bounds: Bounds = ANY
 
 
-def named(word: str, given: Sequence[str]) -> Named:
-    """The policy that ``word`` names: a built-in or registered one, a class, or the one of a YAML configuration.
+def named(word: str, given: Sequence[str]) -> PolicyToCheck:
+    """Find the policy named by ``word``: built-in, registered, a class, or the one of a YAML configuration.
 
-    given: ``key=value``, the value as JSON or YAML has it. ConfigError or UsageError where that is no policy."""
+    Args:
+        word: name, ``module:Class``, ``file.py:Class`` or a YAML file.
+        given: ``key=value`` settings, the value as JSON or YAML.
+
+    Raises:
+        ConfigError, UsageError: that is no policy.
+    """
     if word.endswith((".yaml", ".yml")):
         if given:
-            raise UsageError(
-                f"--set goes with a policy's name or class: {word} has its parameters in it, edit them there"
-            )
+            raise UsageError(f"--set applies to a policy's name or class: edit the parameters in {word} itself")
         return _configured(Path(word))
     settings = anchored({"name": word, **parameters(given)} if given else word, Path.cwd())
-    return Named(policy_from(settings), settings)  # type: ignore[arg-type]
+    return PolicyToCheck(policy_from(settings), settings)  # type: ignore[arg-type]
 
 
-def _configured(path: Path) -> Named:
+def _configured(path: Path) -> PolicyToCheck:
     from monitor.config.load import load_config
 
     config = load_config(path)
-    return Named(policy_from(config.policy), config.policy, config.limits())
+    return PolicyToCheck(policy_from(config.policy), config.policy, config.limits())
 
 
 def parameters(given: Sequence[str]) -> Mapping[str, Any]:
-    """What ``--set`` gave: ``key=value`` each, the value as JSON or YAML has it. UsageError for anything else."""
+    """Parse ``--set`` arguments: ``key=value``, the value as JSON or YAML. Raises UsageError."""
     found: dict[str, Any] = {}
     for one in given:
         key, equals, value = one.partition("=")
         if not equals or not key:
             raise UsageError(f"--set takes key=value, such as --set k=4, not {one!r}")
         if key == "name" or key in found:
-            what = "is the policy itself, which is given as POLICY" if key == "name" else "was given twice"
+            what = "names the policy itself; pass it as POLICY" if key == "name" else "was given twice"
             raise UsageError(f"--set {one}: {key!r} {what}")
         found[key] = _value(one, value)
     return found
 
 
 def _value(one: str, text: str) -> Any:
-    """JSON, in which 1e-3 is a number; else a YAML mapping or list, or a word."""
+    """Parse JSON, in which 1e-3 is a number; else a YAML mapping or list, or a word."""
     try:
         return json.loads(text)
     except ValueError:
@@ -143,12 +143,6 @@ def _value(one: str, text: str) -> Any:
         raise UsageError(f"--set {one}: neither JSON nor YAML: {error}") from error
 
 
-app = typer.Typer(epilog=EPILOG, help="Look at a policy outside of a job.", no_args_is_help=True)
-
-_STYLES = {"holds": "green", "broken": "bold red", "not checked": "dim", "take note": "yellow"}
-_NEEDS_AN_ANSWER = 3
-"""Where the promise about another process stands in the list: after being asked again in this one."""
-
 PolicyArgument = Annotated[
     str,
     typer.Argument(
@@ -159,20 +153,19 @@ PolicyArgument = Annotated[
 ]
 SetOption = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="A parameter of the policy; may be given several times."),
+    typer.Option("--set", metavar="KEY=VALUE", help="Set a parameter of the policy; repeatable."),
 ]
 
 
 @dataclass(frozen=True)
 class Checked:
-    """What became of every promise of a policy."""
+    """Results of all checks of a policy."""
 
     policy: str
     findings: tuple[Finding, ...]
 
     @property
     def holds(self) -> bool:
-        """No promise was found broken."""
         return all(one.outcome != "broken" for one in self.findings)
 
 
@@ -180,24 +173,22 @@ class Checked:
 def check(
     policy: PolicyArgument, *, set_: SetOption = None, json: JsonOption = False, debug: DebugOption = False
 ) -> None:
-    """Try on a policy what every policy promises: on made-up models and runs, in this process and in another."""
+    """Check that a policy keeps the contract, on synthetic models and runs, in this process and in a fresh one."""
     del debug
-    with output.kept_for_answers():
-        checked = check_policy_file(policy, set_ or ())
-    output.answer(as_json(checked), lambda console: draw(console, checked), as_json=json)
+    with output.stdout_to_stderr():
+        checked = _check_policy_file(policy, set_ or ())
+    output.answer(_as_json(checked), lambda console: _draw(console, checked), as_json=json)
     raise typer.Exit(OK if checked.holds else DriftpointError.exit_code)
 
 
-def check_policy_file(word: str, given: Sequence[str]) -> Checked:
-    """Try the policy that was named."""
+def _check_policy_file(word: str, given: Sequence[str]) -> Checked:
     found = named(word, given)
     findings = list(examine(found.policy, found.bounds))
-    findings.insert(_NEEDS_AN_ANSWER, _elsewhere(found))
+    findings.insert(_NEEDS_AN_ANSWER, _fresh_process_finding(found))
     return Checked(found.policy.name, tuple(findings))
 
 
-def as_json(checked: Checked) -> dict[str, Any]:
-    """The JSON object of the command."""
+def _as_json(checked: Checked) -> dict[str, Any]:
     return {
         "policy": checked.policy,
         "holds": checked.holds,
@@ -205,12 +196,11 @@ def as_json(checked: Checked) -> dict[str, Any]:
     }
 
 
-def draw(console: Console, checked: Checked) -> None:
-    """The text of the command."""
+def _draw(console: Console, checked: Checked) -> None:
     rows = output.table()
-    rows.add_column("Promise", max_width=32)
+    rows.add_column("Check", max_width=32)
     rows.add_column("", no_wrap=True)
-    rows.add_column("Found", overflow="fold")
+    rows.add_column("Result", overflow="fold")
     for one in checked.findings:
         rows.add_row(output.cell(one.promise), output.cell(one.outcome, _STYLES[one.outcome]), output.cell(one.detail))
     console.print(rows)
@@ -218,24 +208,20 @@ def draw(console: Console, checked: Checked) -> None:
     console.print(output.cell(_verdict(checked)))
 
 
-def _elsewhere(found: Named) -> Finding:
+def _fresh_process_finding(found: PolicyToCheck) -> Finding:
     try:
         expected = digest(found.policy)
     except BrokenError:
         return Finding("same answer in another process", "not checked", "it has no answer in this one")
-    return another_process(found.settings, expected)
+    return check_in_fresh_process(found.settings, expected)
 
 
 def _verdict(checked: Checked) -> str:
     broken = sum(one.outcome == "broken" for one in checked.findings)
     if broken:
-        return (
-            f"policy {checked.policy} breaks {plural(broken, 'promise')}: a decision at which it does saves everything"
-        )
+        return f"policy {checked.policy} fails {plural(broken, 'check')}: a job saves everything at such a decision"
     notes = sum(one.outcome == "take note" for one in checked.findings)
-    return f"policy {checked.policy}: nothing found broken" + (
-        f"; {plural(notes, 'thing')} to take note of" if notes else ""
-    )
+    return f"policy {checked.policy}: no check failed" + (f"; {plural(notes, 'thing')} to note" if notes else "")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""``driftpoint prune``: delete the commits that need not be kept, and the segments that nothing reaches any more.
+"""``driftpoint prune``: delete commits that retention does not keep, and segments that no commit references.
 
-Holds the store's lock while it looks and deletes, so that no job of this machine starts meanwhile.
+Holds the store's lock meanwhile, so that no job on this machine starts.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from store.text import listed
 
 _DEFAULT = Retention()
 
-DryRunOption = Annotated[bool, typer.Option("--dry-run", "-n", help="Only tell what would be deleted.")]
+DryRunOption = Annotated[bool, typer.Option("--dry-run", "-n", help="Only list what would be deleted.")]
 KeepLastOption = Annotated[int, typer.Option(min=1, metavar="N", help="Keep the newest N commits.")]
 KeepEveryOption = Annotated[
     int | None,
     typer.Option(min=1, metavar="N", help="Also keep one commit in every N steps.", show_default=False),
 ]
 LogSpacedOption = Annotated[
-    bool, typer.Option("--log-spaced/--no-log-spaced", help="Also keep ever sparser ones further back.")
+    bool, typer.Option("--log-spaced/--no-log-spaced", help="Also keep older commits at increasing distances.")
 ]
 
 
 @dataclass(frozen=True)
 class Pruned:
-    """What was deleted, or would be. foreign: a host other than this one that made the newest epoch."""
+    """Deleted commits and segments, or those that ``--dry-run`` would delete."""
 
     root: Path
     dry_run: bool
@@ -56,7 +56,7 @@ class Pruned:
 
     @property
     def exit_code(self) -> int:
-        """0, or the state of a store in which nothing may be deleted."""
+        """Return 0, or the code of a store in which nothing may be deleted."""
         return OK if self.plan.blocked is None else health(resumable=self.resumable, damaged=True)
 
 
@@ -70,16 +70,16 @@ def prune(
     json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Delete commits that need not be kept. Never the newest whole one, nor the last one resumed from."""
+    """Delete commits that retention does not keep. Keeps the newest valid one and the last one resumed from."""
     del debug
     retention = Retention(keep_last=keep_last, keep_every=keep_every, log_spaced=log_spaced)
-    found = tidy(store, retention, dry_run=dry_run)
-    output.answer(as_json(found), lambda console: draw(console, found), as_json=json)
+    found = prune_store(store, retention, dry_run=dry_run)
+    output.answer(_as_json(found), lambda console: _draw(console, found), as_json=json)
     raise typer.Exit(found.exit_code)
 
 
-def tidy(root: Path, retention: Retention, *, dry_run: bool) -> Pruned:
-    """Prune the store at ``root``. StoreInUseError, before anything is looked at, where a job is using it."""
+def prune_store(root: Path, retention: Retention, *, dry_run: bool) -> Pruned:
+    """Prune the store at ``root``. Raises StoreInUseError first if a job uses it."""
     catalog = open_store(root)
     in_use_by = lock_owner(root)
     with _held(root, dry_run=dry_run):
@@ -90,8 +90,7 @@ def tidy(root: Path, retention: Retention, *, dry_run: bool) -> Pruned:
     return Pruned(root.absolute(), dry_run, plan, in_use_by, _foreign_owner(catalog), resumable)
 
 
-def as_json(found: Pruned) -> dict[str, Any]:
-    """The JSON object of the command."""
+def _as_json(found: Pruned) -> dict[str, Any]:
     plan = found.plan
     return {
         "store": str(found.root),
@@ -109,8 +108,7 @@ def as_json(found: Pruned) -> dict[str, Any]:
     }
 
 
-def draw(console: Console, found: Pruned) -> None:
-    """The text of the command."""
+def _draw(console: Console, found: Pruned) -> None:
     plan = found.plan
     if plan.blocked is not None:
         console.print(Text(f"Not pruned: {plan.blocked}", style="bold red"))
@@ -118,7 +116,7 @@ def draw(console: Console, found: Pruned) -> None:
         console.print(output.facts(_rows(found)))
     if plan.unrecognised:
         console.print()
-        console.print("Not recognised, so left alone:")
+        console.print("Unrecognised files, not deleted:")
         for name in plan.unrecognised:
             console.print(output.cell(f"  {name}"))
     for remark in _remarks(found):
@@ -158,16 +156,10 @@ def _names(saves: tuple[SaveId, ...], limit: int = 8) -> str:
 def _remarks(found: Pruned) -> Iterator[str]:
     if found.in_use_by is not None:
         user = lock_owner_text(found.root, found.in_use_by)
-        yield f"The store is in use {user}: without --dry-run this is refused. The job prunes by itself."
+        yield f"The store is in use {user}: without --dry-run this fails. The job prunes by itself."
     if found.foreign is not None:
-        yield (
-            f"The newest job on this store ran on {found.foreign}. {_known_of_it(found.root)}: "
-            "make sure that no job there is saving."
-        )
-
-
-def _known_of_it(root: Path) -> str:
-    return "An object store has no lock" if is_url(root) else "The lock holds for this machine only"
+        lock = "An object store has no lock" if is_url(found.root) else "The lock covers this machine only"
+        yield f"The newest job on this store ran on {found.foreign}. {lock}: make sure that no job is saving there."
 
 
 def _foreign_owner(catalog: Catalog) -> str | None:

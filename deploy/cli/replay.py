@@ -1,7 +1,4 @@
-"""Options, checks and the answer of the commands that replay a run: ``simulate`` and ``estimate``.
-
-Format the answer of ``driftpoint simulate`` and ``estimate``: tables, YAML to paste, and JSON.
-"""
+"""Options, checks and output shared by ``driftpoint simulate`` and ``estimate``."""
 
 from __future__ import annotations
 
@@ -31,39 +28,44 @@ PolicyOption = Annotated[
         "-p",
         metavar="POLICY",
         help="A configuration to replay: a YAML file, a name, '{name: parity, k: 4}' or '{policy: full, every: 50}'. "
-        "May be given several times; by default the recorded one.",
+        "Repeatable; default: the recorded one.",
         show_default=False,
     ),
 ]
 PlotOption = Annotated[
-    Path | None, typer.Option("--plot", metavar="FILE", help="Write a picture (needs matplotlib).", show_default=False)
+    Path | None,
+    typer.Option("--plot", metavar="FILE", help="Write a plot to this file (needs matplotlib).", show_default=False),
 ]
 MtbfOption = Annotated[
     list[float] | None,
     typer.Option("--mtbf", metavar="HOURS", help="Mean time between failures (3, 12, 48).", show_default=False),
 ]
 RestartOption = Annotated[
-    float, typer.Option("--restart-seconds", min=0, metavar="S", help="From a failure to the first step after it.")
+    float, typer.Option("--restart-seconds", min=0, metavar="S", help="Seconds from a failure to the next step.")
 ]
 GpuPriceOption = Annotated[
     float | None,
-    typer.Option("--price-per-gpu-hour", min=0, metavar="PRICE", help="In any currency.", show_default=False),
+    typer.Option(
+        "--price-per-gpu-hour", min=0, metavar="PRICE", help="Price of a GPU hour, in any currency.", show_default=False
+    ),
 ]
 WrittenPriceOption = Annotated[
     float | None,
-    typer.Option("--price-per-tb-written", min=0, metavar="PRICE", help="Of 10^12 bytes.", show_default=False),
+    typer.Option(
+        "--price-per-tb-written", min=0, metavar="PRICE", help="Price of writing 10^12 bytes.", show_default=False
+    ),
 ]
 RecommendOption = Annotated[
-    bool, typer.Option("--recommend", help="Look for the configuration of least expected damage; print its YAML.")
+    bool, typer.Option("--recommend", help="Find the configuration with the least expected damage; print its YAML.")
 ]
 BytesOption = Annotated[
     float | None,
-    typer.Option("--bytes-per-hour", min=0, metavar="BYTES", help="With --recommend: the most.", show_default=False),
+    typer.Option("--bytes-per-hour", min=0, metavar="BYTES", help="With --recommend: upper limit.", show_default=False),
 ]
 StallOption = Annotated[
     float | None,
     typer.Option(
-        "--stall-share", min=0, max=1, metavar="SHARE", help="With --recommend: the most.", show_default=False
+        "--stall-share", min=0, max=1, metavar="SHARE", help="With --recommend: upper limit.", show_default=False
     ),
 ]
 LossOption = Annotated[
@@ -72,18 +74,18 @@ LossOption = Annotated[
         "--max-loss-minutes",
         min=0,
         metavar="MIN",
-        help="With --recommend: to redo after a failure.",
+        help="With --recommend: most training lost by a failure.",
         show_default=False,
     ),
 ]
-ExactOption = Annotated[bool, typer.Option("--exact", help="With --recommend: no encoding that rounds.")]
+ExactOption = Annotated[bool, typer.Option("--exact", help="With --recommend: only lossless encodings.")]
 StorageOption = Annotated[
     float | None,
     typer.Option(
         "--storage-gbps",
         min=0,
         metavar="GB/S",
-        help="10^9 bytes a second that all ranks write together.",
+        help="Write speed of all ranks together, in 10^9 bytes per second.",
         show_default=False,
     ),
 ]
@@ -93,20 +95,19 @@ CopyOption = Annotated[
         "--copy-gbps",
         min=0,
         metavar="GB/S",
-        help="10^9 bytes a second that one rank copies while training waits.",
+        help="Blocking copy speed of one rank, in 10^9 bytes per second.",
         show_default=False,
     ),
 ]
 
-_LARGEST = 1e18
-"""Of any number given, so that products of two stay finite."""
+_LARGEST = 1e18  # largest accepted number, so that the product of two stays finite
 
 
 def check_options(limits: Limits, terms: Terms, *, recommend: bool) -> None:
-    """Check the shared options.
+    """Check the options shared by both commands.
 
     Args:
-        limits: of a recommendation.
+        limits: limits of a recommendation.
         terms: failures and prices.
         recommend: whether ``--recommend`` was given.
 
@@ -125,7 +126,7 @@ def check_options(limits: Limits, terms: Terms, *, recommend: bool) -> None:
     }
     check_numbers(from_zero, above_zero=False)
     if (limits.any or limits.exact) and not recommend:
-        raise UsageError("--bytes-per-hour, --stall-share, --max-loss-minutes and --exact go with --recommend")
+        raise UsageError("--bytes-per-hour, --stall-share, --max-loss-minutes and --exact need --recommend")
 
 
 def check_numbers(values: Mapping[str, float | None], *, above_zero: bool) -> None:
@@ -144,19 +145,18 @@ def answer(
     as_json: bool,
     assumed: Mapping[str, str] | None = None,
 ) -> None:
-    """Print the result and leave. assumed: the assumptions that the run was made from, with their sources."""
+    """Print the result and exit. ``assumed`` holds the assumptions of an estimate with their sources."""
 
     if plot is not None:
         from deploy.simulate.summary import write_picture
 
         write_picture(found.summaries, plot)
-    body = simulation_json(found, chosen) | ({} if assumed is None else {"assumed": dict(assumed)})
+    body = _simulation_json(found, chosen) | ({} if assumed is None else {"assumed": dict(assumed)})
     output.answer(body, lambda console: draw(console, found, chosen, assumed or {}), as_json=as_json)
     raise typer.Exit(OK)
 
 
-def simulation_json(found: Simulation, chosen: Recommendation | None) -> dict[str, Any]:
-    """Return the JSON object of the command."""
+def _simulation_json(found: Simulation, chosen: Recommendation | None) -> dict[str, Any]:
     from deploy.simulate.summary import as_json as summary_json
     from deploy.simulate.summary import step_seconds
 
@@ -180,7 +180,7 @@ def simulation_json(found: Simulation, chosen: Recommendation | None) -> dict[st
 
 
 def draw(console: Console, found: Simulation, chosen: Recommendation | None, assumed: Mapping[str, str]) -> None:
-    """Print the text of the command. assumed: the assumptions that the run was made from; none for a recorded one."""
+    """Print the text of the command. ``assumed`` is empty for a recorded run."""
     from deploy.simulate.summary import step_seconds
 
     for name, text in assumed.items():
@@ -194,8 +194,8 @@ def draw(console: Console, found: Simulation, chosen: Recommendation | None, ass
         output.facts(
             {
                 "Run": f"{len(run.moments)} decisions, steps {min(steps)} to {max(steps)}, {_time(run.seconds)}, "
-                f"{_time(step_seconds(run))} a step, {run.eras[-1].job.world_size} ranks",
-                "Compared": f"over steps {found.window[0]:.0f} to {found.window[1]:.0f}, where all have a commit",
+                f"{_time(step_seconds(run))} per step, {run.eras[-1].job.world_size} ranks",
+                "Compared": f"over steps {found.window[0]:.0f} to {found.window[1]:.0f}, from where all have a commit",
             }
         )
     )
@@ -211,7 +211,7 @@ def draw(console: Console, found: Simulation, chosen: Recommendation | None, ass
 
 def _draw_all(console: Console, summaries: Sequence[Summary], baseline: Summary) -> None:
     console.print(_costs(summaries, baseline))
-    console.print(output.cell("¹ without the first save of a store, which is full under every policy"))
+    console.print(output.cell("¹ without the first save of a store, which is always full"))
     console.print()
     console.print(_failure(summaries))
     console.print()
@@ -221,7 +221,7 @@ def _draw_all(console: Console, summaries: Sequence[Summary], baseline: Summary)
 def _draw_chosen(console: Console, chosen: Recommendation, baseline: Summary) -> None:
     console.print()
     limit = chosen.limits.bytes_per_hour
-    most = "" if limit is None else f", at most {size_text(round(limit))} an hour after the first save"
+    most = "" if limit is None else f", at most {size_text(round(limit))} per hour after the first save"
     console.print(Text(f"Within the limits{most}, least expected damage first", style="bold"))
     console.print()
     _draw_all(console, chosen.tried, baseline)
@@ -236,7 +236,7 @@ def _costs(summaries: Sequence[Summary], baseline: Summary) -> Table:
 
     found = output.table()
     found.add_column("Configuration", overflow="fold")
-    for heading in ("Saves", "Bytes", "an hour¹", "a save", "of full", "Stall"):
+    for heading in ("Saves", "Bytes", "per hour¹", "per save", "of full", "Stall"):
         found.add_column(heading, justify="right", no_wrap=True)
     for one in summaries:
         share = one.written / baseline.written if baseline.written else 0.0
@@ -260,7 +260,7 @@ def _failure(summaries: Sequence[Summary]) -> Table:
     for one in summaries:
         exposure = one.exposure
         if not exposure.lost.weight:
-            found.add_row(output.cell(one.name), "", "", "", "nothing kept")
+            found.add_row(output.cell(one.name), "", "", "", "no commit")
             continue
         spreads = (exposure.total, one.drift(weights=True), one.drift(weights=False))
         cells = [f"{spread.mean:.2g}/{spread.worst:.2g}" for spread in spreads]

@@ -1,13 +1,9 @@
-"""report, top.
-
-``driftpoint report``: one HTML page that says whether a run is safe now, and what became of it so far.
-
-``driftpoint top``: whether a run is safe now, live in a terminal, with the drift of its layers.
-"""
+"""``driftpoint report`` and ``top``: show the safety of a run as an HTML page or live in the terminal."""
 
 from __future__ import annotations
 
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -27,15 +23,13 @@ if TYPE_CHECKING:
 
 OutOption = Annotated[
     Path | None,
-    typer.Option("--out", "-o", metavar="FILE", help="Where to write it (STORE.report.html).", show_default=False),
+    typer.Option("--out", "-o", metavar="FILE", help="File to write (STORE.report.html).", show_default=False),
 ]
 TraceOption = Annotated[
     Path | None,
-    typer.Option(
-        "--trace", metavar="FILE", help="The job's drift trace, if not at STORE.trace.jsonl.", show_default=False
-    ),
+    typer.Option("--trace", metavar="FILE", help="Drift trace of the job (STORE.trace.jsonl).", show_default=False),
 ]
-VerifyOption = Annotated[bool, typer.Option("--verify", help="Read every byte first, as `driftpoint verify` does.")]
+VerifyOption = Annotated[bool, typer.Option("--verify", help="Verify every byte first, like `driftpoint verify`.")]
 
 
 def report(
@@ -48,28 +42,24 @@ def report(
     json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Write one HTML page: is the run safe now, drift and saves of each layer, cost, incidents, what a resume gives."""
+    """Write one HTML page: safety of the run, drift and saves per layer, cost, incidents, and the resume point."""
     del debug
     from deploy.report.page import build_report
 
     made = build_report(store, trace, base_of(memory), verify=verify)
     path = out or beside(store.absolute(), ".report.html")
     made.write(path)
-    output.answer(as_json(made, path), lambda console: draw(console, made, path), as_json=json)
+    output.answer(_as_json(made, path), lambda console: _draw(console, made, path), as_json=json)
     raise typer.Exit(made.exit_code)
 
 
-def as_json(made: ReportResult, path: Path) -> dict[str, Any]:
-    """The JSON object of the command."""
+def _as_json(made: ReportResult, path: Path) -> dict[str, Any]:
     verdict, history = made.content.verdict, made.content.history
     return {
         "out": str(path.absolute()),
         "level": verdict.level,
         "verdict": verdict.sentence,
-        "checks": [
-            {"name": one.name, "level": one.level, "text": one.text, "note": one.note, "todo": one.todo}
-            for one in verdict.checks
-        ],
+        "checks": [asdict(check) for check in verdict.checks],
         "decisions": None if history is None else history.totals.decisions,
         "saves": None if history is None else history.totals.saves,
         "bytes_written": None if history is None else history.totals.written,
@@ -80,22 +70,19 @@ def as_json(made: ReportResult, path: Path) -> dict[str, Any]:
     }
 
 
-def draw(console: Console, made: ReportResult, path: Path) -> None:
-    """The text of the command."""
+def _draw(console: Console, made: ReportResult, path: Path) -> None:
     verdict = made.content.verdict
     styles = {"good": "green", "look": "yellow", "bad": "bold red"}
     console.print(output.cell(f"{verdict.title}. {verdict.sentence}", styles[verdict.level]))
     for check in verdict.concerns:
         console.print(output.cell(f" - {check.name}: {check.text}" + (f"; {check.todo}" if check.todo else "")))
-    console.print(output.cell(f"Written: {path}"))
+    console.print(output.cell(f"Written to {path}"))
     if made.content.missing:
-        console.print(output.cell(f"Without history: {made.content.missing}"))
+        console.print(output.cell(f"No history: {made.content.missing}"))
 
 
-OnceOption = Annotated[
-    bool, typer.Option("--once", help="Print one frame and leave; as where stdout is no terminal, or a dumb one.")
-]
-IntervalOption = Annotated[float, typer.Option("--interval", min=0.1, metavar="S", help="Seconds between two looks.")]
+OnceOption = Annotated[bool, typer.Option("--once", help="Print one frame and exit (the default without a terminal).")]
+IntervalOption = Annotated[float, typer.Option("--interval", min=0.1, metavar="S", help="Seconds between updates.")]
 
 
 def top(
@@ -108,29 +95,28 @@ def top(
     json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Show whether a run is safe now, and age and drift of its layers, live. Ctrl-C ends it."""
+    """Show the safety of a run and the age and drift of its layers, live. Ctrl-C ends it."""
     del debug
     from deploy.report.page import trace_path
     from deploy.top.app import FactsReader, run
 
     if trace is not None and not trace.is_file():
-        raise UsageError(f"there is no trace at {trace}: leave --trace away, or name the file of the job")
+        raise UsageError(f"there is no trace at {trace}: omit --trace, or name the job's trace file")
     reader = FactsReader(store, trace_path(store, trace), base_of(memory))
     facts = reader.read()
     if json or once or not _interactive():
-        output.answer(top_json(facts), lambda console: draw_top(console, facts), as_json=json)
+        output.answer(_top_json(facts), lambda console: draw_top(console, facts), as_json=json)
     else:
         facts = run(Console(highlight=False, markup=False, emoji=False), reader, interval) or facts
     raise typer.Exit(NothingToResumeError.exit_code if facts.status is None else facts.status.exit_code)
 
 
 def _interactive() -> bool:
-    """Return whether stdout is a terminal whose screen can be drawn over."""
+    """Return whether stdout is a terminal that supports cursor movement."""
     return sys.stdout.isatty() and not Console().is_dumb_terminal
 
 
-def top_json(facts: Facts) -> dict[str, Any]:
-    """Return the JSON object of the command."""
+def _top_json(facts: Facts) -> dict[str, Any]:
     from deploy.health.verdict import judge
     from deploy.top.view import layer_rows, moving_slots
 
@@ -140,10 +126,7 @@ def top_json(facts: Facts) -> dict[str, Any]:
         "level": verdict.level,
         "verdict": verdict.sentence,
         "running": facts.running,
-        "checks": [
-            {"name": one.name, "level": one.level, "text": one.text, "note": one.note, "todo": one.todo}
-            for one in verdict.checks
-        ],
+        "checks": [asdict(check) for check in verdict.checks],
         "layers": [
             {
                 "layer": row.layer,

@@ -1,4 +1,4 @@
-"""``driftpoint run``: start a training command, and start it again when it dies."""
+"""``driftpoint run``: start a training command and restart it after failures."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ DEFAULT_STORE = "./driftpoint-checkpoints"
 DEFAULT_MEMORY = Path("/dev/shm")
 DEFAULT_DAEMON_PORT = 9465
 DEFAULT_EXIT_IDLE = 3600.0
-"""As in :class:`monitor.config.load.Config`, whose import would bring torch into a process that lives as long as the
-job."""
+"""Same as in :class:`monitor.config.load.Config`, whose import would load torch into this long-lived process."""
 
 CommandArgument = Annotated[
-    list[str], typer.Argument(metavar="-- COMMAND...", help="The command and its arguments.", show_default=False)
+    list[str],
+    typer.Argument(metavar="-- COMMAND...", help="The training command and its arguments.", show_default=False),
 ]
 ConfigOption = Annotated[
     Path | None,
@@ -44,17 +44,17 @@ StoreOption = Annotated[
     typer.Option("--store", metavar="STORE", parser=place_of, help="The job's store, instead of the YAML's `store:`."),
 ]
 RestartsOption = Annotated[
-    int, typer.Option("--max-restarts", metavar="N", min=0, help="Restarts in a row without getting further.")
+    int, typer.Option("--max-restarts", metavar="N", min=0, help="Restarts in a row without progress.")
 ]
 FailuresOption = Annotated[
-    int | None, typer.Option("--max-failures", metavar="N", min=1, help="Failures in all; without it no limit.")
+    int | None, typer.Option("--max-failures", metavar="N", min=1, help="Failures in total (no limit).")
 ]
 BackoffOption = Annotated[
-    float, typer.Option("--backoff", metavar="S", min=0, help="Seconds before the first restart; then ever doubled.")
+    float, typer.Option("--backoff", metavar="S", min=0, help="Seconds before the first restart, doubled each time.")
 ]
-MostOption = Annotated[float, typer.Option("--backoff-max", metavar="S", min=0, help="Most seconds before a restart.")]
+MostOption = Annotated[float, typer.Option("--backoff-max", metavar="S", min=0, help="Longest delay before a restart.")]
 GraceOption = Annotated[
-    float, typer.Option("--grace", metavar="S", min=0, help="Seconds for the last save, before SIGTERM to the command.")
+    float, typer.Option("--grace", metavar="S", min=0, help="Seconds for the final save before SIGTERM is sent.")
 ]
 WaitOption = Annotated[float, typer.Option("--wait", metavar="S", min=0, help="Seconds to wait for a store in use.")]
 MetricsOption = Annotated[
@@ -64,12 +64,12 @@ MetricsOption = Annotated[
         metavar="N",
         min=0,
         max=65535,
-        help="Serve metrics of the supervisor there, as `metrics:` in the YAML says; 0 takes a free one.",
+        help="Serve metrics on this port (0: a free one), with host and TLS of the YAML's `metrics:`.",
         show_default=False,
     ),
 ]
 EventsOption = Annotated[
-    Path | None, typer.Option("--events", metavar="FILE", help="Append a JSON line for each event to this file.")
+    Path | None, typer.Option("--events", metavar="FILE", help="Append each event to this file as a JSON line.")
 ]
 
 
@@ -88,7 +88,7 @@ def run(
     metrics_port: MetricsOption = None,
     debug: DebugOption = False,
 ) -> None:
-    """Start a training command, and start it again when it dies, as long as it gets further."""
+    """Start a training command and restart it after failures, as long as training progresses."""
     del debug
     seen, wanted, notice = places(config, store)
     limits = Limits(max_restarts, max_failures, backoff, max(backoff, backoff_max))
@@ -97,19 +97,19 @@ def run(
         from deploy.supervisor.events import SupervisorMetrics
 
         metrics = SupervisorMetrics(max_restarts)
-    orders, teller = RunOptions(command, limits, grace, wait, notice), EventLog(note, events, seen.root, metrics)
+    options, log = RunOptions(command, limits, grace, wait, notice), EventLog(note, events, seen.root, metrics)
     told = None if wanted is None else ensure_daemon(wanted.base, wanted.port, wanted.exit_idle, wanted.words)
     if told is not None:
-        teller.say(told)
+        log.message(told)
     if metrics is not None and metrics_port is not None:
         host, security = metrics_settings(config, store)
-        metrics.serve(host, metrics_port, security, teller.say)
-    raise typer.Exit(Supervisor(orders, seen, teller).run())
+        metrics.serve(host, metrics_port, security, log.message)
+    raise typer.Exit(Supervisor(options, seen, log).run())
 
 
 @dataclass(frozen=True)
 class WantedDaemon:
-    """What the YAML says of the node's daemon."""
+    """The daemon that the configuration asks for."""
 
     base: Path
     port: int
@@ -118,13 +118,19 @@ class WantedDaemon:
 
 
 def places(config: Path | None, store: Path | None) -> tuple[StoreProbe, WantedDaemon | None, signal.Signals]:
-    """The store of the job, as the trainer finds it: relative to the working directory; the daemon that it wants; and
-    the signal that it heeds.
+    """Return the job's store (relative to the working directory), the daemon to start, and the preemption signal.
 
-    ConfigError, UsageError. Of the YAML only ``store:``, ``s3:``, ``memory:``, ``daemon:``, ``preemption:`` and
-    ``metrics:`` are looked at; the rest is the trainer's to check."""
+    Reads only ``store:``, ``s3:``, ``memory:``, ``daemon:``, ``preemption:`` and ``metrics:``; the trainer checks the
+    rest.
+
+    Raises:
+        ConfigError: one of these sections is invalid.
+        UsageError: no store was named.
+    """
     if config is None and store is None and not CONFIG.exists():
-        raise UsageError(f"which store? There is no {CONFIG} here: give `-c FILE`, the job's YAML, or `--store STORE`")
+        raise UsageError(
+            f"no store given, and there is no {CONFIG} here: give `-c FILE` (the job's YAML) or `--store STORE`"
+        )
     if config is None and store is not None:
         seen = StoreProbe(store.expanduser(), DEFAULT_MEMORY)  # of a job that keeps nothing there, nothing is there
         return seen, None, signal.SIGUSR1
@@ -132,9 +138,9 @@ def places(config: Path | None, store: Path | None) -> tuple[StoreProbe, WantedD
     content = _mapping(path)
     root, memory = content.get("store", DEFAULT_STORE), content.get("memory", {})
     if not isinstance(root, str) or not root:
-        raise ConfigError(f"{path}: store: must be a path, and is {root!r}")
+        raise ConfigError(f"{path}: store: must be a path, not {root!r}")
     if not isinstance(memory, dict) or not isinstance(memory.get("path", ""), str):
-        raise ConfigError(f"{path}: memory: must be a section such as `memory: {{enabled: true}}`, and is {memory!r}")
+        raise ConfigError(f"{path}: memory: must be a section such as `memory: {{enabled: true}}`, not {memory!r}")
     base = Path(memory.get("path", DEFAULT_MEMORY))
     kept = base if memory.get("enabled") else None
     seen = StoreProbe((store or place_of(root)).expanduser(), kept, options=_options(path, content.get("s3", {})))
@@ -142,7 +148,7 @@ def places(config: Path | None, store: Path | None) -> tuple[StoreProbe, WantedD
 
 
 def metrics_settings(config: Path | None, store: Path | None) -> tuple[str, EndpointSecurity]:
-    """Return host and TLS settings from ``metrics:`` in the YAML. ConfigError."""
+    """Return host and TLS settings from ``metrics:`` in the YAML. Raises ConfigError."""
     if config is None and store is not None:
         return LOOPBACK, EndpointSecurity()
     path = config or CONFIG
@@ -152,7 +158,7 @@ def metrics_settings(config: Path | None, store: Path | None) -> tuple[str, Endp
 def _endpoint(path: Path, section: object) -> tuple[str, EndpointSecurity]:
     """Check host, ``tls`` and ``insecure`` only; the trainer checks the other keys."""
     if not isinstance(section, dict) or not isinstance(section.get("host", ""), str):
-        raise ConfigError(f"{path}: metrics: must be a section such as `metrics: {{port: 9464}}`, and is {section!r}")
+        raise ConfigError(f"{path}: metrics: must be a section such as `metrics: {{port: 9464}}`, not {section!r}")
     try:
         security = EndpointSecurity.model_validate({key: section[key] for key in ("tls", "insecure") if key in section})
     except ValidationError as error:
@@ -164,11 +170,11 @@ def _endpoint(path: Path, section: object) -> tuple[str, EndpointSecurity]:
 
 
 def _notice(path: Path, section: object) -> signal.Signals:
-    """The first signal of those that the trainer heeds; SIGUSR1 where it heeds none."""
+    """Return the first preemption signal that the trainer handles, SIGUSR1 by default."""
     names = section.get("signals", []) if isinstance(section, dict) else None
     if not isinstance(names, list) or any(name not in signal.Signals.__members__ for name in names):
         raise ConfigError(
-            f"{path}: preemption: must be a section such as `preemption: {{signals: [SIGUSR1]}}`, and is {section!r}"
+            f"{path}: preemption: must be a section such as `preemption: {{signals: [SIGUSR1]}}`, not {section!r}"
         )
     return signal.Signals[names[0]] if names else signal.SIGUSR1
 
@@ -183,15 +189,15 @@ def _options(path: Path, section: object) -> ObjectOptions:
 def _wanted(path: Path, content: Mapping[str, Any], base: Path) -> WantedDaemon | None:
     section, (_, security) = content.get("daemon", {}), _endpoint(path, content.get("metrics", {}))
     if not isinstance(section, dict):
-        raise ConfigError(f"{path}: daemon: must be a section such as `daemon: {{enabled: true}}`, and is {section!r}")
+        raise ConfigError(f"{path}: daemon: must be a section such as `daemon: {{enabled: true}}`, not {section!r}")
     if not (section.get("enabled") and section.get("start", True)):
         return None
     port, idle = section.get("port", DEFAULT_DAEMON_PORT), section.get("exit_idle_seconds", DEFAULT_EXIT_IDLE)
     if not isinstance(port, int) or not isinstance(idle, int | float):
-        raise ConfigError(f"{path}: daemon: port must be a number and exit_idle_seconds one of seconds")
+        raise ConfigError(f"{path}: daemon: port and exit_idle_seconds must be numbers")
     host = section.get("host", LOOPBACK)
     if not isinstance(host, str):
-        raise ConfigError(f"{path}: daemon: host must be an address, and is {host!r}")
+        raise ConfigError(f"{path}: daemon: host must be an address, not {host!r}")
     security.check(host, "daemon.host")
     return WantedDaemon(base, port, float(idle), ("--host", host, *security.cli_options()))
 

@@ -1,4 +1,4 @@
-"""``driftpoint show``: what one commit is made of, layer by layer and slot by slot."""
+"""``driftpoint show``: list the layer versions that a commit consists of."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from deploy import console as output
 from deploy import tables
 from deploy.console import DebugOption, JsonOption, StoreArgument
 from deploy.exit_codes import health
-from deploy.format import going_on_text, kind_text, plural, size_text
+from deploy.format import kind_text, plural, resume_step_text, size_text
 from deploy.store_status import find_save, open_store, parameters, resume_step
 from store.catalog import Catalog
 from store.certificate import Certificate, CertifiedUnit, certify
@@ -28,22 +28,18 @@ StepArgument = Annotated[
     typer.Argument(
         metavar="[STEP]",
         help="A step (of the newest epoch that has it), or a save such as 00000120-000003. "
-        "Without it: what a resume would take.",
+        "Default: the commit that a resume would take.",
         show_default=False,
     ),
 ]
-LongOption = Annotated[bool, typer.Option("--long", "-l", help="One row per layer and slot, with the reasons.")]
+LongOption = Annotated[
+    bool, typer.Option("--long", "-l", help="Show one row per layer and slot, with the reason of each save.")
+]
 
 
 @dataclass(frozen=True)
 class Shown:
-    """A commit and what it gives.
-
-    resumable: whether it gives a checkpoint; where not, the certificate tells what it would be if it were whole.
-    others_resumable: whether some commit does. goes_on_at: the step that a job which resumes it goes on from, unless it
-    is set to another; None where it gives no checkpoint. suspect: what jobs died of that resumed from it, '' where none
-    did.
-    """
+    """A commit and its certificate."""
 
     manifest: ManifestRecord
     certificate: Certificate
@@ -55,23 +51,20 @@ class Shown:
 
     @property
     def parameters(self) -> int:
-        """Parameters of the model."""
         return parameters(self.manifest)
 
     @property
     def reasons(self) -> Mapping[Unit, str]:
-        """Why each unit that this save wrote was written."""
+        """Return why each unit that this save wrote was written."""
         return {record.unit: record.reason for record in self.manifest.units}
 
     @property
     def bytes_written(self) -> int:
-        """Payload bytes of this save's own segments."""
         own = self.manifest.groups.get(self.manifest.save.name)
         return 0 if own is None else own.payload_bytes
 
     @property
     def exit_code(self) -> int:
-        """See :func:`health`."""
         return health(resumable=self.resumable or self.others_resumable, damaged=bool(self.problems))
 
 
@@ -83,15 +76,15 @@ def show(
     json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Show the versions that a commit is made of: steps, ages, drift, bytes and encodings of every layer."""
+    """Show the layer versions of a commit: step, age, drift, bytes and encoding of every slot."""
     del debug
     shown = look(store, step)
-    output.answer(as_json(shown), lambda console: draw(console, shown, long=long), as_json=json)
+    output.answer(_as_json(shown), lambda console: _draw(console, shown, long=long), as_json=json)
     raise typer.Exit(shown.exit_code)
 
 
 def look(root: Path, wanted: str | None) -> Shown:
-    """The commit of a step or save name; without one, the commit that a resume would take."""
+    """Return the commit of a step or save name; without one, the commit that a resume would take."""
     catalog = open_store(root)
     if wanted is not None:
         return _look_at(catalog, find_save(catalog, wanted))
@@ -100,8 +93,7 @@ def look(root: Path, wanted: str | None) -> Shown:
     return _whole(catalog, resolution, problems)
 
 
-def as_json(shown: Shown) -> dict[str, Any]:
-    """The JSON object of the command."""
+def _as_json(shown: Shown) -> dict[str, Any]:
     certificate, reasons = shown.certificate, shown.reasons
     units = [_unit_json(unit, reasons) for unit in certificate.units]
     return {
@@ -130,14 +122,13 @@ def _unit_json(unit: CertifiedUnit, reasons: Mapping[Unit, str]) -> dict[str, An
     return found
 
 
-def draw(console: Console, shown: Shown, *, long: bool) -> None:
-    """The text of the command."""
+def _draw(console: Console, shown: Shown, *, long: bool) -> None:
     certificate = shown.certificate
     rows = {"Commit": _title(shown), "Kind": _kind(shown), "Bytes": _bytes(shown)}
     if shown.suspect:
-        rows["Suspect"] = f"jobs that resumed from it died: {shown.suspect}; older commits are resumed from first"
+        rows["Suspect"] = f"jobs that resumed from it died: {shown.suspect}; a resume prefers older commits"
     if shown.goes_on_at is not None:
-        going_on = going_on_text(certificate.step, shown.goes_on_at, certificate.effective_step)
+        going_on = resume_step_text(certificate.step, shown.goes_on_at, certificate.effective_step)
         rows |= {"Resume": going_on} if going_on else {}
     console.print(output.facts(rows))
     console.print()
@@ -218,7 +209,7 @@ def _title(shown: Shown) -> str:
 def _kind(shown: Shown) -> str:
     certificate = shown.certificate
     if not shown.resumable:
-        return "damaged: what follows is what was committed, not what is left of it"
+        return "damaged: the tables show the commit as written, not its readable part"
     return kind_text(
         exact=certificate.exact,
         max_staleness=certificate.max_staleness,
@@ -230,5 +221,5 @@ def _kind(shown: Shown) -> str:
 def _bytes(shown: Shown) -> str:
     own, kept = shown.bytes_written, shown.manifest.bytes_avoided
     share = tables.bytes_per_parameter(own, shown.parameters)
-    each = "" if share is None else f" ({share:.2f} bytes a parameter)"
-    return f"this save wrote {size_text(own)}{each}" + (f" and left out {size_text(kept)}" if kept else "")
+    each = "" if share is None else f" ({share:.2f} bytes per parameter)"
+    return f"this save wrote {size_text(own)}{each}" + (f" and avoided {size_text(kept)}" if kept else "")

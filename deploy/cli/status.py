@@ -1,4 +1,4 @@
-"""``driftpoint status``: what is in a store, whether a job is using it, and what a resume would take."""
+"""``driftpoint status``: show a store's commits, its user, and the resume point."""
 
 from __future__ import annotations
 
@@ -13,26 +13,25 @@ from rich.text import Text
 
 from deploy import console as output
 from deploy.console import DebugOption, JsonOption, StoreArgument
-from deploy.format import count_text, going_on_text, kind_text, plural, size_text
-from deploy.store_status import StoreStatus, lock_owner_text, open_store, parameters, store_status, written
+from deploy.format import kind_text, plural, resume_step_text, size_text
+from deploy.store_status import StoreStatus, lock_owner_text, model_text, open_store, parameters, store_status, written
 from store.schema import ManifestRecord
 
 
 def status(store: StoreArgument, *, json: JsonOption = False, debug: DebugOption = False) -> None:
-    """Show what is in a store, who is using it, and what a resume would take."""
+    """Show the commits of a store, the job that uses it, and the commit that a resume would take."""
     del debug
     found = look(store)
-    output.answer(as_json(found), lambda console: draw(console, found), as_json=json)
+    output.answer(_as_json(found), lambda console: _draw(console, found), as_json=json)
     raise typer.Exit(found.exit_code)
 
 
 def look(root: Path) -> StoreStatus:
-    """The status of the store at ``root``. NoStoreError where there is none."""
+    """Return the status of the store at ``root``. Raises NoStoreError."""
     return store_status(open_store(root), root)
 
 
-def as_json(found: StoreStatus) -> dict[str, Any]:
-    """The JSON object of the command."""
+def _as_json(found: StoreStatus) -> dict[str, Any]:
     owner = found.owner
     return {
         "store": str(found.root),
@@ -50,12 +49,11 @@ def as_json(found: StoreStatus) -> dict[str, Any]:
     }
 
 
-def draw(console: Console, found: StoreStatus) -> None:
-    """The text of the command."""
+def _draw(console: Console, found: StoreStatus) -> None:
     rows: dict[str, Text | str] = {"Store": str(found.root), "Identity": found.store_id, "Commits": _commits(found)}
     if found.newest is not None:
         rows["Newest"] = _newest(found.newest)
-        rows["Model"] = _model(found.newest)
+        rows["Model"] = model_text(found.newest)
     rows["Epochs"] = _epochs(found)
     rows["In use"] = lock_owner_text(found.root, found.in_use_by)
     rows["Size"] = size_text(found.size_bytes)
@@ -86,7 +84,7 @@ def _commits(found: StoreStatus) -> str:
         return "none yet"
     steps = [save.step for save in found.saves]
     span = f"step {steps[0]}" if len(steps) == 1 else f"steps {min(steps)} to {max(steps)}"
-    ever = f"; {found.newest.commits} made so far" if found.newest and found.newest.commits > len(steps) else ""
+    ever = f"; {found.newest.commits} in total" if found.newest and found.newest.commits > len(steps) else ""
     suspect = f"; suspect: {', '.join(save.name for save in found.suspects)}" if found.suspects else ""
     return f"{len(steps)}, {span}{ever}{suspect}"
 
@@ -99,20 +97,13 @@ def _newest(manifest: ManifestRecord) -> str:
     )
 
 
-def _model(manifest: ManifestRecord) -> str:
-    return (
-        f"{plural(len(manifest.layers), 'layer')}, {count_text(parameters(manifest))} parameters; "
-        f"{manifest.framework} on {plural(manifest.world_size, 'rank')}, policy {manifest.policy}"
-    )
-
-
 def _epochs(found: StoreStatus) -> str:
     if found.epoch == 0:
         return "none yet"
     if found.owner is None:
-        return f"{found.epoch}; the record of the newest cannot be read"
+        return f"{found.epoch}; the record of the newest one is unreadable"
     owner = found.owner
-    return f"{found.epoch}; the newest is of process {owner.pid} on {owner.host}, {owner.started}"
+    return f"{found.epoch}; newest: process {owner.pid} on {owner.host}, {owner.started}"
 
 
 def _resume_text(found: StoreStatus) -> Text:
@@ -123,10 +114,10 @@ def _resume_text(found: StoreStatus) -> Text:
         exact=resume.exact, max_staleness=resume.max_staleness, max_drift=resume.max_drift, lossy=resume.lossy
     )
     text = f"from step {resume.step}, {kind}"
-    if going_on := going_on_text(resume.step, resume.goes_on_at, resume.effective_step):
+    if going_on := resume_step_text(resume.step, resume.goes_on_at, resume.effective_step):
         text += f"; {going_on}"
     if resume.fallbacks:
-        text += f"; {plural(len(resume.fallbacks), 'unit')} in an older version, because of damage"
+        text += f"; {plural(len(resume.fallbacks), 'unit')} in an older version because of damage"
     if resume.proven:
-        text += "; a job resumed from it before"
+        text += "; a job has resumed from it"
     return Text(text, style="yellow" if found.problems else "green")

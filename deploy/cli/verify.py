@@ -17,16 +17,16 @@ from deploy.exit_codes import health
 from deploy.format import plural, size_text
 from deploy.store_status import lock_owner, open_store
 from store.names import SaveId
-from store.verify import CommitState, VerifyReport, total_bytes
+from store.verify import VerifyReport, total_bytes
 from store.verify import verify as verify_store
 
 _STYLES = {"ok": "green", "fallback": "yellow", "damaged": "bold red"}
-_RESUME = {"ok": "can", "fallback": "can, though damaged", "damaged": "cannot"}
+_RESUME = {"ok": "possible", "fallback": "with older versions", "damaged": "impossible"}
 
 
 @dataclass(frozen=True)
 class Verified:
-    """The report and what else the table shows. in_use: a job may have pruned while it was being read."""
+    """Verification report of a store."""
 
     root: Path
     store_id: str
@@ -37,7 +37,6 @@ class Verified:
 
     @property
     def exit_code(self) -> int:
-        """See :func:`health`."""
         return health(resumable=self.report.resumable is not None, damaged=not self.report.ok)
 
 
@@ -45,12 +44,12 @@ def verify(store: StoreArgument, *, json: JsonOption = False, debug: DebugOption
     """Read every byte of the store and check every hash. Changes nothing."""
     del debug
     found = check(store)
-    output.answer(as_json(found), lambda console: draw(console, found), as_json=json)
+    output.answer(_as_json(found), lambda console: _draw(console, found), as_json=json)
     raise typer.Exit(found.exit_code)
 
 
 def check(root: Path) -> Verified:
-    """Verify the store at ``root``, with a progress bar where someone is watching."""
+    """Verify the store at ``root``, with a progress bar on a terminal."""
     catalog = open_store(root)
     total = total_bytes(catalog) if watched() else 0
     with byte_progress("Verifying", total) as progress:
@@ -59,8 +58,7 @@ def check(root: Path) -> Verified:
     return Verified(root.absolute(), catalog.store_id, report, proven, suspects, lock_owner(root) is not None)
 
 
-def as_json(found: Verified) -> dict[str, Any]:
-    """The JSON object of the command."""
+def _as_json(found: Verified) -> dict[str, Any]:
     report = found.report
     return {
         "store": str(found.root),
@@ -83,8 +81,7 @@ def as_json(found: Verified) -> dict[str, Any]:
     }
 
 
-def draw(console: Console, found: Verified) -> None:
-    """The text of the command."""
+def _draw(console: Console, found: Verified) -> None:
     report = found.report
     if report.commits:
         console.print(_table(found))
@@ -92,7 +89,7 @@ def draw(console: Console, found: Verified) -> None:
     console.print(_verdict(report))
     output.problems(console, report.problems)
     if report.problems and found.in_use:
-        console.print("The store is in use: what its job deleted meanwhile shows up here too. Verify it again.")
+        console.print("The store is in use: files that its job deleted meanwhile are listed here too. Verify it again.")
 
 
 def _table(found: Verified) -> Any:
@@ -109,13 +106,9 @@ def _table(found: Verified) -> Any:
             str(save.step),
             "suspect" if save in found.suspects else "yes" if save in found.proven else "",
             Text(commit.state, style=_STYLES[commit.state]),
-            _resume(commit, found.report),
+            _RESUME[commit.state] + (" <- next" if save == found.report.resumable else ""),
         )
     return table
-
-
-def _resume(commit: CommitState, report: VerifyReport) -> str:
-    return _RESUME[commit.state] + (" <- next" if commit.save == report.resumable else "")
 
 
 def _verdict(report: VerifyReport) -> Text:
@@ -124,5 +117,5 @@ def _verdict(report: VerifyReport) -> Text:
         why = "no commit can be resumed" if report.commits else "the store holds no commit yet"
         return Text(f"Nothing to resume: {why}. {read}.", style="bold red")
     if report.ok:
-        return Text(f"{plural(len(report.commits), 'commit')}, all as written. {read}.", style="green")
-    return Text(f"Damaged, but a resume works, from step {report.resumable.step}. {read}.", style="yellow")
+        return Text(f"{plural(len(report.commits), 'commit')}, all intact. {read}.", style="green")
+    return Text(f"Damaged, but a resume works from step {report.resumable.step}. {read}.", style="yellow")

@@ -1,6 +1,6 @@
-"""What the daemon of a node serves to Prometheus: a registry of its own, refreshed from its tables.
+"""Prometheus metrics of the node daemon, in a registry of their own.
 
-A port that is taken costs the endpoint, nothing else.
+If the port is in use, only the endpoint is missing.
 """
 
 from __future__ import annotations
@@ -22,47 +22,26 @@ _log = logging.getLogger("driftpoint")
 
 
 class DaemonMetrics:
-    """The metric set. Without :meth:`serve` it only counts."""
+    """Metrics of the node daemon. Without :meth:`serve` it only counts."""
 
     def __init__(self) -> None:
-        registry = CollectorRegistry()
-        store = ("store",)
-        self.registry = registry
-        self.up = Gauge("driftpoint_daemon_up", "1 as long as the daemon runs", registry=registry)
-        self.jobs = Gauge("driftpoint_daemon_jobs", "Jobs on this node", registry=registry)
-        self.trainers = Gauge("driftpoint_daemon_trainers", "Living processes of a job here", store, registry=registry)
-        self.committed = Gauge(
-            "driftpoint_daemon_last_commit_step", "Step of the newest commit, as its job told", store, registry=registry
+        self.registry = CollectorRegistry()
+        self.up = self._gauge("up", "1 while the daemon runs")
+        self.jobs = self._gauge("jobs", "Jobs on this node")
+        self.trainers = self._gauge("trainers", "Living processes of a job on this node", "store")
+        self.committed = self._gauge("last_commit_step", "Step of the newest commit that the job reported", "store")
+        self.committed_at = self._gauge("last_commit_timestamp_seconds", "Time of that report", "store")
+        self.memory = self._gauge(
+            "memory_step", "Step of the newest snapshot in memory of all ranks that the job reported", "store"
         )
-        self.committed_at = Gauge(
-            "driftpoint_daemon_last_commit_timestamp_seconds", "When that was told", store, registry=registry
-        )
-        self.memory = Gauge(
-            "driftpoint_daemon_memory_step",
-            "Step of the newest version in memory that all ranks have, as its job told",
-            store,
-            registry=registry,
-        )
-        self.rescues = Counter(
-            "driftpoint_daemon_rescues", "Looks at what dead jobs left in memory", ("outcome",), registry=registry
-        )
-        self.rescued_at = Gauge(
-            "driftpoint_daemon_last_rescue_timestamp_seconds", "When a version was last written", registry=registry
-        )
-        self.verified_bytes = Counter("driftpoint_daemon_verified_bytes", "Bytes of commits read", registry=registry)
-        self.verified = Counter("driftpoint_daemon_verified_commits", "Commits read", registry=registry)
-        self.damaged = Gauge(
-            "driftpoint_daemon_damaged_commits", "Commits that were found damaged", store, registry=registry
-        )
-        self.verify_failures = Counter(
-            "driftpoint_daemon_verify_failures", "Stores that could not be looked at", registry=registry
-        )
-        self.refused = Counter(
-            "driftpoint_daemon_refused", "Connections that were refused, by reason", ("reason",), registry=registry
-        )
-        self.memory_room = Gauge(
-            "driftpoint_daemon_memory_free_bytes", "Bytes that are free in shared memory", registry=registry
-        )
+        self.rescues = self._counter("rescues", "Rescues of snapshots of dead jobs, by outcome", "outcome")
+        self.rescued_at = self._gauge("last_rescue_timestamp_seconds", "Time of the last rescued commit")
+        self.verified_bytes = self._counter("verified_bytes", "Bytes verified")
+        self.verified = self._counter("verified_commits", "Commits verified")
+        self.damaged = self._gauge("damaged_commits", "Commits found damaged", "store")
+        self.verify_failures = self._counter("verify_failures", "Failed attempts to read a store")
+        self.refused = self._counter("refused", "Refused connections, by reason", "reason")
+        self.memory_room = self._gauge("memory_free_bytes", "Free bytes of shared memory")
         # Prometheus sees no increase from nothing to one.
         for outcome in OUTCOMES:
             self.rescues.labels(outcome)
@@ -72,23 +51,27 @@ class DaemonMetrics:
         self._server: MetricsServer | None = None
         self.up.set(1)
 
+    def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
+        return Gauge(f"driftpoint_daemon_{name}", text, labels, registry=self.registry)
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"driftpoint_daemon_{name}", text, labels, registry=self.registry)
+
     @property
     def port(self) -> int | None:
-        """That it listens on; None where it does not."""
         return None if self._server is None else self._server.port
 
     @property
     def url(self) -> str | None:
-        """That a scraper asks; None where nobody listens."""
         return None if self._server is None else self._server.url
 
     def serve(self, host: str, port: int, security: EndpointSecurity) -> None:
-        """Listen; 0 takes a free port."""
+        """Serve the metrics; port 0 takes a free one."""
         try:
             self._server = MetricsServer(self.registry, host, port, security)
         except OSError as error:
             _log.warning(
-                "no metrics of the daemon: cannot listen on %s port %d (%s); set another with --port",
+                "no metrics of the daemon: cannot listen on %s port %d (%s); choose another with --port",
                 host,
                 port,
                 error.strerror or error,
@@ -97,8 +80,8 @@ class DaemonMetrics:
             _log.error("no metrics of the daemon: %s", error)
 
     def show(self, report: Report, base: Path) -> None:
-        """How things stand. base: of shared memory."""
-        with suppress(OSError):  # it is gone: what there was is told by its jobs
+        """Update the gauges. ``base`` is the shared-memory directory."""
+        with suppress(OSError):  # shared memory was removed; the jobs' reports remain
             found = os.statvfs(base)
             self.memory_room.set(found.f_bavail * found.f_frsize)
         for read in report.stores:
@@ -119,13 +102,11 @@ class DaemonMetrics:
                 self.memory.labels(one.store).set(int(one.memory.partition("-")[0]))
 
     def rescued(self, outcome: str) -> None:
-        """A rescue ended."""
         self.rescues.labels(outcome).inc()
         if outcome == "written":
             self.rescued_at.set(time.time())
 
     def close(self) -> None:
-        """Stop listening."""
         if self._server is not None:
             self._server.close()
             self._server = None

@@ -1,16 +1,10 @@
-"""Jobs on this node and actions.
+"""State of a node: registered jobs, rescues of dead ones, and verification results.
 
-The jobs of this node and what becomes of them: a table of who lives. No I/O, no clock, one thread.
+A job is all processes with one epoch of a store. It is dead when all its processes on this node ended; its snapshots
+are rescued unless all of them unregistered cleanly. Stopped processes count as alive. A newer epoch on the same store
+(at the same path; a copy is another store) replaces the older one, since it finds the snapshots by itself.
 
-A job is all processes that one store got its epoch with. It is dead when all of its processes on this node are; what it
-left is worth writing unless all of them had said goodbye. Stopped processes live. A newer incarnation on the same store
-(at the same path: a copy is another one) takes the older one's place: that finds by itself what is in memory.
-
-How a daemon is to run. Validated by whoever makes it: the command line.
-
-What happens on this node, and what is done about it: jobs that come and die, rescues, commits that are read again.
-
-All of it belongs to the event loop's thread; the rescuer and the verifier hand their news over to it.
+Everything here runs in the event loop's thread; rescuer and verifier hand their results over to it.
 """
 
 from __future__ import annotations
@@ -39,27 +33,31 @@ from store.text import listed
 
 TRAINING, DYING, WAITING, RESCUING = "training", "dying", "waiting", "rescuing"
 
-Key = tuple[str, str, int]
-"""(path of the store, its id, epoch): a copy of a store has its id."""
+Key = tuple[str, str, int]  # path, id and epoch of a store. The path tells copies apart, which have the same id.
+_log = logging.getLogger("driftpoint")
+_RETRIES = (5.0, 30.0, 120.0)  # seconds before each retry of a rescue
+_RETRYABLE = ("failed", "in use", "no store")  # outcomes that a retry may change
+_LAST_MESSAGE_SECONDS = 2.0  # to read a dead process's last message; forked children may keep its connection open
+_POLL_SECONDS = 0.05
+_HISTORY = 20
 
 
 @dataclass
 class RankConnection:
-    """One rank of a job. connections: to its process, which may lose one and come back. ending: the process is gone,
-    but what it said last may not be read yet. clean: it said goodbye. watched: its end will be seen."""
+    """One rank of a job."""
 
     rank: int
     pid: int
-    connections: int = 0
-    ending: bool = False
+    connections: int = 0  # open connections of its process
+    ending: bool = False  # the process ended, but its last message may be unread
     alive: bool = True
-    clean: bool = False
-    watched: bool = False
+    clean: bool = False  # it unregistered
+    watched: bool = False  # its end will be noticed
 
 
 @dataclass
 class NodeJob:
-    """What is known of a job here."""
+    """State of a job on this node."""
 
     hello: Register
     members: dict[int, RankConnection] = field(default_factory=dict)
@@ -70,21 +68,19 @@ class NodeJob:
 
     @property
     def key(self) -> Key:
-        """Names it."""
         return self.hello.store, self.hello.store_id, self.hello.epoch
 
     @property
     def living(self) -> list[RankConnection]:
-        """By rank."""
         return sorted((one for one in self.members.values() if one.alive), key=lambda one: one.rank)
 
     @property
     def died(self) -> bool:
-        """Whether any process ended without a goodbye."""
+        """Return whether any process ended without unregistering."""
         return any(not one.alive and not one.clean for one in self.members.values())
 
-    def noted(self, note: StatusUpdate, now: float) -> None:
-        """A rank told something. now: seconds since 1970."""
+    def apply(self, note: StatusUpdate, now: float) -> None:
+        """Apply a status update of a rank; ``now`` is Unix time."""
         committed, memory = _save(note.committed), _save(note.memory)
         if committed is not None and (self.committed is None or committed > self.committed):
             self.committed, self.committed_at = committed, now
@@ -92,7 +88,6 @@ class NodeJob:
             self.memory = memory
 
     def report(self) -> JobReport:
-        """For people."""
         return JobReport(
             store=self.hello.store,
             store_id=self.hello.store_id,
@@ -108,7 +103,7 @@ class NodeJob:
 
 
 class Jobs:
-    """The table."""
+    """Table of jobs. No I/O and no clock."""
 
     def __init__(self) -> None:
         self._jobs: dict[Key, NodeJob] = {}
@@ -117,23 +112,26 @@ class Jobs:
         return iter(list(self._jobs.values()))
 
     def get(self, key: Key) -> NodeJob | None:
-        """A job that is not forgotten yet."""
         return self._jobs.get(key)
 
     def join(self, hello: Register, pid: int) -> tuple[NodeJob, RankConnection, list[NodeJob]]:
-        """A process registers; a second time, where its connection broke. Third: older incarnations, now forgotten.
+        """Register a process, again if its connection broke; return the job, the rank, and replaced older epochs.
 
-        DaemonError where another living process is that rank, or a newer incarnation is known."""
+        Raises:
+            DaemonError: another living process has that rank, or a newer epoch is known.
+        """
         here = [job for (*store, _), job in self._jobs.items() if store == [hello.store, hello.store_id]]
         newest = max((job.hello.epoch for job in here), default=hello.epoch)
         if newest > hello.epoch:
-            raise DaemonError(f"epoch {newest} of the store {hello.store} is known here, and {hello.epoch} is older")
+            raise DaemonError(
+                f"epoch {hello.epoch} of the store {hello.store} is older than epoch {newest}, which is registered"
+            )
         old = [job for job in here if job.hello.epoch < hello.epoch]
         made = NodeJob(hello)
         job = self._jobs.setdefault(made.key, made)
         found = job.members.get(hello.rank)
         if found is not None and found.alive and found.pid != pid:
-            raise DaemonError(f"rank {hello.rank} of the store {hello.store} is process {found.pid} already")
+            raise DaemonError(f"rank {hello.rank} of the store {hello.store} is already process {found.pid}")
         if found is None or not found.alive:
             found = job.members[hello.rank] = RankConnection(hello.rank, pid)
         found.connections += 1
@@ -143,7 +141,7 @@ class Jobs:
         return job, found, old
 
     def ended(self, job: NodeJob, member: RankConnection) -> bool:
-        """The process of a rank is gone. Whether the whole job is now, and left something to write."""
+        """Record the end of a rank's process; return whether its whole job ended and left snapshots to rescue."""
         member.alive = False
         if self._jobs.get(job.key) is not job:
             return False
@@ -157,7 +155,6 @@ class Jobs:
         return True
 
     def forget(self, job: NodeJob) -> None:
-        """Nothing more is to be done for it."""
         if self._jobs.get(job.key) is job:
             del self._jobs[job.key]
 
@@ -168,38 +165,24 @@ def _save(name: str | None) -> SaveId | None:
 
 @dataclass(frozen=True)
 class Options:
-    """Of ``driftpoint daemon run``. verify_rate: bytes a second, 0: never. exit_idle: seconds without a job after which
-    it ends by itself, None: never. grace: seconds for a rescue under way when it is to end. survivors: seconds after a
-    death until ranks that still live are named. host, port, security: of its metrics."""
+    """Options of ``driftpoint daemon run``.
 
-    base: Path
+    Attributes:
+        host, port, security: of the metrics endpoint.
+    """
+
+    base: Path  # shared-memory directory
     port: int = 9465
-    verify_rate: int = 16 << 20
-    exit_idle: float | None = None
-    grace: float = 30.0
-    survivors: float = 10.0
+    verify_rate: int = 16 << 20  # bytes per second, 0 for never
+    exit_idle: float | None = None  # seconds without a job before it exits, None for never
+    grace: float = 30.0  # seconds to finish a rescue on exit
+    survivors: float = 10.0  # seconds after a death until the surviving ranks are logged
     host: str = LOOPBACK
     security: EndpointSecurity = field(default_factory=EndpointSecurity)
 
 
-_log = logging.getLogger("driftpoint")
-
-_RETRIES = (5.0, 30.0, 120.0)
-"""Seconds until a rescue is tried again whose outcome may be another one then."""
-
-_PASSING = ("failed", "in use", "no store")
-"""Outcomes that may be others later."""
-
-_LAST_WORDS = 2.0
-"""Seconds from the end of a process until its connection counts as ended, which a forked child may keep open."""
-
-_PAUSE = 0.05
-
-_HISTORY = 20
-
-
 class Node:
-    """Made inside the running loop."""
+    """Handles the events of a node. Must be created inside the running loop."""
 
     def __init__(self, options: Options, metrics: DaemonMetrics) -> None:
         self.options, self.metrics = options, metrics
@@ -207,54 +190,62 @@ class Node:
         self._loop = asyncio.get_running_loop()
         self._jobs, self._known = Jobs(), SeenStore(options.base)
         self._rescues = deque[RescueReport](maxlen=_HISTORY)
-        self._told: dict[Path, str] = {}
+        self._reported: dict[Path, str] = {}
         self._verified_bytes = 0
         self._started = datetime.now(UTC).isoformat(timespec="seconds")
         self._needed = time.monotonic()
-        self._rescuer = Rescuer(options.base, self._handed(self._rescued), self._handed(self._begun))
-        self._verifier = Verifier(options.verify_rate, self._handed(self._verified), self._handed(self._read))
+        self._rescuer = Rescuer(options.base, self._in_loop(self._rescued), self._in_loop(self._on_rescue_started))
+        self._verifier = Verifier(options.verify_rate, self._in_loop(self._on_verified), self._in_loop(self._read))
 
-    def take_up(self) -> None:
-        """Jobs may have died together with the daemon before this one."""
+    def rescue_leftovers(self) -> None:
+        """Rescue snapshots of jobs that died together with the previous daemon."""
         try:
             for tier in tiers(self.options.base):
                 for path in self._known.places(tier.store_id):
                     self._rescuer.ask(RescueRequest(path, tier.store_id, None))
         except StorageError as error:
-            _log.warning("what lies in memory cannot be looked at: %s", error)
+            _log.warning("cannot read the snapshots in memory: %s", error)
         for store_id, path in self._known.everything():
             self._verifier.watch(store_id, path)
 
     @property
     def busy(self) -> bool:
-        """Whether a rescue is under way or waits."""
+        """Return whether a rescue runs or waits."""
         return self._rescuer.busy
 
     def idle_seconds(self) -> float:
-        """How long nobody has needed this daemon."""
+        """Return the seconds since the daemon was last needed."""
         if self.busy or any(True for _ in self._jobs):
             self._needed = time.monotonic()
         return time.monotonic() - self._needed
 
-    async def last_deaths(self, seconds: float) -> None:
-        """Jobs that die in so many seconds are not left to another daemon: where all processes of a session or an
-        allocation are told to end, this one and theirs are told at the same moment."""
+    async def wait_for_deaths(self, seconds: float) -> None:
+        """Wait up to ``seconds`` for jobs to die, because a session's end terminates daemon and trainers together."""
         deadline = time.monotonic() + seconds
         while any(job.living for job in self._jobs) and time.monotonic() < deadline:
-            await asyncio.sleep(_PAUSE)
+            await asyncio.sleep(_POLL_SECONDS)
 
     def end(self, grace: float) -> bool:
-        """Let rescues of jobs that died come to their end, for so many seconds. False where one did not. Blocks."""
+        """Finish the rescues of dead jobs within ``grace`` seconds; return whether that succeeded. Blocks."""
         self._verifier.end(0.0)
         return self._rescuer.end(grace)
 
     # Jobs.
 
     def join(self, hello: Register, pid: int, end: int | None) -> tuple[NodeJob, RankConnection]:
-        """A trainer registers. end: see :func:`deploy.daemon.server.end_of`; taken over. DaemonError: it cannot."""
+        """Register a trainer.
+
+        Args:
+            hello: its message.
+            pid: its process.
+            end: descriptor of :func:`deploy.daemon.server.process_end_fd`; ownership passes to this call.
+
+        Raises:
+            DaemonError: the trainer cannot be registered.
+        """
         try:
             if Path(hello.base) != self.options.base:
-                raise DaemonError(f"this daemon serves {self.options.base}, and that job's memory is in {hello.base}")
+                raise DaemonError(f"this daemon serves {self.options.base}, but the job's memory is in {hello.base}")
             job, member, older = self._jobs.join(hello, pid)
         except DaemonError:
             _close(end)
@@ -262,11 +253,11 @@ class Node:
         dropped = self._rescuer.drop(Path(hello.store))
         _log.info("rank %d of %d of %s is process %d", hello.rank, hello.world_size, hello.store, pid)
         if older or dropped:
-            _log.info("epoch %d of %s takes over what older ones left in memory", hello.epoch, hello.store)
+            _log.info("epoch %d of %s takes over the snapshots of older ones", hello.epoch, hello.store)
         if member.watched:
             _close(end)
         elif end is None:
-            self._gone(job, member)
+            self._on_process_gone(job, member)
         else:
             member.watched = True
             self._loop.add_reader(end, self._process_ended, job, member, end)
@@ -274,21 +265,21 @@ class Node:
         return job, member
 
     def disconnected(self, job: NodeJob, member: RankConnection) -> None:
-        """A connection of a trainer ended: that alone means nothing."""
+        """Record a closed connection. The process may still live."""
         member.connections -= 1
         if member.ending:
-            self._gone(job, member)
+            self._on_process_gone(job, member)
 
     def _process_ended(self, job: NodeJob, member: RankConnection, end: int) -> None:
         self._loop.remove_reader(end)
         os.close(end)
         member.ending = True
         if member.connections > 0:  # its goodbye may still lie there unread
-            self._loop.call_later(_LAST_WORDS, self._gone, job, member)
+            self._loop.call_later(_LAST_MESSAGE_SECONDS, self._on_process_gone, job, member)
         else:
-            self._gone(job, member)
+            self._on_process_gone(job, member)
 
-    def _gone(self, job: NodeJob, member: RankConnection) -> None:
+    def _on_process_gone(self, job: NodeJob, member: RankConnection) -> None:
         if not member.alive:
             return
         self._needed = time.monotonic()
@@ -302,70 +293,72 @@ class Node:
     def _name_survivors(self, job: NodeJob) -> None:
         if job.living and job.died and self._jobs.get(job.key) is job:
             living = ", ".join(f"rank {one.rank} (process {one.pid})" for one in job.living)
-            _log.warning("%s: a rank died, and %s live: nothing is rescued before they end", job.hello.store, living)
+            _log.warning(
+                "%s: a rank died, but %s live: snapshots are rescued only after they end", job.hello.store, living
+            )
 
     def _remember(self, hello: Register) -> None:
         try:
             self._known.seen(hello.store_id, Path(hello.store))
         except StorageError as error:
-            _log.warning("a daemon after this one would not know where %s is: %s", hello.store, error)
+            _log.warning("cannot record the path of %s for the next daemon: %s", hello.store, error)
         self._verifier.watch(hello.store_id, Path(hello.store))
 
     # News of the other threads.
 
-    def _handed(self, told: Callable[..., None]) -> Callable[..., None]:
+    def _in_loop(self, told: Callable[..., None]) -> Callable[..., None]:
         def hand(*news: object) -> None:
-            with suppress(RuntimeError):  # the loop has ended, and with it everybody who would care
+            with suppress(RuntimeError):  # the loop has ended
                 self._loop.call_soon_threadsafe(told, *news)
 
         return hand
 
-    def _job_of(self, wish: RescueRequest) -> NodeJob | None:
-        return None if wish.epoch is None else self._jobs.get((str(wish.store), wish.store_id, wish.epoch))
+    def _job_of(self, request: RescueRequest) -> NodeJob | None:
+        return None if request.epoch is None else self._jobs.get((str(request.store), request.store_id, request.epoch))
 
-    def _begun(self, wish: RescueRequest) -> None:
-        job = self._job_of(wish)
+    def _on_rescue_started(self, request: RescueRequest) -> None:
+        job = self._job_of(request)
         if job is not None:
             job.state = RESCUING
 
     def _rescued(self, done: RescueResult) -> None:
-        wish = done.wish
+        request = done.request
         self._needed = time.monotonic()
-        job = self._job_of(wish)
-        again = done.outcome in _PASSING and job is not None and not wish.dropped.is_set()
-        if job is not None and again and wish.tried < len(_RETRIES):
+        job = self._job_of(request)
+        again = done.outcome in _RETRYABLE and job is not None and not request.dropped.is_set()
+        if job is not None and again and request.tried < len(_RETRIES):
             job.state = WAITING
-            self._loop.call_later(_RETRIES[wish.tried], self._ask_again, replace(wish, tried=wish.tried + 1))
+            self._loop.call_later(_RETRIES[request.tried], self._ask_again, replace(request, tried=request.tried + 1))
         elif job is not None and not job.living:
             self._jobs.forget(job)
-        if wish.epoch is None and done.outcome in ("nothing", "in use", "no store", "incomplete"):
+        if request.epoch is None and done.outcome in ("nothing", "in use", "no store", "incomplete"):
             return  # looked at because it was there when this daemon began: no death was seen
         level = logging.INFO if done.outcome in ("written", "nothing", "fenced", "given up") else logging.ERROR
-        _log.log(level, "rescue of %s: %s: %s (%.1f s)", wish.store, done.outcome, done.why, done.seconds)
+        _log.log(level, "rescue of %s: %s: %s (%.1f s)", request.store, done.outcome, done.why, done.seconds)
         self.metrics.rescued(done.outcome)
         self._rescues.append(
             RescueReport(
-                store=str(wish.store), outcome=done.outcome, why=done.why, seconds=done.seconds, at=time.time()
+                store=str(request.store), outcome=done.outcome, why=done.why, seconds=done.seconds, at=time.time()
             )
         )
 
-    def _ask_again(self, wish: RescueRequest) -> None:
-        if not wish.dropped.is_set():
-            self._rescuer.ask(wish)
+    def _ask_again(self, request: RescueRequest) -> None:
+        if not request.dropped.is_set():
+            self._rescuer.ask(request)
 
-    def _verified(self, store: Path, save: SaveId | None, problems: list[str]) -> None:
+    def _on_verified(self, store: Path, save: SaveId | None, problems: list[str]) -> None:
         if save is not None:
             self.metrics.verified.inc()
         if save is None and not problems:
             if not any(Path(job.hello.store) == store for job in self._jobs):
-                return  # it went with its job: nobody needs it
+                return  # removed together with its job
             problems = ["there is no such directory: is its disk mounted on this node?"]
         text = listed(problems, 4, "; ")
         if save is None:
             self.metrics.verify_failures.inc()
-            if self._told.get(store) != text:
+            if self._reported.get(store) != text:
                 _log.warning("%s cannot be verified: %s", store, text)
-            self._told[store] = text
+            self._reported[store] = text
         elif problems:
             _log.error("%s: commit %s is damaged: %s; run `driftpoint verify %s`", store, save, text, store)
 
@@ -374,7 +367,6 @@ class Node:
         self.metrics.verified_bytes.inc(nbytes)
 
     def report(self) -> Report:
-        """All that is known."""
         return Report(
             pid=os.getpid(),
             base=str(self.options.base),

@@ -1,8 +1,7 @@
-"""Threads that write out of memory what dead jobs left: one at a time for a store, so that one that hangs holds up no
-other. A store and its copies share a lock, so they wait for each other.
+"""Commit the snapshots of dead jobs in threads, one rescue per store at a time.
 
-A thread owns the store while it writes, as far as anybody does (see :mod:`store.memory.rescue`). What becomes of each
-rescue is told to ``tell``, in that thread. Nothing here keeps the process from ending: a rescue that is cut off is
+A hanging store does not block others; a store and its copies share a lock and wait for each other. The thread owns the
+store while it writes (see :mod:`store.memory.rescue`). Threads never keep the process alive: an interrupted rescue is
 completed by the next one.
 """
 
@@ -31,7 +30,7 @@ from store.storage.local import LocalFiles
 
 _log = logging.getLogger("driftpoint")
 
-_CALLED = {
+_OUTCOME_OF = {
     FencedError: "fenced",
     StoreInUseError: "in use",
     DamagedError: "damaged",
@@ -40,15 +39,14 @@ _CALLED = {
 }
 
 OUTCOMES = ("written", "nothing", "incomplete", "fenced", "in use", "damaged", "no store", "given up", "failed")
-"""``failed``: storage refused; it is tried again a few times."""
+"""``failed``: storage refused; the rescue is retried a few times."""
 
-THREADS = 16
-"""Stores that are written to at a time."""
+THREADS = 16  # most stores written at a time
 
 
 @dataclass(frozen=True)
 class RescueRequest:
-    """A store to be looked at. epoch: of the job that died, None where that is not known. tried: times before."""
+    """A store to rescue. ``epoch``: of the dead job, None if unknown; ``tried``: earlier attempts."""
 
     store: Path
     store_id: str
@@ -59,59 +57,59 @@ class RescueRequest:
 
 @dataclass(frozen=True)
 class RescueResult:
-    """What became of a wish."""
+    """Outcome of a request."""
 
-    wish: RescueRequest
+    request: RescueRequest
     outcome: str
     why: str
     seconds: float
 
 
 class Rescuer:
-    """:meth:`ask` and :meth:`drop` from any thread."""
+    """Runs rescues in threads. :meth:`ask` and :meth:`drop` may be called from any thread."""
 
     def __init__(
         self, base: Path, tell: Callable[[RescueResult], None], begun: Callable[[RescueRequest], None]
     ) -> None:
-        self._base, self._tell, self._begun = base, tell, begun
+        self._base, self._tell, self._on_rescue_started = base, tell, begun
         self._changed = threading.Condition()
-        self._wishes: deque[RescueRequest] = deque()
+        self._requests: deque[RescueRequest] = deque()
         self._current: dict[str, RescueRequest] = {}
         self._threads: list[threading.Thread] = []
         self._ending = False
 
     @property
     def busy(self) -> bool:
-        """Whether a rescue is under way or waits."""
+        """Return whether a rescue runs or waits."""
         with self._changed:
-            return bool(self._current) or bool(self._wishes)
+            return bool(self._current) or bool(self._requests)
 
-    def ask(self, wish: RescueRequest) -> None:
-        """Do this after what was asked before for the same store."""
+    def ask(self, request: RescueRequest) -> None:
+        """Queue a request, after earlier ones for the same store."""
         with self._changed:
-            self._wishes.append(wish)
-            if len(self._current) + len(self._wishes) > len(self._threads) < THREADS:
+            self._requests.append(request)
+            if len(self._current) + len(self._requests) > len(self._threads) < THREADS:
                 thread = threading.Thread(target=self._work, name="driftpoint-rescuer", daemon=True)
                 self._threads.append(thread)
                 thread.start()
             self._changed.notify_all()
 
     def drop(self, store: Path) -> bool:
-        """A new job has the store: what is asked for it is not needed any more. Whether there was anything."""
+        """Cancel the requests for a store that a new job uses; return whether there were any."""
         with self._changed:
-            found = [wish for wish in (*self._wishes, *self._current.values()) if wish.store == store]
-            self._wishes = deque(wish for wish in self._wishes if wish.store != store)
-        for wish in found:
-            wish.dropped.set()
+            found = [request for request in (*self._requests, *self._current.values()) if request.store == store]
+            self._requests = deque(request for request in self._requests if request.store != store)
+        for request in found:
+            request.dropped.set()
         return bool(found)
 
     def end(self, grace: float) -> bool:
-        """Wait for what is under way, and for what jobs left that were seen to die; look at nothing else any more.
-
-        False where it is not finished after so many seconds."""
+        """Finish rescues of jobs that were seen to die and cancel all others; return whether that took less than
+        ``grace`` s.
+        """
         with self._changed:
             self._ending = True
-            self._wishes = deque(wish for wish in self._wishes if wish.epoch is not None)
+            self._requests = deque(request for request in self._requests if request.epoch is not None)
             self._changed.notify_all()
             threads = list(self._threads)
         deadline = time.monotonic() + grace
@@ -120,41 +118,41 @@ class Rescuer:
         return not any(one.is_alive() for one in threads)
 
     def _work(self) -> None:
-        while (wish := self._next()) is not None:
-            self._begun(wish)
+        while (request := self._next()) is not None:
+            self._on_rescue_started(request)
             began = time.monotonic()
-            outcome, why = self._done(wish)
-            done = RescueResult(wish, outcome, why, time.monotonic() - began)
+            outcome, why = self._done(request)
+            done = RescueResult(request, outcome, why, time.monotonic() - began)
             with self._changed:
-                del self._current[wish.store_id]
+                del self._current[request.store_id]
                 self._changed.notify_all()
             self._tell(done)
 
     def _next(self) -> RescueRequest | None:
-        """Waits until there is something to do for a store for which nothing is under way. None at the end."""
+        """Wait for a request whose store has no rescue in progress; None at the end."""
         with self._changed:
-            self._changed.wait_for(lambda: self._ending or self._possible() is not None)
-            found = self._possible()
+            self._changed.wait_for(lambda: self._ending or self._next_possible() is not None)
+            found = self._next_possible()
             if found is not None:
-                self._wishes.remove(found)
+                self._requests.remove(found)
                 self._current[found.store_id] = found
             return found
 
-    def _possible(self) -> RescueRequest | None:
-        return next((one for one in self._wishes if one.store_id not in self._current), None)
+    def _next_possible(self) -> RescueRequest | None:
+        return next((one for one in self._requests if one.store_id not in self._current), None)
 
-    def _done(self, wish: RescueRequest) -> tuple[str, str]:
+    def _done(self, request: RescueRequest) -> tuple[str, str]:
         try:
-            return self._rescued(wish)
+            return self._rescued(request)
         except DriftpointError as error:
-            return next((name for kind, name in _CALLED.items() if isinstance(error, kind)), "failed"), str(error)
+            return next((name for kind, name in _OUTCOME_OF.items() if isinstance(error, kind)), "failed"), str(error)
         except Exception as error:  # noqa: BLE001 - the thread's edge: it must serve the next job
             _log.exception("a rescue failed")
             return "failed", f"internal {type(error).__name__}: {error}"
 
-    def _rescued(self, wish: RescueRequest) -> tuple[str, str]:
-        catalog = open_catalog(LocalFiles(wish.store))
-        if catalog.store_id != wish.store_id:
-            raise NoStoreError(f"{wish.store} is another store now")
-        done = rescue_newest(Tier(self._base, wish.store_id), catalog, aborted=wish.dropped.is_set)
+    def _rescued(self, request: RescueRequest) -> tuple[str, str]:
+        catalog = open_catalog(LocalFiles(request.store))
+        if catalog.store_id != request.store_id:
+            raise NoStoreError(f"{request.store} now holds another store")
+        done = rescue_newest(Tier(self._base, request.store_id), catalog, aborted=request.dropped.is_set)
         return done.outcome, done.why

@@ -1,23 +1,8 @@
-"""Socket server, single instance, start-up.
+"""Daemon process: single-instance lock, socket server, peer identification, signals, and start-up.
 
-One daemon for each user and base: the lock that tells, and the socket that stands for it.
-
-Whoever holds the lock is the daemon; a socket that is there already is then a dead one's, and replaced.
-
-Who is at the other end of a connection: the process, by the kernel's word, and how its end is seen.
-
-A forked child of a trainer (a data-loader worker) keeps the connection open when the trainer dies, so that the end of
-a connection says little. What is watched is the process itself, by a descriptor that no other process can take over.
-
-The daemon's process: the socket and who talks over it, signals, and the clock.
-
-One asyncio thread; see :mod:`deploy.daemon.node` for what it does. Nothing that a connection sends ends the daemon:
-what cannot be understood closes that connection and is counted.
-
-Starting the node's daemon where none answers, for whoever is there before the trainers are.
-
-The same command as a trainer's link gives (:mod:`monitor.daemon_client`), so that either finds the other's. It does not
-wait for the daemon: where it cannot begin, its log says why, and the trainers will.
+One daemon per user and base directory: the lock decides, and an existing socket without the lock is replaced. One
+asyncio thread. No message ends the daemon: an invalid one closes its connection and is counted. Forked children
+(data-loader workers) keep a dead trainer's connection open, so processes are watched by pidfd instead.
 """
 
 from __future__ import annotations
@@ -39,41 +24,35 @@ from pathlib import Path
 
 from deploy.daemon.metrics import DaemonMetrics
 from deploy.daemon.node import Node, NodeJob, Options, RankConnection
-from store.daemon_protocol import (
-    LINE_LIMIT,
-    AskStatus,
-    AskStop,
-    Message,
-    Refused,
-    Register,
-    ShuttingDown,
-    StatusUpdate,
-    Unregister,
-    Welcome,
-    connect,
-    lock_path,
-    log_path,
-    make_home,
-    parse_client_message,
-    socket_path,
-    to_line,
-)
+from store import daemon_protocol as protocol
 from store.errors import DaemonError, StorageError
 from store.memory.arena import Owner
 from store.memory.cleanup import clear_old
 
+_PIDFD = getattr(socket, "SO_PEERPIDFD", 77)
+"""Since Linux 6.5. Before, the descriptor is opened by pid, and a process that just ended could be missed."""
+
+_log = logging.getLogger("driftpoint")
+CONNECTIONS = 128  # most connections at a time; a node has one per rank
+_BACKLOG = 256  # connections queued by the kernel
+_FIRST_MESSAGE_SECONDS = 10.0  # seconds until the first message must arrive
+_SEND_SECONDS = 5.0  # seconds for a client to receive a message
+_DEATHS_SECONDS = 2.0  # seconds to wait, after a signal, for trainers that were signalled too
+_CLEANUP_SECONDS = 3600.0  # seconds between cleanups of old snapshots
+_ANSWER_SECONDS = 1.0  # seconds for a running daemon to answer
+
 
 class InstanceLock:
-    """Held from construction until :meth:`release`. DaemonError where a daemon runs already; StorageError."""
+    """Lock and socket of the daemon, held until :meth:`release`. Raises DaemonError if a daemon runs already."""
 
     def __init__(self, base: Path) -> None:
-        self._path = socket_path(base)
-        make_home(base)
+        self._path = protocol.socket_path(base)
+        protocol.make_home(base)
         try:
-            self._lock = Owner(lock_path(base))
+            self._lock = Owner(protocol.lock_path(base))
         except StorageError as error:
             raise DaemonError(
-                f"a daemon runs already for {base}: see `driftpoint daemon status --memory {base}`"
+                f"a daemon already runs for {base}: see `driftpoint daemon status --memory {base}`"
             ) from error
         try:
             self.socket = _listening(self._path)
@@ -82,16 +61,15 @@ class InstanceLock:
             self._lock.release()
             raise StorageError(f"cannot listen at {self._path}: {error.strerror or error}") from error
 
-    def stands(self) -> bool:
-        """Whether anybody can still reach it: the socket's name is there, and its own."""
+    def is_reachable(self) -> bool:
+        """Return whether clients can still reach the socket: its file exists and is the same."""
         try:
             return self._path.stat().st_ino == self._inode
         except OSError:
             return False
 
     def release(self) -> None:
-        """Let another daemon take the place."""
-        if self.stands():
+        if self.is_reachable():
             with suppress(OSError):
                 self._path.unlink()
         self.socket.close()
@@ -115,25 +93,21 @@ def _listening(path: Path) -> socket.socket:
     return made
 
 
-_PIDFD = getattr(socket, "SO_PEERPIDFD", 77)
-"""Of Linux 6.5; before that the descriptor is opened by number, and a process that ended just now could be missed."""
-
-
-def peer_of(connection: socket.socket) -> int:
-    """The process that connected. DaemonError unless it is of this user, and can be seen from here."""
+def peer_pid(connection: socket.socket) -> int:
+    """Return the connected process. Raises DaemonError if it is another user's or in another pid namespace."""
     data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     pid, uid, _ = struct.unpack("3i", data)
     if uid != os.getuid():
-        raise DaemonError(f"this daemon serves user {os.getuid()}, and the caller is user {uid}: start one of your own")
+        raise DaemonError(f"this daemon serves user {os.getuid()}, not user {uid}: start your own daemon")
     if pid <= 0:
         raise DaemonError(
-            "the caller's process cannot be seen from here (another container?): run the daemon in the same one"
+            "the client's process is not visible (another container?): run the daemon in the same container"
         )
     return int(pid)
 
 
-def end_of(connection: socket.socket, pid: int) -> int | None:
-    """A descriptor that becomes readable when the process has ended; None where it has. DaemonError: cannot be had."""
+def process_end_fd(connection: socket.socket, pid: int) -> int | None:
+    """Return a descriptor that becomes readable when the process ends, None if it has ended. Raises DaemonError."""
     try:
         return connection.getsockopt(socket.SOL_SOCKET, _PIDFD)
     except OSError as error:
@@ -144,28 +118,7 @@ def end_of(connection: socket.socket, pid: int) -> int | None:
     except ProcessLookupError:
         return None
     except OSError as error:
-        raise DaemonError(f"process {pid} cannot be watched: {error.strerror}") from error
-
-
-_log = logging.getLogger("driftpoint")
-
-CONNECTIONS = 128
-"""At a time; a node has one for each rank."""
-
-_WAITING = 256
-"""Connections that the kernel keeps for us."""
-
-_FIRST_WORD = 10.0
-"""Seconds that a connection may say nothing at all."""
-
-_SENDING = 5.0
-"""Seconds for the other end to take what it is sent."""
-
-_LAST_DEATHS = 2.0
-"""Seconds that a daemon, told to end by a signal, looks whether the trainers were told so, too."""
-
-_CLEANING = 3600.0
-"""Seconds between two looks for memory that nobody will resume from."""
+        raise DaemonError(f"cannot watch process {pid}: {error.strerror}") from error
 
 
 @dataclass(eq=False)
@@ -176,16 +129,16 @@ class _Connection:
 
 
 class Daemon:
-    """One for each base."""
+    """Serves one base directory."""
 
     def __init__(self, options: Options) -> None:
         self._options = options
         self._metrics = DaemonMetrics()
         self._connections: set[_Connection] = set()
-        self._last_deaths = 0.0
+        self._deaths_seconds = 0.0
 
     def run(self) -> None:
-        """Serve until it is asked to end. DaemonError where one runs already, StorageError where no socket can be."""
+        """Serve until asked to stop. Raises DaemonError if a daemon runs already, StorageError without a socket."""
         hold = InstanceLock(self._options.base)
         try:
             asyncio.run(self._main(hold))
@@ -196,46 +149,50 @@ class Daemon:
     async def _main(self, hold: InstanceLock) -> None:
         self._ending = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, self._signalled)
+            asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
         self._hold = hold
         self._metrics.serve(self._options.host, self._options.port, self._options.security)
         self._node = Node(self._options, self._metrics)
-        self._node.take_up()
-        server = await asyncio.start_unix_server(self._serve, sock=hold.socket, limit=LINE_LIMIT, backlog=_WAITING)
+        self._node.rescue_leftovers()
+        server = await asyncio.start_unix_server(
+            self._serve, sock=hold.socket, limit=protocol.LINE_LIMIT, backlog=_BACKLOG
+        )
         ticking = asyncio.create_task(self._tick())
         _log.info("daemon %d serves %s, metrics at %s", os.getpid(), self._options.base, self._metrics.url)
         await self._ending.wait()
         ticking.cancel()
         server.close()
-        await self._leave()
+        await self._shut_down()
 
-    def _signalled(self) -> None:
-        self._last_deaths = min(_LAST_DEATHS, self._options.grace)
+    def _on_signal(self) -> None:
+        self._deaths_seconds = min(_DEATHS_SECONDS, self._options.grace)
         self._ending.set()
 
-    async def _leave(self) -> None:
-        """Say so to everybody, and finish what is under way, and what died until now left."""
+    async def _shut_down(self) -> None:
+        """Notify the clients, finish the current rescue, and rescue jobs that died until now."""
         for one in list(self._connections):
-            if self._hold.stands():  # else trainers should look for another one
-                await self._send(one, ShuttingDown(pid=os.getpid()))
+            if self._hold.is_reachable():  # else trainers should look for another one
+                await self._send(one, protocol.ShuttingDown(pid=os.getpid()))
             one.writer.close()
-        await self._node.last_deaths(self._last_deaths)
+        await self._node.wait_for_deaths(self._deaths_seconds)
         if not await asyncio.to_thread(self._node.end, self._options.grace):
-            _log.warning("the rescue under way is not finished after %.0f s: the next one goes on", self._options.grace)
-        _log.info("daemon %d ends", os.getpid())
+            _log.warning(
+                "the rescue in progress did not finish within %.0f s; the next daemon completes it", self._options.grace
+            )
+        _log.info("daemon %d exits", os.getpid())
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         connection = _Connection(reader, writer)
         self._connections.add(connection)
         try:
             if len(self._connections) > CONNECTIONS:
-                await self._refuse(connection, "too many", f"more than {CONNECTIONS} connections at a time")
+                await self._refuse(connection, "too many", f"more than {CONNECTIONS} connections")
             else:
-                await self._converse(connection)
+                await self._handle_client(connection)
         except DaemonError as error:
             await self._refuse(connection, "misunderstood", str(error))
         except (OSError, asyncio.IncompleteReadError):
-            pass  # it went away; what that means, the end of its process tells
+            pass  # disconnected; the end of its process is watched separately
         finally:
             self._connections.discard(connection)
             if connection.joined is not None:
@@ -243,67 +200,69 @@ class Daemon:
             with suppress(OSError):
                 writer.close()
 
-    async def _converse(self, connection: _Connection) -> None:
-        pid = peer_of(connection.writer.get_extra_info("socket"))
+    async def _handle_client(self, connection: _Connection) -> None:
+        pid = peer_pid(connection.writer.get_extra_info("socket"))
         try:
-            first = await asyncio.wait_for(self._heard(connection), _FIRST_WORD)
+            first = await asyncio.wait_for(self._receive(connection), _FIRST_MESSAGE_SECONDS)
         except TimeoutError as error:
-            raise DaemonError(f"it said nothing for {_FIRST_WORD:g} s") from error
-        if isinstance(first, AskStatus):
+            raise DaemonError(f"no message within {_FIRST_MESSAGE_SECONDS:g} s") from error
+        if isinstance(first, protocol.AskStatus):
             await self._send(connection, self._node.report())
-        elif isinstance(first, AskStop):
-            _log.info("asked to end by process %d", pid)
-            await self._send(connection, ShuttingDown(pid=os.getpid()))
+        elif isinstance(first, protocol.AskStop):
+            _log.info("stop requested by process %d", pid)
+            await self._send(connection, protocol.ShuttingDown(pid=os.getpid()))
             self._ending.set()
-        elif isinstance(first, Register):
-            end = end_of(connection.writer.get_extra_info("socket"), pid)
+        elif isinstance(first, protocol.Register):
+            end = process_end_fd(connection.writer.get_extra_info("socket"), pid)
             connection.joined = self._node.join(first, pid, end)
-            await self._send(connection, Welcome(pid=os.getpid()))
+            await self._send(connection, protocol.Welcome(pid=os.getpid()))
             await self._listen(connection, *connection.joined)
         else:
-            raise DaemonError("its first word is none of hello, status and stop")
+            raise DaemonError("the first message must be hello, status or stop")
 
     async def _listen(self, connection: _Connection, job: NodeJob, member: RankConnection) -> None:
         while True:
-            message = await self._heard(connection)
-            if isinstance(message, StatusUpdate):
-                job.noted(message, time.time())
-            elif isinstance(message, Unregister):
+            message = await self._receive(connection)
+            if isinstance(message, protocol.StatusUpdate):
+                job.apply(message, time.time())
+            elif isinstance(message, protocol.Unregister):
                 member.clean = message.clean
             else:
-                raise DaemonError("a trainer says note or bye after its hello")
+                raise DaemonError("after hello, a trainer may send only note or bye")
 
-    async def _heard(self, connection: _Connection) -> Register | StatusUpdate | Unregister | AskStatus | AskStop:
+    async def _receive(
+        self, connection: _Connection
+    ) -> protocol.Register | protocol.StatusUpdate | protocol.Unregister | protocol.AskStatus | protocol.AskStop:
         try:
-            return parse_client_message(await connection.reader.readuntil(b"\n"))
+            return protocol.parse_client_message(await connection.reader.readuntil(b"\n"))
         except asyncio.LimitOverrunError as error:
-            raise DaemonError(f"a line of more than {LINE_LIMIT} bytes") from error
+            raise DaemonError(f"a message exceeds {protocol.LINE_LIMIT} bytes") from error
 
-    async def _send(self, connection: _Connection, message: Message) -> None:
-        """Nobody is waited for who does not read."""
+    async def _send(self, connection: _Connection, message: protocol.Message) -> None:
+        """Send a message, without waiting for a client that does not read."""
         with suppress(OSError, TimeoutError):
-            connection.writer.write(to_line(message))
-            await asyncio.wait_for(connection.writer.drain(), _SENDING)
+            connection.writer.write(protocol.to_line(message))
+            await asyncio.wait_for(connection.writer.drain(), _SEND_SECONDS)
 
     async def _refuse(self, connection: _Connection, reason: str, why: str) -> None:
         self._node.refused += 1
         self._metrics.refused.labels(reason).inc()
         if self._node.refused <= 100 or not self._node.refused % 1000:
             _log.warning("a connection was refused: %s", why)
-        await self._send(connection, Refused(why=why))
+        await self._send(connection, protocol.Refused(why=why))
 
     async def _tick(self) -> None:
-        cleaned, idle = time.monotonic() - _CLEANING + 60.0, self._options.exit_idle
+        cleaned, idle = time.monotonic() - _CLEANUP_SECONDS + 60.0, self._options.exit_idle
         while True:
             await asyncio.sleep(0.5)
             self._metrics.show(self._node.report(), self._options.base)
-            if not self._hold.stands():
-                _log.error("the socket of this daemon was removed, so that nobody can reach it")
+            if not self._hold.is_reachable():
+                _log.error("the socket of this daemon was removed: it is unreachable and exits")
                 self._ending.set()
             if idle is not None and self._node.idle_seconds() >= idle:
                 _log.info("no job for %.0f s", idle)
                 self._ending.set()
-            if time.monotonic() - cleaned >= _CLEANING and not self._node.busy:
+            if time.monotonic() - cleaned >= _CLEANUP_SECONDS and not self._node.busy:
                 cleaned = time.monotonic()
                 await asyncio.to_thread(self._clean)
 
@@ -311,36 +270,36 @@ class Daemon:
         try:
             nbytes = clear_old(self._options.base)
         except (StorageError, OSError) as error:
-            _log.warning("what old jobs left in memory could not be removed: %s", error)
+            _log.warning("cannot remove snapshots of old jobs: %s", error)
             return
         if nbytes:
-            _log.info("%d bytes of memory that nobody came back for were given back", nbytes)
-
-
-_ANSWERS = 1.0
-"""Seconds in which a daemon that is there answers."""
+            _log.info("freed %d bytes of abandoned snapshots", nbytes)
 
 
 def ensure_daemon(base: Path, port: int, exit_idle: float, more: Sequence[str] = ()) -> str | None:
-    """Have a daemon at ``base``. What is to be told: that it was started, or why it could not be; None where it ran.
+    """Start a daemon at ``base`` unless one runs, with the same command as a trainer's :mod:`monitor.daemon_client`.
 
-    more: options of ``daemon run``."""
+    Does not wait for it: a failure is in its log. ``more`` are further options of ``daemon run``.
+
+    Returns:
+        A message about the start or its failure, None if a daemon was running.
+    """
     try:
-        make_home(base)
-        connect(base, _ANSWERS).close()
+        protocol.make_home(base)
+        protocol.connect(base, _ANSWER_SECONDS).close()
     except StorageError as error:
         return f"no daemon: {error}"
     except DaemonError:
-        return _started(base, port, exit_idle, more)
+        return _start(base, port, exit_idle, more)
     return None
 
 
-def _started(base: Path, port: int, exit_idle: float, more: Sequence[str]) -> str:
+def _start(base: Path, port: int, exit_idle: float, more: Sequence[str]) -> str:
     command = [sys.executable, "-m", "deploy.cli", "daemon", "run", "--memory", str(base), "--port", str(port)]
-    command += ["--exit-idle", str(exit_idle), "--log", str(log_path(base)), *more]
+    command += ["--exit-idle", str(exit_idle), "--log", str(protocol.log_path(base)), *more]
     nothing = subprocess.DEVNULL
     try:
         process = subprocess.Popen(command, stdin=nothing, stdout=nothing, stderr=nothing, start_new_session=True)
     except OSError as error:
-        return f"no daemon could be started: {error}"
+        return f"cannot start the node daemon: {error}"
     return f"started the node's daemon (process {process.pid})"

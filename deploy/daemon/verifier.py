@@ -1,8 +1,7 @@
-"""One thread that reads commits again, slowly: bytes that rot on a disk are found before a resume needs them.
+"""Verify commits slowly in one thread, so that changed bytes are found before a resume needs them.
 
-Newest first, each commit once, and each segment group once, at a bounded rate and the lowest priority that the system
-has for processor and disk. It changes nothing. What a job prunes while it is read is no damage. What the page cache
-still holds is read from there.
+Newest first; each commit and each segment group once, at a bounded rate and the lowest CPU and I/O priority. Changes
+nothing. Commits pruned meanwhile are not damage. Bytes in the page cache are read from there.
 """
 
 from __future__ import annotations
@@ -22,34 +21,33 @@ import psutil
 from store.catalog import Catalog, open_catalog
 from store.errors import DriftpointError, StorageError
 from store.names import SaveId
-from store.storage.local import Files, LocalFiles, NewFile
+from store.storage.local import LocalFiles
 from store.verify import GroupKey, VerifyReport, groups_of, verify
 
 _log = logging.getLogger("driftpoint")
 
-_LOOK = 10.0
-"""Seconds between two looks for new commits."""
-
-_MOST = 100
-"""Texts of damage that are kept for each store."""
+_POLL_SECONDS = 10.0  # seconds between checks for new commits
+_MOST_MESSAGES = 100  # most damage messages kept per store
 
 
 class _EndedError(Exception):
-    """The daemon ends. No error of the project's, so that no reader takes it for a file's."""
+    """Stop reading because the daemon exits. Not a project error, so that no reader handles it."""
 
 
 class VerifyResult(Protocol):
-    """Who is told, in this thread."""
+    """Callback for results, called in the verifier's thread."""
 
     def __call__(self, store: Path, save: SaveId | None, problems: list[str]) -> None:
-        """A commit was read (problems: none where it is whole), or, without one, a store could not be looked at
-        (problems: none where there is no directory at its path)."""
+        """Report a commit and its problems or, without a commit, a store that cannot be read.
+
+        Without a commit and without problems, there is no directory at the store's path.
+        """
         ...
 
 
 @dataclass
 class Checked:
-    """What is known of one store. Copies of it are others."""
+    """Verification state of one store. Copies of a store count separately."""
 
     store_id: str
     path: Path
@@ -60,10 +58,10 @@ class Checked:
 
 
 class Verifier:
-    """Runs from construction where ``rate`` (bytes a second) is not 0."""
+    """Starts its thread on construction unless ``rate`` (bytes per second) is 0."""
 
     def __init__(self, rate: int, told: VerifyResult, read: Callable[[int], None]) -> None:
-        self._told, self._pace = told, _Pace(rate, read)
+        self._told, self._throttle = told, _Throttle(rate, read)
         self._lock = threading.Lock()
         self._stores: dict[tuple[str, Path], Checked] = {}
         self.current: str | None = None
@@ -72,36 +70,34 @@ class Verifier:
             self._thread.start()
 
     def watch(self, store_id: str, path: Path) -> None:
-        """Read this store's commits, too."""
         with self._lock:
             self._stores.setdefault((store_id, path), Checked(store_id, path))
-        self._pace.wake.set()
+        self._throttle.wake.set()
 
     def found(self) -> list[Checked]:
-        """To be looked at only."""
+        """Return the states of all stores, read-only."""
         with self._lock:
             return list(self._stores.values())
 
     def end(self, grace: float) -> None:
-        """Read nothing more."""
-        self._pace.ended.set()
-        self._pace.wake.set()
+        self._throttle.ended.set()
+        self._throttle.wake.set()
         if self._thread.is_alive():
             self._thread.join(grace)
 
     def _work(self) -> None:
-        _step_back()
-        while not self._pace.ended.is_set():
-            self._pace.wake.clear()
+        _lower_priority()
+        while not self._throttle.ended.is_set():
+            self._throttle.wake.clear()
             try:
                 busy = [self._one(found) for found in self.found()]
             except _EndedError:
                 return
             if not any(busy):
-                self._pace.wake.wait(_LOOK)
+                self._throttle.wake.wait(_POLL_SECONDS)
 
     def _one(self, found: Checked) -> bool:
-        """Read the newest commit of a store that was not read yet. Whether there was one."""
+        """Verify the newest unread commit of a store; return whether there was one."""
         try:
             return self._read(found)
         except DriftpointError as error:
@@ -115,11 +111,11 @@ class Verifier:
 
     def _read(self, found: Checked) -> bool:
         if not found.path.is_dir():
-            if found.damaged:  # whatever comes back in its place is read anew
+            if found.damaged:  # a store that reappears here is verified from scratch
                 found.saves, found.groups, found.damaged, found.damage = set(), set(), [], []
             self._told(found.path, None, [])
             return False
-        catalog = open_catalog(_Slow(LocalFiles(found.path), self._pace))
+        catalog = open_catalog(_ThrottledFiles(found.path, self._throttle))
         if catalog.store_id != found.store_id:
             return False
         saves = catalog.saves()
@@ -151,86 +147,48 @@ class Verifier:
             return  # pruned while it was read
         problems = [*report.problems, *(text for commit in report.commits for text in commit.problems)]
         found.damaged.append(save)
-        found.damage = [*found.damage, *(f"{save}: {text}" for text in dict.fromkeys(problems))][-_MOST:]
-        self._told(found.path, save, problems or ["it cannot be resumed as it was committed"])
+        found.damage = [*found.damage, *(f"{save}: {text}" for text in dict.fromkeys(problems))][-_MOST_MESSAGES:]
+        self._told(found.path, save, problems or ["it cannot be resumed as committed"])
 
 
-class _Pace:
-    """Lets so many bytes pass each second. read: told each number."""
+class _Throttle:
+    """Limits the read rate; ``read`` is called with each number of bytes."""
 
     def __init__(self, rate: int, read: Callable[[int], None]) -> None:
         self._rate, self._read = rate, read
         self._due = time.monotonic()
         self.ended, self.wake = threading.Event(), threading.Event()
 
-    def passed(self, nbytes: int) -> None:
-        """These were read: wait as long as they take at this rate. _EndedError where the daemon ends."""
+    def wait_for(self, nbytes: int) -> None:
+        """Wait as long as ``nbytes`` take at this rate. Raises _EndedError when the daemon exits."""
         self._read(nbytes)
         self._due = max(self._due, time.monotonic()) + nbytes / self._rate
         if self.ended.wait(max(0.0, self._due - time.monotonic())):
             raise _EndedError
 
 
-class _Slow:
-    """:class:`store.storage.local.Files` that are only read, at a pace."""
+class _ThrottledFiles(LocalFiles):
+    """Local files read at a limited rate, without read-ahead."""
 
-    def __init__(self, inner: Files, pace: _Pace) -> None:
-        self._inner, self._pace = inner, pace
-
-    def list_dir(self, path: str) -> list[str]:
-        """See :class:`store.storage.local.Files`."""
-        return self._inner.list_dir(path)
-
-    def size(self, path: str) -> int:
-        """See :class:`store.storage.local.Files`."""
-        return self._inner.size(path)
+    def __init__(self, root: Path, throttle: _Throttle) -> None:
+        super().__init__(root)
+        self._throttle = throttle
 
     def read(self, path: str, limit: int) -> bytes:
-        """See :class:`store.storage.local.Files`."""
-        data = self._inner.read(path, limit)
-        self._pace.passed(len(data))
+        data = super().read(path, limit)
+        self._throttle.wait_for(len(data))
         return data
 
     def read_into(self, path: str, offset: int, target: memoryview) -> None:
-        """See :class:`store.storage.local.Files`."""
-        self._inner.read_into(path, offset, target)
-        self._pace.passed(target.nbytes)
+        super().read_into(path, offset, target)
+        self._throttle.wait_for(target.nbytes)
 
-    def create(self, path: str) -> NewFile:
-        """Refused, as all that follow."""
-        raise _refused(path)
-
-    def link(self, source: str, target: str) -> None:  # noqa: ARG002
-        """Refused."""
-        raise _refused(target)
-
-    def rename(self, source: str, target: str) -> None:  # noqa: ARG002
-        """Refused."""
-        raise _refused(source)
-
-    def unlink(self, path: str) -> None:
-        """Refused."""
-        raise _refused(path)
-
-    def make_dir(self, path: str) -> bool:
-        """Refused."""
-        raise _refused(path)
-
-    def remove_dir(self, path: str) -> None:
-        """Refused."""
-        raise _refused(path)
-
-    def sync_dir(self, path: str) -> None:
-        """Refused."""
-        raise _refused(path)
+    def expect(self, path: str, offset: int, nbytes: int) -> None:
+        del path, offset, nbytes
 
 
-def _refused(path: str) -> StorageError:
-    return StorageError(f"cannot change {path}: a store that is verified is only read")
-
-
-def _step_back() -> None:
-    """This thread goes last, for the processor and for disks."""
+def _lower_priority() -> None:
+    """Lower the CPU and I/O priority of this thread."""
     thread = threading.get_native_id()
     with suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, thread, 19)

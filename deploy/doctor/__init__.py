@@ -1,1 +1,1 @@
-"""Looks at a machine, a disk and a store before a job does, and says what to do."""
+"""Check a machine, a disk and a store before a job uses them, and advise on problems."""

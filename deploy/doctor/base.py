@@ -1,13 +1,7 @@
-"""Finding, Probe, Plan.
+"""Findings of a check, temporary test files, and the resources that a job will need.
 
-What a job is going to need of a disk and of memory, by its configuration and the size of its model. Pure.
-
-Estimates for Adam in fp32, before packing, as docs/encodings.md counts them: what is frozen or of another optimizer
-takes less. Retention is asked, not guessed: by the rule itself, over a long run.
-
-What a check found: how it stands, what was seen, and what to do about it. Pure.
-
-Files or objects of the doctor's own beside what others have, none of which stays.
+Sizes are estimated for Adam in fp32 before packing, as in docs/encodings.md: frozen parameters and other optimizers
+need less. The number of commits comes from the retention rule itself, applied to a long run.
 """
 
 from __future__ import annotations
@@ -27,13 +21,13 @@ from store.retention import select_retained
 SLOTS: Final = (WEIGHTS, "exp_avg", "exp_avg_sq")
 
 _SUFFIXES: Final = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9, "t": 10**12}
-_COMMITS: Final = 1000
-"""Of a long run."""
+_COMMITS: Final = 1000  # commits of the simulated long run
+F = TypeVar("F")
 
 
 @dataclass(frozen=True)
 class Plan:
-    """parameters: of the model, None where nobody said. nodes: that the state is spread over."""
+    """Resources needed by a configuration for a model of ``parameters`` (None if unknown) on ``nodes`` nodes."""
 
     config: Config
     parameters: int | None = None
@@ -41,12 +35,11 @@ class Plan:
 
     @property
     def commit_bytes(self) -> int | None:
-        """Of one commit that saves everything."""
         return None if self.parameters is None else round(self.parameters * bytes_each(self.config.encodings()))
 
     @property
     def commits(self) -> int:
-        """Kept side by side, at most, and one more that is being written."""
+        """Return the most commits that exist at a time, including the one being written."""
         rule = self.config.retention_rule()
         every = 100 if self.config.every == "auto" else self.config.every
         held: set[SaveId] = set()
@@ -58,12 +51,12 @@ class Plan:
 
     @property
     def store_bytes(self) -> int | None:
-        """Of all that the store holds at its fullest, were every commit to save everything."""
+        """Return the most bytes of the store, if every commit is full."""
         return None if self.commit_bytes is None else self.commit_bytes * self.commits
 
     @property
     def memory_bytes(self) -> int | None:
-        """Of the memory tier on each node."""
+        """Return the bytes of in-memory snapshots on each node."""
         if self.parameters is None:
             return None
         each = bytes_each(self.config.memory_encodings()) * self.config.memory.versions
@@ -72,13 +65,13 @@ class Plan:
 
 
 def bytes_each(encodings: Mapping[str, str]) -> float:
-    """Bytes a parameter that weights and both moments take in these encodings."""
+    """Return the bytes per parameter of weights and both moments in these encodings."""
     many = 1 << 20
     return sum(encoding_named(encodings.get(slot, RAW)).stored_bytes(many, "F32") / many for slot in SLOTS)
 
 
-def parsed_count(text: str) -> int:
-    """``8b``, ``350M``, ``1.3e9``: a number of parameters. UsageError for anything else."""
+def parse_count(text: str) -> int:
+    """Parse a number of parameters such as ``8b``, ``350M`` or ``1.3e9``. Raises UsageError."""
     match = re.fullmatch(r"([0-9]*\.?[0-9]+(?:e[0-9]+)?)([kmgbt]?)", text.strip().lower().replace("_", ""))
     count = round(float(match[1]) * _SUFFIXES[match[2]]) if match else 0
     if not 0 < count < 1 << 60:
@@ -87,13 +80,12 @@ def parsed_count(text: str) -> int:
 
 
 State = Literal["ok", "warn", "fail"]
-"""``warn``: a job runs, and something is lost, slow or off. ``fail``: it would not save, or
-not survive what it must."""
+"""``warn``: a job runs, but something is lost, slow or wrong. ``fail``: it could not save, or not survive a failure."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One check. seen: in words. todo: what to do next; nothing where all is well."""
+    """Result of one check: what was seen, and what to do about it."""
 
     check: str
     state: State
@@ -102,15 +94,12 @@ class Finding:
 
 
 def healthy(findings: Iterable[Finding]) -> bool:
-    """Nothing failed."""
+    """Return whether no check failed."""
     return all(one.state != "fail" for one in findings)
 
 
-F = TypeVar("F")
-
-
 class Probe(Generic[F]):
-    """files: where they are made. remove: takes those away that are there still, and does not raise."""
+    """Temporary test files, removed on exit by ``remove``, which must not raise."""
 
     def __init__(self, files: F, remove: Callable[[Sequence[str]], None]) -> None:
         self.files = files
@@ -118,7 +107,7 @@ class Probe(Generic[F]):
         self._names: list[str] = []
 
     def name(self) -> str:
-        """A new one, which is removed at the end whatever becomes of it."""
+        """Return a new name, which is removed on exit."""
         self._names.append(f".tmp-{secrets.token_hex(6)}-doctor")
         return self._names[-1]
 

@@ -1,7 +1,7 @@
-"""Tries on a bucket what a store relies on, with real requests, and takes all of it away.
+"""Test a bucket for the operations that a store relies on, with real requests, and remove all test objects.
 
-The objects bear names of interrupted writes: a store ignores them. None of a store's own is written, so one that is in
-use is in no danger. It knows no store's format.
+The objects have names of interrupted writes, which a store ignores. No store object is written, so a store in use is
+safe.
 """
 
 from __future__ import annotations
@@ -15,19 +15,15 @@ from contextlib import suppress
 from functools import partial
 
 from deploy.doctor.base import Finding, Plan, Probe
-from deploy.doctor.disk import meaning
+from deploy.doctor.disk import save_duration_text
 from deploy.format import plural, size_text
 from store.errors import ExistsError, MissingError, StorageError
 from store.storage.atomic import replace_hint, write_new
 from store.storage.local import NewFile
 from store.storage.object_store import ObjectFiles
 
-_SKEW = 5.0
-"""Seconds that the server's clock may be off."""
-
-_SLOW = 0.5
-"""Seconds from which on a request is a slow one."""
-
+_SKEW = 5.0  # accepted clock difference in seconds
+_SLOW = 0.5  # seconds from which a request counts as slow
 _WRITERS = 4
 _MOST_BYTES = 1 << 28
 _MOST_SECONDS = 5.0
@@ -37,45 +33,47 @@ _FIRST = b"driftpoint doctor"
 
 
 def check_bucket(files: ObjectFiles, plan: Plan, *, speed: bool = True) -> Iterator[Finding]:
-    """Every check of the bucket that ``files`` are in. speed: measure it, too, by a large object."""
+    """Run all checks of the bucket; ``speed`` also measures the throughput with a large object."""
     try:
         held = len(files.list_dir(""))
     except StorageError as error:
-        yield Finding("bucket", "fail", str(error), "what a bucket must have and permit: docs/object-stores.md")
+        yield Finding(
+            "bucket", "fail", str(error), "for the required features and permissions see docs/object-stores.md"
+        )
         return
-    yield Finding("bucket", "ok", f"{files.root} is reached and can be listed, {plural(held, 'name')} at its top")
+    yield Finding("bucket", "ok", f"{files.root} is reachable and can be listed: {plural(held, 'name')} at its top")
     try:
         with Probe(files, partial(_remove, files)) as probe:
-            yield from _tried(probe)
+            yield from _check(probe)
             if speed:
                 yield _speed(probe, plan)
     except StorageError as error:
-        todo = "a job must be permitted to put, get, list and delete below the prefix, and to abort uploads"
+        todo = "allow put, get, list, delete and abort of uploads below the prefix"
         yield Finding("writing", "fail", str(error), f"{todo}: docs/object-stores.md")
     if plan.store_bytes is not None and plan.commit_bytes is not None:
-        seen = f"up to {plan.commits} commits of {size_text(plan.commit_bytes)} side by side"
-        yield Finding("space", "ok", f"{seen}: {size_text(plan.store_bytes)}; a bucket's end cannot be asked for")
+        seen = f"up to {plan.commits} commits of {size_text(plan.commit_bytes)} at a time"
+        yield Finding("space", "ok", f"{seen}: {size_text(plan.store_bytes)}; a bucket does not report its free space")
 
 
 def _remove(files: ObjectFiles, names: Sequence[str]) -> None:
-    with suppress(StorageError):  # whether deleting works was tried
+    with suppress(StorageError):  # _forgets reports failing deletions
         files.unlink_all(names)
 
 
-def _tried(probe: Probe[ObjectFiles]) -> Iterator[Finding]:
+def _check(probe: Probe[ObjectFiles]) -> Iterator[Finding]:
     first = probe.name()
     began = time.time()
     _put(probe, first, _FIRST)
     yield _clock(began, probe.files.modified(first))
     yield _latency(probe, first)
-    broken = [text for text in (tried(probe, first) for tried in _PROMISES) if text is not None]
+    broken = [text for text in (check(probe, first) for check in _PROMISES) if text is not None]
     yield (
-        Finding("semantics", "fail", "; ".join(broken), "take Amazon S3 itself, or a server that does what is missing")
+        Finding("semantics", "fail", "; ".join(broken), "use Amazon S3, or a server that supports this")
         if broken
         else Finding(
             "semantics",
             "ok",
-            "nothing is put over what is there, nor by two at once; what was put, replaced or deleted shows at once",
+            "conditional puts are refused and atomic; puts, replacements and deletions are visible at once",
         )
     )
 
@@ -88,8 +86,8 @@ def _keeps(probe: Probe[ObjectFiles], first: str) -> str | None:
     try:
         _put(probe, first, secrets.token_bytes(16))
     except ExistsError:
-        return None if probe.files.read(first, _LIMIT) == _FIRST else "an object changed although a put was refused"
-    return "it puts objects over others although told not to (If-None-Match: *): two jobs could commit over one another"
+        return None if probe.files.read(first, _LIMIT) == _FIRST else "an object changed although its put was refused"
+    return "If-None-Match: * is ignored and objects are overwritten: two jobs could overwrite each other's commits"
 
 
 def _one_wins(probe: Probe[ObjectFiles], _: str) -> str | None:
@@ -105,12 +103,12 @@ def _one_wins(probe: Probe[ObjectFiles], _: str) -> str | None:
     with ThreadPoolExecutor(_WRITERS) as pool:
         won = [data for data in pool.map(put, [secrets.token_bytes(16) for _ in range(_WRITERS)]) if data is not None]
     if len(won) != 1:
-        return f"of {_WRITERS} that put an object at once on the condition that there is none, {len(won)} were told so"
-    return None if probe.files.read(name, _LIMIT) == won[0] else "who was told to have put an object had not"
+        return f"of {_WRITERS} concurrent conditional puts of one object, {len(won)} succeeded"
+    return None if probe.files.read(name, _LIMIT) == won[0] else "the object of the successful put was overwritten"
 
 
 def _reads_back(probe: Probe[ObjectFiles], first: str) -> str | None:
-    return None if probe.files.read(first, _LIMIT) == _FIRST else "what was put is not what is read"
+    return None if probe.files.read(first, _LIMIT) == _FIRST else "a read does not return what was put"
 
 
 def _lists(probe: Probe[ObjectFiles], first: str) -> str | None:
@@ -121,7 +119,7 @@ def _replaces(probe: Probe[ObjectFiles], _: str) -> str | None:
     name = probe.name()
     replace_hint(probe.files, name, b"one")
     replace_hint(probe.files, name, b"two")
-    return None if probe.files.read(name, _LIMIT) == b"two" else "what an object was replaced by is not read at once"
+    return None if probe.files.read(name, _LIMIT) == b"two" else "a replaced object is not visible at once"
 
 
 def _forgets(probe: Probe[ObjectFiles], first: str) -> str | None:
@@ -129,8 +127,8 @@ def _forgets(probe: Probe[ObjectFiles], first: str) -> str | None:
     try:
         probe.files.read(first, _LIMIT)
     except MissingError:
-        return "an object that was deleted is listed still" if first in probe.files.list_dir("") else None
-    return "an object that was deleted can be read still"
+        return "a deleted object is still listed" if first in probe.files.list_dir("") else None
+    return "a deleted object can still be read"
 
 
 _PROMISES: tuple[Callable[[Probe[ObjectFiles], str], str | None], ...] = (
@@ -144,16 +142,16 @@ _PROMISES: tuple[Callable[[Probe[ObjectFiles], str], str | None], ...] = (
 
 
 def _clock(began: float, stamped: float) -> Finding:
-    """stamped: whole seconds."""
+    """Compare the server's clock; ``stamped`` has whole seconds."""
     now = time.time()
     off = stamped - now if stamped > now else min(0.0, stamped + 1.0 - began)
     if abs(off) <= _SKEW:
-        return Finding("clock", "ok", "the server's clock is this machine's, within seconds")
+        return Finding("clock", "ok", "the server's clock agrees with this machine's within seconds")
     return Finding(
         "clock",
         "warn",
-        f"the server's clock is {off:+.0f} s off this machine's",
-        "set this machine's by NTP (chronyd, systemd-timesyncd): from 15 minutes on Amazon S3 refuses every request",
+        f"the server's clock differs by {off:+.0f} s from this machine's",
+        "synchronise this machine by NTP (chronyd, systemd-timesyncd): from 15 minutes on, S3 refuses all requests",
     )
 
 
@@ -164,10 +162,10 @@ def _latency(probe: Probe[ObjectFiles], first: str) -> Finding:
         probe.files.size(first)
         seconds.append(time.perf_counter() - began)
     found = statistics.median(seconds)
-    seen = f"{1000 * found:.0f} ms a request; a commit takes two for each rank, one after the other"
+    seen = f"{1000 * found:.0f} ms per request; a commit takes two sequential ones per rank"
     if found < _SLOW:
         return Finding("latency", "ok", seen)
-    return Finding("latency", "warn", seen, "take a bucket in the region that the job runs in")
+    return Finding("latency", "warn", seen, "use a bucket in the job's region")
 
 
 def _speed(probe: Probe[ObjectFiles], plan: Plan) -> Finding:
@@ -182,4 +180,4 @@ def _speed(probe: Probe[ObjectFiles], plan: Plan) -> Finding:
 
     write_new(probe.files, probe.name(), fill, most=least)
     rate = done / (time.perf_counter() - began)
-    return Finding("speed", "ok", f"{rate / 1e6:.0f} MB/s from this process, in parts{meaning(plan, rate)}")
+    return Finding("speed", "ok", f"{rate / 1e6:.0f} MB/s from this process, in parts{save_duration_text(plan, rate)}")

@@ -1,7 +1,7 @@
-"""Tries on a directory what a store relies on, with real files and a real second process, and takes all of it away.
+"""Test a directory for the operations that a store relies on, with real files and a second process.
 
-The files bear names of interrupted writes: a store ignores them, and pruning removes what a killed doctor left. No
-file of a store is opened, so one that is in use is in no danger. Nothing here needs to be root.
+The files have names of interrupted writes: a store ignores them, and pruning removes those of a killed doctor. No store
+file is opened, so a store in use is safe. Does not need root.
 """
 
 from __future__ import annotations
@@ -26,9 +26,7 @@ from store.storage.local import LocalFiles
 _PIECE = 1 << 24
 _MOST_BYTES = 1 << 28
 _MOST_SECONDS = 5.0
-_SKEW = 5.0
-"""Seconds that the clock of a filesystem may be off."""
-
+_SKEW = 5.0  # accepted clock difference in seconds
 _LOCKER = """
 import fcntl, os, sys
 descriptor = os.open(sys.argv[1], os.O_RDWR)
@@ -38,27 +36,29 @@ sys.stdin.read()
 """
 
 
-def place_of(root: Path) -> Path:
-    """The directory to try: the store's, or the nearest above it that is there."""
+def nearest_directory(root: Path) -> Path:
+    """Return the store's directory or its nearest existing parent."""
     places = (root.absolute(), *root.absolute().parents)
-    return next(place for place in places if os.path.isdir(place))  # noqa: PTH112 - False where nobody may look, too
+    return next(place for place in places if os.path.isdir(place))  # noqa: PTH112 - also False without permission
 
 
 def check_disk(root: Path, plan: Plan) -> Iterator[Finding]:
-    """Every check of the disk that ``root`` lies on, or is going to."""
-    place = place_of(root)
-    yield _kind(place)
+    """Run all checks of the disk that holds ``root``, or will hold it."""
+    place = nearest_directory(root)
+    yield _filesystem(place)
     try:
         with probe_in(place) as probe:
             yield from _writes(probe, place, plan)
     except (OSError, StorageError) as error:
-        yield Finding("writing", "fail", f"no file can be written in {place}: {_told(error)}", _how_to_write(error))
+        reason = (error.strerror or error) if isinstance(error, OSError) else error
+        todo = "check the owner and mode of the directory, free space, quota, and that it is not mounted read-only"
+        yield Finding("writing", "fail", f"cannot write a file in {place}: {reason}", todo)
     yield _space(place, plan, _held(root))
     yield _inodes(place)
 
 
 def probe_in(place: Path) -> Probe[LocalFiles]:
-    """Files of our own in a directory that others use."""
+    """Return a probe for temporary files in ``place``."""
 
     def remove(names: Sequence[str]) -> None:
         for name in names:
@@ -73,11 +73,11 @@ def _writes(probe: Probe[LocalFiles], place: Path, plan: Plan) -> Iterator[Findi
     began = time.time()
     _written(probe, first)
     yield _clock(began, (place / first).stat().st_mtime)
-    broken = [text for text in (tried(probe, first) for tried in _PROMISES) if text is not None]
+    broken = [text for text in (check(probe, first) for check in _PROMISES) if text is not None]
     yield (
-        Finding("semantics", "fail", "; ".join(broken), "put the store on a filesystem that has what is missing")
+        Finding("semantics", "fail", "; ".join(broken), "put the store on a filesystem that supports this")
         if broken
-        else Finding("semantics", "ok", "files and directories sync; nothing is replaced; renames and links are whole")
+        else Finding("semantics", "ok", "fsync, exclusive creation, atomic renames and hard links work")
     )
     yield _locking(place / first)
     yield _speed(probe, plan)
@@ -94,7 +94,7 @@ def _written(probe: Probe[LocalFiles], name: str) -> None:
 
 
 def _excludes(probe: Probe[LocalFiles], first: str) -> str | None:
-    return _refused(lambda: _written(probe, first), "a file that is there can be created again")
+    return _refused(lambda: _written(probe, first), "exclusive creation replaces an existing file")
 
 
 def _links(probe: Probe[LocalFiles], first: str) -> str | None:
@@ -102,10 +102,10 @@ def _links(probe: Probe[LocalFiles], first: str) -> str | None:
     try:
         probe.files.link(first, second)
     except StorageError as error:
-        return f"there are no hard links ({error})"
+        return f"hard links are not supported ({error})"
     if (probe.files.root / second).stat().st_ino != (probe.files.root / first).stat().st_ino:
-        return "a hard link is a copy"
-    return _refused(lambda: probe.files.link(first, second), "a link replaces what is there")
+        return "a hard link creates a copy"
+    return _refused(lambda: probe.files.link(first, second), "a hard link replaces an existing file")
 
 
 def _renames(probe: Probe[LocalFiles]) -> str | None:
@@ -116,9 +116,9 @@ def _renames(probe: Probe[LocalFiles]) -> str | None:
     try:
         probe.files.rename(source, target)
     except StorageError as error:
-        return f"a file cannot be renamed over another ({error})"
+        return f"a rename cannot replace a file ({error})"
     whole = (probe.files.root / target).stat().st_ino == inode and not (probe.files.root / source).exists()
-    return None if whole else "a rename copies"
+    return None if whole else "a rename copies the file"
 
 
 def _follows_no_link(probe: Probe[LocalFiles], first: str) -> str | None:
@@ -126,17 +126,17 @@ def _follows_no_link(probe: Probe[LocalFiles], first: str) -> str | None:
     try:
         (probe.files.root / name).symlink_to(first)
     except OSError:
-        return None  # there are none to follow
+        return None  # symbolic links are not supported
     try:
         os.close(os.open(probe.files.root / name, os.O_RDONLY | os.O_NOFOLLOW))
     except OSError as error:
-        return None if error.errno == errno.ELOOP else f"a symbolic link is refused oddly ({error.strerror})"
-    return "symbolic links are followed where that is forbidden"
+        return None if error.errno == errno.ELOOP else f"O_NOFOLLOW fails with the wrong error ({error.strerror})"
+    return "O_NOFOLLOW is ignored"
 
 
 def _reads_back(probe: Probe[LocalFiles], first: str) -> str | None:
     same = probe.files.read(first, 1 << 10) == b"driftpoint doctor"
-    return None if same and first in probe.files.list_dir("") else "what was written is not what is read"
+    return None if same and first in probe.files.list_dir("") else "a read does not return what was written"
 
 
 _PROMISES = (_excludes, _links, lambda probe, _: _renames(probe), _follows_no_link, _reads_back)
@@ -154,12 +154,12 @@ def _refused(action: Callable[[], None], otherwise: str) -> str | None:
 def _clock(began: float, stamped: float) -> Finding:
     off = stamped - time.time() if stamped > time.time() else min(0.0, stamped - began)
     if abs(off) <= _SKEW:
-        return Finding("clock", "ok", "the filesystem's clock is this machine's, within seconds")
+        return Finding("clock", "ok", "the filesystem's clock agrees with this machine's within seconds")
     return Finding(
         "clock",
         "warn",
-        f"the filesystem's clock is {off:+.0f} s off this machine's",
-        "set both by NTP (chronyd, systemd-timesyncd); a store goes by steps, but the ages shown are wrong",
+        f"the filesystem's clock differs by {off:+.0f} s from this machine's",
+        "synchronise both by NTP (chronyd, systemd-timesyncd); commits are ordered by step, only shown ages are wrong",
     )
 
 
@@ -172,18 +172,18 @@ def _locking(path: Path) -> Finding:
         "locking",
         "warn",
         refused or "a lock of one process is not seen by another",
-        "two jobs on one store are told apart by epochs still, but only once the second has claimed one: mount with "
-        "locks (Lustre: -o flock; NFS: not nolock), or take care that one job runs at a time",
+        "epochs still fence two jobs on one store, but only once the second has claimed one: mount with "
+        "locks (Lustre: -o flock; NFS: not nolock), or make sure that only one job runs at a time",
     )
 
 
 @contextmanager
 def _locked(path: Path) -> Iterator[str | None]:
-    """Held by another process; or why not."""
+    """Lock the file in another process during the block; yields the reason if that failed."""
     try:
         child = _locker(path)
     except OSError as error:
-        yield f"no second process can be started: {error.strerror}"
+        yield f"cannot start a second process: {error.strerror}"
         return
     assert child.stdout is not None
     try:
@@ -216,7 +216,7 @@ def _lockable(path: Path) -> bool:
 def _speed(probe: Probe[LocalFiles], plan: Plan) -> Finding:
     status = os.statvfs(probe.files.root)
     most = min(_MOST_BYTES, status.f_bavail * status.f_frsize // 10)
-    data = secrets.token_bytes(_PIECE)  # what compresses would flatter some filesystems
+    data = secrets.token_bytes(_PIECE)  # incompressible: some filesystems compress
     name, done, began = probe.name(), 0, time.perf_counter()
     file = probe.files.create(name)
     (probe.files.root / name).unlink()  # it is large: not even a doctor that is killed leaves it behind
@@ -229,33 +229,36 @@ def _speed(probe: Probe[LocalFiles], plan: Plan) -> Finding:
         file.close()
     seconds = time.perf_counter() - began
     if not done:
-        return Finding("speed", "warn", "there is no room to measure it", "see space")
+        return Finding("speed", "warn", "not enough space to measure it", "see space")
     rate = done / seconds
-    return Finding("speed", "ok", f"{rate / 1e6:.0f} MB/s from this process, synced{meaning(plan, rate)}")
+    return Finding("speed", "ok", f"{rate / 1e6:.0f} MB/s from this process, synced{save_duration_text(plan, rate)}")
 
 
-def meaning(plan: Plan, rate: float) -> str:
-    """What so many bytes a second are for a save."""
+def save_duration_text(plan: Plan, rate: float) -> str:
+    """Describe the duration of a save at this rate in bytes per second."""
     if plan.commit_bytes is None:
-        return f": a model of 1 G parameters takes {12e9 / rate:.0f} s a save, beside training"
-    return f": a full save of {size_text(plan.commit_bytes)} takes {plan.commit_bytes / rate:.0f} s, beside training"
+        return f": a save of 1 G parameters takes {12e9 / rate:.0f} s, in the background"
+    return f": a full save of {size_text(plan.commit_bytes)} takes {plan.commit_bytes / rate:.0f} s, in the background"
 
 
-def _kind(place: Path) -> Finding:
+def _filesystem(place: Path) -> Finding:
     mount = mount_of(place)
     if mount is None:
-        return Finding("filesystem", "warn", f"{place}: of a kind that cannot be told", "")
+        return Finding("filesystem", "warn", f"the filesystem of {place} is unknown", "")
     seen = f"{place} is on {mount.name}, mounted at {mount.point}"
     if mount.loss is not None:
         return Finding(
-            "filesystem", "warn", f"{seen}: {mount.loss}", "name a `store:` on a disk (a volume, in a container)"
+            "filesystem",
+            "warn",
+            f"{seen}: {mount.loss}",
+            "set `store:` to a directory on a disk (in a container: a volume)",
         )
-    what = {"shared": "shared between machines", "local": "of this machine alone: for one node, or a copy of each"}
-    return Finding("filesystem", "ok", f"{seen} ({what.get(mount.kind, 'shared or not, nobody can tell')})")
+    what = {"shared": "shared between machines", "local": "local to this machine: for a single node only"}
+    return Finding("filesystem", "ok", f"{seen} ({what.get(mount.kind, 'unknown whether shared')})")
 
 
 def _held(root: Path) -> int:
-    """Bytes of the store that is there: what it holds is part of the plan, and goes as new commits come."""
+    """Return the bytes of the existing store, which are part of the plan."""
     found = 0
     for folder, _, names in os.walk(root):
         for name in names:
@@ -273,12 +276,14 @@ def _space(place: Path, plan: Plan, held: int) -> Finding:
             "space",
             "ok",
             f"{size_text(free)} free: {plan.commits} full commits of a model of "
-            f"{free / each:.2g} G parameters; --parameters 8b checks yours",
+            f"{free / each:.2g} G parameters fit; set --parameters for your model",
         )
-    seen = f"{size_text(free)} free; up to {plan.commits} commits of {size_text(plan.commit_bytes)} side by side: "
+    seen = f"{size_text(free)} free; up to {plan.commits} commits of {size_text(plan.commit_bytes)} at a time: "
     if need <= free + held:
         return Finding("space", "ok", f"{seen}{size_text(need)}")
-    todo = "free space, or keep fewer (`retention: {keep_last: 2, log_spaced: false}`), or store less (`encoding:`)"
+    todo = (
+        "free space, keep fewer commits (`retention: {keep_last: 2, log_spaced: false}`), or use a smaller `encoding:`"
+    )
     enough = 2 * plan.commit_bytes <= free + held
     return Finding("space", "warn" if enough else "fail", f"{seen}{size_text(need)}", todo)
 
@@ -286,18 +291,9 @@ def _space(place: Path, plan: Plan, held: int) -> Finding:
 def _inodes(place: Path) -> Finding:
     status = os.statvfs(place)
     if not status.f_files:
-        return Finding("inodes", "ok", "this filesystem does not count them")
+        return Finding("inodes", "ok", "this filesystem has no limit")
     if status.f_favail < 10_000:
         return Finding(
-            "inodes", "warn", f"{status.f_favail} files can still be made", "two a rank and commit are: free some"
+            "inodes", "warn", f"{status.f_favail} files can be created", "a commit needs two per rank: free some"
         )
-    return Finding("inodes", "ok", f"{status.f_favail} files can still be made")
-
-
-def _told(error: Exception) -> str:
-    return (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
-
-
-def _how_to_write(error: Exception) -> str:
-    del error
-    return "check the owner and mode of the directory, free space, quota, and that it is not mounted read-only"
+    return Finding("inodes", "ok", f"{status.f_favail} files can be created")

@@ -1,4 +1,4 @@
-"""What a job needs of the machine itself: software, limits, memory, ports. Changes nothing; needs not be root."""
+"""Check the machine: software, limits, memory and ports. Changes nothing and does not need root."""
 
 from __future__ import annotations
 
@@ -25,24 +25,17 @@ import json, torch
 devices = [torch.cuda.get_device_name(one) for one in range(torch.cuda.device_count())]
 print(json.dumps({"version": torch.__version__, "devices": devices}))
 """
-_PATIENCE = 120.0
-"""Seconds for torch to be imported, from a slow disk."""
-
+_PATIENCE = 120.0  # seconds allowed for importing torch, possibly from a slow disk
 _EXTRAS = {"deepspeed": ("deepspeed",), "hf": ("transformers", "accelerate"), "s3": ("obstore",)}
-"""What each extra brings."""
+"""Packages of each extra."""
 
-_DEEPSPEED = "0.19."
-"""The release that is tested."""
-
-_NO_LIMIT = 1 << 60
-"""From here on a control group's limit, in bytes, is none: version 1 has a large number in its place."""
-
-_FILES = 1024
-"""Open files that a process should be allowed."""
+_DEEPSPEED = "0.19."  # tested release
+_NO_LIMIT = 1 << 60  # control group limit, in bytes, that means no limit: version 1 reports a large number
+_FILES = 1024  # recommended number of open files per process
 
 
 def check_machine(plan: Plan) -> Iterator[Finding]:
-    """Every check of the machine."""
+    """Run all checks of the machine."""
     yield Finding("python", "ok", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
     yield _torch()
     yield _extras()
@@ -52,17 +45,19 @@ def check_machine(plan: Plan) -> Iterator[Finding]:
 
 
 def _torch() -> Finding:
-    """In a process of its own: one that is broken may crash, or hang."""
+    """Import torch in a child process, since a broken installation may crash or hang."""
     todo = "see https://pytorch.org/get-started for the build that fits this machine"
     try:
         done = subprocess.run(
             [sys.executable, "-c", _TORCH], capture_output=True, text=True, timeout=_PATIENCE, check=False
         )
     except subprocess.TimeoutExpired:
-        return Finding("torch", "fail", f"importing it takes more than {_PATIENCE:.0f} s", "is its disk reachable?")
+        return Finding(
+            "torch", "fail", f"the import takes more than {_PATIENCE:.0f} s", "check the disk that it is installed on"
+        )
     if done.returncode:
-        last = (done.stderr.strip() or f"it ends with {done.returncode}").splitlines()[-1]
-        return Finding("torch", "fail", f"it cannot be imported: {last}", todo)
+        last = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1]
+        return Finding("torch", "fail", f"the import failed: {last}", todo)
     found = json.loads(done.stdout.splitlines()[-1])
     devices = (
         f"{plural(len(found['devices']), 'CUDA device')} ({found['devices'][0]})" if found["devices"] else "no CUDA"
@@ -75,7 +70,7 @@ def _extras() -> Finding:
     deepspeed = _version("deepspeed")
     if deepspeed is None or deepspeed.startswith(_DEEPSPEED):
         return Finding("extras", "ok", "; ".join(seen))
-    todo = "of DeepSpeed, 0.19 is what is tested: pip install 'driftpoint[deepspeed]' takes that"
+    todo = "DeepSpeed 0.19 is the tested release: pip install 'driftpoint[deepspeed]'"
     return Finding("extras", "warn", "; ".join(seen), todo)
 
 
@@ -96,10 +91,10 @@ def _version(name: str) -> str | None:
 def _limits(plan: Plan) -> Iterator[Finding]:
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files != resource.RLIM_INFINITY and files < _FILES:
-        yield Finding("open files", "warn", f"a process may have {files}", f"raise it: ulimit -n {4 * _FILES}")
+        yield Finding("open files", "warn", f"limit {files} per process", f"raise it: ulimit -n {4 * _FILES}")
     else:
         yield Finding(
-            "open files", "ok", "no limit" if files == resource.RLIM_INFINITY else f"a process may have {files}"
+            "open files", "ok", "no limit" if files == resource.RLIM_INFINITY else f"limit {files} per process"
         )
     size, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     if size == resource.RLIM_INFINITY:
@@ -109,7 +104,7 @@ def _limits(plan: Plan) -> Iterator[Finding]:
     yield Finding(
         "file size",
         "ok" if enough else "warn",
-        f"files may have {size_text(size)} at most",
+        f"limit {size_text(size)} per file",
         "" if enough else "a rank writes its share of a save into one file: raise it with ulimit -f unlimited",
     )
 
@@ -119,32 +114,34 @@ def _shared_memory(plan: Plan) -> Finding:
     folder = Path(memory.path)
     wanted: State = "warn" if memory.enabled else "ok"
     if not folder.is_dir():
-        return Finding("shared memory", wanted, f"there is no {folder}", "set `memory: {path: ...}` to where it is")
+        return Finding(
+            "shared memory", wanted, f"there is no {folder}", "set `memory: {path: ...}` to the shared memory directory"
+        )
     try:
         free, group = free_bytes(folder), cgroup_free_bytes()
     except (OSError, StorageError) as error:
-        return Finding("shared memory", wanted, f"what is free in {folder} cannot be told: {error}", "")
-    seen = (
-        f"{size_text(max(0, free))} can be taken in {folder}, of {size_text(psutil.virtual_memory().total)} of memory"
-    )
+        return Finding("shared memory", wanted, f"cannot determine the free space of {folder}: {error}", "")
+    seen = f"{size_text(max(0, free))} available in {folder}, of {size_text(psutil.virtual_memory().total)} memory"
     if group is not None and group < _NO_LIMIT:
-        seen += f", {size_text(max(0, group))} left to this control group"
+        seen += f", {size_text(max(0, group))} left in this control group"
     need = plan.memory_bytes
     if need is None:
-        return Finding("shared memory", "ok", seen + ("" if memory.enabled else "; the memory tier is off"))
-    seen += f"; the memory tier of {count_text(plan.parameters or 0)} parameters takes {size_text(need)} on this node"
+        return Finding("shared memory", "ok", seen + ("" if memory.enabled else "; in-memory snapshots are off"))
+    seen += (
+        f"; in-memory snapshots of {count_text(plan.parameters or 0)} parameters need {size_text(need)} on this node"
+    )
     if need <= free:
         return Finding(
             "shared memory", "ok", seen + ("" if memory.enabled else ": `memory: {enabled: true}` would fit")
         )
     if not memory.enabled:
-        return Finding("shared memory", "ok", f"{seen}: it would not fit, and is off")
+        return Finding("shared memory", "ok", f"{seen}: they would not fit, and are off")
     return Finding(
         "shared memory",
         "warn",
-        f"{seen}: the job would go on without",
-        "give the job more (docker run --shm-size; in Kubernetes an emptyDir with `medium: Memory` at /dev/shm), "
-        "spread it over more nodes (--nodes), or set `memory: {versions: 1}` or `memory: {encoding: compact}`",
+        f"{seen}: the job would run without them",
+        "give the job more shared memory (docker run --shm-size; in Kubernetes an emptyDir with `medium: Memory` at "
+        "/dev/shm), spread it over more nodes (--nodes), or set `memory: {versions: 1}` or `{encoding: compact}`",
     )
 
 
@@ -158,7 +155,7 @@ def _ports(plan: Plan) -> Iterator[Finding]:
 
 def _port(check: str, host: str, port: int, section: str) -> Finding:
     if port == 0:
-        return Finding(check, "ok", "a free one is taken")
+        return Finding(check, "ok", "a free port will be used")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -169,8 +166,8 @@ def _port(check: str, host: str, port: int, section: str) -> Finding:
             return Finding(
                 check,
                 "warn",
-                f"{host} port {port} cannot be listened on: {os.strerror(error.errno or 0)}",
-                f"if that is not a job of yours, set `{section}: {{port: ...}}` to another, or 0 for any; training "
+                f"cannot listen on {host} port {port}: {os.strerror(error.errno or 0)}",
+                f"unless your own job uses it, set `{section}: {{port: ...}}` to another one, or 0 for any; training "
                 "itself is not affected",
             )
     return Finding(check, "ok", f"{host} port {port} is free")

@@ -1,8 +1,7 @@
-"""Whether all nodes see one directory: each rank leaves a note there and looks for those of the others.
+"""Check that all nodes see one directory: each rank creates a file there and waits for those of the others.
 
-For a doctor that runs on every rank, under torchrun or srun: their environment says which rank this is. Ranks meet
-through the directory and nothing else, so what is not shared shows as ranks that never come. Notes bear names of
-interrupted writes, as everything of the doctor's, and are taken away by the rank that left them.
+Every rank runs it, under torchrun or srun, which set its rank. Ranks communicate through the directory only, so a
+directory that is not shared shows as missing ranks. Each rank removes its own files.
 """
 
 from __future__ import annotations
@@ -16,19 +15,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deploy.doctor.base import Finding
-from deploy.doctor.disk import place_of
+from deploy.doctor.disk import nearest_directory
 from deploy.format import plural
 from store.text import listed
 
-_STALE = 300.0
-"""Seconds after which a note is one of a doctor that was killed."""
-
+_STALE = 300.0  # seconds after which a file counts as left by a killed doctor
 _ASK = 0.05
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """Which of how many this process is. run: what tells this launch from others."""
+    """Rank and world size of this process; ``run`` identifies the launch."""
 
     rank: int
     count: int
@@ -36,14 +33,15 @@ class Ranks:
 
     @property
     def first(self) -> bool:
-        """The one that answers for all."""
+        """Return whether this is rank 0, which prints the answer."""
         return self.rank == 0
 
 
-def launched(environment: Mapping[str, str]) -> Ranks:
-    """From what torchrun or srun set; a process alone where there is nothing.
+def ranks_from_environment(environment: Mapping[str, str]) -> Ranks:
+    """Read rank and world size from the variables of torchrun or srun; a single process without them.
 
-    So is a batch script of Slurm itself, which has a rank and a number of tasks, but belongs to no step."""
+    A Slurm batch script has a rank too, but no step, and counts as a single process.
+    """
     for rank, count, names in (
         ("RANK", "WORLD_SIZE", ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")),
         ("SLURM_PROCID", "SLURM_NTASKS", ("SLURM_JOB_ID", "SLURM_STEP_ID")),
@@ -57,21 +55,21 @@ def launched(environment: Mapping[str, str]) -> Ranks:
 
 
 def check_nodes(root: Path, ranks: Ranks, seconds: float) -> Finding | None:
-    """Wait for the notes of all ranks, ``seconds`` at most; None where there is one rank alone."""
+    """Wait up to ``seconds`` for the files of all ranks; None with a single rank."""
     if ranks.count == 1:
         return None
-    place = place_of(root)
+    place = nearest_directory(root)
     try:
-        return _met(place, ranks, seconds)
+        return _meet(place, ranks, seconds)
     except OSError as error:
-        return Finding("nodes", "fail", f"no note can be left in {place}: {error.strerror}", "see writing")
+        return Finding("nodes", "fail", f"cannot create a file in {place}: {error.strerror}", "see writing")
 
 
-def _met(place: Path, ranks: Ranks, seconds: float) -> Finding:
-    mine, done = _note(place, ranks, ranks.rank, "here"), _note(place, ranks, ranks.rank, "seen")
+def _meet(place: Path, ranks: Ranks, seconds: float) -> Finding:
+    own, done = _note(place, ranks, ranks.rank, "here"), _note(place, ranks, ranks.rank, "seen")
     try:
-        mine.write_text(socket.gethostname(), encoding="utf-8")
-        now = mine.stat().st_mtime  # by the clock of the filesystem, as those of the others
+        own.write_text(socket.gethostname(), encoding="utf-8")
+        now = own.stat().st_mtime  # by the clock of the filesystem, as those of the others
         there: dict[int, str] = {}
 
         def all_there() -> bool:
@@ -80,11 +78,11 @@ def _met(place: Path, ranks: Ranks, seconds: float) -> Finding:
 
         _wait(all_there, seconds)
         done.write_text("", encoding="utf-8")
-        # Whoever leaves first must not be missed by those who look more slowly.
+        # Wait until all ranks have seen this file before removing it.
         _wait(lambda: all(_has_seen(place, ranks, rank) for rank in there), seconds)
-        return _told(place, ranks, there, seconds)
+        return _finding(place, ranks, there, seconds)
     finally:
-        for note in (mine, done):
+        for note in (own, done):
             note.unlink(missing_ok=True)
 
 
@@ -113,7 +111,7 @@ def _wait(until: Callable[[], bool], seconds: float) -> None:
         time.sleep(_ASK)
 
 
-def _told(place: Path, ranks: Ranks, there: Mapping[int, str], seconds: float) -> Finding:
+def _finding(place: Path, ranks: Ranks, there: Mapping[int, str], seconds: float) -> Finding:
     hosts = sorted({host for host in there.values() if host})
     missing = [rank for rank in range(ranks.count) if rank not in there]
     if not missing:
@@ -123,8 +121,8 @@ def _told(place: Path, ranks: Ranks, there: Mapping[int, str], seconds: float) -
     return Finding(
         "nodes",
         "fail",
-        f"{place} of rank {ranks.rank} on {socket.gethostname()} has no note of ranks "
+        f"{place} of rank {ranks.rank} on {socket.gethostname()} has no file of ranks "
         f"{listed(missing, 8)} after {seconds:.0f} s",
-        "the directory is not shared between those nodes, or the path differs: name one on a shared filesystem, alike "
-        "on all ranks; or they did not start in time (--patience)",
+        "the directory is not shared, or its path differs: use one on a shared filesystem with the same path "
+        "on all ranks. If ranks start late, raise --patience",
     )

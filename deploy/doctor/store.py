@@ -1,6 +1,6 @@
-"""What a store that is there holds: whether a resume works, what is suspect, left over or off. Reads records only.
+"""Check an existing store: whether it can be resumed, suspects, leftovers and permissions.
 
-It opens no lock and writes nothing, so a store in use is in no danger.
+Reads records only, takes no lock and writes nothing, so a store in use is safe.
 """
 
 from __future__ import annotations
@@ -22,29 +22,28 @@ from store.storage.atomic import is_temporary
 from store.storage.bucket import ObjectOptions
 from store.text import listed
 
-_FUTURE = 60.0
-"""Seconds that a commit may lie ahead of this machine's clock."""
+_FUTURE = 60.0  # accepted seconds by which a commit may be ahead of this machine's clock
 
 
 def check_store(root: Path, retention: Retention, options: ObjectOptions | None = None) -> Iterator[Finding]:
-    """Every check of the store at ``root``, or that there is none yet. options: of one in a bucket."""
+    """Run all checks of the store at ``root``; ``options`` are those of a bucket."""
     try:
         obstacle = None if is_url(root) else _obstacle(root)
         if obstacle is not None:
-            yield Finding("store", "fail", obstacle, "name a directory as `store:`, or one to be")
+            yield Finding("store", "fail", obstacle, "set `store:` to a directory, or to a path to create")
             return
         if all(is_temporary(name) for name in _names(root, options)):
-            yield Finding("store", "ok", f"{root} holds nothing yet: a job makes it")
+            yield Finding("store", "ok", f"{root} is empty or missing: the job creates the store")
             return
         catalog = _catalog(root, options)
         found = store_status(catalog, root)
     except NoStoreError as error:
-        yield Finding("store", "fail", str(error), "name an empty or new directory as `store:`")
+        yield Finding("store", "fail", str(error), "set `store:` to an empty or new directory")
         return
     except (NewerFormatError, DamagedError, NothingToResumeError) as error:
-        todo = "until then name another directory as `store:`; in this one nothing is changed, and nothing is lost"
+        todo = "until then set `store:` to another directory; this one is not changed"
         if not isinstance(error, NewerFormatError):
-            todo = f"put {STORE} back from a copy of the store, or name another directory as `store:`"
+            todo = f"restore {STORE} from a copy of the store, or set `store:` to another directory"
         yield Finding("store", "fail", str(error), todo)
         return
     except (StoreError, OSError) as error:
@@ -59,7 +58,7 @@ def check_store(root: Path, retention: Retention, options: ObjectOptions | None 
 
 
 def _obstacle(root: Path) -> str | None:
-    """What is in the way of a directory there; None where one is there, or can be made."""
+    """Return what prevents a directory there, None if it exists or can be created."""
     for place in (root.absolute(), *root.absolute().parents):
         try:
             place.lstat()
@@ -67,13 +66,12 @@ def _obstacle(root: Path) -> str | None:
             continue
         except OSError as error:
             return f"{place}: {error.strerror}"
-        return None if os.path.isdir(place) else f"{place} is there, and is no directory"  # noqa: PTH112
+        return None if os.path.isdir(place) else f"{place} exists and is not a directory"  # noqa: PTH112
     return None
 
 
 def known_parameters(root: Path, options: ObjectOptions | None = None) -> int | None:
-    """Of the model whose state the store at ``root`` holds; None where it holds none that can be read. options: of one
-    in a bucket."""
+    """Return the parameters of the model in the store, None if there is none that can be read."""
     try:
         newest = store_status(_catalog(root, options), root, counted=False).newest
     except (StoreError, OSError):
@@ -97,16 +95,18 @@ def _usable(found: StoreStatus, root: Path) -> Finding:
     if not found.suspects:
         return Finding("store", "ok", seen)
     named = ", ".join(save.name for save in found.suspects)
-    return Finding("store", "warn", f"{seen}; suspect: {named}", "jobs died of them: see docs/recovery.md")
+    return Finding(
+        "store", "warn", f"{seen}; suspect: {named}", "jobs that resumed from them died: see docs/recovery.md"
+    )
 
 
 def _resume(found: StoreStatus) -> Finding:
     resume = found.resume
     if resume is None:
         if not found.saves:
-            return Finding("resume", "ok", "there is no commit yet: a job begins at step 0")
+            return Finding("resume", "ok", "there is no commit yet: a job starts at step 0")
         return Finding(
-            "resume", "fail", listed(found.problems, 3, "; "), f"see what is left: driftpoint verify {found.root}"
+            "resume", "fail", listed(found.problems, 3, "; "), f"check all commits: driftpoint verify {found.root}"
         )
     kind = kind_text(
         exact=resume.exact, max_staleness=resume.max_staleness, max_drift=resume.max_drift, lossy=resume.lossy
@@ -116,7 +116,7 @@ def _resume(found: StoreStatus) -> Finding:
         return Finding(
             "resume", "warn", f"{seen}; {listed(found.problems, 3, '; ')}", f"see all: driftpoint verify {found.root}"
         )
-    return Finding("resume", "ok", f"{seen} (by its records: `driftpoint verify` reads every byte)")
+    return Finding("resume", "ok", f"{seen} (records only: `driftpoint verify` reads every byte)")
 
 
 def _age(found: StoreStatus) -> Iterator[Finding]:
@@ -128,7 +128,7 @@ def _age(found: StoreStatus) -> Iterator[Finding]:
             "age",
             "warn",
             f"the newest commit is {-seconds:.0f} s in this machine's future",
-            "set clocks by NTP (chronyd, systemd-timesyncd); resumes go by steps and are not affected",
+            "synchronise the clocks by NTP (chronyd, systemd-timesyncd); resumes are not affected",
         )
         return
     yield Finding("age", "ok", f"the newest commit is {_ago(seconds)} old")
@@ -138,19 +138,19 @@ def _leftovers(catalog: Catalog, root: Path, retention: Retention) -> Finding:
     try:
         plan = plan_prune(catalog, retention)
     except (StoreError, OSError) as error:
-        return Finding("leftovers", "warn", f"they cannot be told: {error}", f"see `driftpoint verify {root}`")
+        return Finding("leftovers", "warn", f"cannot list them: {error}", f"see `driftpoint verify {root}`")
     if plan.unrecognised:
         return Finding(
             "leftovers",
             "warn",
-            f"what no store has: {listed(plan.unrecognised, 5)}",
-            "it is never deleted: move it out of the store",
+            f"unrecognised files: {listed(plan.unrecognised, 5)}",
+            "they are never deleted: move them out of the store",
         )
     gone = len(plan.groups) + len(plan.temporaries)
     if gone and plan.freed_bytes:
-        return Finding("leftovers", "ok", f"{size_text(plan.freed_bytes)} that the next save prunes")
+        return Finding("leftovers", "ok", f"{size_text(plan.freed_bytes)} to be pruned by the next save")
     return Finding(
-        "leftovers", "ok", "none" if not gone else f"{plural(gone, 'trace')} of interrupted saves, to be pruned"
+        "leftovers", "ok", "none" if not gone else f"{plural(gone, 'file')} of interrupted saves, to be pruned"
     )
 
 
@@ -161,10 +161,10 @@ def _allowed(root: Path) -> Finding:
         return Finding(
             "permissions",
             "fail",
-            f"this user may not read and write {', '.join(closed)}",
+            f"this user cannot read and write {', '.join(closed)}",
             "run as the store's owner, or change it: chown -R, chmod -R u+rwX",
         )
-    return Finding("permissions", "ok", "this user may read and write it")
+    return Finding("permissions", "ok", "this user can read and write it")
 
 
 def _ago(seconds: float) -> str:

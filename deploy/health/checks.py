@@ -1,15 +1,7 @@
-"""All health checks.
+"""Judge every aspect of a run: its commits, its saves, its memory, and the cost of a failure. Pure.
 
-Judgements of what a store holds: its newest commit, what a resume gives, its bytes, its disk. Pure.
-
-What a failure at this moment would cost: the steps to train again, and the time that takes. Pure.
-
-Told from the newest commit, the newest version in memory, and how far the trace says the job is. What the trace does
-not tell stays unknown; nothing is made up.
-
-Judgements of the job: what a failure would cost it, whether its saves come about, whether it gets on. Pure.
-
-Every judgement of a run, most telling first. Pure.
+The cost is derived from the newest commit, the newest snapshot in memory and the job's position in the trace.
+Quantities that the trace does not give stay unknown.
 """
 
 from __future__ import annotations
@@ -18,55 +10,76 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from deploy.format import ago_text, clock, drift_text, plural, size_text, span_text, steps_text
-from deploy.health.facts import AHEAD, FLOOR, LATE, LONG, VERY_LATE, Check, Facts, InMemory, Level, moment, typed
+from deploy.health.facts import (
+    AHEAD,
+    FLOOR,
+    LATE,
+    LONG,
+    VERY_LATE,
+    Check,
+    Facts,
+    InMemory,
+    Level,
+    parse_time,
+    shell_command,
+)
 from store.names import SaveId
 from store.text import listed
 
-_FEW_SAVES = 3
-"""Full saves that a disk should have room for."""
+_FEW_SAVES = 3  # full saves for which a disk should have space
+_REFUSED: Mapping[str, tuple[Level, str]] = {
+    "storage": ("look", "the store could not be claimed"),
+    "disagree": ("bad", "the ranks are at different steps"),
+    "unsupported": ("bad", "the job changed after attach"),
+    "fenced": ("bad", "another job took over the store"),
+    "withheld": ("bad", "layers that were never saved contain NaN or Inf"),
+}
+"""Level and text for each reason why a decision began no save."""
+
+_LOG = "read the job's log: the disk may be full or read-only, or a rank may hang"
 
 
 def check_commit(facts: Facts) -> Check:
-    """The newest commit, and whether it is late."""
+    """Check the age of the newest commit."""
     newest = facts.newest
     if newest is None:
         level: Level = "bad" if facts.running or (facts.status is not None and facts.status.saves) else "look"
         text = "none that can be read" if facts.status is not None and facts.status.saves else "none yet"
         return Check("Newest commit", level, text)
-    made, usual = moment(newest.created), usual_gap(facts)
+    made, usual = parse_time(newest.created), usual_gap(facts)
     age = None if made is None else facts.now - made
     note = newest.save.name + ("" if made is None else f", {clock(made)} UTC")
     if usual is not None:
         note += f"; usually one every {span_text(usual)}"
     text = f"step {newest.step}" + ("" if age is None else f", {ago_text(age)}")
     if age is not None and age < -AHEAD:
-        return Check("Newest commit", "look", text, note, "set the clocks: nobody can tell whether commits are late")
+        return Check("Newest commit", "look", text, note, "synchronise the clocks: otherwise late commits go unnoticed")
     level = _lateness(facts, age, usual)
-    todo = "" if level == "good" else "look at the job's log: saves are late, failing, or training stands still"
+    todo = "" if level == "good" else "read the job's log: saves are late or failing, or training hangs"
     return Check("Newest commit", level, text, note, todo)
 
 
 def check_kind(facts: Facts) -> Check:
-    """What a resume gives."""
+    """Check the commit that a resume would take."""
     status = facts.status
     assert status is not None
     resume, name = status.resume, "A resume gives"
     if resume is None:
-        todo = typed("verify", facts.root) if status.saves else ""
+        todo = shell_command("verify", facts.root) if status.saves else ""
         level: Level = "bad" if status.saves else "look"
         return Check(name, level, "nothing", status.problems[0] if status.problems else "", todo)
     if resume.fallbacks:
         units = plural(len(resume.fallbacks), "layer slot")
-        note = f"{units} in an older version than committed, because of damage: {listed(resume.fallbacks, 4)}"
-        return Check(name, "look", f"step {resume.step}, with damage worked around", note, _verify(facts))
+        note = f"{units} in an older version because of damage: {listed(resume.fallbacks, 4)}"
+        return Check(name, "look", f"step {resume.step}, with older versions of damaged slots", note, _verify(facts))
     if status.newest is None or resume.save != status.newest.save.name or resume.save != status.saves[0].name:
-        why = "jobs died of newer ones" if status.suspects else "newer ones are damaged"
+        why = "newer ones are suspect" if status.suspects else "newer ones are damaged"
         told = status.problems[0] if status.problems else ""
         return Check(
-            name, "look", f"step {resume.step}, not the newest commit: {why}", told, typed("status", facts.root)
+            name, "look", f"step {resume.step}, not the newest commit: {why}", told, shell_command("status", facts.root)
         )
     if resume.exact:
-        return Check(name, "good", f"step {resume.step}, exact", "every layer as it was, to the last bit")
+        return Check(name, "good", f"step {resume.step}, exact", "every layer bit for bit")
     if resume.max_staleness <= 0:
         rounded = ", ".join(resume.lossy)
         return Check(
@@ -76,12 +89,12 @@ def check_kind(facts: Facts) -> Check:
     if resume.lossy:
         note += f", rounded to {', '.join(resume.lossy)}"
     if resume.goes_on_at != resume.step:
-        note += f"; goes on at step {resume.goes_on_at}"
+        note += f"; resumes at step {resume.goes_on_at}"
     return Check(name, "good", f"a composite of step {resume.step}", note)
 
 
 def check_bytes(facts: Facts) -> Check:
-    """Whether anybody read the bytes again."""
+    """Check whether the stored bytes were verified."""
     checked, name = facts.checked, "Bytes"
     status = facts.status
     assert status is not None
@@ -94,38 +107,40 @@ def check_bytes(facts: Facts) -> Check:
     if problems:
         return Check(name, worst, f"{plural(len(problems), 'problem')} found", problems[0], _verify(facts))
     if checked is None:
-        return Check(name, "plain", "not read again since written", "records and sizes are in order", _verify(facts))
-    text = f"{checked.commits} of {plural(len(status.saves), 'commit')} read, all as written"
-    return Check(name, "good", text, f"read by {checked.who}" if checked.who != "just now" else "read just now")
+        return Check(name, "plain", "not verified since written", "records and sizes are consistent", _verify(facts))
+    text = f"{checked.commits} of {plural(len(status.saves), 'commit')} verified, all intact"
+    return Check(name, "good", text, f"verified by {checked.who}" if checked.who != "just now" else "verified just now")
 
 
 def check_proven(facts: Facts) -> Check:
-    """The newest commit that a job went on from."""
+    """Report the newest commit from which a job has resumed."""
     if facts.proven is None:
-        return Check("Proven", "plain", "no commit yet", "none was resumed from so far; driftpoint merge tries one out")
-    return Check("Proven", "good", f"step {facts.proven.step}", "a job resumed from it and took a step")
+        return Check("Proven", "plain", "no commit yet", "no job has resumed yet; driftpoint merge tests a commit")
+    return Check("Proven", "good", f"step {facts.proven.step}", "a job resumed from it and completed a step")
 
 
 def check_disk(facts: Facts) -> Check:
-    """Room for more."""
+    """Check the free disk space."""
     disk, name = facts.disk, "Disk"
     if disk is None:
-        return Check(name, "plain", "not known")
+        return Check(name, "plain", "unknown")
     text = f"{size_text(disk.free)} free"
     need = full_bytes(facts)
     if disk.files is not None and disk.files < 1000:
-        return Check(name, "bad", f"room for {plural(disk.files, 'file')} only", "out of inodes", "remove small files")
+        return Check(
+            name, "bad", f"only {plural(disk.files, 'file')} can be created", "few inodes left", "remove small files"
+        )
     if not need:
         return Check(name, "plain", text)
     room = disk.free // need
     level: Level = "bad" if room < 1 else "look" if room < _FEW_SAVES else "good"
-    todo = f"free space, or {typed('prune --dry-run', facts.root)}" if level != "good" else ""
+    todo = f"free space, or {shell_command('prune --dry-run', facts.root)}" if level != "good" else ""
     shown = "more than 9999" if room > 9999 else str(room)
-    return Check(name, level, text, f"room for {shown} full saves of {size_text(need)}", todo)
+    return Check(name, level, text, f"space for {shown} full saves of {size_text(need)}", todo)
 
 
 def check_kept(facts: Facts) -> Check:
-    """The commits that retention left."""
+    """Report the commits that retention keeps."""
     status = facts.status
     assert status is not None
     saves = status.saves
@@ -135,7 +150,7 @@ def check_kept(facts: Facts) -> Check:
     span = f"step {steps[0]}" if len(steps) == 1 else f"steps {min(steps)} to {max(steps)}"
     size = f", {size_text(status.size_bytes)}" if status.size_bytes else ""
     note = f"{span}{size}"
-    died = f"; jobs died of {listed([save.name for save in status.suspects], 4)}" if status.suspects else ""
+    died = f"; suspect: {listed([save.name for save in status.suspects], 4)}" if status.suspects else ""
     return Check("Kept", "good", plural(len(saves), "commit"), note + died + retention_text(facts))
 
 
@@ -149,18 +164,22 @@ def _lateness(facts: Facts, age: float | None, usual: float | None) -> Level:
 
 
 def usual_gap(facts: Facts) -> float | None:
-    """Seconds between two commits: of this incarnation, by its trace, else of those that the store keeps; where there
-    were not two yet, between decisions. At least the time to the next decision. None where nobody knows."""
-    pulse = facts.current
-    if pulse is None:
+    """Return the usual seconds between commits, at least the time to the next decision; None if unknown.
+
+    Taken from this run's trace, else from the store's records, else from the interval between decisions.
+    """
+    job_status = facts.current
+    if job_status is None:
         return facts.commit_gap
-    found = next((gap for gap in (pulse.save_gap, facts.commit_gap, pulse.decision_gap) if gap is not None), None)
-    gaps = [gap for gap in (found, pulse.next_gap) if gap is not None]
+    found = next(
+        (gap for gap in (job_status.save_gap, facts.commit_gap, job_status.decision_gap) if gap is not None), None
+    )
+    gaps = [gap for gap in (found, job_status.next_gap) if gap is not None]
     return max(gaps, default=None)
 
 
 def full_bytes(facts: Facts) -> int:
-    """Of a save of everything: raw by the trace, else as stored now. 0: not known."""
+    """Return the bytes of a full save: raw by the trace, else as stored; 0 if unknown."""
     if facts.current is not None and facts.current.full_bytes:
         return facts.current.full_bytes
     certificate = None if facts.status is None else facts.status.certificate
@@ -168,7 +187,7 @@ def full_bytes(facts: Facts) -> int:
 
 
 def retention_text(facts: Facts) -> str:
-    """The rule that decides which commits stay, where the trace tells it."""
+    """Describe the retention rule, if the trace has it."""
     if facts.current is None:
         return ""
     found = facts.current.job.settings.get("retention")
@@ -176,31 +195,33 @@ def retention_text(facts: Facts) -> str:
     last, every, spaced = rule.get("keep_last", 3), rule.get("keep_every"), rule.get("log_spaced", True)
     text = f"; keeps the last {last}"
     text += f", one every {every} steps" if every else ""
-    return text + (", and ever sparser ones further back" if spaced else "")
+    return text + (", and older ones at increasing distances" if spaced else "")
 
 
 def _verify(facts: Facts) -> str:
-    """What to do about damage: find out what is damaged, or, where that is known, why."""
+    """Return the advice: verify first or, if the damage is known, find its cause."""
     if facts.checked is None or not facts.checked.damaged:
-        return typed("verify", facts.root)
-    return "look at the disk, and who deletes files there; what is damaged goes as newer saves take its place"
+        return shell_command("verify", facts.root)
+    return "check the disk and find what deletes files there; newer saves replace the damaged ones"
 
 
 @dataclass(frozen=True)
 class Loss:
-    """back_to: the step that a resume goes on at; None where nothing can be resumed. steps, seconds: of training that
-    is gone; None where nobody knows. at: the step that the job is at, as far as it is known. memory: the version in
-    memory that it is told of, which is there as long as the node is."""
+    """Training lost by a failure.
 
-    back_to: int | None
-    at: float | None = None
+    Attributes:
+        steps, seconds: training lost, None if unknown.
+    """
+
+    back_to: int | None  # step of the resume, None if nothing can be resumed
+    at: float | None = None  # current step of the job, as far as known
     steps: float | None = None
     seconds: float | None = None
-    memory: SaveId | None = None
+    memory: SaveId | None = None  # snapshot that the resume would use, which exists as long as the node runs
 
 
 def loss_of_node(facts: Facts) -> Loss:
-    """Were everything on this node lost: what the store gives back."""
+    """Return the loss if this node fails, so that only the store remains."""
     resume = None if facts.status is None else facts.status.resume
     at = _at(facts)
     if resume is None:
@@ -208,12 +229,12 @@ def loss_of_node(facts: Facts) -> Loss:
         return Loss(None, at, steps, _seconds(facts, steps, None))
     steps = None if at is None else max(0.0, at - resume.goes_on_at)
     newest = facts.newest
-    made = None if newest is None or newest.save.name != resume.save else moment(newest.created)
+    made = None if newest is None or newest.save.name != resume.save else parse_time(newest.created)
     return Loss(resume.goes_on_at, at, steps, _seconds(facts, steps, made))
 
 
 def loss_of_process(facts: Facts) -> Loss:
-    """Were only the processes lost, and came back to this node: what memory gives back, where it is newer."""
+    """Return the loss if only the processes fail and restart on this node, so that newer snapshots remain."""
     stored = loss_of_node(facts)
     save = in_memory_versions(facts)
     if save is None:
@@ -223,7 +244,7 @@ def loss_of_process(facts: Facts) -> Loss:
 
 
 def in_memory_versions(facts: Facts) -> SaveId | None:
-    """The version in memory that a restart on this node would take: one that is newer than every commit."""
+    """Return the snapshot in memory that a restart on this node would take, if newer than every commit."""
     if facts.memory is None or facts.memory.newest is None or facts.status is None:
         return None
     newest, status = facts.memory.newest, facts.status
@@ -231,160 +252,164 @@ def in_memory_versions(facts: Facts) -> SaveId | None:
 
 
 def _at(facts: Facts) -> float | None:
-    """The step that training is at, or was when it ended."""
-    pulse = facts.current
-    if pulse is None:
+    """Return the step of training now, or when it ended."""
+    job_status = facts.current
+    if job_status is None:
         return None
-    at = pulse.step_at(facts.now) if facts.running else None if pulse.newest is None else float(pulse.newest.step)
+    at = (
+        job_status.step_at(facts.now)
+        if facts.running
+        else None
+        if job_status.newest is None
+        else float(job_status.newest.step)
+    )
     # The store may have been looked at after the trace.
-    own = facts.newest is not None and facts.newest.epoch == pulse.job.epoch
+    own = facts.newest is not None and facts.newest.epoch == job_status.job.epoch
     return max(at, float(facts.newest.step)) if at is not None and own and facts.newest is not None else at
 
 
 def _seconds(facts: Facts, steps: float | None, made: float | None) -> float | None:
-    """Of training that has to be done again: by the pace of the job, else since the commit was made."""
-    pulse = facts.current
-    if steps is not None and pulse is not None and pulse.step_seconds is not None:
-        return steps * pulse.step_seconds
+    """Return the seconds of lost training: by the job's pace, else since the commit."""
+    job_status = facts.current
+    if steps is not None and job_status is not None and job_status.step_seconds is not None:
+        return steps * job_status.step_seconds
     if made is not None and facts.running:
         return max(0.0, facts.now - made)
     return None
 
 
-_REFUSED: Mapping[str, tuple[Level, str]] = {
-    "storage": ("look", "the store could not be claimed"),
-    "disagree": ("bad", "the ranks are at different steps"),
-    "unsupported": ("bad", "the job is not what was attached any more"),
-    "fenced": ("bad", "another job took the store over"),
-    "withheld": ("bad", "layers that were never saved hold NaN or Inf"),
-}
-"""Why a decision began no save: those that come to no good."""
-
-_LOG = "look at the job's log for the reason: a full or read-only disk, or a rank that hangs"
-
-
 def check_loss(facts: Facts) -> Check:
-    """What a failure now would cost."""
+    """Check the cost of a failure now."""
     loss, process = loss_of_node(facts), loss_of_process(facts)
-    name = "Lost by a failure now" if facts.running else "Lost by the last end"
+    name = "Lost by a failure now" if facts.running else "Lost when the job ended"
     if loss.back_to is None:
-        return Check(name, "bad" if facts.running else "plain", "everything since the beginning")
+        return Check(name, "bad" if facts.running else "plain", "all training so far")
     text = _cost(loss.steps, loss.seconds)
     if facts.current is None:
-        return Check(name, "plain", text, "how far the job is, only its drift trace tells")
+        return Check(name, "plain", text, "the job's step is only in its drift trace")
     if process.memory is not None and process.steps is not None:
-        kept = f"with this node; {_cost(process.steps, process.seconds)} where only the processes die"
+        kept = f"if this node fails; {_cost(process.steps, process.seconds)} if only the processes die"
         return Check(name, "good", text, kept)
     return Check(name, "good", text, _where(facts, loss.at))
 
 
 def check_saving(facts: Facts) -> Check:
-    """Whether saves come about, and how large they are."""
-    pulse, name = facts.current, "Saves"
-    if pulse is None:
-        return Check(name, "plain", "not known", "the drift trace tells whether they come about")
-    if pulse.failed:
-        level: Level = "bad" if len(pulse.failed) > 2 else "look"
-        reasons = ", ".join(dict.fromkeys(pulse.failed))
-        return Check(name, level, f"{plural(len(pulse.failed), 'save')} failed since", reasons, _LOG)
-    refused = None if pulse.newest is None or pulse.newest.skipped is None else _REFUSED.get(pulse.newest.skipped)
+    """Check that saves succeed, and report their size."""
+    job_status, name = facts.current, "Saves"
+    if job_status is None:
+        return Check(name, "plain", "unknown", "needs the drift trace")
+    if job_status.failed:
+        level: Level = "bad" if len(job_status.failed) > 2 else "look"
+        reasons = ", ".join(dict.fromkeys(job_status.failed))
+        return Check(name, level, f"{plural(len(job_status.failed), 'save')} failed since", reasons, _LOG)
+    refused = (
+        None
+        if job_status.newest is None or job_status.newest.skipped is None
+        else _REFUSED.get(job_status.newest.skipped)
+    )
     if refused is not None:
-        return Check(name, refused[0], "the last decision began none", refused[1], _LOG)
-    if pulse.job.observing:
-        return Check(name, "look", "none: policy observe saves nothing", "it tells what would be saved", "")
-    if not pulse.saves:
-        return Check(name, "plain", "none yet by this incarnation")
-    written, full = sum(one.written for one in pulse.saves), sum(one.full for one in pulse.saves)
-    text = f"{size_text(round(written / len(pulse.saves)))} each"
+        return Check(name, refused[0], "none at the last decision", refused[1], _LOG)
+    if job_status.job.observing:
+        return Check(name, "look", "none: policy observe saves nothing", "it reports what would be saved", "")
+    if not job_status.saves:
+        return Check(name, "plain", "none yet since the last start")
+    written, full = sum(one.written for one in job_status.saves), sum(one.full for one in job_status.saves)
+    text = f"{size_text(round(written / len(job_status.saves)))} each"
     if full:
         text += f", {100 * written / full:.0f} % of a full one"
-    return Check(name, "good", text, f"the last {plural(len(pulse.saves), 'save')} all committed")
+    return Check(name, "good", text, f"the last {plural(len(job_status.saves), 'save')} all committed")
 
 
 def check_memory(facts: Facts) -> Check:
-    """What the memory of this node holds."""
+    """Report the snapshots in this node's memory."""
     memory, name = facts.memory, "Memory of this node"
     if memory is None or (memory.newest is None and memory.part is None):
         problem = "" if memory is None or not memory.problems else memory.problems[0]
-        return Check(name, "look" if problem else "plain", "holds nothing", problem)
-    alive = "its job lives" if memory.alive else "its job is gone: a restart here, or driftpoint rescue, takes it"
+        return Check(name, "look" if problem else "plain", "no snapshot", problem)
+    alive = "its job is running" if memory.alive else "its job ended: a restart here or driftpoint rescue uses it"
     if memory.newest is None or (memory.part is not None and not memory.alive):
         assert memory.part is not None
         save, there, world = memory.part
-        return Check(name, "plain", f"step {save.step} of {there} of {world} ranks", "the others are on other nodes")
-    newer = "newer than every commit" if in_memory_versions(facts) is not None else "no newer than the commits"
+        return Check(name, "plain", f"step {save.step}, {there} of {world} ranks", "the others are on other nodes")
+    newer = "newer than every commit" if in_memory_versions(facts) is not None else "not newer than the commits"
     return Check(name, "good", _version(memory), f"{newer}; {alive}")
 
 
 def check_finite(facts: Facts) -> Check:
-    """Whether all layers are."""
-    pulse = facts.current
-    if pulse is None or not pulse.decisions:
-        return Check("Finite", "plain", "not known", "the drift trace tells")
-    if pulse.sick:
-        units = sorted(map(str, pulse.sick))
+    """Check that all layers are finite."""
+    job_status = facts.current
+    if job_status is None or not job_status.decisions:
+        return Check("Finite", "plain", "unknown", "needs the drift trace")
+    if job_status.sick:
+        units = sorted(map(str, job_status.sick))
         text = f"{plural(len(units), 'layer slot')} with NaN or Inf"
-        note = f"{listed(units, 4)}; the last finite version is kept, nothing replaces it"
-        return Check("Finite", "bad", text, note, "stop the job, find the cause, and let it resume")
-    return Check("Finite", "good", "all layers", "no NaN, no Inf at the last decision")
+        note = f"{listed(units, 4)}; their last finite version is kept"
+        return Check("Finite", "bad", text, note, "stop the job, fix the cause, and resume")
+    return Check("Finite", "good", "all layers", "no NaN or Inf at the last decision")
 
 
 def check_job(facts: Facts) -> Check:
-    """Whether a job trains, and gets on."""
-    status, pulse, name = facts.status, facts.current, "Job"
+    """Check that a job trains and progresses."""
+    status, job_status, name = facts.status, facts.current, "Job"
     if not facts.running:
         return _no_job(facts, name)
     pid = None if status is None else status.in_use_by
-    text = f"process {pid}" if pid else "training" + (f" on {facts.unlocked}" if facts.unlocked else "")
-    if pulse is None:
-        return Check(name, "good", text, "how it gets on, only its drift trace tells")
-    quiet = facts.now - pulse.heard
-    usual = max((gap for gap in (pulse.decision_gap, pulse.next_gap) if gap is not None), default=usual_gap(facts))
-    at = pulse.step_at(facts.now)
+    text = f"process {pid}" if pid else "training" + (f" on {facts.remote_host}" if facts.remote_host else "")
+    if job_status is None:
+        return Check(name, "good", text, "its progress is only in its drift trace")
+    silent = facts.now - job_status.last_seen
+    usual = max(
+        (gap for gap in (job_status.decision_gap, job_status.next_gap) if gap is not None), default=usual_gap(facts)
+    )
+    at = job_status.step_at(facts.now)
     note = f"at about step {at:.0f}" if at is not None else ""
-    if pulse.step_seconds is not None:
-        note += f", {span_text(pulse.step_seconds)} a step"
-    if quiet > (LONG if usual is None else max(FLOOR, LATE * usual)):
-        todo = "look whether it hangs: a rank that died, a collective, a disk that does not answer"
+    if job_status.step_seconds is not None:
+        note += f", {span_text(job_status.step_seconds)} per step"
+    if silent > (LONG if usual is None else max(FLOOR, LATE * usual)):
+        todo = "check for a dead rank, a hanging collective, or a disk that does not answer"
         often = "" if usual is None else f"usually one every {span_text(usual)}"
-        return Check(name, "look", f"{text}: no decision for {span_text(quiet)}", often, todo)
+        return Check(name, "look", f"{text}: no decision for {span_text(silent)}", often, todo)
     return Check(name, "good", text, note)
 
 
 def _no_job(facts: Facts, name: str) -> Check:
-    heard = _last_heard(facts)
+    last_seen = _last_heard(facts)
     if facts.closed:
-        return Check(name, "plain", "ended as it was meant to", heard)
-    if not facts.broken_off:
-        noted = "" if facts.current is None else "; how it ended is noted under every: auto alone"
-        return Check(name, "plain", "none on this machine", heard + noted)
-    if facts.unlocked and facts.current is None:
-        note = f"the newest began on {facts.unlocked}, and neither ended as it was meant to nor commits"
-        return Check(name, "look", "not known", note, f"look on {facts.unlocked}; --trace names its drift trace")
+        return Check(name, "plain", "ended cleanly", last_seen)
+    if not facts.ended_abnormally:
+        noted = "" if facts.current is None else "; how it ended is recorded only with every: auto"
+        return Check(name, "plain", "none on this machine", last_seen + noted)
+    if facts.remote_host and facts.current is None:
+        note = f"the newest job started on {facts.remote_host}; it neither ended cleanly nor commits"
+        return Check(name, "look", "unknown", note, f"check {facts.remote_host}; name its drift trace with --trace")
     return Check(
-        name, "look", "ended before its time", heard, "find out why, and start it again; driftpoint run does so"
+        name,
+        "look",
+        "ended unexpectedly",
+        last_seen,
+        "find the cause and restart it; driftpoint run restarts it by itself",
     )
 
 
 def _where(facts: Facts, at: float | None) -> str:
     if at is None:
         return ""
-    return f"training is at about step {at:.0f}" if facts.running else f"training was last seen at step {at:.0f}"
+    return f"training is at about step {at:.0f}" if facts.running else f"training ended at about step {at:.0f}"
 
 
 def _cost(steps: float | None, seconds: float | None) -> str:
     if steps is None:
-        return "not known" if seconds is None else f"up to {span_text(seconds)} of training"
+        return "unknown" if seconds is None else f"up to {span_text(seconds)} of training"
     if round(steps) == 0:
         return "nothing"
     return steps_text(steps) + (f", {span_text(seconds)} of training" if seconds is not None else "")
 
 
 def _last_heard(facts: Facts) -> str:
-    pulse = facts.current
-    if pulse is None:
+    job_status = facts.current
+    if job_status is None:
         return ""
-    return f"last heard of {ago_text(facts.now - pulse.heard)}"
+    return f"last trace line {ago_text(facts.now - job_status.last_seen)}"
 
 
 def _version(memory: InMemory) -> str:
@@ -393,7 +418,7 @@ def _version(memory: InMemory) -> str:
 
 
 def checks(facts: Facts) -> Iterator[Check]:
-    """All of them, most telling first."""
+    """Yield all checks, most important first."""
     if facts.status is None:
         yield Check("Store", "bad", "cannot be opened", facts.trouble)
     else:

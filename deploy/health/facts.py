@@ -1,19 +1,7 @@
-"""Gather facts: store, disk, shared memory, daemon.
+"""Gather facts about a run at one parse_time: store, disk, shared memory, daemon and trace.
 
-A judgement of one thing: how it stands, how bad that is, and what to do. Plain records.
-
-Levels: ``good``; ``plain``, nothing to judge; ``look``, a person should look at it some time; ``bad``, work is being
-lost or would be.
-
-How much room the disk of a store has, for this user.
-
-What the shared memory of this node holds of a store: the newest version that all ranks have, and newer parts.
-
-Reads records, no payload. A store whose job runs elsewhere has nothing here, which is no fault.
-
-Everything that tells whether a run is safe, gathered at one moment. It judges nothing.
-
-Nothing here may fail because a part of it cannot be read: what is not known is None, and ``trouble`` says why.
+Facts are not judged here. An unreadable part never fails the whole: it is None, and ``trouble`` holds the reason.
+Reads records, no payload.
 """
 
 from __future__ import annotations
@@ -46,40 +34,37 @@ from store.verify import VerifyReport
 
 Level = Literal["good", "plain", "look", "bad"]
 ORDER: tuple[Level, ...] = ("plain", "good", "look", "bad")
-"""Worst last."""
+"""From best to worst. ``plain``: nothing to judge; ``look``: needs attention; ``bad``: work is or would be lost."""
 
 LATE, VERY_LATE = 3.0, 10.0
-"""How many times the usual time may pass until somebody should look, and until work is being lost."""
+"""Multiples of the usual interval after which a commit is late (``look``) and very late (``bad``)."""
 
-FLOOR = 60.0
-"""Seconds that nobody is alarmed about."""
-
-LONG = 3600.0
-"""Seconds without a commit that somebody should look at where nobody knows how often they come."""
-
-AHEAD = 120.0
-"""Seconds that clocks of two machines may differ."""
+FLOOR = 60.0  # seconds below which nothing counts as late
+LONG = 3600.0  # seconds without a commit that need attention if the usual interval is unknown
+AHEAD = 120.0  # accepted difference between the clocks of two machines, in seconds
+_PATIENCE = 1.0  # seconds to wait for the daemon's answer
+_NEWEST = 8  # commits from which the usual interval is computed
 
 
 @dataclass(frozen=True)
 class Check:
-    """name: of the thing, short. text: how it stands. note: more of it. todo: what to type or do, '' where nothing."""
+    """Judgement of one aspect."""
 
     name: str
     level: Level
-    text: str
-    note: str = ""
-    todo: str = ""
+    text: str  # the state in a few words
+    note: str = ""  # details
+    todo: str = ""  # command to run or action to take, '' if none
 
 
-def typed(command: str, root: Path) -> str:
-    """A command about a store, as it is typed."""
+def shell_command(command: str, root: Path) -> str:
+    """Return a command for the store, as shell_command in a shell."""
     return f"driftpoint {command} {shlex.quote(str(root))}"
 
 
 @dataclass(frozen=True)
 class Disk:
-    """Bytes: free for this user, and in all. files: how many more may be made; None where the system does not limit."""
+    """Bytes free for this user and in total; files that can still be created, None if the filesystem has no limit."""
 
     free: int
     total: int
@@ -87,7 +72,7 @@ class Disk:
 
 
 def disk_of(root: Path) -> Disk | None:
-    """None where the system does not tell."""
+    """Return the disk usage, or None if the system does not report it."""
     try:
         found = os.statvfs(root)
     except OSError:
@@ -98,24 +83,22 @@ def disk_of(root: Path) -> Disk | None:
 
 @dataclass(frozen=True)
 class InMemory:
-    """newest: the newest version that lies here whole, of all ranks; None where there is none.
+    """Snapshots of a store in this node's memory."""
 
-    part: a newer one of which only some ranks are here, and how many of how many. alive: processes keep it."""
-
-    newest: SaveId | None
+    newest: SaveId | None  # newest snapshot with all ranks on this node
     ranks: int = 0
-    part: tuple[SaveId, int, int] | None = None
-    alive: bool = False
+    part: tuple[SaveId, int, int] | None = None  # newer one with some ranks only, their number and the world size
+    alive: bool = False  # whether processes own it
     problems: tuple[str, ...] = ()
 
 
 def in_memory(base: Path, catalog: Catalog) -> InMemory:
-    """Of the store, at ``base``. What cannot be looked at is told in ``problems``; what jobs died of is left out."""
+    """Return the snapshots of the store below ``base``. Errors go to ``problems``; suspect ones are left out."""
     return MemoryFacts(base).look(catalog)
 
 
 class MemoryFacts:
-    """Looks again and again, and reads records only where any is new. Owned by one thread."""
+    """Reads the snapshots repeatedly, and records only after a change. Owned by one thread."""
 
     def __init__(self, base: Path) -> None:
         self._base = base
@@ -123,7 +106,6 @@ class MemoryFacts:
         self._seen = InMemory(None)
 
     def look(self, catalog: Catalog) -> InMemory:
-        """As :func:`in_memory`."""
         tier = Tier(self._base, catalog.store_id)
         try:
             key = (tuple(_stamps(tier)), tuple(catalog.saves()), frozenset(catalog.suspects().saves))
@@ -137,7 +119,7 @@ class MemoryFacts:
 
 
 def _stamps(tier: Tier) -> Iterator[Hashable]:
-    """What tells that a file is another one than before, of each."""
+    """Yield inode, time and size of each file, which change with its content."""
     for place in tier.generations():
         for path, _, _ in place.files():
             with suppress(FileNotFoundError):
@@ -159,16 +141,9 @@ def _world(held: Mapping[int, HeldSnapshot]) -> int:
     return next(iter(held.values())).record.part.world_size
 
 
-_PATIENCE = 1.0
-"""Seconds for a daemon to answer: looking must not hang on it."""
-
-_NEWEST = 8
-"""Commits of which it is told how often they come."""
-
-
 @dataclass(frozen=True)
 class VerifiedCommits:
-    """Commits whose bytes were read again. who: by whom. damaged: those found to be."""
+    """Commits whose bytes were verified, and by whom."""
 
     who: str
     commits: int
@@ -178,76 +153,74 @@ class VerifiedCommits:
 
 @dataclass(frozen=True)
 class Facts:
-    """now: seconds since 1970. status: None where the store's head cannot be read, and ``trouble`` why.
+    """Facts about a run."""
 
-    trace: where it was looked for; pulse: None where there is none there. strange: the trace tells of an epoch that the
-    store does not have. proven: the newest commit that a job resumed from and took a step. commit_gap: seconds between
-    two commits by their records, lately; None where no incarnation left two."""
-
-    now: float
+    now: float  # Unix time of the facts
     root: Path
-    status: StoreStatus | None
+    status: StoreStatus | None  # None if the store's head is unreadable; ``trouble`` holds the reason
     trouble: str = ""
     memory: InMemory | None = None
     disk: Disk | None = None
-    trace: Path | None = None
-    pulse: JobStatus | None = None
+    trace: Path | None = None  # path of the drift trace; ``job_status`` is None if there is none
+    job_status: JobStatus | None = None
     checked: VerifiedCommits | None = None
-    proven: SaveId | None = None
-    closed: bool = False
-    commit_gap: float | None = None
+    proven: SaveId | None = None  # newest commit from which a job resumed and completed a step
+    closed: bool = False  # whether the newest job ended cleanly
+    commit_gap: float | None = None  # recent seconds between commits by their records, None if unknown
 
     @property
     def newest(self) -> ManifestRecord | None:
-        """The newest commit that can be read."""
         return None if self.status is None else self.status.newest
 
     @property
-    def strange(self) -> bool:
-        """Whether the trace cannot be this store's."""
-        pulse, status = self.pulse, self.status
-        return pulse is not None and status is not None and pulse.job.epoch > status.epoch
+    def foreign_trace(self) -> bool:
+        """Return whether the trace has an epoch that the store lacks, so that it belongs to another store."""
+        job_status, status = self.job_status, self.status
+        return job_status is not None and status is not None and job_status.job.epoch > status.epoch
 
     @property
     def current(self) -> JobStatus | None:
-        """The pulse, where it is of the newest incarnation that the store knows: another one tells nothing of now."""
-        pulse, status = self.pulse, self.status
-        if pulse is None or status is None:
-            return pulse
-        return pulse if pulse.job.observing or pulse.job.epoch == status.epoch else None
+        """Return the trace's state, if it is of the newest epoch of the store."""
+        job_status, status = self.job_status, self.status
+        if job_status is None or status is None:
+            return job_status
+        return job_status if job_status.job.observing or job_status.job.epoch == status.epoch else None
 
     @property
     def running(self) -> bool:
-        """Whether a job trains on this store now. One of this machine holds its lock; one that began elsewhere, or has
-        its store in a bucket, which has no locks, is taken to run as long as it writes its trace, or, where there is
-        none to see, as long as it commits."""
-        status, pulse = self.status, self.current
+        """Return whether a job trains on this store now.
+
+        On this machine the store's lock tells. A job on another machine, or on a bucket (which has no locks), counts as
+        running while it writes its trace or, without a trace, while it commits.
+        """
+        status, job_status = self.status, self.current
         if status is not None and status.in_use_by is not None:
             return True
-        if self.closed or (status is not None and status.owner is not None and not self.unlocked):
+        if self.closed or (status is not None and status.owner is not None and not self.remote_host):
             return False
-        if pulse is None:
+        if job_status is None:
             return self._commits
-        return self.now - pulse.heard < max(FLOOR, 5 * (pulse.decision_gap or 0.0), LATE * (pulse.next_gap or 0.0))
+        return self.now - job_status.last_seen < max(
+            FLOOR, 5 * (job_status.decision_gap or 0.0), LATE * (job_status.next_gap or 0.0)
+        )
 
     @property
-    def unlocked(self) -> str:
-        """The machine of the newest job, where no lock tells of it here: another one than this, or any of a store in a
-        bucket; else ''."""
+    def remote_host(self) -> str:
+        """Return the newest job's host if its lock is not visible here (other machine, or bucket), else ''."""
         owner = None if self.status is None else self.status.owner
         known = owner is None or (owner.host == socket.gethostname() and not is_url(self.root))
         return "" if known or owner is None else owner.host
 
     @property
-    def broken_off(self) -> bool:
-        """Whether the newest job ended, as far as can be seen from here, and not as it was meant to."""
+    def ended_abnormally(self) -> bool:
+        """Return whether the newest job ended without closing the store."""
         owner = None if self.status is None else self.status.owner
         return owner is not None and owner.incarnation is not None and not self.closed and not self.running
 
     @property
     def _commits(self) -> bool:
         newest, status = self.newest, self.status
-        made = None if newest is None else moment(newest.created)
+        made = None if newest is None else parse_time(newest.created)
         if newest is None or status is None or made is None or newest.epoch != status.epoch:
             return False
         return self.now - made < LATE * max(FLOOR / LATE, self.commit_gap or 0.0)
@@ -257,14 +230,14 @@ def gather(
     catalog: Catalog,
     root: Path,
     memory: InMemory,
-    pulse: JobStatus | None,
+    job_status: JobStatus | None,
     now: float,
     *,
     trace: Path | None = None,
     checked: VerifiedCommits | None = None,
     status: StoreStatus | None = None,
 ) -> Facts:
-    """Of the store at ``root``. status: of the store, where somebody looked already."""
+    """Gather the facts of the store at ``root``. Pass ``status`` to reuse an earlier read."""
     status = store_status(catalog, root) if status is None else status
     return Facts(
         now=now,
@@ -273,7 +246,7 @@ def gather(
         memory=memory,
         disk=disk_of(root),
         trace=trace,
-        pulse=pulse,
+        job_status=job_status,
         checked=checked,
         proven=max((save for save in catalog.proven() if save in status.saves), default=None),
         closed=is_closed(catalog, status.epoch),
@@ -281,8 +254,8 @@ def gather(
     )
 
 
-def by_daemon(memory: Path, store_id: str) -> VerifiedCommits | None:
-    """What the daemon of this node read of the store; None where none answers at once, or it read nothing."""
+def verified_by_daemon(memory: Path, store_id: str) -> VerifiedCommits | None:
+    """Return what the node daemon verified; None if it does not answer or has not read this store."""
     try:
         report = query_daemon(memory, AskStatus(), _PATIENCE)
     except DriftpointError:
@@ -295,18 +268,18 @@ def by_daemon(memory: Path, store_id: str) -> VerifiedCommits | None:
     return VerifiedCommits("the daemon of this node", found.verified, found.damaged, found.damage)
 
 
-def by_verify(report: VerifyReport) -> VerifiedCommits:
-    """What a verification just found."""
+def verified_now(report: VerifyReport) -> VerifiedCommits:
+    """Summarise a verification that just ran."""
     damaged = tuple(commit.save.name for commit in report.commits if commit.state != "ok")
     return VerifiedCommits("just now", len(report.commits), damaged, report.problems)
 
 
 def _commit_gap(catalog: Catalog, saves: Sequence[SaveId]) -> float | None:
-    """Of the newest few; retention leaves ever fewer of those further back."""
+    """Return the median interval of the newest commits; retention thins out older ones."""
     made: list[tuple[int, float]] = []
     for save in saves:
         with suppress(DamagedError, StorageError):
-            at = moment(catalog.manifest(save).created)
+            at = parse_time(catalog.manifest(save).created)
             made += [] if at is None else [(save.epoch, at)]
     gaps = [
         later - earlier for (epoch, later), (before, earlier) in pairwise(made) if epoch == before and later > earlier
@@ -314,8 +287,8 @@ def _commit_gap(catalog: Catalog, saves: Sequence[SaveId]) -> float | None:
     return median(gaps[:3]) if gaps else None
 
 
-def moment(text: str) -> float | None:
-    """Seconds since 1970 of a wall-clock time in a record; None where it is none."""
+def parse_time(text: str) -> float | None:
+    """Parse an ISO time of a record to Unix time; None if invalid."""
     try:
         found = datetime.fromisoformat(text)
     except ValueError:

@@ -1,20 +1,8 @@
-"""Latest state of a job from its trace.
+"""Read the newest state of a job from its drift trace, incrementally.
 
-What the newest lines of a trace say of a job: how far it is, how fast, what its last saves came to.
-
-A :class:`TraceFollower` is told lines in their order and keeps the last few; it never holds a trace. It knows no
-store and
-no clock but the trace's own. Owned by whoever reads the trace.
-
-Which lines of a trace make sense: a trace is a plain file, and anybody may have written into it.
-
-What a line says may be wrong; but it must not be able to stop whoever reads it. Numbers are finite and within bounds,
-lists are as long as they should be. What does not hold counts as a line that cannot be read.
-
-The newest lines of a trace, read as they come: the end of the file at first, then only what was appended.
-
-However long a trace is, the first look reads a few megabytes of its end, and what goes before it only to find the line
-that names its units. A file that was replaced or cut is begun anew. Owned by one thread.
+:class:`Tail` reads the end of the file first, then only appended lines. :class:`TraceValidator` drops implausible
+lines: a trace is a plain file, and wrong numbers must not stop its reader. :class:`TraceFollower` keeps the last few
+decisions and saves, never the whole trace. Each is owned by one thread.
 """
 
 from __future__ import annotations
@@ -31,13 +19,17 @@ from typing import BinaryIO
 from store.names import Unit
 from store.trace import CommitLine, DecisionLine, FailedLine, JobLine, Line, ResumedLine, iter_lines
 
-_FEW = 32
-"""Saves, and gaps between decisions, that rates are told from."""
+_FEW = 32  # saves and intervals from which rates are computed
+_LATEST = 253_000_000_000.0  # largest Unix time that a calendar can represent
+_MOST = float(1 << 60)  # largest plausible number of steps, bytes or seconds
+_END = 4 << 20  # bytes read from the end of the file at first
+_BLOCK = 1 << 20
+_JOB = b'\n{"kind":"job"'
 
 
 @dataclass(frozen=True)
 class LastDecision:
-    """A decision, by unit. at: seconds since 1970. drift: as measured then, or when its save was staged."""
+    """A decision with the drift of each unit, as measured then or when its save was staged. ``at`` is Unix time."""
 
     step: int
     at: float
@@ -49,8 +41,7 @@ class LastDecision:
 
 @dataclass(frozen=True)
 class LastSave:
-    """A commit. full: what everything, raw, would have taken in its place. gap: seconds since the one before it, None
-    where there is none in this incarnation."""
+    """A commit. ``full``: raw bytes of a full save; ``gap``: seconds since the previous commit of this run, or None."""
 
     step: int
     at: float
@@ -61,36 +52,32 @@ class LastSave:
 
 @dataclass(frozen=True)
 class JobStatus:
-    """Of the newest incarnation. decisions, saves: the last few, newest last.
-
-    failed: reasons of the saves that failed since the newest commit. step_seconds: of a step; None where too little was
-    seen. full_bytes: of a save of all that moves, raw. began: when the incarnation did."""
+    """State of the newest incarnation of a job."""
 
     job: JobLine
     began: float
-    heard: float
-    decisions: Sequence[LastDecision]
+    last_seen: float
+    decisions: Sequence[LastDecision]  # the last few, newest last; ``saves`` likewise
     saves: Sequence[LastSave]
-    failed: tuple[str, ...]
-    step_seconds: float | None
+    failed: tuple[str, ...]  # reasons of the saves that failed since the newest commit
+    step_seconds: float | None  # seconds per step, None if unknown
     decision_gap: float | None
     interval: int | None
-    full_bytes: int
+    full_bytes: int  # raw bytes of a save of everything that changes
 
     @property
     def newest(self) -> LastDecision | None:
-        """The last decision."""
         return self.decisions[-1] if self.decisions else None
 
     @property
     def save_gap(self) -> float | None:
-        """Seconds between two commits, usually; None where there were not two."""
+        """Return the median seconds between commits, None with fewer than two."""
         gaps = [one.gap for one in self.saves if one.gap is not None]
         return median(gaps) if gaps else None
 
     @property
     def stall_share(self) -> float | None:
-        """Of wall time, over the decisions at hand."""
+        """Return stall as a share of wall time, over the known decisions."""
         if len(self.decisions) < 2 or self.decisions[-1].at <= self.decisions[0].at:
             return None
         stalled = sum(one.stall for one in self.decisions[1:])
@@ -98,20 +85,21 @@ class JobStatus:
 
     @property
     def sick(self) -> frozenset[Unit]:
-        """Units that were not finite at the last decision that measured anything."""
+        """Return the units with NaN or Inf at the last decision that measured."""
         measured = next((one for one in reversed(self.decisions) if one.drift or one.sick), None)
         return frozenset() if measured is None else measured.sick
 
     @property
     def next_gap(self) -> float | None:
-        """Seconds from the last decision to the next one, by what the job said: under ``every: auto`` the interval
-        grows fourfold at a time, so that what was usual is no measure."""
+        """Return the announced seconds to the next decision. With ``every: auto`` intervals grow up to fourfold at a
+        time.
+        """
         if self.interval is None or self.step_seconds is None:
             return None
         return self.interval * self.step_seconds
 
     def step_at(self, now: float) -> float | None:
-        """The step that the job is at, as far as can be told: no further than where its next decision would be."""
+        """Estimate the job's step at ``now``, at most the step of its next decision."""
         last = self.newest
         if last is None or self.step_seconds is None:
             return None if last is None else float(last.step)
@@ -121,30 +109,29 @@ class JobStatus:
 
 
 class TraceFollower:
-    """keep: decisions that are remembered."""
+    """Tracks the state of a job line by line, keeping the last ``keep`` decisions."""
 
     def __init__(self, keep: int = 64) -> None:
         self._keep = keep
         self._job: JobLine | None = None
         self._units: tuple[Unit, ...] = ()
         self._full = 0
-        self._heard = 0.0
+        self._last_seen = 0.0
         self._decisions: deque[LastDecision] = deque(maxlen=keep)
         self._gaps: deque[tuple[int, float]] = deque(maxlen=_FEW)
         self._saves: deque[LastSave] = deque(maxlen=_FEW)
         self._failed: list[str] = []
         self._interval: int | None = None
 
-    def hear(self, line: Line) -> None:
-        """The next line."""
+    def feed(self, line: Line) -> None:
         if isinstance(line, JobLine):
-            self._begun(line)
+            self._on_job(line)
         elif self._job is None:
             return
         elif isinstance(line, DecisionLine):
-            self._decided(line, self._at(line.seconds))
+            self._on_decision(line, self._at(line.seconds))
         elif isinstance(line, CommitLine):
-            self._committed(line, self._at(line.seconds))
+            self._on_commit(line, self._at(line.seconds))
         elif isinstance(line, FailedLine):
             self._failed.append(line.reason)
             self._at(line.seconds)
@@ -152,8 +139,8 @@ class TraceFollower:
             self._gaps.clear()
             self._at(line.seconds)
 
-    def pulse(self) -> JobStatus | None:
-        """None where no job was heard of."""
+    def job_status(self) -> JobStatus | None:
+        """Return the state of the job, None before the first job line."""
         job = self._job
         if job is None:
             return None
@@ -162,7 +149,7 @@ class TraceFollower:
         return JobStatus(
             job=job,
             began=job.started,
-            heard=self._heard,
+            last_seen=self._last_seen,
             decisions=tuple(self._decisions),
             saves=tuple(self._saves),
             failed=tuple(self._failed[-_FEW:]),
@@ -174,28 +161,28 @@ class TraceFollower:
 
     def _at(self, seconds: float) -> float:
         started = 0.0 if self._job is None else self._job.started
-        self._heard = max(self._heard, started + seconds)
+        self._last_seen = max(self._last_seen, started + seconds)
         return started + seconds
 
-    def _begun(self, line: JobLine) -> None:
+    def _on_job(self, line: JobLine) -> None:
         if self._job is None or line.started != self._job.started:
             self._gaps.clear()
             self._saves.clear()
             self._failed.clear()
-            self._heard = line.started
+            self._last_seen = line.started
         self._job = line
         self._units = tuple(one.unit for one in line.units)
         self._full = sum(one.nbytes for one in line.units if one.moving)
         self._at(line.seconds)
 
-    def _decided(self, line: DecisionLine, at: float) -> None:
+    def _on_decision(self, line: DecisionLine, at: float) -> None:
         self._interval = line.interval if line.interval is not None else self._interval
         drift = {unit: value for unit, value in zip(self._units, line.drift, strict=False) if value is not None}
         sick = frozenset(self._named(line.sick))
         self._decisions.append(LastDecision(line.step, at, drift, sick, line.skipped, line.stall + line.copy_wait))
         self._gaps.append((line.step, at))
 
-    def _committed(self, line: CommitLine, at: float) -> None:
+    def _on_commit(self, line: CommitLine, at: float) -> None:
         gap = at - self._saves[-1].at if self._saves else None
         besides = max(0, line.written - sum(size[0] for size in line.sizes.values()))
         self._saves.append(LastSave(line.step, at, line.written, self._full + besides, gap))
@@ -217,23 +204,16 @@ class TraceFollower:
         return (self._units[index] for index in indices if 0 <= index < len(self._units))
 
 
-_LATEST = 253_000_000_000.0
-"""Seconds since 1970 that a calendar has."""
-
-_MOST = float(1 << 60)
-"""Steps, bytes, seconds."""
-
-
 class TraceValidator:
-    """Told the lines of one trace in their order."""
+    """Checks the lines of one trace, in their order."""
 
     def __init__(self) -> None:
         self._units = 0
 
-    def believe(self, lines: Iterable[Line | None]) -> Iterator[Line | None]:
-        """The same, None for each line that makes no sense."""
+    def validate(self, lines: Iterable[Line | None]) -> Iterator[Line | None]:
+        """Yield each line, or None if it is not plausible."""
         for line in lines:
-            if line is None or not _sensible(line, self._units):
+            if line is None or not _plausible(line, self._units):
                 yield None
                 continue
             if isinstance(line, JobLine):
@@ -241,7 +221,7 @@ class TraceValidator:
             yield line
 
 
-def _sensible(line: Line, units: int) -> bool:
+def _plausible(line: Line, units: int) -> bool:
     if isinstance(line, JobLine):
         return _within((line.started, line.seconds), _LATEST) and _within(_sizes(line), _MOST)
     if isinstance(line, DecisionLine):
@@ -264,19 +244,12 @@ def _sizes(line: JobLine) -> Iterator[int]:
 
 
 def _within(numbers: Iterable[float], most: float) -> bool:
-    """Not of what is no number, either."""
+    """Return whether all numbers are in range; false for NaN."""
     return all(0 <= number <= most for number in numbers)
 
 
-_END = 4 << 20
-"""Bytes of the end that are read at first."""
-
-_BLOCK = 1 << 20
-_JOB = b'\n{"kind":"job"'
-
-
 class Tail:
-    """Of the trace at ``path``, which need not be there yet."""
+    """Follows the trace at ``path``, which need not exist yet. Starts again if the file is replaced or truncated."""
 
     def __init__(self, path: Path, end: int = _END) -> None:
         self.path = path
@@ -285,7 +258,7 @@ class Tail:
         self._begin()
 
     def look(self) -> JobStatus | None:
-        """What it says now; None where there is no trace, or none that can be read, and ``trouble`` says why."""
+        """Return the current state; None without a readable trace, with the reason in ``trouble``."""
         try:
             with self.path.open("rb") as file:
                 self._read(file)
@@ -294,10 +267,10 @@ class Tail:
             self.trouble = error.strerror or str(error)
             return None
         self.trouble = ""
-        return self._listener.pulse()
+        return self._follower.job_status()
 
     def _begin(self) -> None:
-        self._listener, self._sceptic = TraceFollower(), TraceValidator()
+        self._follower, self._validator = TraceFollower(), TraceValidator()
         self._offset = 0
         self._torn = b""
         self._inode = -1
@@ -313,26 +286,26 @@ class Tail:
         self._offset = file.tell()
         whole, newline, self._torn = data.rpartition(b"\n")
         if newline:
-            self._hear(whole.split(b"\n"))
+            self._feed(whole.split(b"\n"))
 
     def _skip(self, file: BinaryIO, size: int) -> None:
-        """To the end of a long file, having heard of the job that it is of."""
+        """Skip to the end of a long file, after reading the job line that applies there."""
         start = size - self._end
         if start <= 0:
             return
         file.seek(start)
         start += len(file.readline())
-        self._hear([_job_before(file, start)])
+        self._feed([_job_before(file, start)])
         self._offset = start
 
-    def _hear(self, raw: Iterable[bytes]) -> None:
-        for line in self._sceptic.believe(iter_lines(raw)):
+    def _feed(self, raw: Iterable[bytes]) -> None:
+        for line in self._validator.validate(iter_lines(raw)):
             if line is not None:
-                self._listener.hear(line)
+                self._follower.feed(line)
 
 
 def _job_before(file: BinaryIO, end: int) -> bytes:
-    """The last job line that begins before ``end``; empty where there is none."""
+    """Return the last job line that begins before ``end``; empty if there is none."""
     stop = end
     while stop > 0:
         start = max(0, stop - _BLOCK)

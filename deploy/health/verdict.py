@@ -1,4 +1,4 @@
-"""All judgements in one honest sentence: is the run safe now. Pure."""
+"""Summarise all checks in one sentence: whether the run is safe now. Pure."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ _TITLES: dict[Level, str] = {"good": "Safe", "look": "Needs a look", "bad": "Not
 
 @dataclass(frozen=True)
 class Verdict:
-    """level: the worst of the checks. title: in two words. sentence: what a failure now would do. concerns: the checks
-    that are not as they should be, worst first."""
+    """Worst level of all checks, a title, and a sentence on the effect of a failure now."""
 
     level: Level
     title: str
@@ -23,13 +22,13 @@ class Verdict:
 
     @property
     def concerns(self) -> tuple[Check, ...]:
-        """What is not as it should be."""
+        """Return the checks that need attention, worst first."""
         found = [check for check in self.checks if check.level in ("look", "bad")]
         return tuple(sorted(found, key=lambda check: -ORDER.index(check.level)))
 
 
 def judge(facts: Facts) -> Verdict:
-    """The verdict."""
+    """Judge a run."""
     found = tuple(checks(facts))
     level = max((check.level for check in found), key=ORDER.index)
     level = "good" if level == "plain" else level
@@ -37,7 +36,7 @@ def judge(facts: Facts) -> Verdict:
 
 
 def sentence(facts: Facts) -> str:
-    """What a failure now would do, or what a start now would."""
+    """Describe the effect of a failure now or, without a running job, of a restart."""
     status = facts.status
     if status is None:
         return f"The store cannot be opened: {facts.trouble}"
@@ -46,31 +45,31 @@ def sentence(facts: Facts) -> str:
         return _nothing(facts, node)
     how = _how(facts)
     if not facts.running:
-        behind = (
-            f", {steps_text(node.steps)} before where training last was" if node.steps and round(node.steps) else ""
-        )
+        behind = f", {steps_text(node.steps)} before the last known step" if node.steps and round(node.steps) else ""
         seen = (
-            "No job is running" if not facts.unlocked or facts.current or facts.closed else "No job is seen from here"
+            "No job is running"
+            if not facts.remote_host or facts.current or facts.closed
+            else "No running job is visible from here"
         )
-        return f"{seen}. A start now goes on at step {node.back_to}{behind}, {how}."
+        return f"{seen}. A restart now resumes at step {node.back_to}{behind}, {how}."
     process = loss_of_process(facts)
     if process.memory is not None:
         return (
-            f"If the job failed now it would go on from memory at step {process.back_to}{_lost(process)}; were this "
-            f"node lost, at step {node.back_to}{_lost(node)}, {how}."
+            f"If the job failed now, it would resume from memory at step {process.back_to}{_lost(process)}; if this "
+            f"node failed, at step {node.back_to}{_lost(node)}, {how}."
         )
-    return f"If the job failed now it would go back to step {node.back_to}{_lost(node)}, {how}."
+    return f"If the job failed now, it would resume at step {node.back_to}{_lost(node)}, {how}."
 
 
 def _nothing(facts: Facts, node: Loss) -> str:
     status = facts.status
     assert status is not None
     if status.saves:
-        return f"None of {plural(len(status.saves), 'commit')} can be resumed: a start now would lose all of the run."
+        return f"None of {plural(len(status.saves), 'commit')} can be resumed: a restart now would lose the whole run."
     so_far = f" ({steps_text(node.steps)} so far)" if node.steps else ""
     if facts.running:
-        return f"Nothing is saved yet: if the job failed now it would begin again at step 0{so_far}."
-    return "Nothing is saved in this store yet: a start now begins at step 0."
+        return f"Nothing is saved yet: if the job failed now, it would restart at step 0{so_far}."
+    return "Nothing is saved in this store yet: a job would start at step 0."
 
 
 def _lost(loss: Loss) -> str:
@@ -86,10 +85,10 @@ def _how(facts: Facts) -> str:
     assert facts.status is not None and facts.status.resume is not None
     resume = facts.status.resume
     if resume.exact:
-        return "exact to the last bit"
+        return "bit for bit"
     if resume.fallbacks:
         units = plural(len(resume.fallbacks), "layer slot")
-        return f"with {units} in an older version because newer bytes are damaged"
+        return f"with {units} in an older version because of damage"
     if resume.max_staleness > 0:
         return f"as a composite whose layers are up to {plural(resume.max_staleness, 'step')} old"
-    return "rounded as the job is set to"
+    return "rounded by its lossy encoding"

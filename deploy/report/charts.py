@@ -1,7 +1,7 @@
-"""Draw heat maps and bars as SVG: drift and saves of every layer, and what saving cost.
+"""Compute heat maps and bar charts as SVG geometry: drift and saves of every layer, and the cost of saving.
 
-Geometry only: colours are CSS classes of the page, and names are handed on as text for the page to escape. Cells of one
-colour form one path, so 126 layers over any number of decisions stay within a few hundred kilobytes.
+Colours are CSS classes of the page, and names are text for the page to escape. Cells of one colour form one path, so
+that 126 layers over any number of decisions take a few hundred kilobytes.
 """
 
 from __future__ import annotations
@@ -20,18 +20,21 @@ from store.names import WEIGHTS
 _GAP = 14.0
 _NAMES = 132.0
 _TOP, _BOTTOM, _BAR = 20.0, 20.0, 30.0
-_LETTER = 6.1
-"""Width of a letter of a layer's name, whose font has letters of one width."""
-
-_ROOM = 11.0
-"""Height that a name takes."""
-
+_LETTER = 6.1  # width of a letter of a layer's name, in a monospaced font
+_ROOM = 11.0  # height of a name
 WIDTH = 1128.0
+_LEFT, _BAR_TOP, _BODY, _BAR_BOTTOM = 76.0, 10.0, 110.0, 20.0
+_TICKS = 3
+LEVELS = 9  # number of colours, least drift first; one more than thresholds
+_FINE, _COARSE = (1, 2, 5), (1, 3)  # digits of round thresholds
+_ACROSS = 3  # panels side by side
+DRIFT_CLASSES = (*(f"d{level}" for level in range(LEVELS)), "nan")
+SAVED_CLASSES = ("s1", "s2", "s3", "r1", "r2", "r3")
 
 
 @dataclass(frozen=True)
 class Label:
-    """Text at a place; anchor as in SVG."""
+    """Text at a position, with its SVG anchor."""
 
     x: float
     y: float
@@ -41,7 +44,7 @@ class Label:
 
 @dataclass(frozen=True)
 class Swatch:
-    """A piece of a colour bar, of a class."""
+    """Piece of a colour bar with its class."""
 
     x: float
     width: float
@@ -50,15 +53,18 @@ class Swatch:
 
 @dataclass(frozen=True)
 class Panel:
-    """One slot. paths: colour class -> path data, in columns and rows; each: width of a column. marks: x of the lines
-    that mark restarts. bar, levels: what colours mean, below the steps; none where the page says it."""
+    """Heat map of one slot.
+
+    Attributes:
+        bar, levels: colour bar and its labels, empty if the page explains the colours.
+    """
 
     title: str
     x: float
     width: float
-    each: float
-    paths: Mapping[str, str]
-    marks: Sequence[float]
+    each: float  # width of a column
+    paths: Mapping[str, str]  # path data by colour class, in columns and rows
+    marks: Sequence[float]  # x of restarts
     ticks: Sequence[Label]
     bar: Sequence[Swatch]
     levels: Sequence[Label]
@@ -66,31 +72,29 @@ class Panel:
 
 @dataclass(frozen=True)
 class Map:
-    """A strip of panels that share their rows. cell: height of a row. body: of all. bar: y of the colour bars. hover: a
-    text for each row."""
+    """Strip of panels with common rows."""
 
     width: float
     height: float
     left: float
     top: float
-    cell: float
+    cell: float  # height of a row; ``body``: of all rows
     body: float
-    bar: float
+    bar: float  # y of the colour bars
     panels: Sequence[Panel]
     labels: Sequence[Label]
-    hover: Sequence[str]
+    hover: Sequence[str]  # text for each row
 
 
 @dataclass(frozen=True)
 class Grid:
-    """One panel's content. classes: (layers, columns), the index of the colour class of each cell, -1 for none. names:
-    of the classes. hover: a text for each layer. legend: (class, from where on) of a colour bar."""
+    """Content of a panel."""
 
     title: str
-    classes: npt.NDArray[np.int64]
+    classes: npt.NDArray[np.int64]  # (layers, columns), index into ``names`` of each cell's colour class, -1 for none
     names: Sequence[str]
-    hover: Sequence[str]
-    legend: Sequence[tuple[str, str]] = ()
+    hover: Sequence[str]  # text for each layer
+    legend: Sequence[tuple[str, str]] = ()  # (class, lower bound) of the colour bar
 
 
 def heat_map(
@@ -100,8 +104,15 @@ def heat_map(
     ticks: Sequence[tuple[float, str]],
     marks: Sequence[float],
 ) -> Map:
-    """A strip of panels. layers: names of the rows; strong: those to label first. ticks: (column, text) below each
-    panel; marks: columns before which a line is drawn."""
+    """Lay out a strip of panels.
+
+    Args:
+        grids: one for each panel.
+        layers: names of the rows.
+        strong: rows to label first.
+        ticks: (column, text) below each panel.
+        marks: columns before which a line is drawn.
+    """
     cell = _cell(len(layers))
     body = len(layers) * cell
     width = (WIDTH - _NAMES - _GAP * (len(grids) - 1)) / max(1, len(grids))
@@ -128,7 +139,7 @@ def heat_map(
 
 
 def _cell(rows: int) -> float:
-    """Height of a row: generous for a few, small for many, whole pixels so that edges are sharp."""
+    """Return the height of a row: whole pixels, so that edges are sharp."""
     if rows > 200:
         return float(max(1, 1200 // rows))
     return float(22 if rows <= 16 else 14 if rows <= 40 else 9 if rows <= 80 else 6)
@@ -165,7 +176,7 @@ def _anchor(column: float, columns: int) -> str:
 
 
 def apart(labels: Sequence[Label]) -> list[Label]:
-    """Those that do not run into the one before."""
+    """Drop labels that overlap the one before."""
     kept: list[Label] = []
     edge = -1.0
     for label in labels:
@@ -178,7 +189,7 @@ def apart(labels: Sequence[Label]) -> list[Label]:
 
 
 def _path(cells: npt.NDArray[np.bool_]) -> str:
-    """Strokes along rows, one for each run of cells, in columns and rows."""
+    """Return strokes along rows, one for each run of cells."""
     parts: list[str] = []
     for row in np.flatnonzero(cells.any(axis=1)):
         edges = np.flatnonzero(np.diff(np.concatenate(([0], cells[row].astype(np.int8), [0]))))
@@ -187,7 +198,7 @@ def _path(cells: npt.NDArray[np.bool_]) -> str:
 
 
 def _labels(layers: Sequence[str], strong: Sequence[bool], cell: float) -> list[Label]:
-    """Names that have room: the first and the last, those that stand out, then every so many of the others."""
+    """Place names that fit: the first, the last, the strong ones, then others at equal distances."""
     every = next(
         (n for n in (1, 2, 4, 5, 8, 10, 16, 20, 25, 32, 50) if n * cell >= (_ROOM if n == 1 else 2 * _ROOM)), 100
     )
@@ -201,14 +212,9 @@ def _labels(layers: Sequence[str], strong: Sequence[bool], cell: float) -> list[
     return [Label(_NAMES - 8, _TOP + (i + 0.5) * cell + 3.5, tail(layers[i], fits)) for i in sorted(taken)]
 
 
-_LEFT, _BAR_TOP, _BODY, _BAR_BOTTOM = 76.0, 10.0, 110.0, 20.0
-_TICKS = 3
-
-
 @dataclass(frozen=True)
 class Bars:
-    """path: of the bars. beside: of what they are compared with, '' for nothing. marks: x of restarts. levels: of the
-    scale, with their text."""
+    """Bar chart. ``path``: the bars; ``beside``: the bars compared with, '' for none; ``levels``: scale with labels."""
 
     width: float
     height: float
@@ -232,8 +238,16 @@ def bars(
     *,
     unit: float = 1.0,
 ) -> Bars:
-    """values: one for each column. beside: the same of what they are compared with, empty for nothing. unit: in which
-    the scale's figures are round."""
+    """Lay out a bar chart.
+
+    Args:
+        values: one for each column.
+        beside: values to compare with, may be empty.
+        text: format of the scale.
+        ticks: (column, text) below the chart.
+        marks: columns of restarts.
+        unit: unit in which the scale is round.
+    """
     count = max(1, len(values))
     each = (WIDTH - _LEFT) / count
     top = nice_top(max((*values, *beside), default=0.0) / unit) * unit
@@ -266,7 +280,7 @@ def bars(
 
 
 def nice_top(value: float) -> float:
-    """A little above the largest value: 1, 2, 3, 4, 6 or 8 times a power of ten."""
+    """Round up to 1, 2, 3, 4, 6 or 8 times a power of ten."""
     if value <= 0:
         return 1.0
     power = 10.0 ** len(str(int(value))) / 10 if value >= 1 else 1.0
@@ -285,26 +299,19 @@ def _bar_path(values: Sequence[float], each: float, scale: float) -> str:
     )
 
 
-LEVELS = 9
-"""Colours, least drift first. One more than there are thresholds."""
-
-_FINE, _COARSE = (1, 2, 5), (1, 3)
-"""Digits of round thresholds."""
-
-
 @dataclass(frozen=True)
 class Scale:
-    """thresholds: rising; level i holds values from thresholds[i - 1] on, level 0 what is below all."""
+    """Rising thresholds; level i holds values from ``thresholds[i - 1]``, level 0 those below all."""
 
     thresholds: tuple[float, ...]
 
     def level(self, value: float) -> int:
-        """Of a drift >= 0; NaN is nobody's."""
+        """Return the level of a drift >= 0."""
         return sum(1 for threshold in self.thresholds if value >= threshold)
 
 
 def scale_for(values: Iterable[float]) -> Scale:
-    """Thresholds that cover most of the values that are finite and above 0; where all is too much, the highest."""
+    """Return thresholds that cover most of the finite positive values, the highest ones if there are too many."""
     found = sorted(value for value in values if value > 0 and math.isfinite(value))
     if not found:
         return Scale((0.001, 0.01, 0.1))
@@ -323,23 +330,16 @@ def _steps(low: float, high: float, digits: tuple[int, ...]) -> list[float]:
 
 
 def threshold_text(value: float) -> str:
-    """As a legend has it."""
+    """Format a threshold for the legend."""
     return f"{value:g}" if value >= 0.001 else f"{value:.0e}".replace("e-0", "e-")
 
-
-_ACROSS = 3
-"""Panels side by side."""
-
-DRIFT_CLASSES = (*(f"d{level}" for level in range(LEVELS)), "nan")
-SAVED_CLASSES = ("s1", "s2", "s3", "r1", "r2", "r3")
 
 _Cells = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class Maps:
-    """Strips of panels. merged: decisions in a column. rounding: whether anything was stored rounded; sick: whether
-    anything was not finite; known: whether any drift is."""
+    """Heat maps of drift and saves. ``merged``: decisions per column."""
 
     drift: Sequence[Map]
     saved: Sequence[Map]
@@ -350,7 +350,7 @@ class Maps:
 
 
 def maps_of(history: History) -> Maps:
-    """Of the units that move; what does not is saved once and drifts nowhere."""
+    """Build the maps of the units that training changes."""
     bins = history.bins
     moving = [unit for unit in history.units if unit in history.moving]
     layers = list(dict.fromkeys(unit.layer for unit in moving))
@@ -366,7 +366,7 @@ def maps_of(history: History) -> Maps:
 
 
 def ticks_of(history: History) -> list[tuple[float, str]]:
-    """Where to write steps below a picture: the beginning, the end, and in between."""
+    """Return the steps to write below a chart."""
     columns = history.bins.columns
     if not columns:
         return []
@@ -377,7 +377,7 @@ def ticks_of(history: History) -> list[tuple[float, str]]:
 
 
 def marks_of(history: History) -> list[float]:
-    """Restarts, in columns."""
+    """Return the columns of restarts."""
     return [number / history.bins.width for number in history.restarts]
 
 
@@ -395,13 +395,13 @@ def _title(slot: str) -> str:
 
 
 def _rows(history: History, layers: Sequence[str], slot: str) -> dict[int, int]:
-    """Row of a panel -> row of the bins, of the layers that have the slot."""
+    """Map rows of a panel to rows of the bins."""
     table = {unit.layer: place for place, unit in enumerate(history.units) if unit.slot == slot}
     return {row: table[layer] for row, layer in enumerate(layers) if layer in table}
 
 
 def _drift_grid(history: History, layers: Sequence[str], slot: str) -> Grid:
-    """On a scale of its own: weights and moments differ by powers of ten."""
+    """Build the drift grid, with a scale per slot: weights and moments differ by powers of ten."""
     bins, rows = history.bins, _rows(history, layers, slot)
     values = bins.drift[list(rows.values())]
     scale = scale_for(values[np.isfinite(values)].tolist())
@@ -434,7 +434,7 @@ def _saved_grid(history: History, layers: Sequence[str], slot: str) -> Grid:
 
 @dataclass(frozen=True)
 class Figure:
-    """value: large. note: small, below it."""
+    """A figure with a note below it."""
 
     name: str
     value: str
@@ -443,7 +443,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Cost:
-    """written, stalled: by column; a column holds ``merged`` decisions."""
+    """Cost of saving. A column holds ``merged`` decisions."""
 
     figures: Sequence[Figure]
     written: Bars
@@ -453,7 +453,7 @@ class Cost:
 
 
 def cost_of(history: History) -> Cost:
-    """Of a run that saved at least once."""
+    """Build the cost charts of a run with at least one save."""
     columns, ticks, marks = history.bins.columns, ticks_of(history), marks_of(history)
     largest = max(max(one.written, one.full) for one in columns)
     unit = float(1 << (10 * max(0, (int(largest).bit_length() - 1) // 10)))
@@ -481,18 +481,18 @@ def _figures(history: History) -> list[Figure]:
     stall = totals.stall / totals.seconds if totals.seconds else 0.0
     beside = ""
     if totals.full_stall is not None:
-        told = plural(totals.full_seen, "save")
-        beside = f"{span_text(totals.full_stall)} had all been like the {told} that held everything"
+        count = plural(totals.full_seen, "save")
+        beside = f"{span_text(totals.full_stall)} if all saves were full, by the {count} that were"
     verb = "would have been written" if totals.observing else "written"
     failed = f", {totals.failed} failed" if totals.failed else ""
     return [
         Figure("Saves", f"{totals.saves:,}", f"of {totals.decisions:,} decisions{failed}"),
         Figure("Bytes", size_text(totals.written), f"{verb}; full saves: {size_text(totals.full)}"),
-        Figure("Of full saves", share_text(share), f"{size_text(max(0, totals.full - totals.written))} left out"),
+        Figure("Of full saves", share_text(share), f"{size_text(max(0, totals.full - totals.written))} avoided"),
         Figure(
-            "Training waited",
+            "Training stall",
             span_text(totals.stall),
             f"{share_text(stall)} of {span_text(totals.seconds)}; {beside}".rstrip("; "),
         ),
-        Figure("Longest wait", span_text(totals.longest), "for one decision"),
+        Figure("Longest stall", span_text(totals.longest), "at one decision"),
     ]

@@ -1,13 +1,7 @@
-"""Trace to time series.
+"""Read a drift trace once, line by line, into time series of bounded size.
 
-A run of any length in a bounded number of columns: each holds as many decisions in a row as it must.
-
-When the columns are full, neighbours are merged, so that a trace is read once and never held. Rows (units) may be added
-at any time. What is merged by which rule: drift by the largest, marks by any, counts by the sum.
-
-What a drift trace tells of a run, read once, line by line: drift and saves over time, bytes, stall, incidents.
-
-Memory does not grow with the length of a trace. Lines of movement are not looked at. It knows no store.
+When all columns are full, neighbours are merged: drift by maximum, marks by any, counts by sum. Lines of movement are
+skipped.
 """
 
 from __future__ import annotations
@@ -25,8 +19,8 @@ from deploy.health.trace_reader import JobStatus, TraceFollower, TraceValidator
 from deploy.report.incidents import (
     Incident,
     Incidents,
+    nonfinite_incident,
     restart_incident,
-    sick_incident,
     skipped_incident,
     withheld_incident,
 )
@@ -37,12 +31,13 @@ from store.trace import CommitLine, DecisionLine, FailedLine, JobLine, Line, Res
 _Floats = npt.NDArray[np.float64]
 _Counts = npt.NDArray[np.int64]
 _T = TypeVar("_T", bound=np.generic)
+_MOVEMENT = b'{"kind":"moved"'  # start of the longest lines, which are not needed here
+_ALL = 0.99  # share of all bytes from which a save counts as full
 
 
 @dataclass
 class Column:
-    """Several decisions in a row. steps and times: of the first and the last one. full: bytes that full saves would
-    have taken, of the saves that were committed; stall: seconds, the longest too."""
+    """Consecutive decisions merged into one column."""
 
     first_step: int
     last_step: int
@@ -51,12 +46,12 @@ class Column:
     decisions: int = 1
     saves: int = 0
     written: int = 0
-    full: int = 0
-    stall: float = 0.0
+    full: int = 0  # bytes of full saves in place of the committed ones
+    stall: float = 0.0  # seconds; ``longest`` is that of one decision
     longest: float = 0.0
 
-    def take(self, other: Column) -> None:
-        """What comes after it."""
+    def merge(self, other: Column) -> None:
+        """Merge the following column into this one."""
         self.last_step, self.last_at = other.last_step, other.last_at
         self.decisions += other.decisions
         self.saves += other.saves
@@ -68,20 +63,23 @@ class Column:
 
 @dataclass
 class Bins:
-    """most: columns, even. drift: NaN where nothing is known; saved, rounded: how many decisions of the column stored
-    the unit, and how many of those lost bits; sick: whether it was not finite; all (units, columns)."""
+    """Time series by unit and column; all arrays are (units, columns).
 
-    most: int = 120
-    width: int = 1
+    Attributes:
+        saved: decisions that stored the unit; ``rounded``: those of them with loss.
+    """
+
+    most: int = 120  # number of columns, even
+    width: int = 1  # decisions per column
     count: int = 0
     columns: list[Column] = field(default_factory=list)
-    drift: _Floats = field(default_factory=lambda: np.full((0, 0), np.nan))
+    drift: _Floats = field(default_factory=lambda: np.full((0, 0), np.nan))  # largest drift, NaN if unknown
     saved: _Counts = field(default_factory=lambda: np.zeros((0, 0), np.int64))
     rounded: _Counts = field(default_factory=lambda: np.zeros((0, 0), np.int64))
-    sick: _Counts = field(default_factory=lambda: np.zeros((0, 0), np.int64))
+    sick: _Counts = field(default_factory=lambda: np.zeros((0, 0), np.int64))  # decisions at which it was not finite
 
     def rows(self, count: int) -> None:
-        """There are so many units now; never fewer than before."""
+        """Grow to ``count`` units."""
         more = count - self.drift.shape[0]
         if more <= 0 and self.drift.shape[1] == self.most:
             return
@@ -90,7 +88,7 @@ class Bins:
         self.saved, self.rounded, self.sick = (_grown(old, shape, 0) for old in (self.saved, self.rounded, self.sick))
 
     def add(self, step: int, at: float) -> int:
-        """A decision follows. Returns its number."""
+        """Add a decision and return its number."""
         if self.count == self.most * self.width:
             self._halve()
         number, self.count = self.count, self.count + 1
@@ -98,23 +96,22 @@ class Bins:
         if number // self.width == len(self.columns):
             self.columns.append(one)
         else:
-            self.columns[-1].take(one)
+            self.columns[-1].merge(one)
         return number
 
     def pick(self, rows: Sequence[int]) -> None:
-        """Have these rows in this order, and no room for more columns than there are: the run has ended."""
+        """Select rows in order and drop unused columns, at the end of the run."""
         end = len(self.columns)
         self.drift, self.saved = self.drift[rows, :end], self.saved[rows, :end]
         self.rounded, self.sick = self.rounded[rows, :end], self.sick[rows, :end]
 
     def place(self, number: int) -> int:
-        """The column that a decision is in now."""
         return number // self.width
 
     def _halve(self) -> None:
         self.width *= 2
         for left, right in zip(self.columns[::2], self.columns[1::2], strict=False):
-            left.take(right)
+            left.merge(right)
         self.columns = self.columns[::2]
         half, rest = self.most // 2, self.most - self.most // 2
         self.drift = _grown(
@@ -132,25 +129,21 @@ def _grown(old: npt.NDArray[_T], shape: tuple[int, int], empty: float) -> npt.ND
     return found
 
 
-_MOVEMENT = b'{"kind":"moved"'
-"""What begins the longest lines, which nothing here needs."""
-
-_ALL = 0.99
-"""Share of all bytes from which on a save counts as a full one."""
-
-
 @dataclass
 class Totals:
-    """Over the whole trace. seconds: of training. full: bytes of full saves at the same moments. stall: what training
-    waited; full_stall: had all saves been full, by the ``full_seen`` ones that were; None where none was."""
+    """Sums over the whole trace.
+
+    Attributes:
+        full_stall: estimate if all saves were full, from the ``full_seen`` ones that were; None without any.
+    """
 
     decisions: int = 0
     saves: int = 0
     failed: int = 0
     written: int = 0
-    full: int = 0
-    seconds: float = 0.0
-    stall: float = 0.0
+    full: int = 0  # bytes of full saves at the same decisions
+    seconds: float = 0.0  # of training
+    stall: float = 0.0  # seconds that training waited
     longest: float = 0.0
     full_stall: float | None = None
     full_seen: int = 0
@@ -160,26 +153,25 @@ class Totals:
 
 @dataclass(frozen=True)
 class History:
-    """units: rows of ``bins``, in the order of the model. blocks: names of layers that are repeated ones. restarts: the
-    decisions before which a job came back. skipped: lines that could not be read."""
+    """A run as time series."""
 
-    units: tuple[Unit, ...]
-    blocks: frozenset[str]
+    units: tuple[Unit, ...]  # rows of ``bins`` in model order
+    blocks: frozenset[str]  # layers that are repeated blocks
     moving: frozenset[Unit]
     bins: Bins
     totals: Totals
-    restarts: tuple[int, ...]
+    restarts: tuple[int, ...]  # decisions before which the job restarted
     incidents: tuple[Incident, ...]
-    dropped: int
+    dropped: int  # incidents left out; ``skipped``: unreadable lines
     skipped: int
-    pulse: JobStatus | None
+    job_status: JobStatus | None
     last_drift: dict[Unit, float] = field(default_factory=dict)
 
 
 def read_history(path: Path, most: int = 120, progress: Callable[[int], None] = lambda _: None) -> History:
-    """Of a trace's file. progress: told the bytes just read. OSError where it cannot be read."""
+    """Read a trace file. ``progress`` gets the bytes of each line. Raises OSError."""
     with path.open("rb") as file:
-        return history_of(TraceValidator().believe(iter_lines(_needed(file, progress))), most)
+        return history_of(TraceValidator().validate(iter_lines(_needed(file, progress))), most)
 
 
 def _needed(file: Iterable[bytes], progress: Callable[[int], None]) -> Iterator[bytes]:
@@ -190,17 +182,17 @@ def _needed(file: Iterable[bytes], progress: Callable[[int], None]) -> Iterator[
 
 
 def history_of(lines: Iterable[Line | None], most: int = 120) -> History:
-    """Of lines in their order; None for each that could not be read."""
+    """Process lines in order; None stands for an unreadable one."""
     reader = _Reader(most)
     for line in lines:
-        reader.hear(line)
+        reader.feed(line)
     return reader.history()
 
 
 class _Reader:
     def __init__(self, most: int) -> None:
         self._bins, self._totals, self._incidents = Bins(most), Totals(), Incidents()
-        self._listener = TraceFollower()
+        self._follower = TraceFollower()
         self._rows: dict[Unit, int] = {}
         self._order: dict[Unit, tuple[int, int]] = {}
         self._blocks: set[str] = set()
@@ -208,7 +200,7 @@ class _Reader:
         self._units: tuple[Unit, ...] = ()
         self._nbytes: tuple[int, ...] = ()
         self._job: JobLine | None = None
-        self._heard: float | None = None
+        self._last_seen: float | None = None
         self._last_step: int | None = None
         self._begun: tuple[int, int] | None = None
         self._saved: frozenset[int] = frozenset()
@@ -219,11 +211,11 @@ class _Reader:
         self._first_at: float | None = None
         self._skipped = 0
 
-    def hear(self, line: Line | None) -> None:
+    def feed(self, line: Line | None) -> None:
         if line is None:
             self._skipped += 1
             return
-        self._listener.hear(line)
+        self._follower.feed(line)
         if isinstance(line, JobLine):
             self._on_job(line)
         elif self._job is None:
@@ -258,7 +250,7 @@ class _Reader:
             incidents=self._incidents.listed(),
             dropped=self._incidents.dropped,
             skipped=self._skipped,
-            pulse=self._listener.pulse(),
+            job_status=self._follower.job_status(),
         )
 
     def _on_job(self, line: JobLine) -> None:
@@ -286,13 +278,13 @@ class _Reader:
         at, number = job.started + line.seconds, self._bins.count
         if self._bins.count:
             self._restarts.append(number)
-        before = self._heard if self._heard is not None else at
+        before = self._last_seen if self._last_seen is not None else at
         self._incidents.ended()
         self._incidents.add(restart_incident(line, job.epoch, at, at - before, self._last_step))
 
     def _on_decision(self, line: DecisionLine, at: float) -> None:
         self._settle(line.copy_wait)
-        self._heard, self._last_step = at, line.step
+        self._last_seen, self._last_step = at, line.step
         number = self._bins.add(line.step, at)
         column = self._bins.place(number)
         rows = self._rows_of(range(len(self._units)))
@@ -310,7 +302,7 @@ class _Reader:
         self._count(stall)
         copied = float(sum(self._nbytes[index] for index in line.saved if index < len(self._nbytes)))
         self._waits = (copied, line.stall)
-        self._tell(line, at)
+        self._add_incidents(line, at)
 
     def _count(self, stall: float) -> None:
         totals = self._totals
@@ -318,24 +310,24 @@ class _Reader:
         totals.stall += stall
         totals.longest = max(totals.longest, stall)
 
-    def _tell(self, line: DecisionLine, at: float) -> None:
-        holding: list[Incident] = []
+    def _add_incidents(self, line: DecisionLine, at: float) -> None:
+        current: list[Incident] = []
         if line.sick:
             names = [str(self._units[index]) for index in line.sick if index < len(self._units)]
-            holding.append(sick_incident(names, line.step, at))
+            current.append(nonfinite_incident(names, line.step, at))
         if line.skipped is not None:
             skipped = skipped_incident(line.skipped, line.step, at)
-            holding += [] if skipped is None else [skipped]
-        self._incidents.goes_on(holding, line.step)
+            current += [] if skipped is None else [skipped]
+        self._incidents.update(current, line.step)
         if line.preempted:
-            text = "the end of the job was announced; what time allowed was saved"
+            text = "the job was preempted and saved what the grace period allowed"
             self._incidents.add(Incident("preempted", "look", text, line.step, at))
         if line.changed and line.staleness and any(value is not None for value in line.staleness):
-            text = f"{len(line.changed)} layer slots hold other parameters than before"
+            text = f"{len(line.changed)} layer slots contain other parameters than before"
             self._incidents.add(Incident("changed", "look", text, line.step, at))
 
     def _on_commit(self, line: CommitLine, job: JobLine) -> None:
-        self._heard = job.started + line.seconds
+        self._last_seen = job.started + line.seconds
         number = self._number_of(line.step)
         if number is None:
             return
@@ -360,13 +352,13 @@ class _Reader:
                 bins.drift[row, column] = np.fmax(bins.drift[row, column], drift)
 
     def _on_failed(self, line: FailedLine, at: float) -> None:
-        self._heard = at
+        self._last_seen = at
         self._totals.failed += 1
-        text = f"the save of step {line.step} failed ({line.reason}); the commit before it is intact"
+        text = f"the save of step {line.step} failed ({line.reason}); the previous commit is intact"
         self._incidents.add(Incident("save failed", "look", text, line.step, at))
 
     def _number_of(self, step: int) -> int | None:
-        """The decision whose save was begun last; one at a time is under way."""
+        """Return the decision whose save is in progress (one at a time)."""
         return self._begun[1] if self._begun is not None and self._begun[0] == step else None
 
     def _mark_drift(self, rows: Sequence[int], drift: Sequence[float | None], column: int) -> None:
@@ -379,7 +371,7 @@ class _Reader:
         return [self._rows[self._units[index]] for index in indices]
 
     def _settle(self, copy_wait: float) -> None:
-        """The copies of the save before are known by now."""
+        """Complete the previous decision's stall, now that its copy wait is known."""
         if self._waits is not None:
             copied, stall = self._waits
             if copied >= _ALL * sum(self._nbytes):
@@ -387,6 +379,6 @@ class _Reader:
             self._waits = None
 
     def _close_incarnation(self) -> None:
-        if self._first_at is not None and self._heard is not None:
-            self._totals.seconds += max(0.0, self._heard - self._first_at)
+        if self._first_at is not None and self._last_seen is not None:
+            self._totals.seconds += max(0.0, self._last_seen - self._first_at)
         self._first_at = None

@@ -1,6 +1,6 @@
-"""What went wrong or changed course in a run, and when: from the lines of its trace, and from the store. Pure.
+"""Collect incidents of a run from its trace and store. Pure.
 
-What goes on over many decisions in a row is one incident. Names in it are untrusted text.
+A condition that lasts for several decisions is one incident. Names in the texts are untrusted.
 """
 
 from __future__ import annotations
@@ -16,32 +16,35 @@ from store.trace import ResumedLine
 Severity = Literal["plain", "look", "bad"]
 
 _SKIPPED = {
-    "busy": ("plain", "the save before was still being written: no save was begun"),
-    "withheld": ("bad", "no save was begun: everything that was to be saved held NaN or Inf"),
-    "storage": ("look", "no save was begun: storage was in trouble"),
-    "disagree": ("bad", "no save was begun: the ranks did not agree"),
-    "unsupported": ("bad", "no save was begun: the job is not what was attached any more"),
-    "fenced": ("bad", "no save was begun: another job took the store over"),
+    "busy": ("plain", "no save: the previous one was still being written"),
+    "withheld": ("bad", "no save: all layers to be saved contained NaN or Inf"),
+    "storage": ("look", "no save: storage failed"),
+    "disagree": ("bad", "no save: the ranks disagreed"),
+    "unsupported": ("bad", "no save: the job changed after attach"),
+    "fenced": ("bad", "no save: another job took over the store"),
 }
 
 
 @dataclass(frozen=True)
 class Incident:
-    """kind: in a word or two. step, at: where it began; at in seconds since 1970, None where nobody knows. until: its
-    last step. key: what goes on with the same key is one incident. times: decisions at which it held."""
+    """An event in a run.
+
+    Attributes:
+        step, at: step and Unix time of its begin, None if unknown.
+    """
 
     kind: str
     severity: Severity
     text: str
     step: int | None = None
     at: float | None = None
-    until: int | None = None
-    times: int = 1
-    key: str = ""
+    until: int | None = None  # last step
+    times: int = 1  # decisions at which it held
+    key: str = ""  # consecutive incidents with the same key are merged
 
 
 class Incidents:
-    """Collected in their order. most: those kept, the newest; ``dropped`` counts the others."""
+    """Collects incidents in order and keeps the newest ``most``; ``dropped`` counts the others."""
 
     def __init__(self, most: int = 400) -> None:
         self._most = most
@@ -50,17 +53,17 @@ class Incidents:
         self.dropped = 0
 
     def add(self, incident: Incident) -> None:
-        """One that stands by itself."""
         self._found.append(incident)
         if len(self._found) > 2 * self._most:
             self.dropped += len(self._found) - self._most
             self._found = self._found[-self._most :]
             self._open.clear()
 
-    def goes_on(self, incidents: Sequence[Incident], step: int) -> None:
-        """What holds at a decision: those that held at the one before go on, others begin, and the rest has ended.
+    def update(self, incidents: Sequence[Incident], step: int) -> None:
+        """Update the conditions that hold at a decision: continue those that held before, begin new ones, end the rest.
 
-        What is nothing to worry about may pause: it is counted, and told once for each incarnation."""
+        Harmless ones (``plain``) may pause: they are merged over the whole incarnation.
+        """
         still = {key: place for key, place in self._open.items() if self._found[place].severity == "plain"}
         for incident in incidents:
             place = self._open.get(incident.key)
@@ -74,18 +77,18 @@ class Incidents:
         self._open = still
 
     def ended(self) -> None:
-        """Nothing goes on: the process is gone."""
+        """End all conditions because the process ended."""
         self._open.clear()
 
     def listed(self) -> tuple[Incident, ...]:
-        """Oldest first."""
+        """Return the incidents, oldest first."""
         extra = max(0, len(self._found) - self._most)
         self.dropped += extra
         return tuple(self._found[extra:])
 
 
 def skipped_incident(reason: str, step: int, at: float) -> Incident | None:
-    """A decision that began no save for this reason; None where that is nothing to tell of."""
+    """Return the incident of a decision without a save, None if the reason is normal."""
     known = _SKIPPED.get(reason)
     if known is None:
         return None
@@ -93,30 +96,40 @@ def skipped_incident(reason: str, step: int, at: float) -> Incident | None:
     return Incident("skipped", severity, known[1], step, at, key=f"skipped {reason}")
 
 
-def sick_incident(units: Sequence[str], step: int, at: float) -> Incident:
-    """Units that held NaN or Inf at a decision."""
-    text = f"{listed(units, 4)} held NaN or Inf: nothing of it is saved, the last finite version stays"
+def nonfinite_incident(units: Sequence[str], step: int, at: float) -> Incident:
+    """Return the incident of units with NaN or Inf at a decision."""
+    text = f"{listed(units, 4)} contained NaN or Inf: not saved, the last finite version is kept"
     return Incident("not finite", "bad", text, step, at, key=f"sick {'|'.join(units)}")
 
 
 def withheld_incident(units: Sequence[str], step: int, at: float) -> Incident:
-    """Units of a save that was committed without them."""
-    text = f"{listed(units, 4)} held NaN or Inf when the save was written: not saved, the last finite version stays"
+    """Return the incident of units left out of a commit because of NaN or Inf."""
+    text = (
+        f"{listed(units, 4)} contained NaN or Inf when the save was written: not saved, the last finite version is kept"
+    )
     return Incident("withheld", "bad", text, step, at)
 
 
 def restart_incident(line: ResumedLine, epoch: int, at: float, gap: float, last_step: int | None) -> Incident:
-    """A job came back. gap: seconds since the one before was last heard of. last_step: of its last decision."""
-    text = f"epoch {epoch} went on at step {line.step}"
+    """Return the incident of a restart.
+
+    Args:
+        line: the resume in the trace.
+        epoch: of the new job.
+        at: Unix time.
+        gap: seconds since the last line of the job before.
+        last_step: step of its last decision, or None.
+    """
+    text = f"epoch {epoch} resumed at step {line.step}"
     if line.newest != line.step:
-        text += f", by the commit of step {line.newest}"
+        text += f", from the commit of step {line.newest}"
     if last_step is not None and last_step > line.step:
-        text += f": {plural(last_step - line.step, 'step')} trained again"
+        text += f": {plural(last_step - line.step, 'step')} repeated"
     if gap > 1.0:
-        text += f"; {span_text(gap)} after the last sign of the one before"
+        text += f"; {span_text(gap)} after the last trace line before"
     return Incident("restart", "look", text, line.step, at)
 
 
 def by_time(incidents: Iterable[Incident]) -> list[Incident]:
-    """Newest first; those without a time come first of all: they hold now."""
+    """Sort newest first; those without a time still hold and come first."""
     return sorted(incidents, key=lambda one: float("inf") if one.at is None else one.at, reverse=True)

@@ -1,13 +1,7 @@
-"""Assemble and render the page.
+"""Read a store and its trace, judge them, and render the report as one HTML page.
 
-The certificate of what a resume would take, for a page: a row for each layer, a group of cells for each slot.
-
-The report as one HTML page that needs nothing else: no script, no font, no image, no address outside.
-
-It lays out what others found and judged. Names come from stores and traces, which anybody may have written: the
-template escapes everything, and control characters are spelled out before.
-
-From a store to its report: everything read, judged and laid out, whatever state the store is in.
+The page needs no script, font, image or network. Names come from untrusted stores and traces: the template escapes
+them, and control characters are spelled out.
 """
 
 from __future__ import annotations
@@ -24,27 +18,39 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from deploy.console import byte_progress, watched
-from deploy.format import clock, count_text, drift_text, kind_text, plural, printable, size_text
-from deploy.health.facts import Facts, VerifiedCommits, by_daemon, by_verify, disk_of, gather, in_memory, moment, typed
+from deploy.format import clock, drift_text, kind_text, printable, size_text
+from deploy.health.facts import (
+    Facts,
+    VerifiedCommits,
+    disk_of,
+    gather,
+    in_memory,
+    parse_time,
+    shell_command,
+    verified_by_daemon,
+    verified_now,
+)
 from deploy.health.verdict import Verdict, judge
 from deploy.report.charts import Cost, Maps, Scale, cost_of, maps_of, scale_for
 from deploy.report.history import History, read_history
 from deploy.report.incidents import Incident, by_time
-from deploy.store_status import open_store, parameters
+from deploy.store_status import model_text, open_store, parameters
 from deploy.tables import max_drift, sizes, slots_of, span
 from store.catalog import Catalog
 from store.certificate import Certificate, CertifiedUnit, is_lossy, max_or_none
 from store.errors import DamagedError, NothingToResumeError, StorageError, UsageError
 from store.location import beside, store_place
 from store.memory.rescue import REASON
-from store.schema import ManifestRecord
 from store.verify import total_bytes
 from store.verify import verify as verify_store
+
+_HERE = Path(__file__).parent
+_LISTED = 8  # most damage messages on a page
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One unit. level: colour of its drift, -1 for none. state: ``fresh``, ``stale``, ``fixed`` or ``fallback``."""
+    """One unit: ``level`` is the colour of its drift, -1 for none; ``state`` is fresh, stale, fixed or fallback."""
 
     step: int
     age: str
@@ -57,7 +63,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class LayerRow:
-    """cells: by slot, None where the layer has no such slot."""
+    """A layer with its cells by slot, None where it lacks the slot."""
 
     layer: str
     cells: Sequence[Cell | None]
@@ -66,7 +72,7 @@ class LayerRow:
 
 @dataclass(frozen=True)
 class SlotRow:
-    """All layers of a slot."""
+    """Totals of a slot."""
 
     slot: str
     units: int
@@ -81,7 +87,7 @@ class SlotRow:
 
 @dataclass(frozen=True)
 class CertificateTable:
-    """kind: exact, or how far from it. effective: where the weights stand, where that is not the step itself."""
+    """Certificate of a resume. ``effective``: effective step, None if it is the step itself."""
 
     save: str
     step: int
@@ -96,7 +102,7 @@ class CertificateTable:
 
 
 def certificate_table(certificate: Certificate, parameters: int) -> CertificateTable:
-    """parameters: of the model."""
+    """Lay out a certificate; ``parameters`` is the model's number."""
     units = certificate.units
     slots = slots_of(units)
     scale = scale_for([unit.drift for unit in units if unit.moving and unit.drift])
@@ -156,12 +162,9 @@ def _total(slot: str, units: Sequence[CertifiedUnit], parameters: int) -> SlotRo
     return SlotRow(slot, len(units), oldest, newest, max_drift(units), error, size, share, encodings)
 
 
-_HERE = Path(__file__).parent
-
-
 @dataclass(frozen=True)
 class Content:
-    """What a page is made of. missing: why there is no history, and how to get one; '' where there is."""
+    """Content of a page. ``missing``: why there is no history, or ''."""
 
     facts: Facts
     verdict: Verdict
@@ -172,7 +175,7 @@ class Content:
 
 
 def render(content: Content) -> str:
-    """The page."""
+    """Render the page."""
     environment = Environment(
         loader=FileSystemLoader(_HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
@@ -192,7 +195,7 @@ def _context(content: Content) -> Mapping[str, Any]:
     return {
         "facts": facts,
         "verdict": content.verdict,
-        "model": "" if facts.newest is None else _model(facts.newest),
+        "model": "" if facts.newest is None else model_text(facts.newest),
         "history": history,
         "maps": maps,
         "cost": cost,
@@ -204,17 +207,6 @@ def _context(content: Content) -> Mapping[str, Any]:
     }
 
 
-def _model(newest: ManifestRecord) -> str:
-    return (
-        f"{plural(len(newest.layers), 'layer')}, {count_text(parameters(newest))} parameters, {newest.framework} on "
-        f"{plural(newest.world_size, 'rank')}, policy {newest.policy}"
-    )
-
-
-_LISTED = 8
-"""Texts of damage on a page."""
-
-
 @dataclass(frozen=True)
 class ReportResult:
     """A report that is not written yet."""
@@ -223,7 +215,7 @@ class ReportResult:
 
     @property
     def exit_code(self) -> int:
-        """As ``status`` has it; damage that reading found counts, too."""
+        """Return the exit code as ``status`` does, but including damage found by verification."""
         facts = self.content.facts
         if facts.status is None:
             return NothingToResumeError.exit_code
@@ -232,7 +224,7 @@ class ReportResult:
         return DamagedError.exit_code if found == 0 and hurt else found
 
     def write(self, path: Path) -> None:
-        """Under its name at once. StorageError where it cannot be."""
+        """Write the page and rename it into place. Raises StorageError."""
         data = render(self.content).encode("utf-8", "backslashreplace")
         try:
             with tempfile.NamedTemporaryFile(dir=path.absolute().parent, prefix=path.name, delete=False) as file:
@@ -249,36 +241,53 @@ class ReportResult:
 
 
 def trace_path(root: Path, given: Path | None) -> Path:
-    """Where the trace of a store's job is, unless it was set elsewhere."""
+    """Return the path of the trace: ``given``, or beside the store."""
     return given or beside(store_place(root), ".trace.jsonl")
 
 
 def build_report(
     root: Path, trace: Path | None, memory: Path, *, verify: bool, clock: Callable[[], float] = time.time
 ) -> ReportResult:
-    """The report of the store at ``root``. NoStoreError where there is none; UsageError for a trace that was named and
-    cannot be read."""
+    """Build the report of the store at ``root``.
+
+    Args:
+        root: the store.
+        trace: path of the trace, None for the default.
+        memory: shared-memory directory.
+        verify: whether to verify every byte first.
+        clock: current Unix time.
+
+    Raises:
+        NoStoreError: there is no store.
+        UsageError: ``trace`` was given and is unreadable.
+    """
     path = trace_path(root, trace)
     try:
-        return _made(open_store(root), root, path, memory, named=trace is not None, verify=verify, clock=clock)
+        return _build(open_store(root), root, path, memory, named=trace is not None, verify=verify, clock=clock)
     except (NothingToResumeError, DamagedError) as error:
         history, missing = _history(path, named=trace is not None)
-        pulse = None if history is None else history.pulse
-        facts = Facts(clock(), root.absolute(), None, str(error), disk=disk_of(root), trace=path, pulse=pulse)
+        job_status = None if history is None else history.job_status
+        facts = Facts(clock(), root.absolute(), None, str(error), disk=disk_of(root), trace=path, job_status=job_status)
         return ReportResult(_content(facts, history, missing, list(_of_history(history))))
 
 
-def _made(
+def _build(
     catalog: Catalog, root: Path, path: Path, memory: Path, *, named: bool, verify: bool, clock: Callable[[], float]
 ) -> ReportResult:
-    # What takes long comes first, so that what is told as now is of one moment.
-    checked = _verified(catalog) if verify else by_daemon(memory, catalog.store_id)
+    # Slow reads come first, so that the facts are of one moment.
+    checked = _verified(catalog) if verify else verified_by_daemon(memory, catalog.store_id)
     history, missing = _history(path, named=named)
-    pulse = None if history is None else history.pulse
+    job_status = None if history is None else history.job_status
     catalog.forget()
-    facts = gather(catalog, root, in_memory(memory, catalog), pulse, clock(), trace=path, checked=checked)
-    if facts.strange:
-        history, missing = None, _strange(path)
+    facts = gather(catalog, root, in_memory(memory, catalog), job_status, clock(), trace=path, checked=checked)
+    if facts.foreign_trace:
+        history, missing = (
+            None,
+            (
+                f"The drift trace {path} has an epoch that this store lacks: it belongs to another store and is "
+                "not shown. Name the right one with --trace."
+            ),
+        )
     return ReportResult(_content(facts, history, missing, [*_of_store(catalog, facts), *_of_history(history)]))
 
 
@@ -294,25 +303,18 @@ def _history(path: Path, *, named: bool) -> tuple[History | None, str]:
         if named:
             raise UsageError(f"cannot read the trace {path}: {error.strerror}") from error
         return None, (
-            f"There is no drift trace at {path} ({error.strerror}), so how far the job is, drift over time, what was "
-            "saved when and what it cost are not known. Jobs write one unless `trace: {enabled: false}` is set; where "
+            f"There is no drift trace at {path} ({error.strerror}), so the job's step, its drift, its saves and their "
+            "cost are unknown. Jobs write one unless `trace: {enabled: false}` is set; where "
             "`trace: {path: ...}` is set, name that file with --trace."
         )
     if not history.totals.decisions:
-        return None, f"The drift trace {path} holds no decision yet: let the job run on."
+        return None, f"The drift trace {path} contains no decision yet: let the job continue."
     return history, ""
-
-
-def _strange(path: Path) -> str:
-    return (
-        f"The drift trace {path} tells of an epoch that this store does not have: it is of another store, so nothing "
-        "of it is shown. Name the right one with --trace."
-    )
 
 
 def _verified(catalog: Catalog) -> VerifiedCommits:
     with byte_progress("Verifying", total_bytes(catalog) if watched() else 0) as progress:
-        return by_verify(verify_store(catalog, progress))
+        return verified_now(verify_store(catalog, progress))
 
 
 def _of_history(history: History | None) -> Iterator[Incident]:
@@ -321,13 +323,13 @@ def _of_history(history: History | None) -> Iterator[Incident]:
 
 
 def _of_store(catalog: Catalog, facts: Facts) -> Iterator[Incident]:
-    """What only the store knows: damage, suspects, and commits that were written out of memory."""
+    """Yield the incidents that only the store knows: damage, suspects, and rescued commits."""
     assert facts.status is not None
     damage = dict.fromkeys((*facts.status.problems, *(() if facts.checked is None else facts.checked.problems)))
     for text in list(damage)[:_LISTED]:
         yield Incident("damage", "bad", text)
     if len(damage) > _LISTED:
-        listing = typed("verify --json" if facts.checked is not None else "status --json", facts.root)
+        listing = shell_command("verify --json" if facts.checked is not None else "status --json", facts.root)
         yield Incident("damage", "bad", f"and {len(damage) - _LISTED} more: {listing} lists all")
     for save, why in catalog.suspects().why.items():
         yield Incident("suspect", "look", f"jobs that resumed from it died: {why}", save.step)
@@ -335,9 +337,9 @@ def _of_store(catalog: Catalog, facts: Facts) -> Iterator[Incident]:
         try:
             manifest = catalog.manifest(save)
         except (DamagedError, StorageError):
-            continue  # told above
+            continue  # reported above
         if any(unit.save == save.name and unit.reason == REASON for unit in manifest.units):
-            yield Incident("rescued", "look", REASON, save.step, moment(manifest.created))
+            yield Incident("rescued", "look", REASON, save.step, parse_time(manifest.created))
 
 
 def _version() -> str:

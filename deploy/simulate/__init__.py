@@ -1,1 +1,1 @@
-"""Recorded runs under other configurations: what they would have written, and what a failure would have cost."""
+"""Replay a recorded or assumed run under other configurations."""

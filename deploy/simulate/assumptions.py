@@ -1,6 +1,6 @@
-"""A run that nobody recorded: a trace made from stated assumptions, for machines that are not at hand.
+"""Build a trace from stated assumptions, for machines that are not at hand.
 
-Every assumption is told with its source. What comes of it is as good as they are, and no measurement.
+Every assumption is printed with its source. The results are estimates, not measurements.
 """
 
 from __future__ import annotations
@@ -17,20 +17,17 @@ from store.trace import DecisionLine, JobLine, MovedLine, Trace, TracedUnit
 
 SLOTS = (WEIGHTS, "exp_avg", "exp_avg_sq")
 _BETAS = {"exp_avg": 0.9, "exp_avg_sq": 0.95}
-_MOST_DECISIONS = 100_000
-"""That a run is made up with."""
-
-_DRIFTS = {1e-3: 5e-2, 1e-4: 7e-3, 1e-5: 7e-4}
-"""Measured drift of the weights over ten steps, by learning rate."""
+_MOST_DECISIONS = 100_000  # most decisions of an assumed run
+_DRIFTS = {1e-3: 5e-2, 1e-4: 7e-3, 1e-5: 7e-4}  # measured drift of the weights over ten steps, by learning rate
 
 
-GPU_HOURS_PER_FAILURE = 50_000.0
-"""On very many GPUs; see :meth:`Assumptions.told`."""
+GPU_HOURS_PER_FAILURE = 50_000.0  # GPU hours per failure on large clusters; for the source see :meth:`Assumptions.told`
+_STEP_SECONDS = {"llama-8b": 4.0, "llama-70b": 8.0, "llama-405b": 16.0}
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a Llama: blocks, hidden and inner width, vocabulary, width of keys and values."""
+    """Shape of a Llama model: blocks, hidden and inner width, vocabulary, width of keys and values."""
 
     blocks: int
     hidden: int
@@ -39,7 +36,7 @@ class Shape:
     key: int
 
     def layers(self) -> Mapping[str, int]:
-        """Parameters by layer, in model order."""
+        """Return the parameters of each layer, in model order."""
         block = 2 * self.hidden * (self.hidden + self.key) + 3 * self.hidden * self.inner + 2 * self.hidden
         names = {f"model.layers.{i}": block for i in range(self.blocks)}
         ends = self.vocabulary * self.hidden
@@ -51,27 +48,25 @@ MODELS: Mapping[str, Shape] = {
     "llama-70b": Shape(80, 8192, 28672, 128256, 1024),
     "llama-405b": Shape(126, 16384, 53248, 128256, 1024),
 }
-_STEP_SECONDS = {"llama-8b": 4.0, "llama-70b": 8.0, "llama-405b": 16.0}
 
 
 @dataclass(frozen=True)
 class Assumptions:
-    """hours: of training. drift: of the weights, over ten steps. storage: GB/s of the whole job, written. copy: GB/s a
-    GPU to host memory."""
+    """Assumptions about model, machine and training."""
 
     model: str
     gpus: int
     step_seconds: float | None = None
-    drift: float | None = None
+    drift: float | None = None  # of the weights over ten steps
     learning_rate: float = 1e-4
-    storage_gbps: float = 200.0
-    copy_gbps: float = 20.0
+    storage_gbps: float = 200.0  # write speed of the whole job in GB/s
+    copy_gbps: float = 20.0  # copy speed of each GPU to host memory in GB/s
     every: int = 25
-    hours: float = 24.0
+    hours: float = 24.0  # hours of training
 
     @classmethod
     def of(cls, model: str, given: Mapping[str, Any]) -> Assumptions:
-        """With what was given, and the rest as it is by default."""
+        """Build the assumptions from the given values and the defaults."""
         return cls(model, **{"gpus": 1024} | {key: value for key, value in given.items() if value is not None})
 
     def __post_init__(self) -> None:
@@ -82,12 +77,11 @@ class Assumptions:
 
     @property
     def step(self) -> float:
-        """Seconds."""
         return self.step_seconds if self.step_seconds is not None else _STEP_SECONDS[self.model]
 
     @property
     def pace(self) -> float:
-        """Drift of the weights over ten steps: log-interpolated in the learning rate where it was not given."""
+        """Return the drift of the weights over ten steps; log-interpolated in the learning rate unless given."""
         if self.drift is not None:
             return self.drift
         known = sorted(_DRIFTS)
@@ -98,15 +92,14 @@ class Assumptions:
         return math.exp((1 - share) * math.log(_DRIFTS[low]) + share * math.log(_DRIFTS[high]))
 
     def told(self) -> Mapping[str, str]:
-        """Each assumption with its source."""
         layers = MODELS[self.model].layers()
         given = "given" if self.step_seconds is not None else "guessed; set --step-seconds"
-        pace = "given" if self.drift is not None else f"our small runs, at learning rate {self.learning_rate:g}"
+        pace = "given" if self.drift is not None else f"small own runs, at learning rate {self.learning_rate:g}"
         return {
             "Model": f"{self.model}, {sum(layers.values()) / 1e9:.1f} G parameters in {len(layers)} layers, the "
             "published shapes; 12 bytes a parameter (fp32 weights and two moments), ZeRO-3: no copy is written twice",
             "Machine": f"{self.gpus} GPUs; storage takes {self.storage_gbps:g} GB/s, each GPU copies "
-            f"{self.copy_gbps:g} GB/s to its host (guessed; set --storage-gbps, --copy-gbps); every copy is waited for",
+            f"{self.copy_gbps:g} GB/s to its host (guessed; set --storage-gbps, --copy-gbps); copies block training",
             "Step": f"{self.step:g} s ({given})",
             "Weights": f"drift {self.pace:.2g} over 10 steps ({pace}), growing like steps^{GROWTH / 2:g}, alike in "
             "all layers (docs/budget.md: between linear and a random walk)",
@@ -117,12 +110,12 @@ class Assumptions:
 
     @property
     def mtbf_hours(self) -> float:
-        """Of the whole job."""
+        """Return the mean hours between failures of the whole job."""
         return GPU_HOURS_PER_FAILURE / self.gpus
 
 
 def assumed_trace(one: Assumptions) -> Trace:
-    """As a run would have recorded it that saved nothing."""
+    """Return the trace of an assumed run that saved nothing."""
     units = tuple(
         TracedUnit(
             layer=layer, slot=slot, position=i, block=".layers." in layer, nbytes=4 * numel, numel=numel, moving=True
@@ -153,7 +146,7 @@ def assumed_trace(one: Assumptions) -> Trace:
 
 
 def _moved(one: Assumptions, units: tuple[TracedUnit, ...], last: int) -> MovedLine:
-    """At the last step, over all ages: alike at every step, so it serves for all of them."""
+    """Return the movement at the last step over all ages, which applies to every step."""
     ages = sorted({age for power in range(64) if (age := round(2 ** (power / 2))) <= last})
     return MovedLine(
         step=last, since={last - age: tuple(_distance(one, unit.slot, age) for unit in units) for age in ages}

@@ -1,7 +1,7 @@
-"""From what the user typed to what is replayed: ``--policy`` to a configuration, a configuration to a plan.
+"""Turn ``--policy`` values into configurations, and configurations into replay plans.
 
-A YAML file is a whole configuration. A name, ``{name: parity, k: 4}`` or ``{policy: full, every: 50}`` change the
-recorded configuration in that alone.
+A YAML file is a whole configuration. A name, ``{name: parity, k: 4}`` or ``{policy: full, every: 50}`` changes the
+recorded configuration.
 """
 
 from __future__ import annotations
@@ -24,40 +24,40 @@ from store.config_file import parse_yaml
 from store.errors import ConfigError, UsageError
 
 _ELSEWHERE = frozenset({"store", "metrics", "retention", "timeouts", "trace", "resume", "layers", "drift"})
-"""Sections that change nothing of what is saved when."""
+"""Sections that do not affect what is saved when."""
 
-_SPARSE = 1.1
-"""Decisions that a job would take, for each that the trace has: more, and a replay tells too little of that job."""
+_SPARSE = 1.1  # largest ratio of a job's decisions to recorded ones that a replay may represent
 
 
 @dataclass(frozen=True)
 class SimulationRequest:
-    """A configuration to replay, and what to call it."""
+    """A named configuration to replay."""
 
     name: str
     config: Config
 
 
 def recorded_settings(run: Run) -> Mapping[str, Any]:
-    """The configuration of the recorded run, as far as it was set; without a policy of the user's own.
+    """Return the recorded configuration, as far as set, without a custom policy.
 
-    A trace is a file that may come from elsewhere, and reading one runs no code: a policy that is not ours counts as
-    ``full``, until it is named by ``--policy``."""
+    A trace is untrusted and reading it must not run code: a custom policy counts as ``full`` unless ``--policy``
+    names it.
+    """
     if _ours(run.settings.get("policy", "full")):
         return run.settings
     return {key: value for key, value in run.settings.items() if key not in ("policy", "budget")}
 
 
 def recorded_config(run: Run) -> Config:
-    """The same, validated. UsageError where the trace has a configuration that this release cannot take."""
+    """Return the recorded configuration, validated. Raises UsageError if this release cannot read it."""
     try:
         return load_config(dict(recorded_settings(run)))
     except ConfigError as error:
-        raise UsageError(f"the trace was recorded with a configuration that cannot be read here: {error}") from error
+        raise UsageError(f"this release cannot read the trace's configuration: {error}") from error
 
 
 def requests_for(text: str, recorded: Mapping[str, Any]) -> SimulationRequest:
-    """What one ``--policy`` means. ConfigError or UsageError where it means nothing."""
+    """Parse one ``--policy`` value. Raises ConfigError or UsageError."""
     path = Path(text)
     if path.suffix in (".yaml", ".yml") or path.is_file():
         return SimulationRequest(path.stem, load_config(path))
@@ -66,13 +66,13 @@ def requests_for(text: str, recorded: Mapping[str, Any]) -> SimulationRequest:
     try:
         values = parse_yaml(text, f"--policy {text!r}").values
     except ConfigError as error:
-        raise UsageError(f"{error}; write it such as '{{name: parity, k: 4}}'") from error
+        raise UsageError(f"{error}; write for example '{{name: parity, k: 4}}'") from error
     settings = {"policy": values} if "name" in values else values
     return SimulationRequest(_short(values), load_config(changed(recorded, settings)))
 
 
 def changed(recorded: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The recorded configuration with some settings changed; without its budget where the policy spends none."""
+    """Return the recorded configuration with changed settings, without its budget if the policy does not use it."""
     values = {**recorded, **settings}
     if values.get("every") != "auto":
         values.pop("auto", None)
@@ -82,7 +82,9 @@ def changed(recorded: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[st
 
 
 def plan_of(one: SimulationRequest, run: Run, costs: Costs | None = None) -> ReplayPlan:
-    """The plan of a configuration. ConfigError where its bounds cannot hold at the moments that were recorded."""
+    """Return the replay plan of a configuration. Raises ConfigError if its bounds cannot hold at the recorded
+    decisions.
+    """
     config, every = one.config, _every(one.config, run)
     bounded = config
     if config.bounds.max_staleness and every is not None:
@@ -105,48 +107,50 @@ def plan_of(one: SimulationRequest, run: Run, costs: Costs | None = None) -> Rep
 
 
 def remarks(one: SimulationRequest, run: Run) -> list[str]:
-    """What has to be said of replaying this configuration on this run."""
+    """Return caveats of replaying this configuration on this run."""
     recorded, found, every = recorded_config(run), [], _every(one.config, run)
     gap = min(_gaps(run), default=0)
     if gap and every is not None and every < gap:
         found.append(f"{one.name}: the trace has decisions every {gap} steps, so every {every} is replayed as {gap}")
     elif gap and every is not None and every % gap:
         found.append(
-            f"{one.name}: every {every} is no multiple of the {gap} steps between recorded decisions: the nearest "
+            f"{one.name}: every {every} is not a multiple of the {gap} steps between recorded decisions: the nearest "
             "ones are taken"
         )
     if one.config.every == "auto" and recorded.every != "auto":
-        found.append(f"{one.name}: every auto is replayed at the recorded decisions, not at those that it would choose")
+        found.append(f"{one.name}: every auto is replayed at the recorded decisions, not at its own")
     if one.config.packing != "none" and (one.config.packing, one.config.differences) != (
         recorded.packing,
         recorded.differences,
     ):
-        found.append(f"{one.name}: the recorded run did not pack like this, so its bytes are those before packing")
+        found.append(f"{one.name}: the recorded run packed differently, so the bytes are those before packing")
     return found
 
 
 def recorded_interval(run: Run) -> int:
-    """Steps between two decisions of the recorded run: the usual ones, and no fewer than a replay can tell of.
+    """Return the usual steps between recorded decisions, as far as a replay can represent them.
 
-    Where intervals varied, a job that decides every so many steps may decide more often than the trace has decisions
-    for, and a replay would count too few saves: of the multiples of the median, the least with hardly any such."""
+    With varying intervals, a job that decides at a fixed interval may need decisions that the trace lacks, and the
+    replay would count too few saves. So the least multiple of the median with hardly any such gap
+    is taken.
+    """
     every, gaps = recorded_config(run).every, _gaps(run)
     if not gaps:
         return every if isinstance(every, int) else 1
     usual = statistics.median_low(gaps)
     usual = max(usual, every) if isinstance(every, int) else usual
-    return next(found for found in itertools.count(usual, usual) if _told(run, found))
+    return next(found for found in itertools.count(usual, usual) if _covers(run, found))
 
 
-def _told(run: Run, every: int) -> bool:
-    """Whether the trace has nearly all the decisions that a job would take every so many steps."""
+def _covers(run: Run, every: int) -> bool:
+    """Return whether the trace has nearly all decisions of a job with this interval."""
     steps = [[moment.line.step for moment in era.moments] for era in run.eras]
     due = sum(era[-1] // every - (era[0] - 1) // every for era in steps)
     return due <= _SPARSE * sum(len(chosen(era.moments, every)) for era in run.eras)
 
 
 def same_configuration(one: Config, other: Config) -> bool:
-    """Whether both save the same."""
+    """Return whether both save the same."""
     drop = set(_ELSEWHERE)
     return one.model_dump(exclude=drop) == other.model_dump(exclude=drop)
 
@@ -158,7 +162,7 @@ def _ours(policy: object) -> bool:
 
 
 def _every(config: Config, run: Run) -> int | None:
-    """None: whenever the recorded run decided."""
+    """Return the interval, None for the recorded decisions."""
     return config.every if isinstance(config.every, int) and config.every != recorded_config(run).every else None
 
 
@@ -168,7 +172,6 @@ def _gaps(run: Run) -> list[int]:
 
 
 def _short(values: Mapping[str, Any]) -> str:
-    """For people: ``parity k=4``; sections by what is in them."""
     words = []
     for key, value in values.items():
         if isinstance(value, Mapping):

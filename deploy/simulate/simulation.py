@@ -1,11 +1,8 @@
-"""Simulation and recommendation.
+"""Replay a run under several configurations, and recommend one within limits.
 
-Which configuration to take: of each family the one that makes the most of what is allowed, then the least damage.
-
-Families: everything seldom, turns of layers, one threshold, and ``budget``, each raw and in the encodings that round.
-All are replayed; nothing is predicted beyond that, and damage is that of docs/budget.md.
-
-A whole simulation: the configurations asked for, beside everything saved raw every time.
+The baseline saves everything raw at every decision. A recommendation replays four families, each in lossless and lossy
+encodings: full at longer intervals, parity, one threshold, and ``budget``. It takes from each the one that saves most
+within the limits, and then the one with the least expected damage (docs/budget.md).
 """
 
 from __future__ import annotations
@@ -39,33 +36,28 @@ from store.errors import ConfigError, UsageError
 from store.trace import Trace, read_lines
 
 _MULTIPLES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-"""Of the recorded interval, that are tried."""
+"""Multiples of the recorded interval that are tried."""
 
-_THRESHOLDS = 10
-"""Halvings of the range in which a threshold is looked for."""
-
+_THRESHOLDS = 10  # bisection steps when searching for a threshold
 _SECTIONS = ("every", "policy", "encoding", "packing", "differences", "budget", "bounds", "resume")
+BASELINE = "full, raw"
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What is allowed; None: not limited. exact: no encoding that rounds.
+    """Limits of a recommendation; None means unlimited."""
 
-    bytes_per_hour: all ranks, without the first save of a store. max_loss_minutes: of training that is redone, at the
-    worst moment."""
-
-    bytes_per_hour: float | None = None
+    bytes_per_hour: float | None = None  # of all ranks, without the first save of a store
     stall_share: float | None = None
-    max_loss_minutes: float | None = None
-    exact: bool = False
+    max_loss_minutes: float | None = None  # of training lost by a failure at the worst moment
+    exact: bool = False  # lossless encodings only
 
     @property
     def any(self) -> bool:
-        """Whether anything is limited."""
         return any(one is not None for one in (self.bytes_per_hour, self.stall_share, self.max_loss_minutes))
 
     def hold(self, one: Summary) -> bool:
-        """Whether it keeps within them, and saves more than once."""
+        """Return whether a replay keeps the limits and saves more than once."""
         if one.saves < 2:
             return False
         return (
@@ -81,20 +73,17 @@ def _within(value: float, most: float | None) -> bool:
 
 @dataclass(frozen=True)
 class Recommendation:
-    """chosen: of ``tried``, least damage first. settings: to paste. limits: as they were used; ``max_loss_minutes``
-    alone is taken as the bytes of the plainest configuration that keeps it. since: from where on all are compared.
-    notes: what has to be said of replaying the chosen one."""
+    """The recommended configuration."""
 
     chosen: Summary
-    tried: tuple[Summary, ...]
-    settings: Mapping[str, Any]
-    limits: Limits
-    since: Position | None = None
-    notes: tuple[str, ...] = ()
+    tried: tuple[Summary, ...]  # candidates, least damage first
+    settings: Mapping[str, Any]  # configuration to paste
+    limits: Limits  # limits as used; ``max_loss_minutes`` alone is converted to bytes per hour
+    since: Position | None = None  # position from which all are compared
+    notes: tuple[str, ...] = ()  # caveats of replaying the chosen one
 
     @property
     def yaml(self) -> str:
-        """The settings as a configuration has them."""
         return _text(self.settings)
 
 
@@ -115,7 +104,7 @@ class _Trials:
         self._made: dict[str, _Tried | None] = {}
 
     def of(self, name: str, settings: Mapping[str, Any]) -> _Tried | None:
-        """None where the rest of the recorded configuration forbids it."""
+        """Replay a configuration; None if the rest of the recorded configuration forbids it."""
         if name not in self._made:
             self._made[name] = self._try(name, settings)
         return self._made[name]
@@ -137,9 +126,13 @@ class _Trials:
 def recommend(
     run: Run, terms: Terms, limits: Limits, costs: Costs | None = None, beside: Sequence[Summary] = ()
 ) -> Recommendation:
-    """The configuration of least expected damage within the limits. UsageError where none keeps them.
+    """Return the configuration with the least expected damage within the limits.
 
-    beside: what else is compared, over the same steps."""
+    ``beside`` are further replays to compare over the same steps.
+
+    Raises:
+        UsageError: no configuration keeps the limits.
+    """
     if not limits.any:
         raise UsageError("--recommend needs a limit: --bytes-per-hour, --stall-share or --max-loss-minutes")
     trials = _Trials(run, terms, costs)
@@ -148,7 +141,7 @@ def recommend(
     found = [one for one in _candidates(trials, limits) if one is not None and limits.hold(one.summary)]
     if not found:
         raise UsageError(
-            f"no configuration keeps these limits, deciding every {trials.every} steps as the trace does: allow more, "
+            f"no configuration keeps these limits at the trace's interval of {trials.every} steps: raise the limits, "
             "or record a trace with a smaller `every`"
         )
     settings = {one.summary.name: one.settings for one in found}
@@ -164,18 +157,18 @@ def recommend(
             notes = tuple(remarks(request, run))
             return Recommendation(chosen, tuple(ordered), settings[chosen.name], limits, since, notes)
     raise UsageError(
-        "what keeps these limits does so by settings of the recorded run that a recommendation does not print: replay "
+        "these limits are kept only by settings of the recorded run that a recommendation omits: replay "
         "configurations with --policy FILE instead"
     )
 
 
 def later_per_hour(one: Summary) -> float:
-    """Bytes an hour without the first save of a store, which is full whatever the configuration."""
+    """Return bytes per hour without the first save of a store, which is always full."""
     return one.later / one.hours if one.hours else math.inf
 
 
 def _as_bytes(trials: _Trials, limits: Limits) -> Limits:
-    """Time alone would let everything be saved every time: the bytes that saving everything takes are the limit."""
+    """Limit bytes to those of full saves that keep the loss; a time limit alone permits saving everything."""
     kept = [one for one in _seldom(trials, {"policy": "full"}, "full raw") if limits.hold(one.summary)]
     if not kept:
         return limits
@@ -207,12 +200,12 @@ def _seldom(trials: _Trials, settings: Mapping[str, Any], name: str) -> Iterator
 
 
 def _first(trials: _Trials, settings: Mapping[str, Any], name: str, limits: Limits) -> _Tried | None:
-    """The most often that the limits allow."""
+    """Return the most frequent saving within the limits."""
     return next((one for one in _seldom(trials, settings, name) if limits.hold(one.summary)), None)
 
 
 def _threshold(trials: _Trials, encoding: str, limits: Limits) -> _Tried | None:
-    """The lowest that the limits allow, to within some per cent."""
+    """Return the lowest threshold within the limits, by bisection."""
     held: _Tried | None = None
 
     def tried(level: float) -> _Tried | None:
@@ -233,9 +226,6 @@ def _threshold(trials: _Trials, encoding: str, limits: Limits) -> _Tried | None:
     return held
 
 
-BASELINE = "full, raw"
-
-
 @dataclass(frozen=True)
 class Simulation:
     """What came out. baseline: everything raw at every recorded decision, which ``summaries`` begins with.
@@ -248,26 +238,25 @@ class Simulation:
 
     @property
     def baseline(self) -> Summary:
-        """The first one."""
         return self.summaries[0]
 
     @property
     def window(self) -> tuple[float, float]:
-        """The steps that all are compared over: from the latest of their first commits to the last decision."""
+        """Return the steps of the comparison: from the latest first commit to the last decision."""
         replayed = self.baseline.replayed
         end = replayed.course.end[1]
         return (end if replayed.since is None else replayed.since[1]), end
 
 
 def read_trace(path: Path) -> Trace:
-    """The trace in a file. UsageError where it cannot be read, or is none."""
+    """Read a trace file. Raises UsageError if it is unreadable or not a trace."""
     try:
         with path.open("rb") as file:
             trace = read_lines(file)
     except OSError as error:
         raise UsageError(f"cannot read the trace {path}: {error.strerror}; give the file STORE.trace.jsonl") from error
     if not trace.lines:
-        raise UsageError(f"{path} is no drift trace: give the file that a job writes, STORE.trace.jsonl")
+        raise UsageError(f"{path} is not a drift trace: give the file that a job writes, STORE.trace.jsonl")
     return trace
 
 
@@ -278,8 +267,15 @@ def simulated(
     limits: Limits | None = None,
     speeds: Mapping[str, float | None] | None = None,
 ) -> tuple[Simulation, Recommendation | None]:
-    """Replay ``trace`` under each of the configurations that ``policies`` name, and look for a better one within
-    ``limits`` where there are any. speeds: ``storage_gbps`` and ``copy_gbps``, instead of what was recorded."""
+    """Replay ``trace`` under the given policies and, with ``limits``, recommend a configuration.
+
+    Args:
+        trace: recorded run.
+        policies: values of ``--policy``.
+        terms: failures and prices.
+        limits: limits of the recommendation, None for no recommendation.
+        speeds: ``storage_gbps`` and ``copy_gbps``, instead of the recorded speeds.
+    """
     run = run_of(trace)
     costs = _costs(run, speeds or {})
     wanted = [requests_for(text, recorded_settings(run)) for text in policies] or ([] if limits else _by_default(run))
@@ -295,7 +291,7 @@ def simulated(
 def simulate(
     trace: Trace, run: Run, wanted: Sequence[SimulationRequest], terms: Terms, costs: Costs | None = None
 ) -> Simulation:
-    """Replay the run of a trace under each configuration. costs: of saves, instead of the recorded ones."""
+    """Replay the run under each configuration; ``costs`` replace the recorded ones."""
     recorded = recorded_config(run)
     notes = list(_notes(trace, run, recorded, costs))
     summaries = []
@@ -307,22 +303,22 @@ def simulate(
             first = replayed.failures[0]
             notes.append(
                 f"{one.name}: the policy failed at {len(replayed.failures)} of {len(replayed.made)} decisions (it "
-                f"{first.what}{f' at {first.place}' if first.place else ''}); everything is saved there, as live"
+                f"{first.what}{f' at {first.place}' if first.place else ''}); everything is saved there, as in a job"
             )
         known = recorded_settings(run) is run.settings
         if known and same_configuration(one.config, recorded) and not replayed.as_recorded and costs is None:
-            notes.append(f"{one.name}: this is the recorded configuration, and the replay left the recorded path")
+            notes.append(f"{one.name}: this is the recorded configuration, but the replay differs from the recording")
         if replayed.exposure.unknown:
-            notes.append(f"{one.name}: the movement of some layer slots is not in the trace; they are left out")
+            notes.append(f"{one.name}: some layer slots have no movement in the trace and are left out")
     compared = over(summaries, latest_first(one.replayed.course for one in summaries))
     return Simulation(run, compared, tuple(dict.fromkeys((*notes, *window_notes(compared)))))
 
 
 def window_notes(summaries: Sequence[Summary]) -> Iterator[str]:
-    """What is weak about comparing these over the steps that they are compared over."""
+    """Yield caveats of the comparison window."""
     for one in summaries:
         if one.saves < 2:
-            yield f"{one.name}: commits {('never', 'once')[one.saves]} in this run, too seldom to be judged by it"
+            yield f"{one.name}: commits {('never', 'once')[one.saves]} in this run, too rarely to compare"
     since, course = summaries[0].replayed.since, summaries[0].replayed.course
     inside, whole = course.steps(since), course.steps()
     if since is not None and 2 * inside < whole:
@@ -359,7 +355,7 @@ def _at(bytes_per_second: float) -> Fitted:
 
 
 def baseline_config(recorded: Config) -> Config:
-    """Everything, raw, at every recorded decision."""
+    """Return the baseline: everything raw at every recorded decision."""
     return Config(every=recorded.every)
 
 
@@ -367,10 +363,10 @@ def _notes(trace: Trace, run: Run, recorded: Config, costs: Costs | None) -> lis
     found = []
     if recorded_settings(run) is not run.settings:
         found.append(
-            "the recorded policy is not one of ours, and a trace runs no code: name it with --policy to replay it"
+            "the recorded policy is not built in, and a trace must not run code: name it with --policy to replay it"
         )
     if trace.skipped:
-        found.append(f"{trace.skipped} lines of the trace are torn or of a later release, and left out")
+        found.append(f"{trace.skipped} lines of the trace are torn or of a later release and are skipped")
     if not any(era.moved for era in run.eras):
         found.append(
             "the trace holds no movement over several ages (`trace: {anchors: ...}` was 0, or drift.method exact): "
@@ -378,13 +374,10 @@ def _notes(trace: Trace, run: Run, recorded: Config, costs: Costs | None) -> lis
         )
     if costs is None and run.costs.write.cost(1e9) == 0.0:
         found.append(
-            "nothing was written in this run, so how long saves take is not known and taken as 0: give --storage-gbps"
+            "nothing was written in this run, so save durations are unknown and taken as 0: give --storage-gbps"
         )
     if (costs is None or costs.stall is run.costs.stall) and any(era.job.observing for era in run.eras):
-        found.append(
-            "a run that only observes copies nothing, so the stall told here is that of measuring alone: "
-            "give --copy-gbps"
-        )
+        found.append("an observing run copies nothing, so the stall is that of measuring alone: give --copy-gbps")
     if recorded.encode == "staging":
-        found.append("stall is told from raw bytes copied, though this run copied encoded ones")
+        found.append("stall is computed from raw bytes, though this run copied encoded ones")
     return found

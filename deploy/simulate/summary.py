@@ -1,9 +1,4 @@
-"""Costs and plot.
-
-What a replay comes to: bytes, stall, what a failure costs, and money. Pure.
-
-Configurations as points: bytes an hour against what a failure is expected to cost. Needs matplotlib.
-"""
+"""Summarise a replay: bytes, stall, cost of a failure and money; plot the summaries with matplotlib."""
 
 from __future__ import annotations
 
@@ -22,7 +17,7 @@ from store.names import WEIGHTS
 
 @dataclass(frozen=True)
 class Prices:
-    """In one currency, whichever. gpu_hour: of one GPU. tb_written: of 10^12 bytes."""
+    """Prices in any one currency, of a GPU hour and of 10^12 written bytes."""
 
     gpu_hour: float | None = None
     tb_written: float | None = None
@@ -30,24 +25,24 @@ class Prices:
 
 @dataclass(frozen=True)
 class Terms:
-    """What failures are supposed to be like. mtbf_hours: mean times between them, of the whole job; None: 3 h, 12 h
-    and 2 days.
+    """Assumed failures.
 
-    restart_seconds: from a failure to the first step after it, without what is redone."""
+    Attributes:
+        mtbf_hours: mean times between failures of the whole job, None for 3 h, 12 h and 2 days.
+    """
 
     mtbf_hours: tuple[float, ...] | None = None
-    restart_seconds: float = 600.0
+    restart_seconds: float = 600.0  # from a failure to the next step, without repeated training
     prices: Prices = field(default_factory=Prices)
 
     @property
     def times(self) -> tuple[float, ...]:
-        """Hours between failures."""
         return self.mtbf_hours or (3.0, 12.0, 48.0)
 
 
 @dataclass(frozen=True)
 class Summary:
-    """One configuration. seconds: of the run. step_seconds: of a step, stall included."""
+    """Result of one configuration. ``seconds``: duration of the run; ``step_seconds``: of a step, including stall."""
 
     name: str
     replayed: ReplayResult
@@ -58,54 +53,49 @@ class Summary:
 
     @property
     def saves(self) -> int:
-        """Commits."""
         return len(self.replayed.committed)
 
     @property
     def written(self) -> int:
-        """Bytes, all ranks."""
         return self.replayed.written
 
     @property
     def later(self) -> int:
-        """Bytes without the first save where that is the first of its store: it is full whatever the policy."""
+        """Return the bytes without the first save, if that is the first of its store and so always full."""
         committed = self.replayed.committed
         first = bool(committed) and all(one.staleness is None for one in committed[0].stats)
         return self.written - (committed[0].written if first else 0)
 
     @property
     def hours(self) -> float:
-        """Of the run."""
         return self.seconds / 3600
 
     @property
     def bytes_per_hour(self) -> float:
-        """All of them, the first save too."""
         return self.written / self.hours if self.hours else 0.0
 
     @property
     def stall_share(self) -> float:
-        """Of wall time."""
         return self.replayed.stall / self.seconds if self.seconds else 0.0
 
     @property
     def exposure(self) -> Exposure:
-        """What a failure finds."""
         return self.replayed.exposure
 
     @property
     def rewound(self) -> Spread:
-        """Steps since the one at which a resume goes on: the effective step, or the newest under `resume: {at:
-        newest}`."""
+        """Return the steps repeated after a resume: from the effective step, or the newest under `resume: {at:
+        newest}`.
+        """
         return self.exposure.rewound if self.replayed.plan.goes_back else self.exposure.lost
 
     @property
     def lost_seconds(self) -> float:
-        """That a failure costs on average; without end where nothing is ever kept."""
+        """Return the mean training time lost by a failure, infinite without any commit."""
         return self.rewound.mean * self.step_seconds if self.rewound.weight else math.inf
 
     def drift(self, weights: bool) -> Spread:
-        """Of the weights, or of all other slots."""
+        """Return the drift of the weights, or of all other slots."""
         found = [spread for slot, spread in self.exposure.drift.items() if (slot == WEIGHTS) == weights]
         merged = Spread()
         for spread in found:
@@ -113,7 +103,7 @@ class Summary:
         return merged
 
     def goodput(self, mtbf_hours: float) -> float:
-        """Share of wall time that training keeps."""
+        """Return the share of wall time that remains for training."""
         return goodput(
             stall_share=self.stall_share,
             lost_seconds=self.lost_seconds,
@@ -122,7 +112,7 @@ class Summary:
         )
 
     def price(self, mtbf_hours: float) -> float | None:
-        """What stall, failures and written bytes cost over the run. None: no price was given."""
+        """Return the price of stall, failures and written bytes over the run, None without prices."""
         prices = self.terms.prices
         if prices.gpu_hour is None and prices.tb_written is None:
             return None
@@ -131,17 +121,17 @@ class Summary:
 
 
 def summary_of(replayed: ReplayResult, run: Run, terms: Terms) -> Summary:
-    """Of a replay of ``run``."""
+    """Summarise a replay of ``run``."""
     return Summary(replayed.plan.name, replayed, run.seconds, step_seconds(run), run.eras[-1].job.world_size, terms)
 
 
 def over(summaries: Sequence[Summary], since: Position | None) -> tuple[Summary, ...]:
-    """The same, a failure looked at from ``since`` on in each."""
+    """Restrict the summaries to failures from ``since`` on."""
     return tuple(replace(one, replayed=one.replayed.seen_from(since)) for one in summaries)
 
 
 def step_seconds(run: Run) -> float:
-    """Wall time of a step: between the first and the last decision of each stretch."""
+    """Return the wall time per step, between the first and last decision of each segment."""
     steps = seconds = 0.0
     for era in run.eras:
         first, last = era.moments[0].line, era.moments[-1].line
@@ -151,7 +141,7 @@ def step_seconds(run: Run) -> float:
 
 
 def as_json(summary: Summary, baseline: Summary) -> dict[str, Any]:
-    """One configuration, as the JSON object of the command has it."""
+    """Return a configuration's entry in the JSON output."""
     exposure = summary.exposure
     return {
         "name": summary.name,
@@ -182,7 +172,7 @@ def as_json(summary: Summary, baseline: Summary) -> dict[str, Any]:
 
 
 def rank(one: Summary) -> tuple[float, int]:
-    """By which the best comes first: the least expected damage; of equals the fewest bytes."""
+    """Return the sort key: least expected damage first, then fewest bytes."""
     return one.exposure.total.mean, one.written
 
 
@@ -191,7 +181,7 @@ def _spread(one: Spread) -> Mapping[str, float | None]:
 
 
 def write_picture(summaries: Sequence[Summary], path: Path) -> None:
-    """Write it to ``path``, whose suffix names the format. UsageError without matplotlib, or where it cannot be."""
+    """Plot the summaries to ``path``. Raises UsageError without matplotlib, or if the file cannot be written."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure

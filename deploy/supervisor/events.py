@@ -1,13 +1,7 @@
-"""Event log and metrics.
+"""Report the supervisor's events: lines on the terminal, an optional JSON file, and Prometheus metrics.
 
-What the supervisor tells: a line for people and, where a file is given, a JSON line for machines, an event each.
-
-Owned by the supervisor's thread. Nobody who stopped reading, and no full disk, may end the supervision of a job: a line
-that cannot be written is lost, and of the file that is said once.
-
-What ``driftpoint run`` serves to Prometheus: attempts, how they ended, and how long nothing got further.
-
-A registry of its own. Told by the supervisor's thread. A port that is taken costs the endpoint, nothing else.
+Owned by the supervisor's thread. A closed terminal, a full disk or a used port never ends the supervision: the line or
+the endpoint is dropped, and the event file's failure is reported once.
 """
 
 from __future__ import annotations
@@ -19,7 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
@@ -28,15 +22,12 @@ from store.errors import PREEMPTED, ConfigError
 from store.metrics_server import EndpointSecurity, MetricsServer
 from store.names import SaveId
 
-if TYPE_CHECKING:
-    pass
-
-
 _LISTED = 8
+ENDS = ("done", "preempted", "failed", "killed")  # ends of attempts: exit code 0, 75, any other, or a signal
 
 
 class EventLog:
-    """line: writes a line for people. events: file that JSON lines are appended to. metrics: for dashboards."""
+    """Reports events as lines for people, JSON lines in ``events``, and metrics."""
 
     def __init__(
         self,
@@ -51,67 +42,62 @@ class EventLog:
         self._root = root
         self._ends: list[str] = []
 
-    def say(self, text: str) -> None:
-        """A line for people."""
-        with suppress(OSError, ValueError):  # nobody reads, or the terminal is gone
+    def message(self, text: str) -> None:
+        with suppress(OSError, ValueError):  # stderr is closed, or the terminal is gone
             self._line(f"driftpoint run: {text}")
 
-    def began(self, number: int, seconds: float, sight: StoreSnapshot) -> None:
-        """An attempt is about to begin."""
+    def on_attempt_start(self, number: int, seconds: float, snapshot: StoreSnapshot) -> None:
         after = f" (after {seconds:.3g} s)" if number > 1 else ""
-        self.say(f"attempt {number}{after}: {_from(sight)}")
+        self.message(f"attempt {number}{after}: {_from(snapshot)}")
         if self._metrics is not None:
-            self._metrics.began()
-        self._event("begin", attempt=number, commit=_name(sight.resumes), trouble=sight.trouble or None)
+            self._metrics.on_attempt_start()
+        self._event("begin", attempt=number, commit=_name(snapshot.resumes), trouble=snapshot.trouble or None)
 
-    def ended(self, number: int, attempt: Attempt) -> None:
-        """An attempt is over."""
+    def on_attempt_end(self, number: int, attempt: Attempt) -> None:
         newest = attempt.after.newest
-        new = f"; kept up to step {newest.step}" if attempt.committed and newest is not None else ""
+        new = f"; committed up to step {newest.step}" if attempt.committed and newest is not None else ""
         unknown = f"; the store cannot be read: {attempt.after.trouble}" if attempt.after.trouble else ""
-        self.say(f"attempt {number} ended: {attempt.end}{new}{unknown}")
+        self.message(f"attempt {number} ended: {attempt.end}{new}{unknown}")
         self._ends.append(f"attempt {number}: {attempt.end}, {_from(attempt.before)}")
         self._ends = self._ends[-_LISTED:]
         if self._metrics is not None:
-            self._metrics.over(attempt)
+            self._metrics.on_attempt_end(attempt)
         self._event("end", attempt=number, code=attempt.code, commit=_name(newest), committed=attempt.committed)
 
-    def judged(self, course: RestartHistory) -> None:
-        """What the attempts so far come to."""
+    def on_decision(self, history: RestartHistory) -> None:
         if self._metrics is not None:
-            self._metrics.judged(course)
+            self._metrics.on_decision(history)
 
-    def marked(self, save: SaveId, instead: SaveId | None, trouble: str) -> None:
-        """A commit was marked as suspect, or could not be."""
+    def on_suspect_marked(self, save: SaveId, instead: SaveId | None, trouble: str) -> None:
+        """Report a commit marked as suspect, or the failure to mark it."""
         if trouble:
-            self.say(f"commit {save} could not be marked as suspect: {trouble}")
+            self.message(f"commit {save} could not be marked as suspect: {trouble}")
             return
         to = "" if instead is None else f": falling back to step {instead.step}"
-        self.say(f"commit {save} is suspect, resumed from it died twice without a commit{to}")
+        self.message(f"commit {save} is suspect: two jobs that resumed from it died without a commit{to}")
         if self._metrics is not None:
             self._metrics.suspects.inc()
         self._event("suspect", commit=save.name, instead=_name(instead))
 
-    def withdrew(self, save: SaveId, trouble: str) -> None:
-        """The mark was taken back, or could not be."""
+    def on_suspect_withdrawn(self, save: SaveId, trouble: str) -> None:
+        """Report a removed suspect mark, or the failure to remove it."""
         if trouble:
-            self.say(f"commit {save} is not to blame, but its mark could not be removed: {trouble}")
+            self.message(f"commit {save} is not the cause, but its suspect mark could not be removed: {trouble}")
             return
-        self.say(f"commit {save} is suspect no more: falling back from it did not help")
+        self.message(f"commit {save} is no longer suspect: falling back from it did not help")
         self._event("withdrawn", commit=save.name)
 
-    def stopped(self, stop: GiveUp) -> None:
-        """That was the last attempt."""
+    def on_stop(self, stop: GiveUp) -> None:
         self._event("stop", code=stop.code, why=stop.why)
         if stop.code == 0:
             return
-        self.say(f"stopped (exit code {stop.code}): {stop.why}")
+        self.message(f"stopped (exit code {stop.code}): {stop.why}")
         if stop.code == NO_PROGRESS:
             for end in self._ends:
-                self.say(f"  {end}")
-            self.say(
-                "what it died of is in the command's own output above. To see what it starts from: "
-                f"`driftpoint show {self._root}`, `driftpoint verify {self._root}`. Then give the same command again"
+                self.message(f"  {end}")
+            self.message(
+                "for the cause, see the command's output above. To inspect the commits: "
+                f"`driftpoint show {self._root}`, `driftpoint verify {self._root}`. Then run the same command again"
             )
 
     def _event(self, kind: str, **facts: Any) -> None:
@@ -123,57 +109,36 @@ class EventLog:
                 file.write(json.dumps({"event": kind, "time": now, **facts}) + "\n")
         except OSError as error:
             self._events = None
-            self.say(f"events are written no more: {error}")
+            self.message(f"cannot write events: {error}; no more are written")
 
 
-def _from(sight: StoreSnapshot) -> str:
-    if sight.trouble:
-        return f"the store cannot be read: {sight.trouble}"
-    if sight.resumes is None:
-        return "from the beginning" if sight.newest is None else "no commit can be resumed"
-    return f"resuming from step {sight.resumes.step}"
+def _from(snapshot: StoreSnapshot) -> str:
+    if snapshot.trouble:
+        return f"the store cannot be read: {snapshot.trouble}"
+    if snapshot.resumes is None:
+        return "from the beginning" if snapshot.newest is None else "no commit can be resumed"
+    return f"resuming from step {snapshot.resumes.step}"
 
 
 def _name(save: SaveId | None) -> str | None:
     return None if save is None else save.name
 
 
-ENDS = ("done", "preempted", "failed", "killed")
-"""How attempts end: with 0, with 75, with another code, of a signal."""
-
-
 class SupervisorMetrics:
-    """The metric set. Without :meth:`serve` it only counts. restarts: in a row without progress, that are allowed."""
+    """Metrics of ``driftpoint run``, in a registry of their own. Without :meth:`serve` it only counts."""
 
     def __init__(self, restarts: int) -> None:
-        registry = CollectorRegistry()
-        self.registry = registry
-        self.up = Gauge("driftpoint_supervisor_up", "1 as long as the supervisor runs", registry=registry)
-        self.attempts = Counter("driftpoint_supervisor_attempts", "Times that the command was begun", registry=registry)
-        self.running = Gauge("driftpoint_supervisor_running", "1 while the command runs", registry=registry)
-        self.ended = Counter(
-            "driftpoint_supervisor_attempts_ended", "Times that the command ended, by how", ("end",), registry=registry
-        )
-        self.in_a_row = Gauge(
-            "driftpoint_supervisor_attempts_without_progress",
-            "Attempts since the last one that got further",
-            registry=registry,
-        )
-        self.limit = Gauge(
-            "driftpoint_supervisor_restarts_limit",
-            "Restarts in a row without progress, after which it stops",
-            registry=registry,
-        )
-        self.step = Gauge(
-            "driftpoint_supervisor_step", "Furthest step in the store when it looked last, -1: none", registry=registry
-        )
-        self.began_at = Gauge(
-            "driftpoint_supervisor_attempt_timestamp_seconds", "When the newest attempt began", registry=registry
-        )
-        self.suspects = Counter("driftpoint_supervisor_suspects", "Commits marked as suspect", registry=registry)
-        self.blind = Gauge(
-            "driftpoint_supervisor_store_unreadable", "1 where the store could not be read last", registry=registry
-        )
+        self.registry = CollectorRegistry()
+        self.up = self._gauge("up", "1 while the supervisor runs")
+        self.attempts = self._counter("attempts", "Starts of the command")
+        self.running = self._gauge("running", "1 while the command runs")
+        self.ended = self._counter("attempts_ended", "Ends of the command, by kind", "end")
+        self.in_a_row = self._gauge("attempts_without_progress", "Attempts since the last one with progress")
+        self.limit = self._gauge("restarts_limit", "Allowed restarts in a row without progress")
+        self.step = self._gauge("step", "Furthest step in the store at the last look, -1: none")
+        self.began_at = self._gauge("attempt_timestamp_seconds", "Start of the newest attempt")
+        self.suspects = self._counter("suspects", "Commits marked as suspect")
+        self.blind = self._gauge("store_unreadable", "1 if the store was unreadable at the last look")
         for end in ENDS:
             self.ended.labels(end)
         self.limit.set(restarts)
@@ -181,13 +146,18 @@ class SupervisorMetrics:
         self.up.set(1)
         self._server: MetricsServer | None = None
 
+    def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
+        return Gauge(f"driftpoint_supervisor_{name}", text, labels, registry=self.registry)
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"driftpoint_supervisor_{name}", text, labels, registry=self.registry)
+
     @property
     def url(self) -> str | None:
-        """That a scraper asks; None where nobody listens."""
         return None if self._server is None else self._server.url
 
     def serve(self, host: str, port: int, security: EndpointSecurity, say: Callable[[str], None]) -> None:
-        """Listen; 0 takes a free port. Signals are the supervisor's: no other thread of its process takes one."""
+        """Serve the metrics; port 0 takes a free one. Signals stay blocked in the server's thread."""
         before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:
             self._server = MetricsServer(self.registry, host, port, security)
@@ -201,26 +171,22 @@ class SupervisorMetrics:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
-    def began(self) -> None:
-        """An attempt begins."""
+    def on_attempt_start(self) -> None:
         self.attempts.inc()
         self.running.set(1)
         self.began_at.set(time.time())
 
-    def over(self, attempt: Attempt) -> None:
-        """An attempt ended."""
+    def on_attempt_end(self, attempt: Attempt) -> None:
         self.running.set(0)
         self.ended.labels(_end(attempt.code)).inc()
         self.blind.set(bool(attempt.after.trouble))
         if not attempt.after.trouble:
             self.step.set(attempt.after.step)
 
-    def judged(self, course: RestartHistory) -> None:
-        """What that means for the job."""
-        self.in_a_row.set(course.in_a_row)
+    def on_decision(self, history: RestartHistory) -> None:
+        self.in_a_row.set(history.in_a_row)
 
     def close(self) -> None:
-        """Stop listening."""
         if self._server is not None:
             self._server.close()
             self._server = None

@@ -1,14 +1,8 @@
-"""Signals, process trees, orphans.
+"""Signal and end the command's process tree: pass signals on, escalate, and end orphans. Linux only.
 
-Trees of processes: who catches a signal, who is left when the command has ended, and how they are ended.
-
-Linux. Knows nothing of jobs and stores. A process that is gone in the meantime is no error anywhere here.
-
-What a signal to the supervisor means for the command that runs, and what follows if it does not end. One attempt.
-
-Owned by the supervisor's thread; it sends signals and waits for nothing. The trainer's own handler gets its notice
-(SIGUSR1, unless the job's settings name another) before anything else gets SIGTERM, because a launcher that is told to
-terminate gives its workers little time to save.
+A process that ends meanwhile is never an error. :class:`ProcessStopper` is owned by the supervisor's thread; it sends
+signals and does not wait. The trainer's own handler gets its preemption signal (SIGUSR1 by default) before anything
+gets SIGTERM, because launchers give their workers little time after SIGTERM.
 """
 
 from __future__ import annotations
@@ -28,15 +22,23 @@ from deploy.supervisor.restart_policy import INTERRUPTED
 from store.errors import PREEMPTED
 
 _PR_SET_CHILD_SUBREAPER = 36
+NOTICES = (signal.SIGUSR1, signal.SIGUSR2)
+ENDS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+KILL_AFTER = 10.0  # seconds from SIGTERM to SIGKILL
+ATTRIBUTION_SECONDS = 600.0
+"""Seconds after a preemption signal, besides the grace period, in which the command's end counts as its result.
+
+Launchers hide the exit code. After this time, the end has another cause.
+"""
 
 
 def adopt_orphans() -> bool:
-    """From now on what this process's descendants leave behind becomes its child. False where the system refuses."""
+    """Become the parent of orphaned descendants. Returns False if the system refuses."""
     return ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0  # type: ignore[no-any-return]
 
 
-def catches(pid: int, number: signal.Signals) -> bool:
-    """Whether the process has a handler for the signal, so that it does not simply die of it."""
+def handles_signal(pid: int, number: signal.Signals) -> bool:
+    """Return whether the process has a handler for the signal."""
     try:
         status = Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace")
     except OSError:
@@ -45,18 +47,19 @@ def catches(pid: int, number: signal.Signals) -> bool:
     return bool(int(caught, 16) >> (number - 1) & 1)
 
 
-def catching(top: int, number: signal.Signals) -> list[psutil.Process]:
-    """The processes of the tree under ``top``, itself included, that catch the signal; nothing below one that does.
+def processes_handling(top: int, number: signal.Signals) -> list[psutil.Process]:
+    """Return the processes in the tree of ``top`` that handle the signal, but none below such a process.
 
-    Forked children (data-loader workers) inherit their parent's handler, and a launcher that has one passes it on.
+    Forked children (data-loader workers) inherit their parent's handler, and a launcher with a handler
+    forwards the signal.
     """
     with suppress(psutil.NoSuchProcess):
-        return list(_catching(psutil.Process(top), number))
+        return list(_walk_handling(psutil.Process(top), number))
     return []
 
 
 def send(processes: Iterable[psutil.Process], number: signal.Signals) -> int:
-    """Send a signal to each; returns to how many."""
+    """Send a signal to each process and return the number reached."""
     sent = 0
     for process in processes:
         with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
@@ -66,21 +69,19 @@ def send(processes: Iterable[psutil.Process], number: signal.Signals) -> int:
 
 
 def is_daemon(process: psutil.Process) -> bool:
-    """Whether it is the daemon of a node, which a trainer may have started: see :mod:`monitor.daemon_client`."""
+    """Return whether the process is the node daemon, which a trainer may have started."""
     with suppress(psutil.Error):
         return process.cmdline()[1:5] == ["-m", "deploy.cli", "daemon", "run"]
     return False
 
 
 def children() -> frozenset[psutil.Process]:
-    """The children of this process. One that was started by ``exec`` keeps those of the shell before it."""
+    """Return the children of this process. A process started by ``exec`` keeps those of the shell."""
     return frozenset(psutil.Process().children())
 
 
-def below(but: Collection[psutil.Process] = ()) -> list[psutil.Process]:
-    """All descendants of this process that still run, except those children and what is below them.
-
-    Daemons are not among them: those are there for what comes after."""
+def descendants(but: Collection[psutil.Process] = ()) -> list[psutil.Process]:
+    """Return all running descendants except ``but``, their descendants, and daemons, which later attempts use."""
     found, spared = psutil.Process().children(recursive=True), set(but)
     for one in but:
         with suppress(psutil.NoSuchProcess):
@@ -89,7 +90,7 @@ def below(but: Collection[psutil.Process] = ()) -> list[psutil.Process]:
 
 
 def reap(but: int) -> None:
-    """Take note of the end of adopted processes. ``but``: a child that someone else waits for."""
+    """Reap adopted processes, except ``but``, for which another caller waits."""
     with suppress(ChildProcessError):
         while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
             if ended.si_pid == but:
@@ -97,22 +98,22 @@ def reap(but: int) -> None:
             os.waitpid(ended.si_pid, os.WNOHANG)
 
 
-def end_below(term_seconds: float, kill_seconds: float, but: Collection[psutil.Process] = ()) -> tuple[int, int]:
-    """End what :func:`below` finds: SIGTERM, then SIGKILL. Returns how many there were and how many will not go."""
-    left = below(but)
+def end_descendants(term_seconds: float, kill_seconds: float, but: Collection[psutil.Process] = ()) -> tuple[int, int]:
+    """End all descendants with SIGTERM, then SIGKILL. Returns how many there were and how many remain."""
+    left = descendants(but)
     if not left:
         reap(but=0)
         return 0, 0
     send(left, signal.SIGTERM)
     psutil.wait_procs(left, timeout=term_seconds)
     last = time.monotonic() + kill_seconds
-    while survivors := below(but):  # again: one may fork between being seen and being killed
+    while survivors := descendants(but):  # repeat: a process may fork before it is killed
         send(survivors, signal.SIGKILL)
         psutil.wait_procs(survivors, timeout=max(0.0, last - time.monotonic()))
         if time.monotonic() >= last:
             break
     reap(but=0)
-    return len(left), len(below(but))
+    return len(left), len(descendants(but))
 
 
 def _runs(process: psutil.Process) -> bool:
@@ -122,24 +123,15 @@ def _runs(process: psutil.Process) -> bool:
         return False
 
 
-def _catching(process: psutil.Process, number: signal.Signals) -> Iterator[psutil.Process]:
+def _walk_handling(process: psutil.Process, number: signal.Signals) -> Iterator[psutil.Process]:
     if is_daemon(process):
         return
-    if catches(process.pid, number):
+    if handles_signal(process.pid, number):
         yield process
         return
     with suppress(psutil.NoSuchProcess):
         for child in process.children():
-            yield from _catching(child, number)
-
-
-NOTICES = (signal.SIGUSR1, signal.SIGUSR2)
-ENDS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-KILL_AFTER = 10.0
-"""Seconds from the SIGTERM after the grace to SIGKILL."""
-ANSWERED = 600.0
-"""Seconds after a notice, besides the grace, in which the end of the command is the answer to it: launchers hide the
-code that would tell. A signal may be there for something else, and the job dies of something else days later."""
+            yield from _walk_handling(child, number)
 
 
 @dataclass(frozen=True)
@@ -150,43 +142,41 @@ class _Due:
 
 @dataclass(frozen=True)
 class StopOptions:
-    """How a command is ended. grace: seconds for its last save. notice: what the trainer heeds. others: children of
-    this process that are not the command's."""
+    """How to end a command."""
 
-    grace: float = 30.0
-    notice: signal.Signals = signal.SIGUSR1
-    others: Collection[psutil.Process] = ()
+    grace: float = 30.0  # seconds for its final save
+    notice: signal.Signals = signal.SIGUSR1  # signal that the trainer handles
+    others: Collection[psutil.Process] = ()  # children of this process that are not the command's
 
 
 class ProcessStopper:
-    """The signals of one attempt. clock: seconds, never going back."""
+    """Handles the signals during one attempt. ``clock`` is monotonic."""
 
     def __init__(
-        self, pid: int, manner: StopOptions, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic
+        self, pid: int, options: StopOptions, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._pid = pid
-        self._manner = manner
+        self._options = options
         self._say = say
         self._clock = clock
-        self._told_to: int | None = None
+        self._exit_request: int | None = None
         self._noticed: float | None = None
         self._asked = 0
         self._due: list[_Due] = []
 
     @property
     def seconds(self) -> float | None:
-        """Until something is due; None where nothing is."""
+        """Return the seconds until the next action, None if none is scheduled."""
         return max(0.0, min(due.at for due in self._due) - self._clock()) if self._due else None
 
-    def told_to(self, code: int) -> int | None:
-        """The command ended with ``code`` just now: what the supervisor is to end with; None where no signal says."""
-        if self._told_to is not None or self._noticed is None:
-            return self._told_to
-        answers = code == PREEMPTED or self._clock() - self._noticed <= self._manner.grace + ANSWERED
+    def exit_request(self, code: int) -> int | None:
+        """Return the exit code that a received signal demands after the command ended with ``code``, or None."""
+        if self._exit_request is not None or self._noticed is None:
+            return self._exit_request
+        answers = code == PREEMPTED or self._clock() - self._noticed <= self._options.grace + ATTRIBUTION_SECONDS
         return PREEMPTED if answers else None
 
     def act(self) -> None:
-        """Do what is due."""
         now = self._clock()
         ready = [due for due in self._due if due.at <= now]
         self._due = [due for due in self._due if due.at > now]
@@ -194,13 +184,12 @@ class ProcessStopper:
             due.act()
 
     def take(self, number: signal.Signals) -> None:
-        """A signal came."""
         if number in NOTICES:
             self._notify(number)
             return
         self._asked += 1
-        if self._told_to is None or number == signal.SIGINT:
-            self._told_to = INTERRUPTED if number == signal.SIGINT else PREEMPTED
+        if self._exit_request is None or number == signal.SIGINT:
+            self._exit_request = INTERRUPTED if number == signal.SIGINT else PREEMPTED
         if self._asked == 1:
             self._ask(number)
         elif self._asked == 2:
@@ -209,26 +198,26 @@ class ProcessStopper:
             self._kill(f"a third {number.name}")
 
     def _notify(self, number: signal.Signals) -> None:
-        told = send(catching(self._pid, number), number)
+        told = send(processes_handling(self._pid, number), number)
         if told == 0:
-            self._say(f"{number.name}: no process of the command has a handler for it, so it is passed on to none")
+            self._say(f"{number.name}: no process of the command handles it; not forwarded")
             return
         self._noticed = self._clock()
-        self._say(f"{number.name}: passed on to {_processes(told)}")
+        self._say(f"{number.name}: forwarded to {_processes(told)}")
 
     def _ask(self, number: signal.Signals) -> None:
         if number == signal.SIGINT:
             self._send(number)
-            self._say("SIGINT: passed on; a second one ends the command with SIGTERM, a third with SIGKILL")
+            self._say("SIGINT: forwarded; a second one sends SIGTERM to the command, a third SIGKILL")
             return
-        grace, notice = self._manner.grace, self._manner.notice
-        told = send(catching(self._pid, notice), notice) if notice != signal.SIGTERM else 0
+        grace, notice = self._options.grace, self._options.notice
+        told = send(processes_handling(self._pid, notice), notice) if notice != signal.SIGTERM else 0
         if told:
             self._say(f"{number.name}: {notice.name} to {_processes(told)}; SIGTERM in {grace:g} s")
-            self._later(grace, lambda: self._terminate(f"{grace:g} s are over"))
+            self._later(grace, lambda: self._terminate(f"the grace period of {grace:g} s is over"))
             return
         self._send(signal.SIGTERM)
-        self._say(f"{number.name}: passed on; SIGKILL in {grace + KILL_AFTER:g} s")
+        self._say(f"{number.name}: forwarded; SIGKILL in {grace + KILL_AFTER:g} s")
         self._later(grace + KILL_AFTER, lambda: self._kill("it did not end"))
 
     def _terminate(self, why: str) -> None:
@@ -240,7 +229,7 @@ class ProcessStopper:
     def _kill(self, why: str) -> None:
         self._say(f"{why}: SIGKILL to all processes of the command")
         self._due = []
-        send(below(self._manner.others), signal.SIGKILL)
+        send(descendants(self._options.others), signal.SIGKILL)
 
     def _send(self, number: signal.Signals) -> None:
         with suppress(psutil.NoSuchProcess):

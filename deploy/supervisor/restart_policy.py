@@ -1,8 +1,8 @@
-"""When a job that died is started again, after how long, and when it is not. Pure: no process, no clock, no file.
+"""Decide whether and when to restart a job that died. Pure: no process, clock or file.
 
-What an attempt achieved is judged by the store alone. It made **progress** where it committed a step that is further
-than any before it: a new commit of an old step, as after falling back or resuming at an effective step, is none, or a
-job that dies at the same place for ever would go on for ever.
+The store alone shows progress: an attempt made **progress** if it committed a step beyond all earlier ones. A new
+commit of an old step (after a fallback) does not count: otherwise a job that always dies at one step would restart
+forever.
 """
 
 from __future__ import annotations
@@ -19,81 +19,80 @@ FAILED = 1
 NO_PROGRESS = 93
 INTERRUPTED = 130
 
-BLAMED_AFTER = 2
-"""Deaths in a row, without a commit, before the commit that was resumed from is suspect."""
+SUSPECT_AFTER = 2  # consecutive deaths without a commit after which the commit resumed from is suspect
 
 
 @dataclass(frozen=True)
 class Limits:
-    """restarts: in a row without progress. failures: in all, None for no limit. least, most: back-off in seconds."""
+    """Limits of restarts.
 
-    restarts: int = 3
-    failures: int | None = None
+    Attributes:
+        least, most: back-off in seconds.
+    """
+
+    restarts: int = 3  # in a row without progress
+    failures: int | None = None  # in total, None for no limit
     least: float = 2.0
     most: float = 300.0
 
 
 @dataclass(frozen=True)
 class StoreSnapshot:
-    """What the store holds at one moment. trouble: why it could not be read, '' where it could; nothing else holds
-    then.
+    """State of the store at one moment.
 
-    newest: commit, or version in the memory of this node. step: the furthest of them. resumes: what a resume takes.
-    instead: what it would take if ``resumes`` were suspect; None where there is nothing else, or where a job already
-    went on from ``resumes`` as far as another commit, so that it is not to blame. epoch: the newest; every job that
-    attaches claims one."""
+    Attributes:
+        instead: its replacement if ``resumes`` were suspect; None if there is none, or if an earlier job resumed from
+            ``resumes`` and committed again, which clears it.
+    """
 
-    newest: SaveId | None = None
-    step: int = -1
-    resumes: SaveId | None = None
+    newest: SaveId | None = None  # newest commit, or snapshot in this node's memory
+    step: int = -1  # furthest step of them
+    resumes: SaveId | None = None  # commit or snapshot that a resume would take
     instead: SaveId | None = None
-    epoch: int = 0
-    trouble: str = ""
+    epoch: int = 0  # newest epoch; every job that attaches claims one
+    trouble: str = ""  # why the store could not be read, ''; the other fields are then unset
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """One run of the command, over. code: as of a process, negative for a signal. told_to: the code that the
-    supervisor is to end with because it was signalled meanwhile; None where it was not."""
+    """One finished run of the command."""
 
-    code: int
+    code: int  # exit code of the process, negative for a signal
     before: StoreSnapshot
     after: StoreSnapshot
-    told_to: int | None = None
+    exit_request: int | None = None  # exit code demanded by a signal to the supervisor, None without one
 
     @property
     def committed(self) -> bool:
-        """Whether it made any commit, as far as can be known."""
+        """Return whether it made a commit, as far as known."""
         known = not (self.before.trouble or self.after.trouble) and self.after.newest is not None
         return known and (self.before.newest is None or self.after.newest > self.before.newest)  # type: ignore[operator]
 
     @property
     def attached(self) -> bool:
-        """Whether it came as far as attaching to the store; what fails before that is no commit's fault."""
+        """Return whether it attached to the store; earlier failures are not caused by a commit."""
         return not (self.before.trouble or self.after.trouble) and self.after.epoch > self.before.epoch
 
     @property
     def end(self) -> str:
-        """What it died of, in words."""
         return ending(self.code)
 
 
 @dataclass(frozen=True)
 class RestartHistory:
-    """What has happened so far. in_a_row: attempts without progress. step: the furthest committed. dying: the commit
-    that the last attempts resumed from and died, so many times. marked: suspects that no progress has borne out yet."""
+    """Results of the attempts so far."""
 
-    in_a_row: int = 0
+    in_a_row: int = 0  # attempts without progress
     failures: int = 0
-    step: int = -1
-    dying: SaveId | None = None
+    step: int = -1  # furthest step committed
+    suspected: SaveId | None = None  # commit from which the last attempts resumed and died, ``deaths`` times
     deaths: int = 0
-    marked: tuple[SaveId, ...] = ()
+    marked: tuple[SaveId, ...] = ()  # suspects not yet confirmed by progress
 
 
 @dataclass(frozen=True)
 class Restart:
-    """Start it again. seconds: to wait before. suspect: the commit to mark first."""
+    """Restart after ``seconds``, and mark ``suspect`` first."""
 
     seconds: float
     counted: bool
@@ -102,7 +101,7 @@ class Restart:
 
 @dataclass(frozen=True)
 class GiveUp:
-    """Leave with ``code``. withdrawn: suspects to clear: falling back did not help, so they were not the cause."""
+    """Exit with ``code``. ``withdrawn``: suspects to clear, because falling back did not help."""
 
     code: int
     why: str
@@ -110,50 +109,49 @@ class GiveUp:
 
 
 def decide_restart(
-    course: RestartHistory, attempt: Attempt, limits: Limits, draw: Callable[[], float]
+    history: RestartHistory, attempt: Attempt, limits: Limits, draw: Callable[[], float]
 ) -> tuple[RestartHistory, Restart | GiveUp]:
-    """What comes after an attempt, and the course up to then. draw: a random number in [0, 1)."""
-    if attempt.told_to is not None:
-        return course, _told(attempt, attempt.told_to)
+    """Decide after an attempt, and return the updated history. ``draw`` returns a random number in [0, 1)."""
+    if attempt.exit_request is not None:
+        return history, _requested_exit(attempt, attempt.exit_request)
     if attempt.code == OK:
-        return course, GiveUp(OK, "the command ended")
+        return history, GiveUp(OK, "the command ended")
     if attempt.code == PREEMPTED and attempt.committed:
-        return _preempted(course, attempt), Restart(0.0, counted=False)
-    # Whoever only ever says that it was preempted, and saved nothing, must not be started again for ever.
-    went = _unsaved(course, attempt) if attempt.code == PREEMPTED else _failed(course, attempt)
+        return _preempted(history, attempt), Restart(0.0, counted=False)
+    # A command that always exits as preempted without saving must not be restarted forever.
+    went = _unsaved(history, attempt) if attempt.code == PREEMPTED else _failed(history, attempt)
     stop = _limit(went, limits)
     return (went, stop) if stop is not None else _again(went, attempt, limits, draw)
 
 
-def _limit(course: RestartHistory, limits: Limits) -> GiveUp | None:
-    if limits.failures is not None and course.failures >= limits.failures:
-        return GiveUp(FAILED, f"it failed {_times(course.failures)} in all, which is the limit", course.marked)
-    if course.in_a_row > limits.restarts:
-        row = " in a row" if course.in_a_row > 1 else ""
-        return GiveUp(NO_PROGRESS, f"it died {_times(course.in_a_row)}{row} without getting further", course.marked)
+def _limit(history: RestartHistory, limits: Limits) -> GiveUp | None:
+    if limits.failures is not None and history.failures >= limits.failures:
+        return GiveUp(FAILED, f"the command failed {_times(history.failures)}, which is the limit", history.marked)
+    if history.in_a_row > limits.restarts:
+        row = " in a row" if history.in_a_row > 1 else ""
+        return GiveUp(NO_PROGRESS, f"the command died {_times(history.in_a_row)}{row} without progress", history.marked)
     return None
 
 
 def _again(
-    course: RestartHistory, attempt: Attempt, limits: Limits, draw: Callable[[], float]
+    history: RestartHistory, attempt: Attempt, limits: Limits, draw: Callable[[], float]
 ) -> tuple[RestartHistory, Restart | GiveUp]:
-    seconds = backoff(course.in_a_row, limits, draw)
-    blamed = course.dying
-    if course.deaths < BLAMED_AFTER or attempt.after.instead is None or blamed is None:
-        return course, Restart(seconds, counted=course.in_a_row > 0)
-    marked = replace(course, dying=None, deaths=0, marked=(*course.marked, blamed))
-    return marked, Restart(seconds, counted=True, suspect=blamed)
+    seconds = backoff(history.in_a_row, limits, draw)
+    suspect = history.suspected
+    if history.deaths < SUSPECT_AFTER or attempt.after.instead is None or suspect is None:
+        return history, Restart(seconds, counted=history.in_a_row > 0)
+    marked = replace(history, suspected=None, deaths=0, marked=(*history.marked, suspect))
+    return marked, Restart(seconds, counted=True, suspect=suspect)
 
 
 def backoff(in_a_row: int, limits: Limits, draw: Callable[[], float]) -> float:
-    """Seconds to wait after so many attempts without progress: doubled each time, and up to a half less at random, so
-    that many nodes do not come back at once."""
+    """Return the seconds to wait: doubled per attempt without progress, less up to half at random to spread nodes."""
     doubled = limits.least * 2.0 ** min(max(in_a_row - 1, 0), 64)
     return min(doubled, limits.most) * (1 - draw() / 2)
 
 
 def ending(code: int) -> str:
-    """``exit code 3`` or ``SIGKILL``."""
+    """Describe an exit code: ``exit code 3`` or ``SIGKILL``."""
     if code >= 0:
         return f"exit code {code}"
     try:
@@ -162,37 +160,38 @@ def ending(code: int) -> str:
         return f"signal {-code}"
 
 
-def _told(attempt: Attempt, told_to: int) -> GiveUp:
-    if told_to == PREEMPTED and attempt.code == OK:
+def _requested_exit(attempt: Attempt, exit_request: int) -> GiveUp:
+    if exit_request == PREEMPTED and attempt.code == OK:
         return GiveUp(OK, "the command ended")
-    return GiveUp(told_to, "interrupted" if told_to == INTERRUPTED else "preempted: start it again to go on")
+    why = "interrupted" if exit_request == INTERRUPTED else "preempted: start it again to continue"
+    return GiveUp(exit_request, why)
 
 
-def _progressed(course: RestartHistory, attempt: Attempt) -> bool:
-    return attempt.committed and attempt.after.step > max(course.step, attempt.before.step)
+def _progressed(history: RestartHistory, attempt: Attempt) -> bool:
+    return attempt.committed and attempt.after.step > max(history.step, attempt.before.step)
 
 
-def _preempted(course: RestartHistory, attempt: Attempt) -> RestartHistory:
-    if _progressed(course, attempt):
-        return RestartHistory(failures=course.failures, step=attempt.after.step)
-    return replace(course, step=max(course.step, attempt.before.step))
+def _preempted(history: RestartHistory, attempt: Attempt) -> RestartHistory:
+    if _progressed(history, attempt):
+        return RestartHistory(failures=history.failures, step=attempt.after.step)
+    return replace(history, step=max(history.step, attempt.before.step))
 
 
-def _unsaved(course: RestartHistory, attempt: Attempt) -> RestartHistory:
-    """Preempted, and nothing was saved: no failure, and no commit's fault, but no progress either."""
-    return replace(_preempted(course, attempt), in_a_row=course.in_a_row + 1)
+def _unsaved(history: RestartHistory, attempt: Attempt) -> RestartHistory:
+    """Count a preemption without a save: not a failure, but no progress either."""
+    return replace(_preempted(history, attempt), in_a_row=history.in_a_row + 1)
 
 
-def _failed(course: RestartHistory, attempt: Attempt) -> RestartHistory:
-    failures = course.failures + 1
-    if _progressed(course, attempt):
+def _failed(history: RestartHistory, attempt: Attempt) -> RestartHistory:
+    failures = history.failures + 1
+    if _progressed(history, attempt):
         return RestartHistory(failures=failures, step=attempt.after.step)
-    dying, deaths = course.dying, course.deaths
+    suspected, deaths = history.suspected, history.deaths
     if attempt.attached:  # otherwise it says nothing of the commit
-        dying = None if attempt.committed else attempt.before.resumes
-        deaths = 0 if dying is None else deaths + 1 if dying == course.dying else 1
-    step = max(course.step, attempt.before.step)
-    return replace(course, in_a_row=course.in_a_row + 1, failures=failures, step=step, dying=dying, deaths=deaths)
+        suspected = None if attempt.committed else attempt.before.resumes
+        deaths = 0 if suspected is None else deaths + 1 if suspected == history.suspected else 1
+    step, in_a_row = max(history.step, attempt.before.step), history.in_a_row + 1
+    return replace(history, in_a_row=in_a_row, failures=failures, step=step, suspected=suspected, deaths=deaths)
 
 
 def _times(count: int) -> str:

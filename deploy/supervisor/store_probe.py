@@ -1,8 +1,7 @@
-"""What the supervisor sees of a store, between two attempts and never while the command runs.
+"""Read the store's state between two attempts of a supervised job.
 
-Reads records only. A store that is not there yet is an empty one; one that cannot be read, or does not answer in time,
-is no reason to stop: then nothing is known, and that is said. What hangs stays behind in a thread that
-nobody waits for.
+Reads records only. A missing store counts as empty. A store that is unreadable or does not answer in time yields an
+unknown state with the reason; the hanging read is left in a daemon thread.
 """
 
 from __future__ import annotations
@@ -29,8 +28,14 @@ _T = TypeVar("_T")
 
 
 class StoreProbe:
-    """The store at ``root``, as the supervisor uses it. memory: where its job keeps versions in shared memory, None
-    where it does not. patience: seconds that storage may take to answer. options: of an object store."""
+    """Access of the supervisor to a store.
+
+    Args:
+        root: the store.
+        memory: shared-memory directory of its job, None without in-memory snapshots.
+        patience: seconds to wait for storage.
+        options: settings of an object store.
+    """
 
     def __init__(
         self, root: Path, memory: Path | None = None, patience: float = 120.0, options: ObjectOptions | None = None
@@ -41,35 +46,35 @@ class StoreProbe:
         self._patience = patience
 
     def look(self) -> StoreSnapshot:
-        """What is there now. Never raises for anything that a store can be."""
+        """Return the current state. Never raises because of the store's content."""
         try:
-            return self._within(lambda: _look(self.root, self._memory, self._options))
+            return self._with_timeout(lambda: _look(self.root, self._memory, self._options))
         except (DriftpointError, OSError) as error:
             return StoreSnapshot(trouble=str(error))
 
     def holder(self) -> int | None:
-        """Process of this machine that owns the store, 0 where its id is not known; None where there is none."""
+        """Return the local process that locks the store, 0 if its id is unknown, None if unlocked."""
         try:
-            return None if is_url(self.root) else self._within(lambda: lock_holder(self.root))
-        except (DriftpointError, OSError):  # what hangs is told by look()
+            return None if is_url(self.root) else self._with_timeout(lambda: lock_holder(self.root))
+        except (DriftpointError, OSError):  # look() reports storage that hangs
             return None
 
     def mark(self, save: SaveId, why: str) -> str:
-        """Mark a commit as suspect. Returns what went wrong, '' where nothing did."""
+        """Mark a commit as suspect. Returns the error message, '' on success."""
         return self._changed(lambda catalog: mark_suspect(catalog.files, catalog.store_id, save, why))
 
     def withdraw(self, save: SaveId) -> str:
-        """Take the mark back. Returns what went wrong, '' where nothing did."""
+        """Remove the suspect mark. Returns the error message, '' on success."""
         return self._changed(lambda catalog: withdraw_suspect(catalog.files, save))
 
     def _changed(self, change: Callable[[Catalog], None]) -> str:
         try:
-            self._within(lambda: change(open_catalog(files_at(self.root, self._options))))
+            self._with_timeout(lambda: change(open_catalog(files_at(self.root, self._options))))
         except (DriftpointError, OSError) as error:
             return str(error)
         return ""
 
-    def _within(self, ask: Callable[[], _T]) -> _T:
+    def _with_timeout(self, ask: Callable[[], _T]) -> _T:
         answers: list[_T] = []
         errors: list[BaseException] = []
 
@@ -95,7 +100,7 @@ def _look(root: Path, memory: Path | None, options: ObjectOptions | None) -> Sto
     except NoStoreError:
         return StoreSnapshot()
     commits, suspects = catalog.saves(), catalog.suspects().saves
-    committed, versions = _resumes(catalog, frozenset()), _remembered(catalog, memory)
+    committed, versions = _resumes(catalog, frozenset()), _snapshots_in_memory(catalog, memory)
     least = max([*suspects, *([] if committed is None else [committed])], default=None)
     order = sorted((save for save in versions if least is None or save > least), reverse=True)
     order += [] if committed is None else [committed]
@@ -103,13 +108,13 @@ def _look(root: Path, memory: Path | None, options: ObjectOptions | None) -> Sto
         newest=max([*commits, *versions], default=None),
         step=max((save.step for save in (*commits, *versions)), default=-1),
         resumes=order[0] if order else None,
-        instead=_instead(catalog, order, committed),
+        instead=_replacement(catalog, order, committed),
         epoch=newest_epoch(catalog.files),
     )
 
 
-def _remembered(catalog: Catalog, memory: Path | None) -> list[SaveId]:
-    """Versions in memory. What cannot be read there is not resumed from either."""
+def _snapshots_in_memory(catalog: Catalog, memory: Path | None) -> list[SaveId]:
+    """List the snapshots in memory; unreadable ones cannot be resumed from."""
     if memory is None:
         return []
     try:
@@ -125,19 +130,20 @@ def _resumes(catalog: Catalog, skip: frozenset[SaveId]) -> SaveId | None:
         return None
 
 
-def _instead(catalog: Catalog, order: list[SaveId], committed: SaveId | None) -> SaveId | None:
-    """What would be resumed from, were the first of the order suspect; see
-    :class:`deploy.supervisor.restart_policy.StoreSnapshot`. Not what
-    else is in memory: that goes with it."""
+def _replacement(catalog: Catalog, order: list[SaveId], committed: SaveId | None) -> SaveId | None:
+    """Return the replacement if the first of ``order`` were suspect; see :class:`StoreSnapshot`.
+
+    Other snapshots in memory do not count: a suspect mark covers them as well.
+    """
     suspects = catalog.suspects().saves
-    if not order or order[0] in suspects or _led_on(catalog, order[0]):
+    if not order or order[0] in suspects or _was_continued(catalog, order[0]):
         return None
     found = committed if order[0] != committed else _resumes(catalog, frozenset({order[0]}))
     return None if found in suspects else found
 
 
-def _led_on(catalog: Catalog, resumed: SaveId) -> bool:
-    """Whether a later job resumed from the commit and came as far as another one."""
+def _was_continued(catalog: Catalog, resumed: SaveId) -> bool:
+    """Return whether a later job resumed from the commit and committed again."""
     for save in catalog.saves():
         try:
             if save.epoch > resumed.epoch and catalog.manifest(save).previous == resumed.name:

@@ -1,9 +1,7 @@
-"""Runs a command until it is done: starts it, passes signals on, cleans up after it, starts it again as the rules say.
+"""Run a command until it is done: start it, forward signals, clean up, and restart it by the restart policy.
 
-One thread, which takes signals by waiting for them, never in a handler, so that none is lost between two looks. The
-rules are in :mod:`deploy.supervisor.restart_policy`; this knows processes and the store's marks, and writes nothing
-else into it.
-If this process is killed the command goes on by itself.
+One thread, which receives signals by ``sigtimedwait`` and never in a handler, so that none is lost. It writes nothing
+to the store except suspect marks. If this process is killed, the command continues by itself.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from deploy.supervisor.processes import (
     StopOptions,
     adopt_orphans,
     children,
-    end_below,
+    end_descendants,
     reap,
 )
 from deploy.supervisor.restart_policy import (
@@ -44,33 +42,32 @@ from store.errors import PREEMPTED, StoreInUseError, UsageError
 _ORPHANS_TERM = 5.0
 _ORPHANS_KILL = 10.0
 _OTHER_NODES = 1800.0
-"""Seconds to wait for the store before a restart: some file servers show the lock of rank 0 on another node, which may
-hang in a collective until that times out."""
-_CANNOT_START = 127
-"""Code of an attempt whose command could not be started, as shells have it."""
-_LOOK_UP = 60.0
-"""Seconds after which the wait for a signal is interrupted to look, whatever was missed."""
+"""Seconds to wait for the store before a restart.
+
+Some file servers show the lock of rank 0 on another node, which may hang in a collective until its timeout.
+"""
+_CANNOT_START = 127  # exit code of a command that could not be started, as in shells
+_MAX_WAIT = 60.0  # longest wait for a signal, in seconds, as a safeguard against missed ones
 
 
 @dataclass(frozen=True)
 class RunOptions:
-    """What to run. grace: seconds that the trainer has to save after a signal. wait: for a store that is in use.
-    notice: the signal that the trainer heeds."""
+    """Command and limits of a supervised job."""
 
     command: Sequence[str]
     limits: Limits = field(default_factory=Limits)
-    grace: float = 30.0
-    wait: float = 0.0
-    notice: signal.Signals = signal.SIGUSR1
+    grace: float = 30.0  # seconds for the trainer's final save after a signal
+    wait: float = 0.0  # seconds to wait for a store in use
+    notice: signal.Signals = signal.SIGUSR1  # preemption signal that the trainer handles
 
 
 class Supervisor:
-    """One supervised job on one store."""
+    """Supervises one job on one store."""
 
-    def __init__(self, orders: RunOptions, store: StoreProbe, teller: EventLog) -> None:
-        self._orders = orders
+    def __init__(self, options: RunOptions, store: StoreProbe, log: EventLog) -> None:
+        self._options = options
         self._store = store
-        self._teller = teller
+        self._log = log
         self._signals = {number for number in (*ENDS, *NOTICES) if signal.getsignal(number) != signal.SIG_IGN}
         self._mask: set[signal.Signals] = set()
         self._known = StoreSnapshot()
@@ -78,89 +75,95 @@ class Supervisor:
         self._others = children()  # of a script that became this process by `exec`
 
     def run(self) -> int:
-        """The exit code, when all is over. StoreInUseError where another job has the store, UsageError where the
-        command cannot be started."""
+        """Run until the job is done and return the exit code.
+
+        Raises:
+            StoreInUseError: another job uses the store.
+            UsageError: the command cannot be started.
+        """
         if not adopt_orphans():
-            self._teller.say("the system does not say which processes a dead command leaves: they are not ended")
-        with self._signals_held():
+            self._log.message("the system cannot reassign orphaned processes: those of a dead command are not ended")
+        with self._signals_blocked():
             stop = self._attempts()
-            self._teller.stopped(stop)
+            self._log.on_stop(stop)
         return stop.code
 
     def _attempts(self) -> GiveUp:
-        course, again, number = RestartHistory(), Restart(0.0, counted=False), 0
+        history, again, number = RestartHistory(), Restart(0.0, counted=False), 0
         while True:
-            patience = self._orders.wait if number == 0 else max(self._orders.wait, _OTHER_NODES)
+            patience = self._options.wait if number == 0 else max(self._options.wait, _OTHER_NODES)
             stop = self._wait(again.seconds) or self._wait_for_store(patience)
             if stop is not None:
                 return stop
             number += 1
             attempt = self._attempt(number, again.seconds)
-            course, verdict = decide_restart(course, attempt, self._orders.limits, random.random)
-            self._teller.judged(course)
+            history, verdict = decide_restart(history, attempt, self._options.limits, random.random)
+            self._log.on_decision(history)
             if isinstance(verdict, GiveUp):
                 for save in verdict.withdrawn:
-                    self._teller.withdrew(save, self._store.withdraw(save))
+                    self._log.on_suspect_withdrawn(save, self._store.withdraw(save))
                 return verdict
             if verdict.suspect is not None:
                 trouble = self._store.mark(verdict.suspect, f"two attempts died, the last of {attempt.end}")
-                self._teller.marked(verdict.suspect, attempt.after.instead, trouble)
+                self._log.on_suspect_marked(verdict.suspect, attempt.after.instead, trouble)
             again = verdict
 
     def _attempt(self, number: int, waited: float) -> Attempt:
-        before = self._looked()
-        self._teller.began(number, waited, before)
-        code, told_to = (_CANNOT_START, None) if before is self._gone else self._ran(number)
-        left, stuck = end_below(_ORPHANS_TERM, _ORPHANS_KILL, self._others)
+        before = self._read_store()
+        self._log.on_attempt_start(number, waited, before)
+        code, exit_request = (_CANNOT_START, None) if before is self._gone else self._run_command(number)
+        left, stuck = end_descendants(_ORPHANS_TERM, _ORPHANS_KILL, self._others)
         if left:
-            self._teller.say(f"ended {left} processes that the command left behind")
+            self._log.message(f"ended {left} processes that the command left behind")
         if stuck:
-            self._teller.say(f"{stuck} of them do not end, not even of SIGKILL: a device or a disk holds them")
-        attempt = Attempt(code, before, self._looked(), told_to)
-        self._teller.ended(number, attempt)
+            self._log.message(f"{stuck} of them survive SIGKILL: they wait for a device or a disk")
+        attempt = Attempt(code, before, self._read_store(), exit_request)
+        self._log.on_attempt_end(number, attempt)
         return attempt
 
-    def _looked(self) -> StoreSnapshot:
-        """What the store holds. Where it is gone (its disk is not mounted, say) that is trouble, and no attempt begins:
-        a job that finds nothing would begin anew, and train into whatever lies at the same path."""
-        sight = self._store.look()
-        if not sight.trouble and self._known.newest is not None and sight.epoch < self._known.epoch:
+    def _read_store(self) -> StoreSnapshot:
+        """Read the store; report a store that disappeared (its disk is not mounted, say) as trouble.
+
+        No attempt starts then: a job that finds an empty path would train from scratch into it.
+        """
+        snapshot = self._store.look()
+        if not snapshot.trouble and self._known.newest is not None and snapshot.epoch < self._known.epoch:
             self._gone = StoreSnapshot(
-                trouble=f"{self._store.root} held step {self._known.step}, and is empty or another store now: is its "
-                "disk mounted? The command is not started. To begin anew on purpose, end this and give it again"
+                trouble=f"{self._store.root} held step {self._known.step} and is now empty or another store: is its "
+                "disk mounted? The command is not started. To start over on purpose, stop and run this again"
             )
             return self._gone
-        if not sight.trouble:
-            self._known = sight
-        return sight
+        if not snapshot.trouble:
+            self._known = snapshot
+        return snapshot
 
-    def _ran(self, number: int) -> tuple[int, int | None]:
-        """The command's code, and the one that a signal meanwhile told the supervisor to end with."""
+    def _run_command(self, number: int) -> tuple[int, int | None]:
+        """Run the command; return its exit code and the one demanded by a signal meanwhile."""
         try:
             child = self._start()
         except UsageError as error:
             if number == 1:
                 raise
-            self._teller.say(str(error))  # it could be started before: a disk or a machine that is short of something
+            self._log.message(str(error))  # it could be started before: a disk or a machine that is short of something
             return _CANNOT_START, None
-        manner = StopOptions(self._orders.grace, self._orders.notice, self._others)
-        stopping = ProcessStopper(child.pid, manner, self._teller.say)
+        options = StopOptions(self._options.grace, self._options.notice, self._others)
+        stopping = ProcessStopper(child.pid, options, self._log.message)
         code = self._watch(child, stopping)
-        return code, stopping.told_to(code)
+        return code, stopping.exit_request(code)
 
     def _start(self) -> subprocess.Popen[bytes]:
-        command = list(self._orders.command)
+        command = list(self._options.command)
         try:
             # Nothing but this system call runs before the command does.
             return subprocess.Popen(
                 command,
                 start_new_session=True,
-                preexec_fn=self._unhold,  # noqa: PLW1509
+                preexec_fn=self._restore_mask,  # noqa: PLW1509
             )
         except (OSError, ValueError) as error:
             raise UsageError(f"cannot start {command[0]!r}: {error}; give the command after `--`") from error
 
-    def _unhold(self) -> None:
+    def _restore_mask(self) -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
 
     def _watch(self, child: subprocess.Popen[bytes], stopping: ProcessStopper) -> int:
@@ -168,20 +171,20 @@ class Supervisor:
             reap(but=child.pid)
             stopping.act()
             due = stopping.seconds
-            number = self._next_signal(_LOOK_UP if due is None else due)
+            number = self._next_signal(_MAX_WAIT if due is None else due)
             if number is not None and number != signal.SIGCHLD:
                 stopping.take(number)
         return code
 
     def _wait(self, seconds: float) -> GiveUp | None:
-        """Between two attempts. Whatever signal comes then is the end: there is nothing to pass it on to."""
+        """Wait between two attempts. Any signal ends the supervision, since no command runs."""
         deadline = time.monotonic() + seconds
         while True:
             number = self._next_signal(max(0.0, deadline - time.monotonic()))
             if number is None and time.monotonic() >= deadline:
                 return None
             if number not in (None, signal.SIGCHLD):
-                return _ended_by(number)
+                return _stop_for_signal(number)
 
     def _wait_for_store(self, seconds: float) -> GiveUp | None:
         deadline, told = time.monotonic() + seconds, False
@@ -189,46 +192,47 @@ class Supervisor:
             who = f"process {holder}" if holder else "another process"
             if time.monotonic() >= deadline:
                 raise StoreInUseError(
-                    f"the store {self._store.root} is in use by {who} on this machine: the job of a supervisor that "
-                    "was killed goes on by itself. Wait for it (`--wait SECONDS`), or end it first"
+                    f"the store {self._store.root} is in use by {who} on this machine: a job continues when its "
+                    "supervisor is killed. Wait for it (`--wait SECONDS`), or end it first"
                 )
             if not told:
-                self._teller.say(f"the store is in use by {who}: waiting for {seconds:g} s at most")
+                self._log.message(f"the store is in use by {who}: waiting up to {seconds:g} s")
             told = True
             if stop := self._wait(min(1.0, max(0.0, deadline - time.monotonic()))):
                 return stop
         return None
 
     def _next_signal(self, seconds: float) -> signal.Signals | None:
-        """The next one; None where none came for so many seconds, or for a minute: longer waits are for the caller."""
-        taken = signal.sigtimedwait({*self._signals, signal.SIGCHLD}, min(seconds, _LOOK_UP))
+        """Return the next signal, None after ``seconds`` or a minute; callers loop for longer waits."""
+        taken = signal.sigtimedwait({*self._signals, signal.SIGCHLD}, min(seconds, _MAX_WAIT))
         return None if taken is None else signal.Signals(taken.si_signo)
 
     @contextmanager
-    def _signals_held(self) -> Iterator[None]:
-        """Signals wait to be taken, and the end of a child is one.
+    def _signals_blocked(self) -> Iterator[None]:
+        """Block the signals, SIGCHLD included, so that they are received by waiting.
 
-        They have handlers, too, which are never called: from outside it is to be seen that this process takes them, so
-        that a supervisor around this one leaves it to this one what becomes of its command."""
+        The handlers installed are never called; they show an outer supervisor that this process handles the signals.
+        """
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {*self._signals, signal.SIGCHLD})
         self._mask = {signal.Signals(number) for number in before}
-        handlers = {number: signal.signal(number, _untaken) for number in self._signals}
+        handlers = {number: signal.signal(number, _ignore_signal) for number in self._signals}
         handlers[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         try:
             yield
         finally:
-            while self._next_signal(0.0) is not None:  # it is over: what still comes must not change how it ended
+            while self._next_signal(0.0) is not None:  # drain late signals, which must not change the exit code
                 pass
             for number, handler in handlers.items():
                 signal.signal(number, signal.SIG_DFL if handler is None else handler)
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _untaken(number: int, frame: FrameType | None) -> None:
-    """Signals are blocked while this is their handler."""
+def _ignore_signal(number: int, frame: FrameType | None) -> None:
+    """Do nothing: signals stay blocked while this is their handler."""
+    pass
 
 
-def _ended_by(number: signal.Signals | None) -> GiveUp:
+def _stop_for_signal(number: signal.Signals | None) -> GiveUp:
     if number == signal.SIGINT:
         return GiveUp(INTERRUPTED, "interrupted")
-    return GiveUp(PREEMPTED, f"{number.name if number else 'a signal'} came while no attempt was running")
+    return GiveUp(PREEMPTED, f"{number.name if number else 'a signal'} received while no attempt was running")

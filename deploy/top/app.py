@@ -23,11 +23,8 @@ from store.catalog import Catalog
 from store.errors import DamagedError, DriftpointError, NothingToResumeError
 from store.session import newest_epoch
 
-_REREAD_AFTER = 60.0
-"""Seconds after which everything is read again."""
-
-_TICK = 0.2
-"""Seconds between two checks for something new to draw."""
+_REREAD_AFTER = 60.0  # seconds after which everything is read again
+_TICK = 0.2  # seconds between two checks for something new to draw
 
 
 class FactsReader:
@@ -52,15 +49,19 @@ class FactsReader:
 
     def read(self) -> Facts:
         """Return the facts as of now. Raises NoStoreError if there is no store."""
-        now, pulse = time.time(), self._tail.look()
+        now, job_status = time.time(), self._tail.look()
         try:
             catalog = self._open()
             status = self._read_status(catalog)
         except (NothingToResumeError, DamagedError) as error:
             self._catalog = None
             disk = disk_of(self._root)
-            return Facts(now, self._root.absolute(), None, str(error), disk=disk, trace=self._tail.path, pulse=pulse)
-        return gather(catalog, self._root, self._memory.look(catalog), pulse, now, trace=self._tail.path, status=status)
+            return Facts(
+                now, self._root.absolute(), None, str(error), disk=disk, trace=self._tail.path, job_status=job_status
+            )
+        return gather(
+            catalog, self._root, self._memory.look(catalog), job_status, now, trace=self._tail.path, status=status
+        )
 
     def _open(self) -> Catalog:
         """Return the catalog, with what was read before if it is still the same store."""
@@ -83,8 +84,7 @@ class FactsReader:
 
 @dataclass(frozen=True)
 class Poll:
-    """The newest facts. facts: None before the first poll succeeded. trouble: Error of the last one, or empty. at:
-    Monotonic seconds of the last one that succeeded. took: Its duration in seconds."""
+    """Result of polling: the newest facts, the last error, the monotonic time of the last success, and its duration."""
 
     facts: Facts | None = None
     trouble: str = ""
@@ -103,7 +103,6 @@ class FactsPoller:
         threading.Thread(target=self._work, name="driftpoint-top", daemon=True).start()
 
     def stop(self) -> None:
-        """Poll no more."""
         self._stopped.set()
 
     def _work(self) -> None:

@@ -37,19 +37,16 @@ _MAX_SPARK = 64
 
 @dataclass(frozen=True)
 class Slot:
-    """Age and drift of one slot of a layer.
+    """Age and drift of one slot of a layer."""
 
-    age: Steps from the version to where training is now; None: never saved. drift: At the last decision that measured
-    it, else at the commit; None: not known. state: ``fresh``, ``stale``, ``fallback`` or ``sick``."""
-
-    age: int | None
-    drift: float | None
-    state: str
+    age: int | None  # steps from the version to the current step, None if never saved
+    drift: float | None  # at the last decision that measured it, else at the commit; None if unknown
+    state: str  # ``fresh``, ``stale``, ``fallback`` or ``sick``
 
 
 @dataclass(frozen=True)
 class LayerRow:
-    """One layer. slots: By name. course: Drift of the first slot at the last decisions, oldest first."""
+    """One layer: its slots by name, and the drift of the first slot at the last decisions, oldest first."""
 
     layer: str
     slots: Mapping[str, Slot]
@@ -70,16 +67,16 @@ def layer_rows(facts: Facts, slots: Sequence[str]) -> list[LayerRow]:
     """Return the layers in the order of the model."""
     certificate = None if facts.status is None else facts.status.certificate
     units = {} if certificate is None else {Unit(one.layer, one.slot): one for one in certificate.units}
-    pulse = facts.current
+    job_status = facts.current
     layers = dict.fromkeys(unit.layer for unit in units if unit.slot not in (FROZEN, BUFFER))
-    if pulse is not None and not layers:
-        layers = dict.fromkeys(one.layer for one in pulse.job.units if one.moving)
-    measured = [] if pulse is None else [decided for decided in pulse.decisions if decided.drift]
+    if job_status is not None and not layers:
+        layers = dict.fromkeys(one.layer for one in job_status.job.units if one.moving)
+    measured = [] if job_status is None else [decided for decided in job_status.decisions if decided.drift]
     drifts: dict[Unit, float] = {}
     for decided in measured:
         drifts.update(decided.drift)
-    sick = frozenset() if pulse is None else pulse.sick
-    at = None if pulse is None or not facts.running else pulse.step_at(facts.now)
+    sick = frozenset() if job_status is None else job_status.sick
+    at = None if job_status is None or not facts.running else job_status.step_at(facts.now)
     rows = []
     for layer in layers:
         found = {
@@ -113,25 +110,23 @@ def by_drift(rows: Sequence[LayerRow], slots: Sequence[str]) -> list[LayerRow]:
 
 @dataclass(frozen=True)
 class Freshness:
-    """How current the facts are. trouble: Error of the last poll, or empty. age: Seconds since the last one that
-    succeeded. patience: Seconds after which facts no longer count as known."""
+    """Age of the facts."""
 
-    trouble: str = ""
-    age: float = 0.0
-    patience: float = 15.0
+    trouble: str = ""  # error of the last poll, or ''
+    age: float = 0.0  # seconds since the last successful poll
+    patience: float = 15.0  # seconds after which the facts count as outdated
 
     @property
     def stale(self) -> bool:
-        """Whether the facts may not hold any more."""
         return bool(self.trouble) or self.age > self.patience
 
 
 @dataclass(frozen=True)
 class Dashboard:
-    """Renders facts in the width and height that rich gives it.
+    """Renders the facts in the given width and height.
 
-    all_layers: Show all layers in the order of the model, however high that is. Otherwise only as many as fit; if not
-    all of them do, those that drifted furthest."""
+    ``all_layers`` shows all layers in model order, at any height; otherwise the most drifted ones that fit.
+    """
 
     facts: Facts
     freshness: Freshness = Freshness()
@@ -151,7 +146,7 @@ class Dashboard:
         slots = moving_slots(self.facts)
         rows = layer_rows(self.facts, slots)
         if not rows:
-            yield Text("No layer is known yet.", "dim")
+            yield Text("No layers known yet.", "dim")
             return
         if height is None:
             yield _layers(rows, rows, slots, width)
@@ -160,8 +155,8 @@ class Dashboard:
         room = max(0, height - used)
         shown = rows if room >= len(rows) else by_drift(rows, slots)[:room]
         yield _layers(shown, rows, slots, width)
-        order = "" if len(shown) == len(rows) else ", those that drifted furthest first"
-        yield _cut(f"{len(shown)} of {plural(len(rows), 'layer')}{order} · Ctrl-C ends", "dim")
+        order = "" if len(shown) == len(rows) else ", largest drift first"
+        yield _cut(f"{len(shown)} of {plural(len(rows), 'layer')}{order} · Ctrl-C to quit", "dim")
 
 
 def _title(facts: Facts, verdict: Verdict, freshness: Freshness, width: int) -> list[RenderableType]:
@@ -176,7 +171,7 @@ def _title(facts: Facts, verdict: Verdict, freshness: Freshness, width: int) -> 
         lines.append(_cut(f" As of {span_text(freshness.age)} ago: {why} ", "bold white on red"))
     title, style = verdict.title.upper(), _TITLES[verdict.level]
     if freshness.stale and verdict.level != "bad":
-        title, style = "NOT KNOWN ANY MORE", _TITLES["look"]
+        title, style = "OUTDATED", _TITLES["look"]
     return [*lines, Text.assemble((f" {title} ", style), " ", printable(verdict.sentence))]
 
 
@@ -222,7 +217,7 @@ def _layers(shown: Sequence[LayerRow], rows: Sequence[LayerRow], slots: Sequence
     for name in slots[:fit]:
         table.add_column(Text(f"{tail(printable(name), _SLOT)}\n  age    drift"), justify="right", no_wrap=True)
     if spark_width:
-        table.add_column(Text("\ndrift lately" if spark_width >= 12 else "\nlately"), no_wrap=True, width=spark_width)
+        table.add_column(Text("\nrecent drift" if spark_width >= 12 else "\nrecent"), no_wrap=True, width=spark_width)
     low, high = _course_range(rows)
     for row in shown:
         cells = [Text(_fit_name(printable(row.layer), name_width))]

@@ -25,7 +25,7 @@ def test_a_rank_dies_the_job_is_preempted_and_goes_on_at_the_step_it_left(tmp_pa
     with supervised(tmp_path, TORCHRUN + training(tmp_path, **spec), "--grace", 120) as run:
         run.until(lambda: len(run.starts) == 4, timeout=180)
         assert run.starts == [0, 0, 4, 4], run.said
-        assert "attempt 1 ended: exit code 1; kept up to step 4" in run.said, "torchrun's own code"
+        assert "attempt 1 ended: exit code 1; committed up to step 4" in run.said, "torchrun's own code"
         run.until(lambda: run.of("step")[-1]["step"] > 6)
         run.send(signal.SIGTERM)
         assert run.ends() == 75, run.said

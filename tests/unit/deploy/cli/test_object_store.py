@@ -1,0 +1,120 @@
+"""Commands at a store in a bucket say what they say of the same store in a directory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deploy.supervisor.store_probe import StoreProbe
+from store.location import place_of
+from store.storage.bucket import ObjectOptions
+from tests.support.cli import Here
+from tests.support.s3 import BUCKET, Server
+from tests.support.stores import StoreBuilder
+
+URL = f"s3://{BUCKET}/runs/one"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with Server() as server:
+        yield server
+
+
+@pytest.fixture
+def builder(tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch) -> StoreBuilder:
+    """A store in a directory, and the same in the bucket."""
+    for name, value in server.environment.items():
+        monkeypatch.setenv(name, value)
+    made = StoreBuilder(tmp_path / "store", policy="parity")
+    for step in (10, 20, 30, 40, 50, 60):
+        save = made.save(step)
+    made.prove(save)
+    files = {str(path.relative_to(made.root)): path.read_bytes() for path in made.root.rglob("*") if path.is_file()}
+    server.put("runs/one", files)
+    return made
+
+
+def alike(here: Here, builder: StoreBuilder, command: str, *options: str) -> tuple[Any, Any]:
+    """What a command says of both, but for what is never alike."""
+    found = [here(command, place, *options, "--json") for place in (builder.root, URL)]
+    assert found[0].code == found[1].code, [one.err for one in found]
+    one, other = (answer.json for answer in found)
+    if "store" in other:
+        assert other["store"] == URL
+    for answer in (one, other):
+        answer.pop("store", None)
+        answer.pop("size_bytes", None)
+    return one, other
+
+
+@pytest.mark.parametrize("command", ["status", "show", "verify"])
+def test_the_same_is_told(here: Here, builder: StoreBuilder, command: str) -> None:
+    one, other = alike(here, builder, command)
+    assert one == other
+    assert here(command, URL).code == 0, "the text, too"
+
+
+def test_the_page_is_written_where_one_stands(
+    here: Here, builder: StoreBuilder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    answer = here("report", URL, "--json")
+    assert answer.code == 0, answer.err
+    assert answer.json["out"] == str(tmp_path / "one.report.html")
+    assert URL in (tmp_path / "one.report.html").read_text()
+    assert here("top", URL, "--once").out.startswith(URL)
+
+
+def test_prune(here: Here, builder: StoreBuilder, server: Server) -> None:
+    """The same goes, in the directory and in the bucket."""
+    options = ("--keep-last", "2", "--no-log-spaced")
+    planned = alike(here, builder, "prune", *options, "--dry-run")
+    assert planned[0] == planned[1]
+    assert planned[0]["delete"]["commits"]
+    alike(here, builder, "prune", *options)
+    left = {str(path.relative_to(builder.root)) for path in builder.root.rglob("*") if path.is_file()}
+    assert set(server.objects("runs/one")) == left - {"LOCK"}
+
+
+def test_damage_is_found_and_passed_over(here: Here, builder: StoreBuilder, server: Server) -> None:
+    objects = server.objects("runs/one")
+    name = next(name for name in objects if name.startswith("segments/00000060") and name.endswith(".safetensors"))
+    objects[name] = objects[name][:-1] + bytes([objects[name][-1] ^ 1])
+    server.put("runs/one", objects)
+    answer = here("verify", URL, "--json")
+    assert not answer.json["ok"]
+    assert answer.json["commits"][0]["state"] != "ok"
+    assert f"{name}" in " ".join(answer.json["problems"])
+
+
+def test_the_supervisor_sees_and_marks(builder: StoreBuilder, server: Server) -> None:
+    seen = StoreProbe(place_of(URL), options=ObjectOptions(retry_seconds=5.0))
+    sight = seen.look()
+    assert (sight.step, sight.trouble, seen.holder()) == (60, "", None)
+    assert sight.resumes is not None
+    assert seen.mark(sight.resumes, "it died") == ""
+    assert seen.look().resumes != sight.resumes
+    assert seen.withdraw(sight.resumes) == ""
+    assert seen.look().resumes == sight.resumes
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (("status", f"s3://{BUCKET}/nothing"), 10, "no driftpoint store"),
+        (("status", "s3://nobody/x"), 1, "no such bucket"),
+        (("verify", "gs://bucket/x"), 2, "gs:// is neither"),
+        (("rescue", URL), 2, "rescue writes to directories only"),
+        (("merge", URL, "--out", f"s3://{BUCKET}/out"), 2, "merge writes directories only"),
+        (("memory", "clear", URL), 2, "no snapshot of"),
+    ],
+)
+def test_refused(here: Here, builder: StoreBuilder, words: tuple[str, ...], code: int, said: str) -> None:
+    answer = here(*words)
+    assert (answer.code, answer.out) == (code, "")
+    assert said in answer.err
+    assert answer.err.count("\n") == 1
