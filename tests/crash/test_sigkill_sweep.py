@@ -84,7 +84,9 @@ def place() -> Iterator[Place]:
         shutil.rmtree(folder)
 
 
-@pytest.mark.parametrize(("scenario", "stride"), [("save", 1), ("several", 9), ("varied", 9)])
+@pytest.mark.parametrize(
+    ("scenario", "stride"), [pytest.param("save", 1, marks=pytest.mark.core), ("several", 9), ("varied", 9)]
+)
 def test_killed_at_every_system_call(place: Place, scenario: str, stride: int) -> None:
     calls = place.calls(scenario)
     assert {"write", "fsync", "rename"} <= set(calls)
