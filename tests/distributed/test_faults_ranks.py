@@ -1,7 +1,7 @@
 """Troubles that ranks meet together: silent, failing, fenced, sick and disagreeing ones. Training goes on through
 all of them, on every rank alike; every commit that was made stays; nothing passes without a word.
 
-The scenarios are those of ``workers/faults_ddp.py``, in one launch on two ranks.
+The scenarios are those of ``workers/faults_ranks.py``, in one launch on two ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ RANKS = (0, 1)
 
 @pytest.fixture(scope="module")
 def launched(tmp_path_factory: pytest.TempPathFactory) -> Launched:
-    done = torchrun("faults_ddp.py", 2, {}, tmp_path_factory.mktemp("faults"), timeout=600)
+    done = torchrun("faults_ranks.py", 2, {}, tmp_path_factory.mktemp("faults"), timeout=600)
     assert done.code == 0, done.output[-6000:]
     return done
 

@@ -43,7 +43,7 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> Launched:
         "rehearsed": [{"policy": broken}, {"policy": broken}],
         **{case: list(pair) for case, pair in OTHERWISE.items()},
     }
-    done = torchrun("own_policy.py", 2, {"refused": refused, "raises": raises}, folder)
+    done = torchrun("custom_policy.py", 2, {"refused": refused, "raises": raises}, folder)
     assert done.code == 0, done.output[-6000:]
     for case in refused:
         assert not (folder / case).exists()

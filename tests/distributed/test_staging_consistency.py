@@ -20,7 +20,7 @@ def run(directory: Path, case: dict[str, Any], steps: int, mutant: bool = False)
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else None) as shared:
         spec = {"case": case, "steps": steps, "shared": shared, "mutant": mutant}
-        done = torchrun("memory_still.py", 2, spec, directory, timeout=400)
+        done = torchrun("staging_consistency.py", 2, spec, directory, timeout=400)
         assert not list(Path(shared).rglob("rank-*"))
     assert done.code == 0, done.output[-5000:]
     return done

@@ -1,6 +1,6 @@
 """Under torchrun: small runs of stock DeepSpeed with what a plain model has not, saved at steps 2 and 4.
 
-Usage: source_odd.py DIRECTORY — per case a folder ``saved``.
+Usage: source_unusual_models.py DIRECTORY — per case a folder ``saved``.
 """
 
 from __future__ import annotations
