@@ -52,7 +52,7 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> Launched:
 
 @pytest.mark.parametrize(
     ("case", "told"),
-    [("missing", "missing.py (No such file or directory)"), ("rehearsed", "raised ValueError('no') at")],
+    [("missing", "missing.py"), ("rehearsed", "ValueError('no')")],
 )
 def test_refused_alike_on_all_ranks(launched: Launched, case: str, told: str) -> None:
     for rank in (0, 1):
