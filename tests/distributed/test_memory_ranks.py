@@ -5,9 +5,7 @@ Whatever happens to one rank, both resume the same state, it is a whole one, and
 
 from __future__ import annotations
 
-import os
 import subprocess
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,15 +22,15 @@ from store.segment import read_entry
 from store.storage.local import LocalFiles
 from tests.support.launch import torchrun
 from tests.support.memory_places import DDP, FSDP2, ZERO2, ZERO3, Place, hashes, resumed, said
+from tests.support.mounts import shared_memory
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 
 @pytest.fixture
 def place(tmp_path: Path) -> Iterator[Place]:
-    memory = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else None) as shared:
-        yield Place(tmp_path, Path(shared))
+    with shared_memory() as shared:
+        yield Place(tmp_path, shared)
 
 
 def in_memory(tier: Tier, save: SaveId) -> dict[tuple[str, str], torch.Tensor]:

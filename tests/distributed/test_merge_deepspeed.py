@@ -7,7 +7,6 @@ driftpoint cannot be imported, loads what they wrote.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,9 @@ import torch
 
 from merger.io.output_dir import CERTIFICATE
 from merger.merge import MergeResult, merge
+from tests.support.foreign import directory_differences
 from tests.support.launch import ROOT, WORKERS, launcher, once, python
-from tests.support.pt_trees import differences, read
+from tests.support.pt_trees import read
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -75,53 +75,6 @@ def merged(tmp_path_factory: pytest.TempPathFactory) -> Merged:
         return directory / case, results
 
     return of
-
-
-def files(checkpoint: Path) -> list[str]:
-    return sorted(str(path.relative_to(checkpoint)) for path in checkpoint.rglob("*") if path.is_file())
-
-
-def directory_differences(one: Path, other: Path) -> list[str]:
-    """Where two of DeepSpeed's directories differ. What only we add to the client state is left out."""
-    assert files(one) == [name for name in files(other) if name != CERTIFICATE]
-    out = []
-    for name in files(one):
-        if name.endswith(".pt"):
-            out += differences(comparable(one, name), comparable(other, name), name)
-        elif (one / name).read_bytes() != (other / name).read_bytes():
-            out.append(name)
-    return out
-
-
-def comparable(checkpoint: Path, name: str) -> Any:
-    """A file's content, with zeros where ZeRO-3 pads: DeepSpeed never initialises its paddings."""
-    content = read(checkpoint / name)
-    content.pop("driftpoint", None)
-    found = re.search(r"zero_pp_rank_(\d+)_mp_rank_00_(model|optim)", name)
-    if found is None:
-        return content
-    rank = int(found[1])
-    model = content if found[2] == "model" else None
-    if model is not None:
-        for fqn, shape in model["frozen_param_shapes"].items():
-            clear_paddings(model["frozen_param_fragments"][fqn], [shape.numel()], rank)
-    elif "fp32_flat_groups" in content["optimizer_state_dict"]:
-        shapes = read(checkpoint / Path(name).parent / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")[
-            "param_shapes"
-        ]
-        for flat, group in zip(content["optimizer_state_dict"]["fp32_flat_groups"], shapes, strict=True):
-            clear_paddings(flat.detach(), [shape.numel() for shape in group.values()], rank)
-    return content
-
-
-def clear_paddings(flat: torch.Tensor, numels: list[int], rank: int) -> None:
-    offset = 0
-    for numel in numels:
-        part = -(-numel // RANKS)
-        held = min(part, max(0, numel - rank * part))
-        flat[offset + held : offset + part] = 0
-        offset += part
-    assert offset == flat.numel()
 
 
 @pytest.mark.parametrize("case", marked(CASES))
