@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.launch import Launched, torchrun
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.core]
 
 RANKS = (0, 1)
 

@@ -16,7 +16,7 @@ import pytest
 from tests.support.launch import Launched, torchrun
 from tests.support.mounts import shared_memory
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.core]
 
 STEPS, KILLS = 24, 2
 CASES: list[dict[str, Any]] = [

@@ -42,6 +42,7 @@ def flipped(place: Place, node: str, step: int, slot: str) -> set[str]:
     return {one.fqn for each in version.values() for one in each.record.part.entries if one.layer == entry.layer}
 
 
+@pytest.mark.core
 def test_a_lost_node_comes_back_from_its_peer_but_for_what_is_damaged_there(place: Place) -> None:
     """Two ranks of three share a node; that one is lost, and all that they had comes from replicas. The layer of which
     a byte is wrong comes from the store, on all ranks."""

@@ -40,6 +40,7 @@ def digests(launched: Launched, rank: int = 0) -> dict[int, str]:
     return {one["step"]: one["digest"] for one in launched.of("state", rank=rank)}
 
 
+@pytest.mark.core
 def test_everything_is_saved_and_training_goes_on_bit_for_bit(tmp_path: Path) -> None:
     whole = tmp_path / "whole"
     whole.mkdir()
@@ -159,7 +160,7 @@ def test_the_loop_may_end_by_itself(tmp_path: Path) -> None:
     assert not list((tmp_path / "store").rglob("*closed*")), "it was interrupted, though in good order"
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.core), 3])
 def test_one_rank_hears_of_it_and_all_stop_at_one_step(tmp_path: Path, ranks: int) -> None:
     ended = torchrun("preempt.py", ranks, {"steps": 40, "settings": OFTEN, "signals": {"1": 5}}, tmp_path)
     assert ended.code != 0  # not 75: the teardown of gloo's threads at exit now and then aborts a process

@@ -12,7 +12,7 @@ from store.catalog import open_catalog
 from store.storage.local import LocalFiles
 from tests.support.launch import Launched, torchrun
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.core]
 
 
 def zero(stage: int) -> dict[str, Any]:
