@@ -21,6 +21,11 @@ LONGEST = (
     "test_staging_consistency.py",
     "test_corruption.py",
     "test_object_sweep.py",
+    "test_simulated_crash.py",
+    "test_merge_deepspeed.py",
+    "test_power_loss.py",
+    "test_run_recovers.py",
+    "test_hf_trainer.py",
 )
 """Files that take longest, in that order."""
 
