@@ -119,7 +119,7 @@ def extensions() -> Path:
 
 def main() -> int:
     """Run the stages and print a table of them."""
-    parser = argparse.ArgumentParser(prog="python -m tests", description=__doc__)
+    parser = argparse.ArgumentParser("python -m tests", description=__doc__, allow_abbrev=False)
     parser.add_argument("--all", action="store_true", help="run every test, not only the fast ones and the core")
     parser.add_argument("--skip-core", action="store_true", help="with --all: leave out what a run without it runs")
     chosen, options = parser.parse_known_args()
