@@ -131,11 +131,10 @@ def main() -> int:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_EXTENSIONS_DIR": str(extensions())}
     outcomes = [run(stage, options, environment) for stage in stages(chosen.all, chosen.skip_core)]
     total = {kind: sum(one.counts.get(kind, 0) for one in outcomes) for kind in COUNTED}
-    code = int(any(one.failed for one in outcomes))
     print(f"\n{'stage':12} result on {processes()} processes")
-    for outcome in [*outcomes, Outcome("total", code, sum(one.seconds for one in outcomes), total)]:
+    for outcome in [*outcomes, Outcome("total", PASSED, sum(one.seconds for one in outcomes), total)]:
         print(outcome.line())
-    return code
+    return int(any(one.failed for one in outcomes))
 
 
 if __name__ == "__main__":
