@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help setup check format settings docs test test-fast demo bench clean
+.PHONY: help setup check format settings docs test test-all test-fast demo bench clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -34,11 +34,14 @@ settings: $(READY) ## write the settings' page and schema anew, from the models
 docs: $(READY) ## the documentation, as web pages in site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
-test: $(READY) ## the whole test suite, fast tests first
+test: $(READY) ## every guarantee at least once; at most 12 minutes on two cores
 	$(BIN)/python -m tests
 
+test-all: $(READY) ## every test; SKIP_CORE=1 leaves out what `make test` runs
+	$(BIN)/python -m tests --all $(if $(SKIP_CORE),--skip-core)
+
 test-fast: $(READY) ## the tests that take seconds
-	$(BIN)/python -m pytest -q -m 'not slow and not distributed' -n 2
+	$(BIN)/python -m pytest -q -m 'not slow and not distributed' -n logical
 
 demo: $(READY) ## train, kill a rank, watch the job resume; under five minutes
 	$(BIN)/python -m examples.demo

@@ -1,60 +1,140 @@
-"""Runs the whole suite as ``make test`` does, over two processes: fast tests first, then slow ones, then those that
-launch jobs of their own, a file to a process since the tests of a file share their launches.
+"""Run the suite in stages, each over as many processes as there are cores, and sum up at the end.
 
-Arguments go to pytest. Stops at the first stage that fails.
+Without options: the fast tests and the core of the slow ones, as ``make test`` does. All other arguments go to pytest.
+Every stage runs, whatever became of those before it; the exit code is 1 where one of them failed.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from xml.etree import ElementTree
 
-STAGES = {
-    "fast": ["-m", "not slow and not distributed", "-n", "2"],
-    "slow": ["-m", "slow and not distributed", "-n", "2", "--dist", "worksteal"],
-    "distributed": ["-m", "distributed", "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"],
-}
-NO_TESTS = 5
+FAST = "not slow and not distributed"
+BY_FILE = ("--dist", "loadfile", "--no-loadscope-reorder")
+"""The tests of a file share their launches."""
+
+COUNTED = ("passed", "failed", "skipped")
+PASSED, NO_TESTS = 0, 5
 COMPILE = "from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder; ShareMemCommBuilder().load(verbose=False)"
 
 
+@dataclass(frozen=True)
+class Stage:
+    """A run of pytest over the tests that a marker expression selects.
+
+    Args:
+        distribution: How xdist spreads the tests over its processes.
+        launches: Whether there are tests that launch jobs of DeepSpeed.
+    """
+
+    name: str
+    selection: str
+    distribution: Sequence[str] = ()
+    launches: bool = False
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of a stage."""
+
+    stage: str
+    code: int
+    seconds: float
+    counts: dict[str, int]
+
+    @property
+    def failed(self) -> bool:
+        return self.code not in (PASSED, NO_TESTS)
+
+    def line(self) -> str:
+        """Return a row of the table, in the words of pytest's own summary."""
+        found = ", ".join(f"{self.counts[kind]} {kind}" for kind in COUNTED if self.counts.get(kind)) or "no tests"
+        trouble = f"  (pytest ended with {self.code})" if self.failed else ""
+        return f"{self.stage:12} {found} in {self.seconds:.0f}s{trouble}"
+
+
+def stages(everything: bool, skip_core: bool) -> list[Stage]:
+    """Return the stages of ``make test``, or of ``make test-all``."""
+    fast = Stage("fast", FAST)
+    if not everything:
+        return [fast, Stage("core", "core", BY_FILE, launches=True)]
+    rest = " and not core" if skip_core else ""
+    return [
+        *([] if skip_core else [fast]),
+        Stage("slow", f"slow and not distributed{rest}", ("--dist", "worksteal")),
+        Stage("distributed", f"distributed{rest}", BY_FILE, launches=True),
+    ]
+
+
+def run(stage: Stage, options: Sequence[str], environment: dict[str, str]) -> Outcome:
+    """Run one stage to its end."""
+    if stage.launches:
+        # Once and beforehand: the first launch's ranks would compile it side by side, against its time limit.
+        subprocess.call([sys.executable, "-c", COMPILE], env=environment)
+    with tempfile.TemporaryDirectory() as folder:
+        report, began = Path(folder) / "report.xml", time.monotonic()
+        command = [sys.executable, "-m", "pytest", "-q", "--durations=5", f"--junitxml={report}"]
+        command += ["-m", stage.selection, "-n", str(processes()), *stage.distribution, *options]
+        code = subprocess.call(command, env=environment)
+        outcome = Outcome(stage.name, code, time.monotonic() - began, counts(report))
+    print(f"stage {outcome.line()}", flush=True)
+    return outcome
+
+
+def processes() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def counts(report: Path) -> dict[str, int]:
+    """Return how many tests passed, failed and were skipped, from pytest's report; empty where there is none."""
+    if not report.exists():
+        return {}
+    total = dict.fromkeys(("tests", "failures", "errors", "skipped"), 0)
+    for suite in ElementTree.parse(report).iter("testsuite"):
+        total = {key: value + int(suite.get(key, 0)) for key, value in total.items()}
+    failed = total["failures"] + total["errors"]
+    return {"passed": total["tests"] - failed - total["skipped"], "failed": failed, "skipped": total["skipped"]}
+
+
+def extensions() -> Path:
+    """Return where torch keeps what DeepSpeed compiles: a folder of the suite's own, without locks of earlier runs.
+
+    A process that is killed while it loads such a module leaves a lock behind on which every later one waits forever.
+    """
+    folder = Path(sys.prefix) / "torch_extensions"
+    for lock in folder.rglob("lock"):
+        lock.unlink()
+    return folder
+
+
 def main() -> int:
+    """Run the stages and print a table of them."""
+    parser = argparse.ArgumentParser("python -m tests", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--all", action="store_true", help="run every test, not only the fast ones and the core")
+    parser.add_argument("--skip-core", action="store_true", help="with --all: leave out what a run without it runs")
+    chosen, options = parser.parse_known_args()
     # Started in the background of a script, or by nohup, a process ignores Ctrl-C or SIGHUP, and so would the commands
     # under test.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",  # two test processes on two cores
-        "TORCH_EXTENSIONS_DIR": str(_own_extensions()),
-    }
-    for name, options in STAGES.items():
-        began = time.monotonic()
-        if name == "distributed":
-            # Once and beforehand: the first launch's ranks would compile it side by side, against its time limit.
-            subprocess.call([sys.executable, "-c", COMPILE], env=environment)
-        code = subprocess.call(
-            [sys.executable, "-m", "pytest", "-q", "--durations=5", *options, *sys.argv[1:]], env=environment
-        )
-        print(f"stage {name}: {time.monotonic() - began:.0f} s", flush=True)
-        if code not in (0, NO_TESTS):
-            return code
-    return 0
-
-
-def _own_extensions() -> Path:
-    """Where torch keeps what DeepSpeed compiles: a place of the suite's own, without locks of runs before.
-
-    A process that is killed while it loads such a module leaves a lock behind on which every later one waits for ever.
-    """
-    place = Path(sys.prefix) / "torch_extensions"
-    for lock in place.rglob("lock"):
-        lock.unlink()
-    return place
+    # One thread each, since there is a test process for every core.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_EXTENSIONS_DIR": str(extensions())}
+    outcomes = [run(stage, options, environment) for stage in stages(chosen.all, chosen.skip_core)]
+    total = {kind: sum(one.counts.get(kind, 0) for one in outcomes) for kind in COUNTED}
+    print(f"\n{'stage':12} result on {processes()} processes")
+    for outcome in [*outcomes, Outcome("total", PASSED, sum(one.seconds for one in outcomes), total)]:
+        print(outcome.line())
+    return int(any(one.failed for one in outcomes))
 
 
 if __name__ == "__main__":

@@ -12,15 +12,20 @@ LONGEST = (
     "test_demo.py",
     "test_source_hostile.py",
     "test_layout_deepspeed.py",
-    "test_start_page.py",
+    "test_docs_scripts.py",
     "test_preemption.py",
     "test_memory_kills.py",
     "test_dashboards.py",
     "test_launch_slurm.py",
     "test_resume_bitwise.py",
-    "test_memory_still.py",
+    "test_staging_consistency.py",
     "test_corruption.py",
     "test_object_sweep.py",
+    "test_simulated_crash.py",
+    "test_merge_deepspeed.py",
+    "test_power_loss.py",
+    "test_run_recovers.py",
+    "test_hf_trainer.py",
 )
 """Files that take longest, in that order."""
 

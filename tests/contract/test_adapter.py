@@ -233,7 +233,7 @@ def test_a_second_sharded_optimizer_is_no_plain_state() -> None:
     net, _ = fsdp2(0)
     second = torch.optim.AdamW(net.blocks[0].parameters(), lr=0.01)
     train((net, second), range(1))
-    with pytest.raises(UnsupportedError, match=r"state\['user'\]\[0\]\['state'\]\[0\]\['exp_avg'\] is a .*DTensor"):
+    with pytest.raises(UnsupportedError, match=r"state\['user'\]\[0\]\['state'\]\[0\]\['exp_avg'\]"):
         to_tree({"user": UserState([second]).capture()})
 
 

@@ -147,7 +147,7 @@ def test_names_of_a_later_release_are_never_taken_for_damage(
         lambda: verify(open_catalog(files)),
         lambda: Job(files, Memory(), VARIED),
     ):
-        with pytest.raises(NewerFormatError, match="upgrade"):
+        with pytest.raises(NewerFormatError):
             answer()
     kept = {path: data for path, data in files.disk.files().items() if not path.startswith("epochs/")}
     assert kept == {path: data for path, data in before.items() if not path.startswith("epochs/")}
@@ -159,5 +159,5 @@ def test_nothing_is_pruned_where_a_later_release_is_needed(
 ) -> None:
     files, saves = SimulatedFiles(varied[0].disk.copied()), varied[1]
     NEWER[what](files, saves)
-    with pytest.raises(NewerFormatError, match="upgrade"):
+    with pytest.raises(NewerFormatError):
         plan_prune(open_catalog(files), Retention(keep_last=1, log_spaced=False))

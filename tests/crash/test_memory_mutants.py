@@ -6,6 +6,7 @@ bytes. That ranks agree is taken out in tests/distributed/test_memory_ranks.py. 
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,6 +19,7 @@ import torch
 import monitor.memory.snapshot
 import monitor.memory.tier
 import store.segment
+from monitor.memory.tier import MemoryTier
 from monitor.save.staging import AsyncCopy
 from store.errors import DamagedError, StoreError
 from store.memory.arena import Arena
@@ -27,6 +29,9 @@ from tests.support.jobs import Job, same
 from tests.support.kept import memory, tier_of
 from tests.support.made_versions import NBYTES, content, keep, tier_at, whole
 from tests.support.memory_jobs import abandoned, settled, state_in
+
+settle = settled
+"""Called once training has changed the state; a mutant takes its place."""
 
 
 def arena(tmp_path: Path) -> None:
@@ -64,7 +69,7 @@ def exact(tmp_path: Path) -> None:
             with torch.no_grad():
                 for parameter in one.model.parameters():
                     parameter.add_(0.5)
-            settled(one)
+            settle(one)
             if step > 1:  # before the first optimizer step it is not known what there is to keep
                 save = max(scan_node(tier_of(tmp_path / "store")).versions, default=None)
                 assert save == SaveId(step, 1)
@@ -114,26 +119,43 @@ def _into_first(real: Any) -> Any:
 
 
 def do_not_wait_for_the_copies(patch: pytest.MonkeyPatch) -> None:
-    """The record before the copy is complete: hashes of what is there by then."""
-    real = monitor.memory.snapshot.seal_snapshot
+    """The record before the copy is complete: hashes of what is there by then. The optimizer comes after the record."""
+    real, before_update = monitor.memory.snapshot.seal_snapshot, MemoryTier._before_update
+    recorded = threading.Event()
 
-    def remember(version: Any) -> float:
-        return real(replace(version, copying=AsyncCopy()))
+    def seal(version: Any) -> float:
+        try:
+            return real(replace(version, copying=AsyncCopy()))
+        finally:
+            recorded.set()
 
-    patch.setattr(monitor.memory.tier, "seal_snapshot", remember)
+    def before(tier: MemoryTier) -> None:
+        if tier._copying is not None:
+            assert recorded.wait(180)
+            recorded.clear()
+        before_update(tier)
+
+    patch.setattr(monitor.memory.tier, "seal_snapshot", seal)
+    patch.setattr(MemoryTier, "_before_update", before)
 
 
 def do_not_wait_before_the_update(patch: pytest.MonkeyPatch) -> None:
-    """The optimizer does not wait for the copies, and nobody asks whether they are torn."""
-    patch.setattr(monitor.memory.tier.MemoryTier, "_before_update", lambda _: None)
+    """The optimizer does not wait for the copies, and nobody asks whether they are torn. They come after it."""
+    patch.setattr(MemoryTier, "_before_update", lambda _: None)
     patch.setattr(AsyncCopy, "require_whole", lambda _: None)
-    real = monitor.memory.snapshot.seal_snapshot
+    real, updated = monitor.memory.snapshot.seal_snapshot, threading.Event()
 
-    def remember(version: Any) -> float:
-        time.sleep(0.3)  # the mutant that copies late
+    def seal(version: Any) -> float:
+        assert updated.wait(180)
         return real(version)
 
-    patch.setattr(monitor.memory.tier, "seal_snapshot", remember)
+    def settle(one: Job) -> None:
+        updated.set()
+        settled(one)
+        updated.clear()
+
+    patch.setattr(monitor.memory.tier, "seal_snapshot", seal)
+    patch.setitem(globals(), "settle", settle)
 
 
 def do_not_check_hashes(patch: pytest.MonkeyPatch) -> None:

@@ -6,10 +6,8 @@ that is found reads back bit for bit; and the next incarnation goes on and leave
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
-import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,6 +22,7 @@ from store.storage.local import LocalFiles
 from tests.crash.memory_workload import Keeper, prepared
 from tests.crash.runs import EXIT_TYPED_ERROR, Outcome, Zygote
 from tests.support.made_versions import STORE, wanted, whole
+from tests.support.mounts import shared_memory
 
 pytestmark = pytest.mark.slow
 
@@ -94,21 +93,14 @@ class Place:
 def place() -> Iterator[Place]:
     if shutil.which("strace") is None:
         pytest.skip("strace is not installed: kills at system calls are NOT tested (apt-get install strace)")
-    memory = Path("/dev/shm")
-    folder = Path(
-        tempfile.mkdtemp(prefix="driftpoint-memory-sweep-", dir=memory if os.access(memory, os.W_OK) else None)
-    )
-    try:
-        with Zygote() as zygote:
-            place = Place(zygote, folder)
-            try:
-                assert place.run("memory-keeps").code == 0
-            except OSError as error:
-                pytest.skip(f"strace may not attach: kills at system calls are NOT tested ({error})")
-            shutil.copytree(folder / "store", folder / "base")
-            yield place
-    finally:
-        shutil.rmtree(folder)
+    with shared_memory("driftpoint-memory-sweep-") as folder, Zygote() as zygote:
+        place = Place(zygote, folder)
+        try:
+            assert place.run("memory-keeps").code == 0
+        except OSError as error:
+            pytest.skip(f"strace may not attach: kills at system calls are NOT tested ({error})")
+        shutil.copytree(folder / "store", folder / "base")
+        yield place
 
 
 SCENARIOS = {"memory-keeps": 1, "memory-takes": 1, "memory-shrinks": 3, "memory-grows": 5, "memory-closes": 1}

@@ -261,6 +261,7 @@ FILES_MUTANTS: dict[str, tuple[str, Make]] = {
 
 
 @pytest.mark.slow
+@pytest.mark.core
 @pytest.mark.parametrize("mutant", FILES_MUTANTS)
 def test_a_dropped_sync_is_caught(mutant: str) -> None:
     layer, make = FILES_MUTANTS[mutant]
@@ -315,6 +316,7 @@ def test_pruning_segments_before_manifests_is_caught(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.slow
+@pytest.mark.core
 @pytest.mark.needs_root
 @pytest.mark.parametrize("mutant", ["file", "directory"])
 def test_a_dropped_sync_is_caught_by_a_real_power_loss(

@@ -84,6 +84,7 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
     subprocess.run(["umount", "-q", "-l", folder / "mount"], check=False)
 
 
+@pytest.mark.core
 def test_the_power_really_goes(machine: Machine) -> None:
     """What is written and not synced must be lost, or the tests below prove nothing."""
     machine.fresh("base")
@@ -95,7 +96,10 @@ def test_the_power_really_goes(machine: Machine) -> None:
         assert not (store / "not-synced").exists()
 
 
-@pytest.mark.parametrize(("scenario", "stride"), [("save", 2), ("several", 11), ("varied", 11)])
+@pytest.mark.parametrize(
+    ("scenario", "stride"),
+    [pytest.param("save", 2, marks=pytest.mark.core), ("several", 11), ("varied", 11)],
+)
 def test_power_lost_at_any_change(machine: Machine, scenario: str, stride: int) -> None:
     base = machine.base_events if scenario == "save" else ()
     for k in range(1, machine.changes(scenario) + 2, stride):
@@ -108,6 +112,7 @@ def test_power_lost_at_any_change(machine: Machine, scenario: str, stride: int) 
                 assert not promised(outcome.events).kept
 
 
+@pytest.mark.core
 def test_power_lost_after_the_last_acknowledgement(machine: Machine) -> None:
     """Nothing that was acknowledged is lost, the very last of it included."""
     machine.fresh("base")

@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import subprocess
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -28,6 +27,7 @@ from store.storage.local import LocalFiles
 from store.verify import verify
 from tests.support.jobs import Job
 from tests.support.kept import abandoned, kept_step, memory
+from tests.support.mounts import shared_memory
 
 pytestmark = pytest.mark.slow
 
@@ -101,9 +101,7 @@ class Place:
 def place() -> Iterator[Place]:
     if shutil.which("strace") is None:
         pytest.skip("strace is not installed: kills at system calls are NOT tested (apt-get install strace)")
-    shared = Path("/dev/shm")
-    folder = Path(tempfile.mkdtemp(prefix="dp-sweep-", dir=shared if os.access(shared, os.W_OK) else None))
-    try:
+    with shared_memory("dp-sweep-") as folder:
         (folder / "base").mkdir()
         store = folder / "base" / "store"
         one = Job(store, every=4, memory=memory(store), trace={"enabled": False})
@@ -112,8 +110,6 @@ def place() -> Iterator[Place]:
             kept_step(one)
         abandoned(one)
         yield Place(folder)
-    finally:
-        shutil.rmtree(folder)
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from store.catalog import open_catalog
 from store.storage.local import LocalFiles
 from tests.crash.checker import check, promised, read_newest
 from tests.crash.runs import EXIT_TYPED_ERROR, Outcome, Zygote
+from tests.support.mounts import shared_memory
 
 pytestmark = pytest.mark.slow
 
@@ -69,22 +69,19 @@ class Place:
 def place() -> Iterator[Place]:
     if shutil.which("strace") is None:
         pytest.skip("strace is not installed: kills at system calls are NOT tested (apt-get install strace)")
-    memory = Path("/dev/shm")
-    folder = Path(tempfile.mkdtemp(prefix="driftpoint-sweep-", dir=memory if os.access(memory, os.W_OK) else None))
-    try:
-        with Zygote() as zygote:
-            place = Place(zygote, folder)
-            try:
-                place.base_events = place.run("several").events
-            except OSError as error:
-                pytest.skip(f"strace may not attach: kills at system calls are NOT tested ({error})")
-            shutil.copytree(folder / "store", folder / "base")
-            yield place
-    finally:
-        shutil.rmtree(folder)
+    with shared_memory("driftpoint-sweep-") as folder, Zygote() as zygote:
+        place = Place(zygote, folder)
+        try:
+            place.base_events = place.run("several").events
+        except OSError as error:
+            pytest.skip(f"strace may not attach: kills at system calls are NOT tested ({error})")
+        shutil.copytree(folder / "store", folder / "base")
+        yield place
 
 
-@pytest.mark.parametrize(("scenario", "stride"), [("save", 1), ("several", 9), ("varied", 9)])
+@pytest.mark.parametrize(
+    ("scenario", "stride"), [pytest.param("save", 1, marks=pytest.mark.core), ("several", 9), ("varied", 9)]
+)
 def test_killed_at_every_system_call(place: Place, scenario: str, stride: int) -> None:
     calls = place.calls(scenario)
     assert {"write", "fsync", "rename"} <= set(calls)

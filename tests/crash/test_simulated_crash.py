@@ -24,7 +24,7 @@ from tests.crash.models import VARIED
 from tests.crash.simulated import Disk, Op, SimulatedFiles, disk_after, every_crash
 from tests.crash.workload import Job, Memory, run
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.core]
 
 EXHAUSTIVE = 64
 """Up to so many states at one point of the run all of them are checked."""

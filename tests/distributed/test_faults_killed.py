@@ -13,7 +13,7 @@ from store.storage.local import LocalFiles
 from store.verify import verify
 from tests.support.launch import Launched, torchrun
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.core]
 
 PHASES = {
     "rank 0 stages": (0, "before", "capture", ""),

@@ -83,7 +83,15 @@ def launched(cases: list[dict[str, Any]], directory: Path) -> Launched:
     return Launched(0, "", [record for one in done for record in one.records])
 
 
-@pytest.fixture(scope="module", params=[ALONE, LORA, DDP, ZERO], ids=["alone", "lora", "ddp", "zero"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(ALONE, id="alone", marks=pytest.mark.core),
+        pytest.param(LORA, id="lora"),
+        pytest.param(DDP, id="ddp", marks=pytest.mark.core),
+        pytest.param(ZERO, id="zero"),
+    ],
+)
 def ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], Launched]:
     """The names of a launch's cases, and what became of it."""
     return [case["name"] for case in request.param], launched(request.param, tmp_path_factory.mktemp("launch"))

@@ -15,7 +15,7 @@ from merger.layouts.base import Target
 from merger.merge import MergeResult, merge
 from tests.support.launch import ROOT, WORKERS, launcher, python
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.core]
 
 CASES = ("plain", "fsdp2", "zero1-bf16", "zero3-bf16-sub-groups")
 ENGINES = CASES[2:]

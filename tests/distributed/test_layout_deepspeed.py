@@ -19,7 +19,6 @@ import pytest
 import torch
 
 pytest.importorskip("deepspeed")
-sys.path.insert(0, str(Path(__file__).parent / "workers"))
 
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from layout_cases import FAMILIES, LAST, SAVED, SOURCES, TARGETS, WORLDS, loads_universally

@@ -22,7 +22,7 @@ from tests.support.launch import ROOT, WORKERS, launcher, python
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 pytest.importorskip("deepspeed")
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.core]
 
 CASES = ("zero2-bf16", "zero3-bf16", "ddp-fp32")
 DEEPSPEED = ("zero2-bf16", "zero3-bf16")

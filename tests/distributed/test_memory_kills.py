@@ -7,7 +7,6 @@ The moments come from a seed, which is printed; set ``DRIFTPOINT_SEED`` to have 
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,9 @@ from typing import Any
 import pytest
 
 from tests.support.launch import Launched, torchrun
+from tests.support.mounts import shared_memory
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.core]
 
 STEPS, KILLS = 24, 2
 CASES: list[dict[str, Any]] = [
@@ -33,9 +33,8 @@ SEED = int(os.environ.get("DRIFTPOINT_SEED", "1"))
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Path]:
     """Of real shared memory, where there is some."""
-    memory = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else None) as place:
-        yield Path(place)
+    with shared_memory() as place:
+        yield place
 
 
 @pytest.fixture(scope="module")

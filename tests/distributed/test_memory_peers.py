@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +11,7 @@ import pytest
 from store.memory.index import scan_node
 from store.names import SaveId
 from tests.support.memory_places import DDP, Place, hashes, resumed, said
-from tests.support.mounts import tmpfs
+from tests.support.mounts import shared_memory, tmpfs
 from tests.support.netns import two_networks
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -21,9 +19,8 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 @pytest.fixture
 def place(tmp_path: Path) -> Iterator[Place]:
-    memory = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else None) as shared:
-        yield Place(tmp_path, Path(shared), {"peers": True})
+    with shared_memory() as shared:
+        yield Place(tmp_path, shared, {"peers": True})
 
 
 def kept(place: Place, node: str, step: int) -> dict[int, bool]:
@@ -45,6 +42,7 @@ def flipped(place: Place, node: str, step: int, slot: str) -> set[str]:
     return {one.fqn for each in version.values() for one in each.record.part.entries if one.layer == entry.layer}
 
 
+@pytest.mark.core
 def test_a_lost_node_comes_back_from_its_peer_but_for_what_is_damaged_there(place: Place) -> None:
     """Two ranks of three share a node; that one is lost, and all that they had comes from replicas. The layer of which
     a byte is wrong comes from the store, on all ranks."""

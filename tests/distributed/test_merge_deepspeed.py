@@ -1,13 +1,13 @@
 """Merging stores of real DeepSpeed runs: stock DeepSpeed loads the result, with nothing of ours, and goes on bitwise.
 
-One launch trains and saves every case; the merges run here; a second launch, in which driftpoint cannot be
-imported, loads what they wrote.
+One launch trains and saves the cases, those of the core apart; the merges run here; a second launch, in which
+driftpoint cannot be imported, loads what they wrote.
 """
 
 from __future__ import annotations
 
 import json
-import re
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,9 @@ import torch
 
 from merger.io.output_dir import CERTIFICATE
 from merger.merge import MergeResult, merge
-from tests.support.launch import ROOT, WORKERS, launcher, python
-from tests.support.pt_trees import differences, read
+from tests.support.foreign import directory_differences
+from tests.support.launch import ROOT, WORKERS, launcher, once, python
+from tests.support.pt_trees import read
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -40,112 +41,78 @@ CASES = (
 OTHER_FORM = "zero1-bf16-elastic"
 """DeepSpeed writes such moments in another form and loads both: the rebuilt one has the usual form."""
 COMPOSITES = ("zero1-bf16", "zero2-fp32", "zero3-bf16-sub-groups")
+CORE = ("zero1-bf16", "zero2-fp32", "zero3-bf16-sub-groups")
+
+Merged = Callable[[str], tuple[Path, dict[str, MergeResult]]]
 
 
-def launch(script: str, directory: Path, cwd: Path, path: str) -> None:
+def marked(cases: Iterable[str]) -> list[Any]:
+    return [pytest.param(case, marks=pytest.mark.core) if case in CORE else case for case in cases]
+
+
+def launch(script: str, directory: Path, cases: Sequence[str], cwd: Path, path: str) -> None:
     """Run a worker under torchrun, with ``path`` as PYTHONPATH."""
-    done = python([*launcher(RANKS), WORKERS / script, directory], cwd, PYTHONPATH=path)
+    done = python([*launcher(RANKS), WORKERS / script, directory, *cases], cwd, PYTHONPATH=path)
     assert done.returncode == 0, done.stderr[-6000:]
 
 
 @pytest.fixture(scope="module")
-def merged(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, MergeResult]]:
-    """Everything trained, saved, merged and loaded again; the results by case."""
-    directory = tmp_path_factory.mktemp("merges")
-    launch("merge_train.py", directory, ROOT, str(ROOT))
-    results = {case: merge(directory / case / "store", directory / case / "merged") for case in CASES}
-    for case in COMPOSITES:
-        results[f"{case}-composite"] = merge(directory / case / "composite", directory / case / "merged-composite")
-    launch("merge_load.py", directory, directory, "")
-    return directory, results
+def merged(tmp_path_factory: pytest.TempPathFactory) -> Merged:
+    """A case's folder and the results by case, with what else is trained, merged and loaded in the same launches."""
+
+    @once
+    def together(core: bool) -> tuple[Path, dict[str, MergeResult]]:
+        directory, cases = tmp_path_factory.mktemp("merges"), [case for case in CASES if (case in CORE) == core]
+        launch("merge_train.py", directory, cases, ROOT, str(ROOT))
+        results = {case: merge(directory / case / "store", directory / case / "merged") for case in cases}
+        for case in set(cases) & set(COMPOSITES):
+            results[f"{case}-composite"] = merge(directory / case / "composite", directory / case / "merged-composite")
+        launch("merge_load.py", directory, cases, directory, "")
+        return directory, results
+
+    def of(case: str) -> tuple[Path, dict[str, MergeResult]]:
+        directory, results = together(case in CORE)
+        return directory / case, results
+
+    return of
 
 
-def files(checkpoint: Path) -> list[str]:
-    return sorted(str(path.relative_to(checkpoint)) for path in checkpoint.rglob("*") if path.is_file())
-
-
-def directory_differences(one: Path, other: Path) -> list[str]:
-    """Where two of DeepSpeed's directories differ. What only we add to the client state is left out."""
-    assert files(one) == [name for name in files(other) if name != CERTIFICATE]
-    out = []
-    for name in files(one):
-        if name.endswith(".pt"):
-            out += differences(comparable(one, name), comparable(other, name), name)
-        elif (one / name).read_bytes() != (other / name).read_bytes():
-            out.append(name)
-    return out
-
-
-def comparable(checkpoint: Path, name: str) -> Any:
-    """A file's content, with zeros where ZeRO-3 pads: DeepSpeed never initialises its paddings."""
-    content = read(checkpoint / name)
-    content.pop("driftpoint", None)
-    found = re.search(r"zero_pp_rank_(\d+)_mp_rank_00_(model|optim)", name)
-    if found is None:
-        return content
-    rank = int(found[1])
-    model = content if found[2] == "model" else None
-    if model is not None:
-        for fqn, shape in model["frozen_param_shapes"].items():
-            clear_paddings(model["frozen_param_fragments"][fqn], [shape.numel()], rank)
-    elif "fp32_flat_groups" in content["optimizer_state_dict"]:
-        shapes = read(checkpoint / Path(name).parent / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")[
-            "param_shapes"
-        ]
-        for flat, group in zip(content["optimizer_state_dict"]["fp32_flat_groups"], shapes, strict=True):
-            clear_paddings(flat.detach(), [shape.numel() for shape in group.values()], rank)
-    return content
-
-
-def clear_paddings(flat: torch.Tensor, numels: list[int], rank: int) -> None:
-    offset = 0
-    for numel in numels:
-        part = -(-numel // RANKS)
-        held = min(part, max(0, numel - rank * part))
-        flat[offset + held : offset + part] = 0
-        offset += part
-    assert offset == flat.numel()
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_stock_deepspeed_continues_bitwise(merged: tuple[Path, dict[str, MergeResult]], case: str) -> None:
-    folder = merged[0] / case
+@pytest.mark.parametrize("case", marked(CASES))
+def test_stock_deepspeed_continues_bitwise(merged: Merged, case: str) -> None:
+    folder, _ = merged(case)
     for rank in range(RANKS):
         told = json.loads((folder / f"after-{rank}.json").read_text())
         assert told["losses"] == json.loads((folder / f"losses-{rank}.json").read_text())
     assert directory_differences(folder / "own-7", folder / "after-7") == []
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case != OTHER_FORM])
-def test_the_files_are_those_that_deepspeed_writes(merged: tuple[Path, dict[str, MergeResult]], case: str) -> None:
-    folder = merged[0] / case
+@pytest.mark.parametrize("case", marked(case for case in CASES if case != OTHER_FORM))
+def test_the_files_are_those_that_deepspeed_writes(merged: Merged, case: str) -> None:
+    folder, _ = merged(case)
     assert directory_differences(folder / "own-4", folder / "merged") == []
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_the_rest_of_the_run_state_is_in_the_client_state(
-    merged: tuple[Path, dict[str, MergeResult]], case: str
-) -> None:
+@pytest.mark.parametrize("case", marked(CASES))
+def test_the_rest_of_the_run_state_is_in_the_client_state(merged: Merged, case: str) -> None:
     for rank in range(RANKS):
-        told = json.loads((merged[0] / case / f"after-{rank}.json").read_text())
+        told = json.loads((merged(case)[0] / f"after-{rank}.json").read_text())
         assert told["save"] == "00000004-000001"
         assert (told["rank"], told["matrix"], told["rng"]) == (rank, [[0, 1, 2], [3, 4, 5]], "Tensor")
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_a_full_save_is_certified_exact(merged: tuple[Path, dict[str, MergeResult]], case: str) -> None:
-    result = merged[1][case]
+@pytest.mark.parametrize("case", marked(CASES))
+def test_a_full_save_is_certified_exact(merged: Merged, case: str) -> None:
+    result = merged(case)[1][case]
     certificate = json.loads((result.out / CERTIFICATE).read_text())
     assert (result.tag, result.problems, result.certificate.exact) == ("global_step4", (), True)
     assert (certificate["tag"], certificate["exact"], certificate["max_staleness"]) == ("global_step4", True, 0)
     assert result.bytes_written == sum(path.stat().st_size for path in result.out.rglob("*") if path.is_file())
 
 
-@pytest.mark.parametrize("case", COMPOSITES)
-def test_each_tensor_is_of_the_version_that_the_certificate_names(
-    merged: tuple[Path, dict[str, MergeResult]], case: str
-) -> None:
-    folder, certificate = merged[0] / case, merged[1][f"{case}-composite"].certificate
+@pytest.mark.parametrize("case", marked(COMPOSITES))
+def test_each_tensor_is_of_the_version_that_the_certificate_names(merged: Merged, case: str) -> None:
+    folder, results = merged(case)
+    certificate = results[f"{case}-composite"].certificate
     expected, found = read(folder / "states.pt"), read(folder / "composite.pt")
     step_of = {(unit.layer, unit.slot): unit.step for unit in certificate.units}
     assert not certificate.exact and certificate.max_staleness == 2

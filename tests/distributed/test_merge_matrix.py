@@ -8,7 +8,6 @@ working weights, both moments, steps, hyperparameters, schedule and counters, to
 from __future__ import annotations
 
 import json
-import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ from merger.merge import merge
 from tests.support.launch import WORKERS, launcher, python
 
 pytest.importorskip("deepspeed")
-sys.path.insert(0, str(WORKERS))
 from matrix_cases import SOURCES, WORLDS, Cell, targets
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]

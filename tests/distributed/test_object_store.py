@@ -16,7 +16,7 @@ from store.verify import verify
 from tests.support.launch import Launched, torchrun
 from tests.support.s3 import BUCKET, KEYS, Server, tiny_parts
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.core]
 
 PART_MIB = 5
 STEPS, KILL_AT = 11, 8

@@ -40,6 +40,7 @@ def digests(launched: Launched, rank: int = 0) -> dict[int, str]:
     return {one["step"]: one["digest"] for one in launched.of("state", rank=rank)}
 
 
+@pytest.mark.core
 def test_everything_is_saved_and_training_goes_on_bit_for_bit(tmp_path: Path) -> None:
     whole = tmp_path / "whole"
     whole.mkdir()
@@ -135,7 +136,6 @@ def test_a_handler_of_the_script_stays(tmp_path: Path) -> None:
     ended = run(tmp_path, settings=OFTEN, situation="own_handler", signals={"0": 5})
     assert ended.code == 0, ended.output
     assert len(ended.of("own handler")) == 1 and not ended.one("finished")["restored"]
-    assert "SIGUSR1 has a handler already, which stays" in ended.output
 
 
 def test_a_handler_of_the_script_may_announce_the_end(tmp_path: Path) -> None:
@@ -160,16 +160,15 @@ def test_the_loop_may_end_by_itself(tmp_path: Path) -> None:
     assert not list((tmp_path / "store").rglob("*closed*")), "it was interrupted, though in good order"
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.core), 3])
 def test_one_rank_hears_of_it_and_all_stop_at_one_step(tmp_path: Path, ranks: int) -> None:
     ended = torchrun("preempt.py", ranks, {"steps": 40, "settings": OFTEN, "signals": {"1": 5}}, tmp_path)
-    assert ended.code != 0
+    assert ended.code != 0  # not 75: the teardown of gloo's threads at exit now and then aborts a process
     left = ended.of("left")
     assert [(one["step"], one["code"], one["skipped"]) for one in left] == [(6, 75, None)] * ranks, ended.output[-4000:]
-    # Not what torchrun says of them: the teardown of gloo's threads at exit now and then aborts a process.
-    assert "full save of step 6 committed" in ended.output
     assert steps(tmp_path)[0] == 6
     resumed = torchrun("preempt.py", ranks, {"steps": 8, "settings": OFTEN}, tmp_path)
     assert resumed.code == 0, resumed.output[-4000:]
     for rank in range(ranks):
-        assert resumed.one("resumed", rank=rank)["digest"] == digests(ended, rank)[6]
+        found = resumed.one("resumed", rank=rank)
+        assert (found["step"], found["exact"], found["digest"]) == (6, True, digests(ended, rank)[6])

@@ -8,12 +8,12 @@ restart is torchrun's own, or a process started anew.
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 
-from tests.support.launch import Launched, alone, torchrun
+from tests.support.launch import Launched, alone, once, torchrun
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -64,6 +64,24 @@ COMPOSITES: list[dict[str, Any]] = [
     },
 ]  # fmt: skip
 EXACT = [case["name"] for case in [*ZERO, *DDP, *FSDP2, *PLAIN]]
+COMPOSITE = [case["name"] for case in COMPOSITES]
+CORE = {"zero1-bf16", "zero2-fp32", "zero3-bf16", "zero2-parity2", "ddp", "fsdp2", "plain"}
+"""One of each framework and ZeRO stage, and a composite."""
+
+LAUNCHES = {
+    f"{name}-{'core' if core else 'more'}": [case for case in cases if (case["name"] in CORE) == core]
+    for core in (True, False)
+    for name, cases in {
+        "zero": [*ZERO, *COMPOSITES[:2]],
+        "torch": [*DDP, *FSDP2, *COMPOSITES[2:]],
+        "plain": PLAIN,
+    }.items()
+}
+Launch = Callable[[str], Launched]
+
+
+def marked(names: Iterable[str], core: Callable[[str], bool] = CORE.__contains__) -> list[Any]:
+    return [pytest.param(name, marks=pytest.mark.core) if core(name) else name for name in names]
 
 
 def spec(cases: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
@@ -71,22 +89,25 @@ def spec(cases: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def launched(tmp_path_factory: pytest.TempPathFactory) -> Launched:
-    """All launches together."""
+def launched(tmp_path_factory: pytest.TempPathFactory) -> Launch:
+    """The launch that a case belongs to, made when it is first asked for."""
     pytest.importorskip("deepspeed")
-    zero = [*ZERO, *[case for case in COMPOSITES if case["kind"] == "zero"]]
-    torch = [*DDP, *FSDP2, *[case for case in COMPOSITES if case["kind"] != "zero"]]
-    done = [
-        torchrun("resume_train.py", 2, spec(zero), tmp_path_factory.mktemp("zero"), restarts=1),
-        torchrun("resume_train.py", 2, spec(torch), tmp_path_factory.mktemp("torch"), restarts=1),
-        *_alone_twice(tmp_path_factory.mktemp("plain")),
-    ]
-    assert [one.code for one in done] == [0, 0, -9, 0], "\n".join(one.output[-3000:] for one in done)
-    return Launched(0, "", [record for one in done for record in one.records])
+    launch_of = {case["name"]: launch for launch, cases in LAUNCHES.items() for case in cases}
 
+    @once
+    def launch(name: str) -> list[Launched]:
+        directory, cases = tmp_path_factory.mktemp(name), LAUNCHES[name]
+        if name.startswith("plain"):
+            return [alone("resume_train.py", spec(cases, phase=phase), directory) for phase in (0, 1)]
+        return [torchrun("resume_train.py", 2, spec(cases), directory, restarts=1)]
 
-def _alone_twice(directory: Path) -> list[Launched]:
-    return [alone("resume_train.py", spec(PLAIN, phase=phase), directory) for phase in (0, 1)]
+    def of(case: str) -> Launched:
+        name = launch_of[case]
+        done, codes = launch(name), [-9, 0] if name.startswith("plain") else [0]
+        assert [one.code for one in done] == codes, "\n".join(one.output[-3000:] for one in done)
+        return Launched(0, "", [record for one in done for record in one.records])
+
+    return of
 
 
 def losses(launched: Launched, kind: str, case: str) -> dict[tuple[int, int], list[float]]:
@@ -94,46 +115,49 @@ def losses(launched: Launched, kind: str, case: str) -> dict[tuple[int, int], li
     return {(one["rank"], one["step"]): one["losses"] for one in launched.of(kind, case=case)}
 
 
-def test_a_rank_died_of_a_signal_in_each_launch(launched: Launched) -> None:
-    assert [one["rank"] for one in launched.of("dies")] == [1, 1, 0]
+@pytest.mark.parametrize("launch", marked(LAUNCHES, lambda name: name.endswith("core")))
+def test_a_rank_died_of_a_signal_in_each_launch(launched: Launch, launch: str) -> None:
+    cases = LAUNCHES[launch]
+    died = [one["rank"] for one in launched(cases[0]["name"]).of("dies")]
+    assert died == [0 if cases[0]["kind"] == "plain" else 1]
 
 
-@pytest.mark.parametrize("case", EXACT)
-def test_saving_changes_nothing(launched: Launched, case: str) -> None:
-    straight, killed = losses(launched, "straight", case), losses(launched, "killed", case)
+@pytest.mark.parametrize("case", marked(EXACT))
+def test_saving_changes_nothing(launched: Launch, case: str) -> None:
+    straight, killed = losses(launched(case), "straight", case), losses(launched(case), "killed", case)
     assert {step for _, step in killed} == set(range(KILL_AT))
     assert killed == {key: value for key, value in straight.items() if key[1] < KILL_AT}
 
 
-@pytest.mark.parametrize("case", EXACT)
-def test_losses_after_a_resume_are_those_of_the_uninterrupted_run(launched: Launched, case: str) -> None:
-    straight, continued = losses(launched, "straight", case), losses(launched, "continued", case)
+@pytest.mark.parametrize("case", marked(EXACT))
+def test_losses_after_a_resume_are_those_of_the_uninterrupted_run(launched: Launch, case: str) -> None:
+    straight, continued = losses(launched(case), "straight", case), losses(launched(case), "continued", case)
     assert {step for _, step in continued} == set(range(6, STEPS))
     assert continued == {key: value for key, value in straight.items() if key[1] >= 6}
 
 
-@pytest.mark.parametrize("case", EXACT)
-def test_the_end_is_the_same_state(launched: Launched, case: str) -> None:
+@pytest.mark.parametrize("case", marked(EXACT))
+def test_the_end_is_the_same_state(launched: Launch, case: str) -> None:
     ranks = (0,) if case in [one["name"] for one in PLAIN] else (0, 1)
     for rank in ranks:
-        straight = launched.one("end", case=case, of="straight", rank=rank)
-        resumed = launched.one("end", case=case, of="resumed", rank=rank)
+        straight = launched(case).one("end", case=case, of="straight", rank=rank)
+        resumed = launched(case).one("end", case=case, of="resumed", rank=rank)
         assert len(straight["hashes"]) > 10
         assert straight["hashes"] == resumed["hashes"]
 
 
-@pytest.mark.parametrize("case", EXACT)
-def test_a_full_save_is_certified_exact(launched: Launched, case: str) -> None:
-    for one in launched.of("resumed", case=case):
+@pytest.mark.parametrize("case", marked(EXACT))
+def test_a_full_save_is_certified_exact(launched: Launch, case: str) -> None:
+    for one in launched(case).of("resumed", case=case):
         assert (one["step"], one["exact"], one["save"]) == (6, True, "00000006-000001")
 
 
-@pytest.mark.parametrize("case", [case["name"] for case in COMPOSITES])
-def test_a_composite_holds_the_versions_that_its_certificate_names(launched: Launched, case: str) -> None:
-    newest = max(one["step"] for one in launched.of("saved", case=case) if one["step"] <= KILL_AT)
-    layer_of = _layers(launched, case)
+@pytest.mark.parametrize("case", marked(COMPOSITE))
+def test_a_composite_holds_the_versions_that_its_certificate_names(launched: Launch, case: str) -> None:
+    newest = max(one["step"] for one in launched(case).of("saved", case=case) if one["step"] <= KILL_AT)
+    layer_of = _layers(launched(case), case)
     for rank in (0, 1):
-        resumed = launched.one("resumed", case=case, rank=rank)
+        resumed = launched(case).one("resumed", case=case, rank=rank)
         assert (int(resumed["save"][:8]), resumed["exact"]) == (newest, False)
         steps = {(layer, slot): step for layer, slot, step in resumed["units"]}
         assert len(set(steps.values())) > 1
@@ -143,12 +167,14 @@ def test_a_composite_holds_the_versions_that_its_certificate_names(launched: Lau
         for fragment, digest in resumed["hashes"].items():
             fqn, slot, *_ = fragment.split("|")
             step = steps[layer_of[fqn], slot]
-            assert digest == _saved(launched, case, rank, step)[fragment], f"{fragment} is not that of step {step}"
+            assert digest == _saved(launched(case), case, rank, step)[fragment], (
+                f"{fragment} is not that of step {step}"
+            )
 
 
-@pytest.mark.parametrize("case", [case["name"] for case in COMPOSITES])
-def test_training_goes_on_from_a_composite(launched: Launched, case: str) -> None:
-    assert {step for _, step in losses(launched, "continued", case)} >= {KILL_AT, STEPS - 1}
+@pytest.mark.parametrize("case", marked(COMPOSITE))
+def test_training_goes_on_from_a_composite(launched: Launch, case: str) -> None:
+    assert {step for _, step in losses(launched(case), "continued", case)} >= {KILL_AT, STEPS - 1}
 
 
 def _saved(launched: Launched, case: str, rank: int, step: int) -> dict[str, str]:

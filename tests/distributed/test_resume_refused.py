@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.launch import Launched, torchrun
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.core]
 
 STAGES, TRAINED, RANKS = (1, 2, 3), (0, 3), (0, 1)
 ERRORS = {

@@ -6,12 +6,12 @@ One launch per world size trains and saves every case and notes the truth from t
 from __future__ import annotations
 
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from source_cases import ADAPTERS, CASES
 
 from merger.checkpoint import Checkpoint
 from merger.io.output_dir import CERTIFICATE
@@ -20,11 +20,7 @@ from merger.merge import merge
 from merger.sources import open_source
 from store.errors import MergeError
 from tests.support.foreign import directory_differences, read_tensors, train_stock
-from tests.support.launch import WORKERS
 from tests.support.pt_trees import same_bits
-
-sys.path.insert(0, str(WORKERS))
-from source_cases import ADAPTERS, CASES
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 

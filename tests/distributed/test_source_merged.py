@@ -51,7 +51,7 @@ def test_random_states_that_a_run_handed_on_are_not_taken_for_its_own(trained: P
     torch.save(content, file)
     given = open_source(tmp_path / "given").checkpoint(None, frozenset())
     assert given.run_states[0].user == {"at": 3} and given.problems == ()
-    worker = [str(WORKERS / "source_go_on.py"), CASE, str(tmp_path / "given"), str(tmp_path / "later"), "2"]
+    worker = [str(WORKERS / "source_continue.py"), CASE, str(tmp_path / "given"), str(tmp_path / "later"), "2"]
     run([*launcher(2), *worker], tmp_path)
     later = open_source(tmp_path / "later").checkpoint(None, frozenset())
     assert (later.step, later.run_states, later.certificate.exact) == (5, {}, True)

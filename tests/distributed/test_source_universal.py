@@ -16,7 +16,7 @@ from store.errors import DamagedError, MergeError, UnsupportedError
 from tests.support.foreign import convert, directory_differences, read_tensors, train_stock
 from tests.support.pt_trees import same_bits
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.core]
 
 WRAPPER = "zero1-bf16-wrapper"
 CASES = ("zero1-bf16", WRAPPER, "zero2-bf16-aligned-round-robin", "zero3-bf16-sub-groups")

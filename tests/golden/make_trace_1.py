@@ -1,19 +1,17 @@
 """Records the golden trace: a real job under ``budget``, interrupted once, and what a simulation of it says.
 
-    python tests/golden/make_trace_1.py
+    python -m tests.golden.make_trace_1
 
 Run once; traces of past releases have to be read, and replayed alike, for ever."""
 
 from __future__ import annotations
 
 import json
-import sys
 import tempfile
 from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.golden.test_trace_1 import FOLDER, summary
 from tests.support.jobs import job
 

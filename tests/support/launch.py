@@ -14,12 +14,12 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 ROOT = Path(__file__).parents[2]
 WORKERS = ROOT / "tests" / "distributed" / "workers"
@@ -30,6 +30,8 @@ ENVIRONMENT = {
     # Otherwise a restarted worker finds the addresses of the dead ones in torchrun's store, and cannot connect.
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
 }
+
+_K, _T = TypeVar("_K"), TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,24 @@ def python(
         out, err = Path(folder) / "out", Path(folder) / "err"
         code = _preloaded().run(said, directory, (out, err), known, timeout)
         return subprocess.CompletedProcess(said, code, out.read_text(errors="replace"), err.read_text(errors="replace"))
+
+
+def once(make: Callable[[_K], _T]) -> Callable[[_K], _T]:
+    """Have ``make`` called once for each argument: from then on it gives the same result, or the same error."""
+    made: dict[_K, tuple[_T] | Exception] = {}
+
+    def get(argument: _K) -> _T:
+        if argument not in made:
+            try:
+                made[argument] = (make(argument),)
+            except Exception as error:  # noqa: BLE001 - raised below, now and for every test that asks later
+                made[argument] = error
+        result = made[argument]
+        if isinstance(result, Exception):
+            raise result
+        return result[0]
+
+    return get
 
 
 def _run(words: list[str], worker: str, spec: Mapping[str, Any], directory: Path, timeout: float) -> Launched:

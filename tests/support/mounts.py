@@ -1,8 +1,10 @@
-"""Small filesystems of their own, mounted for the time of a test."""
+"""Filesystems for the time of a test: small ones of their own, and shared memory."""
 
 from __future__ import annotations
 
+import os
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,3 +25,11 @@ def tmpfs(place: Path, size: str) -> Iterator[Path]:
         yield place
     finally:
         subprocess.run(["umount", "-l", place], check=True)
+
+
+@contextmanager
+def shared_memory(prefix: str = "driftpoint-") -> Iterator[Path]:
+    """A new folder in shared memory, or on the disk where there is none."""
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=memory if os.access(memory, os.W_OK) else None) as folder:
+        yield Path(folder)

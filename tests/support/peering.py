@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,8 +17,8 @@ from store.memory.index import scan_node
 from store.memory.layout import READER, Tier, VersionRecord
 from store.names import RAW, SaveId
 from store.schema import Entry, digest
-from tests.support.cli import environment
 from tests.support.made_versions import CLAIM, head_of, part_of, tier_at
+from tests.support.processes import script
 
 KEY = b"t" * 32
 LOCAL = (2, "127.0.0.1")
@@ -75,22 +74,9 @@ class TargetProcess:
 
 @contextmanager
 def target_process(base: Path, nbytes: int) -> Iterator[TargetProcess]:
-    process = subprocess.Popen(
-        [sys.executable, "-c", _TARGET, str(base), str(nbytes)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=environment(),
-    )
-    assert process.stdin is not None and process.stdout is not None
-    try:
-        family, host, port = json.loads(process.stdout.readline())
+    with script(_TARGET, base, nbytes) as (process, line):
+        family, host, port = json.loads(line)
         yield TargetProcess(tier_at(base), (family, host, port), process)
-    finally:
-        process.kill()
-        process.wait(timeout=180)
-        process.stdin.close()
-        process.stdout.close()
 
 
 def sender_to(endpoint: Endpoint, timeout: float = 120.0, key: bytes = KEY) -> ReplicaSender:

@@ -23,10 +23,10 @@ sys.stdin.read()
 
 
 @contextmanager
-def holding_lock(root: Path) -> Iterator[int]:
-    """A process that holds the store's lock for the time of the block; gives its id."""
+def script(code: str, *words: object) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A process that runs ``code`` and ends with its input, or killed at the end of the block; and its first line."""
     process = subprocess.Popen(
-        [sys.executable, "-c", _HOLD, str(root)],
+        [sys.executable, "-c", code, *map(str, words)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -34,12 +34,22 @@ def holding_lock(root: Path) -> Iterator[int]:
     )
     assert process.stdin is not None and process.stdout is not None
     try:
-        assert process.stdout.readline() == "held\n"
-        yield process.pid
+        yield process, process.stdout.readline()
     finally:
-        process.stdin.close()
+        process.kill()
         process.wait(timeout=180)
+        process.stdin.close()
         process.stdout.close()
+
+
+@contextmanager
+def holding_lock(root: Path) -> Iterator[int]:
+    """A process that holds the store's lock for the time of the block; gives its id."""
+    with script(_HOLD, root) as (process, line):
+        assert line == "held\n"
+        yield process.pid
+        process.stdin.close()  # type: ignore[union-attr]
+        process.wait(timeout=180)
 
 
 _KEEP = """
@@ -60,20 +70,6 @@ sys.stdin.read()
 @contextmanager
 def living(tier: Tier, save: SaveId, rank: int = 0, world: int = 1) -> Iterator[subprocess.Popen[str]]:
     """Another process that holds a version of its own for the time of the block, unless it is killed before."""
-    words = [tier.base, tier.store_id, save.epoch, rank, world, save.step]
-    process = subprocess.Popen(
-        [sys.executable, "-c", _KEEP, *map(str, words)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=environment(),
-    )
-    assert process.stdin is not None and process.stdout is not None
-    try:
-        assert process.stdout.readline() == "kept\n"
+    with script(_KEEP, tier.base, tier.store_id, save.epoch, rank, world, save.step) as (process, line):
+        assert line == "kept\n"
         yield process
-    finally:
-        process.kill()
-        process.wait(timeout=180)
-        process.stdin.close()
-        process.stdout.close()

@@ -1,6 +1,6 @@
 """Under torchrun, where nothing of driftpoint can be imported: stock DeepSpeed loads what was merged, and goes on.
 
-Usage: merge_load.py DIRECTORY — per case: reads ``merged`` and ``merged-composite``; writes ``after-RANK.json``
+Usage: merge_load.py DIRECTORY CASE... — per case: reads ``merged`` and ``merged-composite``; writes ``after-RANK.json``
 (losses, client state), ``after-7`` (DeepSpeed's checkpoint) and ``composite.pt`` (whole tensors as loaded).
 """
 
@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import barred
 import deepspeed
 import torch
 import torch.distributed as dist
-from merge_cases import CASES, COMPOSITES, LAST, SAVED, build, leave, train, whole_state
+from merge_cases import COMPOSITES, LAST, SAVED, build, leave, train, whole_state
 
 
 def run(case: str, folder: Path) -> None:
@@ -43,16 +44,17 @@ def run_composite(case: str, folder: Path) -> None:
         torch.save(found, folder / "composite.pt")
 
 
-def main(directory: Path) -> None:
+def main(directory: Path, cases: Sequence[str]) -> None:
     barred.require_barred()
     deepspeed.init_distributed(dist_backend="gloo")
-    for case in CASES:
+    for case in cases:
         run(case, directory / case)
-    for case in COMPOSITES:
-        run_composite(case, directory / case)
+    for case in cases:
+        if case in COMPOSITES:
+            run_composite(case, directory / case)
     barred.require_barred()
     leave()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -1,19 +1,20 @@
 """Under torchrun: trains each case, saves it into a store and with DeepSpeed itself, and goes on.
 
-Usage: merge_train.py DIRECTORY — per case: ``store``, ``composite`` (some), ``own-4`` and ``own-7`` (DeepSpeed's
-checkpoints), ``losses-RANK.json`` and ``states.pt`` (whole tensors at the two steps of the composite).
+Usage: merge_train.py DIRECTORY CASE... — per case: ``store``, ``composite`` (some), ``own-4`` and ``own-7``
+(DeepSpeed's checkpoints), ``losses-RANK.json`` and ``states.pt`` (whole tensors at the two steps of the composite).
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import deepspeed
 import torch
 import torch.distributed as dist
-from merge_cases import CASES, COMPOSITES, EARLIER, LAST, SAVED, build, leave, train, whole_state
+from merge_cases import COMPOSITES, EARLIER, LAST, SAVED, build, leave, train, whole_state
 from merge_store import StoreWriter
 
 from monitor.adapters import adapter_for
@@ -49,9 +50,9 @@ def run(case: str, folder: Path) -> None:
         torch.save(states, folder / "states.pt")
 
 
-def main(directory: Path) -> None:
+def main(directory: Path, cases: Sequence[str]) -> None:
     deepspeed.init_distributed(dist_backend="gloo")
-    for case in CASES:
+    for case in cases:
         if dist.get_rank() == 0:
             (directory / case).mkdir()
         dist.barrier()
@@ -60,4 +61,4 @@ def main(directory: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -6,7 +6,6 @@ Usage: source_train.py DIRECTORY CASE... — per case: ``saved`` (tags ``global_
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
+from merge_cases import leave
 from source_cases import ADAPTERS, REFUSED, build, remember, train, truth
 
 
@@ -39,9 +39,7 @@ def main(directory: Path, cases: list[str]) -> None:
     for case in cases:
         run(case, directory / case)
         dist.barrier()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)  # gloo's threads can abort a process that many engines lived in
+    leave()
 
 
 if __name__ == "__main__":

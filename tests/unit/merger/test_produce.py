@@ -179,7 +179,7 @@ except StorageError as error:
 """
 
 
-@pytest.mark.parametrize("limit", [1, 100, 600, 3000])
+@pytest.mark.parametrize("limit", [*(pytest.param(at, marks=pytest.mark.slow) for at in (1, 100, 600)), 3000])
 @pytest.mark.parametrize("kind", ["pt", "dcp", "safetensors", "verbatim"])
 def test_a_device_that_takes_no_more(tmp_path: Path, kind: str, limit: int) -> None:
     """Whatever wrote the file, and wherever in it: the system's own words, and what to type."""

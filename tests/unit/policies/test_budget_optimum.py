@@ -168,6 +168,7 @@ def tuned(family: Callable[[float], Policy], low: float, high: float, units: lis
     return damage
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(set(CASES) - {"so slow that precision counts"}))
 def test_it_beats_turns_and_thresholds_of_the_same_bytes(name: str) -> None:
     units = CASES[name].sources()

@@ -46,6 +46,7 @@ def is_child(trainer: Trainer) -> int:
     return int((trainer.folder / "child").read_text())
 
 
+@pytest.mark.core
 def test_a_killed_trainers_newest_state_is_written(store: Path, base: Path, tmp_path: Path) -> None:
     with daemon(base) as beside, trainer(store, base, 7) as job:
         known(base)

@@ -23,6 +23,7 @@ def catalog(folder: Path) -> Catalog:
     return open_catalog(LocalFiles(folder / "store"))
 
 
+@pytest.mark.core
 def test_killed_and_failed_it_goes_on_to_the_end_as_if_nothing_had_been(tmp_path: Path) -> None:
     dies = [[1, 5, "kill"], [2, 7, 3], [3, 9, "kill"], [4, 11, 1]]
     with supervised(tmp_path, PYTHON + training(tmp_path, dies=dies)) as run:

@@ -8,14 +8,19 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import monitor
 from monitor.config.load import load_config
+from monitor.decide import schedule
+from monitor.save import save_task
 from policies.interval import FIRST
 from store.catalog import open_catalog
 from store.errors import ConfigError, StorageError
@@ -76,31 +81,48 @@ def test_saves_that_become_slow_are_given_time(tmp_path: Path) -> None:
     assert verify(open_catalog(LocalFiles(tmp_path / "store"))).ok
 
 
-@pytest.mark.slow
-def test_what_decisions_cost_training_is_followed(tmp_path: Path) -> None:
+class Clock:
+    """Seconds that pass only when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_what_decisions_cost_training_is_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They cost a fifth of a second, and then next to nothing; an interruption is expected every 3.6 seconds."""
+    clock = Clock()
+    monkeypatch.setattr(time, "perf_counter", clock)  # steps, decisions, waits for copies
+    monkeypatch.setattr(save_task, "time", SimpleNamespace(monotonic=clock))  # saves
+    monkeypatch.setattr(schedule, "AdaptiveInterval", partial(schedule.AdaptiveInterval, clock=clock))
     with job(tmp_path / "store", every="auto", auto={"gpu_hours_per_interruption": 0.001}) as one:
         one.ckpt.resume()
         decider = one.ckpt._decider
         quick = decider.decide
 
-        def slow(*args: Any) -> Any:
-            time.sleep(0.2)
-            return quick(*args)
+        def costing(seconds: float) -> Callable[..., Any]:
+            def decide(*args: Any) -> Any:
+                clock.now += seconds
+                return quick(*args)
+
+            return decide
 
         def decided(times: int) -> list[int]:
             intervals: list[int] = []
             while len(intervals) < times:
-                time.sleep(0.02)
+                clock.now += 0.02
                 report = one.step()
                 if report is not None and report.interval is not None:
                     intervals.append(report.interval)
             return intervals
 
-        decider.decide = slow  # type: ignore[method-assign]
+        decider.decide = costing(0.2)  # type: ignore[method-assign]
         costly = decided(6)[-1]
-        decider.decide = quick  # type: ignore[method-assign]
-        assert decided(5)[-1] < costly
+        decider.decide = costing(0.001)  # type: ignore[method-assign]
+        cheap = decided(5)[-1]
+    assert cheap < costly
 
 
 @pytest.mark.slow

@@ -4,11 +4,11 @@ bit, what it makes of the checkpoint itself.
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from source_cases import ADAPTERS, CASES
 
 from merger.checkpoint import Checkpoint
 from merger.import_checkpoint import import_checkpoint, plan_import
@@ -20,10 +20,6 @@ from store.errors import UsageError
 from store.storage.local import LocalFiles
 from store.verify import verify
 from tests.support.foreign import directory_differences, train_stock
-from tests.support.launch import WORKERS
-
-sys.path.insert(0, str(WORKERS))
-from source_cases import ADAPTERS, CASES
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 

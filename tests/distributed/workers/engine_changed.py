@@ -1,6 +1,6 @@
 """Engines of every ZeRO stage that change in mid-run: what each rank is told, and what is saved.
 
-Usage: strangers_zero.py SPEC.json
+Usage: engine_changed.py SPEC.json
 """
 
 from __future__ import annotations

@@ -4,24 +4,22 @@ training paused, over a long run, for versions in memory and for saves, with cop
 
 from __future__ import annotations
 
-import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.launch import Launched, torchrun
+from tests.support.mounts import shared_memory
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 
 def run(directory: Path, case: dict[str, Any], steps: int, mutant: bool = False) -> Launched:
-    memory = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else None) as shared:
-        spec = {"case": case, "steps": steps, "shared": shared, "mutant": mutant}
-        done = torchrun("memory_still.py", 2, spec, directory, timeout=400)
-        assert not list(Path(shared).rglob("rank-*"))
+    with shared_memory() as shared:
+        spec = {"case": case, "steps": steps, "shared": str(shared), "mutant": mutant}
+        done = torchrun("staging_consistency.py", 2, spec, directory, timeout=400)
+        assert not list(shared.rglob("rank-*"))
     assert done.code == 0, done.output[-5000:]
     return done
 

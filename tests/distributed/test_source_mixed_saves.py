@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 @pytest.fixture(scope="module")
 def originals(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("odd")
-    run([*launcher(2), WORKERS / "source_odd.py", directory], directory)
+    run([*launcher(2), WORKERS / "source_unusual_models.py", directory], directory)
     return directory
 
 

@@ -26,7 +26,7 @@ CASES = [
 @pytest.fixture(scope="module")
 def launched(tmp_path_factory: pytest.TempPathFactory) -> Launched:
     pytest.importorskip("deepspeed")
-    done = torchrun("strangers_zero.py", 2, {}, tmp_path_factory.mktemp("strangers"))
+    done = torchrun("engine_changed.py", 2, {}, tmp_path_factory.mktemp("engines"))
     assert done.code == 0, done.output[-6000:]
     return done
 

@@ -1,6 +1,6 @@
 """Two ranks on one model meet one trouble after the other; each scenario records what both of them saw.
 
-Usage: faults_ddp.py SPEC.json
+Usage: faults_ranks.py SPEC.json
 """
 
 from __future__ import annotations

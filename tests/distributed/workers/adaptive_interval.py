@@ -1,6 +1,6 @@
 """Ranks that take their steps at different speeds under ``every: auto``; each records what it decided, and when.
 
-Usage: auto_pace.py SPEC.json. ``phase`` 0 trains and is killed, 1 goes on from there.
+Usage: adaptive_interval.py SPEC.json. ``phase`` 0 trains and is killed, 1 goes on from there.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> Launched:
     """Each launch is killed at the end of its last job, and torchrun starts it again."""
     pytest.importorskip("deepspeed")
     done = [
-        torchrun("auto_pace.py", 2, {"cases": cases, "steps": STEPS, "zero": zero}, directory, restarts=1)
+        torchrun("adaptive_interval.py", 2, {"cases": cases, "steps": STEPS, "zero": zero}, directory, restarts=1)
         for cases, zero, directory in (
             (DDP, False, tmp_path_factory.mktemp("ddp")),
             (ZERO, True, tmp_path_factory.mktemp("zero")),

@@ -2,7 +2,7 @@
 its own, of all that the rank owns, between two optimizer steps, with nothing else at work on the parameters. What the
 memory tier and the segments say of the same step is told beside them.
 
-Usage: memory_still.py SPEC.json
+Usage: staging_consistency.py SPEC.json
 """
 
 from __future__ import annotations

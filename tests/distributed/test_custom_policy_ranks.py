@@ -43,7 +43,7 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> Launched:
         "rehearsed": [{"policy": broken}, {"policy": broken}],
         **{case: list(pair) for case, pair in OTHERWISE.items()},
     }
-    done = torchrun("own_policy.py", 2, {"refused": refused, "raises": raises}, folder)
+    done = torchrun("custom_policy.py", 2, {"refused": refused, "raises": raises}, folder)
     assert done.code == 0, done.output[-6000:]
     for case in refused:
         assert not (folder / case).exists()
@@ -52,7 +52,7 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> Launched:
 
 @pytest.mark.parametrize(
     ("case", "told"),
-    [("missing", "missing.py (No such file or directory)"), ("rehearsed", "raised ValueError('no') at")],
+    [("missing", "missing.py"), ("rehearsed", "ValueError('no')")],
 )
 def test_refused_alike_on_all_ranks(launched: Launched, case: str, told: str) -> None:
     for rank in (0, 1):

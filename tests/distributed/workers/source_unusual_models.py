@@ -1,11 +1,10 @@
 """Under torchrun: small runs of stock DeepSpeed with what a plain model has not, saved at steps 2 and 4.
 
-Usage: source_odd.py DIRECTORY — per case a folder ``saved``.
+Usage: source_unusual_models.py DIRECTORY — per case a folder ``saved``.
 """
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from merge_cases import leave
 from torch import nn
 
 CASES: dict[str, tuple[int, str, str]] = {
@@ -93,9 +93,7 @@ def main(directory: Path) -> None:
     for case in CASES:
         run(case, directory / case)
         dist.barrier()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)  # gloo's threads can abort a process that many engines lived in
+    leave()
 
 
 if __name__ == "__main__":

@@ -65,7 +65,7 @@ def _killed_once_committed(process: subprocess.Popen[str], folder: Path) -> None
 
 
 def test_the_page_has_the_scripts_that_are_run_here() -> None:
-    others = {"accelerated.py"}  # test_accelerate_page.py
+    others = {"accelerated.py"}  # test_docs_accelerate.py
     assert SCRIPTS.keys() == {"plain.py", "ddp.py", "zero.py", "sharded.py", "trainer.py"} | others
 
 

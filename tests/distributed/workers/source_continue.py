@@ -1,7 +1,7 @@
 """Under torchrun: stock DeepSpeed goes on from a checkpoint and hands on the client state that it found, as its own
 documentation shows.
 
-Usage: source_go_on.py CASE FROM TO STEPS
+Usage: source_continue.py CASE FROM TO STEPS
 """
 
 from __future__ import annotations

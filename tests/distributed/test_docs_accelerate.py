@@ -1,5 +1,5 @@
 """The script for Accelerate in docs/huggingface.md, copied as it stands: killed in the middle, started again, it says
-the losses that it says when nobody kills it. (The others are in ``test_start_page.py``.)
+the losses that it says when nobody kills it. (The others are in ``test_docs_scripts.py``.)
 """
 
 from __future__ import annotations
