@@ -261,4 +261,5 @@ def _build_job(
     daemon = DaemonClient(settings.daemon, settings.memory.path, metrics, settings.metrics.security())
     listeners = Listeners(budget_tracker, pace, metrics, SaveLog(settings, group.rank), tracer, daemon)
     job = JobContext(settings, inner, group, adapter, table, meter, user, pace, listeners, observing, steps)
+    job.ledger.full_after_rollback = not settings.budget.limited
     return job, metrics, budget_tracker

@@ -78,19 +78,21 @@ class Ledger:
     groups: dict[str, GroupRecord] = field(default_factory=dict)
     commits: int = 0
     newest: SaveId | None = None
+    full_after_rollback: bool = True  # False where a budget limits what a save may write
 
-    def adopt(self, resolution: Resolution, step: int, *, renew: bool = True) -> None:
+    def adopt(self, resolution: Resolution, step: int) -> None:
         """Reset to a resumed commit, fallbacks included.
+
+        If ``step`` is before the commit's step and ``full_after_rollback``, all versions of moving units are dropped,
+        so that the next save is full. Otherwise the next resume may return to the same step, and a job that fails often
+        would never advance.
 
         Args:
             resolution: The resumed commit.
             step: Step that the job continues from. Versions after it are dropped: they would count as fresher than
                 they are.
-            renew: If ``step`` is before the commit's step, drop all versions of moving units, so that the next save
-                is full. Otherwise the next resume may return to the same step, and a job that fails often would
-                never advance.
         """
-        back = renew and step < resolution.manifest.step
+        back = self.full_after_rollback and step < resolution.manifest.step
         taken = [
             version
             for version in resolution.versions.values()

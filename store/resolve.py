@@ -10,12 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
-from store.catalog import Catalog, LoadedGroup
+from store.catalog import Catalog, LoadedGroup, resume_order
 from store.encoding import encoding_named
 from store.errors import DamagedError, MissingError, NothingToResumeError, StorageError, UnreachableError
 from store.fragments import FragmentIndex, Source, covered_numel
 from store.layout import segment_dir
-from store.marks import resume_order
 from store.names import Fragment, SaveId, Unit
 from store.schema import Entry, GroupRecord, ManifestRecord, PartRecord, UnitRecord
 from store.text import listed
@@ -135,7 +134,7 @@ def resolve(catalog: Catalog, save: SaveId, bad: Set[RejectedVersion] = frozense
 def newest_resumable(
     catalog: Catalog, bad: Set[RejectedVersion] = frozenset(), skip: Set[SaveId] = frozenset()
 ) -> tuple[Resolution, tuple[str, ...]]:
-    """Resolve the first possible manifest in :func:`store.marks.resume_order`; also return problems of skipped ones.
+    """Resolve the first possible manifest in :func:`store.catalog.resume_order`; also return problems of skipped ones.
 
     Raises:
         NothingToResumeError: No manifest resolves.

@@ -34,8 +34,8 @@ from store.layout import (
 from store.names import SaveId
 from store.resolve import with_bases
 from store.schema import ManifestRecord
-from store.storage.atomic import final_name, is_temporary, list_or_empty, remove_all
-from store.storage.local import Files
+from store.storage.atomic import final_name, is_temporary, remove_all
+from store.storage.local import Files, list_or_empty
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,8 @@ from store.layout import parse_rank_file, part_path, payload_path, segment_dir
 from store.names import SaveId
 from store.schema import Entry, MeasureRecord, PartRecord, StateTensor, digest, from_bytes, to_bytes
 from store.state_tree import Leaf, leaf_bytes
-from store.storage.atomic import ensure_dir, list_or_empty, write_new
-from store.storage.local import Files, NewFile
+from store.storage.atomic import ensure_dir, write_new
+from store.storage.local import Files, NewFile, list_or_empty
 
 _CHUNK = 1 << 22
 _ALIGN = 64

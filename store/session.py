@@ -39,8 +39,8 @@ from store.layout import (
     parse_save_file,
 )
 from store.schema import ClosedRecord, EpochRecord, IncarnationRecord, from_bytes, to_bytes
-from store.storage.atomic import ensure_dir, list_or_empty, write_new
-from store.storage.local import Files
+from store.storage.atomic import ensure_dir, write_new
+from store.storage.local import Files, list_or_empty
 
 _LIMIT = 1 << 16
 

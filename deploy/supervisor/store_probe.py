@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from deploy.supervisor.restart_policy import StoreSnapshot
-from store.catalog import Catalog, open_catalog
+from store.catalog import Catalog, mark_suspect, open_catalog, withdraw_suspect
 from store.errors import DamagedError, DriftpointError, NoStoreError, NothingToResumeError, StorageError, StoreError
 from store.location import files_at, is_url
-from store.marks import mark_suspect, withdraw_suspect
 from store.memory.index import belonging_to
 from store.memory.index import scan_node as look_at_memory
 from store.memory.layout import Tier

@@ -281,4 +281,4 @@ def reset_ledger(job: JobContext, catalog: Catalog, result: ResumeResult, step: 
             return
         below = newest
     # Under a budget, a full save at each resume might use up all of it.
-    job.ledger.adopt(below, step, renew=not job.config.budget.limited)
+    job.ledger.adopt(below, step)

@@ -8,45 +8,24 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
-import torch
-
-from monitor.adapters.module_tensors import dtype_name
 from monitor.ledger import CommitDraft, PreparedCommit, build_manifest
-from monitor.observe.drift_meter import DriftMeter, Measure, Signature, measure_record
-from monitor.observe.units import LocalUnit
+from monitor.observe.drift_meter import DriftMeter, Signature, measure_record
 from monitor.save.encode import SavePacking, encode_unit
-from monitor.save.staging import AsyncCopy, EncodedCopy, StagingPool
+from monitor.save.staging import AsyncCopy, StagedUnit
 from store.catalog import Catalog
 from store.commit import Expected, commit, hint_latest, wait_for_group
 from store.encoding import encoding_named
 from store.errors import DamagedError, MissingError, SaveError, StorageError, UsageError
 from store.layout import part_path, payload_path, segment_dir
-from store.names import BUFFER, FROZEN, RAW, Fragment, SaveId, Unit
+from store.names import RAW, SaveId, Unit
 from store.retention import Retention, execute, plan_prune
 from store.schema import MeasureRecord
 from store.segment import SegmentDraft, StagedFragment, write_segment
 from store.storage.local import Files
-
-
-@dataclass(frozen=True)
-class StagedUnit:
-    """A unit's copies on this rank, one for each fragment.
-
-    Once they are written, the copies hold the decoded values."""
-
-    unit: Unit
-    encoding: str
-    fragments: tuple[Fragment, ...]
-    copies: tuple[torch.Tensor, ...]
-    measure: MeasureRecord | None  # if the live tensors were measured
-    encoded: tuple[EncodedCopy, ...] = ()
-    """If the unit is encoded while it is staged: one for each fragment, writing to ``copies``. Implies ``measure``."""
-    signature: Signature | None = None  # if the live tensors were measured
 
 
 @dataclass(frozen=True)
@@ -105,103 +84,6 @@ class SaveResult:
     prepared: PreparedCommit | None  # the commit; rank 0 only
     seconds: float
     written_bytes: int = 0  # over all ranks; rank 0 only
-
-
-class Stager:
-    """Chooses the buffers of each unit, and whether it is encoded while it is copied. Training thread only.
-
-    Args:
-        meter: Measures units that are encoded at once.
-        encode: As in the configuration.
-    """
-
-    def __init__(self, meter: DriftMeter, encode: Literal["staging", "saving"]) -> None:
-        self._meter = meter
-        self._encode = encode
-        self._pool = StagingPool()
-
-    def reserve(self, local: Mapping[Unit, LocalUnit]) -> None:
-        """Allocate buffers for a full save, so that the first save does not do it in the training loop."""
-        for unit, part in local.items():
-            self._pool.reserve(unit, part.tensors)
-
-    def borrow_buffers(self, local: Mapping[Unit, LocalUnit]) -> Mapping[Fragment, torch.Tensor]:
-        """Return the staging buffers for a resume to read into. Allocating memory costs more than reading."""
-        return {
-            piece.fragment: buffer
-            for unit, part in local.items()
-            for piece, buffer in zip(part.pieces, self._pool.take(unit, part.tensors), strict=True)
-        }
-
-    def return_buffers(self, local: Mapping[Unit, LocalUnit], buffers: Mapping[Fragment, torch.Tensor]) -> None:
-        """Take back the buffers that a resume read into, for the units that are live now."""
-        for unit, part in local.items():
-            found = [buffers.get(piece.fragment) for piece in part.pieces]
-            self._pool.keep(unit, part.tensors, [buffer for buffer in found if buffer is not None])
-
-    def stage(self, part: LocalUnit, encoding: str, measure: Measure | None, copying: AsyncCopy) -> StagedUnit:
-        """Add the copies of a unit to ``copying``.
-
-        Args:
-            part: The live tensors.
-            encoding: Encoding to save them in.
-            measure: Measurement of the live tensors, if there is one.
-            copying: Makes the copies.
-        """
-        copies, encoded = self._pool.take(part.unit, part.tensors), tuple[EncodedCopy, ...]()
-        if self._encodes_now(part, encoding):
-            # The original values do not reach host memory, so they are measured on the device.
-            measure = measure or self._meter.measure(part.unit, part.tensors)
-            encoded = self._encoded_copies(part, encoding, copies) if measure.finite else ()
-        if encoded:
-            copying.add_encoded(encoded)
-        elif part.unit.slot in (BUFFER, FROZEN):  # a forward may change buffers, and scripts reach frozen weights
-            now = AsyncCopy()
-            now.add(part.tensors, copies)
-            now.start()
-            now.finish()
-        else:
-            copying.add(part.tensors, copies)
-        return StagedUnit(
-            unit=part.unit,
-            encoding=encoding,
-            fragments=tuple(piece.fragment for piece in part.pieces),
-            copies=tuple(copies),
-            measure=None if measure is None else measure_record(part.unit, measure),
-            encoded=encoded,
-            signature=None if measure is None else measure.signature,
-        )
-
-    def unstage(self, unit: StagedUnit, copies: Sequence[torch.Tensor]) -> None:
-        """Return buffers to the pool after a save. ``copies`` are those that the meter does not keep."""
-        if unit.encoded:
-            self._pool.give_bytes(unit.unit, [copy.encoded for copy in unit.encoded])
-        self._pool.give(unit.unit, copies)
-
-    def _encodes_now(self, part: LocalUnit, encoding: str) -> bool:
-        """Whether to encode while staging: fewer bytes to copy, but the copying thread spends the time."""
-        known = encoding_named(encoding)
-        applies = all(known.applies(dtype_name(tensor.dtype)) for tensor in part.tensors)
-        return self._encode == "staging" and applies and not known.lossless
-
-    def _encoded_copies(self, part: LocalUnit, encoding: str, copies: list[torch.Tensor]) -> tuple[EncodedCopy, ...]:
-        sizes = [encoding_named(encoding).stored_bytes(tensor.numel(), "F32") for tensor in part.tensors]
-        buffers = self._pool.take_bytes(part.unit, sizes, pinned=any(tensor.is_cuda for tensor in part.tensors))
-        return tuple(
-            EncodedCopy(tensor, encoding, buffer, copy)
-            for tensor, buffer, copy in zip(part.tensors, buffers, copies, strict=True)
-        )
-
-
-def encoded_bytes(unit: StagedUnit) -> int:
-    """Return the encoded bytes of a unit on this rank, before compression."""
-    encoding = encoding_named(unit.encoding)
-    return sum(
-        encoding.stored_bytes(copy.numel(), dtype_name(copy.dtype))
-        if encoding.applies(dtype_name(copy.dtype))
-        else copy.numel() * copy.element_size()
-        for copy in unit.copies
-    )
 
 
 def run_save(task: SaveTask) -> SaveResult:

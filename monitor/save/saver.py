@@ -22,18 +22,8 @@ from monitor.observe.drift_meter import Signature
 from monitor.observe.units import LocalUnit
 from monitor.run_state import capture_run_state, to_tree
 from monitor.save.encode import Packer, SavePacking
-from monitor.save.save_task import (
-    CommitPlan,
-    SaveResult,
-    SaveTask,
-    StagedUnit,
-    Stager,
-    discard,
-    encoded_bytes,
-    prune_after_commit,
-    run_save,
-)
-from monitor.save.staging import AsyncCopy
+from monitor.save.save_task import CommitPlan, SaveResult, SaveTask, discard, prune_after_commit, run_save
+from monitor.save.staging import AsyncCopy, StagedUnit, Stager, encoded_bytes
 from monitor.save.store_session import StoreSession
 from monitor.types import DecisionResult
 from store.encoding import encoding_named

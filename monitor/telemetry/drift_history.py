@@ -57,11 +57,6 @@ class DriftHistory:
         """Bytes of all signatures."""
         return sum(decision.values.numel() * decision.values.element_size() for decision in self._decisions.values())
 
-    def clear(self) -> None:
-        """Forget all decisions: later ones are of other units, or after a rollback."""
-        self._number, self._newest = 0, None
-        self._decisions.clear()
-
     def add(self, step: int, signatures: Sequence[Signature | None]) -> Compared:
         """Compare a decision with earlier ones, and keep it. A second decision of the same step is ignored.
 

@@ -87,6 +87,7 @@ class TraceRecorder(SaveListener):
         self._began, self._started = time.monotonic(), time.time()
         self._epoch = 0
         self._writer: TraceWriter | None = None
+        self._anchors = 0  # distances to so many earlier decisions; 0: none
         self._history: DriftHistory | None = None
         self._units: tuple[Unit, ...] = ()
         self._moving: tuple[Unit, ...] = ()
@@ -99,9 +100,7 @@ class TraceRecorder(SaveListener):
     @override
     def on_attach(self, event: AttachEvent) -> None:
         path, sketched = self._config.trace_path(), self._config.drift.method == "sketch"
-        anchors = self._group.broadcast(self._config.trace.anchors if path is not None and sketched else 0)
-        if anchors:
-            self._history = DriftHistory(anchors, self._config.drift.width)
+        self._anchors = self._group.broadcast(self._config.trace.anchors if path is not None and sketched else 0)
         if path is not None and self._group.rank == 0:
             self._epoch = event.epoch
             self._writer = TraceWriter(Path(path), self._metrics)
@@ -109,9 +108,7 @@ class TraceRecorder(SaveListener):
 
     @override
     def on_units_changed(self, local: Mapping[Unit, LocalUnit]) -> None:
-        if self._history is not None:
-            self._history.clear()
-        self._decision = None
+        self._decision, self._history = None, None
         self._units = tuple(self._table.sizes)
         self._moving = tuple(unit for unit in self._units if is_moving(unit))
         self._local = tuple(unit for unit in self._moving if unit in local)
@@ -120,7 +117,7 @@ class TraceRecorder(SaveListener):
     @override
     def on_decision(self, event: DecisionEvent) -> None:
         decided = event.decided
-        if decided is not None and self._history is not None:
+        if decided is not None and self._anchors:
             found = {unit: one.signature for unit, one in decided.mine.items() if one.signature is not None}
             self._decision = _DecisionSignatures(event.step, found)
         if self._writer is None:
@@ -166,8 +163,10 @@ class TraceRecorder(SaveListener):
     def _put_moved(self) -> None:
         """Write how far units had moved at the last decision. Collective."""
         decision, self._decision = self._decision, None
-        if decision is None or self._history is None:
+        if decision is None:
             return
+        if self._history is None:
+            self._history = DriftHistory(self._anchors, self._config.drift.width)
         compared = self._history.add(decision.step, [decision.signatures.get(unit) for unit in self._local])
         if not compared.steps:
             return
@@ -192,9 +191,7 @@ class TraceRecorder(SaveListener):
 
     @override
     def on_resume(self, event: ResumeEvent) -> None:
-        self._decision = None  # the signatures are of another branch
-        if self._history is not None:
-            self._history.clear()
+        self._decision, self._history = None, None  # their signatures are of another branch
         line = ResumedLine(step=event.step, newest=event.commit, seconds=self._seconds())
         self._put(lambda: line)
 

@@ -28,8 +28,7 @@ from store.names import RAW, SaveId
 from store.schema import GroupRecord, ManifestRecord, PartRecord, UnitRecord, from_bytes, to_bytes
 from store.segment import parse_part, parts_digest
 from store.session import read_epoch
-from store.storage.atomic import list_or_empty
-from store.storage.local import Files
+from store.storage.local import Files, list_or_empty
 
 
 @dataclass(frozen=True)

@@ -30,14 +30,6 @@ def final_name(temporary: str) -> str | None:
     return match[1] if match else None
 
 
-def list_or_empty(files: Files, folder: str) -> list[str]:
-    """Return the names in a directory, none if it does not exist."""
-    try:
-        return files.list_dir(folder)
-    except MissingError:
-        return []
-
-
 def ensure_dir(files: Files, path: str) -> None:
     """Make ``path`` and its parents below the root, each durable in its parent.
 

@@ -319,3 +319,11 @@ def _storage_error(error: OSError, verb: str, path: Path) -> StorageError:
     reason = _ADVICE.get(number, os.strerror(number) if number else str(error))
     kind = {errno.ENOENT: MissingError, errno.EEXIST: ExistsError}.get(number, StorageError)
     return kind(f"cannot {verb} {path}: {reason}")
+
+
+def list_or_empty(files: Files, folder: str) -> list[str]:
+    """Return the names in a directory, none if it does not exist."""
+    try:
+        return files.list_dir(folder)
+    except MissingError:
+        return []

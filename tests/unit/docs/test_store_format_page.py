@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from store import catalog, layout, marks, segment, session
+from store import catalog, layout, segment, session
 from store.encoding import ENCODINGS
 from store.encoding.base import BLOCK, CHUNK
 from store.encoding.stream import PACKING
@@ -65,7 +65,7 @@ def test_every_encoding_is_decoded() -> None:
 def test_numbers_are_those_of_the_code() -> None:
     assert CHUNK == 1 << 20 and "2²⁰ elements" in PAGE
     assert BLOCK == 64 and "⌈n/64⌉" in PAGE
-    limits = {catalog._STORE_LIMIT, session._LIMIT, marks._LIMIT}
+    limits = {catalog._STORE_LIMIT, session._LIMIT, catalog._MARK_LIMIT}
     assert limits == {64 << 10} and "64 KiB (`STORE.json`, epochs, marks)" in PAGE
     assert catalog._MANIFEST_LIMIT == 64 << 20 and "64 MiB (manifests)" in PAGE
     assert segment.PART_LIMIT == 256 << 20 and "256 MiB (parts)" in PAGE

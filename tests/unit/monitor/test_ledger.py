@@ -150,6 +150,7 @@ def test_going_on_before_the_commit_all_that_moves_is_to_be_saved_anew() -> None
     )
     ledger.adopt(resolution, 15)
     assert (ledger.versions.keys(), ledger.groups.keys()) == ({still}, {"00000010-000001"})
-    ledger.adopt(resolution, 15, renew=False)
+    ledger.full_after_rollback = False
+    ledger.adopt(resolution, 15)
     assert (ledger.versions.keys(), ledger.groups.keys()) == ({A, still}, {"00000010-000001"})
     assert (ledger.newest, ledger.commits) == (manifest.save, 1)

@@ -13,8 +13,7 @@ from deploy.health.checks import loss_of_node
 from deploy.health.facts import Check, Facts, MemoryFacts, VerifiedCommits, gather, in_memory
 from deploy.health.verdict import Verdict, judge
 from deploy.report.history import read_history
-from store.catalog import open_catalog
-from store.marks import mark_suspect
+from store.catalog import mark_suspect, open_catalog
 from store.memory.arena import Arena
 from store.memory.layout import Generation, Tier
 from store.names import SaveId

@@ -14,7 +14,7 @@ from deploy.health.facts import verified_by_daemon
 from deploy.report.charts import LEVELS, heat_map, scale_for, threshold_text
 from deploy.report.history import Bins, history_of, read_history
 from deploy.report.page import build_report, render
-from store.marks import mark_suspect
+from store.catalog import mark_suspect
 from store.memory.index import SeenStore
 from store.names import Unit
 from store.trace import CommitLine, DecisionLine, JobLine, Line, TracedUnit, iter_lines

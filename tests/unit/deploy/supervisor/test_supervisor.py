@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from store.catalog import Catalog, open_catalog
-from store.marks import mark_suspect
+from store.catalog import Catalog, mark_suspect, open_catalog
 from store.names import SaveId
 from store.storage.local import LocalFiles
 from store.verify import verify

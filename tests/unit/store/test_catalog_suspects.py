@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from store.catalog import open_catalog
+from store.catalog import mark_suspect, open_catalog, resume_order, withdraw_suspect
 from store.layout import suspect_path
-from store.marks import mark_suspect, resume_order, withdraw_suspect
 from store.names import SaveId
 from store.resolve import newest_resumable
 from store.retention import Retention, execute, plan_prune, select_retained
