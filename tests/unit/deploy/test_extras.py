@@ -122,7 +122,7 @@ def test_layouts_of_deepspeed(tmp_path: Path) -> None:
     done = _hidden({"deepspeed"}, CLI, "merge", builder.root, "--out", out)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
-        "error: DeepSpeed's files need its classes, and deepspeed is not installed: run "
+        "error: deepspeed is not installed, and DeepSpeed's files need its classes: run "
         "`pip install 'driftpoint[deepspeed]'`\n"
     )
     assert not out.exists()

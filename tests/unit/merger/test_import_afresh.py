@@ -75,5 +75,5 @@ def test_what_is_not_there_starts_afresh_and_is_told(
     assert not torch.equal(model.weight, weights)
     assert torch.equal(torch.get_rng_state(), before) == ("rng" in names)
     assert position.at == (3 if "user" in names else 7)
-    assert ("holds no random states" in caplog.text) == ("rng" in names)
-    assert ("no state of the 1 objects in state=[...]" in caplog.text) == ("user" in names)
+    assert ("has no random states" in caplog.text) == ("rng" in names)
+    assert ("no state for the 1 objects in state=[...]" in caplog.text) == ("user" in names)

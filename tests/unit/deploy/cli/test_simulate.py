@@ -227,7 +227,7 @@ def test_a_trace_runs_no_code(here: Here, tmp_path: Path) -> None:
     for policy in (f"{own}:Mine", {"name": f"{own}:Mine"}, {"name": "observe", "inner": f"{own}:Mine"}):
         trace = write_trace(trace_of(movers, range(10, 101, 10), every=10, policy=policy), tmp_path / "trace")
         answer = here("simulate", trace, "-p", "{every: 20}", "--json")
-        assert answer.code == 0 and "runs no code" in " ".join(answer.json["notes"])
+        assert answer.code == 0 and "must not run code" in " ".join(answer.json["notes"])
     assert not (tmp_path / "ran").exists()
 
 
@@ -261,7 +261,7 @@ def test_where_a_policy_fails_everything_is_saved_as_live(here: Here, trace: Pat
     )
     answer = here("simulate", trace, "-p", f"{own}:Mine")
     told = " ".join(answer.out.split())
-    assert answer.code == 0 and "the policy failed at 20 of 200 decisions" in told and "as live" in told
+    assert answer.code == 0 and "the policy failed at 20 of 200 decisions" in told and "as in a job" in told
     row = here("simulate", trace, "-p", f"{own}:Mine", "--json").json["configurations"][1]
     # The first save, which every policy has to make, and one at each failure.
     assert (row["policy_failures"], row["saves"], row["bytes"]) == (20, 21, 21 * 8 << 20)

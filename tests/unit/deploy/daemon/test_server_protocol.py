@@ -83,10 +83,10 @@ def line(body: Any) -> bytes:
         (b"\x00\xff garbage\n", "no JSON"),
         (b"[1]\n", "no JSON object"),
         (b"[" * 60_000 + b"\n", "no JSON"),
-        (b"x" * (LINE_LIMIT + 10) + b"\n", "more than"),
+        (b"x" * (LINE_LIMIT + 10) + b"\n", "exceeds"),
         (b'{"kind": "hello"}\n', "no message of this protocol"),
         (b'{"kind": "dance"}\n', "no message of this protocol"),
-        (line({"kind": "note"}), "first word"),
+        (line({"kind": "note"}), "first message"),
         (line({"kind": "status", "version": VERSION + 1}), f"version {VERSION + 1}"),
     ],
 )

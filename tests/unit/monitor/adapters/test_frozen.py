@@ -99,7 +99,7 @@ def test_a_merge_names_the_missing_weights(tmp_path: Path) -> None:
     model, optimizer, ckpt = job(tmp_path / "store")
     with ckpt:
         train(model, optimizer, ckpt, 2)
-    with pytest.raises(MergeError, match=r"`frozen: skip`: 4 frozen parameters \(base\.0\.bias"):
+    with pytest.raises(MergeError, match=r"`frozen: skip`, so 4 frozen parameters \(base\.0\.bias"):
         merge(tmp_path / "store", tmp_path / "out")
 
 

@@ -374,7 +374,7 @@ def test_another_path(store: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("inside", ["trace.jsonl", "segments/trace.jsonl", "../store/x", ""])
 def test_a_path_in_the_store_is_refused(store: Path, inside: str) -> None:
-    with pytest.raises(ConfigError, match="lies in the store"), job(store, trace={"path": f"{store}/{inside}"}):
+    with pytest.raises(ConfigError, match="is inside the store"), job(store, trace={"path": f"{store}/{inside}"}):
         pass
 
 
