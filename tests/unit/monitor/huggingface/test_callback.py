@@ -26,7 +26,7 @@ from store.names import SaveId
 from store.storage.local import LocalFiles
 from tests.support.trainers import Flushing
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 
 
 class Model(nn.Module):

@@ -193,7 +193,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
 
 
 def test_the_published_recipes() -> None:
-    text = (Path(__file__).resolve().parents[3] / "docs" / "recipes.md").read_text()
+    text = (Path(__file__).resolve().parents[4] / "docs" / "recipes.md").read_text()
     found = [recipe(block) for block in re.findall(r"```yaml\n(.*?)```", text, re.S)]
     assert [len(one.sources) for one in found] == [3, 2, 1, 2]
     assert [one.run_state for one in found] == ["late", "odd", "newest", "checkpoint-200"]

@@ -36,7 +36,7 @@ from store.errors import DamagedError, MergeError, StorageError
 from store.fragments import FragmentIndex
 from tests.support.extents import DTYPES, Spread, all_of, some_flaw, values, wanted
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 
 Files = Sequence[Sequence[tuple[int, PlannedTensor]]]
 """By file: planned tensors and where they begin."""
