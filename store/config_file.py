@@ -75,7 +75,7 @@ def parse_yaml(text: str, name: str) -> YamlFile:
     if values is None:
         values = {}
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
-        raise ConfigError(f"{name} must be a YAML mapping, such as `store: ./checkpoints`")
+        raise ConfigError(f"{name} must be a YAML mapping: lines of `key: value`")
     return YamlFile(name, values, lines)
 
 

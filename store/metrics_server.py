@@ -5,12 +5,16 @@ Addresses other than loopback need TLS or ``insecure: true``; a client CA makes 
 
 from __future__ import annotations
 
+import io
 import ipaddress
 import logging
 import os
 import ssl
 import threading
+import time
 import weakref
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from wsgiref.simple_server import WSGIServer
@@ -21,6 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from store.errors import ConfigError
 
 LOOPBACK = "127.0.0.1"
+_ACCEPT_RETRY = 0.5
 _CLIENT_TIMEOUT = 10.0
 """Seconds that a client may be silent before its connection is closed."""
 _CLOSE_TIMEOUT = 5.0
@@ -88,7 +93,9 @@ class MetricsServer:
         if files:  # or the accepting thread waits for the handshake, and one silent client stops all others
             server.socket.do_handshake_on_connect = False
         handler = server.RequestHandlerClass
-        server.RequestHandlerClass = type(handler.__name__, (handler,), {"timeout": _CLIENT_TIMEOUT})
+        quiet = {"timeout": _CLIENT_TIMEOUT, "get_stderr": lambda _: io.StringIO()}  # wsgiref prints tracebacks there
+        server.RequestHandlerClass = type(handler.__name__, (handler,), quiet)
+        server.get_request = partial(_accept, server.get_request)
         server.handle_error = lambda *_: _log.debug("a request for metrics failed", exc_info=True)
         self._thread.name = "driftpoint-metrics"
         self.port = int(self._server.server_port)
@@ -126,6 +133,15 @@ def _tls_arguments(tls: Tls) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"metrics.tls: cannot use cert {cert}, key {key}, client_ca {client_ca}: {error}") from error
     return {"certfile": cert, "keyfile": key, "client_cafile": client_ca, "client_auth_required": client_ca is not None}
+
+
+def _accept(accept: Callable[[], Any]) -> Any:
+    """Accept a connection. Without free descriptors, wait: the connection stays pending, and the loop would spin."""
+    try:
+        return accept()
+    except OSError:
+        time.sleep(_ACCEPT_RETRY)
+        raise
 
 
 def _close_in_child() -> None:

@@ -153,7 +153,7 @@ def newest_resumable(
         except (DamagedError, StorageError) as error:
             passed_over.append(f"{save}: {error}")
     if passed_over:
-        raise NothingToResumeError("no commit can be resumed; " + listed(passed_over, 4, "; "))
+        raise NothingToResumeError("no commit can be resumed: " + listed(passed_over, 4, "; "))
     raise NothingToResumeError("the store holds no commit yet")
 
 
@@ -264,5 +264,5 @@ def _group_record(manifest: ManifestRecord, save: SaveId) -> GroupRecord:
 def _run_parts(catalog: Catalog, manifest: ManifestRecord, bad: Set[RejectedVersion]) -> Mapping[int, PartRecord]:
     group = catalog.group(manifest.save, _group_record(manifest, manifest.save))
     if RejectedVersion(manifest.save) in bad or len(group.parts) != manifest.world_size:
-        raise DamagedError(f"the run state of {manifest.save} is damaged; " + "; ".join(group.problems))
+        raise DamagedError("; ".join([f"the run state of {manifest.save} is damaged", *group.problems]))
     return group.parts

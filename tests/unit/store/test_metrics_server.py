@@ -6,6 +6,7 @@ import os
 import socket
 import ssl
 import subprocess
+import sys
 import threading
 import urllib.error
 import urllib.request
@@ -19,6 +20,7 @@ from prometheus_client import CollectorRegistry, Gauge
 from store import metrics_server
 from store.errors import ConfigError
 from store.metrics_server import EndpointSecurity, MetricsServer, Tls, is_loopback
+from tests.support.cli import environment
 from tests.support.tls import certificate
 
 PLAIN = EndpointSecurity()
@@ -227,3 +229,46 @@ def test_incomplete_tls_settings_are_refused(incomplete: Tls, names: str) -> Non
     for insecure in (False, True):
         with pytest.raises(ConfigError, match=names):
             EndpointSecurity(tls=incomplete, insecure=insecure).check("127.0.0.1", "metrics.host")
+
+
+OUT_OF_DESCRIPTORS = """
+import os, resource, socket, time
+from prometheus_client import CollectorRegistry
+from store.metrics_server import EndpointSecurity, MetricsServer
+
+server = MetricsServer(CollectorRegistry(), "127.0.0.1", 0, EndpointSecurity())
+client = socket.socket()
+client.settimeout(30)
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+held = []
+try:
+    while True:
+        held.append(os.open("/dev/null", os.O_RDONLY))
+except OSError:
+    pass
+client.connect(("127.0.0.1", server.port))
+began, used = time.monotonic(), time.process_time()
+time.sleep(2)
+print((time.process_time() - used) / (time.monotonic() - began))
+for descriptor in held:
+    os.close(descriptor)
+client.sendall(b"GET /metrics HTTP/1.0\\r\\n\\r\\n")
+print(client.recv(12).decode())
+"""
+
+
+def test_without_free_descriptors_it_waits_and_takes_no_processor_time() -> None:
+    command = [sys.executable, "-c", OUT_OF_DESCRIPTORS]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=120, check=True)
+    share, answer = done.stdout.splitlines()
+    assert float(share) < 0.2, "of a core; a loop that does not wait takes more than half of one"
+    assert answer == "HTTP/1.0 200"
+
+
+def test_a_malformed_accept_header_leaves_the_log_of_the_job_alone(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    with serving() as server, socket.create_connection(("127.0.0.1", server.port), timeout=30) as client:
+        client.sendall(b"GET /metrics HTTP/1.0\r\nAccept: application/openmetrics-text;version=x\r\n\r\n")
+        assert client.recv(12) == b"HTTP/1.0 500"
+    assert capfd.readouterr().err == ""
