@@ -9,20 +9,22 @@ import io
 import ipaddress
 import logging
 import os
-import ssl
 import threading
 import time
 import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
-from wsgiref.simple_server import WSGIServer
+from typing import TYPE_CHECKING, Any
 
-from prometheus_client import CollectorRegistry, start_http_server
 from pydantic import BaseModel, ConfigDict, Field
 
 from store.errors import ConfigError
+
+if TYPE_CHECKING:
+    from wsgiref.simple_server import WSGIServer
+
+    from prometheus_client import CollectorRegistry
 
 LOOPBACK = "127.0.0.1"
 _ACCEPT_RETRY = 0.5
@@ -83,6 +85,8 @@ class MetricsServer:
     """
 
     def __init__(self, registry: CollectorRegistry, host: str, port: int, security: EndpointSecurity) -> None:
+        from prometheus_client import start_http_server  # commands that serve nothing need not load it
+
         files = _tls_arguments(security.tls)
         try:
             self._server, self._thread = start_http_server(port, host, registry, **files)
@@ -125,6 +129,8 @@ def _tls_arguments(tls: Tls) -> dict[str, Any]:
         return {}
     cert, key = str(Path(tls.cert).expanduser()), str(Path(tls.key).expanduser())
     client_ca = None if tls.client_ca is None else str(Path(tls.client_ca).expanduser())
+    import ssl
+
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         context.load_cert_chain(cert, key, password=lambda: "")

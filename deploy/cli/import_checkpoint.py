@@ -88,7 +88,7 @@ def _draw(console: Console, plan: ImportPlan, found: ImportResult) -> None:
     console.print(
         output.facts(
             {
-                "ImportResult": f"{checkpoint.origin} ({plan.kind})",
+                "Imported": f"{checkpoint.origin} ({plan.kind})",
                 "As": f"{found.save} in {found.store}",
                 "Kind": Text("exact", style="green"),
                 "Wrote": f"{size_text(found.bytes_written)}, {plural(len(checkpoint.layers), 'layer')}",

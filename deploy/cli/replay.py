@@ -151,12 +151,14 @@ def answer(
         from deploy.simulate.summary import write_picture
 
         write_picture(found.summaries, plot)
-    body = _simulation_json(found, chosen) | ({} if assumed is None else {"assumed": dict(assumed)})
+    body = _simulation_json(found, chosen, assumed)
     output.answer(body, lambda console: draw(console, found, chosen, assumed or {}), as_json=as_json)
     raise typer.Exit(OK)
 
 
-def _simulation_json(found: Simulation, chosen: Recommendation | None) -> dict[str, Any]:
+def _simulation_json(
+    found: Simulation, chosen: Recommendation | None, assumed: Mapping[str, str] | None
+) -> dict[str, Any]:
     from deploy.simulate.summary import as_json as summary_json
     from deploy.simulate.summary import step_seconds
 
@@ -166,6 +168,7 @@ def _simulation_json(found: Simulation, chosen: Recommendation | None) -> dict[s
         "step_seconds": step_seconds(found.run),
         "world_size": found.run.eras[-1].job.world_size,
         "compared": {"from_step": found.window[0], "to_step": found.window[1]},
+        "assumed": None if assumed is None else dict(assumed),
         "configurations": [summary_json(one, found.baseline) for one in found.summaries],
         "recommended": None,
         "notes": list(found.notes),

@@ -112,8 +112,8 @@ def top(
 
 
 def _interactive() -> bool:
-    """Return whether stdout is a terminal that supports cursor movement."""
-    return sys.stdout.isatty() and not Console().is_dumb_terminal
+    """Return whether a person is at a terminal that supports cursor movement."""
+    return sys.stdin.isatty() and sys.stdout.isatty() and not Console().is_dumb_terminal
 
 
 def _top_json(facts: Facts) -> dict[str, Any]:

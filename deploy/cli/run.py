@@ -12,7 +12,6 @@ import typer
 from pydantic import ValidationError
 
 from deploy.console import DebugOption, StorePath, note
-from deploy.daemon.server import ensure_daemon
 from deploy.supervisor.events import EventLog
 from deploy.supervisor.restart_policy import Limits
 from deploy.supervisor.store_probe import StoreProbe
@@ -98,9 +97,12 @@ def run(
 
         metrics = SupervisorMetrics(max_restarts)
     options, log = RunOptions(command, limits, grace, wait, notice), EventLog(note, events, seen.root, metrics)
-    told = None if wanted is None else ensure_daemon(wanted.base, wanted.port, wanted.exit_idle, wanted.words)
-    if told is not None:
-        log.message(told)
+    if wanted is not None:
+        from deploy.daemon.server import ensure_daemon
+
+        message = ensure_daemon(wanted.base, wanted.port, wanted.exit_idle, wanted.words)
+        if message is not None:
+            log.message(message)
     if metrics is not None and metrics_port is not None:
         host, security = metrics_settings(config, store)
         metrics.serve(host, metrics_port, security, log.message)
@@ -159,6 +161,10 @@ def _endpoint(path: Path, section: object) -> tuple[str, EndpointSecurity]:
     """Check host, ``tls`` and ``insecure`` only; the trainer checks the other keys."""
     if not isinstance(section, dict) or not isinstance(section.get("host", ""), str):
         raise ConfigError(f"{path}: metrics: must be a section such as `metrics: {{port: 9464}}`, not {section!r}")
+    if "basic_auth" in section:
+        raise ConfigError(
+            f"{path}: metrics.basic_auth: there is no login any more: require client certificates, tls.client_ca"
+        )
     try:
         security = EndpointSecurity.model_validate({key: section[key] for key in ("tls", "insecure") if key in section})
     except ValidationError as error:

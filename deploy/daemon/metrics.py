@@ -10,13 +10,15 @@ import os
 import time
 from contextlib import suppress
 from pathlib import Path
-
-from prometheus_client import CollectorRegistry, Counter, Gauge
+from typing import TYPE_CHECKING
 
 from deploy.daemon.rescuer import OUTCOMES
 from store.daemon_protocol import Report
 from store.errors import ConfigError
 from store.metrics_server import EndpointSecurity, MetricsServer
+
+if TYPE_CHECKING:
+    from prometheus_client import Counter, Gauge
 
 _log = logging.getLogger("driftpoint")
 
@@ -25,6 +27,8 @@ class DaemonMetrics:
     """Metrics of the node daemon. Without :meth:`serve` it only counts."""
 
     def __init__(self) -> None:
+        from prometheus_client import CollectorRegistry
+
         self.registry = CollectorRegistry()
         self.up = self._gauge("up", "1 while the daemon runs")
         self.jobs = self._gauge("jobs", "Jobs on this node")
@@ -52,9 +56,13 @@ class DaemonMetrics:
         self.up.set(1)
 
     def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
+        from prometheus_client import Gauge
+
         return Gauge(f"driftpoint_daemon_{name}", text, labels, registry=self.registry)
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        from prometheus_client import Counter
+
         return Counter(f"driftpoint_daemon_{name}", text, labels, registry=self.registry)
 
     @property

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 import psutil
 
@@ -168,7 +168,7 @@ class _Throttle:
 
 
 class _ThrottledFiles(LocalFiles):
-    """Local files read at a limited rate, without read-ahead."""
+    """Local files read at a limited rate, without read-ahead; refuses every change."""
 
     def __init__(self, root: Path, throttle: _Throttle) -> None:
         super().__init__(root)
@@ -185,6 +185,11 @@ class _ThrottledFiles(LocalFiles):
 
     def expect(self, path: str, offset: int, nbytes: int) -> None:
         del path, offset, nbytes
+
+    def _refuse(self, path: str, *_: str) -> NoReturn:
+        raise StorageError(f"cannot change {path}: a store that is verified is only read")
+
+    create = link = rename = unlink = make_dir = remove_dir = sync_dir = _refuse  # type: ignore[assignment]
 
 
 def _lower_priority() -> None:

@@ -281,7 +281,7 @@ def _seconds(facts: Facts, steps: float | None, made: float | None) -> float | N
 def check_loss(facts: Facts) -> Check:
     """Check the cost of a failure now."""
     loss, process = loss_of_node(facts), loss_of_process(facts)
-    name = "Lost by a failure now" if facts.running else "Lost when the job ended"
+    name = "Lost by a failure now" if facts.running else "Lost by the last end"
     if loss.back_to is None:
         return Check(name, "bad" if facts.running else "plain", "all training so far")
     text = _cost(loss.steps, loss.seconds)

@@ -58,7 +58,7 @@ class Check:
 
 
 def shell_command(command: str, root: Path) -> str:
-    """Return a command for the store, as shell_command in a shell."""
+    """Return a command for the store, as typed in a shell."""
     return f"driftpoint {command} {shlex.quote(str(root))}"
 
 

@@ -481,8 +481,8 @@ def _figures(history: History) -> list[Figure]:
     stall = totals.stall / totals.seconds if totals.seconds else 0.0
     beside = ""
     if totals.full_stall is not None:
-        count = plural(totals.full_seen, "save")
-        beside = f"{span_text(totals.full_stall)} if all saves were full, by the {count} that were"
+        count = plural(totals.full_seen, "full save")
+        beside = f"{span_text(totals.full_stall)} if all saves were full, estimated from {count}"
     verb = "would have been written" if totals.observing else "written"
     failed = f", {totals.failed} failed" if totals.failed else ""
     return [

@@ -126,7 +126,7 @@ def restart_incident(line: ResumedLine, epoch: int, at: float, gap: float, last_
     if last_step is not None and last_step > line.step:
         text += f": {plural(last_step - line.step, 'step')} repeated"
     if gap > 1.0:
-        text += f"; {span_text(gap)} after the last trace line before"
+        text += f"; {span_text(gap)} after the last trace line of the job before"
     return Incident("restart", "look", text, line.step, at)
 
 

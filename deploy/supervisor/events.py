@@ -13,14 +13,15 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
-
-from prometheus_client import CollectorRegistry, Counter, Gauge
+from typing import TYPE_CHECKING, Any
 
 from deploy.supervisor.restart_policy import NO_PROGRESS, OK, Attempt, GiveUp, RestartHistory, StoreSnapshot
 from store.errors import PREEMPTED, ConfigError
 from store.metrics_server import EndpointSecurity, MetricsServer
 from store.names import SaveId
+
+if TYPE_CHECKING:
+    from prometheus_client import Counter, Gauge
 
 _LISTED = 8
 ENDS = ("done", "preempted", "failed", "killed")  # ends of attempts: exit code 0, 75, any other, or a signal
@@ -128,6 +129,8 @@ class SupervisorMetrics:
     """Metrics of ``driftpoint run``, in a registry of their own. Without :meth:`serve` it only counts."""
 
     def __init__(self, restarts: int) -> None:
+        from prometheus_client import CollectorRegistry
+
         self.registry = CollectorRegistry()
         self.up = self._gauge("up", "1 while the supervisor runs")
         self.attempts = self._counter("attempts", "Starts of the command")
@@ -147,9 +150,13 @@ class SupervisorMetrics:
         self._server: MetricsServer | None = None
 
     def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
+        from prometheus_client import Gauge
+
         return Gauge(f"driftpoint_supervisor_{name}", text, labels, registry=self.registry)
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        from prometheus_client import Counter
+
         return Counter(f"driftpoint_supervisor_{name}", text, labels, registry=self.registry)
 
     @property

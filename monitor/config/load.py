@@ -257,10 +257,15 @@ def _validate(values: Mapping[str, Any], where: str) -> Config:
         raise ConfigError(f"{where}: " + "; ".join(_explain(item) for item in error.errors())) from error
 
 
+_REMOVED = {"metrics.basic_auth": "there is no login any more: set metrics.tls.client_ca instead"}
+
+
 def _explain(item: Any) -> str:
     path = [str(step) for step in item["loc"]]
     if item["type"] != "extra_forbidden":
         return f"{'.'.join(path)}: {item['msg'].lower()} (it is {item['input']!r})"
+    if ".".join(path) in _REMOVED:
+        return f"{'.'.join(path)}: {_REMOVED['.'.join(path)]}"
     known = _known_keys(path[:-1])
     hint = suggestion(path[-1], known)
     return f"unknown key {'.'.join(path)!r}: {hint} Known here: {', '.join(sorted(known))}"

@@ -80,7 +80,7 @@ def test_what_is_refused_leaves_everything_as_it_was(here: Here, source: PlainSt
     before = digest_of(target), digest_of(source.root)
     answer = here("import", source.root, "--store", target)
     assert (answer.code, answer.out) == (2, "")
-    assert "has a newest commit 00000010-000001 already" in answer.err and "--store" in answer.err
+    assert "already has the commit 00000010-000001" in answer.err and "--store" in answer.err
     answer = here("import", source.root, "--store", source.root / "inside")
     assert (answer.code, answer.out) == (2, "")
     assert (digest_of(target), digest_of(source.root)) == before

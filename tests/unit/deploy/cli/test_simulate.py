@@ -39,6 +39,7 @@ def test_a_row_for_each_configuration_in_three_tables(here: Here, trace: Path) -
 
 def test_json_says_what_the_tables_do(here: Here, trace: Path) -> None:
     shown = here("simulate", trace, "-p", "{name: parity, k: 4}", "-p", "{policy: full, every: 40}", "--json").json
+    assert shown["assumed"] is None
     rows = by_name(shown)
     full, parity, seldom = rows["full, raw"], rows["parity k=4"], rows["full every=40"]
     assert (full["saves"], full["bytes"], full["bytes_of_full"]) == (200, 200 * 8 << 20, 1.0)

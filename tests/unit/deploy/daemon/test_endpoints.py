@@ -122,3 +122,10 @@ def test_what_the_supervisor_hands_to_the_daemon_is_what_the_trainer_would(tmp_p
 def test_insecure_endpoints_and_endpoints_that_are_off_are_accepted() -> None:
     load_config({"metrics": {"host": "0.0.0.0", "insecure": True}, "daemon": {"enabled": True, "host": "0.0.0.0"}})
     load_config({"metrics": {"enabled": False, "host": "0.0.0.0"}, "daemon": {"host": "0.0.0.0"}})
+
+
+def test_driftpoint_run_refuses_the_login_of_earlier_versions(tmp_path: Path) -> None:
+    config = tmp_path / "d.yaml"
+    config.write_text("store: s\nmetrics: {host: 0.0.0.0, insecure: true, basic_auth: {user: a, password_file: b}}\n")
+    with pytest.raises(ConfigError, match="client_ca"):
+        metrics_settings(config, None)

@@ -9,6 +9,7 @@ import pytest
 
 from deploy.daemon import verifier
 from deploy.daemon.verifier import Checked, Verifier
+from store.errors import StorageError
 from store.layout import manifest_path, payload_path
 from store.names import SaveId
 from tests.support.daemons import until
@@ -60,3 +61,14 @@ def test_a_store_that_is_away_is_told_and_read_anew_when_it_is_back(beside: Besi
     assert beside.told[before + 1] == (None, []) and beside.found.damaged == []
     away.rename(beside.builder.root)
     until(lambda: beside.found.damaged == [SaveId(10, 1)], "damage again")
+
+
+@pytest.mark.parametrize("change", ["create", "link", "rename", "unlink", "make_dir", "remove_dir", "sync_dir"])
+def test_what_it_reads_through_changes_nothing(beside: Beside, change: str) -> None:
+    root = beside.builder.root
+    files = verifier._ThrottledFiles(root, verifier._Throttle(1 << 40, lambda _: None))
+    before = sorted(path.relative_to(root) for path in root.rglob("*"))
+    paths = [manifest_path(SaveId(20, 1)), "elsewhere"][: 2 if change in ("link", "rename") else 1]
+    with pytest.raises(StorageError):
+        getattr(files, change)(*paths)
+    assert sorted(path.relative_to(root) for path in root.rglob("*")) == before

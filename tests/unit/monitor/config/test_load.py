@@ -87,6 +87,7 @@ def test_an_unknown_key_names_the_nearest(values: dict[str, Any], near: str) -> 
         ({"policy": "ful"}, "ful"),
         ({"policy": {"name": "parity", "k": 1}}, "k"),
         ({"policy": {"k": 2}}, "name"),
+        ({"metrics": {"basic_auth": {"user": "a"}}}, "client_ca"),
     ],
 )
 def test_an_invalid_value_is_refused_with_its_key(values: dict[str, Any], where: str) -> None:
