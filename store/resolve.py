@@ -153,7 +153,9 @@ def newest_resumable(
         except (DamagedError, StorageError) as error:
             passed_over.append(f"{save}: {error}")
     if passed_over:
-        raise NothingToResumeError("no commit can be resumed: " + listed(passed_over, 4, "; "))
+        raise NothingToResumeError(
+            f"no commit can be resumed: {listed(passed_over, 4, '; ')}. Run `driftpoint verify STORE` for details"
+        )
     raise NothingToResumeError("the store holds no commit yet")
 
 

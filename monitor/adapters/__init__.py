@@ -12,7 +12,7 @@ from monitor.adapters.pytorch import PyTorchAdapter, unwrap
 from store.errors import UnsupportedError
 
 _ACCEPTED = (
-    "accepted: a DeepSpeed engine (ZeRO stage 1, 2, 3, or stage 0 in fp32), or a tuple (model, optimizer) of a "
+    "pass a DeepSpeed engine (ZeRO stage 1, 2, 3, or stage 0 in fp32), or one tuple, attach((model, optimizer)), of a "
     "torch module, possibly in DistributedDataParallel or sharded by fully_shard (FSDP2), and a torch optimizer"
 )
 

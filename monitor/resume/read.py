@@ -49,7 +49,7 @@ def require_model(manifest: ManifestRecord, adapter: Adapter) -> None:
     differences = [
         *_difference("only in the store", stored.keys() - live.keys()),
         *_difference("only in this model", live.keys() - stored.keys()),
-        *_difference("of another shape", [f"{fqn} {stored[fqn]} -> {live[fqn]}" for fqn in resized]),
+        *_difference("other shapes (store -> model)", [f"{fqn} {stored[fqn]} -> {live[fqn]}" for fqn in resized]),
     ]
     if not differences:
         return

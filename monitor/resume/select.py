@@ -172,9 +172,7 @@ def select_commit(catalog: Catalog, bad: frozenset[RejectedVersion]) -> tuple[st
             _retry_later(catalog)
             resolution, passed_over = newest_resumable(catalog, bad)
     except NothingToResumeError as error:
-        raise NothingToResumeError(
-            f"{error}. Run `driftpoint verify STORE` for details; to start over, set another `store:`"
-        ) from error
+        raise NothingToResumeError(f"{error}; to start over, set another `store:`") from error
     chosen = resolution.manifest.save
     return chosen.name, passed_over, sum(save > chosen for save in catalog.saves())
 

@@ -271,7 +271,7 @@ def test_a_parameter_of_another_module_is_refused() -> None:
 
 @pytest.mark.parametrize("target", [None, Net(), (Net(),), (Net(), "adam"), {"model": Net()}])
 def test_other_targets_are_refused_with_the_accepted_ones(target: Any) -> None:
-    with pytest.raises(UnsupportedError, match="accepted: a DeepSpeed engine"):
+    with pytest.raises(UnsupportedError, match="pass a DeepSpeed engine"):
         adapter_for(target)
 
 
