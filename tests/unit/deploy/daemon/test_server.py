@@ -219,7 +219,7 @@ def test_survivors_are_named_and_nothing_is_written_while_they_live(store: Path,
             os.kill(pids[1], signal.SIGKILL)
             until(lambda: f"rank 0 (process {pids[0]}) live" in beside.said(), "the survivor's name")
             found = report(base)
-            assert found is not None and found.jobs[0].state == "suspected" and not found.rescues
+            assert found is not None and found.jobs[0].state == "dying" and not found.rescues
             os.kill(pids[0], signal.SIGKILL)
             assert beside.rescued() == "written"
         finally:

@@ -179,7 +179,7 @@ def test_it_waits_until_the_store_is_free(tmp_path: Path) -> None:
     with holding_lock(tmp_path / "store"):
         second = supervised(tmp_path, ["touch", tmp_path / "ran"], "--wait", 60)
         run = second.__enter__()
-        run.until(lambda: "waiting for" in run.said)
+        run.until(lambda: "waiting up to" in run.said)
         assert not (tmp_path / "ran").exists()
     try:
         assert run.ends() == 0, run.said
