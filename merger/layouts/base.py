@@ -88,7 +88,9 @@ class Layout(Protocol):
 def canonical_names(checkpoint: Checkpoint) -> dict[str, str]:
     """Return the canonical fqn of every name in the model's state dict, in its order; tied ones under each name."""
     canonical = {alias: fqn for fqn, record in checkpoint.tensors.items() for alias in record.aliases}
-    names = checkpoint.facts.get("state_dict_names") or [*checkpoint.tensors, *canonical]
+    names = checkpoint.facts.get("state_dict_names")
+    if names is None:
+        names = [*checkpoint.tensors, *canonical]
     return {name: canonical.get(name, name) for name in names}
 
 
