@@ -401,7 +401,7 @@ class Tags:
         """
         if self.is_one(self.root):
             if step is not None and not _means(step, self.root.name):
-                raise MergeError(f"{self.root} is one checkpoint, but not {step}; name its parent directory")
+                raise MergeError(f"{self.root} is one checkpoint, and not {step}; name its parent directory")
             return self.root
         name = self._newest() if step is None else checked_name(self._tag(step), "the requested tag")
         folder = self.root / name

@@ -149,5 +149,5 @@ def test_steps_and_tags(launched: Any, case: str) -> None:
     alone = open_source(root / "global_step2")
     assert alone.steps() == (2,)
     assert alone.checkpoint(None, frozenset()).step == 2
-    with pytest.raises(MergeError, match="is one checkpoint, but not 3"):
+    with pytest.raises(MergeError, match="is one checkpoint, and not 3"):
         alone.checkpoint(3, frozenset())
