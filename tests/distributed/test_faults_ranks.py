@@ -130,6 +130,6 @@ def test_what_is_stored_stood_still(launched: Launched, rank: int) -> None:
 @pytest.mark.parametrize("rank", RANKS)
 def test_ranks_that_do_not_find_the_same_versions_resume_none(launched: Launched, rank: int) -> None:
     refused = launched.one("refused", scenario="other_view", rank=rank)
-    assert refused["error"] == "StorageError" and "rank 1 finds other versions" in refused["text"]
+    assert refused["error"] == "StorageError" and "rank 1 and rank 0 resolved different versions" in refused["text"]
     assert launched.one("unchanged", scenario="other_view", rank=rank)["same"]
     assert launched.one("resumed", scenario="other_view", rank=rank)["step"] == 3

@@ -84,7 +84,7 @@ def test_where_ranks_need_each_others_memory_and_have_it_not_the_store_serves(pl
     place.life("first", steps=8, nodes="own", case=DDP)
     again = place.life("second", nodes="own", case=DDP)
     assert resumed(again) == (6, False)
-    assert said(again, "not every rank finds what it needs on its own node")
+    assert said(again, "not every rank finds the bytes that it needs on its own node")
     place.ended_well(again)
 
 
