@@ -13,6 +13,7 @@ import json
 import os
 import socket
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -286,7 +287,8 @@ def query_daemon(base: Path, question: Message, timeout: float) -> Welcome | Ref
     """Send one message and return the daemon's answer. Raises DaemonError if there is none."""
     with connect(base, timeout) as link:
         try:
-            link.sendall(to_line(question))
+            with suppress(BrokenPipeError):  # a daemon that refuses this user may have answered and closed already
+                link.sendall(to_line(question))
             with link.makefile("rb") as stream:
                 line = stream.readline(ANSWER_LIMIT + 1)
         except OSError as error:
