@@ -69,7 +69,7 @@ class Settings(BaseModel):
 
 
 class BoundSettings(Settings):
-    """Limits that hold whatever the policy decides; see docs/policies.md."""
+    """Limits that hold under every policy; see docs/policies.md."""
 
     max_staleness: int | None = Field(
         default=None,

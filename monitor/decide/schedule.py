@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable
 from statistics import median
@@ -106,7 +107,7 @@ def _median(values: Iterable[float]) -> float | None:
     return median(known) if known else None
 
 
-class Schedule(SaveListener):
+class Schedule(SaveListener, ABC):
     """Determines at which steps to decide, and measures the time of steps, decisions and saves."""
 
     def __init__(self, metrics: Metrics) -> None:
@@ -142,9 +143,9 @@ class Schedule(SaveListener):
     def restart(self) -> None:
         """Start anew after a resume. Alike on all ranks."""
 
+    @abstractmethod
     def due(self, step: int) -> bool:
         """Return whether to decide at this step. Alike on all ranks."""
-        raise NotImplementedError
 
     def choose(self) -> int | None:
         """Return the steps to the next decision; None if the interval is fixed. Rank 0, at a decision."""
