@@ -88,14 +88,6 @@ def pack_chunk(encoded: Bytes, lanes: Sequence[Lane], level: int, base: Bytes | 
     return b"".join((_LENGTH.pack(sum(map(len, parts))), *parts))
 
 
-def unpack_chunk(frame: bytes | memoryview, lanes: Sequence[Lane], base: Bytes | None = None) -> Bytes:
-    """Return the encoded chunk of these lanes in a frame. Raises DamagedError unless the frame is valid."""
-    view = memoryview(frame)
-    if len(view) < FRAME_HEADER or frame_length(view[:FRAME_HEADER], lanes) != len(view) - FRAME_HEADER:
-        raise DamagedError(f"a packed chunk of {len(view)} bytes is cut off or too long")
-    return unpack_body(view[FRAME_HEADER:], lanes, base)
-
-
 def frame_length(header: bytes | memoryview, lanes: Sequence[Lane]) -> int:
     """Return the bytes after a frame's first four. Raises DamagedError if that is too long for these lanes."""
     length: int = _LENGTH.unpack(header)[0]
@@ -117,7 +109,7 @@ def packed_bound(encoding: Encoding, numel: int, dtype: str) -> int:
 
 
 def unpack_body(body: memoryview, lanes: Sequence[Lane], base: Bytes | None = None) -> Bytes:
-    """Unpack a frame without its first four bytes like :func:`unpack_chunk`."""
+    """Return the encoded chunk in a frame without its first four bytes. Raises DamagedError unless it is valid."""
     content = np.empty(lanes_bytes(lanes), np.uint8)
     start = at = 0
     for lane in lanes:
