@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError
 
-from store.errors import DaemonError, StorageError
+from store.errors import DaemonError
 from store.memory.layout import home, require_own
 from store.schema import Digest, Natural, SaveName
 
@@ -244,17 +244,6 @@ def lock_path(base: Path) -> Path:
 def log_path(base: Path) -> Path:
     """Return the path of the log of a daemon that a job started."""
     return home(base) / "daemon.log"
-
-
-def make_home(base: Path) -> Path:
-    """Create this user's folder below ``base`` if needed. Raises StorageError if others may access it."""
-    place = home(base)
-    try:
-        place.mkdir(mode=0o700, exist_ok=True)
-    except OSError as error:
-        raise StorageError(f"cannot make {place}: {error.strerror}") from error
-    require_own(place)
-    return place
 
 
 def connect(base: Path, timeout: float) -> socket.socket:

@@ -24,7 +24,7 @@ from store.names import SaveId
 from store.schema import Entry, MeasureRecord, PartRecord, StateTensor, digest, from_bytes, to_bytes
 from store.state_tree import Leaf, leaf_bytes
 from store.storage.atomic import ensure_dir, write_new
-from store.storage.local import Files, NewFile, list_or_empty
+from store.storage.local import Files, NewFile, as_bytes, list_or_empty
 
 _CHUNK = 1 << 22
 _ALIGN = 64
@@ -127,7 +127,7 @@ def read_piece(files: Files, path: str, header_bytes: int, piece: PayloadPiece, 
     """Fill ``target`` (exactly ``piece.nbytes`` bytes) and check its hash. Raises DamagedError if it differs."""
     if target.nbytes != piece.nbytes:
         raise DamagedError(f"{path}: a piece has {piece.nbytes} bytes instead of {target.nbytes}")
-    state, flat = xxhash.xxh3_128(), target.cast("B") if target.nbytes else memoryview(b"")
+    state, flat = xxhash.xxh3_128(), as_bytes(target)
     for start in range(0, piece.nbytes, _HASHED):
         part = flat[start : start + _HASHED]
         files.read_into(path, header_bytes + piece.offset + start, part)
@@ -171,8 +171,7 @@ def _stream(file: NewFile, item: Item) -> tuple[int, str]:
 def _pieces(data: Data) -> Iterable[memoryview]:
     if not isinstance(data, bytes | bytearray | memoryview):
         return data.pieces()
-    view = memoryview(data)
-    flat = view.cast("B") if view.nbytes else memoryview(b"")  # an empty view of several dimensions has no cast
+    flat = as_bytes(data)
     return (flat[start : start + _CHUNK] for start in range(0, len(flat), _CHUNK))
 
 

@@ -27,7 +27,7 @@ from store.memory.limits import reserve
 from store.names import SaveId
 from store.schema import to_bytes
 from store.session import FileLock, is_held_here, locking_process
-from store.storage.local import Files
+from store.storage.local import Files, as_bytes
 
 
 def boot_seconds() -> float:
@@ -152,7 +152,7 @@ class Arena:
 
     def write_at(self, slot: int, offset: int, data: bytes | bytearray | memoryview) -> None:
         """Write bytes into a payload that has :meth:`room` for them."""
-        view = memoryview(data).cast("B") if memoryview(data).nbytes else memoryview(b"")
+        view = as_bytes(data)
         self._maps[slot][offset : offset + len(view)] = view
 
     def seal(self, slot: int, record: VersionRecord) -> None:

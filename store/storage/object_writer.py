@@ -17,6 +17,7 @@ from typing import IO, Any
 
 from store.errors import ExistsError, MissingError, StorageError
 from store.storage.bucket import Bucket
+from store.storage.local import as_bytes
 
 
 class NewObject:
@@ -36,8 +37,7 @@ class NewObject:
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         self._require_open("write")
-        view = memoryview(data)
-        flat = view.cast("B") if view.nbytes else memoryview(b"")
+        flat = as_bytes(data)
         self._size += len(flat)
         if self._large is None:
             self._head += flat
@@ -49,7 +49,7 @@ class NewObject:
             self._large.write(flat)
 
     def write_at(self, offset: int, data: bytes | bytearray | memoryview) -> None:
-        flat = memoryview(data).cast("B") if memoryview(data).nbytes else memoryview(b"")
+        flat = as_bytes(data)
         if offset < 0 or offset + len(flat) > self._size:
             raise ValueError(f"bytes {offset} to {offset + len(flat)} of {self._key} were never written")
         self._require_open("write")
