@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice, takewhile
@@ -61,6 +61,17 @@ from store.storage.local import Files, list_or_empty
 _MANIFEST_LIMIT = 1 << 26
 _STORE_LIMIT = 1 << 16
 _MARK_LIMIT = 1 << 16
+
+
+@contextmanager
+def noting(problems: list[str], before: str = "") -> Iterator[None]:
+    """Add damage and errors of storage to ``problems``, after ``before``; UnreachableError is raised."""
+    try:
+        yield
+    except UnreachableError:
+        raise
+    except (DamagedError, StorageError) as error:
+        problems.append(f"{before}{error}")
 
 
 @dataclass(frozen=True)

@@ -123,7 +123,9 @@ def write_payload(
     return Payload(len(reserved) + (ends[-1] if ends else 0), len(reserved), digest(headers[0]), placed)
 
 
-def read_piece(files: Files, path: str, header_bytes: int, piece: PayloadPiece, target: memoryview) -> None:
+def read_piece(
+    files: Files, path: str, header_bytes: int, piece: PayloadPiece | Entry | StateTensor, target: memoryview
+) -> None:
     """Fill ``target`` (exactly ``piece.nbytes`` bytes) and check its hash. Raises DamagedError if it differs."""
     if target.nbytes != piece.nbytes:
         raise DamagedError(f"{path}: a piece has {piece.nbytes} bytes instead of {target.nbytes}")
@@ -312,8 +314,7 @@ def check_payload_size(files: Files, part: PartRecord) -> None:
 
 def read_entry(files: Files, part: PartRecord, entry: Entry, target: memoryview) -> None:
     """Fill ``target`` (``entry.nbytes`` bytes) with the stored bytes of a fragment and check their hash."""
-    placed = PayloadPiece(entry.offset, entry.nbytes, entry.xxh3_128)
-    read_piece(files, payload_path(part.save, part.rank), part.header_bytes, placed, target)
+    read_piece(files, payload_path(part.save, part.rank), part.header_bytes, entry, target)
 
 
 def read_leaves(files: Files, part: PartRecord) -> list[Leaf]:
@@ -323,8 +324,7 @@ def read_leaves(files: Files, part: PartRecord) -> list[Leaf]:
         if leaf_bytes(tensor.dtype, tensor.shape) != tensor.nbytes:
             raise DamagedError(f"{part_path(part.save, part.rank)}: a run-state tensor has the wrong size")
         data = bytearray(tensor.nbytes)
-        placed = PayloadPiece(tensor.offset, tensor.nbytes, tensor.xxh3_128)
-        read_piece(files, payload_path(part.save, part.rank), part.header_bytes, placed, memoryview(data))
+        read_piece(files, payload_path(part.save, part.rank), part.header_bytes, tensor, memoryview(data))
         leaves.append(Leaf(tensor.dtype, tensor.shape, data))
     return leaves
 
@@ -354,13 +354,7 @@ def _item(fragment: StagedFragment) -> Item:
 def _entry(fragment: StagedFragment, placed: PayloadPiece) -> Entry:
     encoded = fragment.data if isinstance(fragment.data, EncodedEntry) else None
     return Entry(
-        layer=fragment.layer,
-        slot=fragment.slot,
-        fqn=fragment.fqn,
-        start=fragment.start,
-        numel=fragment.numel,
-        dtype=fragment.dtype,
-        encoding=fragment.encoding,
+        **{name: value for name, value in vars(fragment).items() if name != "data"},
         packing=None if encoded is None or encoded.packing is None else PACKING,
         base=None if encoded is None else encoded.base,
         encoded_xxh3_128=None if encoded is None else encoded.encoded_xxh3_128(),

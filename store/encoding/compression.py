@@ -78,7 +78,16 @@ _PROMISING = 0.985
 _SAMPLE_RUN = 8192
 _SAMPLE_RUNS = 4
 
-_local = threading.local()
+
+class _Zstd(threading.local):
+    """zstd of one thread: its objects are not thread-safe, and creating one costs more than a small plane."""
+
+    def __init__(self) -> None:
+        self.compressors: dict[int, zstandard.ZstdCompressor] = {}
+        self.decompressor = zstandard.ZstdDecompressor()
+
+
+_zstd = _Zstd()
 
 
 def pack_chunk(encoded: Bytes, lanes: Sequence[Lane], level: int, base: Bytes | None = None) -> bytes:
@@ -176,7 +185,7 @@ def _decompress(data: memoryview, count: int) -> bytes:
         content_size = zstandard.get_frame_parameters(data).content_size
         if content_size != count:
             raise DamagedError(f"a packed plane claims {content_size} bytes instead of {count}")
-        plain = _decompressor().decompress(data, max_output_size=count, allow_extra_data=False)
+        plain = _zstd.decompressor.decompress(data, max_output_size=count, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise DamagedError(f"a packed plane cannot be decompressed: {error}") from error
     if len(plain) != count:
@@ -185,15 +194,7 @@ def _decompress(data: memoryview, count: int) -> bytes:
 
 
 def _compressor(level: int) -> zstandard.ZstdCompressor:
-    """Return this thread's compressor: they are not thread-safe, and creating one costs more than a small plane."""
-    made: dict[int, zstandard.ZstdCompressor] = _local.__dict__.setdefault("compressors", {})
-    if level not in made:
-        made[level] = zstandard.ZstdCompressor(level=level, write_checksum=False, write_content_size=True)
-    return made[level]
-
-
-def _decompressor() -> zstandard.ZstdDecompressor:
-    made: dict[str, zstandard.ZstdDecompressor] = _local.__dict__
-    if "decompressor" not in made:
-        made["decompressor"] = zstandard.ZstdDecompressor()
-    return made["decompressor"]
+    if level not in _zstd.compressors:
+        made = zstandard.ZstdCompressor(level=level, write_checksum=False, write_content_size=True)
+        _zstd.compressors[level] = made
+    return _zstd.compressors[level]

@@ -175,7 +175,8 @@ def assemble_version(save: SaveId, shares: Iterable[RankShare], node: NodeIndex)
     if sorted(parts) != list(range(head.world_size)):
         raise DamagedError(f"version {save} in memory has {len(parts)} of {head.world_size} ranks")
     records = {rank: parse_part(data, head.store_id, save, rank) for rank, data in sorted(parts.items())}
-    _require_one_decision(save, head, records)
+    if any((part.plan, part.world_size) != (records[0].plan, head.world_size) for part in records.values()):
+        raise DamagedError(f"version {save} in memory: its ranks do not belong together")
     group = GroupRecord(
         world_size=head.world_size,
         payload_bytes=sum(part.payload_bytes for part in records.values()),
@@ -222,12 +223,6 @@ def _as_held(unit: UnitRecord, parts: Collection[PartRecord]) -> UnitRecord:
     names = sorted({entry.encoding for entry in entries if not encoding_named(entry.encoding).lossless})
     update = {"nbytes": sum(entry.nbytes for entry in entries), "error": error, "drift": error}
     return unit.model_copy(update={**update, "encoding": names[0] if names else RAW})
-
-
-def _require_one_decision(save: SaveId, head: ManifestRecord, parts: Mapping[int, PartRecord]) -> None:
-    plans = {part.plan for part in parts.values()}
-    if len(plans) != 1 or any(part.world_size != head.world_size for part in parts.values()):
-        raise DamagedError(f"version {save} in memory: its ranks do not belong together")
 
 
 SnapshotKey = tuple[Path, int]

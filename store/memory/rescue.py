@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import xxhash
@@ -46,6 +46,7 @@ from store.storage.local import Files, read_at
 from store.text import listed
 
 _PIECE = 1 << 22
+_STAGED = {field.name for field in fields(StagedFragment)} - {"data"}
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,10 @@ def write_share(files: Files, version: MemoryVersion, rank: int, checked: Callab
         rank=rank,
         world_size=part.world_size,
         plan=part.plan,
-        fragments=[_fragment(entry, _Bytes(payload, entry, checked)) for entry in part.entries],
+        fragments=[
+            StagedFragment(**entry.model_dump(include=_STAGED), data=_Bytes(payload, entry, checked))
+            for entry in part.entries
+        ],
         run_state=part.run_state,
         run_leaves=[_Tensor(one.dtype, one.shape, _Bytes(payload, one, checked)) for one in part.run_tensors],
         facts=part.facts,
@@ -155,19 +159,6 @@ def _without_offsets(part: PartRecord) -> PartRecord:
             "entries": tuple(one.model_copy(update={"offset": 0}) for one in part.entries),
             "run_tensors": tuple(one.model_copy(update={"offset": 0}) for one in part.run_tensors),
         }
-    )
-
-
-def _fragment(entry: Entry, data: _Bytes) -> StagedFragment:
-    return StagedFragment(
-        layer=entry.layer,
-        slot=entry.slot,
-        fqn=entry.fqn,
-        start=entry.start,
-        numel=entry.numel,
-        dtype=entry.dtype,
-        encoding=entry.encoding,
-        data=data,
     )
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import secrets
 import tempfile
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -109,11 +109,9 @@ class _Upload:
             raise StorageError(f"{self._bucket.where(self._key)} has {found} bytes after {nbytes} were written")
 
     def _require_ours(self, error: BaseException) -> None:
-        try:
+        with suppress(MissingError):
             if self._bucket.upload_at(self._key)[0] == self._token:
                 return
-        except MissingError:
-            pass
         raise self._bucket.failed(error, "upload", self._key) from error
 
 
