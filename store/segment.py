@@ -63,9 +63,7 @@ class Item:
     @property
     def nbytes(self) -> int:
         """Size in bytes if ``exact``, otherwise an upper bound."""
-        if isinstance(self.data, bytes | bytearray | memoryview):
-            return memoryview(self.data).nbytes
-        return self.data.nbytes
+        return as_bytes(self.data).nbytes if isinstance(self.data, bytes | bytearray | memoryview) else self.data.nbytes
 
     @property
     def exact(self) -> bool:
@@ -198,20 +196,6 @@ class StagedFragment:
     data: Data
 
 
-class RunTensor(Protocol):
-    """A tensor of the run state to be written; :class:`store.state_tree.Leaf` is one."""
-
-    @property
-    def dtype(self) -> str: ...
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    @property
-    def data(self) -> Data:
-        """Bytes in C order, little-endian."""
-
-
 @dataclass(frozen=True)
 class SegmentDraft:
     """Contents of the segment that one rank writes in one save."""
@@ -223,7 +207,7 @@ class SegmentDraft:
     plan: str
     fragments: Sequence[StagedFragment]
     run_state: Any
-    run_leaves: Sequence[RunTensor]
+    run_leaves: Sequence[Leaf | Item]
     facts: Mapping[str, Any]
 
 
@@ -321,8 +305,6 @@ def read_leaves(files: Files, part: PartRecord) -> list[Leaf]:
     """Read the tensors of a part's run state and check their hashes."""
     leaves = []
     for tensor in part.run_tensors:
-        if leaf_bytes(tensor.dtype, tensor.shape) != tensor.nbytes:
-            raise DamagedError(f"{part_path(part.save, part.rank)}: a run-state tensor has the wrong size")
         data = bytearray(tensor.nbytes)
         read_piece(files, payload_path(part.save, part.rank), part.header_bytes, tensor, memoryview(data))
         leaves.append(Leaf(tensor.dtype, tensor.shape, data))

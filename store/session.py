@@ -250,7 +250,12 @@ class StoreLock(FileLock):
         try:
             super().__init__(path, 0o644, wait_seconds)
         except BlockingIOError:
-            raise StoreInUseError(_in_use(root)) from None
+            holder = lock_holder(root)
+            who = f"process {holder}" if holder else "another process"
+            raise StoreInUseError(
+                f"the store {root} is in use by {who} on this machine: "
+                "wait for it, stop it, or give this job a store of its own (`store:` in the YAML)"
+            ) from None
         except OSError as error:
             raise StorageError(f"cannot open and lock {path}: {error.strerror}") from error
 
@@ -278,12 +283,3 @@ def locking_process(path: Path) -> int | None:
     finally:
         os.close(descriptor)
     return None if kind == fcntl.F_UNLCK else int(pid)
-
-
-def _in_use(root: Path) -> str:
-    holder = lock_holder(root)
-    who = f"process {holder}" if holder else "another process"
-    return (
-        f"the store {root} is in use by {who} on this machine: "
-        "wait for it, stop it, or give this job a store of its own (`store:` in the YAML)"
-    )

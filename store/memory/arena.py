@@ -22,7 +22,7 @@ from pathlib import Path
 
 from store.errors import MissingError, StorageError
 from store.memory.index import SnapshotKey, foreign_snapshots, scan_node, snapshot_key, version_in
-from store.memory.layout import BRANCHES, SLOTS, Generation, Tier, VersionRecord
+from store.memory.layout import BRANCHES, SLOTS, Generation, Tier, VersionRecord, write_private
 from store.memory.limits import reserve
 from store.names import SaveId
 from store.schema import to_bytes
@@ -91,11 +91,6 @@ def is_owned(path: Path) -> bool:
         return True  # unknown: leave the memory alone
 
 
-_PAGE = mmap.PAGESIZE
-
-_TRIES = 100
-
-
 class Arena:
     """Writes the memory of one rank.
 
@@ -158,14 +153,7 @@ class Arena:
     def seal(self, slot: int, record: VersionRecord) -> None:
         """Write the record of a complete payload, which makes it a version. Raises StorageError."""
         path, temporary = self._place.record(self._rank, slot), self._place.unsealed(self._rank, slot)
-        try:
-            with open(temporary, "wb", opener=_private) as file:
-                file.write(to_bytes(record))
-            temporary.rename(path)
-        except OSError as error:
-            with suppress(OSError):
-                temporary.unlink()
-            raise StorageError(f"cannot write {path}: {error.strerror}") from error
+        write_private(path, temporary, to_bytes(record))
         self._date()
 
     def drop(self, slot: int) -> None:
@@ -259,7 +247,7 @@ class Arena:
 
     def _map(self, slot: int, nbytes: int) -> mmap.mmap:
         path = self._place.payload(self._rank, slot)
-        size = -(-nbytes // _PAGE) * _PAGE
+        size = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         except OSError as error:
@@ -295,7 +283,7 @@ def _acquire_first_free(rank: int, places: Iterable[Generation]) -> tuple[Genera
 
 
 def _acquire(place: Generation, rank: int) -> Owner:
-    for _ in range(_TRIES):  # a cleanup may remove the empty folder in between
+    for _ in range(100):  # a cleanup may remove the empty folder in between
         place.make()
         with suppress(MissingError):
             return Owner(place.owner(rank))
@@ -308,7 +296,3 @@ def _remove(paths: Iterable[Path]) -> None:
             path.unlink(missing_ok=True)
         except OSError as error:
             raise StorageError(f"cannot remove {path}: {error.strerror}") from error
-
-
-def _private(path: str | Path, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)

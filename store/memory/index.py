@@ -14,7 +14,6 @@ import json
 import math
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -23,7 +22,17 @@ from typing import Any, Protocol
 from store.encoding import encoding_named
 from store.errors import DamagedError, MissingError, StorageError, StoreError
 from store.layout import MANIFESTS, manifest_path, parse_save_file
-from store.memory.layout import RECORD_LIMIT, SLOTS, Generation, Tier, VersionRecord, home, parse_record, read_whole
+from store.memory.layout import (
+    RECORD_LIMIT,
+    SLOTS,
+    Generation,
+    Tier,
+    VersionRecord,
+    home,
+    parse_record,
+    read_whole,
+    write_private,
+)
 from store.names import RAW, SaveId
 from store.schema import GroupRecord, ManifestRecord, PartRecord, UnitRecord, from_bytes, to_bytes
 from store.segment import parse_part, parts_digest
@@ -318,14 +327,8 @@ class SeenStore:
             self._write()
 
     def _write(self) -> None:
-        temporary = self._path.with_suffix(".new")
-        try:
-            temporary.write_text(json.dumps({key: [str(one) for one in paths] for key, paths in self._places.items()}))
-            temporary.replace(self._path)
-        except OSError as error:
-            with suppress(OSError):
-                temporary.unlink()
-            raise StorageError(f"cannot write {self._path}: {error.strerror}") from error
+        places = {key: [str(one) for one in paths] for key, paths in self._places.items()}
+        write_private(self._path, self._path.with_suffix(".new"), json.dumps(places).encode())
 
 
 def seen_stores(base: Path) -> dict[str, Path]:

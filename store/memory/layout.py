@@ -19,7 +19,7 @@ import os
 import re
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -197,6 +197,22 @@ def read_whole(path: Path, limit: int) -> bytes:
     if len(data) > limit:
         raise StorageError(f"{path} is larger than {limit} bytes")
     return data
+
+
+def write_private(path: Path, temporary: Path, data: bytes) -> None:
+    """Write a file that only this user may read, and rename it into place. Raises StorageError."""
+
+    def opener(name: str, flags: int) -> int:
+        return os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+
+    try:
+        with open(temporary, "wb", opener=opener) as file:
+            file.write(data)
+        temporary.rename(path)
+    except OSError as error:
+        with suppress(OSError):
+            temporary.unlink()
+        raise StorageError(f"cannot write {path}: {error.strerror}") from error
 
 
 RECORD_LIMIT = 1 << 28

@@ -92,7 +92,10 @@ class Overlay:
         """Fill ``target`` from ``offset`` of a rank's payload. Raises StorageError if it is on another node."""
         payload = self._version.payloads.get(rank)
         if payload is not None:
-            _fill(payload, offset, target)
+            with opened(payload) as descriptor:
+                got = read_at(descriptor, offset, target)
+            if got < target.nbytes:
+                raise StorageError(f"{payload} ends at byte {offset + got}")
             return
         far = self._version.far.get(rank)
         if far is not None:
@@ -108,10 +111,3 @@ class Overlay:
         raise StorageError(f"cannot change {path}: a version in memory is read-only")
 
     create = link = rename = unlink = make_dir = remove_dir = sync_dir = _refuse
-
-
-def _fill(payload: Path, offset: int, target: memoryview) -> None:
-    with opened(payload) as descriptor:
-        got = read_at(descriptor, offset, target)
-    if got < target.nbytes:
-        raise StorageError(f"{payload} ends at byte {offset + got}")

@@ -39,7 +39,15 @@ from store.memory.overlay import Overlay
 from store.names import SaveId
 from store.resolve import resolve
 from store.schema import Entry, ManifestRecord, PartRecord, StateTensor
-from store.segment import SegmentDraft, StagedFragment, check_payload_size, present_parts, read_part, write_segment
+from store.segment import (
+    Item,
+    SegmentDraft,
+    StagedFragment,
+    check_payload_size,
+    present_parts,
+    read_part,
+    write_segment,
+)
 from store.session import require_newest
 from store.storage.atomic import is_temporary
 from store.storage.local import Files, read_at
@@ -83,15 +91,6 @@ class _Bytes:
             raise DamagedError(f"{self.path}: {self.nbytes} bytes before {end} do not match the hash in their record")
 
 
-@dataclass(frozen=True)
-class _Tensor:
-    """A :class:`store.segment.RunTensor` that lies in memory."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    data: _Bytes
-
-
 def write_share(files: Files, version: MemoryVersion, rank: int, checked: Callable[[], None]) -> None:
     """Write the segment of ``rank`` into the store, durably, unless it is there.
 
@@ -116,7 +115,7 @@ def write_share(files: Files, version: MemoryVersion, rank: int, checked: Callab
             for entry in part.entries
         ],
         run_state=part.run_state,
-        run_leaves=[_Tensor(one.dtype, one.shape, _Bytes(payload, one, checked)) for one in part.run_tensors],
+        run_leaves=[Item("", one.dtype, one.shape, _Bytes(payload, one, checked)) for one in part.run_tensors],
         facts=part.facts,
     )
     write_segment(files, draft, lambda: part.measures)

@@ -138,17 +138,16 @@ class ObjectFiles:
         self._bucket.delete([self._key(path) for path in paths])
 
     def make_dir(self, path: str) -> bool:
-        self._checked(path)
+        self.sync_dir(path)
         return False
 
-    def remove_dir(self, path: str) -> None:
-        self._checked(path)
-
     def sync_dir(self, path: str) -> None:
-        self._checked(path)
+        checked_names(path, self.root)
+
+    remove_dir = sync_dir
 
     def list_dir(self, path: str) -> list[str]:
-        self._checked(path)
+        checked_names(path, self.root)
         return self._bucket.names(f"{self._prefix}{path}/" if path else self._prefix)
 
     def size(self, path: str) -> int:
@@ -175,8 +174,4 @@ class ObjectFiles:
     def _key(self, path: str) -> str:
         if not path:
             raise StorageError(f"{self.root} itself is no file")
-        return self._prefix + self._checked(path)
-
-    def _checked(self, path: str) -> str:
-        checked_names(path, self.root)
-        return path
+        return self._prefix + "/".join(checked_names(path, self.root))
