@@ -18,8 +18,7 @@ from benchmarks.learner import Learner
 from monitor.save.torch_codecs import decode, encode_into
 from store.encoding import BF16, BF16_INT8, CHUNK, INT8_BLOCK, INT8_SQRT_BLOCK, encoding_named
 from store.encoding.base import Bytes
-from store.encoding.compression import pack_chunk, unpack_chunk
-from store.encoding.stream import iter_chunks, split_chunks
+from store.encoding.compression import FRAME_HEADER, pack_chunk, unpack_body
 
 GOAL = 1.0
 """Seconds for a gigabyte of float32: 1 GB/s."""
@@ -95,7 +94,8 @@ def _packing(
     frames = pack()
 
     def unpack() -> list[Bytes]:
-        return [unpack_chunk(frame, lane, base) for frame, lane, base in zip(frames, lanes, bases, strict=True)]
+        bodies = [memoryview(frame)[FRAME_HEADER:] for frame in frames]
+        return [unpack_body(body, lane, base) for body, lane, base in zip(bodies, lanes, bases, strict=True)]
 
     same = all(np.array_equal(old, new) for old, new in zip(chunks, unpack(), strict=True))
     if not same:
@@ -140,17 +140,16 @@ def _ratio(ones: Sequence[float], others: Sequence[float]) -> float:
 
 
 def _in_numpy(name: str, values: torch.Tensor) -> tuple[Callable[[], object], Callable[[], object]]:
-    encoding, flat = encoding_named(name), values.numpy()
-    chunks = [encoding.encode(chunk) for chunk in iter_chunks(flat)]
-    sizes = [chunk.size for chunk in iter_chunks(flat)]
+    encoding, parts = encoding_named(name), [part.numpy() for part in torch.split(values, CHUNK)]
+    chunks = [encoding.encode(part) for part in parts]
 
     def forth() -> None:
-        for chunk in iter_chunks(flat):
-            encoding.encode(chunk)
+        for part in parts:
+            encoding.encode(part)
 
     def back() -> None:
-        for chunk, size in zip(chunks, sizes, strict=True):
-            encoding.decode(chunk, size, "F32")
+        for chunk, part in zip(chunks, parts, strict=True):
+            encoding.decode(chunk, part.size, "F32")
 
     return forth, back
 
@@ -164,8 +163,7 @@ def _in_torch(name: str, values: torch.Tensor) -> tuple[Callable[[], object], Ca
 
 def _encoded(name: str, values: torch.Tensor) -> list[Bytes]:
     encoding = encoding_named(name)
-    whole = np.concatenate([encoding.encode(chunk) for chunk in iter_chunks(values.numpy())])
-    return list(split_chunks(whole, encoding, values.numel(), "F32"))
+    return [encoding.encode(part.numpy()) for part in torch.split(values, CHUNK)]
 
 
 def _speed(

@@ -36,13 +36,12 @@ from store.daemon_protocol import (
     Unregister,
     connect,
     log_path,
-    make_home,
     parse_daemon_message,
     to_line,
 )
 from store.errors import DaemonError, DriftpointError, StorageError
 from store.memory.arena import Owner
-from store.memory.layout import home
+from store.memory.layout import home, make_home
 from store.metrics_server import EndpointSecurity
 
 _log = logging.getLogger("driftpoint")

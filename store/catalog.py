@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice, takewhile
@@ -61,6 +61,17 @@ from store.storage.local import Files, list_or_empty
 _MANIFEST_LIMIT = 1 << 26
 _STORE_LIMIT = 1 << 16
 _MARK_LIMIT = 1 << 16
+
+
+@contextmanager
+def noting(problems: list[str], before: str = "") -> Iterator[None]:
+    """Add damage and errors of storage to ``problems``, after ``before``; UnreachableError is raised."""
+    try:
+        yield
+    except UnreachableError:
+        raise
+    except (DamagedError, StorageError) as error:
+        problems.append(f"{before}{error}")
 
 
 @dataclass(frozen=True)
@@ -118,8 +129,34 @@ class Catalog:
         return _parse_saves(list_or_empty(self.files, PROVEN))
 
     def suspects(self) -> Suspects:
-        """Return the suspect marks; unreadable marks are ignored and listed as problems."""
-        return read_suspects(self.files, self.store_id)
+        """Return the suspect marks; damaged and unreadable ones are ignored and listed as problems."""
+        why: dict[SaveId, str] = {}
+        problems: list[str] = []
+        try:
+            names = self.files.list_dir(SUSPECT)
+        except MissingError:
+            return Suspects()
+        except StorageError as error:
+            return Suspects(problems=(f"{error}; no commit counts as suspect",))
+        for name in sorted(names):
+            save = parse_save_file(name)
+            if save is None:
+                if not is_temporary(name):
+                    problems.append(f"{SUSPECT}/{name} is not a mark's name; it is ignored")
+                continue
+            path = suspect_path(save)
+            try:
+                mark = from_bytes(SuspectRecord, self.files.read(path, _MARK_LIMIT), path)
+                if (mark.store_id, mark.save) != (self.store_id, save.name):
+                    raise DamagedError(
+                        f"{path} is the mark of {mark.save} of store {mark.store_id}: it was copied or renamed"
+                    )
+                why[save] = mark.why
+            except MissingError:  # withdrawn or pruned just now
+                continue
+            except (DamagedError, StorageError) as error:
+                problems.append(f"{error}; the mark is ignored")
+        return Suspects(why, tuple(problems))
 
     def manifest(self, save: SaveId) -> ManifestRecord:
         """Return a manifest. Raises DamagedError if it is not whole, or of another store or save."""
@@ -237,8 +274,15 @@ def open_or_create(files: Files) -> Catalog:
         return open_catalog(files)
     except NoStoreError:
         files.make_dir("")
-    _require_nothing_else(files)
-    if _holds_records(files):
+    there = [name for name in files.list_dir("") if not is_temporary(name)]
+    unknown = [name for name in there if name not in TOP_LEVEL | FOREIGN]
+    if unknown:
+        raise StorageError(
+            f"{_root(files)} is no store and not empty (it holds {unknown[0]!r}): name an empty or new directory as "
+            "`store:`"
+        )
+    holding = [name for name in there if name in (EPOCHS, SEGMENTS, MANIFESTS, PROVEN)]
+    if any(not is_temporary(name) for folder in holding for name in files.list_dir(folder)):
         return _reopen(files)
     for folder in (EPOCHS, SEGMENTS, MANIFESTS, PROVEN):
         ensure_dir(files, folder)
@@ -246,11 +290,6 @@ def open_or_create(files: Files) -> Catalog:
     with suppress(ExistsError):  # another process created the store at the same moment
         write_new(files, STORE, lambda file: file.write(data))
     return open_catalog(files)
-
-
-def _holds_records(files: Files) -> bool:
-    folders = [name for name in files.list_dir("") if name in (EPOCHS, SEGMENTS, MANIFESTS, PROVEN)]
-    return any(not is_temporary(name) for folder in folders for name in files.list_dir(folder))
 
 
 def _reopen(files: Files) -> Catalog:
@@ -262,16 +301,6 @@ def _reopen(files: Files) -> Catalog:
             f"{_root(files)} holds commits but its {STORE} is missing: restore that file from a copy, or name an "
             "empty directory as `store:` to begin anew"
         ) from error
-
-
-def _require_nothing_else(files: Files) -> None:
-    known = TOP_LEVEL | FOREIGN
-    unknown = [name for name in files.list_dir("") if name not in known and not is_temporary(name)]
-    if unknown:
-        raise StorageError(
-            f"{_root(files)} is no store and not empty (it holds {unknown[0]!r}): name an empty or new directory as "
-            "`store:`"
-        )
 
 
 @dataclass(frozen=True)
@@ -309,31 +338,6 @@ def withdraw_suspect(files: Files, save: SaveId) -> None:
         files.sync_dir(SUSPECT)
 
 
-def read_suspects(files: Files, store_id: str) -> Suspects:
-    """Read all marks of the store. Storage errors and damage are listed in ``problems`` instead of raised."""
-    why: dict[SaveId, str] = {}
-    problems: list[str] = []
-    try:
-        names = files.list_dir(SUSPECT)
-    except MissingError:
-        return Suspects()
-    except StorageError as error:
-        return Suspects(problems=(f"{error}; no commit counts as suspect",))
-    for name in sorted(names):
-        save = parse_save_file(name)
-        if save is None:
-            if not is_temporary(name):
-                problems.append(f"{SUSPECT}/{name} is not a mark's name; it is ignored")
-            continue
-        try:
-            why[save] = _read(files, store_id, save).why
-        except MissingError:  # withdrawn or pruned just now
-            continue
-        except (DamagedError, StorageError) as error:
-            problems.append(f"{error}; the mark is ignored")
-    return Suspects(why, tuple(problems))
-
-
 def resume_order(saves: Sequence[SaveId], suspects: Set[SaveId], proven: Set[SaveId]) -> list[SaveId]:
     """Return ``saves`` (newest first) in the order to resume from: suspects last.
 
@@ -345,11 +349,3 @@ def resume_order(saves: Sequence[SaveId], suspects: Set[SaveId], proven: Set[Sav
     if leading > 1:
         sound.sort(key=lambda save: save not in proven)
     return sound + [save for save in saves if save in suspects]
-
-
-def _read(files: Files, store_id: str, save: SaveId) -> SuspectRecord:
-    path = suspect_path(save)
-    mark = from_bytes(SuspectRecord, files.read(path, _MARK_LIMIT), path)
-    if (mark.store_id, mark.save) != (store_id, save.name):
-        raise DamagedError(f"{path} is the mark of {mark.save} of store {mark.store_id}: it was copied or renamed")
-    return mark

@@ -186,7 +186,9 @@ class Certificate:
 
     def effective_by(self, rule: Rule) -> float:
         """Return the effective step by another rule, for comparisons."""
-        return effective_step(self.step, [_layer_age(unit) for unit in self.units if unit.slot == WEIGHTS], rule)
+        weights = [unit for unit in self.units if unit.slot == WEIGHTS]
+        ages = [LayerAge(unit.numel, unit.staleness, _moved(unit.drift, unit.error)) for unit in weights]
+        return effective_step(self.step, ages, rule)
 
     def as_json(self) -> dict[str, Any]:
         """Return a JSON object with all fields and bounds."""
@@ -238,24 +240,13 @@ def certify(resolution: Resolution) -> Certificate:
 def _certify_unit(step: int, version: Version) -> CertifiedUnit:
     record = version.record
     return CertifiedUnit(
-        layer=record.layer,
-        slot=record.slot,
+        **record.model_dump(include={"layer", "slot", "save", "moving", "nbytes", "error", "bases", "numel"}),
         step=version.save.step,
-        save=record.save,
         staleness=step - version.save.step,
         encoding=_encoding(version),
         drift=None if version.fallback else record.drift,
-        moving=record.moving,
         fallback=version.fallback,
-        nbytes=record.nbytes,
-        error=record.error,
-        bases=record.bases,
-        numel=record.numel,
     )
-
-
-def _layer_age(unit: CertifiedUnit) -> LayerAge:
-    return LayerAge(unit.numel, unit.staleness, _moved(unit.drift, unit.error))
 
 
 def _moved(drift: float | None, error: float | None) -> float | None:

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError
 
-from store.errors import DaemonError, StorageError
+from store.errors import DaemonError
 from store.memory.layout import home, require_own
 from store.schema import Digest, Natural, SaveName
 
@@ -163,11 +163,11 @@ class Report(Message):
     refused: int
 
 
-ToDaemon = Annotated[Register | StatusUpdate | Unregister | AskStatus | AskStop, Field(discriminator="kind")]
-FromDaemon = Annotated[Welcome | Refused | ShuttingDown | Report, Field(discriminator="kind")]
+ClientMessage = Register | StatusUpdate | Unregister | AskStatus | AskStop
+DaemonMessage = Welcome | Refused | ShuttingDown | Report
 
-_to_daemon: TypeAdapter[Register | StatusUpdate | Unregister | AskStatus | AskStop] = TypeAdapter(ToDaemon)
-_from_daemon: TypeAdapter[Welcome | Refused | ShuttingDown | Report] = TypeAdapter(FromDaemon)
+_to_daemon: TypeAdapter[ClientMessage] = TypeAdapter(Annotated[ClientMessage, Field(discriminator="kind")])
+_from_daemon: TypeAdapter[DaemonMessage] = TypeAdapter(Annotated[DaemonMessage, Field(discriminator="kind")])
 
 
 def to_line(message: Message) -> bytes:
@@ -175,7 +175,7 @@ def to_line(message: Message) -> bytes:
     return message.model_dump_json().encode() + b"\n"
 
 
-def parse_client_message(line: bytes) -> Register | StatusUpdate | Unregister | AskStatus | AskStop:
+def parse_client_message(line: bytes) -> ClientMessage:
     """Parse a line to the daemon. Raises DaemonError if it is invalid."""
     body = _parse_object(line, LINE_LIMIT)
     _require_version(body, "the client")
@@ -185,7 +185,7 @@ def parse_client_message(line: bytes) -> Register | StatusUpdate | Unregister | 
         raise DaemonError(f"no message of this protocol: {_first(error)}") from error
 
 
-def parse_daemon_message(line: bytes) -> Welcome | Refused | ShuttingDown | Report:
+def parse_daemon_message(line: bytes) -> DaemonMessage:
     """Parse a line from the daemon. Raises DaemonError if it is invalid."""
     try:
         body = _parse_object(line, ANSWER_LIMIT)
@@ -246,17 +246,6 @@ def log_path(base: Path) -> Path:
     return home(base) / "daemon.log"
 
 
-def make_home(base: Path) -> Path:
-    """Create this user's folder below ``base`` if needed. Raises StorageError if others may access it."""
-    place = home(base)
-    try:
-        place.mkdir(mode=0o700, exist_ok=True)
-    except OSError as error:
-        raise StorageError(f"cannot make {place}: {error.strerror}") from error
-    require_own(place)
-    return place
-
-
 def connect(base: Path, timeout: float) -> socket.socket:
     """Connect to the daemon. Raises DaemonError if none answers."""
     path = socket_path(base)
@@ -283,7 +272,7 @@ def _connect(connection: socket.socket, path: Path, deadline: float) -> None:
             time.sleep(0.02)
 
 
-def query_daemon(base: Path, question: Message, timeout: float) -> Welcome | Refused | ShuttingDown | Report:
+def query_daemon(base: Path, question: Message, timeout: float) -> DaemonMessage:
     """Send one message and return the daemon's answer. Raises DaemonError if there is none."""
     with connect(base, timeout) as link:
         try:

@@ -41,8 +41,7 @@ class Span(Protocol):
     def stop(self) -> int: ...
 
     @property
-    def dtype(self) -> str:
-        """As safetensors names it."""
+    def dtype(self) -> str: ...
 
 
 S = TypeVar("S", bound=Span)
@@ -132,14 +131,8 @@ class FragmentIndex(Generic[S]):
 
 def covered_numel(entries: Iterable[Entry]) -> int:
     """Return the number of elements in a set of fragments. Raises DamagedError if two overlap."""
-    by_name: dict[tuple[str, str], list[Entry]] = {}
-    for entry in entries:
-        if entry.numel:
-            by_name.setdefault((entry.fqn, entry.slot), []).append(entry)
-    for name, spans in by_name.items():
-        spans.sort(key=lambda entry: entry.start)
-        _refuse_overlap(name, spans)
-    return sum(entry.numel for spans in by_name.values() for entry in spans)
+    index: FragmentIndex[Entry] = FragmentIndex(entries)
+    return sum(entry.numel for spans in index.names().values() for entry in spans)
 
 
 def _refuse_overlap(name: tuple[str, str], sorted_spans: Sequence[Span]) -> None:

@@ -92,15 +92,11 @@ def suspect_path(save: SaveId) -> str:
 def parse_save_file(name: str) -> SaveId | None:
     """Return the save of a file name in ``manifests/``, ``proven/`` or ``suspect/``, None for other names."""
     stem, dot, suffix = name.rpartition(".")
-    return _save_or_none(stem) if dot and suffix == "json" else None
+    return parse_save_dir(stem) if dot and suffix == "json" else None
 
 
 def parse_save_dir(name: str) -> SaveId | None:
     """Return the save of a directory name in ``segments/``, None for other names."""
-    return _save_or_none(name)
-
-
-def _save_or_none(name: str) -> SaveId | None:
     try:
         return SaveId.parse(name)
     except ValueError:

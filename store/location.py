@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PosixPath
-from typing import Final, Literal
+from typing import Literal
 
 import psutil
 
@@ -43,23 +44,15 @@ class ObjectUrl(PosixPath):
     def __fspath__(self) -> str:
         return str(self)
 
-    def absolute(self) -> ObjectUrl:
-        return self
-
     def resolve(self, strict: bool = False) -> ObjectUrl:  # noqa: ARG002
         return self
 
-    def expanduser(self) -> ObjectUrl:
-        return self
+    absolute = expanduser = resolve
 
     def exists(self, **_: bool) -> bool:
         return False
 
-    def is_dir(self, **_: bool) -> bool:
-        return False
-
-    def is_file(self, **_: bool) -> bool:
-        return False
+    is_dir = is_file = exists
 
 
 def place_of(text: str | os.PathLike[str]) -> Path:
@@ -125,14 +118,16 @@ Kind = Literal["local", "shared", "passing", "container", "unknown"]
 """``passing``: gone after a reboot. ``container``: gone with the container. ``local``: of one machine. ``shared``: of
 all machines that mount it."""
 
-_SHARED: Final = frozenset(
-    {"nfs", "nfs4", "lustre", "gpfs", "ceph", "fuse.ceph-fuse", "beegfs", "glusterfs", "fuse.glusterfs", "cifs", "smb3"}
-    | {"9p", "virtiofs", "afs", "orangefs", "pvfs2", "wekafs", "weka", "daos", "fuse.daos", "fuse.juicefs"}
-    | {"quobyte", "fuse.quobyte", "vast", "gfs2", "ocfs2"}
-)
-_PASSING: Final = frozenset({"tmpfs", "ramfs", "devtmpfs", "rootfs"})
-_CONTAINER: Final = frozenset({"overlay", "aufs", "fuse.fuse-overlayfs"})
-_LOCAL: Final = frozenset(["ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "jfs", "reiserfs", "bcachefs"])
+_KINDS: Mapping[Kind, frozenset[str]] = {
+    "shared": frozenset(
+        {"nfs", "nfs4", "lustre", "gpfs", "ceph", "fuse.ceph-fuse", "beegfs", "glusterfs", "fuse.glusterfs", "cifs"}
+        | {"smb3", "9p", "virtiofs", "afs", "orangefs", "pvfs2", "wekafs", "weka", "daos", "fuse.daos", "fuse.juicefs"}
+        | {"quobyte", "fuse.quobyte", "vast", "gfs2", "ocfs2"}
+    ),
+    "passing": frozenset({"tmpfs", "ramfs", "devtmpfs", "rootfs"}),
+    "container": frozenset({"overlay", "aufs", "fuse.fuse-overlayfs"}),
+    "local": frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "jfs", "reiserfs", "bcachefs"}),
+}
 
 
 @dataclass(frozen=True)
@@ -145,13 +140,7 @@ class Mount:
     @property
     def kind(self) -> Kind:
         """Kind of the filesystem; ``unknown`` for FUSE filesystems and types that are not listed here."""
-        kinds: tuple[tuple[frozenset[str], Kind], ...] = (
-            (_SHARED, "shared"),
-            (_PASSING, "passing"),
-            (_CONTAINER, "container"),
-            (_LOCAL, "local"),
-        )
-        return next((kind for names, kind in kinds if self.name in names), "unknown")
+        return next((kind for kind, names in _KINDS.items() if self.name in names), "unknown")
 
     @property
     def loss(self) -> str | None:

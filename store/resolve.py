@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
-from store.catalog import Catalog, LoadedGroup, resume_order
+from store.catalog import Catalog, LoadedGroup, noting, resume_order
 from store.encoding import encoding_named
-from store.errors import DamagedError, MissingError, NothingToResumeError, StorageError, UnreachableError
+from store.errors import DamagedError, MissingError, NothingToResumeError, StorageError
 from store.fragments import FragmentIndex, Source, covered_numel
 from store.layout import segment_dir
 from store.names import Fragment, SaveId, Unit
@@ -125,10 +125,12 @@ def resolve(catalog: Catalog, save: SaveId, bad: Set[RejectedVersion] = frozense
     for record in manifest.units:
         version = _load_version(catalog, manifest, record, bad, problems)
         versions[record.unit] = version or _previous_version(catalog, manifest, record, bad, problems)
-    run_parts = _run_parts(catalog, manifest, bad)
+    run = catalog.group(save, _group_record(manifest, save))
+    if RejectedVersion(save) in bad or len(run.parts) != manifest.world_size:
+        raise DamagedError("; ".join([f"the run state of {save} is damaged", *run.problems]))
     # Raises if units of different versions hold the same elements, which would not be one state.
     FragmentIndex(source for version in versions.values() for source in version.sources)
-    return Resolution(manifest, versions, run_parts, tuple(dict.fromkeys(problems)))
+    return Resolution(manifest, versions, run.parts, tuple(dict.fromkeys(problems)))
 
 
 def newest_resumable(
@@ -146,12 +148,8 @@ def newest_resumable(
     for save in resume_order(saves, suspects.saves, catalog.proven()):
         if save in skip:
             continue
-        try:
+        with noting(passed_over, f"{save}: "):
             return resolve(catalog, save, bad), (*passed_over, *suspects.messages(save, saves))
-        except UnreachableError:
-            raise
-        except (DamagedError, StorageError) as error:
-            passed_over.append(f"{save}: {error}")
     if passed_over:
         raise NothingToResumeError(
             f"no commit can be resumed: {listed(passed_over, 4, '; ')}. Run `driftpoint verify STORE` for details"
@@ -178,19 +176,15 @@ def _load_version(
     bases = [catalog.group(SaveId.parse(name), found) for name, found in base_records.items()]
     try:
         sources = with_bases(group.by_unit.get(record.unit, ()), bases)
-        _require_covered(record, sources)
+        covered = covered_numel(source.entry for source in sources)
+        if covered != record.numel:
+            raise DamagedError(f"{record.unit}: version {record.save} has {covered} of its {record.numel} elements")
         _require_undamaged(catalog, record, sources, bad)
     except DamagedError as error:
         problems += [problem for one in (group, *bases) for problem in one.problems]
         problems.append(str(error))
         return None
     return Version(record, group_record, sources, fallback=False, bases=base_records)
-
-
-def _require_covered(record: UnitRecord, sources: tuple[Source, ...]) -> None:
-    covered = covered_numel(source.entry for source in sources)
-    if covered != record.numel:
-        raise DamagedError(f"{record.unit}: version {record.save} has {covered} of its {record.numel} elements")
 
 
 def _require_undamaged(
@@ -245,15 +239,10 @@ def _ancestors(catalog: Catalog, manifest: ManifestRecord, problems: list[str]) 
     for save in catalog.saves():
         if previous is None or save > SaveId.parse(previous) or save.step > manifest.step:
             continue
-        try:
+        with noting(problems):
             older = catalog.manifest(save)
-        except UnreachableError:
-            raise
-        except (DamagedError, StorageError) as error:
-            problems.append(str(error))
-            continue
-        previous = older.previous
-        yield older
+            previous = older.previous
+            yield older
 
 
 def _group_record(manifest: ManifestRecord, save: SaveId) -> GroupRecord:
@@ -261,10 +250,3 @@ def _group_record(manifest: ManifestRecord, save: SaveId) -> GroupRecord:
     if record is None:
         raise DamagedError(f"manifest {manifest.save} names save {save} but not its segment group")
     return record
-
-
-def _run_parts(catalog: Catalog, manifest: ManifestRecord, bad: Set[RejectedVersion]) -> Mapping[int, PartRecord]:
-    group = catalog.group(manifest.save, _group_record(manifest, manifest.save))
-    if RejectedVersion(manifest.save) in bad or len(group.parts) != manifest.world_size:
-        raise DamagedError("; ".join([f"the run state of {manifest.save} is damaged", *group.problems]))
-    return group.parts

@@ -98,7 +98,8 @@ class PrunePlan:
 def plan_prune(catalog: Catalog, retention: Retention) -> PrunePlan:
     """Plan a prune without writing anything."""
     commits = _commits(catalog)
-    groups, unrecognised = _list_groups(catalog.files)
+    groups = {name: parse_save_dir(name) for name in list_or_empty(catalog.files, SEGMENTS)}
+    unrecognised = [f"{SEGMENTS}/{name}" for name, group in groups.items() if group is None]
     known = TOP_LEVEL | FOREIGN
     unrecognised += [name for name in catalog.files.list_dir("") if name not in known and not is_temporary(name)]
     for name in list_or_empty(catalog.files, MANIFESTS):
@@ -116,14 +117,16 @@ def plan_prune(catalog: Catalog, retention: Retention) -> PrunePlan:
     keep |= _newest_with_other_bases(catalog, commits.whole)
     reachable = {group for save in keep for group in _needed_groups(catalog.manifest(save))}
     newest = max(commits.readable)
-    dead = tuple(sorted(group for group in groups if group not in reachable and group < newest))
+    older = sorted(group for group in groups.values() if group is not None and group < newest)
+    dead = tuple(group for group in older if group not in reachable)
     dropped = tuple(sorted(set(commits.readable) - keep))
-    finished = sorted(group for group in groups if group < newest and group not in dead)
+    finished = [group for group in older if group in reachable]
     temporaries = tuple(_temporaries(catalog.files, finished, newest, keep, set(commits.readable)))
+    freed = 0
     for folder in map(segment_dir, dead):
         names = list_or_empty(catalog.files, folder)
         unrecognised += [f"{folder}/{name}" for name in names if not _is_segment_file(name)]
-    freed = sum(_group_bytes(catalog.files, group) for group in dead)
+        freed += sum(catalog.files.size(f"{folder}/{name}") for name in names if parse_rank_file(name))
     return PrunePlan(tuple(sorted(keep)), dropped, dead, temporaries, tuple(unrecognised), freed)
 
 
@@ -220,12 +223,6 @@ def _groups_of(catalog: Catalog, save: SaveId) -> dict[str, LoadedGroup]:
     return {name: catalog.group(SaveId.parse(name), record) for name, record in groups.items()}
 
 
-def _list_groups(files: Files) -> tuple[set[SaveId], list[str]]:
-    names = {name: parse_save_dir(name) for name in list_or_empty(files, SEGMENTS)}
-    unrecognised = [f"{SEGMENTS}/{name}" for name, save in names.items() if save is None]
-    return {save for save in names.values() if save is not None}, unrecognised
-
-
 def _temporaries(
     files: Files, finished: Sequence[SaveId], newest: SaveId, keep: Set[SaveId], readable: Set[SaveId]
 ) -> Iterator[str]:
@@ -250,11 +247,6 @@ def _remove_group(files: Files, group: SaveId) -> None:
     if all(_is_segment_file(name) for name in names):
         with suppress(MissingError):
             files.remove_dir(folder)
-
-
-def _group_bytes(files: Files, group: SaveId) -> int:
-    folder = segment_dir(group)
-    return sum(files.size(f"{folder}/{name}") for name in list_or_empty(files, folder) if parse_rank_file(name))
 
 
 def _is_segment_file(name: str) -> bool:

@@ -127,15 +127,36 @@ class EpochRecord(Record):
     incarnation: IncarnationRecord | None = None
 
 
-class Entry(Record):
+class UnitPiece(Record):
+    """Base of records about a unit, or a piece of one."""
+
+    layer: Name
+    slot: Name
+
+    @property
+    def unit(self) -> Unit:
+        return Unit(self.layer, self.slot)
+
+
+class SavePiece(Record):
+    """Base of records of a save."""
+
+    store_id: Digest
+    step: Natural
+    epoch: Natural
+
+    @property
+    def save(self) -> SaveId:
+        return SaveId(self.step, self.epoch)
+
+
+class Entry(UnitPiece):
     """One stored fragment: elements [start, start + numel) of the flattened (fqn, slot), and the place of its bytes.
 
     The values of ``dtype`` were encoded. If ``packing`` is set, the encoded bytes were packed: alone, or as the
     difference to those of the same fragment in the save ``base``.
     """
 
-    layer: Name
-    slot: Name
     fqn: Name
     start: Natural
     numel: Natural
@@ -150,10 +171,6 @@ class Entry(Record):
     """Hash of the stored bytes."""
     encoded_xxh3_128: Digest | None = None
     """Hash of the encoded bytes, if they are packed; it verifies unpacking and the base."""
-
-    @property
-    def unit(self) -> Unit:
-        return Unit(self.layer, self.slot)
 
     @property
     def fragment(self) -> Fragment:
@@ -174,15 +191,13 @@ class StateTensor(Record):
     xxh3_128: Digest
 
 
-class MeasureRecord(Record):
+class MeasureRecord(UnitPiece):
     """Measurements of one rank on its staged copy of a unit against the previous version; all norms add up over ranks.
 
     The norms of movement and reference are both 0 if there was no previous version or values are not finite; those of
     error and decoded values are both 0 for lossless encodings.
     """
 
-    layer: Name
-    slot: Name
     moved_sq: Ratio
     """Squared L2 norm of the movement."""
     reference_sq: Ratio
@@ -191,17 +206,10 @@ class MeasureRecord(Record):
     """Squared L2 norm of the encoding error."""
     decoded_sq: Ratio = 0.0
 
-    @property
-    def unit(self) -> Unit:
-        return Unit(self.layer, self.slot)
 
-
-class PartRecord(Record):
+class PartRecord(SavePiece):
     """Contents of one rank's segment."""
 
-    store_id: Digest
-    step: Natural
-    epoch: Natural
     rank: Natural
     world_size: Annotated[int, Field(ge=1)]
     plan: Digest
@@ -215,10 +223,6 @@ class PartRecord(Record):
     run_tensors: tuple[StateTensor, ...]
     facts: dict[str, Any] = {}
     """From rank 0: data of the framework's own checkpoint layout besides the fragments."""
-
-    @property
-    def save(self) -> SaveId:
-        return SaveId(self.step, self.epoch)
 
 
 class TensorRecord(Record):
@@ -246,11 +250,9 @@ class GroupRecord(Record):
     parts: Digest
 
 
-class UnitRecord(Record):
+class UnitRecord(UnitPiece):
     """The newest committed version of one (layer, slot)."""
 
-    layer: Name
-    slot: Name
     save: SaveName
     encoding: Name
     numel: Natural
@@ -270,20 +272,13 @@ class UnitRecord(Record):
     """:func:`members_digest` of the unit's tensors."""
 
     @property
-    def unit(self) -> Unit:
-        return Unit(self.layer, self.slot)
-
-    @property
     def version(self) -> SaveId:
         return SaveId.parse(self.save)
 
 
-class ManifestRecord(Record):
+class ManifestRecord(SavePiece):
     """The commit."""
 
-    store_id: Digest
-    step: Natural
-    epoch: Natural
     commits: Natural
     """Number of commits of the store's history up to this one, over all epochs."""
     world_size: Annotated[int, Field(ge=1)]
@@ -298,10 +293,6 @@ class ManifestRecord(Record):
     tensors: dict[Name, TensorRecord]
     groups: dict[SaveName, GroupRecord]
     units: tuple[UnitRecord, ...]
-
-    @property
-    def save(self) -> SaveId:
-        return SaveId(self.step, self.epoch)
 
 
 class ProvenRecord(Record):

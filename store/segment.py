@@ -24,7 +24,7 @@ from store.names import SaveId
 from store.schema import Entry, MeasureRecord, PartRecord, StateTensor, digest, from_bytes, to_bytes
 from store.state_tree import Leaf, leaf_bytes
 from store.storage.atomic import ensure_dir, write_new
-from store.storage.local import Files, NewFile, list_or_empty
+from store.storage.local import Files, NewFile, as_bytes, list_or_empty
 
 _CHUNK = 1 << 22
 _ALIGN = 64
@@ -63,9 +63,7 @@ class Item:
     @property
     def nbytes(self) -> int:
         """Size in bytes if ``exact``, otherwise an upper bound."""
-        if isinstance(self.data, bytes | bytearray | memoryview):
-            return memoryview(self.data).nbytes
-        return self.data.nbytes
+        return as_bytes(self.data).nbytes if isinstance(self.data, bytes | bytearray | memoryview) else self.data.nbytes
 
     @property
     def exact(self) -> bool:
@@ -123,11 +121,13 @@ def write_payload(
     return Payload(len(reserved) + (ends[-1] if ends else 0), len(reserved), digest(headers[0]), placed)
 
 
-def read_piece(files: Files, path: str, header_bytes: int, piece: PayloadPiece, target: memoryview) -> None:
+def read_piece(
+    files: Files, path: str, header_bytes: int, piece: PayloadPiece | Entry | StateTensor, target: memoryview
+) -> None:
     """Fill ``target`` (exactly ``piece.nbytes`` bytes) and check its hash. Raises DamagedError if it differs."""
     if target.nbytes != piece.nbytes:
         raise DamagedError(f"{path}: a piece has {piece.nbytes} bytes instead of {target.nbytes}")
-    state, flat = xxhash.xxh3_128(), target.cast("B") if target.nbytes else memoryview(b"")
+    state, flat = xxhash.xxh3_128(), as_bytes(target)
     for start in range(0, piece.nbytes, _HASHED):
         part = flat[start : start + _HASHED]
         files.read_into(path, header_bytes + piece.offset + start, part)
@@ -171,8 +171,7 @@ def _stream(file: NewFile, item: Item) -> tuple[int, str]:
 def _pieces(data: Data) -> Iterable[memoryview]:
     if not isinstance(data, bytes | bytearray | memoryview):
         return data.pieces()
-    view = memoryview(data)
-    flat = view.cast("B") if view.nbytes else memoryview(b"")  # an empty view of several dimensions has no cast
+    flat = as_bytes(data)
     return (flat[start : start + _CHUNK] for start in range(0, len(flat), _CHUNK))
 
 
@@ -197,20 +196,6 @@ class StagedFragment:
     data: Data
 
 
-class RunTensor(Protocol):
-    """A tensor of the run state to be written; :class:`store.state_tree.Leaf` is one."""
-
-    @property
-    def dtype(self) -> str: ...
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    @property
-    def data(self) -> Data:
-        """Bytes in C order, little-endian."""
-
-
 @dataclass(frozen=True)
 class SegmentDraft:
     """Contents of the segment that one rank writes in one save."""
@@ -222,7 +207,7 @@ class SegmentDraft:
     plan: str
     fragments: Sequence[StagedFragment]
     run_state: Any
-    run_leaves: Sequence[RunTensor]
+    run_leaves: Sequence[Leaf | Item]
     facts: Mapping[str, Any]
 
 
@@ -313,19 +298,15 @@ def check_payload_size(files: Files, part: PartRecord) -> None:
 
 def read_entry(files: Files, part: PartRecord, entry: Entry, target: memoryview) -> None:
     """Fill ``target`` (``entry.nbytes`` bytes) with the stored bytes of a fragment and check their hash."""
-    placed = PayloadPiece(entry.offset, entry.nbytes, entry.xxh3_128)
-    read_piece(files, payload_path(part.save, part.rank), part.header_bytes, placed, target)
+    read_piece(files, payload_path(part.save, part.rank), part.header_bytes, entry, target)
 
 
 def read_leaves(files: Files, part: PartRecord) -> list[Leaf]:
     """Read the tensors of a part's run state and check their hashes."""
     leaves = []
     for tensor in part.run_tensors:
-        if leaf_bytes(tensor.dtype, tensor.shape) != tensor.nbytes:
-            raise DamagedError(f"{part_path(part.save, part.rank)}: a run-state tensor has the wrong size")
         data = bytearray(tensor.nbytes)
-        placed = PayloadPiece(tensor.offset, tensor.nbytes, tensor.xxh3_128)
-        read_piece(files, payload_path(part.save, part.rank), part.header_bytes, placed, memoryview(data))
+        read_piece(files, payload_path(part.save, part.rank), part.header_bytes, tensor, memoryview(data))
         leaves.append(Leaf(tensor.dtype, tensor.shape, data))
     return leaves
 
@@ -355,13 +336,7 @@ def _item(fragment: StagedFragment) -> Item:
 def _entry(fragment: StagedFragment, placed: PayloadPiece) -> Entry:
     encoded = fragment.data if isinstance(fragment.data, EncodedEntry) else None
     return Entry(
-        layer=fragment.layer,
-        slot=fragment.slot,
-        fqn=fragment.fqn,
-        start=fragment.start,
-        numel=fragment.numel,
-        dtype=fragment.dtype,
-        encoding=fragment.encoding,
+        **{name: value for name, value in vars(fragment).items() if name != "data"},
         packing=None if encoded is None or encoded.packing is None else PACKING,
         base=None if encoded is None else encoded.base,
         encoded_xxh3_128=None if encoded is None else encoded.encoded_xxh3_128(),

@@ -205,70 +205,81 @@ _held: dict[Path, int] = {}
 """Process id of each lock's holder: a forked child inherits this table, but not the lock."""
 
 
-class StoreLock:
-    """Lock of a store on this machine, held from construction until :meth:`release`."""
+class FileLock:
+    """POSIX record lock of a file, which is made if missing, held from construction until :meth:`release`.
 
-    def __init__(self, root: Path, wait_seconds: float) -> None:
-        self._path = root.resolve() / LOCK
-        if _held.get(self._path) == os.getpid():
-            raise StoreInUseError(f"{root} is attached already in this process; close the first checkpointer")
+    Raises BlockingIOError if another process still holds it after ``wait_seconds``, OSError if it cannot be locked.
+    """
+
+    def __init__(self, path: Path, mode: int, wait_seconds: float = 0.0) -> None:
+        self._path = path
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
         try:
-            self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
-        except OSError as error:
-            raise StorageError(f"cannot open {self._path} for locking: {error.strerror}") from error
-        self._acquire(root, time.monotonic() + wait_seconds)
-        _held[self._path] = os.getpid()
+            self._acquire(time.monotonic() + wait_seconds)
+        except OSError:
+            os.close(self._descriptor)
+            raise
+        _held[path] = os.getpid()
 
     def release(self) -> None:
+        """Release the lock. A second call changes nothing."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
             _held.pop(self._path, None)
 
-    def _acquire(self, root: Path, deadline: float) -> None:
+    def _acquire(self, deadline: float) -> None:
         while True:
             try:
                 fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 if time.monotonic() >= deadline:
-                    os.close(self._descriptor)
-                    raise StoreInUseError(_in_use(root)) from None
+                    raise
                 time.sleep(0.05)
-            except OSError as error:
-                os.close(self._descriptor)
-                raise StorageError(f"cannot lock {self._path}: {error.strerror}") from error
             else:
                 return
 
 
+class StoreLock(FileLock):
+    """Lock of a store on this machine. Raises StoreInUseError or StorageError."""
+
+    def __init__(self, root: Path, wait_seconds: float) -> None:
+        path = root.resolve() / LOCK
+        if is_held_here(path):
+            raise StoreInUseError(f"{root} is attached already in this process; close the first checkpointer")
+        try:
+            super().__init__(path, 0o644, wait_seconds)
+        except BlockingIOError:
+            holder = lock_holder(root)
+            who = f"process {holder}" if holder else "another process"
+            raise StoreInUseError(
+                f"the store {root} is in use by {who} on this machine: "
+                "wait for it, stop it, or give this job a store of its own (`store:` in the YAML)"
+            ) from None
+        except OSError as error:
+            raise StorageError(f"cannot open and lock {path}: {error.strerror}") from error
+
+
+def is_held_here(path: Path) -> bool:
+    """Return whether this process holds a :class:`FileLock` on the file."""
+    return _held.get(path) == os.getpid()
+
+
 def lock_holder(root: Path) -> int | None:
     """Return the process id of the job on this machine that holds the store, None if there is none."""
-    path = root.resolve() / LOCK
-    if _held.get(path) == os.getpid():
+    with suppress(OSError):
+        return locking_process(root.resolve() / LOCK)
+    return None
+
+
+def locking_process(path: Path) -> int | None:
+    """Return the process id that holds the lock of a file, None if there is none. Raises OSError."""
+    if is_held_here(path):
         return os.getpid()
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except OSError:
-        return None
-    try:
-        return locking_process(descriptor)
-    except OSError:
-        return None
+        request = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+        kind, _, _, _, pid = struct.unpack(_FLOCK, fcntl.fcntl(descriptor, fcntl.F_GETLK, request))
     finally:
         os.close(descriptor)
-
-
-def locking_process(descriptor: int) -> int | None:
-    """Return the process id of another process that holds a record lock on the file, None if there is none. OSError."""
-    request = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-    kind, _, _, _, pid = struct.unpack(_FLOCK, fcntl.fcntl(descriptor, fcntl.F_GETLK, request))
     return None if kind == fcntl.F_UNLCK else int(pid)
-
-
-def _in_use(root: Path) -> str:
-    holder = lock_holder(root)
-    who = f"process {holder}" if holder else "another process"
-    return (
-        f"the store {root} is in use by {who} on this machine: "
-        "wait for it, stop it, or give this job a store of its own (`store:` in the YAML)"
-    )

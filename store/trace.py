@@ -17,9 +17,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from store.names import Unit
 
@@ -156,14 +156,7 @@ class ResumedLine(_Line):
 
 Line = JobLine | DecisionLine | MovedLine | CommitLine | FailedLine | ResumedLine
 
-_KINDS: Mapping[str, type[Line]] = {
-    "job": JobLine,
-    "decision": DecisionLine,
-    "moved": MovedLine,
-    "commit": CommitLine,
-    "failed": FailedLine,
-    "resumed": ResumedLine,
-}
+_LINE: TypeAdapter[Line] = TypeAdapter(Annotated[Line, Field(discriminator="kind")])
 
 
 @dataclass(frozen=True)
@@ -211,7 +204,6 @@ def incarnations(trace: Trace) -> Iterator[tuple[JobLine, tuple[Line, ...]]]:
 
 def _parse_line(raw: bytes) -> Line | None:
     try:
-        values = json.loads(raw)
-        return _KINDS[values["kind"]].model_validate(values)
-    except (ValueError, KeyError, TypeError, ValidationError):
+        return _LINE.validate_python(json.loads(raw))
+    except ValueError:  # not JSON, or ValidationError
         return None

@@ -6,11 +6,13 @@ A fragment is checked together with all differences to it, chunk by chunk, so me
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 import xxhash
 
-from store.catalog import Catalog, LoadedGroup
+from store.catalog import Catalog, LoadedGroup, noting
 from store.encoding import encoding_named
 from store.encoding.base import Bytes, chunk_sizes
 from store.encoding.stream import next_chunk, require_end
@@ -40,15 +42,19 @@ def check_with_differences(files: Readable, base: Source, differences: Sequence[
             break
         for one in others:
             one.chunk(size, chunk)
-    findings = [_check_member(first, well_based=True)]
-    findings += [_check_member(one, well_based=findings[0] is None) for one in others]
+    findings = [_finding(base, partial(first.check, well_based=True))]
+    findings += [_finding(one.source, partial(one.check, well_based=findings[0] is None)) for one in others]
     return [finding for finding in findings if finding is not None]
 
 
 def check_stored(files: Readable, source: Source) -> Finding | None:
     """Check only the hash of stored bytes, for a difference whose base is gone because no commit needs it."""
+    return _finding(source, StoredBytes(files, source).check)
+
+
+def _finding(source: Source, check: Callable[[], None]) -> Finding | None:
     try:
-        StoredBytes(files, source).check()
+        check()
     except (DamagedError, StorageError) as error:
         return Finding(source, error)
     return None
@@ -96,14 +102,6 @@ class _Member:
             raise self._error
         if self._bytes.packed:
             check_encoded(self.source, self._hash.hexdigest())
-
-
-def _check_member(member: _Member, well_based: bool) -> Finding | None:
-    try:
-        member.check(well_based)
-    except (DamagedError, StorageError) as error:
-        return Finding(member.source, error)
-    return None
 
 
 Progress = Callable[[int], None]
@@ -176,10 +174,8 @@ def total_bytes(catalog: Catalog) -> int:
     """Return the payload bytes that :func:`verify` will read."""
     groups = {}
     for save in catalog.saves():
-        try:
+        with suppress(DamagedError, StorageError):
             groups.update(catalog.manifest(save).groups)
-        except (DamagedError, StorageError):
-            continue
     return sum(record.payload_bytes for record in groups.values())
 
 
@@ -213,38 +209,29 @@ class _Checker:
     def _reached(self, saves: Sequence[SaveId]) -> list[LoadedGroup]:
         found: dict[GroupKey, LoadedGroup] = {}
         for save in saves:
-            try:
-                manifest = self._catalog.manifest(save)
-            except UnreachableError:
-                raise
-            except (DamagedError, StorageError) as error:
-                self.problems.append(str(error))
-                continue
-            for name, record in manifest.groups.items():
-                key = (SaveId.parse(name), record.parts)
-                if key not in found and key not in self._checked:
-                    found[key] = self._catalog.group(key[0], record)
+            with noting(self.problems):
+                for name, record in self._catalog.manifest(save).groups.items():
+                    key = (SaveId.parse(name), record.parts)
+                    if key not in found and key not in self._checked:
+                        found[key] = self._catalog.group(key[0], record)
         return list(found.values())
 
     def _check_part(self, part: PartRecord) -> None:
         path = payload_path(part.save, part.rank)
-        try:
+        header: list[str] = []
+        with noting(header):
             check_header(self._catalog.files, path, part.header_bytes, part.header_xxh3_128)
-        except UnreachableError:
-            raise
-        except (DamagedError, StorageError) as error:
-            # Our own readers do not need the container's header; others do.
-            self.problems.append(str(error))
+        if header:  # our own readers do not need the container's header; others do
             self.harmless.add(part.save)
+        self.problems += header
         for entry in part.entries:
             self._check_entry(part, entry)
-        try:
+        leaves: list[str] = []
+        with noting(leaves):
             read_leaves(self._catalog.files, part)
-        except UnreachableError:
-            raise
-        except (DamagedError, StorageError) as error:
-            self.problems.append(str(error))
+        if leaves:
             self.bad.add(RejectedVersion(part.save))
+        self.problems += leaves
         self._read(sum(tensor.nbytes for tensor in part.run_tensors))
 
     def _check_entry(self, part: PartRecord, entry: Entry) -> None:

@@ -20,6 +20,7 @@ from deploy.exit_codes import EPILOG
 from deploy.format import plural, size_text
 from store import daemon_protocol as protocol
 from store.errors import DaemonError, StorageError
+from store.memory.layout import make_home
 from store.metrics_server import EndpointSecurity, Tls
 
 app = typer.Typer(epilog=EPILOG, no_args_is_help=False, help="Run, query and stop the daemon of this node.")
@@ -82,7 +83,7 @@ def run(
     from deploy.daemon.server import Daemon
 
     base = base_of(memory)
-    protocol.make_home(base)
+    make_home(base)
     security = EndpointSecurity(
         tls=Tls(cert=_absolute(tls_cert), key=_absolute(tls_key), client_ca=_absolute(tls_client_ca)),
         insecure=insecure,

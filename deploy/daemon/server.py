@@ -28,6 +28,7 @@ from store import daemon_protocol as protocol
 from store.errors import DaemonError, StorageError
 from store.memory.arena import Owner
 from store.memory.cleanup import clear_old
+from store.memory.layout import make_home
 
 _PIDFD = getattr(socket, "SO_PEERPIDFD", 77)
 """Since Linux 6.5. Before, the descriptor is opened by pid, and a process that just ended could be missed."""
@@ -47,7 +48,7 @@ class InstanceLock:
 
     def __init__(self, base: Path) -> None:
         self._path = protocol.socket_path(base)
-        protocol.make_home(base)
+        make_home(base)
         try:
             self._lock = Owner(protocol.lock_path(base))
         except StorageError as error:
@@ -285,7 +286,7 @@ def ensure_daemon(base: Path, port: int, exit_idle: float, more: Sequence[str] =
         A message about the start or its failure, None if a daemon was running.
     """
     try:
-        protocol.make_home(base)
+        make_home(base)
         protocol.connect(base, _ANSWER_SECONDS).close()
     except StorageError as error:
         return f"no daemon: {error}"

@@ -6,6 +6,7 @@ and decoding stream in bounded memory. Bytes are little-endian, and so must the 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -102,19 +103,6 @@ def lanes_bytes(lanes: Sequence[Lane]) -> int:
     return sum(lane.nbytes for lane in lanes)
 
 
-def sum_over_chunks(encoding: Encoding, numel: int, dtype: str) -> int:
-    """Return the bytes of a fragment from the lanes of its chunks."""
-    whole, rest = divmod(numel, CHUNK)
-    size = lanes_bytes(encoding.lanes(rest, dtype))
-    return size + whole * lanes_bytes(encoding.lanes(CHUNK, dtype)) if whole else size
-
-
-def check_applies(encoding: Encoding, dtype: str) -> None:
-    """Raise DamagedError for a dtype that the encoding cannot hold, which only a damaged part names."""
-    if not encoding.applies(dtype):
-        raise DamagedError(f"encoding {encoding.name!r} holds no values of dtype {dtype!r}")
-
-
 def check_size(encoding: Encoding, data: Bytes, numel: int, dtype: str) -> None:
     """Raise DamagedError unless ``data`` has the size of one encoded chunk of ``numel`` elements."""
     expected = lanes_bytes(encoding.lanes(numel, dtype))
@@ -141,11 +129,6 @@ _ITEMSIZE = {
 }  # fmt: skip
 
 
-def is_known_dtype(dtype: str) -> bool:
-    """Return whether this release knows the dtype."""
-    return dtype in _ITEMSIZE
-
-
 def itemsize(dtype: str) -> int:
     """Return the bytes of one element. Raises DamagedError for unknown dtypes."""
     if dtype not in _ITEMSIZE:
@@ -162,7 +145,7 @@ class Raw:
     relative_bound: float = 0.0
 
     def applies(self, dtype: str) -> bool:
-        return is_known_dtype(dtype)
+        return dtype in _ITEMSIZE
 
     def stored_bytes(self, numel: int, dtype: str) -> int:
         return numel * itemsize(dtype)
@@ -181,3 +164,51 @@ class Raw:
 
     def error_bound(self, values: Values) -> NDArray[np.float64]:
         return np.zeros(values.size)
+
+
+@dataclass(frozen=True)
+class Float32Encoding(ABC):
+    """Base of the lossy encodings, which hold float32 values only."""
+
+    name: str
+    relative_bound: float
+    lossless: bool = False
+
+    def applies(self, dtype: str) -> bool:
+        return dtype == "F32"
+
+    def stored_bytes(self, numel: int, dtype: str) -> int:
+        whole, rest = divmod(numel, CHUNK)
+        size = lanes_bytes(self.lanes(rest, dtype))
+        return size + whole * lanes_bytes(self.lanes(CHUNK, dtype)) if whole else size
+
+    def lanes(self, numel: int, dtype: str) -> tuple[Lane, ...]:
+        if not self.applies(dtype):  # only a damaged part names such a dtype
+            raise DamagedError(f"encoding {self.name!r} holds no values of dtype {dtype!r}")
+        return self._lanes(numel)
+
+    def encode(self, values: Values) -> Bytes:
+        checked = check_float32(self, values)
+        data = np.empty(lanes_bytes(self._lanes(checked.size)), np.uint8)
+        self._encode_into(data, checked)
+        return data
+
+    def decode(self, data: Bytes, numel: int, dtype: str) -> Values:
+        check_size(self, data, numel, dtype)
+        values = np.empty(numel, "<f4")
+        self._decode_into(values, data)
+        return values
+
+    @abstractmethod
+    def error_bound(self, values: Values) -> NDArray[np.float64]: ...
+
+    @abstractmethod
+    def _lanes(self, numel: int) -> tuple[Lane, ...]: ...
+
+    @abstractmethod
+    def _encode_into(self, data: Bytes, values: NDArray[np.float32]) -> None:
+        """Fill ``data``, which has the size of the lanes. Raises ValuesError."""
+
+    @abstractmethod
+    def _decode_into(self, values: NDArray[np.float32], data: Bytes) -> None:
+        """Fill ``values`` from data of the right size. Raises DamagedError unless ``encode`` can have written it."""

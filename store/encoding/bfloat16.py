@@ -21,141 +21,86 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from store.encoding.base import (
-    Bytes,
-    Encoding,
-    Lane,
-    Values,
-    ValuesError,
-    check_applies,
-    check_float32,
-    check_size,
-    lanes_bytes,
-    pieces,
-    sum_over_chunks,
-)
+from store.encoding.base import Bytes, Float32Encoding, Lane, Values, ValuesError, pieces
 from store.errors import DamagedError
 
 BF16 = "bf16"
 
-MAGNITUDE = 0x7FFFFFFF
 TOO_LARGE = 0x7F7F8000
 """Magnitude bits of the smallest float32 that rounds to infinity: halfway above the largest bfloat16, a tie to even."""
 
 
-def check_rounds(encoding: Encoding, values: NDArray[np.float32]) -> None:
-    """Raise ValuesError if a value does not round to a finite bfloat16."""
-    bits = values.view("<u4")
-    for piece in pieces(bits.size):
-        if int((bits[piece] & MAGNITUDE).max()) >= TOO_LARGE:
-            raise ValuesError(f"{encoding.name} holds no NaN, no infinity and nothing above 3.3961e38")
-
-
-def round_to_bfloat16(bits: NDArray[np.uint32]) -> NDArray[np.uint32]:
-    """Return the upper 16 bits after rounding to nearest, ties to even, right-aligned. Finite results only."""
-    half = np.uint32(0x7FFF)
-    return (bits + (((bits >> np.uint32(16)) & np.uint32(1)) + half)) >> np.uint32(16)
-
-
-def check_finite(encoding: Encoding, halves: NDArray[np.uint16]) -> None:
-    """Raise DamagedError if a stored bfloat16 is not finite: none is ever written."""
-    for piece in pieces(halves.size):
-        if int((halves[piece] & 0x7FFF).max()) >= 0x7F80:
-            raise DamagedError(f"a chunk stored as {encoding.name} holds a value that is not finite")
-
-
 @dataclass(frozen=True)
-class Bf16:
+class Bf16(Float32Encoding):
     """One lane of two bytes."""
 
     name: str = BF16
-    lossless: bool = False
     relative_bound: float = 2.0**-8 * 1.01
-
-    def applies(self, dtype: str) -> bool:
-        return dtype == "F32"
-
-    def stored_bytes(self, numel: int, dtype: str) -> int:
-        return sum_over_chunks(self, numel, dtype)
-
-    def lanes(self, numel: int, dtype: str) -> tuple[Lane, ...]:
-        check_applies(self, dtype)
-        return (Lane(numel, 2),)
-
-    def encode(self, values: Values) -> Bytes:
-        checked = check_float32(self, values)
-        check_rounds(self, checked)
-        bits = checked.view("<u4")
-        halves = np.empty(bits.size, "<u2")
-        for piece in pieces(bits.size):
-            halves[piece] = round_to_bfloat16(bits[piece])
-        return halves.view(np.uint8)
-
-    def decode(self, data: Bytes, numel: int, dtype: str) -> Values:
-        check_size(self, data, numel, dtype)
-        halves = data.view("<u2")
-        check_finite(self, halves)
-        bits = np.empty(numel, "<u4")
-        for piece in pieces(numel):
-            np.left_shift(halves[piece], 16, out=bits[piece], dtype=np.uint32)
-        return bits.view("<f4")
 
     def error_bound(self, values: Values) -> NDArray[np.float64]:
         """Return 2**-8 of the value, at least 2**-134 (subnormals): half a unit in the last of eight places."""
         return np.maximum(np.abs(values.astype(np.float64)) * 2.0**-8, 2.0**-134)
+
+    def _lanes(self, numel: int) -> tuple[Lane, ...]:
+        return (Lane(numel, 2),)
+
+    def _encode_into(self, data: Bytes, values: NDArray[np.float32]) -> None:
+        bits, halves = values.view("<u4"), data.view("<u2")
+        for piece in pieces(bits.size):
+            halves[piece] = self._rounded(bits[piece])
+
+    def _decode_into(self, values: NDArray[np.float32], data: Bytes) -> None:
+        bits, halves = values.view("<u4"), data.view("<u2")
+        for piece in pieces(bits.size):
+            self._widen(bits[piece], halves[piece])
+
+    def _rounded(self, bits: NDArray[np.uint32]) -> NDArray[np.uint32]:
+        """Return the upper 16 bits after rounding to nearest, ties to even, right-aligned."""
+        if int((bits & 0x7FFFFFFF).max()) >= TOO_LARGE:
+            raise ValuesError(f"{self.name} holds no NaN, no infinity and nothing above 3.3961e38")
+        return (bits + (((bits >> np.uint32(16)) & np.uint32(1)) + np.uint32(0x7FFF))) >> np.uint32(16)
+
+    def _widen(self, bits: NDArray[np.uint32], halves: NDArray[np.uint16]) -> None:
+        """Fill ``bits`` from bfloat16 values, of which none that is not finite is ever written."""
+        if int((halves & 0x7FFF).max()) >= 0x7F80:
+            raise DamagedError(f"a chunk stored as {self.name} holds a value that is not finite")
+        np.left_shift(halves, 16, out=bits, dtype=np.uint32)
 
 
 BF16_INT8 = "bf16+int8"
 
 
 @dataclass(frozen=True)
-class Bf16Int8:
+class Bf16Int8(Bf16):
     """A lane of bfloat16 and a lane of residuals."""
 
     name: str = BF16_INT8
-    lossless: bool = False
     relative_bound: float = 2.0**-15 * 1.01
 
-    def applies(self, dtype: str) -> bool:
-        return dtype == "F32"
+    def error_bound(self, values: Values) -> NDArray[np.float64]:
+        """Return 2**-15 of the value, at least 2**-141 (subnormals): one residual if clipped, otherwise half of one."""
+        return np.maximum(np.abs(values.astype(np.float64)) * 2.0**-15, 2.0**-141)
 
-    def stored_bytes(self, numel: int, dtype: str) -> int:
-        return sum_over_chunks(self, numel, dtype)
-
-    def lanes(self, numel: int, dtype: str) -> tuple[Lane, ...]:
-        check_applies(self, dtype)
+    def _lanes(self, numel: int) -> tuple[Lane, ...]:
         return Lane(numel, 2), Lane(numel, 1)
 
-    def encode(self, values: Values) -> Bytes:
-        checked = check_float32(self, values)
-        check_rounds(self, checked)
-        bits = checked.view("<u4")
-        data = np.empty(lanes_bytes(self.lanes(bits.size, "F32")), np.uint8)
-        highs, lows = _split(data, bits.size)
+    def _encode_into(self, data: Bytes, values: NDArray[np.float32]) -> None:
+        bits, (highs, lows) = values.view("<u4"), _split(data, values.size)
         for piece in pieces(bits.size):
-            high = round_to_bfloat16(bits[piece])
+            high = self._rounded(bits[piece])
             highs[piece] = high
             # Taking high * 2**16 off first or last is the same: it is an even multiple of 2**8.
             rest = (bits[piece] - (high << 16)).view("<i4")
             low = (rest + (((rest >> 8) & 1) + 127)) >> 8
             lows[piece] = np.clip(low, -127, 127)
-        return data
 
-    def decode(self, data: Bytes, numel: int, dtype: str) -> Values:
-        check_size(self, data, numel, dtype)
-        highs, lows = _split(data, numel)
-        check_finite(self, highs)
-        if numel and int(lows.min()) < -127:
+    def _decode_into(self, values: NDArray[np.float32], data: Bytes) -> None:
+        bits, (highs, lows) = values.view("<i4"), _split(data, values.size)
+        if values.size and int(lows.min()) < -127:
             raise DamagedError(f"a chunk stored as {self.name} has a residual that was never written")
-        bits = np.empty(numel, "<i4")
-        for piece in pieces(numel):
-            np.left_shift(highs[piece], 16, out=bits[piece].view("<u4"), dtype=np.uint32)
+        for piece in pieces(bits.size):
+            self._widen(bits[piece].view("<u4"), highs[piece])
             bits[piece] += lows[piece].astype("<i4") << 8
-        return bits.view("<f4")
-
-    def error_bound(self, values: Values) -> NDArray[np.float64]:
-        """Return 2**-15 of the value, at least 2**-141 (subnormals): one residual if clipped, otherwise half of one."""
-        return np.maximum(np.abs(values.astype(np.float64)) * 2.0**-15, 2.0**-141)
 
 
 def _split(data: Bytes, numel: int) -> tuple[NDArray[np.uint16], NDArray[np.int8]]:

@@ -78,7 +78,16 @@ _PROMISING = 0.985
 _SAMPLE_RUN = 8192
 _SAMPLE_RUNS = 4
 
-_local = threading.local()
+
+class _Zstd(threading.local):
+    """zstd of one thread: its objects are not thread-safe, and creating one costs more than a small plane."""
+
+    def __init__(self) -> None:
+        self.compressors: dict[int, zstandard.ZstdCompressor] = {}
+        self.decompressor = zstandard.ZstdDecompressor()
+
+
+_zstd = _Zstd()
 
 
 def pack_chunk(encoded: Bytes, lanes: Sequence[Lane], level: int, base: Bytes | None = None) -> bytes:
@@ -86,14 +95,6 @@ def pack_chunk(encoded: Bytes, lanes: Sequence[Lane], level: int, base: Bytes | 
     content = encoded if base is None else difference(encoded, base, lanes)
     parts = [part for plane in _split(content, lanes) for part in _pack_plane(plane, level)]
     return b"".join((_LENGTH.pack(sum(map(len, parts))), *parts))
-
-
-def unpack_chunk(frame: bytes | memoryview, lanes: Sequence[Lane], base: Bytes | None = None) -> Bytes:
-    """Return the encoded chunk of these lanes in a frame. Raises DamagedError unless the frame is valid."""
-    view = memoryview(frame)
-    if len(view) < FRAME_HEADER or frame_length(view[:FRAME_HEADER], lanes) != len(view) - FRAME_HEADER:
-        raise DamagedError(f"a packed chunk of {len(view)} bytes is cut off or too long")
-    return unpack_body(view[FRAME_HEADER:], lanes, base)
 
 
 def frame_length(header: bytes | memoryview, lanes: Sequence[Lane]) -> int:
@@ -117,7 +118,7 @@ def packed_bound(encoding: Encoding, numel: int, dtype: str) -> int:
 
 
 def unpack_body(body: memoryview, lanes: Sequence[Lane], base: Bytes | None = None) -> Bytes:
-    """Unpack a frame without its first four bytes like :func:`unpack_chunk`."""
+    """Return the encoded chunk in a frame without its first four bytes. Raises DamagedError unless it is valid."""
     content = np.empty(lanes_bytes(lanes), np.uint8)
     start = at = 0
     for lane in lanes:
@@ -184,7 +185,7 @@ def _decompress(data: memoryview, count: int) -> bytes:
         content_size = zstandard.get_frame_parameters(data).content_size
         if content_size != count:
             raise DamagedError(f"a packed plane claims {content_size} bytes instead of {count}")
-        plain = _decompressor().decompress(data, max_output_size=count, allow_extra_data=False)
+        plain = _zstd.decompressor.decompress(data, max_output_size=count, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise DamagedError(f"a packed plane cannot be decompressed: {error}") from error
     if len(plain) != count:
@@ -193,15 +194,7 @@ def _decompress(data: memoryview, count: int) -> bytes:
 
 
 def _compressor(level: int) -> zstandard.ZstdCompressor:
-    """Return this thread's compressor: they are not thread-safe, and creating one costs more than a small plane."""
-    made: dict[int, zstandard.ZstdCompressor] = _local.__dict__.setdefault("compressors", {})
-    if level not in made:
-        made[level] = zstandard.ZstdCompressor(level=level, write_checksum=False, write_content_size=True)
-    return made[level]
-
-
-def _decompressor() -> zstandard.ZstdDecompressor:
-    made: dict[str, zstandard.ZstdDecompressor] = _local.__dict__
-    if "decompressor" not in made:
-        made["decompressor"] = zstandard.ZstdDecompressor()
-    return made["decompressor"]
+    if level not in _zstd.compressors:
+        made = zstandard.ZstdCompressor(level=level, write_checksum=False, write_content_size=True)
+        _zstd.compressors[level] = made
+    return _zstd.compressors[level]

@@ -32,26 +32,15 @@ Block-wise Quantization" (arXiv:2110.02861); here with linear codes.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from store.encoding.base import (
-    BLOCK,
-    Bytes,
-    Encoding,
-    Lane,
-    Values,
-    ValuesError,
-    check_applies,
-    check_float32,
-    check_size,
-    lanes_bytes,
-    pieces,
-    sum_over_chunks,
-)
+from store.encoding.base import BLOCK, Bytes, Float32Encoding, Lane, Values, ValuesError, check_float32, pieces
 from store.errors import DamagedError
 
 GRID = 0xFF
@@ -65,18 +54,12 @@ def block_count(numel: int) -> int:
     return -(-numel // BLOCK)
 
 
-def block_lanes(encoding: Encoding, numel: int, dtype: str) -> tuple[Lane, ...]:
-    """Return the lanes of a chunk: one byte a value, then one float32 a block."""
-    check_applies(encoding, dtype)
-    return Lane(numel, 1), Lane(block_count(numel), 4)
-
-
 def split_lanes(data: Bytes, numel: int) -> tuple[Bytes, Floats]:
     """Return the codes and the scales of a chunk as views."""
     return data[:numel], data[numel:].view("<f4")
 
 
-def rows(values: Floats) -> Iterator[tuple[slice, slice, Floats]]:
+def _rows(values: Floats) -> Iterator[tuple[slice, slice, Floats]]:
     """Yield for each piece its elements, its blocks, and its values of shape (blocks, 64).
 
     A shorter last block comes last, padded with zeros.
@@ -90,17 +73,61 @@ def rows(values: Floats) -> Iterator[tuple[slice, slice, Floats]]:
         yield slice(whole, values.size), slice(whole // BLOCK, whole // BLOCK + 1), last
 
 
-def scale_per_element(scales: Floats, blocks: slice, numel: int) -> Floats:
-    """Return the scale of each of ``numel`` elements, starting at the first of the blocks."""
-    return np.repeat(scales[blocks], BLOCK)[:numel]
+@dataclass(frozen=True)
+class _BlockEncoding(Float32Encoding):
+    """A lane of codes, one byte a value, and a lane of scales, one float32 a block."""
 
+    code_type: ClassVar[type[np.int8 | np.uint8]]
+    scale_range: ClassVar[tuple[float, float]]
+    """Least and largest scale that is written, besides 0."""
 
-def check_scales(encoding: Encoding, scales: Floats, least: float, most: float) -> None:
-    """Raise DamagedError unless each scale is 0, or within the limits and on the grid, as all written ones are."""
-    bits = np.ascontiguousarray(scales).view("<u4")
-    low, high = np.array([least, most], "<f4").view("<u4").tolist()
-    if not bool(np.all((bits == 0) | ((bits >= low) & (bits <= high) & ((bits & GRID) == 0)))):
-        raise DamagedError(f"a chunk stored as {encoding.name} has a scale that was never written")
+    def error_bound(self, values: Values) -> NDArray[np.float64]:
+        bound = np.empty(values.size)
+        for elements, _, block in _rows(check_float32(self, values)):
+            bound[elements] = self._block_bound(block).reshape(-1)[: elements.stop - elements.start]
+        return bound
+
+    def _lanes(self, numel: int) -> tuple[Lane, ...]:
+        return Lane(numel, 1), Lane(block_count(numel), 4)
+
+    def _encode_into(self, data: Bytes, values: Floats) -> None:
+        codes, scales = split_lanes(data, values.size)
+        for elements, blocks, block in _rows(values):
+            scales[blocks] = scale = self._scales(block)
+            code = self._codes(block, scale).reshape(-1).view(np.uint8)
+            codes[elements] = code[: elements.stop - elements.start]
+
+    def _decode_into(self, values: Floats, data: Bytes) -> None:
+        codes, scales = split_lanes(data, values.size)
+        self._check_scales(scales)
+        typed = codes.view(self.code_type)
+        if values.size and int(typed.min()) < -127:
+            raise DamagedError(f"a chunk stored as {self.name} has a code that was never written")
+        for piece in pieces(values.size):
+            blocks = slice(piece.start // BLOCK, block_count(piece.stop))
+            by = np.repeat(scales[blocks], BLOCK)[: piece.stop - piece.start]
+            self._finish(np.multiply(typed[piece], by, out=values[piece]))
+
+    def _check_scales(self, scales: Floats) -> None:
+        """Raise DamagedError unless each scale is 0, or within the limits and on the grid, as all written ones are."""
+        bits = np.ascontiguousarray(scales).view("<u4")
+        low, high = np.array(self.scale_range, "<f4").view("<u4").tolist()
+        if not bool(np.all((bits == 0) | ((bits >= low) & (bits <= high) & ((bits & GRID) == 0)))):
+            raise DamagedError(f"a chunk stored as {self.name} has a scale that was never written")
+
+    @abstractmethod
+    def _scales(self, block: Floats) -> Floats:
+        """Return the scale of each block. Raises ValuesError for values that cannot be held."""
+
+    @abstractmethod
+    def _codes(self, block: Floats, scale: Floats) -> NDArray[np.int8 | np.uint8]: ...
+
+    @abstractmethod
+    def _finish(self, products: Floats) -> None:
+        """Turn codes times scales into values, in place."""
+
+    @abstractmethod
+    def _block_bound(self, block: Floats) -> NDArray[np.float64]: ...
 
 
 INT8_SQRT_BLOCK = "int8-sqrt-block"
@@ -119,41 +146,19 @@ _NEGATIVE_ZERO = np.uint32(0x80000000)
 
 
 @dataclass(frozen=True)
-class Int8SqrtBlock:
-    """A lane of codes and a lane of scales."""
+class Int8SqrtBlock(_BlockEncoding):
+    """Square roots as unsigned bytes, rounded up."""
 
     name: str = INT8_SQRT_BLOCK
-    lossless: bool = False
     relative_bound: float = 0.064
+    code_type = np.uint8
+    scale_range = LEAST_SQRT_SCALE, MOST_SQRT_SCALE
 
-    def applies(self, dtype: str) -> bool:
-        return dtype == "F32"
-
-    def stored_bytes(self, numel: int, dtype: str) -> int:
-        return sum_over_chunks(self, numel, dtype)
-
-    def lanes(self, numel: int, dtype: str) -> tuple[Lane, ...]:
-        return block_lanes(self, numel, dtype)
-
-    def encode(self, values: Values) -> Bytes:
-        checked = check_float32(self, values)
-        data = np.empty(lanes_bytes(self.lanes(checked.size, "F32")), np.uint8)
-        codes, scales = split_lanes(data, checked.size)
-        for elements, blocks, block in rows(checked):
-            self._check(block)
-            scale = self._scales(block.view("<i4").max(axis=1))
-            scales[blocks] = scale
-            codes[elements] = _codes(block, scale).reshape(-1)[: elements.stop - elements.start]
-        return data
-
-    def _check(self, block: Floats) -> None:
+    def _scales(self, block: Floats) -> Floats:
         # Compares bits: -0.0 is 0 after its sign is flipped.
-        bits = block.view("<u4")
-        if int((bits ^ _NEGATIVE_ZERO).view("<i4").max()) > 0 or int(bits.view("<i4").max()) >= _INFINITE:
+        if int((block.view("<u4") ^ _NEGATIVE_ZERO).view("<i4").max()) > 0 or int(block.view("<i4").max()) >= _INFINITE:
             raise ValuesError(f"{self.name} holds no negative values, no NaN and no infinities")
-
-    def _scales(self, largest: NDArray[np.int32]) -> Floats:
-        """Return the scales from the bits of the largest value of each block; negative bits mean -0.0."""
+        largest = block.view("<i4").max(axis=1)  # negative bits mean -0.0
         root = np.sqrt(np.maximum(largest, 0).view("<f4"))
         # Truncated to the grid, this is the scale or one or two steps below: a step is 256 units in the last place,
         # and the root is wrong by a few at most.
@@ -166,36 +171,21 @@ class Int8SqrtBlock:
             raise ValuesError(f"{self.name} holds nothing above 3.37e38")
         return scale
 
-    def decode(self, data: Bytes, numel: int, dtype: str) -> Values:
-        check_size(self, data, numel, dtype)
-        codes, scales = split_lanes(data, numel)
-        check_scales(self, scales, LEAST_SQRT_SCALE, MOST_SQRT_SCALE)
-        values = np.empty(numel, "<f4")
-        for piece in pieces(numel):
-            blocks = slice(piece.start // BLOCK, -(-piece.stop // BLOCK))
-            roots = np.multiply(
-                codes[piece], scale_per_element(scales, blocks, piece.stop - piece.start), out=values[piece]
-            )
-            np.multiply(roots, roots, out=roots)
-        return values
+    def _codes(self, block: Floats, scale: Floats) -> NDArray[np.uint8]:
+        by = np.where(scale > 0, scale, np.float32(1))[:, None]
+        # Divided by a little more than the scale, the root gives the code or one less, however it is rounded.
+        code = np.ceil(np.sqrt(block) / (by * _SHORT)).astype(np.uint8)
+        code += _square_bits(np.multiply(code, by, dtype=np.float32)) < block.view("<i4")
+        return code
 
-    def error_bound(self, values: Values) -> NDArray[np.float64]:
+    def _finish(self, products: Floats) -> None:
+        np.multiply(products, products, out=products)
+
+    def _block_bound(self, block: Floats) -> NDArray[np.float64]:
         """Return (root + scale)**2 - value, with the largest scale that the block can get."""
-        bound = np.empty(values.size)
-        for elements, _, block in rows(check_float32(self, values)):
-            roots = np.sqrt(block.astype(np.float64))
-            scale = np.maximum(roots.max(axis=1, keepdims=True) / 255 * (1 + 2.0**-13), LEAST_SQRT_SCALE)
-            upper = (roots + scale) ** 2 * (1 + 2.0**-22) - block
-            bound[elements] = np.where(block == 0, 0, upper).reshape(-1)[: elements.stop - elements.start]
-        return bound
-
-
-def _codes(block: Floats, scale: Floats) -> NDArray[np.uint8]:
-    by = np.where(scale > 0, scale, np.float32(1))[:, None]
-    # Divided by a little more than the scale, the root gives the code or one less, however it is rounded.
-    code = np.ceil(np.sqrt(block) / (by * _SHORT)).astype(np.uint8)
-    code += _square_bits(np.multiply(code, by, dtype=np.float32)) < block.view("<i4")
-    return code
+        roots = np.sqrt(block.astype(np.float64))
+        scale = np.maximum(roots.max(axis=1, keepdims=True) / 255 * (1 + 2.0**-13), LEAST_SQRT_SCALE)
+        return np.where(block == 0, 0, (roots + scale) ** 2 * (1 + 2.0**-22) - block)
 
 
 def _square_bits(roots: Floats) -> NDArray[np.int32]:
@@ -210,39 +200,17 @@ LEAST_SCALE = 2.0**-124
 """A block with a smaller scale is zero. So a subnormal value is always less than half a scale, and the codes do not
 depend on whether a thread flushes subnormals to zero."""
 
-MOST_SCALE = 2.0**128 / 127
 _SIGNED_LEVELS = np.float32(127)
 
 
 @dataclass(frozen=True)
-class Int8Block:
-    """A lane of codes and a lane of scales."""
+class Int8Block(_BlockEncoding):
+    """Values as signed bytes, rounded to the nearest."""
 
     name: str = INT8_BLOCK
-    lossless: bool = False
     relative_bound: float = 0.032
-
-    def applies(self, dtype: str) -> bool:
-        return dtype == "F32"
-
-    def stored_bytes(self, numel: int, dtype: str) -> int:
-        return sum_over_chunks(self, numel, dtype)
-
-    def lanes(self, numel: int, dtype: str) -> tuple[Lane, ...]:
-        return block_lanes(self, numel, dtype)
-
-    def encode(self, values: Values) -> Bytes:
-        checked = check_float32(self, values)
-        data = np.empty(lanes_bytes(self.lanes(checked.size, "F32")), np.uint8)
-        codes, scales = split_lanes(data, checked.size)
-        for elements, blocks, block in rows(checked):
-            scale = self._scales(block)
-            scales[blocks] = scale
-            by = np.where(scale > 0, scale, np.float32(np.inf))[:, None]
-            # No clipping: |value / scale| <= 127 * (1 + 2**-14), which rounds to 127.
-            code = np.rint(block / by).astype(np.int8)
-            codes[elements] = code.reshape(-1).view(np.uint8)[: elements.stop - elements.start]
-        return data
+    code_type = np.int8
+    scale_range = LEAST_SCALE, 2.0**128 / 127
 
     def _scales(self, block: Floats) -> Floats:
         largest = np.abs(block).max(axis=1)
@@ -252,24 +220,15 @@ class Int8Block:
         scale = (bits & np.uint32(0xFFFFFFFF - GRID)).view("<f4")
         return np.where(scale < LEAST_SCALE, np.float32(0), scale)
 
-    def decode(self, data: Bytes, numel: int, dtype: str) -> Values:
-        check_size(self, data, numel, dtype)
-        codes, scales = split_lanes(data, numel)
-        check_scales(self, scales, LEAST_SCALE, MOST_SCALE)
-        signed = codes.view(np.int8)
-        if numel and int(signed.min()) < -127:
-            raise DamagedError(f"a chunk stored as {self.name} has a code that was never written")
-        values = np.empty(numel, "<f4")
-        for piece in pieces(numel):
-            blocks = slice(piece.start // BLOCK, -(-piece.stop // BLOCK))
-            np.multiply(signed[piece], scale_per_element(scales, blocks, piece.stop - piece.start), out=values[piece])
-        return values
+    def _codes(self, block: Floats, scale: Floats) -> NDArray[np.int8]:
+        by = np.where(scale > 0, scale, np.float32(np.inf))[:, None]
+        # No clipping: |value / scale| <= 127 * (1 + 2**-14), which rounds to 127.
+        return np.rint(block / by).astype(np.int8)
 
-    def error_bound(self, values: Values) -> NDArray[np.float64]:
+    def _finish(self, products: Floats) -> None: ...
+
+    def _block_bound(self, block: Floats) -> NDArray[np.float64]:
         """Return half a scale: largest of the block / 254 * (1 + 2**-14), at most 127 * 2**-124 in tiny blocks."""
-        bound = np.empty(values.size)
-        for elements, _, block in rows(check_float32(self, values)):
-            largest = np.abs(block.astype(np.float64)).max(axis=1)
-            half = np.where(largest < 128 * LEAST_SCALE, largest, largest / 254 * (1 + 2.0**-14))
-            bound[elements] = np.repeat(half, BLOCK)[: elements.stop - elements.start]
-        return bound
+        largest = np.abs(block.astype(np.float64)).max(axis=1)
+        half = np.where(largest < 128 * LEAST_SCALE, largest, largest / 254 * (1 + 2.0**-14))
+        return np.repeat(half, BLOCK)

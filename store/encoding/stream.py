@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import xxhash
 
-from store.encoding.base import CHUNK, Bytes, Encoding, Lane, Values, chunk_sizes, lanes_bytes
+from store.encoding.base import Bytes, Encoding, Lane, chunk_sizes, lanes_bytes
 from store.encoding.compression import FRAME_HEADER, frame_length, pack_chunk, packed_bound, unpack_body
 from store.errors import DamagedError
 
@@ -34,33 +34,6 @@ class Packing:
 
     level: int = 1
     base: Iterable[Bytes] | None = None
-
-
-def iter_chunks(values: Values) -> Iterator[Values]:
-    """Yield the chunks of a fragment's values (1-d) as views."""
-    for start in range(0, values.size, CHUNK):
-        yield values[start : start + CHUNK]
-
-
-def split_chunks(encoded: Bytes, encoding: Encoding, numel: int, dtype: str) -> Iterator[Bytes]:
-    """Yield the encoded chunks of a whole encoded fragment as views. Raises ValueError if its size is wrong."""
-    if encoded.size != encoding.stored_bytes(numel, dtype):
-        raise ValueError(f"{encoded.size} bytes are not {numel} elements of {dtype} stored as {encoding.name}")
-    start = 0
-    for size in chunk_sizes(numel):
-        stop = start + lanes_bytes(encoding.lanes(size, dtype))
-        yield encoded[start:stop]
-        start = stop
-
-
-def encode_entry(
-    chunks: Iterable[Values], encoding: Encoding, numel: int, dtype: str, packing: Packing | None = None
-) -> Iterator[memoryview]:
-    """Yield the bytes of an entry, a piece for each chunk of values (:func:`iter_chunks`).
-
-    Raises ValuesError, possibly after some bytes, if the encoding cannot hold the values.
-    """
-    return pack_chunks((encoding.encode(values) for values in chunks), encoding, numel, dtype, packing)
 
 
 def pack_chunks(
@@ -87,24 +60,13 @@ def _next(chunks: Iterator[Bytes], nbytes: int) -> Bytes:
     return chunk
 
 
-def decode_entry(
-    read: Read, numel: int, dtype: str, encoding: Encoding, *, packed: bool = False, base: BaseEntry | None = None
-) -> Iterator[Values]:
-    """Yield the values of a fragment chunk by chunk: float32 for lossy encodings, bytes (uint8) for raw.
-
-    Raises DamagedError if bytes are missing, left over, or invalid. A base implies packing.
-    """
-    chunks = encoded_chunks(read, numel, dtype, encoding, packed=packed, base=base)
-    for size, chunk in zip(chunk_sizes(numel), chunks, strict=True):
-        yield encoding.decode(chunk, size, dtype)
-
-
 def encoded_chunks(
     read: Read, numel: int, dtype: str, encoding: Encoding, *, packed: bool = False, base: BaseEntry | None = None
 ) -> Iterator[Bytes]:
-    """Yield the encoded chunks of an entry, unpacked but not decoded. Errors as :func:`decode_entry`.
+    """Yield the encoded chunks of an entry, unpacked but not decoded.
 
-    A chunk may be a view of the bytes that ``read`` returned, which must not change.
+    Raises DamagedError if bytes are missing, left over, or invalid. A base implies packing. A chunk may be
+    a view of the bytes that ``read`` returned, which must not change.
     """
     if base is not None and not packed:
         raise DamagedError("an entry that is not packed cannot be the difference to another one")
@@ -117,7 +79,7 @@ def encoded_chunks(
 
 
 def next_chunk(read: Read, lanes: Sequence[Lane], packed: bool, base: Bytes | None = None) -> Bytes:
-    """Return the next encoded chunk of an entry. ``base`` is the same chunk of its base. Errors as ``decode_entry``."""
+    """Return the next encoded chunk of an entry. ``base`` is the same chunk of its base. Raises DamagedError."""
     if packed:
         return unpack_body(_exactly(read, frame_length(_exactly(read, FRAME_HEADER), lanes)), lanes, base)
     return np.frombuffer(_exactly(read, lanes_bytes(lanes)), np.uint8)

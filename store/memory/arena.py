@@ -13,7 +13,6 @@ holds wall-clock time (decades larger) or is of an earlier boot, the wall clock 
 
 from __future__ import annotations
 
-import fcntl
 import mmap
 import os
 import time
@@ -23,12 +22,12 @@ from pathlib import Path
 
 from store.errors import MissingError, StorageError
 from store.memory.index import SnapshotKey, foreign_snapshots, scan_node, snapshot_key, version_in
-from store.memory.layout import BRANCHES, SLOTS, Generation, Tier, VersionRecord
+from store.memory.layout import BRANCHES, SLOTS, Generation, Tier, VersionRecord, write_private
 from store.memory.limits import reserve
 from store.names import SaveId
 from store.schema import to_bytes
-from store.session import locking_process
-from store.storage.local import Files
+from store.session import FileLock, is_held_here, locking_process
+from store.storage.local import Files, as_bytes
 
 
 def boot_seconds() -> float:
@@ -56,12 +55,8 @@ def _changed(path: Path) -> float:
     return 0.0
 
 
-_held: dict[Path, int] = {}
-"""Process id of each lock's holder: a forked child inherits this table, but not the lock."""
-
-
-class Owner:
-    """Lock of a rank's memory, held from construction until :meth:`release`.
+class Owner(FileLock):
+    """Lock of a rank's memory.
 
     Raises:
         StorageError: Another process holds it.
@@ -69,61 +64,31 @@ class Owner:
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        if _held.get(path) == os.getpid():
+        if is_held_here(path):
             raise StorageError(f"{path} is held by this process already: close the first checkpointer")
         try:
-            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            super().__init__(path, 0o600)
         except FileNotFoundError as error:
             raise MissingError(f"{path.parent} is not there") from error
-        except OSError as error:
-            raise StorageError(f"cannot open {path}: {error.strerror}") from error
-        try:
-            fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            os.close(self._descriptor)
+        except BlockingIOError as error:
             raise StorageError(f"{path} is held by another process: two jobs on one store?") from error
-        if not _is_same_file(path, self._descriptor):
-            os.close(self._descriptor)
-            raise MissingError(f"{path} was removed by its owner before")
-        _held[path] = os.getpid()
-
-    def release(self) -> None:
-        """Release the lock. A second call changes nothing."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
-            _held.pop(self._path, None)
-
-
-def _is_same_file(path: Path, descriptor: int) -> bool:
-    try:
-        return os.path.samestat(path.lstat(), os.fstat(descriptor))
-    except OSError:
-        return False
+        except OSError as error:
+            raise StorageError(f"cannot open and lock {path}: {error.strerror}") from error
+        with suppress(OSError):
+            if os.path.samestat(path.lstat(), os.fstat(self._descriptor)):
+                return
+        self.release()
+        raise MissingError(f"{path} was removed by its owner before")
 
 
 def is_owned(path: Path) -> bool:
     """Return whether a living process holds the lock, without trying to take it."""
-    if _held.get(path) == os.getpid():
-        return True
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        return locking_process(path) is not None
     except FileNotFoundError:
         return False
     except OSError:
         return True  # unknown: leave the memory alone
-    try:
-        return locking_process(descriptor) is not None
-    except OSError:
-        return True
-    finally:
-        os.close(descriptor)
-
-
-_PAGE = mmap.PAGESIZE
-
-_TRIES = 100
 
 
 class Arena:
@@ -182,20 +147,13 @@ class Arena:
 
     def write_at(self, slot: int, offset: int, data: bytes | bytearray | memoryview) -> None:
         """Write bytes into a payload that has :meth:`room` for them."""
-        view = memoryview(data).cast("B") if memoryview(data).nbytes else memoryview(b"")
+        view = as_bytes(data)
         self._maps[slot][offset : offset + len(view)] = view
 
     def seal(self, slot: int, record: VersionRecord) -> None:
         """Write the record of a complete payload, which makes it a version. Raises StorageError."""
         path, temporary = self._place.record(self._rank, slot), self._place.unsealed(self._rank, slot)
-        try:
-            with open(temporary, "wb", opener=_private) as file:
-                file.write(to_bytes(record))
-            temporary.rename(path)
-        except OSError as error:
-            with suppress(OSError):
-                temporary.unlink()
-            raise StorageError(f"cannot write {path}: {error.strerror}") from error
+        write_private(path, temporary, to_bytes(record))
         self._date()
 
     def drop(self, slot: int) -> None:
@@ -289,7 +247,7 @@ class Arena:
 
     def _map(self, slot: int, nbytes: int) -> mmap.mmap:
         path = self._place.payload(self._rank, slot)
-        size = -(-nbytes // _PAGE) * _PAGE
+        size = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         except OSError as error:
@@ -325,7 +283,7 @@ def _acquire_first_free(rank: int, places: Iterable[Generation]) -> tuple[Genera
 
 
 def _acquire(place: Generation, rank: int) -> Owner:
-    for _ in range(_TRIES):  # a cleanup may remove the empty folder in between
+    for _ in range(100):  # a cleanup may remove the empty folder in between
         place.make()
         with suppress(MissingError):
             return Owner(place.owner(rank))
@@ -338,7 +296,3 @@ def _remove(paths: Iterable[Path]) -> None:
             path.unlink(missing_ok=True)
         except OSError as error:
             raise StorageError(f"cannot remove {path}: {error.strerror}") from error
-
-
-def _private(path: str | Path, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)

@@ -31,11 +31,10 @@ def clear(tier: Tier, newest: SaveId | None = None) -> int:
 
 def clear_old(base: Path, keep_seconds: float = KEEP_SECONDS, clock: Callable[[], float] = boot_seconds) -> int:
     """Remove memory that dead jobs of any store last wrote over ``keep_seconds`` ago. Return the bytes freed."""
-
-    def old(place: Generation, rank: int) -> bool:
-        return seconds_since_written(place, rank, clock()) > keep_seconds
-
-    return sum(_removed(tier, old) for tier in tiers(base))
+    return sum(
+        _removed(tier, lambda place, rank: seconds_since_written(place, rank, clock()) > keep_seconds)
+        for tier in tiers(base)
+    )
 
 
 def renew(tier: Tier, save: SaveId) -> None:

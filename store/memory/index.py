@@ -14,7 +14,6 @@ import json
 import math
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -23,7 +22,17 @@ from typing import Any, Protocol
 from store.encoding import encoding_named
 from store.errors import DamagedError, MissingError, StorageError, StoreError
 from store.layout import MANIFESTS, manifest_path, parse_save_file
-from store.memory.layout import RECORD_LIMIT, SLOTS, Generation, Tier, VersionRecord, home, parse_record, read_whole
+from store.memory.layout import (
+    RECORD_LIMIT,
+    SLOTS,
+    Generation,
+    Tier,
+    VersionRecord,
+    home,
+    parse_record,
+    read_whole,
+    write_private,
+)
 from store.names import RAW, SaveId
 from store.schema import GroupRecord, ManifestRecord, PartRecord, UnitRecord, from_bytes, to_bytes
 from store.segment import parse_part, parts_digest
@@ -175,7 +184,8 @@ def assemble_version(save: SaveId, shares: Iterable[RankShare], node: NodeIndex)
     if sorted(parts) != list(range(head.world_size)):
         raise DamagedError(f"version {save} in memory has {len(parts)} of {head.world_size} ranks")
     records = {rank: parse_part(data, head.store_id, save, rank) for rank, data in sorted(parts.items())}
-    _require_one_decision(save, head, records)
+    if any((part.plan, part.world_size) != (records[0].plan, head.world_size) for part in records.values()):
+        raise DamagedError(f"version {save} in memory: its ranks do not belong together")
     group = GroupRecord(
         world_size=head.world_size,
         payload_bytes=sum(part.payload_bytes for part in records.values()),
@@ -222,12 +232,6 @@ def _as_held(unit: UnitRecord, parts: Collection[PartRecord]) -> UnitRecord:
     names = sorted({entry.encoding for entry in entries if not encoding_named(entry.encoding).lossless})
     update = {"nbytes": sum(entry.nbytes for entry in entries), "error": error, "drift": error}
     return unit.model_copy(update={**update, "encoding": names[0] if names else RAW})
-
-
-def _require_one_decision(save: SaveId, head: ManifestRecord, parts: Mapping[int, PartRecord]) -> None:
-    plans = {part.plan for part in parts.values()}
-    if len(plans) != 1 or any(part.world_size != head.world_size for part in parts.values()):
-        raise DamagedError(f"version {save} in memory: its ranks do not belong together")
 
 
 SnapshotKey = tuple[Path, int]
@@ -323,14 +327,8 @@ class SeenStore:
             self._write()
 
     def _write(self) -> None:
-        temporary = self._path.with_suffix(".new")
-        try:
-            temporary.write_text(json.dumps({key: [str(one) for one in paths] for key, paths in self._places.items()}))
-            temporary.replace(self._path)
-        except OSError as error:
-            with suppress(OSError):
-                temporary.unlink()
-            raise StorageError(f"cannot write {self._path}: {error.strerror}") from error
+        places = {key: [str(one) for one in paths] for key, paths in self._places.items()}
+        write_private(self._path, self._path.with_suffix(".new"), json.dumps(places).encode())
 
 
 def seen_stores(base: Path) -> dict[str, Path]:

@@ -19,6 +19,7 @@ import os
 import re
 import stat
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -82,9 +83,8 @@ class Generation:
 
     def make(self) -> None:
         """Create the folder, readable by this user only. Raises StorageError."""
+        make_home(self.tier.base)
         try:
-            self.tier.home.mkdir(mode=0o700, exist_ok=True)
-            require_own(self.tier.home)
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise StorageError(f"cannot make {self.folder} for the memory tier: {error.strerror}") from error
@@ -136,6 +136,17 @@ def home(base: Path) -> Path:
     return base / f"driftpoint-{os.getuid()}"
 
 
+def make_home(base: Path) -> Path:
+    """Create this user's folder below ``base`` if needed. Raises StorageError if others may access it."""
+    place = home(base)
+    try:
+        place.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise StorageError(f"cannot make {place}: {error.strerror}") from error
+    require_own(place)
+    return place
+
+
 def tiers(base: Path) -> list[Tier]:
     """Return the memory tiers of all stores of this user."""
     place = home(base)
@@ -164,22 +175,44 @@ def require_own(place: Path) -> bool:
     return True
 
 
-def read_whole(path: Path, limit: int) -> bytes:
-    """Read a whole file. Raises StorageError, also for a file above ``limit`` bytes, or MissingError."""
+@contextmanager
+def opened(path: Path) -> Iterator[int]:
+    """Open a file for reading, and close it. Raises MissingError or StorageError, also if reading it fails."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            yield descriptor
+        finally:
+            os.close(descriptor)
     except FileNotFoundError as error:
-        raise MissingError(f"{path} is not there") from error
-    except OSError as error:
-        raise StorageError(f"cannot open {path}: {error.strerror}") from error
-    try:
-        with os.fdopen(descriptor, "rb") as file:
-            data = file.read(limit + 1)
+        raise MissingError(f"cannot read {path}: it is not there") from error
     except OSError as error:
         raise StorageError(f"cannot read {path}: {error.strerror}") from error
+
+
+def read_whole(path: Path, limit: int) -> bytes:
+    """Read a whole file. Raises StorageError, also for a file above ``limit`` bytes, or MissingError."""
+    with opened(path) as descriptor, os.fdopen(descriptor, "rb", closefd=False) as file:
+        data = file.read(limit + 1)
     if len(data) > limit:
         raise StorageError(f"{path} is larger than {limit} bytes")
     return data
+
+
+def write_private(path: Path, temporary: Path, data: bytes) -> None:
+    """Write a file that only this user may read, and rename it into place. Raises StorageError."""
+
+    def opener(name: str, flags: int) -> int:
+        return os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+
+    try:
+        with open(temporary, "wb", opener=opener) as file:
+            file.write(data)
+        temporary.rename(path)
+    except OSError as error:
+        with suppress(OSError):
+            temporary.unlink()
+        raise StorageError(f"cannot write {path}: {error.strerror}") from error
 
 
 RECORD_LIMIT = 1 << 28

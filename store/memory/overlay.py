@@ -6,15 +6,16 @@ disk. Payloads of ranks on other nodes have a size but may not be readable from 
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
+from typing import NoReturn
 
 from store.errors import MissingError, StorageError
 from store.fragments import ReadPlan
 from store.layout import MANIFESTS, manifest_path, part_path, payload_path, segment_dir
 from store.memory.index import MemoryVersion
+from store.memory.layout import opened
 from store.schema import ManifestRecord, to_bytes
-from store.storage.local import Files, NewFile
+from store.storage.local import Files, read_at
 
 
 class Overlay:
@@ -91,7 +92,10 @@ class Overlay:
         """Fill ``target`` from ``offset`` of a rank's payload. Raises StorageError if it is on another node."""
         payload = self._version.payloads.get(rank)
         if payload is not None:
-            _fill(payload, offset, target)
+            with opened(payload) as descriptor:
+                got = read_at(descriptor, offset, target)
+            if got < target.nbytes:
+                raise StorageError(f"{payload} ends at byte {offset + got}")
             return
         far = self._version.far.get(rank)
         if far is not None:
@@ -103,43 +107,7 @@ class Overlay:
                 return
         raise StorageError(f"rank {rank}'s memory is on another node")
 
-    def create(self, path: str) -> NewFile:
-        raise _refused("create", path)
+    def _refuse(self, path: str, *_: str) -> NoReturn:
+        raise StorageError(f"cannot change {path}: a version in memory is read-only")
 
-    def link(self, source: str, target: str) -> None:  # noqa: ARG002
-        raise _refused("link", target)
-
-    def rename(self, source: str, target: str) -> None:  # noqa: ARG002
-        raise _refused("rename", source)
-
-    def unlink(self, path: str) -> None:
-        raise _refused("unlink", path)
-
-    def make_dir(self, path: str) -> bool:
-        raise _refused("make", path)
-
-    def remove_dir(self, path: str) -> None:
-        raise _refused("remove", path)
-
-    def sync_dir(self, path: str) -> None:
-        raise _refused("sync", path)
-
-
-def _fill(payload: Path, offset: int, target: memoryview) -> None:
-    try:
-        descriptor = os.open(payload, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        try:
-            rest = target.cast("B") if target.nbytes else memoryview(b"")
-            while len(rest):
-                got = os.preadv(descriptor, [rest[: 1 << 26]], offset)
-                if got == 0:
-                    raise StorageError(f"{payload} ends at byte {offset}")
-                rest, offset = rest[got:], offset + got
-        finally:
-            os.close(descriptor)
-    except OSError as error:
-        raise StorageError(f"cannot read {payload}: {error.strerror}") from error
-
-
-def _refused(verb: str, path: str) -> StorageError:
-    return StorageError(f"cannot {verb} {path}: a version in memory is read-only")
+    create = link = rename = unlink = make_dir = remove_dir = sync_dir = _refuse

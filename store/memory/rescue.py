@@ -11,11 +11,10 @@ hashes are checked before the segment gets its name. Other segments under the sa
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import xxhash
@@ -35,85 +34,61 @@ from store.errors import (
 from store.layout import MANIFESTS, manifest_path, part_path, payload_path, segment_dir
 from store.memory.arena import Owner, is_owned
 from store.memory.index import HeldSnapshot, MemoryVersion, assemble_version, belonging_to, rank_share, scan_node
-from store.memory.layout import Tier, require_own
+from store.memory.layout import Tier, make_home, opened
 from store.memory.overlay import Overlay
 from store.names import SaveId
 from store.resolve import resolve
-from store.schema import Entry, ManifestRecord, PartRecord, StateTensor, UnitRecord
-from store.segment import SegmentDraft, StagedFragment, check_payload_size, present_parts, read_part, write_segment
+from store.schema import Entry, ManifestRecord, PartRecord, StateTensor
+from store.segment import (
+    Item,
+    SegmentDraft,
+    StagedFragment,
+    check_payload_size,
+    present_parts,
+    read_part,
+    write_segment,
+)
 from store.session import require_newest
 from store.storage.atomic import is_temporary
-from store.storage.local import Files
+from store.storage.local import Files, read_at
 from store.text import listed
 
 _PIECE = 1 << 22
-
-
-@dataclass(frozen=True)
-class _Source:
-    """A rank's payload in memory. ``checked`` is called between pieces; its exceptions end the write."""
-
-    path: Path
-    checked: Callable[[], None]
-
-    def pieces(self, offset: int, nbytes: int, expected: str) -> Iterator[memoryview]:
-        """Yield bytes of the payload. Raises DamagedError after the last piece if they do not match their hash."""
-        state, buffer = xxhash.xxh3_128(), memoryview(bytearray(min(nbytes, _PIECE)))
-        try:
-            descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except OSError as error:
-            raise StorageError(f"cannot open {self.path}: {error.strerror}") from error
-        try:
-            end = offset + nbytes
-            while offset < end:
-                self.checked()
-                piece = buffer[: end - offset]
-                self._fill(descriptor, offset, piece)
-                state.update(piece)
-                offset += len(piece)
-                yield piece
-        finally:
-            os.close(descriptor)
-        if state.hexdigest() != expected:
-            raise DamagedError(f"{self.path}: {nbytes} bytes before {end} do not match the hash in their record")
-
-    def _fill(self, descriptor: int, offset: int, target: memoryview) -> None:
-        while len(target):
-            try:
-                got = os.preadv(descriptor, [target], offset)
-            except OSError as error:
-                raise StorageError(f"cannot read {self.path}: {error.strerror}") from error
-            if got == 0:
-                raise DamagedError(f"{self.path} ends at byte {offset}")
-            target, offset = target[got:], offset + got
+_STAGED = {field.name for field in fields(StagedFragment)} - {"data"}
 
 
 @dataclass(frozen=True)
 class _Bytes:
-    """A :class:`store.segment.StreamedData` of a stored piece of memory."""
+    """A :class:`store.segment.StreamedData` of a stored piece of memory.
 
-    source: _Source
+    ``checked`` is called between pieces; its exceptions end the write.
+    """
+
+    path: Path
     piece: Entry | StateTensor
+    checked: Callable[[], None]
+    exact: bool = True
 
     @property
     def nbytes(self) -> int:
         return self.piece.nbytes
 
-    @property
-    def exact(self) -> bool:
-        return True
-
     def pieces(self) -> Iterator[memoryview]:
-        return self.source.pieces(self.piece.offset, self.piece.nbytes, self.piece.xxh3_128)
-
-
-@dataclass(frozen=True)
-class _Tensor:
-    """A :class:`store.segment.RunTensor` that lies in memory."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    data: _Bytes
+        """Yield the bytes. Raises DamagedError after the last piece if they do not match their hash."""
+        state, buffer = xxhash.xxh3_128(), memoryview(bytearray(min(self.nbytes, _PIECE)))
+        offset, end = self.piece.offset, self.piece.offset + self.nbytes
+        with opened(self.path) as descriptor:
+            while offset < end:
+                self.checked()
+                piece = buffer[: end - offset]
+                got = read_at(descriptor, offset, piece)
+                offset += got
+                if got < len(piece):
+                    raise DamagedError(f"{self.path} ends at byte {offset}")
+                state.update(piece)
+                yield piece
+        if state.hexdigest() != self.piece.xxh3_128:
+            raise DamagedError(f"{self.path}: {self.nbytes} bytes before {end} do not match the hash in their record")
 
 
 def write_share(files: Files, version: MemoryVersion, rank: int, checked: Callable[[], None]) -> None:
@@ -129,16 +104,18 @@ def write_share(files: Files, version: MemoryVersion, rank: int, checked: Callab
     payload = version.payloads.get(rank)
     if payload is None:
         raise StorageError(f"rank {rank}'s memory is not on this node")
-    source = _Source(payload, checked)
     draft = SegmentDraft(
         store_id=part.store_id,
         save=part.save,
         rank=rank,
         world_size=part.world_size,
         plan=part.plan,
-        fragments=[_fragment(source, entry) for entry in part.entries],
+        fragments=[
+            StagedFragment(**entry.model_dump(include=_STAGED), data=_Bytes(payload, entry, checked))
+            for entry in part.entries
+        ],
         run_state=part.run_state,
-        run_leaves=[_Tensor(one.dtype, one.shape, _Bytes(source, one)) for one in part.run_tensors],
+        run_leaves=[Item("", one.dtype, one.shape, _Bytes(payload, one, checked)) for one in part.run_tensors],
         facts=part.facts,
     )
     write_segment(files, draft, lambda: part.measures)
@@ -181,19 +158,6 @@ def _without_offsets(part: PartRecord) -> PartRecord:
             "entries": tuple(one.model_copy(update={"offset": 0}) for one in part.entries),
             "run_tensors": tuple(one.model_copy(update={"offset": 0}) for one in part.run_tensors),
         }
-    )
-
-
-def _fragment(source: _Source, entry: Entry) -> StagedFragment:
-    return StagedFragment(
-        layer=entry.layer,
-        slot=entry.slot,
-        fqn=entry.fqn,
-        start=entry.start,
-        numel=entry.numel,
-        dtype=entry.dtype,
-        encoding=entry.encoding,
-        data=_Bytes(source, entry),
     )
 
 
@@ -251,7 +215,8 @@ def rescue(
     watch = _Watch(files, version.save.epoch, aborted)
     try:
         watch.require_newest()
-        _require_readable(files, catalog, version)
+        # Raises DamagedError if the commit could not be resumed, because versions of older commits are gone.
+        resolve(Catalog(Overlay(files, version), catalog.record), version.save)
         for rank in sorted(version.records):
             write_share(files, version, rank, watch)
         remove_rest(files, version.save)
@@ -267,12 +232,6 @@ def rescue(
     with suppress(StorageError):
         hint_latest(files, version.save)
     return manifest
-
-
-def owner_path(tier: Tier, rank: int, held: HeldSnapshot) -> Path:
-    """Return the file that the process which keeps a version locks while it lives."""
-    epoch, _, branch = held.payload.parent.name.partition(".")
-    return tier.generation(int(epoch), int(branch or 0)).owner(rank)
 
 
 class _Watch:
@@ -328,26 +287,18 @@ def _missing_ranks(held: Mapping[int, HeldSnapshot]) -> str | None:
 
 
 def _lock(tier: Tier) -> Owner:
+    place = make_home(tier.base)
     try:
-        tier.home.mkdir(mode=0o700, exist_ok=True)
-    except OSError as error:
-        raise StorageError(f"cannot make {tier.home}: {error.strerror}") from error
-    require_own(tier.home)
-    try:
-        return Owner(tier.home / RESCUE_LOCK.format(tier.store_id))
+        return Owner(place / RESCUE_LOCK.format(tier.store_id))
     except StorageError as error:
         raise StoreInUseError(f"another rescue of it is under way on this node, wait for it: {error}") from error
 
 
 def _require_dead(tier: Tier, held: Mapping[int, HeldSnapshot]) -> None:
     for rank, one in held.items():
-        if is_owned(owner_path(tier, rank, one)):
+        epoch, _, branch = one.payload.parent.name.partition(".")
+        if is_owned(tier.generation(int(epoch), int(branch or 0)).owner(rank)):
             raise StoreInUseError(f"rank {rank} of the job that keeps version {one.record.save} lives: it saves itself")
-
-
-def _require_readable(files: Files, catalog: Catalog, version: MemoryVersion) -> None:
-    """Raise DamagedError if the commit could not be resumed, because versions of older commits are gone."""
-    resolve(Catalog(Overlay(files, version), catalog.record), version.save)
 
 
 def _manifest(files: Files, catalog: Catalog, version: MemoryVersion) -> ManifestRecord:
@@ -361,7 +312,9 @@ def _manifest(files: Files, catalog: Catalog, version: MemoryVersion) -> Manifes
             "previous": previous,
             "commits": commits + 1,
             "groups": {**head.groups, save.name: group.record},
-            "units": tuple(_with_reason(unit, save) for unit in head.units),
+            "units": tuple(
+                unit.model_copy(update={"reason": REASON}) if unit.version == save else unit for unit in head.units
+            ),
         }
     )
 
@@ -376,10 +329,6 @@ def _before(catalog: Catalog, head: ManifestRecord) -> tuple[str | None, int]:
             with suppress(DamagedError):
                 return save.name, catalog.manifest(save).commits
     return head.previous, head.commits
-
-
-def _with_reason(unit: UnitRecord, save: SaveId) -> UnitRecord:
-    return unit.model_copy(update={"reason": REASON}) if unit.version == save else unit
 
 
 def _remove_unless_committed(files: Files, catalog: Catalog, version: MemoryVersion) -> None:

@@ -10,10 +10,11 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import chain, repeat
 from typing import Any, TypeVar
 
 from store.errors import ExistsError, MissingError, StorageError, UnreachableError, UnsupportedError
@@ -172,10 +173,11 @@ class Bucket:
     def __init__(self, name: str, options: ObjectOptions) -> None:
         self.name, self.options = name, options
         self._lib = import_obstore()
-        self._failures = (self._lib.exceptions.BaseError, OSError)
+        self.failures = (self._lib.exceptions.BaseError, OSError)
+        """Errors that :meth:`writer` and :meth:`upload` may raise."""
         try:
             self._store = self._open()
-        except (*self._failures, ValueError) as error:
+        except (*self.failures, ValueError) as error:
             raise storage_error(error, "open", self.where("")) from error
 
     def where(self, key: str) -> str:
@@ -184,22 +186,18 @@ class Bucket:
 
     def create(self, key: str, data: bytes) -> None:
         """Put an object under a free name. Raises ExistsError if an object with other bytes is there."""
-        deadline = self._deadline()
-        for pause in _pauses():
+
+        def put() -> None:
             try:
                 self._lib.put(self._store, key, data, mode="create", use_multipart=False)
-            except self._failures as error:
-                if not is_taken(error) and not is_passing(error):
-                    raise storage_error(error, "put", self.where(key)) from error
-                found = self._holds(key, data)
-                if found is False:
-                    raise ExistsError(f"cannot put {self.where(key)}: another object is there already") from error
-                if found is None and time.monotonic() >= deadline:
-                    raise self._gave_up(error, "put", key) from error
+            except self.failures as error:
+                found = self._holds(key, data) if is_taken(error) or is_passing(error) else None
                 if found is None:
-                    time.sleep(pause)
-                    continue
-            return
+                    raise
+                if not found:
+                    raise ExistsError(f"cannot put {self.where(key)}: another object is there already") from error
+
+        self._retry("put", key, put, lambda error: is_taken(error) or is_passing(error))
 
     def replace(self, key: str, data: bytes) -> None:
         """Put an object, replacing any other."""
@@ -276,11 +274,6 @@ class Bucket:
         """Return the project's error for an error of :meth:`writer` or :meth:`upload`."""
         return storage_error(error, verb, self.where(key))
 
-    @property
-    def failures(self) -> tuple[type[BaseException], ...]:
-        """Errors that :meth:`writer` and :meth:`upload` may raise."""
-        return self._failures
-
     def _holds(self, key: str, data: bytes) -> bool | None:
         """Return whether an object has these bytes; None if there is none."""
         try:
@@ -288,22 +281,21 @@ class Bucket:
         except MissingError:
             return None
 
-    def _retry(self, verb: str, key: str, ask: Callable[[], T]) -> T:
+    def _retry(
+        self, verb: str, key: str, ask: Callable[[], T], passes: Callable[[BaseException], bool] = is_passing
+    ) -> T:
         """Run an idempotent request with retries; obstore does not retry those that it considers changes."""
-        deadline = self._deadline()
-        for pause in _pauses():
+        deadline = time.monotonic() + self.options.retry_seconds
+        for pause in chain((0.1, 0.2, 0.5, 1.0, 2.0), repeat(5.0)):
             try:
                 return ask()
-            except self._failures as error:
-                if not is_passing(error):
+            except self.failures as error:
+                if not passes(error):
                     raise storage_error(error, verb, self.where(key)) from error
                 if time.monotonic() >= deadline:
                     raise self._gave_up(error, verb, key) from error
             time.sleep(pause)
         raise AssertionError("there is always another pause")
-
-    def _deadline(self) -> float:
-        return time.monotonic() + self.options.retry_seconds
 
     def _gave_up(self, error: BaseException, verb: str, key: str) -> StorageError:
         """Return the error after the last retry, which never claims that a name is free or taken."""
@@ -326,10 +318,3 @@ class Bucket:
         }
         retry = {"max_retries": 1000, "retry_timeout": timedelta(seconds=given.retry_seconds)}
         return self._lib.store.S3Store(self.name, config=config, client_options=client, retry_config=retry)
-
-
-def _pauses() -> Iterator[float]:
-    """Yield the seconds between retries, without end."""
-    yield from (0.1, 0.2, 0.5, 1.0, 2.0)
-    while True:
-        yield 5.0

@@ -92,27 +92,27 @@ class LocalFiles:
         self.root = Path(root).absolute()
 
     def create(self, path: str) -> NewFile:
-        with self._translate_errors("create", path):
+        with _translate_errors("create", self.root, path):
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
             return _LocalNewFile(os.open(self._at(path), flags, 0o644), str(self.root / path))
 
     def link(self, source: str, target: str) -> None:
-        with self._translate_errors("link", target):
+        with _translate_errors("link", self.root, target):
             os.link(self._at(source), self._at(target), follow_symlinks=False)
 
     def rename(self, source: str, target: str) -> None:
-        with self._translate_errors("rename", target):
+        with _translate_errors("rename", self.root, target):
             os.replace(self._at(source), self._at(target))  # noqa: PTH105 - a string: this runs by the ten thousand
 
     def unlink(self, path: str) -> None:
-        with self._translate_errors("unlink", path):
+        with _translate_errors("unlink", self.root, path):
             os.unlink(self._at(path))  # noqa: PTH108
 
     def make_dir(self, path: str) -> bool:
         """Make one directory. For the root, ``""``, its missing parents are made and synced too."""
         if path == "":
             return self._make_root()
-        with self._translate_errors("mkdir", path):
+        with _translate_errors("mkdir", self.root, path):
             try:
                 os.mkdir(self._at(path))  # noqa: PTH102
             except FileExistsError:
@@ -120,19 +120,19 @@ class LocalFiles:
             return True
 
     def remove_dir(self, path: str) -> None:
-        with self._translate_errors("rmdir", path):
+        with _translate_errors("rmdir", self.root, path):
             os.rmdir(self._directory_at(path))  # noqa: PTH106
 
     def sync_dir(self, path: str) -> None:
-        with self._translate_errors("fsync directory", path):
+        with _translate_errors("fsync directory", self.root, path):
             _sync_directory(self._directory_at(path))
 
     def list_dir(self, path: str) -> list[str]:
-        with self._translate_errors("list", path):
+        with _translate_errors("list", self.root, path):
             return sorted(os.listdir(self._directory_at(path)))  # noqa: PTH208 - names, not paths
 
     def size(self, path: str) -> int:
-        with self._translate_errors("stat", path):
+        with _translate_errors("stat", self.root, path):
             status = os.lstat(self._at(path))
         self._require_regular(status, path)
         return status.st_size
@@ -155,19 +155,19 @@ class LocalFiles:
             os.posix_fadvise(descriptor, offset, nbytes, os.POSIX_FADV_WILLNEED)
 
     def _make_root(self) -> bool:
-        with self._translate_errors("mkdir", ""):
+        with _translate_errors("mkdir", self.root, ""):
             missing = [p for p in (self.root, *self.root.parents) if not p.exists()]
             # The deepest existing directory may have been made by a process that was killed before it synced.
-            _sync_parent_if_allowed(missing[-1].parent if missing else self.root)
+            # One that this user cannot read was made, and synced, by another user.
+            with suppress(PermissionError):
+                _sync_directory((missing[-1].parent if missing else self.root).parent)
             for directory in reversed(missing):
                 directory.mkdir(exist_ok=True)
                 _sync_directory(directory.parent)
             return bool(missing)
 
     def _at(self, path: str) -> str:
-        names = path.split("/") if path else []
-        if any(name in ("", ".", "..") or "\0" in name for name in names):
-            raise DamagedError(f"{path!r} is no name inside the store {self.root}")
+        names = checked_names(path, self.root)
         place = str(self.root)
         for name in names[:-1]:
             place = f"{place}/{name}"
@@ -182,7 +182,7 @@ class LocalFiles:
 
     @contextmanager
     def _opened(self, path: str) -> Iterator[int]:
-        with self._translate_errors("read", path):
+        with _translate_errors("read", self.root, path):
             descriptor = os.open(self._at(path), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             try:
                 self._require_regular(os.fstat(descriptor), path)
@@ -193,13 +193,6 @@ class LocalFiles:
     def _require_regular(self, status: os.stat_result, path: str) -> None:
         if not stat.S_ISREG(status.st_mode):
             raise DamagedError(f"{self.root / path} is not a regular file")
-
-    @contextmanager
-    def _translate_errors(self, verb: str, path: str) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise _storage_error(error, verb, self.root / path) from error
 
 
 _WRITE_BACK = 1 << 24
@@ -213,10 +206,9 @@ class _LocalNewFile:
         self._write_back_from = 0
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        view = memoryview(data)
-        rest = view.cast("B") if view.nbytes else memoryview(b"")  # an empty view of several dimensions has no cast
+        rest = as_bytes(data)
         descriptor = self._opened("write")
-        with self._translate_errors("write"):
+        with _translate_errors("write", self._path):
             while len(rest):
                 done = os.write(descriptor, rest[: 1 << 24])
                 if done == 0:  # does not happen on a working filesystem; retrying would hang the save
@@ -226,11 +218,11 @@ class _LocalNewFile:
                 self._start_write_back(descriptor)
 
     def write_at(self, offset: int, data: bytes | bytearray | memoryview) -> None:
-        rest = memoryview(data).cast("B") if memoryview(data).nbytes else memoryview(b"")
+        rest = as_bytes(data)
         if offset < 0 or offset + len(rest) > self._written:
             raise ValueError(f"bytes {offset} to {offset + len(rest)} of {self._path} were never written")
         descriptor = self._opened("write")
-        with self._translate_errors("write"):
+        with _translate_errors("write", self._path):
             while len(rest):
                 done = os.pwrite(descriptor, rest[: 1 << 24], offset)
                 if done == 0:
@@ -239,7 +231,7 @@ class _LocalNewFile:
 
     def sync(self) -> None:
         descriptor = self._opened("fsync")
-        with self._translate_errors("fsync"):
+        with _translate_errors("fsync", self._path):
             os.fsync(descriptor)
             found = os.fstat(descriptor).st_size
         if found != self._written:
@@ -249,7 +241,7 @@ class _LocalNewFile:
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor < 0:
             return
-        with self._translate_errors("close"):
+        with _translate_errors("close", self._path):
             os.close(descriptor)
 
     def _start_write_back(self, descriptor: int) -> None:
@@ -265,13 +257,6 @@ class _LocalNewFile:
             raise StorageError(f"cannot {verb} {self._path}: it is closed")
         return self._descriptor
 
-    @contextmanager
-    def _translate_errors(self, verb: str) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise _storage_error(error, verb, Path(self._path)) from error
-
 
 def _sync_directory(path: str | Path) -> None:
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -281,24 +266,40 @@ def _sync_directory(path: str | Path) -> None:
         os.close(descriptor)
 
 
-def _sync_parent_if_allowed(directory: Path) -> None:
-    # A directory that this user cannot read was made, and synced, by another user.
-    with suppress(PermissionError):
-        _sync_directory(directory.parent)
-
-
 def _require_no_link(place: str) -> None:
     if stat.S_ISLNK(os.lstat(place).st_mode):
         raise DamagedError(f"{place} leads out of the store through a symbolic link; put the directory itself there")
 
 
-def _fill(descriptor: int, offset: int, target: memoryview, path: Path) -> None:
-    rest = target.cast("B") if target.nbytes else memoryview(b"")
+def checked_names(path: str, root: Path) -> list[str]:
+    """Return the names of a relative path. Raises DamagedError for one that may lead out of the store."""
+    names = path.split("/") if path else []
+    if any(name in ("", ".", "..") or "\0" in name for name in names):
+        raise DamagedError(f"{path!r} is no name inside the store {root}")
+    return names
+
+
+def as_bytes(data: bytes | bytearray | memoryview) -> memoryview:
+    """Return a flat view of the bytes; an empty view of several dimensions has no cast."""
+    view = memoryview(data)
+    return view.cast("B") if view.nbytes else memoryview(b"")
+
+
+def read_at(descriptor: int, offset: int, target: memoryview) -> int:
+    """Fill ``target`` from ``offset``; return the number of bytes read, fewer only at the end. Raises OSError."""
+    rest = as_bytes(target)
     while len(rest):
         got = os.preadv(descriptor, [rest[: 1 << 26]], offset)
         if got == 0:
-            raise DamagedError(f"{path} ends at byte {offset}, {len(rest)} bytes too early")
+            break
         rest, offset = rest[got:], offset + got
+    return target.nbytes - len(rest)
+
+
+def _fill(descriptor: int, offset: int, target: memoryview, path: Path) -> None:
+    got = read_at(descriptor, offset, target)
+    if got < target.nbytes:
+        raise DamagedError(f"{path} ends at byte {offset + got}, {target.nbytes - got} bytes too early")
 
 
 _ADVICE = {
@@ -314,11 +315,15 @@ _ADVICE = {
 }
 
 
-def _storage_error(error: OSError, verb: str, path: Path) -> StorageError:
-    number = error.errno or 0
-    reason = _ADVICE.get(number, os.strerror(number) if number else str(error))
-    kind = {errno.ENOENT: MissingError, errno.EEXIST: ExistsError}.get(number, StorageError)
-    return kind(f"cannot {verb} {path}: {reason}")
+@contextmanager
+def _translate_errors(verb: str, root: str | Path, path: str = "") -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        number = error.errno or 0
+        reason = _ADVICE.get(number, os.strerror(number) if number else str(error))
+        kind = {errno.ENOENT: MissingError, errno.EEXIST: ExistsError}.get(number, StorageError)
+        raise kind(f"cannot {verb} {Path(root, path)}: {reason}") from error
 
 
 def list_or_empty(files: Files, folder: str) -> list[str]:

@@ -15,11 +15,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NoReturn
 
 from store.errors import DamagedError, ExistsError, StorageError, UnsupportedError
 from store.layout import PROBE
 from store.storage.bucket import MIB, Bucket, ObjectOptions
-from store.storage.local import NewFile
+from store.storage.local import NewFile, as_bytes, checked_names
 from store.storage.object_writer import NewObject
 
 _LARGEST = 4 * MIB
@@ -49,7 +50,7 @@ class Reader:
 
     def read_into(self, key: str, offset: int, target: memoryview) -> None:
         """Fill ``target`` from ``offset``. Raises DamagedError if the object ends early, MissingError."""
-        rest = target.cast("B") if target.nbytes else memoryview(b"")
+        rest = as_bytes(target)
         place = self._place(key, offset)
         if offset + len(rest) > place.size:
             short = offset + len(rest) - place.size
@@ -124,14 +125,10 @@ class ObjectFiles:
             "another. Use S3 itself, or a server with conditional writes"
         )
 
-    def create(self, path: str) -> NewFile:
-        raise self._refused("create", path)
+    def _refuse(self, path: str, *_: str) -> NoReturn:
+        raise StorageError(f"cannot create, link or rename {self.root}/{path}: in an object store files are put whole")
 
-    def link(self, source: str, target: str) -> None:  # noqa: ARG002
-        raise self._refused("link", target)
-
-    def rename(self, source: str, target: str) -> None:  # noqa: ARG002
-        raise self._refused("rename", target)
+    create = link = rename = _refuse
 
     def unlink(self, path: str) -> None:
         """Remove a file, if it exists."""
@@ -141,17 +138,16 @@ class ObjectFiles:
         self._bucket.delete([self._key(path) for path in paths])
 
     def make_dir(self, path: str) -> bool:
-        self._checked(path)
+        self.sync_dir(path)
         return False
 
-    def remove_dir(self, path: str) -> None:
-        self._checked(path)
-
     def sync_dir(self, path: str) -> None:
-        self._checked(path)
+        checked_names(path, self.root)
+
+    remove_dir = sync_dir
 
     def list_dir(self, path: str) -> list[str]:
-        self._checked(path)
+        checked_names(path, self.root)
         return self._bucket.names(f"{self._prefix}{path}/" if path else self._prefix)
 
     def size(self, path: str) -> int:
@@ -178,13 +174,4 @@ class ObjectFiles:
     def _key(self, path: str) -> str:
         if not path:
             raise StorageError(f"{self.root} itself is no file")
-        return self._prefix + self._checked(path)
-
-    def _checked(self, path: str) -> str:
-        names = path.split("/") if path else []
-        if any(name in ("", ".", "..") or "\0" in name for name in names):
-            raise DamagedError(f"{path!r} is no name inside the store {self.root}")
-        return path
-
-    def _refused(self, verb: str, path: str) -> StorageError:
-        return StorageError(f"cannot {verb} {self.root}/{path}: in an object store files are put whole")
+        return self._prefix + "/".join(checked_names(path, self.root))

@@ -11,12 +11,13 @@ from __future__ import annotations
 import os
 import secrets
 import tempfile
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import IO, Any
 
 from store.errors import ExistsError, MissingError, StorageError
 from store.storage.bucket import Bucket
+from store.storage.local import as_bytes
 
 
 class NewObject:
@@ -36,8 +37,7 @@ class NewObject:
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         self._require_open("write")
-        view = memoryview(data)
-        flat = view.cast("B") if view.nbytes else memoryview(b"")
+        flat = as_bytes(data)
         self._size += len(flat)
         if self._large is None:
             self._head += flat
@@ -49,7 +49,7 @@ class NewObject:
             self._large.write(flat)
 
     def write_at(self, offset: int, data: bytes | bytearray | memoryview) -> None:
-        flat = memoryview(data).cast("B") if memoryview(data).nbytes else memoryview(b"")
+        flat = as_bytes(data)
         if offset < 0 or offset + len(flat) > self._size:
             raise ValueError(f"bytes {offset} to {offset + len(flat)} of {self._key} were never written")
         self._require_open("write")
@@ -109,11 +109,9 @@ class _Upload:
             raise StorageError(f"{self._bucket.where(self._key)} has {found} bytes after {nbytes} were written")
 
     def _require_ours(self, error: BaseException) -> None:
-        try:
+        with suppress(MissingError):
             if self._bucket.upload_at(self._key)[0] == self._token:
                 return
-        except MissingError:
-            pass
         raise self._bucket.failed(error, "upload", self._key) from error
 
 

@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 from monitor.save import torch_codecs as encoders
 from store.encoding import BLOCK, CHUNK, ENCODINGS, INT8_SQRT_BLOCK, RAW, Encoding, ValuesError, chunk_sizes
 from store.encoding.base import PIECE, lanes_bytes
-from store.encoding.compression import frame_bound, pack_chunk, packed_bound, unpack_chunk
-from store.encoding.stream import BaseEntry, Packing, Read, decode_entry, encode_entry, iter_chunks, split_chunks
+from store.encoding.compression import frame_bound, pack_chunk, packed_bound
+from store.encoding.stream import BaseEntry, Packing
 from store.errors import DamagedError
+from tests.support.entries import decode_entry, encode_entry, iter_chunks, reader, split_chunks, unpack_chunk
 
 Floats = NDArray[np.float32]
 LOSSY = sorted(name for name, encoding in ENCODINGS.items() if not encoding.lossless)
@@ -79,17 +80,6 @@ def bounds(encoding: Encoding, values: Floats) -> NDArray[np.float64]:
 def in_torch(name: str, values: Floats) -> tuple[NDArray[np.uint8], bool]:
     data, good = encoders.encode(torch.from_numpy(values.copy()), name)
     return data.numpy(), good
-
-
-def reader(data: bytes) -> Read:
-    position = 0
-
-    def read(nbytes: int) -> memoryview:
-        nonlocal position
-        position += nbytes
-        return memoryview(data)[position - nbytes : position]
-
-    return read
 
 
 def same(one: Floats, other: Floats) -> bool:

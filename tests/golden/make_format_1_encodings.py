@@ -23,7 +23,7 @@ from store.catalog import open_catalog, open_or_create
 from store.commit import Expected, commit, hint_latest, wait_for_group
 from store.encoding import CHUNK, ENCODINGS
 from store.encoding.base import Bytes
-from store.encoding.stream import EncodedEntry, Packing, iter_chunks
+from store.encoding.stream import EncodedEntry, Packing
 from store.fragments import FragmentReader, Source
 from store.names import SaveId, Unit
 from store.resolve import resolve
@@ -31,6 +31,7 @@ from store.schema import GroupRecord, LayerRecord, ManifestRecord, TensorRecord,
 from store.segment import SegmentDraft, StagedFragment, write_segment
 from store.session import claim_epoch
 from store.storage.local import LocalFiles
+from tests.support.entries import iter_chunks
 
 PLAN = "0123456789abcdef0123456789abcdef"
 NUMEL = {"block.weight": 130, "block.bias": 1, "long.weight": CHUNK + 3}

@@ -15,7 +15,6 @@ from safetensors import safe_open
 from store.catalog import Catalog, open_catalog
 from store.certificate import certify
 from store.encoding import CHUNK, ENCODINGS
-from store.encoding.stream import iter_chunks
 from store.layout import payload_path
 from store.names import SaveId, Unit
 from store.resolve import RejectedVersion, resolve
@@ -23,6 +22,7 @@ from store.retention import Retention, execute, plan_prune
 from store.storage.local import LocalFiles
 from store.verify import verify
 from tests.golden.make_format_1_encodings import NUMEL, STORES, bits, names, value, values_of
+from tests.support.entries import iter_chunks
 
 GOLDEN = Path(__file__).parent / "store-format-1-encodings"
 SAVES = [(name, SaveId(step, 1)) for name, (steps, _) in STORES.items() for step in steps]

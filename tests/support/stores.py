@@ -28,13 +28,14 @@ from store.catalog import open_or_create
 from store.commit import Expected, Group, commit, hint_latest, mark_proven, wait_for_group
 from store.encoding import encoding_named
 from store.encoding.base import Bytes
-from store.encoding.stream import EncodedEntry, Packing, iter_chunks
+from store.encoding.stream import EncodedEntry, Packing
 from store.layout import manifest_path, payload_path
 from store.names import BUFFER, FROZEN, RAW, WEIGHTS, SaveId, Unit
 from store.schema import GroupRecord, LayerRecord, ManifestRecord, TensorRecord, UnitRecord
 from store.segment import Data, SegmentDraft, StagedFragment, write_segment
 from store.session import claim_epoch
 from store.storage.local import LocalFiles
+from tests.support.entries import iter_chunks
 
 SLOTS = (WEIGHTS, "exp_avg", "exp_avg_sq")
 

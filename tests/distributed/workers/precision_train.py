@@ -32,10 +32,10 @@ from monitor.config.load import ENCODINGS
 from store.catalog import open_catalog
 from store.encoding import RAW, encoding_named
 from store.encoding.base import ValuesError
-from store.encoding.stream import iter_chunks
 from store.names import WEIGHTS
 from store.storage.local import LocalFiles
 from store.verify import verify
+from tests.support.entries import iter_chunks
 
 Case = Mapping[str, Any]
 

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from store.daemon_protocol import make_home, socket_path
+from store.daemon_protocol import socket_path
+from store.memory.layout import make_home
 from tests.support.daemons import until
 from tests.support.jobs import Job
 

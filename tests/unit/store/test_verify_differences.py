@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from store.catalog import open_catalog
 from store.encoding import CHUNK, ENCODINGS
 from store.encoding.base import Bytes
-from store.encoding.stream import EncodedEntry, Packing, iter_chunks
+from store.encoding.stream import EncodedEntry, Packing
 from store.errors import StorageError
 from store.fragments import FragmentReader, Source
 from store.layout import part_path
@@ -28,6 +28,7 @@ from tests.crash.damage import forge
 from tests.crash.models import RANKS, VARIED
 from tests.crash.simulated import SimulatedFiles
 from tests.crash.workload import PLAN, Job, Memory
+from tests.support.entries import iter_chunks
 
 STORE = "0" * 32
 NUMEL = CHUNK + 77

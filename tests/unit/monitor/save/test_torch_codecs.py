@@ -8,8 +8,8 @@ import torch
 
 from monitor.save import torch_codecs as encoders
 from store.encoding import CHUNK, ENCODINGS, encoding_named
-from store.encoding.stream import iter_chunks
 from store.errors import DamagedError, StoreError
+from tests.support.entries import iter_chunks
 
 LOSSY = sorted(name for name, encoding in ENCODINGS.items() if not encoding.lossless)
 

@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 
 from store.encoding import CHUNK, ENCODINGS
 from store.encoding.base import Lane, lanes_bytes
-from store.encoding.compression import frame_bound, pack_chunk, packed_bound, unpack_chunk
+from store.encoding.compression import frame_bound, pack_chunk, packed_bound
 from store.errors import DamagedError
+from tests.support.entries import unpack_chunk
 
 STORED, ZSTD = 0, 1
 LANES = (Lane(1000, 2), Lane(10, 4))

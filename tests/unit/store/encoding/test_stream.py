@@ -6,33 +6,11 @@ import numpy as np
 import pytest
 
 from store.encoding import CHUNK, ENCODINGS, ValuesError
-from store.encoding.stream import (
-    BaseEntry,
-    Packing,
-    Read,
-    decode_entry,
-    encode_entry,
-    encoded_chunks,
-    iter_chunks,
-    pack_chunks,
-    split_chunks,
-)
+from store.encoding.stream import BaseEntry, Packing, encoded_chunks, pack_chunks
 from store.errors import DamagedError
+from tests.support.entries import decode_entry, encode_entry, iter_chunks, reader, split_chunks
 
 BF16 = ENCODINGS["bf16"]
-
-
-def reader(data: bytes, asked: list[int] | None = None) -> Read:
-    position = 0
-
-    def read(nbytes: int) -> memoryview:
-        nonlocal position
-        if asked is not None:
-            asked.append(nbytes)
-        position += nbytes
-        return memoryview(data)[position - nbytes : position]
-
-    return read
 
 
 def test_no_read_is_larger_than_a_chunk() -> None:
@@ -65,8 +43,6 @@ def test_wrong_numbers_of_chunks_are_the_writers_mistake() -> None:
     for base in ([], [chunk, chunk], [chunk[:-2]]):
         with pytest.raises(ValueError, match="chunk"):
             list(pack_chunks([chunk], BF16, 10, "F32", Packing(1, base)))
-    with pytest.raises(ValueError, match="bf16"):
-        list(split_chunks(chunk, BF16, 11, "F32"))
 
 
 def test_values_that_cannot_be_held_stop_the_stream() -> None:
