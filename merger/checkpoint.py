@@ -30,7 +30,6 @@ from store.storage.local import Files
 SLOT_OF_KIND = {"trainable": WEIGHTS, "frozen": FROZEN, "buffer": BUFFER}
 """Slot of the tensor itself, by its record's kind."""
 
-
 DEFAULT_CLIPPING = 1.0
 """DeepSpeed 0.19's gradient clipping without a configured value (``runtime/constants.py``)."""
 

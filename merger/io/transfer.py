@@ -28,10 +28,8 @@ from store.fragments import FragmentIndex
 _EXPORT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 """Dtypes that ``--dtype`` accepts."""
 
-
 CHUNK = 1 << 22
 """Bytes read at a time: enough for the device, few enough for a processor's cache."""
-
 
 _TAIL = 16
 """Bytes of the previous chunk kept for an element that ends in this one: the size of the largest dtype."""

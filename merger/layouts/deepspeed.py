@@ -50,7 +50,6 @@ from store.text import counted
 CLASSES = (ZeroStageEnum, LossScaler, DynamicLossScaler, fragment_address)
 """Classes in the files besides tensors and plain values; every reader has them."""
 
-
 _RECOVERY_SCRIPTS = ("zero_to_fp32.py", "zero_to_torch.py")
 
 

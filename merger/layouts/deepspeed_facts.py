@@ -17,7 +17,6 @@ from store.errors import MergeError, UnsupportedError
 
 TRAIN, MICRO, ACCUMULATION = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 
-
 _NOT_AT_STAGE: Mapping[int, tuple[str, ...]] = {
     1: ("offload_param", "compute_grad_norm"),
     2: ("offload_param",),

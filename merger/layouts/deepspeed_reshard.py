@@ -40,9 +40,7 @@ SUB_GROUP_SIZE = 10**9
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
-
 BF16_OPTIMIZER, ZERO_12, ZERO_3 = "BF16_Optimizer", "DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3"
-
 
 STEP = "step"
 

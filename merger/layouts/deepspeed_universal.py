@@ -52,12 +52,9 @@ from store.text import counted, listed
 
 Groups = Sequence[Sequence[str]]
 
-
 MODEL_FILE = "mp_rank_00_model_states.pt"
 
-
 _ADAM = ("exp_avg", "exp_avg_sq")
-
 
 _LOAD_HYPER = (
     "from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler",
@@ -67,19 +64,14 @@ _LOAD_HYPER = (
 )
 """Reads the hyperparameters, and allows only the three classes in this file."""
 
-
 _RANKS = 4096
 """Largest world size checked for param groups without elements on some rank."""
 
-
 _CLASSES = (ZeroStageEnum, LossScaler, DynamicLossScaler)
-
 
 _FOLDER = "zero"
 
-
 _OPTIMIZER = "optimizer_state.pt"
-
 
 _NAME_BYTES = 255
 

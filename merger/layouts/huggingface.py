@@ -29,22 +29,16 @@ from store.text import listed
 _NAMED = 6
 """Most layers that a note names."""
 
-
 CONFIG = "config.json"
-
 
 _LARGEST = 1 << 28
 """Largest file that is copied, in bytes. Tokenizers have a few tens of megabytes."""
 
-
 _SUFFIXES = (".json", ".txt", ".model", ".tiktoken", ".jinja", ".py", ".bpe", ".vocab", ".spm", ".md")
-
 
 _NAMES = frozenset({"LICENSE", "NOTICE"})
 
-
 _FOLDERS = ("chat_templates", "additional_chat_templates")
-
 
 _TRAINING_FILES = frozenset(
     {
@@ -54,9 +48,7 @@ _TRAINING_FILES = frozenset(
 )  # fmt: skip
 """Files of a training run, not of a model."""
 
-
 _METADATA = {"format": "pt"}
-
 
 _ADAPTER = "base_model.model."
 

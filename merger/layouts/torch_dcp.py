@@ -50,17 +50,13 @@ from store.names import Fragment
 _ADAMS = frozenset({"FusedAdam", "DeepSpeedCPUAdam"})
 """Optimizers that compute what torch's AdamW or Adam does, by their ``adam_w_mode``."""
 
-
 _AMBIGUOUS = frozenset({"adam", "adamw", "unknown"})
 """Names of these in foreign checkpoints, which have the configuration's name, or none."""
 
-
 STEP = "step"
-
 
 CHUNK_BYTES = 1 << 26
 """Approximate size of the blobs that tensors are cut into along their first dimension; ranks read whole blobs."""
-
 
 _LOAD = (
     "from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict",

@@ -30,15 +30,11 @@ from store.errors import MergeError, UnsupportedError, UsageError
 
 STATE, SCHEDULER = "trainer_state.json", "scheduler.pt"
 
-
 _TOTALS = ("num_input_tokens_seen", "total_flos")
-
 
 _BEST_KEYS = ("best_metric", "best_global_step", "best_model_checkpoint")
 
-
 _CONTROL = "TrainerControl"
-
 
 _ADAPTER_CONFIG = "adapter_config.json"
 

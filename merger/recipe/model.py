@@ -22,16 +22,13 @@ from store.text import listed, suggestion
 ROLES = ("embeddings", "norm", "head")
 """Roles of auxiliary layers (those that are no block). See :attr:`Model.role`."""
 
-
 _DTYPES = {
     "float32": "F32", "float": "F32", "fp32": "F32", "f32": "F32",
     "bfloat16": "BF16", "bf16": "BF16",
     "float16": "F16", "half": "F16", "fp16": "F16", "f16": "F16",
 }  # fmt: skip
 
-
 _RANGE = re.compile(r"(?P<head>.*?)(?P<first>\d+)-(?P<last>\d+)\Z")
-
 
 SINGLE = "source"
 """Name of the source in a merge without a recipe."""

@@ -33,7 +33,6 @@ from store.text import listed
 
 _BOUND = re.compile(r"(?P<sign><=|<|>=|>|==|=)\s*(?P<step>.*)\Z")
 
-
 _HOLDS: dict[str, Callable[[int, int], bool]] = {"<=": operator.le, "<": operator.lt}
 
 
