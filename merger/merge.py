@@ -21,7 +21,6 @@ from merger.io.transfer import TransferResult, check_hole, checksums, plan_trans
 from merger.layouts.base import Target
 from merger.plan import MergePlan, Request, default_workers, open_request, plan_merge
 from merger.recipe.model import Recipe
-from merger.recipe.sources import OpenSources
 from store.certificate import Certificate
 from store.errors import MergeError, StorageError
 from store.fragments import FragmentIndex
@@ -92,53 +91,35 @@ def merge(
     """
     request = Request(source, save.name if isinstance(save, SaveId) else save, target or Target(), recipe)
     sources = open_request(request)
-    attempts = _Attempts(sources, request)  # raises before anything is written
+    plan = plan_merge(sources, request)  # raises before anything is written
     output = OutputDir(out, sources.paths)
+    flaws: dict[Damage, str] = {}
     try:
-        written = attempts.write(output, workers or default_workers(), progress, planned)
+        while True:
+            planned(plan)
+            index = plan.checkpoint.index
+            written, found = produce(output.folder, plan.files, index, workers or default_workers(), progress)
+            if not found:
+                break
+            # A unit's version is spread over many files: none of them may keep bytes of the damaged one.
+            flaws |= found
+            output.clear()
+            plan = plan_merge(sources, request, flaws.keys())
         output.finish()
     finally:
         output.abandon()
-    plan = attempts.plan
     return MergeResult(
         certificate=plan.checkpoint.certificate,
         out=output.out,
         tag=plan.laid.tag,
         bytes_written=written,
-        problems=attempts.problems,
+        problems=tuple(dict.fromkeys((*flaws.values(), *plan.checkpoint.problems))),
         load=plan.load(output.out),
         notes=plan.notes,
         framework=plan.checkpoint.framework,
         parameters=plan.parameters,
         sources=plan.sources,
     )
-
-
-class _Attempts:
-    """Plans, one after another, until all versions of one are intact."""
-
-    def __init__(self, sources: OpenSources, request: Request) -> None:
-        self._sources, self._request = sources, request
-        self._flaws: set[Damage] = set()
-        self._damage: list[str] = []
-        self.plan = plan_merge(sources, request)
-
-    def write(self, output: OutputDir, workers: int, progress: Progress, planned: Planned) -> int:
-        """Write the output; start again if versions prove damaged. Returns the bytes written."""
-        while True:
-            planned(self.plan)
-            written, flaws = produce(output.folder, self.plan.files, self.plan.checkpoint.index, workers, progress)
-            if not flaws:
-                return written
-            # A unit's version is spread over many files: none of them may keep bytes of the damaged one.
-            self._flaws |= flaws.keys()
-            self._damage += flaws.values()
-            output.clear()
-            self.plan = plan_merge(self._sources, self._request, self._flaws)
-
-    @property
-    def problems(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys((*self._damage, *self.plan.checkpoint.problems)))
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from typing import TypeVar
 import torch
 from isal import isal_zlib
 
-from merger.io.blocks import Block, Damage, DecodePass, Extent, Progress, read_chunks
+from merger.io.blocks import Block, Damage, Extent, FragmentPass, Progress, read_chunks
 from merger.io.output_file import Hole, OutFiles, read_back_error
 from merger.tensors import memory_of, torch_dtype
 from store.errors import DamagedError, MergeError, StorageError, UnreachableError, UsageError
@@ -128,7 +128,7 @@ def transfer(plan: TransferPlan, paths: Sequence[Path], workers: int, progress: 
                 check_cancelled(stop)
                 progress(count)
 
-        decoding = None if block.coded is None else block.coded.decoding(report)
+        decoding = None if block.coded is None else FragmentPass(block.coded, report)
         chunks = _stored(block, report) if decoding is None else _decoded(decoding)
         try:
             pieces = _move_block(block, chunks, plan.moves[block], paths)
@@ -198,7 +198,7 @@ def _stored(block: Block, progress: Progress) -> Iterator[_Chunk]:
         buffer[:_TAIL] = buffer[end - begin : end - begin + _TAIL].clone()
 
 
-def _decoded(decoding: DecodePass) -> Iterator[_Chunk]:
+def _decoded(decoding: FragmentPass) -> Iterator[_Chunk]:
     """Yield the chunks of a block that is decoded: whole elements each, so none crosses a boundary."""
     begin = 0
     for piece in decoding.pieces():
