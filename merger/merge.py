@@ -8,21 +8,20 @@ Sources are never changed.
 from __future__ import annotations
 
 import os
-import shutil
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from merger.io.blocks import Damage, Extent, Progress
-from merger.io.output_dir import OutputDir, SourceUse, early_writeback
+from merger.io.output_dir import OutputDir, SourceUse, early_writeback, require_space
 from merger.io.output_file import Hole, OutFile, OutputError, storage_errors
 from merger.io.transfer import TransferResult, check_hole, checksums, plan_transfer, run_parallel, transfer
 from merger.layouts.base import Target
 from merger.plan import MergePlan, Request, default_workers, open_request, plan_merge
 from merger.recipe.model import Recipe
 from store.certificate import Certificate
-from store.errors import MergeError, StorageError
+from store.errors import MergeError
 from store.fragments import FragmentIndex
 from store.names import SaveId
 
@@ -139,7 +138,7 @@ def produce(
     """
     with storage_errors(folder):
         _require_paths(folder, files)
-        _require_space(folder, files)
+        require_space("the merge", folder, sum(file.container.nbytes for file in files))
         created = [_create(folder, file) for file in files]
         plan = plan_transfer(index, ((i, hole) for i, one in enumerate(created) for hole in one.holes))
         paths = [one.path for one in created]
@@ -203,12 +202,3 @@ def _require_paths(folder: Path, files: Sequence[OutFile]) -> None:
         if file.path in taken:
             raise MergeError(f"two files of the output have the path {file.path}")
         taken.add(file.path)
-
-
-def _require_space(folder: Path, files: Sequence[OutFile]) -> None:
-    needed, free = sum(file.container.nbytes for file in files), shutil.disk_usage(folder).free
-    if needed > free:
-        raise StorageError(
-            f"cannot write {folder}: {needed} bytes are needed, but only {free} are free; free space or name another "
-            "output directory"
-        )

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import math
 import os
-import shutil
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from merger.checkpoint import Checkpoint
 from merger.io.blocks import Block, Damage
-from merger.io.output_dir import SourceUse, certificate_file
+from merger.io.output_dir import SourceUse, certificate_file, require_space
 from merger.io.output_file import Hole, OutFile
 from merger.io.transfer import TransferPlan, plan_transfer
 from merger.layouts import layout_for
@@ -157,14 +156,6 @@ def draft_merge(request: Request, out: Path | None = None) -> MergeDraft:
     return draft if out is None else replace(draft, errors=(*draft.errors, *_out_errors(out, draft.plan)))
 
 
-def free_bytes(out: Path) -> int:
-    """Return the free space at the nearest existing parent of ``out``."""
-    place = out.absolute()
-    while not place.exists():
-        place = place.parent
-    return shutil.disk_usage(place).free
-
-
 def default_workers() -> int:
     """Return the number of threads that a merge uses by default."""
     return min(8, len(os.sched_getaffinity(0)))
@@ -238,9 +229,8 @@ def _reads(transfer: TransferPlan, assembled: Assembly, checkpoint: Checkpoint) 
 def _out_errors(out: Path, plan: MergePlan | None) -> Iterator[DriftpointError]:
     if out.exists() or out.is_symlink():
         yield UsageError(f"{out} already exists, and a merge never overwrites: name a new directory")
-    free = free_bytes(out)
-    if plan is not None and plan.bytes_to_write > free:
-        yield StorageError(
-            f"the merge needs about {plan.bytes_to_write} bytes in {out}, but only {free} are free; free space or name "
-            "another directory"
-        )
+    if plan is not None:
+        try:
+            require_space("the merge", out, plan.bytes_to_write)
+        except StorageError as error:
+            yield error

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from merger.io.output_file import OutFile, VerbatimFile, storage_errors
 from store.certificate import Certificate
-from store.errors import UsageError
+from store.errors import StorageError, UsageError
 
 _PREFIX = ".driftpoint-merge-"
 
@@ -108,6 +108,23 @@ def _require_valid(out: Path, sources: Sequence[Path]) -> None:
             raise UsageError(
                 f"{out} lies inside the source {source}, which a merge never changes: name a directory outside of it"
             )
+
+
+def free_bytes(path: Path) -> int:
+    """Return the free space at a path, or at its nearest existing parent."""
+    place = path.absolute()
+    while not place.exists():
+        place = place.parent
+    return shutil.disk_usage(place).free
+
+
+def require_space(what: str, path: Path, needed: int, other: str = "another output directory") -> None:
+    """Raise StorageError if fewer than ``needed`` bytes are free at a path. ``other``: what to name instead."""
+    free = free_bytes(path)
+    if needed > free:
+        raise StorageError(
+            f"{what} needs {needed} bytes in {path}, but only {free} are free; free space or name {other}"
+        )
 
 
 def _exists_error(out: Path) -> UsageError:

@@ -76,7 +76,12 @@ def composite_certificate(
         save=reference.certificate.save if one else mixture,
         step=reference.step,
         exact=one and reference.certificate.exact,
-        units=tuple(_certified(row, reference.step) for row in rows),
+        units=tuple(
+            replace(
+                row.unit, layer=row.layer, staleness=reference.step - row.unit.step, numel=row.numel, nbytes=row.nbytes
+            )
+            for row in rows
+        ),
         problems=problems,
     )
 
@@ -90,7 +95,10 @@ def held_slots(checkpoint: Checkpoint, fqn: str) -> list[str]:
 def _rows(
     parts: Mapping[str, Part], source_of: Mapping[str, str], taken: Mapping[str, Sequence[str]], run_state: str
 ) -> list[_Row]:
-    known = {name: _units(part.checkpoint) for name, part in parts.items()}
+    known = {
+        name: {(unit.layer, unit.slot): unit for unit in part.checkpoint.certificate.units}
+        for name, part in parts.items()
+    }
     reference = parts[run_state].checkpoint
     rows: dict[tuple[str, str, str, str], _Row] = {}
     for fqn, name in source_of.items():
@@ -124,20 +132,12 @@ def _row(unit: CertifiedUnit, own: CertifiedUnit | None, layer: str, source: str
     return _Row(replace(own, source=source, nbytes=unit.nbytes), layer, own=together or not unit.moving)
 
 
-def _certified(row: _Row, step: int) -> CertifiedUnit:
-    return replace(row.unit, layer=row.layer, staleness=step - row.unit.step, numel=row.numel, nbytes=row.nbytes)
-
-
 def _version(unit: CertifiedUnit) -> tuple[str, int, str, bool]:
     return unit.save, unit.step, unit.encoding, unit.fallback
 
 
 def _commit(checkpoint: Checkpoint) -> tuple[str, int]:
     return checkpoint.certificate.save, checkpoint.step
-
-
-def _units(checkpoint: Checkpoint) -> dict[tuple[str, str], CertifiedUnit]:
-    return {(unit.layer, unit.slot): unit for unit in checkpoint.certificate.units}
 
 
 def _unknown(checkpoint: Checkpoint, fqn: str, slot: str) -> CertifiedUnit:

@@ -28,7 +28,6 @@ from merger.sources.deepspeed_files import (
     read_universal,
     require_block,
     sample_ranges,
-    stored_step,
     weight_problems,
 )
 from merger.sources.deepspeed_zero import (
@@ -42,7 +41,7 @@ from merger.sources.deepspeed_zero import (
     slice_numel,
     state_of,
 )
-from merger.sources.torch_file import STAND_INS, read_pt
+from merger.sources.torch_file import read_pt
 from merger.tensors import memory_of
 from store.errors import DamagedError, MergeError
 from store.names import BUFFER, FROZEN, WEIGHTS
@@ -168,7 +167,7 @@ def _parameter(
         slot, dot, kind = name.partition(".")
         if (dot, kind) != (".", "pt") or slot in (FROZEN, BUFFER):
             raise DamagedError(f"{local.root / folder / name} is not a file of a universal checkpoint; remove it")
-        nest = Nest(read_pt(local, f"{folder}/{name}", STAND_INS).value, str(local.root / folder / name))
+        nest = Nest(read_pt(local, f"{folder}/{name}")[0], str(local.root / folder / name))
         if slot == _STEP:
             scalars[_STEP] = read_values(nest.value)
             continue
@@ -364,7 +363,7 @@ def _require_equal(files: RankFiles, group: Sequence[str], slots: set[str], scal
 def _doubts(files: RankFiles, found: OptimizerContents) -> list[str]:
     """Return doubts from step counts: an optimizer not loaded with its model restarts at 0, which proves nothing."""
     counted = files.model.at("global_steps").natural() - files.model.at("skipped_steps").natural()
-    each = [stored_step(found.scalars[fqn], group["hyper"]) for group in found.groups for fqn in group["params"]]
+    each = found.steps()
     steps = {step for step in each if step is not None}
     step_list = listed((f"{step:g}" for step in sorted(steps)), 6)
     if not steps and each and files.stage == 3:

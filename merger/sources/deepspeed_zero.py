@@ -61,6 +61,16 @@ class OptimizerContents:
     facts: dict[str, Any] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
 
+    def add_state(self, fqns: Sequence[str], state: FlatState) -> None:
+        """Note the scalars and slots of parameters in a flat partition."""
+        self.scalars |= {fqn: dict(state.scalars) for fqn in fqns}
+        self.slots |= {fqn: list(state.slots) for fqn in fqns}
+
+    def steps(self) -> list[float | None]:
+        """Return the steps that the optimizer counts for each parameter."""
+        groups = ((group["hyper"], group["params"]) for group in self.groups)
+        return [stored_step(self.scalars.get(fqn, {}), hyper) for hyper, fqns in groups for fqn in fqns]
+
 
 def param_shapes(model: Nest) -> list[list[Shape]]:
     """Return the parameters of each (sub-)group, in the order of the data. MergeError for duplicates."""
@@ -94,9 +104,10 @@ def flat_state(ranks: Sequence[Nest], masters: Sequence[FileTensor], numel: int)
             raise MergeError(
                 f"{ranks[0].where} and {nest.where} differ, so they are of different saves; name another tag"
             )
-    tensors = [{WEIGHTS: master} for master in masters]
-    for found, nest in zip(tensors, ranks, strict=True):
-        found |= {slot: nest.at(slot).tensor() for slot in first[0]}
+    tensors = [
+        {WEIGHTS: master, **{slot: nest.at(slot).tensor() for slot in first[0]}}
+        for master, nest in zip(masters, ranks, strict=True)
+    ]
     return FlatState(tuple(first[0]), first[1], tensors)
 
 
@@ -123,24 +134,19 @@ def _slots_and_scalars(state: Nest, numel: int) -> tuple[list[str], dict[str, An
         if key in scalars:
             continue
         tensor = nest.tensor()
-        if tensor.shape == (numel,) and key not in ("step", WEIGHTS, FROZEN, BUFFER):
-            slots.append(key)
-        else:
+        if tensor.shape != (numel,) or key in ("step", WEIGHTS, FROZEN, BUFFER):
             raise UnsupportedError(
                 f"{nest.where} has the shape {tensor.shape} for a flat partition of {counted(numel, 'element')}, so it "
                 "cannot be split by parameter; only optimizers with state per element, such as AdamW, are supported"
             )
+        slots.append(key)
     return sorted(slots), scalars
 
 
 def scalars_of(state: Nest) -> dict[str, Any]:
     """Return the base optimizer's state for a flat partition without tensors over its elements."""
-    plain = {key: nest.value for key, nest in state.items()}
-    return {
-        key: read_values(value)
-        for key, value in plain.items()
-        if not isinstance(value, FileTensor) or value.shape == ()
-    }
+    plain = ((key, nest.value) for key, nest in state.items())
+    return {key: read_values(value) for key, value in plain if not isinstance(value, FileTensor) or not value.shape}
 
 
 def base_groups(base: Nest) -> list[tuple[list[int], dict[str, Any]]]:
@@ -213,12 +219,10 @@ def read_zero12(files: RankFiles) -> OptimizerContents:
             out.extents += state.extents(rank, group.pieces(group.layout, rank))
         fqns = [shape.fqn for shape, _ in group.params]
         out.groups.append({"params": fqns, "hyper": hyper[index][1]})
-        out.scalars |= {fqn: dict(state.scalars) for fqn in fqns}
-        out.slots |= {fqn: list(state.slots) for fqn in fqns}
+        out.add_state(fqns, state)
     _check_mappings(files, groups)
     out.facts = _facts(files, groups, round_robin)
-    steps = [stored_step(out.scalars.get(fqn, {}), group["hyper"]) for group in out.groups for fqn in group["params"]]
-    out.problems += step_problems(files.model, files.optims[0].where, steps)
+    out.problems += step_problems(files.model, files.optims[0].where, out.steps())
     out.problems += weight_problems(files.model.at("module").mapping(), out.extents)
     return out
 
@@ -349,9 +353,7 @@ def _facts(files: RankFiles, groups: Sequence[_Group], round_robin: bool) -> dic
         "partition_count": [files.world_size] * len(groups),
         "nccl_start_alignment_factor": 2,
         "round_robin_gradients": round_robin,
-        "param_alignment_paddings": []
-        if paddings is None
-        else [list(paddings.at(i).naturals()) for i in range(len(groups))],
+        "param_alignment_paddings": [list(paddings.at(i).naturals()) for i in range(len(groups)) if paddings],
         "param_groups": [
             {
                 "params": [shape.fqn for shape, _ in group.params],
@@ -380,26 +382,28 @@ def read_zero3(files: RankFiles) -> OptimizerContents:
             f"{bases[0].where} has {len(home)} flat partitions, but {files.model.where} has {len(shapes)}; name "
             "another tag"
         )
-    out = OptimizerContents(groups=[{"params": [], "hyper": read_values} for _, read_values in hyper])
+    out = OptimizerContents(groups=[{"params": [], "hyper": values} for _, values in hyper])
     sub_groups = []
     for index, sub_group in enumerate(shapes):
         parts = [slice_numel(shape.numel, files.world_size) for shape in sub_group]
+        offsets = list(accumulate(parts, initial=0))
         masters = [optim.at("fp32_flat_groups").at(index).tensor() for optim in files.optims]
         for optim, master in zip(files.optims, masters, strict=True):
-            if master.shape != (sum(parts),):
+            if master.shape != (offsets[-1],):
                 raise MergeError(
-                    f"{optim.where}, sub-group {index}: {master.shape} elements instead of the {sum(parts)} in a "
+                    f"{optim.where}, sub-group {index}: {master.shape} elements instead of the {offsets[-1]} in a "
                     f"rank's slices of its parameters on {counted(files.world_size, 'rank')}; name another tag"
                 )
-        state = flat_state([state_of(base, index) for base in bases], masters, sum(parts))
+        state = flat_state([state_of(base, index) for base in bases], masters, offsets[-1])
         for rank in range(files.world_size):
-            out.extents += state.extents(rank, _pieces(sub_group, parts, rank))
+            slices = (own_slice(shape.numel, files.world_size, rank) for shape in sub_group)
+            placed = zip(sub_group, slices, offsets, strict=False)
+            out.extents += state.extents(rank, [Piece(shape.fqn, *own, offset) for shape, own, offset in placed])
         fqns = [shape.fqn for shape in sub_group]
         out.groups[home[index]]["params"] += fqns
-        out.scalars |= {fqn: dict(state.scalars) for fqn in fqns}
-        out.slots |= {fqn: list(state.slots) for fqn in fqns}
+        out.add_state(fqns, state)
         sub_groups.append(
-            {"params": fqns, "param_group": home[index], "partition_numels": parts, "flat_numel": sum(parts)}
+            {"params": fqns, "param_group": home[index], "partition_numels": parts, "flat_numel": offsets[-1]}
         )
     out.facts = {
         "zero_optimizer": "DeepSpeedZeroOptimizer_Stage3",
@@ -407,9 +411,8 @@ def read_zero3(files: RankFiles) -> OptimizerContents:
         "param_groups": [{"params": list(group["params"])} for group in out.groups],
         "sub_groups": sub_groups,
     }
-    steps = [stored_step(out.scalars.get(fqn, {}), group["hyper"]) for group in out.groups for fqn in group["params"]]
-    out.problems += step_problems(files.model, files.optims[0].where, steps)
-    if all(step is None for step in steps):
+    out.problems += step_problems(files.model, files.optims[0].where, out.steps())
+    if all(step is None for step in out.steps()):
         out.problems.append(
             f"the optimizer counts no steps, and ZeRO-3 saves the weights once: nothing tells whether all files in "
             f"{files.folder} are of one save"
@@ -424,29 +427,15 @@ def slice_numel(numel: int, world_size: int) -> int:
 
 def own_slice(numel: int, world_size: int, rank: int) -> tuple[int, int]:
     """Return [start, stop) of a rank's slice, without padding."""
-    return _clipped(slice_numel(numel, world_size), numel, rank)
-
-
-def _clipped(part: int, numel: int, rank: int) -> tuple[int, int]:
+    part = slice_numel(numel, world_size)
     return min(rank * part, numel), min((rank + 1) * part, numel)
-
-
-def _pieces(sub_group: list[Shape], parts: list[int], rank: int) -> list[Piece]:
-    pieces, offset = [], 0
-    for shape, part in zip(sub_group, parts, strict=True):
-        pieces.append(Piece(shape.fqn, *_clipped(part, shape.numel, rank), offset))
-        offset += part
-    return pieces
 
 
 def _refuse_variants(files: RankFiles) -> None:
     for optim in files.optims:
         count = optim.at("partition_count")
-        if (
-            isinstance(count.value, list)
-            or count.natural() != files.world_size
-            or optim.get("ds_zero_partition_groups")
-        ):
+        partly = isinstance(count.value, list) or count.natural() != files.world_size
+        if partly or optim.get("ds_zero_partition_groups"):
             raise UnsupportedError(
                 f"{optim.where} is partitioned over a part of the ranks ({count.value} of {files.world_size}; MiCS or "
                 "AutoEP), which is not supported"
