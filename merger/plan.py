@@ -175,8 +175,6 @@ def _draft(sources: OpenSources, request: Request, flaws: Set[Damage] = frozense
 
 def _make_plan(assembled: Assembly, checkpoint: Checkpoint, target: Target, request: Request) -> MergePlan:
     if target.files is not None:
-        if not target.files.is_dir():
-            raise UsageError(f"{target.files} is not a directory; name one with configuration and tokenizer files")
         checkpoint = replace(checkpoint, files=target.files)
     laid = layout_for(checkpoint, target).lay_out(checkpoint, target)
     checkpoint = replace(checkpoint, certificate=laid.certificate or checkpoint.certificate)

@@ -161,12 +161,8 @@ def certificate_file(
     certificate: Certificate, tag: str, notes: Sequence[str], sources: Sequence[SourceUse] = ()
 ) -> OutFile:
     """Build the certificate file of the output. ``tag``: name of the checkpoint inside the output."""
-    document = {
-        "tag": tag,
-        **certificate.as_json(),
-        "sources": [asdict(source) for source in sources],
-        "notes": list(notes),
-    }
+    rest = {"sources": [asdict(source) for source in sources], "notes": list(notes)}
+    document = {"tag": tag, **certificate.as_json(), **rest}
     return OutFile(CERTIFICATE, VerbatimFile((json.dumps(document, indent=1) + "\n").encode()))
 
 

@@ -17,7 +17,7 @@ from deepspeed.checkpoint import constants
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 
-from merger.checkpoint import Checkpoint, PlannedTensor, plan_whole, to_portable
+from merger.checkpoint import Checkpoint, PlannedTensor, config_section, plan_whole, to_portable
 from merger.io.blocks import xxh3
 from merger.io.output_file import OutFile, VerbatimFile
 from merger.layouts.base import LayoutResult, Target
@@ -29,7 +29,6 @@ from merger.layouts.deepspeed_facts import (
     SubGroupFacts,
     config_for,
     facts_of,
-    zero_section,
 )
 from merger.layouts.deepspeed_model import CLIENT_KEY, client_state, model_states
 from merger.layouts.deepspeed_reshard import (
@@ -267,7 +266,7 @@ def _notes_on_loading(checkpoint: Checkpoint, facts: EngineFacts, groups: Groups
             f"deepspeed.initialize run model.load_state_dict(torch.load('.../{tag}/{MODEL_FILE}', "
             "weights_only=True)['module'])"
         )
-    zero = zero_section(facts.ds_config)
+    zero = config_section(facts.ds_config, "zero_optimization")
     if zero.get("round_robin_gradients") and not zero.get("parameter_alignment"):
         yield (
             "the run had round_robin_gradients on: DeepSpeed 0.19's ZeRO-1/2 loads a universal checkpoint into the "

@@ -29,14 +29,11 @@ class Part:
 
 @dataclass
 class _Row:
-    """A row of the certificate being built.
+    """A row of the certificate being built: ``numel`` elements of a layer of the run state's model.
 
     Args:
         unit: the source's unit; the run state's unit if it has the very same version.
-        layer: name in the run state's model.
         own: whether taking it from the run state's source would make no difference.
-        numel: elements taken.
-        nbytes: bytes of these elements.
     """
 
     unit: CertifiedUnit
@@ -117,14 +114,9 @@ def _rows(
 
 
 def _row(unit: CertifiedUnit, own: CertifiedUnit | None, layer: str, source: str, *, together: bool) -> _Row:
-    """Build a row.
+    """Build a row from a source's unit, and the run state's ``own`` if it is of the same lineage.
 
-    Args:
-        unit: the source's unit.
-        own: the run state's unit, if it is of the same lineage.
-        layer: name in the run state's model.
-        source: name of the source.
-        together: whether both are one commit, and so have the same scalars (step counts) for moving units.
+    ``together``: whether both are one commit, and so have the same scalars (step counts) for moving units.
     """
     if own is None or _version(own) != _version(unit):
         # Equal names of frozen units in different versions do not make them equal.

@@ -95,15 +95,6 @@ def split_step(path: str) -> tuple[Path | None, int | str | None]:
     return recipe_path(where), int(step) if step.isascii() and step.isdigit() else step
 
 
-def is_range(bounds: list[Any]) -> bool:
-    """Return whether ``bounds`` are the first block and the one after the last."""
-    return (
-        len(bounds) == 2
-        and all(isinstance(one, int) and not isinstance(one, bool) for one in bounds)
-        and 0 <= bounds[0] <= bounds[1]
-    )
-
-
 def name_of(loc: Loc) -> str:
     """Return a location in the file as text, such as ``slices[0].sources``."""
     return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in loc).lstrip(".")
@@ -237,7 +228,8 @@ class _Translation:
         bounds = given.get("layer_range")
         if bounds is None and slices == 1:
             return source, 0, None
-        if not isinstance(bounds, list) or not is_range(bounds):
+        numbers = isinstance(bounds, list) and len(bounds) == 2 and all(type(one) is int for one in bounds)
+        if not numbers or not 0 <= bounds[0] <= bounds[1]:
             raise ConfigError(
                 f"{self.file.at((*loc, 'layer_range'))}: `layer_range` must be two numbers, the first block and "
                 f"the one after the last, such as [0, 8], not {bounds!r}"

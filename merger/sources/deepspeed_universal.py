@@ -13,7 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
-from merger.checkpoint import Checkpoint
+from merger.checkpoint import Checkpoint, config_section
+from merger.deepspeed_partitions import slice_numel
 from merger.io.blocks import Damage, Extent
 from merger.sources.base import FileTensor, Nest, checked_name, read_values
 from merger.sources.certificates import apply_merge_certificates
@@ -38,7 +39,6 @@ from merger.sources.deepspeed_zero import (
     is_round_robin,
     param_shapes,
     scalars_of,
-    slice_numel,
     state_of,
 )
 from merger.sources.torch_file import read_pt
@@ -124,10 +124,8 @@ def _read_optimizer(files: RankFiles, shapes: list[list[Shape]]) -> OptimizerCon
 def _is_wrapped(files: RankFiles) -> bool:
     """Return whether the run used ``BF16_Optimizer``: its own file has no stage; else by configuration."""
     config = files.model.at("ds_config").mapping()
-    types, zero = config.get("data_types"), config.get("zero_optimization")
-    named = types.get("grad_accum_dtype") if isinstance(types, dict) else None
-    offload = zero.get("offload_optimizer") if isinstance(zero, dict) else None
-    on_host = isinstance(offload, dict) and offload.get("device") == "cpu"
+    named = config_section(config, "data_types").get("grad_accum_dtype")
+    on_host = config_section(config, "zero_optimization", "offload_optimizer").get("device") == "cpu"
     configured = files.stage == 1 and files.bf16 and named in _FP32 and not on_host
     return configured or files.optims[0].get("zero_stage") is None
 

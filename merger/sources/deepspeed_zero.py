@@ -1,9 +1,8 @@
 """Read the optimizer files of ZeRO-1/2 (``BF16_Optimizer`` included) and ZeRO-3.
 
-ZeRO-1/2: each param group is one flat tensor, cut into equal partitions. Parameters lie in the order of
-``param_shapes``. ``param_slice_mappings`` use the order of the param group, wrongly so with ``round_robin_gradients``:
-they are compared with what DeepSpeed would have written, and never used to find a parameter. ZeRO-3: every parameter is
-cut into ceil(numel / world size) slices, one per rank, laid flat by sub-group; the last slices hold padding.
+At ZeRO-1/2 parameters lie in the order of ``param_shapes``. ``param_slice_mappings`` use the order of the param group,
+wrongly so with ``round_robin_gradients``: they are compared with what DeepSpeed would have written, and never used to
+find a parameter.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, TypeVar
 
+from merger.deepspeed_partitions import Piece, partition_paddings, partition_pieces, slice_numel, slice_pieces
 from merger.io.blocks import Extent
 from merger.sources.base import FileTensor, Nest, read_values
 from merger.sources.deepspeed_files import RankFiles, comparable, step_problems, stored_step, weight_problems
@@ -32,16 +32,6 @@ class Shape:
     fqn: str
     shape: tuple[int, ...]
     numel: int
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Elements [start, stop) of a flattened parameter, from ``offset`` of a flat partition."""
-
-    fqn: str
-    start: int
-    stop: int
-    offset: int
 
 
 @dataclass
@@ -188,14 +178,7 @@ class _Group:
 
     def pieces(self, placed: Sequence[tuple[Shape, int]], rank: int) -> list[Piece]:
         """Return the part of each parameter in a rank's partition, by the offsets ``placed``."""
-        first, last = rank * self.size, (rank + 1) * self.size
-        return [
-            Piece(
-                shape.fqn, max(offset, first) - offset, min(offset + shape.numel, last) - offset, max(offset - first, 0)
-            )
-            for shape, offset in placed
-            if max(offset, first) < min(offset + shape.numel, last)
-        ]
+        return partition_pieces(((shape.fqn, offset, shape.numel) for shape, offset in placed), self.size, rank)
 
 
 def read_zero12(files: RankFiles) -> OptimizerContents:
@@ -288,7 +271,7 @@ def _paddings(files: RankFiles, size: int, end: int) -> tuple[int, ...]:
     ranks = files.world_size
     if _is_wrapper(files):  # all of them on the last rank, even where they begin before it
         return (*([0] * (ranks - 1)), ranks * size - end)
-    return tuple(min(size, max(0, (rank + 1) * size - end)) for rank in range(ranks))
+    return partition_paddings(size, end, ranks)
 
 
 def _gaps(files: RankFiles, index: int, count: int) -> tuple[int, ...]:
@@ -386,24 +369,22 @@ def read_zero3(files: RankFiles) -> OptimizerContents:
     sub_groups = []
     for index, sub_group in enumerate(shapes):
         parts = [slice_numel(shape.numel, files.world_size) for shape in sub_group]
-        offsets = list(accumulate(parts, initial=0))
         masters = [optim.at("fp32_flat_groups").at(index).tensor() for optim in files.optims]
         for optim, master in zip(files.optims, masters, strict=True):
-            if master.shape != (offsets[-1],):
+            if master.shape != (sum(parts),):
                 raise MergeError(
-                    f"{optim.where}, sub-group {index}: {master.shape} elements instead of the {offsets[-1]} in a "
+                    f"{optim.where}, sub-group {index}: {master.shape} elements instead of the {sum(parts)} in a "
                     f"rank's slices of its parameters on {counted(files.world_size, 'rank')}; name another tag"
                 )
-        state = flat_state([state_of(base, index) for base in bases], masters, offsets[-1])
+        state = flat_state([state_of(base, index) for base in bases], masters, sum(parts))
         for rank in range(files.world_size):
-            slices = (own_slice(shape.numel, files.world_size, rank) for shape in sub_group)
-            placed = zip(sub_group, slices, offsets, strict=False)
-            out.extents += state.extents(rank, [Piece(shape.fqn, *own, offset) for shape, own, offset in placed])
+            placed = ((shape.fqn, shape.numel, part) for shape, part in zip(sub_group, parts, strict=True))
+            out.extents += state.extents(rank, slice_pieces(placed, rank))
         fqns = [shape.fqn for shape in sub_group]
         out.groups[home[index]]["params"] += fqns
         out.add_state(fqns, state)
         sub_groups.append(
-            {"params": fqns, "param_group": home[index], "partition_numels": parts, "flat_numel": offsets[-1]}
+            {"params": fqns, "param_group": home[index], "partition_numels": parts, "flat_numel": sum(parts)}
         )
     out.facts = {
         "zero_optimizer": "DeepSpeedZeroOptimizer_Stage3",
@@ -418,17 +399,6 @@ def read_zero3(files: RankFiles) -> OptimizerContents:
             f"{files.folder} are of one save"
         )
     return out
-
-
-def slice_numel(numel: int, world_size: int) -> int:
-    """Return the elements of a rank's slice of a parameter, padding included."""
-    return -(-numel // world_size)
-
-
-def own_slice(numel: int, world_size: int, rank: int) -> tuple[int, int]:
-    """Return [start, stop) of a rank's slice, without padding."""
-    part = slice_numel(numel, world_size)
-    return min(rank * part, numel), min((rank + 1) * part, numel)
 
 
 def _refuse_variants(files: RankFiles) -> None:
