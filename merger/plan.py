@@ -164,13 +164,13 @@ def default_workers() -> int:
 def _draft(sources: OpenSources, request: Request, flaws: Set[Damage] = frozenset()) -> MergeDraft:
     target = _target(request)
     assembled = assemble(sources, flaws, weights_only=target.layout == "hf")
-    errors = list(assembled.errors)
     if assembled.checkpoint is None:
-        return MergeDraft(assembled.uses, None, tuple(errors))
+        return MergeDraft(assembled.uses, None, assembled.errors)
     try:
-        return MergeDraft(assembled.uses, _make_plan(assembled, assembled.checkpoint, target, request), tuple(errors))
+        plan = _make_plan(assembled, assembled.checkpoint, target, request)
     except DriftpointError as error:
-        return MergeDraft(assembled.uses, None, (*errors, error))
+        return MergeDraft(assembled.uses, None, (*assembled.errors, error))
+    return MergeDraft(assembled.uses, plan, assembled.errors)
 
 
 def _make_plan(assembled: Assembly, checkpoint: Checkpoint, target: Target, request: Request) -> MergePlan:

@@ -11,7 +11,7 @@ import threading
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -168,9 +168,8 @@ def _move_block(
 ) -> list[tuple[int, Piece]]:
     """Write all moves of a block. Errors that ``chunks`` raises at its end, after the last write, count as well."""
     pieces, first, position = [], 0, 0
-    with ExitStack() as stack:
-        sink = _Sink(OutFiles(paths))
-        stack.callback(sink.files.close)
+    with closing(OutFiles(paths)) as files:
+        sink = _Sink(files)
         for chunk in chunks:
             while first < len(moves) and moves[first].start + moves[first].nbytes <= chunk.begin:
                 first += 1
@@ -245,17 +244,13 @@ def checksums(pieces: Iterable[Piece], holes: Sequence[Hole]) -> dict[int, int]:
     for hole in sorted(holes, key=lambda hole: hole.offset):
         after = bisect_left(starts, hole.offset + hole.stored.nbytes)
         own, position = found[position:after], after
-        _require_filled(hole, own)
+        written = sum(piece.nbytes for piece in own)
+        planned = sum(placed.fragment.numel for placed in hole.stored.placed) * hole.stored.dtype.itemsize
+        if written < planned:
+            raise MergeError(f"only {written} of {planned} bytes were written to the tensor at byte {hole.offset}")
         out[hole.offset] = combine_crcs(hole.offset, hole.stored.nbytes, own)
     combine_crcs(0, 0, found[position:])  # raises if a piece is left over
     return out
-
-
-def _require_filled(hole: Hole, pieces: Sequence[Piece]) -> None:
-    written = sum(piece.nbytes for piece in pieces)
-    planned = sum(placed.fragment.numel for placed in hole.stored.placed) * hole.stored.dtype.itemsize
-    if written < planned:
-        raise MergeError(f"only {written} of {planned} bytes were written to the tensor at byte {hole.offset}")
 
 
 def check_hole(path: Path, hole: Hole, expected: int, stop: threading.Event | None = None) -> None:
@@ -304,13 +299,7 @@ def crc_of_zeros(nbytes: int) -> int:
 
 
 def overflow_errors(name: str, before: torch.Tensor, after: torch.Tensor) -> Iterator[UsageError]:
-    """Yield the error for a cast that made a finite value infinite; nothing if all values stayed finite.
-
-    Args:
-        name: name of the elements in the error.
-        before: the elements in the old dtype.
-        after: the same elements in the new dtype.
-    """
+    """Yield the error for a cast of the elements ``name`` that made a finite value infinite."""
     if not (before.is_floating_point() and after.is_floating_point()):
         return
     lost = ~_finite(after)

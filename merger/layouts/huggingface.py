@@ -59,7 +59,6 @@ class HuggingFaceLayout:
         weights = hf_weights(checkpoint, target)
         files = [*weight_files(weights, target.file_bytes)]
         if checkpoint.files is not None:
-            require_folder(checkpoint.files)
             files += model_files(checkpoint.files, weights_dtype(weights))
         certificate = weights_certificate(checkpoint, weights)
         notes = (*_dtype_notes(certificate), *_notes(checkpoint, weights))

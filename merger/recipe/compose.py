@@ -176,17 +176,18 @@ def _named_twice(recipe: Recipe, model: Model, claims: Mapping[str, list[Rule]])
         if len(rules) < 2 or (model.tensors[fqn].aliases and len({rule.source for rule in rules}) == 1):
             continue
         by_pair.setdefault((rules[0].where, rules[1].where), []).append(fqn)
-    return [_twice(recipe, model, claims[fqns[-1]], fqns) for fqns in by_pair.values()]
-
-
-def _twice(recipe: Recipe, model: Model, rules: Sequence[Rule], fqns: list[str]) -> ConfigError:
-    one, other = rules[:2]
-    tied = [fqn for fqn in fqns if model.tensors[fqn].aliases]
-    why = f" ({tied[0]} is tied to {', '.join(model.tensors[tied[0]].aliases)}: one tensor)" if tied else ""
-    return ConfigError(
-        f"{recipe.where}: {listed(fqns)} {'is' if len(fqns) == 1 else 'are'} named twice{why}: by {one.where} from "
-        f"{one.source!r} and by {other.where} from {other.source!r}; narrow one of the two, with `except:` for instance"
-    )
+    out = []
+    for fqns in by_pair.values():
+        one, other = claims[fqns[-1]][:2]
+        tied = [fqn for fqn in fqns if model.tensors[fqn].aliases]
+        why = f" ({tied[0]} is tied to {', '.join(model.tensors[tied[0]].aliases)}: one tensor)" if tied else ""
+        error = (
+            f"{recipe.where}: {listed(fqns)} {'is' if len(fqns) == 1 else 'are'} named twice{why}: by {one.where} from "
+            f"{one.source!r} and by {other.where} from {other.source!r}; narrow one of the two, with `except:` for "
+            "instance"
+        )
+        out.append(ConfigError(error))
+    return out
 
 
 @dataclass(frozen=True)
@@ -344,8 +345,9 @@ def _group_of(checkpoint: Checkpoint) -> dict[str, int]:
 
 
 def _keys(checkpoint: Checkpoint, kind: str, fqn: str) -> Iterable[str]:
-    """Return the optimizer's ``slots`` or ``scalars`` of a parameter by name."""
-    return (checkpoint.framework_state.get(kind) or {}).get(fqn, ())
+    """Return the names of the optimizer's ``slots`` or ``scalars`` of a parameter."""
+    found: Mapping[str, Iterable[str]] = checkpoint.framework_state.get(kind) or {}
+    return found.get(fqn, ())
 
 
 def _key_problems(reference: NamedCheckpoint, other: NamedCheckpoint, fqn: str) -> Iterator[str]:

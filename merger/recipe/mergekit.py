@@ -228,13 +228,13 @@ class _Translation:
         bounds = given.get("layer_range")
         if bounds is None and slices == 1:
             return source, 0, None
-        numbers = isinstance(bounds, list) and len(bounds) == 2 and all(type(one) is int for one in bounds)
-        if not numbers or not 0 <= bounds[0] <= bounds[1]:
+        found = bounds if isinstance(bounds, list) and all(type(one) is int for one in bounds) else []
+        if len(found) != 2 or not 0 <= found[0] <= found[1]:
             raise ConfigError(
                 f"{self.file.at((*loc, 'layer_range'))}: `layer_range` must be two numbers, the first block and "
                 f"the one after the last, such as [0, 8], not {bounds!r}"
             )
-        return source, bounds[0], bounds[1]
+        return source, found[0], found[1]
 
     def _require_agreeing(self, blocks: int) -> None:
         """Raise ConfigError if slices without a block contradict the sources of the layers outside the blocks.

@@ -116,10 +116,6 @@ class FileTensor:
         offset = self.offset + at * torch_dtype(self.dtype).itemsize
         return Extent(fqn, slot, start, stop, self.dtype, self.block, offset)
 
-    def same_place(self, other: FileTensor) -> bool:
-        """Return whether both are the same elements of the same file, as tied tensors are."""
-        return self.numel > 0 and self.place() == other.place()
-
     def place(self) -> tuple[object, ...]:
         """Return a key that is equal for tensors of the same elements of the same record."""
         return self.block, self.offset, self.dtype, self.shape, self.contiguous, self.lazy

@@ -194,7 +194,7 @@ class Model:
         kept: list[str] = []
         for fqn in self._buffers:
             tensor = self._module[fqn].tensor()
-            same = [other for other in kept if tensor.same_place(self._module[other].tensor())]
+            same = [other for other in kept if tensor.numel and tensor.place() == self._module[other].tensor().place()]
             if same:
                 self._aliases[fqn] = same[0]
             else:

@@ -48,9 +48,6 @@ from store.names import BUFFER, FROZEN, WEIGHTS
 from store.storage.local import LocalFiles
 from store.text import listed
 
-_Pairs = Sequence[tuple[Extent, Extent]]
-"""(extent in its own file, extent in rank 0's slice) of one parameter, by slot."""
-
 CONVERTED = ("exp_avg", "exp_avg_sq")
 """Slots that DeepSpeed's converter writes for every parameter; it fails for other optimizers."""
 
@@ -261,8 +258,8 @@ def _rank0_partitions(files: RankFiles, index: int, group: Sequence[Shape]) -> M
     return out
 
 
-def _is_verified(pairs: _Pairs, part: int) -> bool:
-    """Return whether comparing the slices proves that the files are of one save. ``part``: elements of a slice."""
+def _is_verified(pairs: Sequence[tuple[Extent, Extent]], part: int) -> bool:
+    """Return whether comparing (own file, rank 0's slice) of each slot, ``part`` elements, proves one save."""
     unproven = {own.slot for own, _ in pairs if own.slot != WEIGHTS}
     if not unproven:
         return False
