@@ -69,9 +69,7 @@ _RANKS = 4096
 _CLASSES = (ZeroStageEnum, LossScaler, DynamicLossScaler)
 
 _FOLDER = "zero"
-
 _OPTIMIZER = "optimizer_state.pt"
-
 _NAME_BYTES = 255
 
 

@@ -35,9 +35,7 @@ _LARGEST = 1 << 28
 """Largest file that is copied, in bytes. Tokenizers have a few tens of megabytes."""
 
 _SUFFIXES = (".json", ".txt", ".model", ".tiktoken", ".jinja", ".py", ".bpe", ".vocab", ".spm", ".md")
-
 _NAMES = frozenset({"LICENSE", "NOTICE"})
-
 _FOLDERS = ("chat_templates", "additional_chat_templates")
 
 _TRAINING_FILES = frozenset({

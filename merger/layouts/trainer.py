@@ -32,11 +32,8 @@ STATE, SCHEDULER = "trainer_state.json", "scheduler.pt"
 _ARGUMENTS, _SCALER = "training_args.bin", "scaler.pt"
 
 _TOTALS = ("num_input_tokens_seen", "total_flos")
-
 _BEST_KEYS = ("best_metric", "best_global_step", "best_model_checkpoint")
-
 _CONTROL = "TrainerControl"
-
 _ADAPTER_CONFIG = "adapter_config.json"
 
 
