@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -82,18 +83,15 @@ def merge(
     Raises:
         NoStoreError, NothingToResumeError: there is nothing to merge.
         MergeError: a hole, a commit that does not exist, or sources that do not fit together.
-        DamagedError: a foreign checkpoint is damaged.
-        UsageError: ``out`` exists.
-        ConfigError: the recipe is wrong.
+        DamagedError, StorageError: a foreign checkpoint is damaged; reading or writing failed.
+        UsageError, ConfigError: ``out`` exists; the recipe is wrong.
         UnsupportedError: the layout cannot hold this state.
-        StorageError: reading or writing failed.
     """
     request = Request(source, save.name if isinstance(save, SaveId) else save, target or Target(), recipe)
     sources = open_request(request)
     plan = plan_merge(sources, request)  # raises before anything is written
-    output = OutputDir(out, sources.paths)
     flaws: dict[Damage, str] = {}
-    try:
+    with closing(OutputDir(out, sources.paths)) as output:
         while True:
             planned(plan)
             index = plan.checkpoint.index
@@ -105,8 +103,6 @@ def merge(
             output.clear()
             plan = plan_merge(sources, request, flaws.keys())
         output.finish()
-    finally:
-        output.abandon()
     return MergeResult(
         certificate=plan.checkpoint.certificate,
         out=output.out,

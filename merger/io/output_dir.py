@@ -64,8 +64,8 @@ class OutputDir:
             _sync(self.out.parent)
         self._unlock()
 
-    def abandon(self) -> None:
-        """Remove everything. Harmless after :meth:`finish`."""
+    def close(self) -> None:
+        """Remove everything, unless :meth:`finish` gave it its name."""
         if self._lock is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
             self._unlock()
