@@ -30,7 +30,6 @@ from store.storage.local import Files
 SLOT_OF_KIND = {"trainable": WEIGHTS, "frozen": FROZEN, "buffer": BUFFER}
 """Slot of the tensor itself, by its record's kind."""
 
-
 DEFAULT_CLIPPING = 1.0
 """DeepSpeed 0.19's gradient clipping without a configured value (``runtime/constants.py``)."""
 
@@ -249,12 +248,19 @@ def portable_run_states(checkpoint: Checkpoint, ranks: Iterable[int]) -> dict[in
     return {rank: {"rng": to_portable(states[rank].rng), "user": to_portable(states[rank].user)} for rank in ranks}
 
 
+def config_section(config: Any, *keys: str) -> Mapping[str, Any]:
+    """Return a section of DeepSpeed's configuration; empty if it is missing or no mapping, as some old forms are."""
+    for key in keys:
+        config = config.get(key) if isinstance(config, Mapping) else None
+    return config if isinstance(config, Mapping) else {}
+
+
 def gradient_clipping(config: Any) -> float:
     """Return the gradient clipping that an engine with this configuration uses; 0 is none.
 
     ZeRO-1/2 files hold the value, and engines take it from them over their own configuration; ZeRO-3 files do not.
     """
-    value = config.get("gradient_clipping") if isinstance(config, Mapping) else None
+    value = config_section(config).get("gradient_clipping")
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else DEFAULT_CLIPPING
 
 

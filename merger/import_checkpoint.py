@@ -7,7 +7,6 @@ Sources are never changed. Memory: a few chunks, and the run state.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,11 +19,12 @@ import xxhash
 
 from merger.checkpoint import Checkpoint, RankState
 from merger.io.blocks import Extent, Progress
+from merger.io.output_dir import require_space
 from merger.io.stream import CHUNK, bytes_to_read, fragment_streams
 from merger.sources import open_source
 from merger.tensors import to_leaf
 from store.catalog import Catalog, open_or_create
-from store.certificate import Certificate, certify, is_lossy
+from store.certificate import Certificate, certify
 from store.commit import Expected, Group, commit, hint_latest, wait_for_group
 from store.errors import DamagedError, StorageError, UnsupportedError, UsageError
 from store.fragments import covered_numel
@@ -121,7 +121,8 @@ def plan_import(source: Path, step: str | None = None) -> ImportPlan:
     notes: list[str] = []
     client_state = _storable(checkpoint.client_state, notes)
     states = []
-    for rank, state in enumerate(_rank_states(checkpoint)):
+    for rank in range(max(checkpoint.run_states, default=0) + 1):  # at least one; empty for ranks that are missing
+        state = checkpoint.run_states.get(rank, RankState(None, None))
         tree: dict[str, Any] = {"framework": checkpoint.framework_state, "rng": state.rng, "user": state.user}
         if rank == 0 and client_state:
             tree["client_state"] = client_state
@@ -170,7 +171,7 @@ def import_checkpoint(plan: ImportPlan, store: Path, progress: Progress = lambda
     try:
         _require_no_commit(catalog, store)
         if isinstance(files, LocalFiles):
-            _require_space(plan, files.root)
+            require_space("the import", files.root, plan.bytes_of_values, "another store")
         elif isinstance(files, ObjectFiles):
             files.require_conditional_puts()
         save = SaveId(plan.checkpoint.step, claim_epoch(files, catalog.store_id).epoch)
@@ -191,10 +192,12 @@ def _require_exact(checkpoint: Checkpoint) -> None:
     if checkpoint.certificate.exact:
         return
     older, lossy = checkpoint.certificate.max_staleness, checkpoint.certificate.lossy
+    units = checkpoint.certificate.units
     if older:
         why = f"is a composite: layers of it are up to {counted(older, 'step')} older than others"
     elif lossy:
-        rounded = ", ".join(_lossy_slots(checkpoint))
+        slots = {name: dict.fromkeys(one.slot for one in units if one.encoding == name) for name in lossy}
+        rounded = ", ".join(f"{' and '.join(names)} as {name}" for name, names in slots.items())
         why = f"is not exact: values were rounded when they were stored ({rounded})"
     else:
         why = "is not exact: " + "; ".join(checkpoint.problems[:1] or ("parts of it stand in for damaged ones",))
@@ -204,31 +207,15 @@ def _require_exact(checkpoint: Checkpoint) -> None:
     )
 
 
-def _lossy_slots(checkpoint: Checkpoint) -> list[str]:
-    """Return the lossy encodings with the slots that they hold."""
-    slots: dict[str, list[str]] = {}
-    for unit in checkpoint.certificate.units:
-        if is_lossy(unit.encoding) and unit.slot not in slots.setdefault(unit.encoding, []):
-            slots[unit.encoding].append(unit.slot)
-    return [f"{' and '.join(names)} as {encoding}" for encoding, names in slots.items()]
-
-
-def _rank_states(checkpoint: Checkpoint) -> list[RankState]:
-    """Return the state of every rank, at least one; empty states for ranks that the source lacks."""
-    count = max(checkpoint.run_states, default=0) + 1
-    return [checkpoint.run_states.get(rank, RankState(None, None)) for rank in range(count)]
-
-
 def _storable(client_state: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
     """Return the part of the client state that can be stored without pickling; add a note for the rest."""
-    kept = {}
+    kept = dict(client_state)
     for key, value in client_state.items():
         try:
             encode(value, to_leaf)
         except UnsupportedError as error:
             notes.append(f"{key!r} of the client state is not imported: {error}")
-        else:
-            kept[key] = value
+            del kept[key]
     return kept
 
 
@@ -348,14 +335,6 @@ def _require_no_commit(catalog: Catalog, store: Path) -> None:
         raise UsageError(
             f"the store {store} already has the commit {saves[0]}, which jobs would no longer resume from after an "
             "import. Name a new directory with --store"
-        )
-
-
-def _require_space(plan: ImportPlan, store: Path) -> None:
-    needed, free = plan.bytes_of_values, shutil.disk_usage(store).free
-    if needed > free:
-        raise StorageError(
-            f"the import needs {needed} bytes in {store}, but only {free} are free; free space or name another store"
         )
 
 

@@ -8,22 +8,21 @@ Sources are never changed.
 from __future__ import annotations
 
 import os
-import shutil
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
 from merger.io.blocks import Damage, Extent, Progress
-from merger.io.output_dir import OutputDir, SourceUse, early_writeback
+from merger.io.output_dir import OutputDir, SourceUse, early_writeback, require_space
 from merger.io.output_file import Hole, OutFile, OutputError, storage_errors
 from merger.io.transfer import TransferResult, check_hole, checksums, plan_transfer, run_parallel, transfer
 from merger.layouts.base import Target
 from merger.plan import MergePlan, Request, default_workers, open_request, plan_merge
 from merger.recipe.model import Recipe
-from merger.recipe.sources import OpenSources
 from store.certificate import Certificate
-from store.errors import MergeError, StorageError
+from store.errors import MergeError
 from store.fragments import FragmentIndex
 from store.names import SaveId
 
@@ -84,61 +83,38 @@ def merge(
     Raises:
         NoStoreError, NothingToResumeError: there is nothing to merge.
         MergeError: a hole, a commit that does not exist, or sources that do not fit together.
-        DamagedError: a foreign checkpoint is damaged.
-        UsageError: ``out`` exists.
-        ConfigError: the recipe is wrong.
+        DamagedError, StorageError: a foreign checkpoint is damaged; reading or writing failed.
+        UsageError, ConfigError: ``out`` exists; the recipe is wrong.
         UnsupportedError: the layout cannot hold this state.
-        StorageError: reading or writing failed.
     """
     request = Request(source, save.name if isinstance(save, SaveId) else save, target or Target(), recipe)
     sources = open_request(request)
-    attempts = _Attempts(sources, request)  # raises before anything is written
-    output = OutputDir(out, sources.paths)
-    try:
-        written = attempts.write(output, workers or default_workers(), progress, planned)
+    plan = plan_merge(sources, request)  # raises before anything is written
+    flaws: dict[Damage, str] = {}
+    with closing(OutputDir(out, sources.paths)) as output:
+        while True:
+            planned(plan)
+            index = plan.checkpoint.index
+            written, found = produce(output.folder, plan.files, index, workers or default_workers(), progress)
+            if not found:
+                break
+            # A unit's version is spread over many files: none of them may keep bytes of the damaged one.
+            flaws |= found
+            output.clear()
+            plan = plan_merge(sources, request, flaws.keys())
         output.finish()
-    finally:
-        output.abandon()
-    plan = attempts.plan
     return MergeResult(
         certificate=plan.checkpoint.certificate,
         out=output.out,
         tag=plan.laid.tag,
         bytes_written=written,
-        problems=attempts.problems,
+        problems=tuple(dict.fromkeys((*flaws.values(), *plan.checkpoint.problems))),
         load=plan.load(output.out),
         notes=plan.notes,
         framework=plan.checkpoint.framework,
         parameters=plan.parameters,
         sources=plan.sources,
     )
-
-
-class _Attempts:
-    """Plans, one after another, until all versions of one are intact."""
-
-    def __init__(self, sources: OpenSources, request: Request) -> None:
-        self._sources, self._request = sources, request
-        self._flaws: set[Damage] = set()
-        self._damage: list[str] = []
-        self.plan = plan_merge(sources, request)
-
-    def write(self, output: OutputDir, workers: int, progress: Progress, planned: Planned) -> int:
-        """Write the output; start again if versions prove damaged. Returns the bytes written."""
-        while True:
-            planned(self.plan)
-            written, flaws = produce(output.folder, self.plan.files, self.plan.checkpoint.index, workers, progress)
-            if not flaws:
-                return written
-            # A unit's version is spread over many files: none of them may keep bytes of the damaged one.
-            self._flaws |= flaws.keys()
-            self._damage += flaws.values()
-            output.clear()
-            self.plan = plan_merge(self._sources, self._request, self._flaws)
-
-    @property
-    def problems(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys((*self._damage, *self.plan.checkpoint.problems)))
 
 
 @dataclass(frozen=True)
@@ -158,7 +134,7 @@ def produce(
     """
     with storage_errors(folder):
         _require_paths(folder, files)
-        _require_space(folder, files)
+        require_space("the merge", folder, sum(file.container.nbytes for file in files))
         created = [_create(folder, file) for file in files]
         plan = plan_transfer(index, ((i, hole) for i, one in enumerate(created) for hole in one.holes))
         paths = [one.path for one in created]
@@ -222,12 +198,3 @@ def _require_paths(folder: Path, files: Sequence[OutFile]) -> None:
         if file.path in taken:
             raise MergeError(f"two files of the output have the path {file.path}")
         taken.add(file.path)
-
-
-def _require_space(folder: Path, files: Sequence[OutFile]) -> None:
-    needed, free = sum(file.container.nbytes for file in files), shutil.disk_usage(folder).free
-    if needed > free:
-        raise StorageError(
-            f"cannot write {folder}: {needed} bytes are needed, but only {free} are free; free space or name another "
-            "output directory"
-        )

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import math
 import os
-import shutil
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from merger.checkpoint import Checkpoint
 from merger.io.blocks import Block, Damage
-from merger.io.output_dir import SourceUse, certificate_file
+from merger.io.output_dir import SourceUse, certificate_file, require_space
 from merger.io.output_file import Hole, OutFile
 from merger.io.transfer import TransferPlan, plan_transfer
 from merger.layouts import layout_for
@@ -157,14 +156,6 @@ def draft_merge(request: Request, out: Path | None = None) -> MergeDraft:
     return draft if out is None else replace(draft, errors=(*draft.errors, *_out_errors(out, draft.plan)))
 
 
-def free_bytes(out: Path) -> int:
-    """Return the free space at the nearest existing parent of ``out``."""
-    place = out.absolute()
-    while not place.exists():
-        place = place.parent
-    return shutil.disk_usage(place).free
-
-
 def default_workers() -> int:
     """Return the number of threads that a merge uses by default."""
     return min(8, len(os.sched_getaffinity(0)))
@@ -173,19 +164,17 @@ def default_workers() -> int:
 def _draft(sources: OpenSources, request: Request, flaws: Set[Damage] = frozenset()) -> MergeDraft:
     target = _target(request)
     assembled = assemble(sources, flaws, weights_only=target.layout == "hf")
-    errors = list(assembled.errors)
     if assembled.checkpoint is None:
-        return MergeDraft(assembled.uses, None, tuple(errors))
+        return MergeDraft(assembled.uses, None, assembled.errors)
     try:
-        return MergeDraft(assembled.uses, _make_plan(assembled, assembled.checkpoint, target, request), tuple(errors))
+        plan = _make_plan(assembled, assembled.checkpoint, target, request)
     except DriftpointError as error:
-        return MergeDraft(assembled.uses, None, (*errors, error))
+        return MergeDraft(assembled.uses, None, (*assembled.errors, error))
+    return MergeDraft(assembled.uses, plan, assembled.errors)
 
 
 def _make_plan(assembled: Assembly, checkpoint: Checkpoint, target: Target, request: Request) -> MergePlan:
     if target.files is not None:
-        if not target.files.is_dir():
-            raise UsageError(f"{target.files} is not a directory; name one with configuration and tokenizer files")
         checkpoint = replace(checkpoint, files=target.files)
     laid = layout_for(checkpoint, target).lay_out(checkpoint, target)
     checkpoint = replace(checkpoint, certificate=laid.certificate or checkpoint.certificate)
@@ -238,9 +227,8 @@ def _reads(transfer: TransferPlan, assembled: Assembly, checkpoint: Checkpoint) 
 def _out_errors(out: Path, plan: MergePlan | None) -> Iterator[DriftpointError]:
     if out.exists() or out.is_symlink():
         yield UsageError(f"{out} already exists, and a merge never overwrites: name a new directory")
-    free = free_bytes(out)
-    if plan is not None and plan.bytes_to_write > free:
-        yield StorageError(
-            f"the merge needs about {plan.bytes_to_write} bytes in {out}, but only {free} are free; free space or name "
-            "another directory"
-        )
+    if plan is not None:
+        try:
+            require_space("the merge", out, plan.bytes_to_write)
+        except StorageError as error:
+            yield error

@@ -319,7 +319,8 @@ class MergePlanReport:
 
 def print_plan(request: Request, out: Path | None, workers: int | None, *, as_json: bool) -> int:
     """Print the plan, write nothing, and return the exit code that the merge would have."""
-    from merger.plan import default_workers, draft_merge, free_bytes
+    from merger.io.output_dir import free_bytes
+    from merger.plan import default_workers, draft_merge
 
     with output.stdout_to_stderr():
         draft = draft_merge(request, out)

@@ -18,7 +18,7 @@ from isal import isal_zlib
 
 from store.encoding import CHUNK, itemsize
 from store.errors import DamagedError, MissingError, StorageError, UnreachableError
-from store.fragments import FragmentReader, Source
+from store.fragments import FragmentReader, Readable, Source
 from store.resolve import RejectedVersion
 
 Progress = Callable[[int], None]
@@ -26,14 +26,6 @@ Progress = Callable[[int], None]
 
 _CHUNKS_PER_PASS = 14
 """Most chunks in memory during a pass, measured: stored, unpacked, decoded, the base's, and malloc's reserve."""
-
-
-class Readable(Protocol):
-    """Reads byte ranges of files. :class:`store.storage.local.Files` implements it."""
-
-    def read_into(self, path: str, offset: int, target: memoryview) -> None:
-        """Fill ``target`` from byte ``offset`` of a file. DamagedError if it ends early, StorageError."""
-        ...
 
 
 class RunningHash(Protocol):
@@ -57,9 +49,8 @@ class Crc32:
         return f"{self.value:08x}"
 
 
-def xxh3() -> RunningHash:
-    """Return a running xxh3-128, the checksum of stores."""
-    return xxhash.xxh3_128()
+xxh3: Callable[[], RunningHash] = xxhash.xxh3_128
+"""The checksum of stores."""
 
 
 @dataclass(frozen=True)
@@ -70,38 +61,73 @@ class Damage:
     bad: RejectedVersion
 
 
-class DecodePass(Protocol):
-    """One pass over a block whose bytes are decoded. Belongs to one thread."""
+@dataclass(frozen=True)
+class StoredFragment:
+    """An encoded fragment of the store at ``root``: stored bytes that decode to a block."""
+
+    files: Readable
+    source: Source
+    root: Path
 
     @property
-    def flaw(self) -> Damage | None:
-        """After an error: the damaged version, which is the base's if a difference's base is damaged."""
-        ...
+    def nbytes(self) -> int:
+        """Stored bytes that a pass reads: its own and those of its base, which each difference to it reads again."""
+        base = self.source.base
+        return self.source.entry.nbytes + (0 if base is None else base.entry.nbytes)
+
+    @property
+    def memory(self) -> int:
+        """Most bytes of memory that one pass takes."""
+        entry = self.source.entry
+        return _CHUNKS_PER_PASS * min(CHUNK, entry.numel) * itemsize(entry.dtype)
+
+
+class FragmentPass:
+    """One pass over a block whose bytes are decoded. Belongs to one thread."""
+
+    def __init__(self, fragment: StoredFragment, progress: Progress) -> None:
+        self._fragment = fragment
+        self._reader = FragmentReader(_CountingFiles(fragment.files, progress), fragment.source)
+
+    @property
+    def flaw(self) -> Damage:
+        """After an error: the fragment's version, or its base's version if the base's bytes are wrong."""
+        return Damage(self._fragment.root, RejectedVersion(self._reader.at_fault, self._fragment.source.entry.unit))
 
     def pieces(self) -> Iterator[memoryview]:
         """Yield the block's bytes in order, in pieces of whole elements; the caller owns each piece.
 
         Raises DamagedError, perhaps after the last piece, if the stored bytes are wrong; StorageError.
         """
-        ...
+        try:
+            for values in self._reader.chunks():
+                yield values.view(np.uint8).data
+        except DamagedError as error:
+            raise DamagedError(f"{self._subject('which is damaged')}: {error}") from error
+        except UnreachableError:
+            raise
+        except MissingError as error:
+            raise MissingError(f"{self._subject('which is gone')}: {error}") from error
+        except StorageError as error:
+            raise StorageError(f"{self._subject('which cannot be read')}: {error}") from error
+
+    def _subject(self, fate: str) -> str:
+        """Return which fragment failed, and the save of its base if the base's bytes are at fault."""
+        source, fault = self._fragment.source, self._reader.at_fault
+        entry = source.entry
+        where = f"{entry.unit} of save {source.part.save}, elements {entry.start} to {entry.stop} of {entry.fqn}"
+        return where if fault == source.part.save else f"{where}, the difference to save {fault}, {fate}"
 
 
-class EncodedFragment(Protocol):
-    """Stored bytes that decode to a block."""
+class _CountingFiles:
+    """Files that report the bytes read."""
 
-    @property
-    def nbytes(self) -> int:
-        """Stored bytes that one pass reads."""
-        ...
+    def __init__(self, files: Readable, progress: Progress) -> None:
+        self._files, self._progress = files, progress
 
-    @property
-    def memory(self) -> int:
-        """Most bytes of memory that one pass takes."""
-        ...
-
-    def decoding(self, progress: Progress) -> DecodePass:
-        """Start a pass."""
-        ...
+    def read_into(self, path: str, offset: int, target: memoryview) -> None:
+        self._files.read_into(path, offset, target)
+        self._progress(len(target))
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,7 +148,7 @@ class Block:
     digest: str
     name: str
     flaw: Damage | None = None
-    coded: EncodedFragment | None = None
+    coded: StoredFragment | None = None
 
     @property
     def stored_bytes(self) -> int:
@@ -178,70 +204,3 @@ def read_chunks(block: Block, buffer: memoryview) -> Iterator[tuple[int, int]]:
             f"{block.name}: bytes {block.offset} to {block.offset + block.nbytes} of {block.path} do not match their "
             "checksum"
         )
-
-
-@dataclass(frozen=True)
-class StoredFragment:
-    """An encoded fragment of the store at ``root``."""
-
-    files: Readable
-    source: Source
-    root: Path
-
-    @property
-    def nbytes(self) -> int:
-        """Its own bytes and those of its base, which is read again for each difference to it."""
-        base = self.source.base
-        return self.source.entry.nbytes + (0 if base is None else base.entry.nbytes)
-
-    @property
-    def memory(self) -> int:
-        entry = self.source.entry
-        return _CHUNKS_PER_PASS * min(CHUNK, entry.numel) * itemsize(entry.dtype)
-
-    def decoding(self, progress: Progress) -> FragmentPass:
-        return FragmentPass(self, progress)
-
-
-class FragmentPass:
-    """A decode pass over a stored fragment."""
-
-    def __init__(self, fragment: StoredFragment, progress: Progress) -> None:
-        self._fragment = fragment
-        self._reader = FragmentReader(_CountingFiles(fragment.files, progress), fragment.source)
-
-    @property
-    def flaw(self) -> Damage:
-        """The fragment's version, or its base's version if the base's bytes are wrong."""
-        return Damage(self._fragment.root, RejectedVersion(self._reader.at_fault, self._fragment.source.entry.unit))
-
-    def pieces(self) -> Iterator[memoryview]:
-        try:
-            for values in self._reader.chunks():
-                yield values.view(np.uint8).data
-        except DamagedError as error:
-            raise DamagedError(f"{self._subject('which is damaged')}: {error}") from error
-        except UnreachableError:
-            raise
-        except MissingError as error:
-            raise MissingError(f"{self._subject('which is gone')}: {error}") from error
-        except StorageError as error:
-            raise StorageError(f"{self._subject('which cannot be read')}: {error}") from error
-
-    def _subject(self, fate: str) -> str:
-        """Return which fragment failed, and the save of its base if the base's bytes are at fault."""
-        source, fault = self._fragment.source, self._reader.at_fault
-        entry = source.entry
-        where = f"{entry.unit} of save {source.part.save}, elements {entry.start} to {entry.stop} of {entry.fqn}"
-        return where if fault == source.part.save else f"{where}, the difference to save {fault}, {fate}"
-
-
-class _CountingFiles:
-    """Files that report the bytes read."""
-
-    def __init__(self, files: Readable, progress: Progress) -> None:
-        self._files, self._progress = files, progress
-
-    def read_into(self, path: str, offset: int, target: memoryview) -> None:
-        self._files.read_into(path, offset, target)
-        self._progress(len(target))

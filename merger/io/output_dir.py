@@ -20,7 +20,7 @@ from pathlib import Path
 
 from merger.io.output_file import OutFile, VerbatimFile, storage_errors
 from store.certificate import Certificate
-from store.errors import UsageError
+from store.errors import StorageError, UsageError
 
 _PREFIX = ".driftpoint-merge-"
 
@@ -64,8 +64,8 @@ class OutputDir:
             _sync(self.out.parent)
         self._unlock()
 
-    def abandon(self) -> None:
-        """Remove everything. Harmless after :meth:`finish`."""
+    def close(self) -> None:
+        """Remove everything, unless :meth:`finish` gave it its name."""
         if self._lock is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
             self._unlock()
@@ -110,6 +110,23 @@ def _require_valid(out: Path, sources: Sequence[Path]) -> None:
             )
 
 
+def free_bytes(path: Path) -> int:
+    """Return the free space at a path, or at its nearest existing parent."""
+    place = path.absolute()
+    while not place.exists():
+        place = place.parent
+    return shutil.disk_usage(place).free
+
+
+def require_space(what: str, path: Path, needed: int, other: str = "another output directory") -> None:
+    """Raise StorageError if fewer than ``needed`` bytes are free at a path. ``other``: what to name instead."""
+    free = free_bytes(path)
+    if needed > free:
+        raise StorageError(
+            f"{what} needs {needed} bytes in {path}, but only {free} are free; free space or name {other}"
+        )
+
+
 def _exists_error(out: Path) -> UsageError:
     return UsageError(f"{out} already exists, and a merge never overwrites: name a new directory, or remove it first")
 
@@ -144,12 +161,8 @@ def certificate_file(
     certificate: Certificate, tag: str, notes: Sequence[str], sources: Sequence[SourceUse] = ()
 ) -> OutFile:
     """Build the certificate file of the output. ``tag``: name of the checkpoint inside the output."""
-    document = {
-        "tag": tag,
-        **certificate.as_json(),
-        "sources": [asdict(source) for source in sources],
-        "notes": list(notes),
-    }
+    rest = {"sources": [asdict(source) for source in sources], "notes": list(notes)}
+    document = {"tag": tag, **certificate.as_json(), **rest}
     return OutFile(CERTIFICATE, VerbatimFile((json.dumps(document, indent=1) + "\n").encode()))
 
 

@@ -151,7 +151,7 @@ class OutFile:
     mode: int = 0o644
 
 
-@dataclass(frozen=True)
+@dataclass
 class VerbatimFile:
     """A file of known bytes, such as configuration, tokenizers, ``latest`` and certificates."""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from merger.io.blocks import Block, Extent, Progress, read_chunks
+from merger.io.blocks import Block, Extent, FragmentPass, Progress, read_chunks
 from merger.tensors import torch_dtype
 from store.errors import DamagedError
 
@@ -57,7 +57,7 @@ class Reading:
 
     def __init__(self, block: Block, progress: Progress) -> None:
         self._block = block
-        self._chunks = _stored(block, progress) if block.coded is None else block.coded.decoding(progress).pieces()
+        self._chunks = _stored(block, progress) if block.coded is None else FragmentPass(block.coded, progress).pieces()
         self._position = 0
         self._chunk = memoryview(b"")
 

@@ -11,7 +11,7 @@ import threading
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -19,7 +19,7 @@ from typing import TypeVar
 import torch
 from isal import isal_zlib
 
-from merger.io.blocks import Block, Damage, DecodePass, Extent, Progress, read_chunks
+from merger.io.blocks import Block, Damage, Extent, FragmentPass, Progress, read_chunks
 from merger.io.output_file import Hole, OutFiles, read_back_error
 from merger.tensors import memory_of, torch_dtype
 from store.errors import DamagedError, MergeError, StorageError, UnreachableError, UsageError
@@ -28,10 +28,8 @@ from store.fragments import FragmentIndex
 _EXPORT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 """Dtypes that ``--dtype`` accepts."""
 
-
 CHUNK = 1 << 22
 """Bytes read at a time: enough for the device, few enough for a processor's cache."""
-
 
 _TAIL = 16
 """Bytes of the previous chunk kept for an element that ends in this one: the size of the largest dtype."""
@@ -130,7 +128,7 @@ def transfer(plan: TransferPlan, paths: Sequence[Path], workers: int, progress: 
                 check_cancelled(stop)
                 progress(count)
 
-        decoding = None if block.coded is None else block.coded.decoding(report)
+        decoding = None if block.coded is None else FragmentPass(block.coded, report)
         chunks = _stored(block, report) if decoding is None else _decoded(decoding)
         try:
             pieces = _move_block(block, chunks, plan.moves[block], paths)
@@ -170,9 +168,8 @@ def _move_block(
 ) -> list[tuple[int, Piece]]:
     """Write all moves of a block. Errors that ``chunks`` raises at its end, after the last write, count as well."""
     pieces, first, position = [], 0, 0
-    with ExitStack() as stack:
-        sink = _Sink(OutFiles(paths))
-        stack.callback(sink.files.close)
+    with closing(OutFiles(paths)) as files:
+        sink = _Sink(files)
         for chunk in chunks:
             while first < len(moves) and moves[first].start + moves[first].nbytes <= chunk.begin:
                 first += 1
@@ -200,7 +197,7 @@ def _stored(block: Block, progress: Progress) -> Iterator[_Chunk]:
         buffer[:_TAIL] = buffer[end - begin : end - begin + _TAIL].clone()
 
 
-def _decoded(decoding: DecodePass) -> Iterator[_Chunk]:
+def _decoded(decoding: FragmentPass) -> Iterator[_Chunk]:
     """Yield the chunks of a block that is decoded: whole elements each, so none crosses a boundary."""
     begin = 0
     for piece in decoding.pieces():
@@ -247,17 +244,13 @@ def checksums(pieces: Iterable[Piece], holes: Sequence[Hole]) -> dict[int, int]:
     for hole in sorted(holes, key=lambda hole: hole.offset):
         after = bisect_left(starts, hole.offset + hole.stored.nbytes)
         own, position = found[position:after], after
-        _require_filled(hole, own)
+        written = sum(piece.nbytes for piece in own)
+        planned = sum(placed.fragment.numel for placed in hole.stored.placed) * hole.stored.dtype.itemsize
+        if written < planned:
+            raise MergeError(f"only {written} of {planned} bytes were written to the tensor at byte {hole.offset}")
         out[hole.offset] = combine_crcs(hole.offset, hole.stored.nbytes, own)
     combine_crcs(0, 0, found[position:])  # raises if a piece is left over
     return out
-
-
-def _require_filled(hole: Hole, pieces: Sequence[Piece]) -> None:
-    written = sum(piece.nbytes for piece in pieces)
-    planned = sum(placed.fragment.numel for placed in hole.stored.placed) * hole.stored.dtype.itemsize
-    if written < planned:
-        raise MergeError(f"only {written} of {planned} bytes were written to the tensor at byte {hole.offset}")
 
 
 def check_hole(path: Path, hole: Hole, expected: int, stop: threading.Event | None = None) -> None:
@@ -306,13 +299,7 @@ def crc_of_zeros(nbytes: int) -> int:
 
 
 def overflow_errors(name: str, before: torch.Tensor, after: torch.Tensor) -> Iterator[UsageError]:
-    """Yield the error for a cast that made a finite value infinite; nothing if all values stayed finite.
-
-    Args:
-        name: name of the elements in the error.
-        before: the elements in the old dtype.
-        after: the same elements in the new dtype.
-    """
+    """Yield the error for a cast of the elements ``name`` that made a finite value infinite."""
     if not (before.is_floating_point() and after.is_floating_point()):
         return
     lost = ~_finite(after)

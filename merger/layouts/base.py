@@ -17,7 +17,6 @@ LAYOUTS = ("native", "deepspeed", "universal", "hf", "dcp", "trainer", "torch")
 SHARD_BYTES = 5 * 10**9
 """Default size of files in bytes, as in transformers."""
 
-
 _COMPILED, _PARALLEL = "_orig_mod", "module."
 
 T = TypeVar("T")

@@ -8,7 +8,8 @@ group is one flat tensor, cut into equal partitions.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
-from merger.checkpoint import Checkpoint
+from merger.checkpoint import Checkpoint, config_section
+from merger.deepspeed_partitions import Piece, partition_pieces
 from merger.io.output_file import OutFile, VerbatimFile
 from merger.layouts.base import LayoutResult, Target
 from merger.layouts.deepspeed_facts import (
@@ -32,7 +34,6 @@ from merger.layouts.deepspeed_facts import (
 )
 from merger.layouts.deepspeed_model import (
     CLIENT_KEY,
-    FlatPiece,
     FlatState,
     base_optimizer_state,
     flat_slots,
@@ -51,9 +52,6 @@ CLASSES = (ZeroStageEnum, LossScaler, DynamicLossScaler, fragment_address)
 """Classes in the files besides tensors and plain values; every reader has them."""
 
 
-_RECOVERY_SCRIPTS = ("zero_to_fp32.py", "zero_to_torch.py")
-
-
 class DeepSpeedLayout:
     """The directory of an engine. MergeError if the checkpoint's facts do not describe one."""
 
@@ -68,7 +66,7 @@ class DeepSpeedLayout:
             OutFile("latest", VerbatimFile(tag.encode())),
         )
         load = (f"engine.load_checkpoint({{out!r}}, tag={tag!r})",)
-        notes = (*notes, *_notes_on_ranks(saved, facts), *_notes_on_loading(facts))
+        notes = (*notes, *_notes(saved, facts))
         return LayoutResult(tag, files, load, notes, checkpoint.certificate)
 
 
@@ -81,34 +79,26 @@ def _facts_for(saved: EngineFacts, checkpoint: Checkpoint, target: Target) -> En
     return retarget(saved, checkpoint, stage, world_size)
 
 
-def _notes_on_loading(facts: EngineFacts) -> tuple[str, ...]:
-    section = facts.ds_config.get("checkpoint") if isinstance(facts.ds_config, Mapping) else None
-    if not isinstance(section, Mapping) or not section.get("load_universal"):
-        return ()
-    note = (
-        "the run's configuration loads universal checkpoints, and these are DeepSpeed's own: set load_universal to "
-        "false, or write layout 'universal'"
-    )
-    return (note,)
-
-
-def _notes_on_ranks(saved: EngineFacts, facts: EngineFacts) -> tuple[str, ...]:
-    if saved.world_size == facts.world_size:
-        return ()
-    notes = []
-    notes.append(
-        f"the run had {counted(saved.world_size, 'rank')}, the files are for {facts.world_size}: random-number states "
-        f"and the user's objects are still those of {counted(saved.world_size, 'rank')}, in the client state under "
-        f"{CLIENT_KEY!r}"
-    )
-    before, after = batch_of(saved.ds_config, saved.world_size), batch_of(facts.ds_config, facts.world_size)
-    if before and after and before.train != after.train:
-        notes.append(
-            f"an optimizer step took {counted(before.train, 'sample')} and takes {after.train} with the "
-            f"configuration in the files, on {counted(facts.world_size, 'rank')}; set {ACCUMULATION} or {MICRO} of "
-            "your own configuration if that is not what you want"
+def _notes(saved: EngineFacts, facts: EngineFacts) -> Iterator[str]:
+    """Yield what to know before loading files for the engine of ``facts``."""
+    if saved.world_size != facts.world_size:
+        yield (
+            f"the run had {counted(saved.world_size, 'rank')}, the files are for {facts.world_size}: random-number "
+            f"states and the user's objects are still those of {counted(saved.world_size, 'rank')}, in the client "
+            f"state under {CLIENT_KEY!r}"
         )
-    return tuple(notes)
+        before, after = batch_of(saved.ds_config, saved.world_size), batch_of(facts.ds_config, facts.world_size)
+        if before and after and before.train != after.train:
+            yield (
+                f"an optimizer step took {counted(before.train, 'sample')} and takes {after.train} with the "
+                f"configuration in the files, on {counted(facts.world_size, 'rank')}; set {ACCUMULATION} or {MICRO} of "
+                "your own configuration if that is not what you want"
+            )
+    if config_section(facts.ds_config, "checkpoint").get("load_universal"):
+        yield (
+            "the run's configuration loads universal checkpoints, and these are DeepSpeed's own: set load_universal "
+            "to false, or write layout 'universal'"
+        )
 
 
 def deepspeed_files(facts: EngineFacts, checkpoint: Checkpoint, tag: str) -> list[OutFile]:
@@ -140,7 +130,7 @@ def _optim_states(facts: EngineFacts, checkpoint: Checkpoint, kept: Sequence[Fla
 def _recovery_scripts() -> list[OutFile]:
     """Return the scripts that DeepSpeed puts beside its checkpoints to make a plain state dict of them."""
     source = Path(deepspeed.__file__).parent / "utils"
-    scripts = [source / name for name in _RECOVERY_SCRIPTS]
+    scripts = (source / name for name in ("zero_to_fp32.py", "zero_to_torch.py"))
     return [OutFile(path.name, VerbatimFile(path.read_bytes()), 0o755) for path in scripts if path.exists()]
 
 
@@ -149,7 +139,7 @@ def zero12_states(facts: EngineFacts, checkpoint: Checkpoint, kept: Sequence[Fla
     groups = facts.param_groups
     masters, states = [], []
     for group, state in zip(groups, kept, strict=True):
-        pieces = _pieces(group, rank)
+        pieces = _pieces(group.layout, group, rank)
         lean = group.partition_size - (0 if facts.is_bf16_optimizer else group.group_paddings[rank])
         # DeepSpeed strips the padding behind the masters, but not behind the moments.
         masters.append(flat_tensor(WEIGHTS, pieces, lean, state.masters))
@@ -180,23 +170,13 @@ def _group_padding(facts: EngineFacts, group: GroupFacts, rank: int) -> int:
     return sum(group.group_paddings) if rank == facts.world_size - 1 else 0
 
 
-def _pieces(group: GroupFacts, rank: int) -> list[FlatPiece]:
-    """Return the part of each parameter in a rank's partition."""
-    first = rank * group.partition_size
-    pieces = []
-    for placed in group.layout:
-        start, stop = max(placed.offset, first), min(placed.offset + placed.numel, first + group.partition_size)
-        if start < stop:
-            pieces.append(FlatPiece(placed.fqn, start - placed.offset, start - first, stop - start))
-    return pieces
+def _pieces(layout: Iterable[PlacedParameter], group: GroupFacts, rank: int) -> list[Piece]:
+    return partition_pieces(((one.fqn, one.offset, one.numel) for one in layout), group.partition_size, rank)
 
 
 def _slice_mapping(facts: EngineFacts, index: int, rank: int) -> OrderedDict[str, fragment_address]:
-    group = facts.param_groups[index]
-    mapped = group.model_copy(update={"layout": _mapped_layout(facts, index)})
-    return OrderedDict(
-        (piece.fqn, fragment_address(numel=piece.numel, start=piece.offset)) for piece in _pieces(mapped, rank)
-    )
+    pieces = _pieces(_mapped_layout(facts, index), facts.param_groups[index], rank)
+    return OrderedDict((one.fqn, fragment_address(numel=one.stop - one.start, start=one.offset)) for one in pieces)
 
 
 def _mapped_layout(facts: EngineFacts, index: int) -> tuple[PlacedParameter, ...]:
@@ -208,13 +188,11 @@ def _mapped_layout(facts: EngineFacts, index: int) -> tuple[PlacedParameter, ...
     group = facts.param_groups[index]
     place = {placed.fqn: placed for placed in group.layout}
     paddings = facts.param_alignment_paddings[index] if facts.param_alignment_paddings else ()
+    placed = [place[fqn] for fqn in group.params]
     if any(paddings) or not facts.round_robin_gradients:
-        return tuple(place[fqn] for fqn in group.params)
-    out, offset = [], 0
-    for fqn in group.params:
-        out.append(PlacedParameter(fqn=fqn, offset=offset, numel=place[fqn].numel))
-        offset += place[fqn].numel
-    return tuple(out)
+        return tuple(placed)
+    offsets = accumulate((one.numel for one in placed), initial=0)
+    return tuple(one.model_copy(update={"offset": at}) for one, at in zip(placed, offsets, strict=False))
 
 
 def loss_scaler(state: Mapping[str, Any], dtype: str) -> LossScaler | DynamicLossScaler:
@@ -227,13 +205,8 @@ def loss_scaler(state: Mapping[str, Any], dtype: str) -> LossScaler | DynamicLos
     if kind == "LossScaler":
         scaler = LossScaler(scale=plain["cur_scale"])
     elif kind == "DynamicLossScaler":
-        scaler = DynamicLossScaler(
-            plain["cur_scale"],
-            plain["scale_window"],
-            plain["min_scale"],
-            plain["delayed_shift"],
-            plain["consecutive_hysteresis"],
-        )
+        given = ("cur_scale", "scale_window", "min_scale", "delayed_shift", "consecutive_hysteresis")
+        scaler = DynamicLossScaler(*(plain[name] for name in given))
     else:
         raise MergeError(
             f"the run used the loss scaler {kind!r}, which DeepSpeed's files cannot hold; write another layout"

@@ -12,11 +12,10 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from merger.checkpoint import Checkpoint
+from merger.checkpoint import Checkpoint, config_section
 from store.errors import MergeError, UnsupportedError
 
 TRAIN, MICRO, ACCUMULATION = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
-
 
 _NOT_AT_STAGE: Mapping[int, tuple[str, ...]] = {
     1: ("offload_param", "compute_grad_norm"),
@@ -132,18 +131,12 @@ class Batch:
     accumulation: int
 
 
-def zero_section(config: Any) -> dict[str, Any]:
-    """Return ``zero_optimization``; empty if it is missing or a boolean, its old form."""
-    found = config.get("zero_optimization") if isinstance(config, Mapping) else None
-    return dict(found) if isinstance(found, Mapping) else {}
-
-
 def batch_of(config: Any, world_size: int) -> Batch | None:
     """Return the batch as DeepSpeed computes it for a world size; None if the configuration does not determine it.
 
     The rules are those of ``DeepSpeedConfig._set_batch_related_parameters``.
     """
-    values = [config.get(key) if isinstance(config, Mapping) else None for key in (TRAIN, MICRO, ACCUMULATION)]
+    values = [config_section(config).get(key) for key in (TRAIN, MICRO, ACCUMULATION)]
     if any(value is not None and (not isinstance(value, int) or value < 1) for value in values):
         return None  # "auto", which the caller of DeepSpeed fills in
     train, micro, accumulation = values
@@ -167,9 +160,8 @@ def config_for(config: Any, source: tuple[int, int], target: tuple[int, int]) ->
         return config
     out = dict(config)
     if source[0] != target[0]:
-        kept = {
-            key: value for key, value in zero_section(config).items() if key not in _NOT_AT_STAGE.get(target[0], ())
-        }
+        zero = config_section(config, "zero_optimization")
+        kept = {key: value for key, value in zero.items() if key not in _NOT_AT_STAGE.get(target[0], ())}
         out["zero_optimization"] = {**kept, "stage": target[0]}
     if source[1] != target[1]:
         out.update(_fitted_batch(config, source[1], target[1]))

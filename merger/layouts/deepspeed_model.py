@@ -1,7 +1,4 @@
-"""Build the model states, flat partitions and ZeRO-3 optimizer states of DeepSpeed checkpoints.
-
-ZeRO-3 cuts every parameter into ceil(numel / world size) slices; the slices of a sub-group form one flat tensor.
-"""
+"""Build the model states, flat partitions and ZeRO-3 optimizer states of DeepSpeed checkpoints."""
 
 from __future__ import annotations
 
@@ -23,9 +20,10 @@ from merger.checkpoint import (
     portable_run_states,
     to_portable,
 )
+from merger.deepspeed_partitions import Piece, slice_numel, slice_pieces
 from merger.layouts.base import canonical_names, share_tied
-from merger.layouts.deepspeed_facts import EngineFacts, SubGroupFacts
-from merger.layouts.deepspeed_reshard import has_state, same_value
+from merger.layouts.deepspeed_facts import EngineFacts
+from merger.layouts.deepspeed_reshard import flat_partitions, has_state, same_value
 from merger.layouts.torch_state_dict import optimizer_state
 from merger.tensors import torch_dtype
 from store.errors import MergeError
@@ -53,9 +51,7 @@ def model_states(facts: EngineFacts, checkpoint: Checkpoint, rank: int) -> dict[
         "lr_scheduler": to_portable(state["lr_scheduler"]),
         "data_sampler": None,
         "random_ltd": None,
-        "skipped_steps": counters["skipped_steps"],
-        "global_steps": counters["global_steps"],
-        "global_samples": counters["global_samples"],
+        **{key: counters[key] for key in ("skipped_steps", "global_steps", "global_samples")},
         "dp_world_size": facts.world_size,
         "mp_world_size": facts.mp_world_size,
         constants.CHECKPOINT_PARALLEL_DIMS: {
@@ -83,10 +79,7 @@ def _working_copy(facts: EngineFacts, checkpoint: Checkpoint, fqn: str) -> Plann
 
 
 def _param_shapes(facts: EngineFacts, checkpoint: Checkpoint) -> list[OrderedDict[str, torch.Size]]:
-    if facts.zero_stage == 3:
-        groups = [sub_group.params for sub_group in facts.sub_groups]
-    else:
-        groups = [tuple(placed.fqn for placed in group.layout) for group in facts.param_groups]
+    groups = (fqns for _, fqns in flat_partitions(facts))
     return [OrderedDict((fqn, torch.Size(checkpoint.tensors[fqn].shape)) for fqn in group) for group in groups]
 
 
@@ -101,12 +94,9 @@ def _frozen(checkpoint: Checkpoint, facts: EngineFacts, value: Callable[[str], A
 
 
 def _frozen_fragments(facts: EngineFacts, checkpoint: Checkpoint, rank: int) -> OrderedDict[str, Any]:
-    def value(fqn: str) -> PlannedTensor | torch.Tensor:
-        if facts.zero_stage == 3:
-            return frozen_slices(facts, checkpoint, rank, fqn)
-        return _working_copy(facts, checkpoint, fqn)
-
-    return _frozen(checkpoint, facts, value)
+    if facts.zero_stage == 3:
+        return _frozen(checkpoint, facts, lambda fqn: frozen_slices(facts, checkpoint, rank, fqn))
+    return _frozen(checkpoint, facts, lambda fqn: _working_copy(facts, checkpoint, fqn))
 
 
 def _shared_params(checkpoint: Checkpoint) -> dict[str, str]:
@@ -144,7 +134,8 @@ def zero3_states(facts: EngineFacts, checkpoint: Checkpoint, kept: Sequence[Flat
     """Return ``optimizer.state_dict()`` of a rank without the loss scaler. ``kept``: by sub-group."""
     masters, states = [], []
     for sub_group, state in zip(facts.sub_groups, kept, strict=True):
-        pieces = _pieces(checkpoint, sub_group, rank)
+        sizes = zip(sub_group.params, sub_group.partition_numels, strict=True)
+        pieces = slice_pieces(((fqn, checkpoint.numel(fqn), part) for fqn, part in sizes), rank)
         masters.append(flat_tensor(WEIGHTS, pieces, sub_group.flat_numel, state.masters))
         states.append(flat_slots(state, pieces, sub_group.flat_numel))
     members: list[list[int]] = [[] for _ in facts.param_groups]
@@ -158,16 +149,6 @@ def zero3_states(facts: EngineFacts, checkpoint: Checkpoint, kept: Sequence[Flat
         constants.OPTIMIZER_STATE_DICT: base_optimizer_state(checkpoint, states, members),
         constants.FP32_FLAT_GROUPS: masters,
     }
-
-
-@dataclass(frozen=True)
-class FlatPiece:
-    """Elements [start, start + numel) of a flattened parameter, at ``offset`` of a flat partition."""
-
-    fqn: str
-    start: int
-    offset: int
-    numel: int
 
 
 @dataclass(frozen=True)
@@ -205,14 +186,13 @@ def flat_state(checkpoint: Checkpoint, fqns: Sequence[str]) -> FlatState:
     return FlatState(_flat_dtype(checkpoint, WEIGHTS, fqns), dict(scalars), dtypes, frozenset(known))
 
 
-def flat_tensor(slot: str, pieces: Sequence[FlatPiece], numel: int, dtype: torch.dtype) -> PlannedTensor:
+def flat_tensor(slot: str, pieces: Sequence[Piece], numel: int, dtype: torch.dtype) -> PlannedTensor:
     """Plan a flat partition of one slot, 1-d, ``numel`` elements; zeros between the parameters."""
-    return plan_flat(
-        numel, dtype, (Placement(Fragment(piece.fqn, slot, piece.start, piece.numel), piece.offset) for piece in pieces)
-    )
+    fragments = ((Fragment(one.fqn, slot, one.start, one.stop - one.start), one.offset) for one in pieces)
+    return plan_flat(numel, dtype, (Placement(fragment, offset) for fragment, offset in fragments))
 
 
-def flat_slots(state: FlatState, pieces: Sequence[FlatPiece], numel: int) -> dict[str, Any]:
+def flat_slots(state: FlatState, pieces: Sequence[Piece], numel: int) -> dict[str, Any]:
     """Return the base optimizer's state of one rank's flat partition: its scalars, then its slots."""
     out: dict[str, Any] = dict(to_portable(state.scalars))
     stored = [piece for piece in pieces if piece.fqn in state.known]
@@ -258,25 +238,6 @@ def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 def frozen_slices(facts: EngineFacts, checkpoint: Checkpoint, rank: int, fqn: str) -> PlannedTensor:
     """Plan a rank's slice of a parameter that the optimizer does not hold, padding included."""
-    numel = checkpoint.numel(fqn)
-    part = -(-numel // facts.world_size)
-    start, count = _slice(part, numel, rank)
-    return plan_flat(
-        part, torch_dtype(checkpoint.dtype(fqn, FROZEN)), [Placement(Fragment(fqn, FROZEN, start, count), 0)]
-    )
-
-
-def _pieces(checkpoint: Checkpoint, sub_group: SubGroupFacts, rank: int) -> list[FlatPiece]:
-    pieces, offset = [], 0
-    for fqn, part in zip(sub_group.params, sub_group.partition_numels, strict=True):
-        start, count = _slice(part, checkpoint.numel(fqn), rank)
-        if count:
-            pieces.append(FlatPiece(fqn, start, offset, count))
-        offset += part
-    return pieces
-
-
-def _slice(part: int, numel: int, rank: int) -> tuple[int, int]:
-    """Return (start, count) of a rank's slice, without padding."""
-    start = min(rank * part, numel)
-    return start, min(part, numel - start)
+    part = slice_numel(checkpoint.numel(fqn), facts.world_size)
+    pieces = slice_pieces([(fqn, checkpoint.numel(fqn), part)], rank)
+    return flat_tensor(FROZEN, pieces, part, torch_dtype(checkpoint.dtype(fqn, FROZEN)))

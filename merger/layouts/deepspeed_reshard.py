@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from deepspeed.runtime.config import DtypeEnum
 
-from merger.checkpoint import Checkpoint, chosen_steps, gradient_clipping, with_steps
+from merger.checkpoint import Checkpoint, chosen_steps, config_section, gradient_clipping, with_steps
+from merger.deepspeed_partitions import partition_paddings, slice_numel
 from merger.layouts.deepspeed_facts import (
     EngineFacts,
     GroupFacts,
     PlacedParameter,
     SubGroupFacts,
     config_for,
-    zero_section,
 )
 from merger.tensors import torch_dtype
 from store.errors import UnsupportedError
@@ -40,9 +40,7 @@ SUB_GROUP_SIZE = 10**9
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
-
 BF16_OPTIMIZER, ZERO_12, ZERO_3 = "BF16_Optimizer", "DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3"
-
 
 STEP = "step"
 
@@ -85,11 +83,9 @@ def optimizer_wrapper(zero_stage: int, dtype: str, config: Any) -> str:
     """Return the class that DeepSpeed's engine wraps the optimizer in (``_do_optimizer_sanity_check``)."""
     if zero_stage == 3:
         return ZERO_3
-    types = config.get("data_types") if isinstance(config, Mapping) else None
-    named = types.get("grad_accum_dtype") if isinstance(types, Mapping) else None
+    named = config_section(config, "data_types").get("grad_accum_dtype")
     accumulation = _DTYPES[dtype] if named is None else DtypeEnum(named).value
-    offload = zero_section(config).get("offload_optimizer")
-    on_host = isinstance(offload, Mapping) and offload.get("device") == "cpu"
+    on_host = config_section(config, "zero_optimization", "offload_optimizer").get("device") == "cpu"
     if zero_stage == 1 and dtype == "bf16" and accumulation == torch.float32 and not on_host:
         return BF16_OPTIMIZER
     return ZERO_12
@@ -106,7 +102,7 @@ def data_order(params: Sequence[str], zero_stage: int, world_size: int, dtype: s
 
 
 def _uses_round_robin(zero_stage: int, dtype: str, config: Any) -> bool:
-    configured = bool(zero_section(config).get("round_robin_gradients"))
+    configured = bool(config_section(config, "zero_optimization").get("round_robin_gradients"))
     return configured and optimizer_wrapper(zero_stage, dtype, config) == ZERO_12
 
 
@@ -115,7 +111,7 @@ def _zero12(
 ) -> dict[str, Any]:
     stage, world_size, config = engine["zero_stage"], engine["world_size"], engine["ds_config"]
     kind = optimizer_wrapper(stage, dtype, config)
-    aligned = kind == ZERO_12 and bool(zero_section(config).get("parameter_alignment"))
+    aligned = kind == ZERO_12 and bool(config_section(config, "zero_optimization").get("parameter_alignment"))
     laid, paddings = [], []
     for index, params in enumerate(groups):
         if not params:
@@ -157,16 +153,16 @@ def _group(
         layout=tuple(layout),
         flat_numel=size * world_size,
         partition_size=size,
-        group_paddings=tuple(min(size, max(0, (rank + 1) * size - end)) for rank in range(world_size)),
+        group_paddings=partition_paddings(size, end, world_size),
     )
 
 
 def _zero3(checkpoint: Checkpoint, groups: Sequence[tuple[str, ...]], world_size: int, config: Any) -> dict[str, Any]:
-    limit = zero_section(config).get("sub_group_size")
+    limit = config_section(config, "zero_optimization").get("sub_group_size")
     limit = SUB_GROUP_SIZE if limit is None else int(limit)
     sub_groups = []
     for index, params in enumerate(groups):
-        slices = [(fqn, -(-checkpoint.numel(fqn) // world_size)) for fqn in params]
+        slices = [(fqn, slice_numel(checkpoint.numel(fqn), world_size)) for fqn in params]
         for members in _cut(slices, limit):
             numels = tuple(numel for _, numel in members)
             names = tuple(fqn for fqn, _ in members)
@@ -220,16 +216,15 @@ def _require_in_groups(checkpoint: Checkpoint, groups: Iterable[tuple[str, ...]]
 
 def _require_supported(facts: EngineFacts, zero_stage: int) -> None:
     """Raise UnsupportedError for variants of DeepSpeed with another layout."""
-    zero = zero_section(facts.ds_config)
-    offloads = [zero.get(name) for name in ("offload_optimizer", "offload_param")]
-    optimizer = facts.ds_config.get("optimizer") if isinstance(facts.ds_config, Mapping) else None
-    kind = str(optimizer.get("type", "")).lower() if isinstance(optimizer, Mapping) else ""
+    zero = config_section(facts.ds_config, "zero_optimization")
+    offloads = [config_section(zero, name) for name in ("offload_optimizer", "offload_param")]
+    kind = str(config_section(facts.ds_config, "optimizer").get("type", "")).lower()
     variants = {
         "tensor or pipeline parallelism": facts.mp_world_size != 1,
         "zero_optimization.zenflow": zero.get("zenflow") is not None,
         "zero_optimization.mics_shard_size": zero_stage == 3 and int(zero.get("mics_shard_size") or 0) > 0,
-        "offload to NVMe": any(isinstance(one, Mapping) and one.get("device") == "nvme" for one in offloads),
-        "SuperOffload": any(isinstance(one, Mapping) and one.get("super_offload") for one in offloads),
+        "offload to NVMe": any(one.get("device") == "nvme" for one in offloads),
+        "SuperOffload": any(one.get("super_offload") for one in offloads),
         "the optimizer Muon at stage 3": zero_stage == 3 and kind == "muon",
     }
     found = [name for name, there in variants.items() if there]

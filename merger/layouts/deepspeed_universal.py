@@ -17,7 +17,7 @@ from deepspeed.checkpoint import constants
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 
-from merger.checkpoint import Checkpoint, PlannedTensor, plan_whole, to_portable
+from merger.checkpoint import Checkpoint, PlannedTensor, config_section, plan_whole, to_portable
 from merger.io.blocks import xxh3
 from merger.io.output_file import OutFile, VerbatimFile
 from merger.layouts.base import LayoutResult, Target
@@ -29,7 +29,6 @@ from merger.layouts.deepspeed_facts import (
     SubGroupFacts,
     config_for,
     facts_of,
-    zero_section,
 )
 from merger.layouts.deepspeed_model import CLIENT_KEY, client_state, model_states
 from merger.layouts.deepspeed_reshard import (
@@ -50,14 +49,11 @@ from store.errors import UnsupportedError
 from store.names import WEIGHTS
 from store.text import counted, listed
 
-Groups = Sequence[Sequence[str]]
-
+Groups = Sequence[tuple[str, ...]]
 
 MODEL_FILE = "mp_rank_00_model_states.pt"
 
-
 _ADAM = ("exp_avg", "exp_avg_sq")
-
 
 _LOAD_HYPER = (
     "from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler",
@@ -67,20 +63,13 @@ _LOAD_HYPER = (
 )
 """Reads the hyperparameters, and allows only the three classes in this file."""
 
-
 _RANKS = 4096
 """Largest world size checked for param groups without elements on some rank."""
 
-
 _CLASSES = (ZeroStageEnum, LossScaler, DynamicLossScaler)
 
-
 _FOLDER = "zero"
-
-
 _OPTIMIZER = "optimizer_state.pt"
-
-
 _NAME_BYTES = 255
 
 
@@ -105,15 +94,11 @@ class UniversalLayout:
             # No ``latest``: an engine without load_universal would load the weights and silently restart the optimizer.
             OutFile("latest_universal", VerbatimFile(tag.encode())),
         )
-        loader_notes = notes_on_loading(checkpoint, facts, groups, tag)
-        return LayoutResult(
-            tag, files, load_lines(checkpoint, groups, tag), (*notes, *loader_notes), checkpoint.certificate
-        )
+        notes = (*notes, *_notes_on_loading(checkpoint, facts, groups, tag))
+        return LayoutResult(tag, files, _load_lines(checkpoint, groups, tag), notes, checkpoint.certificate)
 
 
-def _parameter_files(
-    checkpoint: Checkpoint, groups: tuple[tuple[str, ...], ...], folder: str, origin: dict[str, Any]
-) -> Iterator[OutFile]:
+def _parameter_files(checkpoint: Checkpoint, groups: Groups, folder: str, origin: dict[str, Any]) -> Iterator[OutFile]:
     for params in groups:
         known = next((fqn for fqn in params if has_state(checkpoint, fqn)), None)
         for fqn in params:
@@ -141,9 +126,7 @@ def _slots(checkpoint: Checkpoint, fqn: str, known: str | None) -> dict[str, Pla
     }
 
 
-def _optimizer(
-    facts: EngineFacts, checkpoint: Checkpoint, groups: tuple[tuple[str, ...], ...], origin: dict[str, Any]
-) -> dict[str, Any]:
+def _optimizer(facts: EngineFacts, checkpoint: Checkpoint, groups: Groups, origin: dict[str, Any]) -> dict[str, Any]:
     """Return state of no single parameter, at the keys that the loaders of ZeRO-1/2 and of ZeRO-3 read."""
     hyper = [
         {**to_portable(group["hyper"]), "params": [index]}
@@ -193,15 +176,13 @@ def _contents(checkpoint: Checkpoint) -> str:
     return running.hexdigest()
 
 
-def _slots_of(checkpoint: Checkpoint, params: tuple[str, ...]) -> list[str]:
+def _slots_of(checkpoint: Checkpoint, params: Sequence[str]) -> list[str]:
     """Return the slots that every parameter of a param group has in the files."""
     known = next((fqn for fqn in params if has_state(checkpoint, fqn)), None)
     return [] if known is None else sorted(checkpoint.slots(known))
 
 
-def _model_files(
-    facts: EngineFacts, checkpoint: Checkpoint, groups: tuple[tuple[str, ...], ...], tag: str
-) -> Iterator[OutFile]:
+def _model_files(facts: EngineFacts, checkpoint: Checkpoint, groups: Groups, tag: str) -> Iterator[OutFile]:
     """Yield one file for engines of ZeRO-1/2 and one for ZeRO-3; all ranks read the same."""
     info = {constants.UNIVERSAL_CHECKPOINT_VERSION_KEY: constants.UNIVERSAL_CHECKPOINT_VERSION_VALUE}
     for stage, name in ((_stage_12(facts), MODEL_FILE), (3, f"zero_pp_rank_0_{MODEL_FILE}")):
@@ -219,7 +200,7 @@ def _stage_12(facts: EngineFacts) -> int:
     return facts.zero_stage if facts.zero_stage in (1, 2) else 2
 
 
-def _without_places(facts: EngineFacts, groups: tuple[tuple[str, ...], ...], stage: int) -> EngineFacts:
+def _without_places(facts: EngineFacts, groups: Groups, stage: int) -> EngineFacts:
     """Return facts of an engine at ``stage`` that name each group's parameters in data order, without offsets."""
     here = (facts.zero_stage, facts.world_size)
     config = config_for(facts.ds_config, here, (stage, facts.world_size))
@@ -255,7 +236,7 @@ def _require_only_step(fqn: str, scalars: dict[str, Any]) -> None:
         )
 
 
-def load_lines(checkpoint: Checkpoint, groups: Groups, tag: str) -> tuple[str, ...]:
+def _load_lines(checkpoint: Checkpoint, groups: Groups, tag: str) -> tuple[str, ...]:
     """Return Python that loads the checkpoint completely, at any stage; ``{out}`` is the directory."""
     lines = [f"saved = {{out!r}} + '/{tag}'"]
     if _not_loaded(checkpoint, groups):
@@ -266,67 +247,46 @@ def load_lines(checkpoint: Checkpoint, groups: Groups, tag: str) -> tuple[str, .
         lines.extend(_LOAD_HYPER)
         lines.append("for group, own in zip(engine.optimizer.optimizer.param_groups, kept, strict=True):")
         lines.append("    group.update({{key: value for key, value in own.items() if key != 'params'}})")
-    if _step_is_a_tensor(checkpoint, groups):
+    if isinstance(common_step(checkpoint, chain.from_iterable(groups)), torch.Tensor):
         lines.append("for state in engine.optimizer.optimizer.state.values():")
         lines.append("    state['step'] = state['step'].clone()")
     return tuple(lines)
 
 
-def notes_on_loading(checkpoint: Checkpoint, facts: EngineFacts, groups: Groups, tag: str) -> tuple[str, ...]:
-    """Return what to know before loading, each with a remedy."""
-    found = (
-        _note_on_not_loaded(checkpoint, groups, tag),
-        _note_on_round_robin(facts),
-        _note_on_small_groups(checkpoint, groups),
-        _note_on_hyper(checkpoint),
-        _note_on_the_shared_step(checkpoint, groups),
-        _note_on_other_steps(checkpoint, groups),
-        _note_on_other_optimizers(checkpoint, groups),
-    )
-    return tuple(note for note in found if note)
+def _notes_on_loading(checkpoint: Checkpoint, facts: EngineFacts, groups: Groups, tag: str) -> Iterator[str]:
+    """Yield what to know before loading, each with a remedy: what is not loaded, and what ZeRO-1/2 loads wrongly."""
+    left = _not_loaded(checkpoint, groups)
+    if left:
+        yield (
+            "a universal load restores what the optimizer trains and nothing else: "
+            f"{counted(len(left), 'frozen parameter or buffer', 'frozen parameters and buffers')} (in "
+            f"{layers_named(checkpoint, left)}) {'stays' if len(left) == 1 else 'stay'} as the model was built. Before "
+            f"deepspeed.initialize run model.load_state_dict(torch.load('.../{tag}/{MODEL_FILE}', "
+            "weights_only=True)['module'])"
+        )
+    zero = config_section(facts.ds_config, "zero_optimization")
+    if zero.get("round_robin_gradients") and not zero.get("parameter_alignment"):
+        yield (
+            "the run had round_robin_gradients on: DeepSpeed 0.19's ZeRO-1/2 loads a universal checkpoint into the "
+            "wrong places then, without an error. Load it with round_robin_gradients off (or at stage 3), or write "
+            "layout 'deepspeed' at the stage and world size you need"
+        )
+    numels = [sum(checkpoint.numel(fqn) for fqn in params) for params in groups]
+    limits = [(ranks, i) for i, numel in enumerate(numels) if (ranks := _ranks_that_hold(numel)) is not None]
+    if limits:
+        ranks, group = min(limits)
+        yield (
+            f"param group {group} has only {counted(numels[group], 'element')}: on more than {counted(ranks, 'rank')} "
+            "one of them holds nothing of it, and DeepSpeed's ZeRO-1/2 stops with an IndexError there. Join the group "
+            "to another, load at stage 3, or write layout 'deepspeed'"
+        )
+    yield from _notes_on_zero3(checkpoint, groups)
 
 
 def _not_loaded(checkpoint: Checkpoint, groups: Groups) -> list[str]:
     """Return the tensors in no param group, which the loaders do not touch."""
     inside = set(chain.from_iterable(groups))
     return [fqn for fqn in checkpoint.tensors if fqn not in inside and checkpoint.numel(fqn)]
-
-
-def _note_on_not_loaded(checkpoint: Checkpoint, groups: Groups, tag: str) -> str | None:
-    left = _not_loaded(checkpoint, groups)
-    if not left:
-        return None
-    return (
-        "a universal load restores what the optimizer trains and nothing else: "
-        f"{counted(len(left), 'frozen parameter or buffer', 'frozen parameters and buffers')} (in "
-        f"{layers_named(checkpoint, left)}) {'stays' if len(left) == 1 else 'stay'} as the model was built. Before "
-        f"deepspeed.initialize run model.load_state_dict(torch.load('.../{tag}/{MODEL_FILE}', "
-        "weights_only=True)['module'])"
-    )
-
-
-def _note_on_round_robin(facts: EngineFacts) -> str | None:
-    zero = zero_section(facts.ds_config)
-    if not zero.get("round_robin_gradients") or zero.get("parameter_alignment"):
-        return None
-    return (
-        "the run had round_robin_gradients on: DeepSpeed 0.19's ZeRO-1/2 loads a universal checkpoint into the wrong "
-        "places then, without an error. Load it with round_robin_gradients off (or at stage 3), or write layout "
-        "'deepspeed' at the stage and world size you need"
-    )
-
-
-def _note_on_small_groups(checkpoint: Checkpoint, groups: Groups) -> str | None:
-    numels = [sum(checkpoint.numel(fqn) for fqn in params) for params in groups]
-    limits = [(ranks, i) for i, numel in enumerate(numels) if (ranks := _ranks_that_hold(numel)) is not None]
-    if not limits:
-        return None
-    ranks, group = min(limits)
-    return (
-        f"param group {group} has only {counted(numels[group], 'element')}: on more than {counted(ranks, 'rank')} one "
-        "of them holds nothing of it, and DeepSpeed's ZeRO-1/2 stops with an IndexError there. Join the group to "
-        "another, load at stage 3, or write layout 'deepspeed'"
-    )
 
 
 def _ranks_that_hold(numel: int) -> int | None:
@@ -336,6 +296,39 @@ def _ranks_that_hold(numel: int) -> int | None:
         if size * ranks >= numel:
             return ranks
     return None
+
+
+def _notes_on_zero3(checkpoint: Checkpoint, groups: Groups) -> Iterator[str]:
+    """Yield what DeepSpeed's ZeRO-3 loads wrongly or refuses."""
+    differing = _hyper_differs(checkpoint)
+    if differing:
+        yield (
+            f"the param groups differ in {', '.join(differing)}, and DeepSpeed's ZeRO-3 gives every group those of the "
+            "first when it loads a universal checkpoint. Set them afterwards from zero/optimizer_state.pt, as the "
+            "lines that load it do, or write layout 'deepspeed' at the stage and world size you need"
+        )
+    common = common_step(checkpoint, chain.from_iterable(groups))
+    if isinstance(common, torch.Tensor):
+        yield (
+            "DeepSpeed's ZeRO-3 puts one and the same step tensor into every sub-group when it loads a universal "
+            "checkpoint, and with several param groups or sub-groups each of them then counts it up. Give each its own "
+            "afterwards, as the lines that load it do, or write layout 'deepspeed'"
+        )
+    steps = [common_step(checkpoint, params) for params in groups]
+    if len({float(step) for step in steps if step is not None}) > 1:
+        step_list = listed(("none" if step is None else f"{float(step):g}" for step in steps), 6)
+        yield (
+            f"the param groups are at different optimizer steps ({step_list}), and DeepSpeed's ZeRO-3 takes "
+            f"{float(common):g} for all when it loads a universal checkpoint; write layout 'deepspeed' to keep them"
+        )
+    kept = {slot for params in groups for fqn in params for slot in checkpoint.slots(fqn)}
+    kept |= set() if common is None else {STEP}
+    if kept != {*_ADAM, STEP}:
+        yield (
+            f"the optimizer keeps {', '.join(sorted(kept)) or 'nothing'}, and DeepSpeed's ZeRO-3 loads universal "
+            f"checkpoints of Adam's kind only ({', '.join(_ADAM)}, {STEP}); load it at stage 1 or 2, or write layout "
+            "'deepspeed'"
+        )
 
 
 def _hyper_differs(checkpoint: Checkpoint) -> list[str]:
@@ -349,53 +342,3 @@ def _same(one: Any, other: Any) -> bool:
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
         return len(one) == len(other) and all(map(_same, one, other))
     return one is other or (one is not None and other is not None and same_value(one, other))
-
-
-def _note_on_hyper(checkpoint: Checkpoint) -> str | None:
-    differing = _hyper_differs(checkpoint)
-    if not differing:
-        return None
-    return (
-        f"the param groups differ in {', '.join(differing)}, and DeepSpeed's ZeRO-3 gives every group those of the "
-        "first when it loads a universal checkpoint. Set them afterwards from zero/optimizer_state.pt, as the lines "
-        "that load it do, or write layout 'deepspeed' at the stage and world size you need"
-    )
-
-
-def _step_is_a_tensor(checkpoint: Checkpoint, groups: Groups) -> bool:
-    return isinstance(common_step(checkpoint, chain.from_iterable(groups)), torch.Tensor)
-
-
-def _note_on_the_shared_step(checkpoint: Checkpoint, groups: Groups) -> str | None:
-    if not _step_is_a_tensor(checkpoint, groups):
-        return None
-    return (
-        "DeepSpeed's ZeRO-3 puts one and the same step tensor into every sub-group when it loads a universal "
-        "checkpoint, and with several param groups or sub-groups each of them then counts it up. Give each its own "
-        "afterwards, as the lines that load it do, or write layout 'deepspeed'"
-    )
-
-
-def _note_on_other_steps(checkpoint: Checkpoint, groups: Groups) -> str | None:
-    steps = [common_step(checkpoint, params) for params in groups]
-    if len({float(step) for step in steps if step is not None}) < 2:
-        return None
-    common = float(common_step(checkpoint, chain.from_iterable(groups)))
-    step_list = listed(("none" if step is None else f"{float(step):g}" for step in steps), 6)
-    return (
-        f"the param groups are at different optimizer steps ({step_list}), and DeepSpeed's ZeRO-3 takes {common:g} for "
-        "all when it loads a universal checkpoint; write layout 'deepspeed' to keep them"
-    )
-
-
-def _note_on_other_optimizers(checkpoint: Checkpoint, groups: Groups) -> str | None:
-    kept = {slot for params in groups for fqn in params for slot in checkpoint.slots(fqn)}
-    if common_step(checkpoint, chain.from_iterable(groups)) is not None:
-        kept.add(STEP)
-    if kept == {*_ADAM, STEP}:
-        return None
-    return (
-        f"the optimizer keeps {', '.join(sorted(kept)) or 'nothing'}, and DeepSpeed's ZeRO-3 loads universal "
-        f"checkpoints of Adam's kind only ({', '.join(_ADAM)}, {STEP}); load it at stage 1 or 2, or write layout "
-        "'deepspeed'"
-    )

@@ -29,34 +29,22 @@ from store.text import listed
 _NAMED = 6
 """Most layers that a note names."""
 
-
 CONFIG = "config.json"
-
 
 _LARGEST = 1 << 28
 """Largest file that is copied, in bytes. Tokenizers have a few tens of megabytes."""
 
-
 _SUFFIXES = (".json", ".txt", ".model", ".tiktoken", ".jinja", ".py", ".bpe", ".vocab", ".spm", ".md")
-
-
 _NAMES = frozenset({"LICENSE", "NOTICE"})
-
-
 _FOLDERS = ("chat_templates", "additional_chat_templates")
 
-
-_TRAINING_FILES = frozenset(
-    {
-        "trainer_state.json", "all_results.json", "train_results.json", "eval_results.json",
-        "driftpoint-certificate.json", "zero_to_fp32.py", "zero_to_torch.py",
-    }
-)  # fmt: skip
+_TRAINING_FILES = frozenset({
+    "trainer_state.json", "all_results.json", "train_results.json", "eval_results.json",
+    "driftpoint-certificate.json", "zero_to_fp32.py", "zero_to_torch.py",
+})  # fmt: skip
 """Files of a training run, not of a model."""
 
-
 _METADATA = {"format": "pt"}
-
 
 _ADAPTER = "base_model.model."
 
@@ -69,10 +57,9 @@ class HuggingFaceLayout:
         weights = hf_weights(checkpoint, target)
         files = [*weight_files(weights, target.file_bytes)]
         if checkpoint.files is not None:
-            require_folder(checkpoint.files)
             files += model_files(checkpoint.files, weights_dtype(weights))
         certificate = weights_certificate(checkpoint, weights)
-        notes = (*dtype_notes(certificate), *_notes(checkpoint, weights))
+        notes = (*_dtype_notes(certificate), *_notes(checkpoint, weights))
         return LayoutResult(f"step{checkpoint.step}", tuple(files), (_load(checkpoint),), notes, certificate)
 
 
@@ -161,7 +148,7 @@ def weights_dtype(weights: Mapping[str, PlannedTensor]) -> str | None:
     numels: Counter[str] = Counter()
     for stored in weights.values():
         if stored.dtype.is_floating_point:
-            numels[str(stored.dtype).removeprefix("torch.")] += stored.numel
+            numels[_text(stored.dtype)] += stored.numel
     return numels.most_common(1)[0][0] if numels else None
 
 
@@ -187,19 +174,17 @@ def _load(checkpoint: Checkpoint) -> str:
     return f"model = transformers.{architecture}.from_pretrained({{out!r}}, dtype='auto')"
 
 
-def _notes(checkpoint: Checkpoint, weights: Mapping[str, PlannedTensor]) -> tuple[str, ...]:
-    notes = []
+def _notes(checkpoint: Checkpoint, weights: Mapping[str, PlannedTensor]) -> Iterator[str]:
     if read_config(checkpoint.files) is None:
-        notes.append(
+        yield (
             "there is no config.json: transformers cannot load the folder by itself; name the folder of the model "
             "that was trained (--files), or put its config.json beside the weights"
         )
     if any(name.startswith(_ADAPTER) for name in weights):
-        notes.append(
+        yield (
             "the weights are those of a model wrapped by peft, base and adapters together, under peft's names: build "
             "the same peft model and load them into it with load_state_dict"
         )
-    return tuple(notes)
 
 
 @dataclass(frozen=True)
@@ -210,8 +195,7 @@ class WrittenDtype:
         held: torch's name of the dtype in the training state.
         written: torch's name of the dtype in the output.
         working: whether ``written`` is the trained dtype, so that the values are those that the run computes with, bit
-        for
-            bit; otherwise they are rounded.
+            for bit; otherwise they are rounded.
         layers: layers of these weights.
     """
 
@@ -230,13 +214,16 @@ class WeightsCertificate(Certificate):
 
 def weights_certificate(checkpoint: Checkpoint, weights: Mapping[str, PlannedTensor]) -> WeightsCertificate:
     """Return the certificate of an output that holds ``weights`` and no optimizer."""
-    casts = dict.fromkeys(_casts(checkpoint, weights))
     layers: dict[tuple[str, str, bool], dict[str, None]] = {}
     rounded: dict[tuple[str, str], str] = {}
-    for cast in casts:
-        layers.setdefault((cast.held, cast.written, cast.working), {})[cast.layer] = None
-        if not cast.working:
-            rounded[cast.layer, cast.slot] = cast.written
+    for stored in weights.values():
+        for fqn, slot in ((placed.fragment.fqn, placed.fragment.slot) for placed in stored.placed):
+            held, record = torch_dtype(checkpoint.dtype(fqn, slot)), checkpoint.record(fqn)
+            if not _holds(stored.dtype, held):
+                working = stored.dtype == torch_dtype(record.dtype)
+                layers.setdefault((_text(held), _text(stored.dtype), working), {})[record.layer] = None
+                if not working:
+                    rounded[record.layer, slot] = _text(stored.dtype)
     whole = checkpoint.certificate
     kept = tuple(unit for unit in whole.units if unit.slot in SLOT_OF_KIND.values())
     values = {one.name: getattr(whole, one.name) for one in fields(Certificate)}
@@ -252,8 +239,7 @@ def working_dtypes(certificate: Certificate) -> tuple[str, ...]:
     return tuple(dict.fromkeys(one.written for one in written if one.working))
 
 
-def dtype_notes(certificate: WeightsCertificate) -> Iterator[str]:
-    """Yield notes on dtypes."""
+def _dtype_notes(certificate: WeightsCertificate) -> Iterator[str]:
     for one in certificate.written:
         if one.working:
             yield (
@@ -266,26 +252,6 @@ def dtype_notes(certificate: WeightsCertificate) -> Iterator[str]:
                 f"this is not exact ({listed(one.layers, _NAMED)}); without a dtype they are written as they were "
                 "trained"
             )
-
-
-@dataclass(frozen=True)
-class _Cast:
-    """A cast of one (layer, slot); see :class:`WrittenDtype`."""
-
-    layer: str
-    slot: str
-    held: str
-    written: str
-    working: bool
-
-
-def _casts(checkpoint: Checkpoint, weights: Mapping[str, PlannedTensor]) -> Iterator[_Cast]:
-    for stored in weights.values():
-        for fqn, slot in ((placed.fragment.fqn, placed.fragment.slot) for placed in stored.placed):
-            held, record = torch_dtype(checkpoint.dtype(fqn, slot)), checkpoint.record(fqn)
-            if not _holds(stored.dtype, held):
-                working = stored.dtype == torch_dtype(record.dtype)
-                yield _Cast(record.layer, slot, _text(held), _text(stored.dtype), working)
 
 
 def _holds(target: torch.dtype, source: torch.dtype) -> bool:

@@ -29,11 +29,11 @@ from torch.distributed.checkpoint.metadata import (
 
 from merger.checkpoint import (
     Checkpoint,
-    ChosenStep,
     Placement,
     PlannedTensor,
     changed_steps,
     chosen_steps,
+    config_section,
     plan_parameter,
     portable_run_states,
     to_portable,
@@ -45,22 +45,17 @@ from merger.layouts.torch_state_dict import parameter_state
 from merger.writers.dcp import DcpFile, DcpMetadata, Item
 from merger.writers.torch_zip import PtFile
 from store.errors import UnsupportedError
-from store.names import Fragment
 
 _ADAMS = frozenset({"FusedAdam", "DeepSpeedCPUAdam"})
 """Optimizers that compute what torch's AdamW or Adam does, by their ``adam_w_mode``."""
 
-
 _AMBIGUOUS = frozenset({"adam", "adamw", "unknown"})
 """Names of these in foreign checkpoints, which have the configuration's name, or none."""
 
-
 STEP = "step"
-
 
 CHUNK_BYTES = 1 << 26
 """Approximate size of the blobs that tensors are cut into along their first dimension; ranks read whole blobs."""
-
 
 _LOAD = (
     "from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict",
@@ -144,16 +139,9 @@ def _chunks(value: PlannedTensor | torch.Tensor) -> Iterator[tuple[ChunkStorageM
     for first in range(0, shape[0], rows):
         sizes = torch.Size((min(rows, shape[0] - first), *shape[1:]))
         offsets = torch.Size((first, *([0] * (len(shape) - 1))))
-        yield ChunkStorageMetadata(offsets, sizes), _part(value, tuple(sizes), first * row)
-
-
-def _part(whole_one: PlannedTensor, shape: tuple[int, ...], start: int) -> PlannedTensor:
-    """Return elements from ``start`` of a planned whole parameter as a tensor."""
-    (placed,) = whole_one.placed
-    fragment = placed.fragment
-    return PlannedTensor(
-        shape, whole_one.dtype, (Placement(Fragment(fragment.fqn, fragment.slot, start, math.prod(shape)), 0),)
-    )
+        fragment = replace(value.placed[0].fragment, start=first * row, numel=math.prod(sizes))
+        part = PlannedTensor(tuple(sizes), value.dtype, (Placement(fragment, 0),))
+        yield ChunkStorageMetadata(offsets, sizes), part
 
 
 def _group_items(items: list[Item], file_bytes: int) -> list[list[Item]]:
@@ -171,13 +159,10 @@ def _group_items(items: list[Item], file_bytes: int) -> list[list[Item]]:
 
 def _extra(checkpoint: Checkpoint) -> Mapping[str, Any]:
     state = checkpoint.framework_state
-
     return {
         "save": checkpoint.certificate.save,
         "step": checkpoint.step,
-        "counters": to_portable(state.get("counters")),
-        "lr_scheduler": to_portable(state.get("lr_scheduler")),
-        "loss_scaler": to_portable(state.get("loss_scaler")),
+        **{key: to_portable(state.get(key)) for key in ("counters", "lr_scheduler", "loss_scaler")},
         "client_state": to_portable(checkpoint.client_state),
         "ranks": portable_run_states(checkpoint, checkpoint.run_states),
     }
@@ -188,7 +173,8 @@ def torch_hyper(checkpoint: Checkpoint) -> tuple[list[dict[str, Any]], tuple[str
     groups = [dict(to_portable(group["hyper"])) for group in checkpoint.framework_state["param_groups"]]
     if not _uses_deepspeed_adam(checkpoint):
         return groups, ()
-    kind = torch.optim.AdamW if _decoupled(checkpoint.facts) else torch.optim.Adam
+    optimizer = config_section(checkpoint.facts, "ds_config", "optimizer")
+    kind = torch.optim.AdamW if _decoupled(optimizer) else torch.optim.Adam
     defaults = kind([torch.zeros(1)]).defaults
     filled = []
     for group in groups:
@@ -203,7 +189,7 @@ def torch_hyper(checkpoint: Checkpoint) -> tuple[list[dict[str, Any]], tuple[str
         f"the run used one of DeepSpeed's own Adams: its state is laid out for torch.optim.{kind.__name__}, which "
         "computes the same up to rounding; load it with that one"
     )
-    if (_section(checkpoint.facts) or {}).get("type") is None:
+    if optimizer.get("type") is None:
         note += ". The configuration names no optimizer, so nothing says whether its weight decay was decoupled "
         note += "(adam_w_mode): it is taken to be, as it is by default"
     return filled, (note,)
@@ -233,16 +219,13 @@ def with_torch_steps(checkpoint: Checkpoint) -> tuple[Checkpoint, tuple[str, ...
             scalars[fqn][STEP] = torch.tensor(step)
     state = {**checkpoint.framework_state, "scalars": scalars}
     certificate = with_steps(checkpoint.certificate, chosen_steps(chosen)) if chosen else checkpoint.certificate
-    found = replace(checkpoint, framework_state=state, certificate=certificate)
-    return found, tuple(_note_on_steps(one) for one in changed_steps(certificate))
-
-
-def _note_on_steps(one: ChosenStep) -> str:
-    return (
+    notes = (
         f"FusedAdam counts the steps of a param group in one of its parameters: all those of param group "
         f"{one.param_group} get the run's, {one.chosen:g}, whichever save they are of. Only Adam's bias correction "
         "depends on it"
+        for one in changed_steps(certificate)
     )
+    return replace(checkpoint, framework_state=state, certificate=certificate), tuple(notes)
 
 
 def _uses_deepspeed_adam(checkpoint: Checkpoint) -> bool:
@@ -272,17 +255,7 @@ def _name(checkpoint: Checkpoint) -> str | None:
     return None if name is None else str(name)
 
 
-def _section(facts: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return the optimizer section of DeepSpeed's configuration."""
-    config = facts.get("ds_config")
-    section = config.get("optimizer") if isinstance(config, Mapping) else None
-    return section if isinstance(section, Mapping) else None
-
-
-def _decoupled(facts: Mapping[str, Any]) -> bool:
+def _decoupled(optimizer: Mapping[str, Any]) -> bool:
     """Return whether weight decay was decoupled: DeepSpeed's default for both ``Adam`` and ``AdamW``."""
-    section = _section(facts)
-    if section is None or str(section.get("type", "")).lower() == "adamw":
-        return True
-    params = section.get("params")
-    return bool(params.get("adam_w_mode", True)) if isinstance(params, Mapping) else True
+    named = str(optimizer.get("type", "")).lower() == "adamw"
+    return named or bool(config_section(optimizer, "params").get("adam_w_mode", True))

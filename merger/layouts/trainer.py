@@ -29,17 +29,11 @@ from merger.writers.torch_zip import PtFile
 from store.errors import MergeError, UnsupportedError, UsageError
 
 STATE, SCHEDULER = "trainer_state.json", "scheduler.pt"
-
+_ARGUMENTS, _SCALER = "training_args.bin", "scaler.pt"
 
 _TOTALS = ("num_input_tokens_seen", "total_flos")
-
-
 _BEST_KEYS = ("best_metric", "best_global_step", "best_model_checkpoint")
-
-
 _CONTROL = "TrainerControl"
-
-
 _ADAPTER_CONFIG = "adapter_config.json"
 
 
@@ -187,9 +181,6 @@ def rescale_state(folder: Path, step: int) -> RescaledState:
     return RescaledState(was, step, (json.dumps(state, indent=2, sort_keys=True) + "\n").encode(), tuple(notes))
 
 
-_ARGUMENTS, _SCALER = "training_args.bin", "scaler.pt"
-
-
 def rng_files(
     checkpoint: Checkpoint, folder: Path, world_size: int, *, same_step: bool, distributed: bool
 ) -> tuple[Sequence[OutFile], str | None]:
@@ -207,14 +198,11 @@ def rng_files(
     states = [checkpoint.run_states[rank].rng for rank in range(world_size) if rank in checkpoint.run_states]
     if len(checkpoint.run_states) == len(states) == world_size and all(_is_complete(state) for state in states):
         every_device = distributed or world_size > 1
-        return [
-            OutFile(name, VerbatimFile(_save_to_bytes(_trainer_rng(state, every_device=every_device))))
-            for name, state in zip(names, states, strict=True)
-        ], None
-    found = [folder / name for name in names]
+        found = [_trainer_rng(state, every_device=every_device) for state in states]
+        return [_saved(name, state) for name, state in zip(names, found, strict=True)], None
     there = len(list(folder.glob("rng_state*.pth")))
-    if same_step and there == world_size and all(path.is_file() for path in found):
-        return [OutFile(path.name, VerbatimFile(path.read_bytes())) for path in found], None
+    if same_step and there == world_size and all((folder / name).is_file() for name in names):
+        return _copy(folder, names), None
     return (), (
         f"there are no random-number states of this step for {world_size} rank(s): dropout, and shuffling that is not "
         "seeded by itself, will draw other numbers than the run would have"
@@ -238,10 +226,10 @@ def _trainer_rng(state: Mapping[str, Any], *, every_device: bool) -> dict[str, A
     return out
 
 
-def _save_to_bytes(value: Any) -> bytes:
+def _saved(name: str, value: Any) -> OutFile:
     buffer = io.BytesIO()
     torch.save(value, buffer)
-    return buffer.getvalue()
+    return OutFile(name, VerbatimFile(buffer.getvalue()))
 
 
 def scheduler_file(folder: Path, rescaled: RescaledState, rates: Sequence[Any]) -> tuple[OutFile | None, str | None]:
@@ -259,7 +247,7 @@ def scheduler_file(folder: Path, rescaled: RescaledState, rates: Sequence[Any]) 
     if not path.is_file():
         return None, None
     if rescaled.same_step:
-        return OutFile(SCHEDULER, VerbatimFile(path.read_bytes())), None
+        return _copy(folder, (SCHEDULER,))[0], None
     state = _read(path)
     if state is None or not _is_function_of_step(state, rates):
         return None, (
@@ -267,15 +255,9 @@ def scheduler_file(folder: Path, rescaled: RescaledState, rates: Sequence[Any]) 
             f"{rescaled.step}; name a folder of that step (--files), or the Trainer refuses to resume"
         )
     by = rescaled.step - rescaled.was
-    state = {
-        **state,
-        "last_epoch": state["last_epoch"] + by,
-        "_step_count": state["_step_count"] + by,
-        "_last_lr": [float(rate) for rate in rates],
-    }
-    return OutFile(
-        SCHEDULER, VerbatimFile(_save_to_bytes(state))
-    ), f"{SCHEDULER} is that of step {rescaled.was}, brought along"
+    moved = {key: state[key] + by for key in ("last_epoch", "_step_count")}
+    state = {**state, **moved, "_last_lr": [float(rate) for rate in rates]}
+    return _saved(SCHEDULER, state), f"{SCHEDULER} is that of step {rescaled.was}, brought along"
 
 
 def _scale(state: dict[str, Any], by: float) -> None:

@@ -29,14 +29,11 @@ class Part:
 
 @dataclass
 class _Row:
-    """A row of the certificate being built.
+    """A row of the certificate being built: ``numel`` elements of a layer of the run state's model.
 
     Args:
         unit: the source's unit; the run state's unit if it has the very same version.
-        layer: name in the run state's model.
         own: whether taking it from the run state's source would make no difference.
-        numel: elements taken.
-        nbytes: bytes of these elements.
     """
 
     unit: CertifiedUnit
@@ -76,7 +73,12 @@ def composite_certificate(
         save=reference.certificate.save if one else mixture,
         step=reference.step,
         exact=one and reference.certificate.exact,
-        units=tuple(_certified(row, reference.step) for row in rows),
+        units=tuple(
+            replace(
+                row.unit, layer=row.layer, staleness=reference.step - row.unit.step, numel=row.numel, nbytes=row.nbytes
+            )
+            for row in rows
+        ),
         problems=problems,
     )
 
@@ -90,7 +92,10 @@ def held_slots(checkpoint: Checkpoint, fqn: str) -> list[str]:
 def _rows(
     parts: Mapping[str, Part], source_of: Mapping[str, str], taken: Mapping[str, Sequence[str]], run_state: str
 ) -> list[_Row]:
-    known = {name: _units(part.checkpoint) for name, part in parts.items()}
+    known = {
+        name: {(unit.layer, unit.slot): unit for unit in part.checkpoint.certificate.units}
+        for name, part in parts.items()
+    }
     reference = parts[run_state].checkpoint
     rows: dict[tuple[str, str, str, str], _Row] = {}
     for fqn, name in source_of.items():
@@ -109,23 +114,14 @@ def _rows(
 
 
 def _row(unit: CertifiedUnit, own: CertifiedUnit | None, layer: str, source: str, *, together: bool) -> _Row:
-    """Build a row.
+    """Build a row from a source's unit, and the run state's ``own`` if it is of the same lineage.
 
-    Args:
-        unit: the source's unit.
-        own: the run state's unit, if it is of the same lineage.
-        layer: name in the run state's model.
-        source: name of the source.
-        together: whether both are one commit, and so have the same scalars (step counts) for moving units.
+    ``together``: whether both are one commit, and so have the same scalars (step counts) for moving units.
     """
     if own is None or _version(own) != _version(unit):
         # Equal names of frozen units in different versions do not make them equal.
         return _Row(replace(unit, source=source, drift=None, moving=True), layer, own=False)
     return _Row(replace(own, source=source, nbytes=unit.nbytes), layer, own=together or not unit.moving)
-
-
-def _certified(row: _Row, step: int) -> CertifiedUnit:
-    return replace(row.unit, layer=row.layer, staleness=step - row.unit.step, numel=row.numel, nbytes=row.nbytes)
 
 
 def _version(unit: CertifiedUnit) -> tuple[str, int, str, bool]:
@@ -134,10 +130,6 @@ def _version(unit: CertifiedUnit) -> tuple[str, int, str, bool]:
 
 def _commit(checkpoint: Checkpoint) -> tuple[str, int]:
     return checkpoint.certificate.save, checkpoint.step
-
-
-def _units(checkpoint: Checkpoint) -> dict[tuple[str, str], CertifiedUnit]:
-    return {(unit.layer, unit.slot): unit for unit in checkpoint.certificate.units}
 
 
 def _unknown(checkpoint: Checkpoint, fqn: str, slot: str) -> CertifiedUnit:

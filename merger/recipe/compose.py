@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from merger.checkpoint import SLOT_OF_KIND, Checkpoint
-from merger.io.blocks import Damage, Extent
+from merger.io.blocks import Damage
 from merger.io.output_dir import SourceUse
 from merger.recipe.certificate import Part, composite_certificate, held_slots
 from merger.recipe.model import Model, Recipe, Rule, exclude
@@ -76,8 +76,8 @@ def assemble(sources: OpenSources, flaws: Set[Damage], *, weights_only: bool) ->
     if taken == {run_state}:
         checkpoint = replace(parts[run_state].checkpoint, files=wanted.files)
         return Assembly(checkpoint, choice.source_of, uses, notes, ())
-    composed = compose(parts, wanted)
-    return Assembly(composed.checkpoint, choice.source_of, uses, (*notes, *composed.notes), ())
+    composed = _compose(parts, wanted)
+    return Assembly(composed, choice.source_of, uses, (*notes, *_newer(composed, run_state)), ())
 
 
 def _run_state(recipe: Recipe, parts: Mapping[str, Part], errors: list[DriftpointError]) -> tuple[str, tuple[str, ...]]:
@@ -141,7 +141,14 @@ def choose_sources(recipe: Recipe, model: Model) -> SourceChoice:
         chosen = {fqn: chosen.get(fqn, recipe.rest) for fqn in model.tensors}
     left = [fqn for fqn in model.tensors if fqn not in chosen]
     if left:
-        errors.append(_left_open(recipe, model, left, aside))
+        layers = listed(dict.fromkeys(model.tensors[fqn].layer for fqn in left))
+        errors.append(
+            ConfigError(
+                f"{recipe.where}:{aside} no rule names {listed(left)} ({len(left)} of "
+                f"{counted(len(model.tensors), 'tensor')}, of {layers}); add a rule, or `rest:` with a source for "
+                "everything that is not named"
+            )
+        )
     return SourceChoice({fqn: chosen[fqn] for fqn in model.tensors if fqn in chosen}, tuple(errors))
 
 
@@ -164,34 +171,23 @@ def _claims(recipe: Recipe, model: Model) -> tuple[dict[str, list[Rule]], list[C
 def _named_twice(recipe: Recipe, model: Model, claims: Mapping[str, list[Rule]]) -> list[ConfigError]:
     """Return one error for each pair of rules that name the same parameter."""
     by_pair: dict[tuple[str, str], list[str]] = {}
-    sources: dict[tuple[str, str], tuple[str, str]] = {}
     for fqn, rules in claims.items():
         # A tied tensor has several names, which may all be named with the same source.
         if len(rules) < 2 or (model.tensors[fqn].aliases and len({rule.source for rule in rules}) == 1):
             continue
-        pair = (rules[0].where, rules[1].where)
-        by_pair.setdefault(pair, []).append(fqn)
-        sources[pair] = (rules[0].source, rules[1].source)
-    return [_twice(recipe, model, pair, sources[pair], fqns) for pair, fqns in by_pair.items()]
-
-
-def _twice(
-    recipe: Recipe, model: Model, pair: tuple[str, str], sources: tuple[str, str], fqns: list[str]
-) -> ConfigError:
-    tied = [fqn for fqn in fqns if model.tensors[fqn].aliases]
-    why = f" ({tied[0]} is tied to {', '.join(model.tensors[tied[0]].aliases)}: one tensor)" if tied else ""
-    return ConfigError(
-        f"{recipe.where}: {listed(fqns)} {'is' if len(fqns) == 1 else 'are'} named twice{why}: by {pair[0]} from "
-        f"{sources[0]!r} and by {pair[1]} from {sources[1]!r}; narrow one of the two, with `except:` for instance"
-    )
-
-
-def _left_open(recipe: Recipe, model: Model, left: list[str], aside: str) -> ConfigError:
-    layers = listed(dict.fromkeys(model.tensors[fqn].layer for fqn in left))
-    return ConfigError(
-        f"{recipe.where}:{aside} no rule names {listed(left)} ({len(left)} of {counted(len(model.tensors), 'tensor')}, "
-        f"of {layers}); add a rule, or `rest:` with a source for everything that is not named"
-    )
+        by_pair.setdefault((rules[0].where, rules[1].where), []).append(fqn)
+    out = []
+    for fqns in by_pair.values():
+        one, other = claims[fqns[-1]][:2]
+        tied = [fqn for fqn in fqns if model.tensors[fqn].aliases]
+        why = f" ({tied[0]} is tied to {', '.join(model.tensors[tied[0]].aliases)}: one tensor)" if tied else ""
+        error = (
+            f"{recipe.where}: {listed(fqns)} {'is' if len(fqns) == 1 else 'are'} named twice{why}: by {one.where} from "
+            f"{one.source!r} and by {other.where} from {other.source!r}; narrow one of the two, with `except:` for "
+            "instance"
+        )
+        out.append(ConfigError(error))
+    return out
 
 
 @dataclass(frozen=True)
@@ -211,15 +207,7 @@ class CompositeSpec:
     weights_only: bool = False
 
 
-@dataclass(frozen=True)
-class Composite:
-    """A composite and its notes. Problems of the sources are in the checkpoint."""
-
-    checkpoint: Checkpoint
-    notes: tuple[str, ...]
-
-
-def compose(parts: Mapping[str, Part], wanted: CompositeSpec) -> Composite:
+def _compose(parts: Mapping[str, Part], wanted: CompositeSpec) -> Checkpoint:
     """Build the composite of parts without :func:`model_errors` and :func:`state_errors`."""
     reference = parts[wanted.run_state].checkpoint
     checkpoints = {name: part.checkpoint for name, part in parts.items()}
@@ -232,26 +220,17 @@ def compose(parts: Mapping[str, Part], wanted: CompositeSpec) -> Composite:
     problems = tuple(f"{name}: {text}" for name in used for text in checkpoints[name].problems)
     certificate = composite_certificate(parts, wanted.source_of, taken, wanted.run_state, problems)
     scalars = reference.framework_state.get("scalars") or {}
-    composed = replace(
+    named = ((fqn, checkpoints[name].index.names()) for fqn, name in wanted.source_of.items())
+    return replace(
         reference,
         origin=listed((checkpoints[name].origin for name in used), 3, " and "),
-        index=FragmentIndex(_extents(checkpoints, wanted.source_of, taken)),
+        index=FragmentIndex(extent for fqn, names in named for slot in taken[fqn] for extent in names[fqn, slot]),
         framework_state=_framework_state(checkpoints, wanted),
         certificate=certificate,
         files=wanted.files,
         problems=problems,
         run_steps={fqn: kept["step"] for fqn, kept in scalars.items() if "step" in kept},
     )
-    return Composite(composed, tuple(_newer(composed, wanted.run_state)))
-
-
-def _extents(
-    checkpoints: Mapping[str, Checkpoint], source_of: Mapping[str, str], taken: Mapping[str, Sequence[str]]
-) -> Iterator[Extent]:
-    for fqn, name in source_of.items():
-        names = checkpoints[name].index.names()
-        for slot in taken[fqn]:
-            yield from names[fqn, slot]
 
 
 def _framework_state(checkpoints: Mapping[str, Checkpoint], wanted: CompositeSpec) -> dict[str, Any]:
@@ -305,7 +284,7 @@ def optimizer_differences(
 
 def _problems(reference: NamedCheckpoint, other: NamedCheckpoint, fqn: str, *, weights_only: bool) -> Iterator[str]:
     ours, theirs = reference.checkpoint, other.checkpoint
-    slots = (SLOT_OF_KIND[ours.tensors[fqn].kind], *(() if weights_only else _slots(ours, fqn)))
+    slots = (SLOT_OF_KIND[ours.tensors[fqn].kind], *(() if weights_only else _keys(ours, "slots", fqn)))
     # Nothing is stored of a tensor without elements.
     missing = [slot for slot in slots if not theirs.has(fqn, slot) and theirs.numel(fqn)]
     for slot in missing:
@@ -365,21 +344,16 @@ def _group_of(checkpoint: Checkpoint) -> dict[str, int]:
     return {fqn: number for number, group in enumerate(groups) for fqn in group["params"]}
 
 
-def _slots(checkpoint: Checkpoint, fqn: str) -> tuple[str, ...]:
-    return tuple((checkpoint.framework_state.get("slots") or {}).get(fqn, ()))
-
-
-def _scalars(checkpoint: Checkpoint, fqn: str) -> set[str]:
-    return set((checkpoint.framework_state.get("scalars") or {}).get(fqn, {}))
+def _keys(checkpoint: Checkpoint, kind: str, fqn: str) -> Iterable[str]:
+    """Return the names of the optimizer's ``slots`` or ``scalars`` of a parameter."""
+    found: Mapping[str, Iterable[str]] = checkpoint.framework_state.get(kind) or {}
+    return found.get(fqn, ())
 
 
 def _key_problems(reference: NamedCheckpoint, other: NamedCheckpoint, fqn: str) -> Iterator[str]:
     """Yield differences in the names of a parameter's optimizer slots and scalars."""
-    both = (reference.checkpoint, other.checkpoint)
-    for aspect, (ours, theirs) in (
-        ("slots", [sorted(_slots(one, fqn)) for one in both]),
-        ("scalars", [sorted(_scalars(one, fqn)) for one in both]),
-    ):
+    for aspect in ("slots", "scalars"):
+        ours, theirs = (sorted(set(_keys(one.checkpoint, aspect, fqn))) for one in (reference, other))
         if ours != theirs and not ours:
             yield (
                 f"{other} has the optimizer's {aspect} {theirs}, but {reference}, the source of the run state, has "

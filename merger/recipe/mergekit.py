@@ -13,11 +13,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from merger.recipe.model import Auxiliary, Blocks, Recipe, Rule, Selection, SourceRef, parse_dtype
-from merger.recipe.schema import recipe_path, unknown_key
+from merger.recipe.model import Auxiliary, Blocks, Recipe, Rule, SourceRef, parse_dtype
+from merger.recipe.schema import mistakes_at, recipe_path, unknown_key
 from merger.recipe.sources import check_step
 from store.config_file import Loc, YamlFile
-from store.errors import ConfigError, UnsupportedError, UsageError
+from store.errors import ConfigError, UnsupportedError
 
 _HARMLESS_PARAMETERS = ("int8_mask", "normalize", "rescale")
 _NEUTRAL_PARAMETERS = ("weight", "scale", "density")
@@ -70,11 +70,6 @@ def require_neutral(file: YamlFile, loc: Loc, parameters: Any) -> None:
             )
 
 
-def names_model(given: Mapping[str, Any]) -> bool:
-    """Return whether a mapping names one model, rather than a model for each layer."""
-    return set(given) <= {"model", "source", "sources"}
-
-
 def path_of(file: YamlFile, loc: Loc, given: Any) -> str:
     """Return the path in ``PATH``, ``{model: …}``, ``{source: …}``, ``{path: …}`` or ``{sources: [{model: …}]}``."""
     value = given
@@ -98,15 +93,6 @@ def split_step(path: str) -> tuple[Path | None, int | str | None]:
     if not at or not where or not step or (whole is not None and whole.exists()):
         return whole, None
     return recipe_path(where), int(step) if step.isascii() and step.isdigit() else step
-
-
-def is_range(bounds: list[Any]) -> bool:
-    """Return whether ``bounds`` are the first block and the one after the last."""
-    return (
-        len(bounds) == 2
-        and all(isinstance(one, int) and not isinstance(one, bool) for one in bounds)
-        and 0 <= bounds[0] <= bounds[1]
-    )
 
 
 def name_of(loc: Loc) -> str:
@@ -175,19 +161,17 @@ class _Translation:
         """Yield the rules for layers before or after the blocks; by default of the first or last slice's source."""
         given = self.file.values.get(key)
         where = f"{key} ({self.file.at((key,))})"
-        if given is None:
-            source = self._of_slices[default]
+        named = isinstance(given, str) or (isinstance(given, Mapping) and set(given) <= {"model", "source", "sources"})
+        if given is None or named:  # one model for all of them
+            source = self._model((key,), given) if named else self._of_slices[default]
             side = "first" if default == 0 else "last"
-            for selection in _outside(key):
-                yield Rule(source, selection, f"the {side} slice ({key} is not given)")
-        elif isinstance(given, str) or (isinstance(given, Mapping) and names_model(given)):
-            for selection in _outside(key):
-                yield Rule(self._model((key,), given), selection, where)
+            for role in ("embeddings",) if key == "pre_weights" else ("norm", "head"):
+                selection = Auxiliary(role, required=False)  # a tied head is no layer
+                yield Rule(source, selection, where if named else f"the {side} slice ({key} is not given)")
         elif isinstance(given, Mapping):
             for name, value in given.items():
-                yield Rule(
-                    self._model((key, name), value), Auxiliary(str(name)), f"{key}.{name} ({self.file.at((key,))})"
-                )
+                place = f"{key}.{name} ({self.file.at((key,))})"
+                yield Rule(self._model((key, name), value), Auxiliary(str(name)), place)
         else:
             for index, entry in enumerate(self._list((key,), given)):
                 yield self._weight((key, index), entry)
@@ -199,7 +183,7 @@ class _Translation:
             return next(iter(self.sources))
         if "run_state" in values:
             return self._model(("run_state",), values["run_state"])
-        base = None if values.get("base_model") is None else path_of(self.file, ("base_model",), values["base_model"])
+        base = self._base()
         if base in self.sources:
             self.notes.append(f"run state (counters, schedule, random generators) is of base_model, {base}")
             return base
@@ -218,24 +202,23 @@ class _Translation:
             if given is not None and given != "base":
                 path = path_of(self.file, (key,), given)
                 return path if path in self.sources else recipe_path(path)
-        base = values.get("base_model")
-        if base is None:
-            return None
-        path = path_of(self.file, ("base_model",), base)
-        if path in self.sources:
-            return path
-        self.notes.append(f"configuration and tokenizer files are of base_model, {path}")
-        return recipe_path(path)
+        base = self._base()
+        if base is None or base in self.sources:
+            return base
+        self.notes.append(f"configuration and tokenizer files are of base_model, {base}")
+        return recipe_path(base)
+
+    def _base(self) -> str | None:
+        given = self.file.values.get("base_model")
+        return None if given is None else path_of(self.file, ("base_model",), given)
 
     def dtype(self) -> str | None:
         """Return the dtype of exported weights."""
         for key in ("out_dtype", "dtype"):
             given = self.file.values.get(key)
             if given is not None:
-                try:
+                with mistakes_at(self.file.at((key,))):
                     return parse_dtype(str(given))
-                except UsageError as error:
-                    raise ConfigError(f"{self.file.at((key,))}: {error}") from error
         return None
 
     def _slice_source(self, loc: Loc, entry: Any, slices: int) -> tuple[str, int, int | None]:
@@ -245,12 +228,13 @@ class _Translation:
         bounds = given.get("layer_range")
         if bounds is None and slices == 1:
             return source, 0, None
-        if not isinstance(bounds, list) or not is_range(bounds):
+        found = bounds if isinstance(bounds, list) and all(type(one) is int for one in bounds) else []
+        if len(found) != 2 or not 0 <= found[0] <= found[1]:
             raise ConfigError(
                 f"{self.file.at((*loc, 'layer_range'))}: `layer_range` must be two numbers, the first block and "
                 f"the one after the last, such as [0, 8], not {bounds!r}"
             )
-        return source, bounds[0], bounds[1]
+        return source, found[0], found[1]
 
     def _require_agreeing(self, blocks: int) -> None:
         """Raise ConfigError if slices without a block contradict the sources of the layers outside the blocks.
@@ -300,10 +284,8 @@ class _Translation:
         path = path_of(self.file, loc, given)
         if path not in self.sources:
             where, step = split_step(path)
-            try:
+            with mistakes_at(self.file.at(loc)):
                 check_step(step)
-            except UsageError as error:
-                raise ConfigError(f"{self.file.at(loc)}: {error}") from error
             self.sources[path] = SourceRef(where, step)
         return path
 
@@ -325,9 +307,3 @@ def _short_names(paths: Iterable[str]) -> dict[str, str]:
     """Return a name for each source: the last part of its path if that is unique."""
     ends = {path: path.rstrip("/").rpartition("/")[2] or path for path in paths}
     return {path: end if list(ends.values()).count(end) == 1 else path for path, end in ends.items()}
-
-
-def _outside(key: str) -> list[Selection]:
-    """Return the selections outside the blocks; none is required, since a tied head is no layer."""
-    roles = ("embeddings",) if key == "pre_weights" else ("norm", "head")
-    return [Auxiliary(role, required=False) for role in roles]

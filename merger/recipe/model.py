@@ -22,16 +22,13 @@ from store.text import listed, suggestion
 ROLES = ("embeddings", "norm", "head")
 """Roles of auxiliary layers (those that are no block). See :attr:`Model.role`."""
 
-
 _DTYPES = {
     "float32": "F32", "float": "F32", "fp32": "F32", "f32": "F32",
     "bfloat16": "BF16", "bf16": "BF16",
     "float16": "F16", "half": "F16", "fp16": "F16", "f16": "F16",
 }  # fmt: skip
 
-
 _RANGE = re.compile(r"(?P<head>.*?)(?P<first>\d+)-(?P<last>\d+)\Z")
-
 
 SINGLE = "source"
 """Name of the source in a merge without a recipe."""
@@ -145,6 +142,10 @@ class Model:
         """Return all names of a tensor: tied ones have several."""
         return (fqn, *self.tensors[fqn].aliases)
 
+    def matching(self, fqns: Iterable[str], pattern: str) -> list[str]:
+        """Return the fqns of which any name matches a regular expression as a whole."""
+        return [fqn for fqn in fqns if any(re.fullmatch(pattern, name) for name in self.names(fqn))]
+
     def below(self, path: str) -> tuple[str, ...]:
         """Return the layers at a module path or inside it."""
         return tuple(layer.name for layer in self.layers if layer.name == path or layer.name.startswith(f"{path}."))
@@ -245,8 +246,7 @@ class Parameters:
     def fqns(self, model: Model, /) -> list[str]:
         found: dict[str, None] = {}
         for pattern in self.patterns:
-            matching = re.compile(pattern if self.regex else fnmatch.translate(pattern))
-            hits = [fqn for fqn in model.tensors if any(matching.fullmatch(name) for name in model.names(fqn))]
+            hits = model.matching(model.tensors, pattern if self.regex else fnmatch.translate(pattern))
             if not hits:
                 names = [name for fqn in model.tensors for name in model.names(fqn)]
                 raise ConfigError(f"{pattern!r} matches no parameter{_nearest(pattern, names)}")
@@ -289,8 +289,7 @@ def exclude(fqns: Sequence[str], globs: Iterable[str], model: Model) -> list[str
     """Return the fqns without those matched by a glob. ConfigError for a glob that matches none."""
     left = list(fqns)
     for glob in globs:
-        matching = re.compile(fnmatch.translate(glob))
-        taken = {fqn for fqn in left if any(matching.fullmatch(name) for name in model.names(fqn))}
+        taken = set(model.matching(left, fnmatch.translate(glob)))
         if not taken:
             raise ConfigError(f"except {glob!r} matches no parameter of its rule")
         left = [fqn for fqn in left if fqn not in taken]

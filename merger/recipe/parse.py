@@ -22,10 +22,10 @@ from merger.recipe.model import (
     SourceRef,
     parse_dtype,
 )
-from merger.recipe.schema import EVERY, RecipeFile, TakeSection, recipe_path, validate_recipe
+from merger.recipe.schema import EVERY, RecipeFile, TakeSection, mistakes_at, recipe_path, validate_recipe
 from merger.recipe.sources import check_step
 from store.config_file import YamlFile, read_yaml
-from store.errors import ConfigError, UsageError
+from store.errors import ConfigError
 from store.text import listed
 
 _MERGEKIT = ("slices", "models", "modules", "merge_method")
@@ -125,18 +125,14 @@ def _selections(file: YamlFile, index: int, entry: TakeSection) -> list[Selectio
 
 
 def _checked(file: YamlFile, loc: tuple[str, ...], step: int | str | None) -> int | str | None:
-    try:
+    with mistakes_at(file.at((*loc, "step"))):
         check_step(step)
-    except UsageError as error:
-        raise ConfigError(f"{file.at((*loc, 'step'))}: {error}") from error
     return step
 
 
 def _dtype(file: YamlFile, text: str | None) -> str | None:
-    try:
+    with mistakes_at(file.at(("dtype",))):
         return None if text is None else parse_dtype(text)
-    except UsageError as error:
-        raise ConfigError(f"{file.at(('dtype',))}: {error}") from error
 
 
 def _require_known(file: YamlFile, values: RecipeFile, sources: dict[str, SourceRef]) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,7 +20,7 @@ from pydantic import (
 )
 
 from store.config_file import YamlFile
-from store.errors import ConfigError
+from store.errors import ConfigError, UsageError
 from store.location import place_of
 from store.text import listed, suggestion
 
@@ -130,10 +131,10 @@ class RecipeFile(Section):
     dtype: Text | None = None
 
 
-def validate_recipe(file: YamlFile, kind: type[RecipeFile] = RecipeFile) -> RecipeFile:
+def validate_recipe(file: YamlFile) -> RecipeFile:
     """Return the file's values. ConfigError lists everything that is wrong with them."""
     try:
-        return kind.model_validate(dict(file.values))
+        return RecipeFile.model_validate(dict(file.values))
     except ValidationError as error:
         raise ConfigError(listed(dict.fromkeys(_message(file, item) for item in error.errors()), 3, "; ")) from error
 
@@ -141,6 +142,15 @@ def validate_recipe(file: YamlFile, kind: type[RecipeFile] = RecipeFile) -> Reci
 def unknown_key(where: str, key: str, known: Sequence[str]) -> str:
     """Return the message for an unknown key."""
     return f"{where}: unknown key {key!r}: {suggestion(key, known)} Known here: {', '.join(sorted(known))}"
+
+
+@contextmanager
+def mistakes_at(where: str) -> Iterator[None]:
+    """Turn UsageErrors about a value of a recipe into ConfigErrors that name its place."""
+    try:
+        yield
+    except UsageError as error:
+        raise ConfigError(f"{where}: {error}") from error
 
 
 def recipe_path(path: str | None) -> Path | None:

@@ -33,7 +33,6 @@ from store.text import listed
 
 _BOUND = re.compile(r"(?P<sign><=|<|>=|>|==|=)\s*(?P<step>.*)\Z")
 
-
 _HOLDS: dict[str, Callable[[int, int], bool]] = {"<=": operator.le, "<": operator.lt}
 
 
@@ -55,7 +54,7 @@ class OpenSource:
 
     def _checkpoint(self, flaws: Set[Damage]) -> Checkpoint:
         passed_over: list[str] = []
-        for step in candidate_steps(self.step, self._steps(), str(self.path)):
+        for step in self._candidates():
             try:
                 found = self.source.checkpoint(step, flaws)
             except (MergeError, DamagedError, StorageError) as error:
@@ -68,16 +67,25 @@ class OpenSource:
             f"{self.path} has no complete checkpoint at a step {self.step}; {listed(passed_over, 3, '; ')}"
         )
 
-    def _steps(self) -> tuple[int, ...]:
-        """Return the steps if they are needed; a checkpoint given by its tag need not have a step in its name."""
-        if self.step is None or not (self.source.kind == "store" or is_bound(self.step)):
-            return ()
-        steps = self.source.steps()
+    def _candidates(self) -> Sequence[int | str | None]:
+        """Return the steps to ask the source for, best first; only a bound has several.
+
+        A checkpoint given by its tag need not have a step in its name.
+        """
+        bound = _bound(self.step) if isinstance(self.step, str) else None
+        if bound is None and (self.step is None or self.source.kind != "store"):
+            return [self.step]
+        steps = self.source.steps()  # newest first: a later epoch outranks a later step
         if self.source.kind == "store" and not steps:
             raise NothingToResumeError(f"the store {self.path} has no commit yet")
-        if not is_bound(self.step):
-            require_step(self.step, steps, str(self.path))
-        return steps
+        if bound is None:
+            if self.step is not None and _step_of(self.step) not in (None, *steps):
+                raise UsageError(f"{self.path} has no checkpoint {self.step}; {_newest_steps(steps)}")
+            return [self.step]
+        within = [one for one in steps if bound(one)]
+        if not within:
+            raise UsageError(f"{self.path} has no checkpoint at a step {self.step}; {_newest_steps(steps)}")
+        return within
 
 
 @dataclass(frozen=True)
@@ -160,39 +168,6 @@ def check_step(step: int | str | None) -> None:
         _bound(step)
 
 
-def is_bound(step: int | str | None) -> bool:
-    """Return whether ``step`` is a bound rather than one checkpoint."""
-    return isinstance(step, str) and _bound(step) is not None
-
-
-def candidate_steps(step: int | str | None, steps: Sequence[int], origin: str) -> list[int | str | None]:
-    """Return the steps to ask a source for, best first; if one cannot be rebuilt, the next one is used.
-
-    A step given exactly, or by a tag, has no alternative.
-
-    Args:
-        step: step, save's name, tag or bound.
-        steps: of all checkpoints of the source, newest first (a later epoch outranks a later step).
-        origin: name of the source in errors.
-
-    Raises:
-        UsageError: no checkpoint is within the bound; the message names those that exist.
-    """
-    bound = _bound(step) if isinstance(step, str) else None
-    if bound is None:
-        return [step]
-    within: list[int | str | None] = [one for one in steps if bound(one)]
-    if not within:
-        raise UsageError(f"{origin} has no checkpoint at a step {step}; {newest_steps_text(steps)}")
-    return within
-
-
-def require_step(step: int | str | None, steps: Sequence[int], origin: str) -> None:
-    """Raise UsageError, naming the existing steps, for a number or save's name that does not exist."""
-    if step is not None and _step_of(step) not in (None, *steps):
-        raise UsageError(f"{origin} has no checkpoint {step}; {newest_steps_text(steps)}")
-
-
 def _bound(text: str) -> Callable[[int], bool] | None:
     match = _BOUND.match(text.strip())
     if match is None:
@@ -213,8 +188,7 @@ def _step_of(step: int | str) -> int | None:
         return None
 
 
-def newest_steps_text(steps: Sequence[int]) -> str:
-    """Return the newest steps for messages."""
+def _newest_steps(steps: Sequence[int]) -> str:
     if not steps:
         return "there is none with a step in its name"
     return f"there are steps {listed(steps, 5, rest='older ones')}" if steps[1:] else f"there is step {steps[0]}"

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from merger.checkpoint import Checkpoint
-from merger.io.blocks import Block, Damage, Extent
+from merger.io.blocks import Block, Damage, Extent, read_chunks
 from merger.tensors import memory_of, torch_dtype
 from store.errors import DamagedError, MergeError, MissingError, UnsupportedError
 from store.storage.local import LocalFiles
@@ -116,10 +116,6 @@ class FileTensor:
         offset = self.offset + at * torch_dtype(self.dtype).itemsize
         return Extent(fqn, slot, start, stop, self.dtype, self.block, offset)
 
-    def same_place(self, other: FileTensor) -> bool:
-        """Return whether both are the same elements of the same file, as tied tensors are."""
-        return self.numel > 0 and self.place() == other.place()
-
     def place(self) -> tuple[object, ...]:
         """Return a key that is equal for tensors of the same elements of the same record."""
         return self.block, self.offset, self.dtype, self.shape, self.contiguous, self.lazy
@@ -154,11 +150,7 @@ class FileTensor:
 def read_block(block: Block) -> bytearray:
     """Read a small block. DamagedError unless it matches its checksum."""
     data = bytearray(block.nbytes)
-    block.files.read_into(block.path, block.offset, memoryview(data))
-    running = block.checksum()
-    running.update(memoryview(data))
-    if running.hexdigest() != block.digest:
-        raise DamagedError(f"{block.name} does not match its checksum")
+    list(read_chunks(block, memoryview(data)))
     return data
 
 
@@ -186,9 +178,8 @@ class Nest:
     def at(self, key: object) -> Nest:
         """Return an item of a mapping or a list."""
         value = self.value
-        if isinstance(value, Mapping) and key in value:
-            return Nest(value[key], f"{self.where}, {key}")
-        if isinstance(value, list | tuple) and isinstance(key, int) and 0 <= key < len(value):
+        in_list = isinstance(value, list | tuple) and isinstance(key, int) and 0 <= key < len(value)
+        if in_list or (isinstance(value, Mapping) and key in value):
             return Nest(value[key], f"{self.where}, {key}")
         raise DamagedError(f"{self.where} has no {key!r}, which every checkpoint of this kind has")
 
@@ -200,19 +191,14 @@ class Nest:
     def mapping(self) -> Mapping[Any, Any]:
         return self._of((Mapping,), "a mapping")  # type: ignore[no-any-return]
 
-    def names(self) -> list[str]:
-        """Return the keys of a mapping, all strings, in order."""
-        return [Nest(key, f"{self.where}, a key").text() for key in self.mapping()]
-
     def items(self) -> Iterator[tuple[str, Nest]]:
         """Yield the items of a mapping whose keys are strings."""
-        for name in self.names():
+        for name in [Nest(key, f"{self.where}, a key").text() for key in self.mapping()]:
             yield name, Nest(self.value[name], f"{self.where}, {name}")
 
     def entries(self) -> list[Nest]:
         """Return the items of a list or tuple."""
-        read_values = self._of((list, tuple), "a list")
-        return [Nest(value, f"{self.where}, {i}") for i, value in enumerate(read_values)]
+        return [Nest(value, f"{self.where}, {i}") for i, value in enumerate(self._of((list, tuple), "a list"))]
 
     def text(self) -> str:
         """Return a string that is not empty."""

@@ -175,9 +175,6 @@ class TrainerSource:
                     f"{listed((path.name for path in folders.values()), 6) or 'none'}"
                 )
             return _checkpoint_in(named)
-        return self._newest(folders)
-
-    def _newest(self, folders: dict[int, Path]) -> Checkpoint:
         passed_over: list[str] = []
         for path in folders.values():
             try:

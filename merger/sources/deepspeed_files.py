@@ -19,7 +19,7 @@ import torch
 from merger.checkpoint import Checkpoint
 from merger.io.blocks import Block, Extent, read_chunks
 from merger.sources.base import FileTensor, Nest, checked_name, read_name
-from merger.sources.torch_file import STAND_INS, StandIn, attributes, read_pt
+from merger.sources.torch_file import StandIn, attributes, read_pt
 from merger.tensors import memory_of, torch_dtype
 from store.errors import MergeError, UnsupportedError
 from store.names import WEIGHTS
@@ -140,13 +140,13 @@ def _read_models(files: LocalFiles, models: dict[int, str]) -> tuple[tuple[Nest,
 
 
 def _nest(files: LocalFiles, name: str) -> Nest:
-    content = read_pt(files, name, STAND_INS)
-    saved_as = f"{content.archive}.pt"
+    value, archive = read_pt(files, name)
+    saved_as = f"{archive}.pt"
     if saved_as != name and (_OPTIM.fullmatch(saved_as) or _MODEL.fullmatch(saved_as)):
         raise MergeError(
             f"{files.root / name} was saved as {saved_as}, so it holds another rank's state; restore its name"
         )
-    nest = Nest(content.value, str(files.root / name))
+    nest = Nest(value, str(files.root / name))
     nest.mapping()
     return nest
 

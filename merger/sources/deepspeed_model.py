@@ -12,12 +12,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from merger.checkpoint import RankState
+from merger.deepspeed_partitions import slice_numel, slice_pieces
 from merger.io.blocks import Extent
 from merger.layers import group_layers
 from merger.sources.base import FileTensor, Nest, read_values
 from merger.sources.certificates import NamedTensor
 from merger.sources.deepspeed_files import RankFiles
-from merger.sources.deepspeed_zero import Shape, own_slice, slice_numel
+from merger.sources.deepspeed_zero import Shape
 from merger.sources.torch_file import StandIn, attributes
 from store.errors import DamagedError, MergeError, UnsupportedError
 from store.names import BUFFER, FROZEN
@@ -163,16 +164,16 @@ class Model:
 
     def _slices(self, fqn: str, shape: tuple[int, ...]) -> list[Extent]:
         numel, world_size, out = math.prod(shape), self._files.world_size, []
+        part = slice_numel(numel, world_size)
         for rank, model in enumerate(self._files.models):
             nest = model.at("frozen_param_fragments").at(fqn)
-            if nest.tensor().shape != (slice_numel(numel, world_size),):
+            if nest.tensor().shape != (part,):
                 raise UnsupportedError(
                     f"{nest.where} has {counted(nest.tensor().numel, 'element')}, which is not a slice of {numel} over "
                     f"{counted(world_size, 'rank')}: quantized parameters are not supported"
                 )
-            start, stop = own_slice(numel, world_size, rank)
-            if start < stop:
-                out.append(nest.tensor().extent(fqn, FROZEN, start, stop))
+            pieces = slice_pieces([(fqn, numel, part)], rank)
+            out += [nest.tensor().extent(fqn, FROZEN, one.start, one.stop) for one in pieces if one.start < one.stop]
         return out
 
     def _require_supported(self) -> None:
@@ -193,7 +194,7 @@ class Model:
         kept: list[str] = []
         for fqn in self._buffers:
             tensor = self._module[fqn].tensor()
-            same = [other for other in kept if tensor.same_place(self._module[other].tensor())]
+            same = [other for other in kept if tensor.numel and tensor.place() == self._module[other].tensor().place()]
             if same:
                 self._aliases[fqn] = same[0]
             else:

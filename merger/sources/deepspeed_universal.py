@@ -13,7 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
-from merger.checkpoint import Checkpoint
+from merger.checkpoint import Checkpoint, config_section
+from merger.deepspeed_partitions import slice_numel
 from merger.io.blocks import Damage, Extent
 from merger.sources.base import FileTensor, Nest, checked_name, read_values
 from merger.sources.certificates import apply_merge_certificates
@@ -28,7 +29,6 @@ from merger.sources.deepspeed_files import (
     read_universal,
     require_block,
     sample_ranges,
-    stored_step,
     weight_problems,
 )
 from merger.sources.deepspeed_zero import (
@@ -39,30 +39,22 @@ from merger.sources.deepspeed_zero import (
     is_round_robin,
     param_shapes,
     scalars_of,
-    slice_numel,
     state_of,
 )
-from merger.sources.torch_file import STAND_INS, read_pt
+from merger.sources.torch_file import read_pt
 from merger.tensors import memory_of
 from store.errors import DamagedError, MergeError
 from store.names import BUFFER, FROZEN, WEIGHTS
 from store.storage.local import LocalFiles
 from store.text import listed
 
-_Pairs = Sequence[tuple[Extent, Extent]]
-"""(extent in its own file, extent in rank 0's slice) of one parameter, by slot."""
-
-
 CONVERTED = ("exp_avg", "exp_avg_sq")
 """Slots that DeepSpeed's converter writes for every parameter; it fails for other optimizers."""
-
 
 _UNFINISHED = "tmp"
 """Working directory of the converter beside ``zero``, removed when all of ``zero`` is written."""
 
-
 _STEP = "step"
-
 
 _FP32 = ("fp32", "float32", "float", "torch.float32")
 """Names of float32 in DeepSpeed's configuration."""
@@ -129,10 +121,8 @@ def _read_optimizer(files: RankFiles, shapes: list[list[Shape]]) -> OptimizerCon
 def _is_wrapped(files: RankFiles) -> bool:
     """Return whether the run used ``BF16_Optimizer``: its own file has no stage; else by configuration."""
     config = files.model.at("ds_config").mapping()
-    types, zero = config.get("data_types"), config.get("zero_optimization")
-    named = types.get("grad_accum_dtype") if isinstance(types, dict) else None
-    offload = zero.get("offload_optimizer") if isinstance(zero, dict) else None
-    on_host = isinstance(offload, dict) and offload.get("device") == "cpu"
+    named = config_section(config, "data_types").get("grad_accum_dtype")
+    on_host = config_section(config, "zero_optimization", "offload_optimizer").get("device") == "cpu"
     configured = files.stage == 1 and files.bf16 and named in _FP32 and not on_host
     return configured or files.optims[0].get("zero_stage") is None
 
@@ -172,7 +162,7 @@ def _parameter(
         slot, dot, kind = name.partition(".")
         if (dot, kind) != (".", "pt") or slot in (FROZEN, BUFFER):
             raise DamagedError(f"{local.root / folder / name} is not a file of a universal checkpoint; remove it")
-        nest = Nest(read_pt(local, f"{folder}/{name}", STAND_INS).value, str(local.root / folder / name))
+        nest = Nest(read_pt(local, f"{folder}/{name}")[0], str(local.root / folder / name))
         if slot == _STEP:
             scalars[_STEP] = read_values(nest.value)
             continue
@@ -268,8 +258,8 @@ def _rank0_partitions(files: RankFiles, index: int, group: Sequence[Shape]) -> M
     return out
 
 
-def _is_verified(pairs: _Pairs, part: int) -> bool:
-    """Return whether comparing the slices proves that the files are of one save. ``part``: elements of a slice."""
+def _is_verified(pairs: Sequence[tuple[Extent, Extent]], part: int) -> bool:
+    """Return whether comparing (own file, rank 0's slice) of each slot, ``part`` elements, proves one save."""
     unproven = {own.slot for own, _ in pairs if own.slot != WEIGHTS}
     if not unproven:
         return False
@@ -368,7 +358,7 @@ def _require_equal(files: RankFiles, group: Sequence[str], slots: set[str], scal
 def _doubts(files: RankFiles, found: OptimizerContents) -> list[str]:
     """Return doubts from step counts: an optimizer not loaded with its model restarts at 0, which proves nothing."""
     counted = files.model.at("global_steps").natural() - files.model.at("skipped_steps").natural()
-    each = [stored_step(found.scalars[fqn], group["hyper"]) for group in found.groups for fqn in group["params"]]
+    each = found.steps()
     steps = {step for step in each if step is not None}
     step_list = listed((f"{step:g}" for step in sorted(steps)), 6)
     if not steps and each and files.stage == 3:

@@ -1,9 +1,8 @@
 """Read the optimizer files of ZeRO-1/2 (``BF16_Optimizer`` included) and ZeRO-3.
 
-ZeRO-1/2: each param group is one flat tensor, cut into equal partitions. Parameters lie in the order of
-``param_shapes``. ``param_slice_mappings`` use the order of the param group, wrongly so with ``round_robin_gradients``:
-they are compared with what DeepSpeed would have written, and never used to find a parameter. ZeRO-3: every parameter is
-cut into ceil(numel / world size) slices, one per rank, laid flat by sub-group; the last slices hold padding.
+At ZeRO-1/2 parameters lie in the order of ``param_shapes``. ``param_slice_mappings`` use the order of the param group,
+wrongly so with ``round_robin_gradients``: they are compared with what DeepSpeed would have written, and never used to
+find a parameter.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, TypeVar
 
+from merger.deepspeed_partitions import Piece, partition_paddings, partition_pieces, slice_numel, slice_pieces
 from merger.io.blocks import Extent
 from merger.sources.base import FileTensor, Nest, read_values
 from merger.sources.deepspeed_files import RankFiles, comparable, step_problems, stored_step, weight_problems
@@ -34,16 +34,6 @@ class Shape:
     numel: int
 
 
-@dataclass(frozen=True)
-class Piece:
-    """Elements [start, stop) of a flattened parameter, from ``offset`` of a flat partition."""
-
-    fqn: str
-    start: int
-    stop: int
-    offset: int
-
-
 @dataclass
 class OptimizerContents:
     """Contents of the optimizer files.
@@ -60,6 +50,16 @@ class OptimizerContents:
     slots: dict[str, list[str]] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
+
+    def add_state(self, fqns: Sequence[str], state: FlatState) -> None:
+        """Note the scalars and slots of parameters in a flat partition."""
+        self.scalars |= {fqn: dict(state.scalars) for fqn in fqns}
+        self.slots |= {fqn: list(state.slots) for fqn in fqns}
+
+    def steps(self) -> list[float | None]:
+        """Return the steps that the optimizer counts for each parameter."""
+        groups = ((group["hyper"], group["params"]) for group in self.groups)
+        return [stored_step(self.scalars.get(fqn, {}), hyper) for hyper, fqns in groups for fqn in fqns]
 
 
 def param_shapes(model: Nest) -> list[list[Shape]]:
@@ -94,9 +94,10 @@ def flat_state(ranks: Sequence[Nest], masters: Sequence[FileTensor], numel: int)
             raise MergeError(
                 f"{ranks[0].where} and {nest.where} differ, so they are of different saves; name another tag"
             )
-    tensors = [{WEIGHTS: master} for master in masters]
-    for found, nest in zip(tensors, ranks, strict=True):
-        found |= {slot: nest.at(slot).tensor() for slot in first[0]}
+    tensors = [
+        {WEIGHTS: master, **{slot: nest.at(slot).tensor() for slot in first[0]}}
+        for master, nest in zip(masters, ranks, strict=True)
+    ]
     return FlatState(tuple(first[0]), first[1], tensors)
 
 
@@ -123,24 +124,19 @@ def _slots_and_scalars(state: Nest, numel: int) -> tuple[list[str], dict[str, An
         if key in scalars:
             continue
         tensor = nest.tensor()
-        if tensor.shape == (numel,) and key not in ("step", WEIGHTS, FROZEN, BUFFER):
-            slots.append(key)
-        else:
+        if tensor.shape != (numel,) or key in ("step", WEIGHTS, FROZEN, BUFFER):
             raise UnsupportedError(
                 f"{nest.where} has the shape {tensor.shape} for a flat partition of {counted(numel, 'element')}, so it "
                 "cannot be split by parameter; only optimizers with state per element, such as AdamW, are supported"
             )
+        slots.append(key)
     return sorted(slots), scalars
 
 
 def scalars_of(state: Nest) -> dict[str, Any]:
     """Return the base optimizer's state for a flat partition without tensors over its elements."""
-    plain = {key: nest.value for key, nest in state.items()}
-    return {
-        key: read_values(value)
-        for key, value in plain.items()
-        if not isinstance(value, FileTensor) or value.shape == ()
-    }
+    plain = ((key, nest.value) for key, nest in state.items())
+    return {key: read_values(value) for key, value in plain if not isinstance(value, FileTensor) or not value.shape}
 
 
 def base_groups(base: Nest) -> list[tuple[list[int], dict[str, Any]]]:
@@ -182,14 +178,7 @@ class _Group:
 
     def pieces(self, placed: Sequence[tuple[Shape, int]], rank: int) -> list[Piece]:
         """Return the part of each parameter in a rank's partition, by the offsets ``placed``."""
-        first, last = rank * self.size, (rank + 1) * self.size
-        return [
-            Piece(
-                shape.fqn, max(offset, first) - offset, min(offset + shape.numel, last) - offset, max(offset - first, 0)
-            )
-            for shape, offset in placed
-            if max(offset, first) < min(offset + shape.numel, last)
-        ]
+        return partition_pieces(((shape.fqn, offset, shape.numel) for shape, offset in placed), self.size, rank)
 
 
 def read_zero12(files: RankFiles) -> OptimizerContents:
@@ -213,12 +202,10 @@ def read_zero12(files: RankFiles) -> OptimizerContents:
             out.extents += state.extents(rank, group.pieces(group.layout, rank))
         fqns = [shape.fqn for shape, _ in group.params]
         out.groups.append({"params": fqns, "hyper": hyper[index][1]})
-        out.scalars |= {fqn: dict(state.scalars) for fqn in fqns}
-        out.slots |= {fqn: list(state.slots) for fqn in fqns}
+        out.add_state(fqns, state)
     _check_mappings(files, groups)
     out.facts = _facts(files, groups, round_robin)
-    steps = [stored_step(out.scalars.get(fqn, {}), group["hyper"]) for group in out.groups for fqn in group["params"]]
-    out.problems += step_problems(files.model, files.optims[0].where, steps)
+    out.problems += step_problems(files.model, files.optims[0].where, out.steps())
     out.problems += weight_problems(files.model.at("module").mapping(), out.extents)
     return out
 
@@ -284,7 +271,7 @@ def _paddings(files: RankFiles, size: int, end: int) -> tuple[int, ...]:
     ranks = files.world_size
     if _is_wrapper(files):  # all of them on the last rank, even where they begin before it
         return (*([0] * (ranks - 1)), ranks * size - end)
-    return tuple(min(size, max(0, (rank + 1) * size - end)) for rank in range(ranks))
+    return partition_paddings(size, end, ranks)
 
 
 def _gaps(files: RankFiles, index: int, count: int) -> tuple[int, ...]:
@@ -349,9 +336,7 @@ def _facts(files: RankFiles, groups: Sequence[_Group], round_robin: bool) -> dic
         "partition_count": [files.world_size] * len(groups),
         "nccl_start_alignment_factor": 2,
         "round_robin_gradients": round_robin,
-        "param_alignment_paddings": []
-        if paddings is None
-        else [list(paddings.at(i).naturals()) for i in range(len(groups))],
+        "param_alignment_paddings": [list(paddings.at(i).naturals()) for i in range(len(groups)) if paddings],
         "param_groups": [
             {
                 "params": [shape.fqn for shape, _ in group.params],
@@ -380,7 +365,7 @@ def read_zero3(files: RankFiles) -> OptimizerContents:
             f"{bases[0].where} has {len(home)} flat partitions, but {files.model.where} has {len(shapes)}; name "
             "another tag"
         )
-    out = OptimizerContents(groups=[{"params": [], "hyper": read_values} for _, read_values in hyper])
+    out = OptimizerContents(groups=[{"params": [], "hyper": values} for _, values in hyper])
     sub_groups = []
     for index, sub_group in enumerate(shapes):
         parts = [slice_numel(shape.numel, files.world_size) for shape in sub_group]
@@ -393,11 +378,11 @@ def read_zero3(files: RankFiles) -> OptimizerContents:
                 )
         state = flat_state([state_of(base, index) for base in bases], masters, sum(parts))
         for rank in range(files.world_size):
-            out.extents += state.extents(rank, _pieces(sub_group, parts, rank))
+            placed = ((shape.fqn, shape.numel, part) for shape, part in zip(sub_group, parts, strict=True))
+            out.extents += state.extents(rank, slice_pieces(placed, rank))
         fqns = [shape.fqn for shape in sub_group]
         out.groups[home[index]]["params"] += fqns
-        out.scalars |= {fqn: dict(state.scalars) for fqn in fqns}
-        out.slots |= {fqn: list(state.slots) for fqn in fqns}
+        out.add_state(fqns, state)
         sub_groups.append(
             {"params": fqns, "param_group": home[index], "partition_numels": parts, "flat_numel": sum(parts)}
         )
@@ -407,9 +392,8 @@ def read_zero3(files: RankFiles) -> OptimizerContents:
         "param_groups": [{"params": list(group["params"])} for group in out.groups],
         "sub_groups": sub_groups,
     }
-    steps = [stored_step(out.scalars.get(fqn, {}), group["hyper"]) for group in out.groups for fqn in group["params"]]
-    out.problems += step_problems(files.model, files.optims[0].where, steps)
-    if all(step is None for step in steps):
+    out.problems += step_problems(files.model, files.optims[0].where, out.steps())
+    if all(step is None for step in out.steps()):
         out.problems.append(
             f"the optimizer counts no steps, and ZeRO-3 saves the weights once: nothing tells whether all files in "
             f"{files.folder} are of one save"
@@ -417,36 +401,11 @@ def read_zero3(files: RankFiles) -> OptimizerContents:
     return out
 
 
-def slice_numel(numel: int, world_size: int) -> int:
-    """Return the elements of a rank's slice of a parameter, padding included."""
-    return -(-numel // world_size)
-
-
-def own_slice(numel: int, world_size: int, rank: int) -> tuple[int, int]:
-    """Return [start, stop) of a rank's slice, without padding."""
-    return _clipped(slice_numel(numel, world_size), numel, rank)
-
-
-def _clipped(part: int, numel: int, rank: int) -> tuple[int, int]:
-    return min(rank * part, numel), min((rank + 1) * part, numel)
-
-
-def _pieces(sub_group: list[Shape], parts: list[int], rank: int) -> list[Piece]:
-    pieces, offset = [], 0
-    for shape, part in zip(sub_group, parts, strict=True):
-        pieces.append(Piece(shape.fqn, *_clipped(part, shape.numel, rank), offset))
-        offset += part
-    return pieces
-
-
 def _refuse_variants(files: RankFiles) -> None:
     for optim in files.optims:
         count = optim.at("partition_count")
-        if (
-            isinstance(count.value, list)
-            or count.natural() != files.world_size
-            or optim.get("ds_zero_partition_groups")
-        ):
+        partly = isinstance(count.value, list) or count.natural() != files.world_size
+        if partly or optim.get("ds_zero_partition_groups"):
             raise UnsupportedError(
                 f"{optim.where} is partitioned over a part of the ranks ({count.value} of {files.world_size}; MiCS or "
                 "AutoEP), which is not supported"

@@ -9,7 +9,7 @@ from pathlib import Path
 from merger.checkpoint import Checkpoint, RunStates, read_run_states, require_whole
 from merger.io.blocks import Block, Damage, Extent, StoredFragment, xxh3
 from store.catalog import Catalog, open_catalog
-from store.certificate import Certificate, certify
+from store.certificate import certify
 from store.encoding import itemsize
 from store.errors import DamagedError, MergeError, StorageError
 from store.fragments import FragmentIndex, Source
@@ -54,6 +54,8 @@ class StoreSource:
     def _checkpoint(self, resolution: Resolution, states: RunStates, passed_over: tuple[str, ...]) -> Checkpoint:
         manifest = resolution.manifest
         _require_frozen(manifest.save, resolution.run_parts[0].facts.get(LEFT_OUT))
+        certificate = certify(resolution)
+        units = tuple(replace(unit, source=str(self.root)) for unit in certificate.units)
         checkpoint = Checkpoint(
             origin=f"commit {manifest.save} of {self.root}",
             framework=manifest.framework,
@@ -65,15 +67,11 @@ class StoreSource:
             facts=resolution.run_parts[0].facts,
             run_states=states.ranks,
             client_state=states.client_state,
-            certificate=self._certificate(resolution),
+            certificate=replace(certificate, units=units),
             problems=(*passed_over, *resolution.problems),
         )
         require_whole(checkpoint)
         return checkpoint
-
-    def _certificate(self, resolution: Resolution) -> Certificate:
-        certificate = certify(resolution)
-        return replace(certificate, units=tuple(replace(unit, source=str(self.root)) for unit in certificate.units))
 
     def _extent(self, source: Source) -> Extent:
         part, entry = source.part, source.entry

@@ -14,7 +14,6 @@ import pickletools
 import re
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -39,42 +38,15 @@ _PLAIN = re.compile(
 )
 """Module and name of the classes that tensors and plain values are pickled with."""
 
-StandIns = Mapping[str, type]
-"""Our class by the full name of a framework's class."""
 
+def read_pt(files: LocalFiles, name: str) -> tuple[Any, str]:
+    """Return (what ``torch.load`` would, name of the archive: the file's own when it was saved, if any).
 
-@dataclass(frozen=True)
-class _Archive:
-    """The records of a file. ``data``: those of tensors, by the offset of their bytes."""
-
-    files: LocalFiles
-    name: str
-    data: Mapping[int, Block]
-
-    @property
-    def path(self) -> str:
-        return str(self.files.root / self.name)
-
-
-@dataclass(frozen=True)
-class PtContent:
-    """The value in a file, and the archive name: the file's own name when it was saved, if any."""
-
-    value: Any
-    archive: str
-
-
-def read_pt(files: LocalFiles, name: str, stand_ins: StandIns) -> PtContent:
-    """Return what ``torch.load`` would, with :class:`FileTensor` for every tensor.
-
-    Args:
-        files: directory.
-        name: file in it.
-        stand_ins: our classes for those of a framework.
+    Tensors are :class:`FileTensor`.
 
     Raises:
         DamagedError: the structure is incomplete.
-        UnsupportedError: the file needs any other class; the message names it.
+        UnsupportedError: the file needs a class that is not allowed; the message names it.
         StorageError: reading failed.
     """
     files.size(name)  # raises for links, directories and missing files
@@ -83,11 +55,9 @@ def read_pt(files: LocalFiles, name: str, stand_ins: StandIns) -> PtContent:
         found = read_records(path)
     except OSError as error:
         raise StorageError(f"cannot read {path}: {error.strerror or error}") from error
-    structure = _check_structure(files, name, found)
-    _refuse_classes(str(path), structure, stand_ins)
+    _refuse_classes(str(path), _check_structure(files, name, found))
     blocks = {record.offset: _block(files, name, record) for record in found if _is_data(record)}
-    value = _Converter(_Archive(files, name, blocks), stand_ins).of(_load(str(path), stand_ins))
-    return PtContent(value, found[0].name.partition("/")[0])
+    return _Converter(str(path), blocks).of(_load(str(path))), found[0].name.partition("/")[0]
 
 
 def _is_data(record: Record) -> bool:
@@ -125,14 +95,14 @@ def _check_structure(files: LocalFiles, name: str, found: list[Record]) -> bytes
     return small["data.pkl"]
 
 
-def _refuse_classes(path: str, structure: bytes, stand_ins: StandIns) -> None:
+def _refuse_classes(path: str, structure: bytes) -> None:
     try:
         for opcode, argument, _ in pickletools.genops(io.BytesIO(structure)):
             if opcode.name in ("STACK_GLOBAL", "INST", "OBJ", "EXT1", "EXT2", "EXT4"):
                 raise UnsupportedError(
                     f"{path} names a class in a way that torch.save never does; nothing was executed"
                 )
-            if opcode.name == "GLOBAL" and not _is_known(str(argument), stand_ins):
+            if opcode.name == "GLOBAL" and not _is_known(str(argument)):
                 raise UnsupportedError(
                     f"{path} needs the class {str(argument).replace(' ', '.')}, which is not allowed in a checkpoint; "
                     "nothing was executed. If it is yours, save again without it (it is often in the client state)"
@@ -141,12 +111,12 @@ def _refuse_classes(path: str, structure: bytes, stand_ins: StandIns) -> None:
         raise DamagedError(f"{path}: data.pkl is not a pickle: {error}") from error
 
 
-def _is_known(argument: str, stand_ins: StandIns) -> bool:
-    return bool(_PLAIN.fullmatch(argument)) or argument.replace(" ", ".") in stand_ins
+def _is_known(argument: str) -> bool:
+    return bool(_PLAIN.fullmatch(argument)) or argument.replace(" ", ".") in STAND_INS
 
 
-def _load(path: str, stand_ins: StandIns) -> Any:
-    allowed: list[Any] = [(kind, name) for name, kind in stand_ins.items()]
+def _load(path: str) -> Any:
+    allowed: list[Any] = [(kind, name) for name, kind in STAND_INS.items()]
     try:
         with torch.serialization.safe_globals(allowed), FakeTensorMode():
             return torch.load(path, map_location="cpu", weights_only=True)
@@ -167,11 +137,13 @@ def _load(path: str, stand_ins: StandIns) -> Any:
 
 
 class _Converter:
-    """Converts the nest of one file; tensors become places in it. Shared parts stay shared."""
+    """Converts the nest of one file; tensors become places in it. Shared parts stay shared.
 
-    def __init__(self, archive: _Archive, stand_ins: StandIns) -> None:
-        self._archive = archive
-        self._own = tuple(stand_ins.values())
+    ``blocks``: the records of tensors, by the offset of their bytes.
+    """
+
+    def __init__(self, path: str, blocks: Mapping[int, Block]) -> None:
+        self._path, self._blocks = path, blocks
         self._seen: dict[int, Any] = {}
         self._alive: list[Any] = []
 
@@ -179,7 +151,7 @@ class _Converter:
         try:
             return self._of(value)
         except RecursionError as error:
-            raise DamagedError(f"{self._archive.path} holds a value that contains itself") from error
+            raise DamagedError(f"{self._path} holds a value that contains itself") from error
 
     def _of(self, value: Any) -> Any:
         if id(value) not in self._seen:
@@ -197,19 +169,19 @@ class _Converter:
         if type(value) in (list, tuple, set):
             return type(value)(self._of(item) for item in value)
         plain = value is None or isinstance(value, bool | int | float | complex | str | bytes | bytearray)
-        if plain or isinstance(value, (*self._own, torch.dtype, torch.device)):
+        if plain or isinstance(value, (StandIn, Stage, torch.dtype, torch.device)):
             return value
-        raise DamagedError(f"{self._archive.path} holds a {type(value).__name__}, but may hold only plain values")
+        raise DamagedError(f"{self._path} holds a {type(value).__name__}, but may hold only plain values")
 
     def _tensor(self, tensor: torch.Tensor) -> FileTensor:
         # Attributes pickled with a tensor may hide its methods, so those of the class are called.
         storage = torch.Tensor.untyped_storage(tensor)
         dtype, shape = dtype_name(tensor.dtype), tuple(tensor.shape)
         offset = getattr(storage, "_checkpoint_offset", None)
-        block = self._archive.data.get(-1 if offset is None else int(offset))
+        block = self._blocks.get(-1 if offset is None else int(offset))
         contiguous = torch.Tensor.is_contiguous(tensor)
         if block is None:
-            raise DamagedError(f"{self._archive.path}: a tensor of shape {shape} has no record in the file")
+            raise DamagedError(f"{self._path}: a tensor of shape {shape} has no record in the file")
         first = int(torch.Tensor.storage_offset(tensor)) * tensor.dtype.itemsize
         if storage.nbytes() > block.nbytes or (
             contiguous and first + torch.Tensor.numel(tensor) * tensor.dtype.itemsize > block.nbytes

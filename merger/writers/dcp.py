@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from merger.checkpoint import PlannedTensor
-from merger.io.output_file import Hole, read_back_error, write_error
+from merger.io.output_file import Hole, VerbatimFile, read_back_error, write_error
 from merger.writers.torch_zip import Record, patch_checksum, read_records_from
 
 _BLOB_BYTES = 1300
@@ -163,8 +163,8 @@ class DcpFile:
 
 
 @dataclass
-class DcpMetadata:
-    """The ``.metadata`` file.
+class DcpMetadata(VerbatimFile):
+    """The ``.metadata`` file. ``data`` is known once the other files are made.
 
     Args:
         metadata: everything but the places of the blobs.
@@ -175,14 +175,11 @@ class DcpMetadata:
     metadata: Metadata
     files: Mapping[str, DcpFile]
     aliases: Mapping[MetadataIndex, MetadataIndex]
-    _written: bytes = field(default=b"", init=False)
+    data: bytes = field(default=b"", init=False)
 
     @property
     def nbytes(self) -> int:
         return 4096 + 256 * (len(self.aliases) + sum(len(file.items) for file in self.files.values()))
-
-    def tensors(self) -> tuple[PlannedTensor, ...]:
-        return ()
 
     def make(self, path: Path) -> tuple[Hole, ...]:
         places = {
@@ -191,17 +188,8 @@ class DcpMetadata:
             for item, blob in zip(file.items, file.blobs, strict=True)
         }
         places |= {alias: places[index] for alias, index in self.aliases.items()}
-        self._written = pickle.dumps(replace(self.metadata, storage_data=places))
-        with path.open("xb") as file:
-            file.write(self._written)
-        return ()
-
-    def seal(self, path: Path, checksums: Mapping[int, int]) -> None:
-        """Nothing to do."""
-
-    def check(self, path: Path) -> None:
-        if path.read_bytes() != self._written:
-            raise read_back_error(path)
+        self.data = pickle.dumps(replace(self.metadata, storage_data=places))
+        return super().make(path)
 
 
 def _write(file: BinaryIO, start: int, value: Any, path: Path) -> _Blob:

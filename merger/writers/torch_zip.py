@@ -29,7 +29,6 @@ from store.errors import DamagedError, MergeError, UnsupportedError
 
 _LOCAL, _DESCRIPTOR, _ENTRY = b"PK\x03\x04", b"PK\x07\x08", b"PK\x01\x02"
 
-
 _NESTS = (dict, OrderedDict, list, tuple)
 
 

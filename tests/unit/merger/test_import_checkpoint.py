@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import merger.import_checkpoint
+import merger.io.output_dir
 import merger.io.stream
 from merger.import_checkpoint import ImportResult, import_checkpoint, plan_import
 from merger.merge import merge
@@ -334,7 +335,7 @@ def test_a_device_that_takes_no_more(store: PlainStore, target: Path) -> None:
 
 def test_a_device_without_room_is_told_first(store: PlainStore, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store.save(10)
-    monkeypatch.setattr(merger.import_checkpoint.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 100})())
+    monkeypatch.setattr(merger.io.output_dir.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 100})())
     with pytest.raises(StorageError, match=r"needs 5472 bytes .* only 100 are free"):
         imported(store.root, target)
     assert segments(target) == []

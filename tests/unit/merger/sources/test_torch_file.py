@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from merger.sources.base import FileTensor, read_block, read_values
-from merger.sources.torch_file import STAND_INS, read_pt
+from merger.sources.torch_file import read_pt
 from store.errors import DamagedError, DriftpointError, MissingError, UnsupportedError
 from store.storage.local import LocalFiles
 
@@ -36,7 +36,7 @@ def saved(tmp_path: Path, value: Any, name: str = "file.pt") -> Path:
 
 
 def read(path: Path) -> Any:
-    return read_pt(LocalFiles(path.parent), path.name, STAND_INS).value
+    return read_pt(LocalFiles(path.parent), path.name)[0]
 
 
 def flipped(path: Path, offset: int) -> None:
@@ -210,7 +210,7 @@ def test_a_flipped_bit_in_a_tensor_is_found_when_it_is_read(tmp_path: Path) -> N
     path = saved(tmp_path, {"x": torch.ones(3)})
     flipped(path, data_offset(path, "data/0") + 1)
     found = read(path)["x"]
-    with pytest.raises(DamagedError, match=r"file\.pt, record file/data/0 .*checksum"):
+    with pytest.raises(DamagedError, match=r"file\.pt, record file/data/0: .*checksum"):
         found.read()
 
 
