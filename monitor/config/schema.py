@@ -159,8 +159,7 @@ class LayerSettings(Settings):
     """How parameters are grouped into layers."""
 
     experts: bool = Field(
-        default=False,
-        description="true: each MoE expert is a layer, if the model stores experts as separate modules",
+        default=False, description="true: each MoE expert is a layer, if the model stores experts as separate modules"
     )
     patterns: dict[str, str] = Field(
         default={}, description="layer name -> regular expression on parameter names; overrides the detected layers"
@@ -200,10 +199,7 @@ class TraceSettings(Settings):
         default=None, min_length=1, description="trace file; null: the store's path with .trace.jsonl appended"
     )
     anchors: int = Field(
-        default=6,
-        ge=0,
-        le=16,
-        description="number of earlier decisions to compare with, about 1, 2, 4... ago; 0: none",
+        default=6, ge=0, le=16, description="number of earlier decisions to compare with, about 1, 2, 4... ago; 0: none"
     )
 
 

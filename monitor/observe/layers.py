@@ -93,11 +93,7 @@ class _Group:
 
 
 def find_layers(
-    module: nn.Module,
-    fqns: Sequence[str],
-    *,
-    experts: bool = False,
-    patterns: Mapping[str, str] | None = None,
+    module: nn.Module, fqns: Sequence[str], *, experts: bool = False, patterns: Mapping[str, str] | None = None
 ) -> tuple[Layer, ...]:
     """Group tensors into layers. Every name is in exactly one layer; layers are ordered by their first name.
 

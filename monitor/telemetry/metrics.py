@@ -21,20 +21,8 @@ from typing import NamedTuple
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from typing_extensions import override
 
-from monitor.events import (
-    AttachEvent,
-    BackgroundFailureEvent,
-    CommitEvent,
-    DecisionEvent,
-    MeasuredEvent,
-    MemoryEvent,
-    PreemptedEvent,
-    ResumeEvent,
-    SaveBeginEvent,
-    SaveFailedEvent,
-    SaveListener,
-    unexpected,
-)
+from monitor import events
+from monitor.events import SaveListener, unexpected
 from monitor.telemetry.layer_metrics import LayerMetrics
 from policies.anomaly import DriftReading
 from store.errors import ConfigError, NotFiniteError
@@ -201,10 +189,10 @@ class Metrics(SaveListener):
 
     def background_failure(self, what: str, error: BaseException) -> None:
         """Count a failure of upkeep, and log "``what`` failed"."""
-        self.on_background_failure(BackgroundFailureEvent("upkeep", f"{what} failed: {error}", error))
+        self.on_background_failure(events.BackgroundFailureEvent("upkeep", f"{what} failed: {error}", error))
 
     @override
-    def on_attach(self, event: AttachEvent) -> None:
+    def on_attach(self, event: events.AttachEvent) -> None:
         if self._first:
             self.on_epoch(event.epoch)
             self.gauge("attached_timestamp_seconds").set(time.time())
@@ -223,7 +211,7 @@ class Metrics(SaveListener):
         self.counter("policy_failures").inc()
 
     @override
-    def on_measured(self, event: MeasuredEvent) -> None:
+    def on_measured(self, event: events.MeasuredEvent) -> None:
         decided = event.decided
         staleness = {one.unit: one.staleness for one in decided.stats if one.staleness is not None}
         drift = {unit: one for unit, one in decided.drift.items() if one is not None and unit in event.committed}
@@ -234,13 +222,13 @@ class Metrics(SaveListener):
         self.layers.update_health(decided.drift.keys(), [one.unit for one in decided.stats if not one.finite])
 
     @override
-    def on_decision(self, event: DecisionEvent) -> None:
+    def on_decision(self, event: events.DecisionEvent) -> None:
         if self._first and event.skipped is not None:
             self.counter("saves_skipped").labels(event.skipped).inc()
         self.histogram("stall_seconds").observe(event.stall)
 
     @override
-    def on_save_begin(self, event: SaveBeginEvent) -> None:
+    def on_save_begin(self, event: events.SaveBeginEvent) -> None:
         if event.dry_run is not None:
             full = sum(size.nbytes for size in event.sizes.values())
             self.counter("observed_saves").inc()
@@ -256,7 +244,7 @@ class Metrics(SaveListener):
         self.histogram("copy_wait_seconds").observe(seconds)
 
     @override
-    def on_commit(self, event: CommitEvent) -> None:
+    def on_commit(self, event: events.CommitEvent) -> None:
         drawn, manifest = event.drawn, event.drawn.manifest
         self.counter("saves").inc()
         self.counter("written_bytes").inc(event.written_bytes)
@@ -271,7 +259,7 @@ class Metrics(SaveListener):
         self.counter("units_withheld").inc(len(drawn.dropped))
 
     @override
-    def on_save_failed(self, event: SaveFailedEvent) -> None:
+    def on_save_failed(self, event: events.SaveFailedEvent) -> None:
         if not self._first:
             return
         self.counter("saves_failed").inc()
@@ -285,14 +273,14 @@ class Metrics(SaveListener):
         self._update_space("store", root)
 
     @override
-    def on_background_failure(self, event: BackgroundFailureEvent) -> None:
+    def on_background_failure(self, event: events.BackgroundFailureEvent) -> None:
         self.counter("failures").labels(event.reason).inc()
         if event.message:
             level = logging.ERROR if event.severe else logging.WARNING
             _log.log(level, "%s", event.message, exc_info=unexpected(event.error))
 
     @override
-    def on_memory(self, event: MemoryEvent) -> None:
+    def on_memory(self, event: events.MemoryEvent) -> None:
         if not self._first:
             return
         if event.snapshot is not None:
@@ -312,7 +300,7 @@ class Metrics(SaveListener):
             self.gauge("peer_timestamp_seconds").set(time.time())
 
     @override
-    def on_resume(self, event: ResumeEvent) -> None:
+    def on_resume(self, event: events.ResumeEvent) -> None:
         if not self._first:
             return
         certificate = event.certificate
@@ -330,7 +318,7 @@ class Metrics(SaveListener):
             self._set_newest_commit(event.newest.step, made)
 
     @override
-    def on_preempted(self, event: PreemptedEvent) -> None:
+    def on_preempted(self, event: events.PreemptedEvent) -> None:
         self.counter("preemptions").labels(event.outcome).inc()
 
     @override

@@ -26,18 +26,11 @@ from typing import Any
 import torch
 from typing_extensions import override
 
+from monitor import events
 from monitor.background import BackgroundWorker
 from monitor.config.load import Config
 from monitor.distributed import Group
-from monitor.events import (
-    AttachEvent,
-    CommitEvent,
-    DecisionEvent,
-    ResumeEvent,
-    SaveBeginEvent,
-    SaveFailedEvent,
-    SaveListener,
-)
+from monitor.events import SaveListener
 from monitor.ledger import PreparedCommit
 from monitor.observe.drift_meter import Signature, drift_ratio
 from monitor.observe.units import LocalUnit, UnitTable, is_moving
@@ -98,7 +91,7 @@ class TraceRecorder(SaveListener):
         self._dry_run: tuple[int, Sizes] | None = None
 
     @override
-    def on_attach(self, event: AttachEvent) -> None:
+    def on_attach(self, event: events.AttachEvent) -> None:
         path, sketched = self._config.trace_path(), self._config.drift.method == "sketch"
         self._anchors = self._group.broadcast(self._config.trace.anchors if path is not None and sketched else 0)
         if path is not None and self._group.rank == 0:
@@ -115,7 +108,7 @@ class TraceRecorder(SaveListener):
         self._put_job()
 
     @override
-    def on_decision(self, event: DecisionEvent) -> None:
+    def on_decision(self, event: events.DecisionEvent) -> None:
         decided = event.decided
         if decided is not None and self._anchors:
             found = {unit: one.signature for unit, one in decided.mine.items() if one.signature is not None}
@@ -149,7 +142,7 @@ class TraceRecorder(SaveListener):
         return None if decided is None else decided.interval
 
     @override
-    def on_save_begin(self, event: SaveBeginEvent) -> None:
+    def on_save_begin(self, event: events.SaveBeginEvent) -> None:
         if event.dry_run is not None:
             self._dry_run = event.step, event.dry_run
 
@@ -177,11 +170,11 @@ class TraceRecorder(SaveListener):
         self._put(lambda: moved_line(decision.step, compared.steps, total, by_unit))
 
     @override
-    def on_commit(self, event: CommitEvent) -> None:
+    def on_commit(self, event: events.CommitEvent) -> None:
         self._put_commit(event.save.step, event.seconds, event.written_bytes, committed_sizes(event.drawn))
 
     @override
-    def on_save_failed(self, event: SaveFailedEvent) -> None:
+    def on_save_failed(self, event: events.SaveFailedEvent) -> None:
         line = FailedLine(step=event.step, seconds=self._seconds(), reason=event.reason)
         self._put(lambda: line)
 
@@ -190,7 +183,7 @@ class TraceRecorder(SaveListener):
         self._copy_wait += seconds
 
     @override
-    def on_resume(self, event: ResumeEvent) -> None:
+    def on_resume(self, event: events.ResumeEvent) -> None:
         self._decision, self._history = None, None  # their signatures are of another branch
         line = ResumedLine(step=event.step, newest=event.commit, seconds=self._seconds())
         self._put(lambda: line)
