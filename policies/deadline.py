@@ -114,7 +114,7 @@ class DeadlinePolicy:
     ) -> dict[Unit, Choice]:
         scale = scales(stats, {})
         queue = [
-            (_rank(one.unit, needed, demanded), -worth / option.nbytes, place, one, option)
+            (0 if one.unit in needed else 1 if one.unit in demanded else 2, -worth / option.nbytes, place, one, option)
             for place, one in enumerate(wanted)
             for option, worth in [self._option(one, scale[one.unit.layer][one.unit.slot])]
             if worth > 0.0 or one.unit in needed or one.unit in demanded
@@ -140,10 +140,6 @@ class DeadlinePolicy:
 
 
 _WHY = ("it has no version that could stand in for it", "bounds demand it", "most drifted a byte, in the time left")
-
-
-def _rank(unit: Unit, needed: Collection[Unit], demanded: Collection[Unit]) -> int:
-    return 0 if unit in needed else 1 if unit in demanded else 2
 
 
 def _skip(demanded: Choice) -> Choice:

@@ -89,10 +89,15 @@ def checked_answer(policy: str, stats: Sequence[UnitStats], answer: object, refu
 
     Raises:
         PolicyError: Not exactly the units shown have a choice, or a choice has no reason or an encoding that
-        ``refusal``
-            refuses. With ``refusal`` None any name is allowed.
+            ``refusal`` refuses. With ``refusal`` None any name is allowed.
     """
-    choices = _choices(policy, answer)
+    if not isinstance(answer, Decision):
+        what = f"select returned {described(answer)[:80]}, not a Decision; return Decision({{unit: Choice(...), ...}})"
+        raise PolicyError(policy, None, what)
+    found: object = answer.choices
+    if not isinstance(found, Mapping):
+        raise PolicyError(policy, None, f"Decision.choices must map units to choices, not {described(found)[:80]}")
+    choices: dict[object, object] = dict(found)
     for one in stats:
         if one.unit not in choices:
             raise PolicyError(policy, one.unit, "shown but not decided on; give it a choice, a skip at least")
@@ -101,16 +106,6 @@ def checked_answer(policy: str, stats: Sequence[UnitStats], answer: object, refu
         if unit not in shown:
             raise _unknown_unit(policy, unit)
     return Decision({one.unit: _check_choice(policy, one.unit, choices[one.unit], refusal) for one in stats})
-
-
-def _choices(policy: str, answer: object) -> dict[object, object]:
-    if not isinstance(answer, Decision):
-        what = f"select returned {described(answer)[:80]}, not a Decision; return Decision({{unit: Choice(...), ...}})"
-        raise PolicyError(policy, None, what)
-    found: object = answer.choices
-    if not isinstance(found, Mapping):
-        raise PolicyError(policy, None, f"Decision.choices must map units to choices, not {described(found)[:80]}")
-    return dict(found)
 
 
 def _unknown_unit(policy: str, unit: object) -> PolicyError:
@@ -152,6 +147,11 @@ class Failure:
     """``file:line`` where it was raised, or empty."""
     kind: str
     """Equal for repetitions of a failure, although texts may contain a step or a value."""
+
+    @property
+    def located(self) -> str:
+        """``what``, and the place if it is known."""
+        return f"{self.what} at {self.place}" if self.place else self.what
 
 
 def failure_of(error: BaseException) -> Failure:

@@ -71,10 +71,6 @@ class BudgetTracker(SaveListener):
         )
         self._report_overdraft(step, self._account.begin(expected, free=first))
 
-    def stalled(self, seconds: float) -> None:
-        """Charge seconds that training waited for a decision or for copies of the last save."""
-        self._account.stalled(seconds)
-
     def committed(self, written: int, seconds: float) -> None:
         """Settle the last save: payload bytes over all ranks, and seconds from its beginning to the commit."""
         self._account.committed(written, seconds)
@@ -86,11 +82,11 @@ class BudgetTracker(SaveListener):
 
     @override
     def on_decision(self, event: DecisionEvent) -> None:
-        self.stalled(event.stall)
+        self._account.stalled(event.stall)
 
     @override
     def on_copy_wait(self, seconds: float) -> None:
-        self.stalled(seconds)
+        self._account.stalled(seconds)
 
     @override
     def on_commit(self, event: CommitEvent) -> None:
@@ -124,9 +120,8 @@ class BudgetTracker(SaveListener):
 
     def _update_gauge(self, offered: float | None) -> None:
         available = self._account.at_hand()
-        shown = available if available is not None else offered
-        if shown is not None:
-            self._metrics.gauge("budget_bytes").set(shown)
+        if available is not None or offered is not None:
+            self._metrics.gauge("budget_bytes").set(offered if available is None else available)
 
     def _report_overdraft(self, step: int, nbytes: float) -> None:
         if nbytes < 1.0:

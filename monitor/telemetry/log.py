@@ -84,12 +84,10 @@ class SaveLog(SaveListener):
 
     @override
     def on_save_failed(self, event: events.SaveFailedEvent) -> None:
-        step, error = event.step, event.error
-        if self._rank == 0:
-            text, values = "the save of step %d failed, the commit before it is intact: %s", (step, error)
-        else:
-            text, values = f"rank {self._rank} could not write its segment of step %d: %s", (step, error)
-        _log.warning(text, *values, exc_info=unexpected(error))
+        text = "the save of step %d failed, the commit before it is intact: %s"
+        if self._rank != 0:
+            text = f"rank {self._rank} could not write its segment of step %d: %s"
+        _log.warning(text, event.step, event.error, exc_info=unexpected(event.error))
 
     @override
     def on_resume(self, event: events.ResumeEvent) -> None:

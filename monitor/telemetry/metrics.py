@@ -16,7 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from typing_extensions import override
@@ -155,19 +155,13 @@ class Metrics(SaveListener):
         """Why the endpoint could not be started, or None."""
 
     def counter(self, name: str) -> Counter:
-        metric = self._metrics[name]
-        assert isinstance(metric, Counter)
-        return metric
+        return cast(Counter, self._metrics[name])
 
     def gauge(self, name: str) -> Gauge:
-        metric = self._metrics[name]
-        assert isinstance(metric, Gauge)
-        return metric
+        return cast(Gauge, self._metrics[name])
 
     def histogram(self, name: str) -> Histogram:
-        metric = self._metrics[name]
-        assert isinstance(metric, Histogram)
-        return metric
+        return cast(Histogram, self._metrics[name])
 
     def serve(self, host: str, port: int, security: EndpointSecurity | None = None) -> None:
         """Start the endpoint; ``port`` 0 chooses a free one. On failure, log a warning and continue without it."""
@@ -351,11 +345,8 @@ class Metrics(SaveListener):
 
 def _make(row: _Row, registry: CollectorRegistry) -> Counter | Gauge | Histogram:
     name = f"driftpoint_{row.name}"
-    made: Counter | Gauge | Histogram
-    if row.kind is Histogram:
-        made = Histogram(name, row.help, row.labels, registry=registry, buckets=row.buckets)
-    else:
-        made = row.kind(name, row.help, row.labels, registry=registry)
+    more = {"buckets": row.buckets} if row.kind is Histogram else {}
+    made: Counter | Gauge | Histogram = row.kind(name, row.help, row.labels, registry=registry, **more)
     for value in row.served:
         made.labels(value)
     return made

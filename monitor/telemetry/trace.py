@@ -19,7 +19,7 @@ import stat
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,6 @@ from monitor.background import BackgroundWorker
 from monitor.config.load import Config
 from monitor.distributed import Group
 from monitor.events import SaveListener
-from monitor.ledger import PreparedCommit
 from monitor.observe.drift_meter import Signature, drift_ratio
 from monitor.observe.units import LocalUnit, UnitTable, is_moving
 from monitor.telemetry.drift_history import DriftHistory
@@ -60,14 +59,6 @@ class TracedJob:
     observing: bool
 
 
-@dataclass
-class _DecisionSignatures:
-    """Signatures of this rank's live values at a decision, as far as they are measured."""
-
-    step: int
-    signatures: dict[Unit, Signature] = field(default_factory=dict)
-
-
 class TraceRecorder(SaveListener):
     """Records the trace of a job. Runs on every rank; training thread."""
 
@@ -85,7 +76,7 @@ class TraceRecorder(SaveListener):
         self._units: tuple[Unit, ...] = ()
         self._moving: tuple[Unit, ...] = ()
         self._local: tuple[Unit, ...] = ()
-        self._decision: _DecisionSignatures | None = None
+        self._decision: tuple[int, dict[Unit, Signature]] | None = None  # signatures of this rank's live values
         self._no_reference: frozenset[Unit] = frozenset()
         self._copy_wait = 0.0
         self._dry_run: tuple[int, Sizes] | None = None
@@ -112,7 +103,7 @@ class TraceRecorder(SaveListener):
         decided = event.decided
         if decided is not None and self._anchors:
             found = {unit: one.signature for unit, one in decided.mine.items() if one.signature is not None}
-            self._decision = _DecisionSignatures(event.step, found)
+            self._decision = event.step, found
         if self._writer is None:
             return
         if event.skipped == "fenced":
@@ -129,12 +120,10 @@ class TraceRecorder(SaveListener):
             stall=event.stall,
             copy_wait=waited,
         )
-        if decided is None:
-            self._put(lambda: line)
-            return
-        no_reference = [one.unit for one in decided.seen if one.staleness is None or one.changed_shape]
-        self._no_reference = frozenset(no_reference) | self._table.lost
-        self._put(lambda: decision_line(line, decided, begun=event.skipped is None))
+        if decided is not None:
+            no_reference = [one.unit for one in decided.seen if one.staleness is None or one.changed_shape]
+            self._no_reference = frozenset(no_reference) | self._table.lost
+        self._put(lambda: line if decided is None else decision_line(line, decided, begun=event.skipped is None))
 
     def _interval(self, decided: DecisionResult | None) -> int | None:
         if self._config.every != "auto":
@@ -150,28 +139,33 @@ class TraceRecorder(SaveListener):
     def on_settled(self, signatures: Mapping[Unit, Signature]) -> None:
         self._put_dry_run()
         if self._decision is not None:
-            self._decision.signatures.update(signatures)
+            self._decision[1].update(signatures)
         self._put_moved()
 
     def _put_moved(self) -> None:
         """Write how far units had moved at the last decision. Collective."""
-        decision, self._decision = self._decision, None
-        if decision is None:
+        if self._decision is None:
             return
+        (step, signatures), self._decision = self._decision, None
         if self._history is None:
             self._history = DriftHistory(self._anchors, self._config.drift.width)
-        compared = self._history.add(decision.step, [decision.signatures.get(unit) for unit in self._local])
+        compared = self._history.add(step, [signatures.get(unit) for unit in self._local])
         if not compared.steps:
             return
         rows_of = {unit: place for place, unit in enumerate(self._moving)}
         rows = torch.zeros(len(compared.steps), len(rows_of), 3, dtype=torch.float64)
         rows[:, [rows_of[unit] for unit in self._local]] = compared.rows
         total, by_unit = self._group.all_reduce_sum(rows), [rows_of.get(unit) for unit in self._units]
-        self._put(lambda: moved_line(decision.step, compared.steps, total, by_unit))
+        self._put(lambda: moved_line(step, compared.steps, total, by_unit))
 
     @override
     def on_commit(self, event: events.CommitEvent) -> None:
-        self._put_commit(event.save.step, event.seconds, event.written_bytes, committed_sizes(event.drawn))
+        sizes = {
+            record.unit: (record.nbytes, record.encoding, record.error, event.drawn.drift.get(record.unit))
+            for record in event.drawn.manifest.units
+            if record.save == event.save.name
+        }
+        self._put_commit(event.save.step, event.seconds, event.written_bytes, sizes)
 
     @override
     def on_save_failed(self, event: events.SaveFailedEvent) -> None:
@@ -281,7 +275,7 @@ class TraceWriter:
         """Make and append a line after the earlier ones. Does nothing after an error."""
         self._collect()
         if self._waiting >= _BACKLOG:
-            self._abandon(StorageError(f"{self._waiting} lines wait for {self._file.path}: its disk does not answer"))
+            self._abandon_waiting()
         if not self._closed:
             self._waiting += 1
             self._thread.submit(lambda: self._append(make))
@@ -290,7 +284,7 @@ class TraceWriter:
         """Write the remaining lines and close the file, for at most ``timeout`` seconds."""
         self._thread.submit(self._file.close)
         if not self._thread.join(min(timeout, _CLOSE_TIMEOUT)):
-            self._abandon(StorageError(f"{self._waiting} lines wait for {self._file.path}: its disk does not answer"))
+            self._abandon_waiting()
         self._collect()
         self._closed = True
         self._thread.stop()
@@ -313,6 +307,9 @@ class TraceWriter:
             self._waiting -= 1
             if done.error is not None:
                 self._abandon(done.error)
+
+    def _abandon_waiting(self) -> None:
+        self._abandon(StorageError(f"{self._waiting} lines wait for {self._file.path}: its disk does not answer"))
 
     def _abandon(self, error: BaseException) -> None:
         if not self._closed:
@@ -408,16 +405,6 @@ def moved_line(step: int, steps: Sequence[int], rows: torch.Tensor, rows_of: Seq
         ratios = [_ratio(*row) for row in found]
         since[then] = tuple(None if row is None else ratios[row] for row in rows_of)
     return MovedLine(step=step, since=since)
-
-
-def committed_sizes(drawn: PreparedCommit) -> Sizes:
-    """Return the units that a commit wrote."""
-    manifest = drawn.manifest
-    return {
-        record.unit: (record.nbytes, record.encoding, record.error, drawn.drift.get(record.unit))
-        for record in manifest.units
-        if record.save == manifest.save.name
-    }
 
 
 def plain(value: Any) -> Any:
