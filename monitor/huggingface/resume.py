@@ -15,7 +15,7 @@ import math
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,22 +64,26 @@ def plan_resume(callback: TrainerCallback, config: Config, args: Any, model: Any
         return None
     saved = None if prediction.user is None else require_trainer_progress(next(iter(prediction.user), None))
     with ExitStack() as end:
-        folder = StubFolder()
-        end.callback(folder.remove)
-        folder.write_state(trainer_state(prediction, saved, args, group))
+        folder = Path(tempfile.mkdtemp(prefix="driftpoint-trainer-"))
+        end.callback(shutil.rmtree, folder, ignore_errors=True)
+        (folder / "trainer_state.json").write_text(json.dumps(trainer_state(prediction, saved, args, group), indent=2))
         if type(model).__module__.startswith("peft."):
-            folder.write_empty_model()
+            save_file({}, folder / "model.safetensors")  # PEFT does not read an index
             # Keeps the Trainer from warning of missing tensors.
             end.callback(model.register_load_state_dict_post_hook(_ignore_missing_keys).remove)
-        else:
-            folder.write_empty_index(model.state_dict())
+        else:  # an index that puts every tensor into a file without tensors: none is missing, and none is read
+            save_file({}, folder / _EMPTY_FILE)
+            index = {"metadata": {}, "weight_map": dict.fromkeys(model.state_dict(), _EMPTY_FILE)}
+            (folder / "model.safetensors.index.json").write_text(json.dumps(index))
         if args.deepspeed_plugin is not None:
             from monitor.huggingface.deepspeed_engine import skip_engine_load
 
-            folder.write_engine(None if saved is None else saved["lr_scheduler"])
-            end.callback(skip_engine_load(folder.path))
-        end.callback(_refuse_other_trainers(folder.path, callback))
-        return ResumePlan(folder.path, end.pop_all())
+            (folder / "global_step0").mkdir()
+            if saved is not None and saved["lr_scheduler"] is not None:  # of a scheduler outside the engine
+                torch.save(dict(saved["lr_scheduler"]), folder / "scheduler.pt")
+            end.callback(skip_engine_load(folder))
+        end.callback(_refuse_other_trainers(folder, callback))
+        return ResumePlan(folder, end.pop_all())
 
 
 def _ignore_missing_keys(model: Any, keys: Any) -> None:
@@ -135,37 +139,6 @@ def _is_done(step: int, length: TrainingLength, args: Any) -> bool:
     if args.max_steps > 0:
         return bool(step >= args.max_steps)
     return bool(step >= length.steps and args.num_train_epochs <= length.epochs)
-
-
-class StubFolder:
-    """A temporary folder that the Trainer takes for one of its checkpoints. It is created at once."""
-
-    def __init__(self) -> None:
-        self.path = Path(tempfile.mkdtemp(prefix="driftpoint-trainer-"))
-
-    def write_state(self, state: Mapping[str, Any]) -> None:
-        """Write ``trainer_state.json``."""
-        (self.path / "trainer_state.json").write_text(json.dumps(dict(state), indent=2))
-
-    def write_empty_index(self, names: Iterable[str]) -> None:
-        """Write an index that puts every tensor into a file without tensors: none is missing, and none is read."""
-        save_file({}, self.path / _EMPTY_FILE)
-        index = {"metadata": {}, "weight_map": dict.fromkeys(names, _EMPTY_FILE)}
-        (self.path / "model.safetensors.index.json").write_text(json.dumps(index))
-
-    def write_empty_model(self) -> None:
-        """Write a model file without tensors, for models that do not read an index (PEFT)."""
-        save_file({}, self.path / "model.safetensors")
-
-    def write_engine(self, scheduler: Mapping[str, Any] | None) -> None:
-        """Write the files that the Trainer expects under DeepSpeed. ``scheduler``: state of one outside the engine."""
-        (self.path / "global_step0").mkdir()
-        if scheduler is not None:
-            torch.save(dict(scheduler), self.path / "scheduler.pt")
-
-    def remove(self) -> None:
-        """Delete the folder; errors are ignored, since it is temporary."""
-        shutil.rmtree(self.path, ignore_errors=True)
 
 
 def _refuse_other_trainers(folder: Path, callback: TrainerCallback) -> Callable[[], None]:

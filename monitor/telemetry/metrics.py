@@ -233,9 +233,7 @@ class Metrics(SaveListener):
     def on_copy_wait(self, seconds: float) -> None:
         self.histogram("copy_wait_seconds").observe(seconds)
 
-    @override
-    def on_snapshot_copy_wait(self, seconds: float) -> None:
-        self.histogram("copy_wait_seconds").observe(seconds)
+    on_snapshot_copy_wait = on_copy_wait
 
     @override
     def on_commit(self, event: events.CommitEvent) -> None:
@@ -245,7 +243,7 @@ class Metrics(SaveListener):
         self.counter("avoided_bytes").inc(manifest.bytes_avoided)
         self.histogram("save_duration_seconds").observe(event.seconds)
         self.gauge("saves_failed_in_a_row").set(0)
-        self._set_newest_commit(manifest.step, time.time())
+        self._set_step(manifest.step, "last_commit_")
         self.layers.update(drawn.drift, {record.unit: record.staleness for record in manifest.units})
         self.layers.detect_spikes(manifest.step, _readings(drawn.drift, event.staleness))
         fresh = {record.unit for record in manifest.units if record.version == manifest.save}
@@ -279,8 +277,7 @@ class Metrics(SaveListener):
             return
         if event.snapshot is not None:
             self.counter("memory_versions").inc()
-            self.gauge("memory_step").set(event.snapshot.step)
-            self.gauge("memory_timestamp_seconds").set(time.time())
+            self._set_step(event.snapshot.step, "memory_")
             self.histogram("memory_duration_seconds").observe(event.seconds)
         self.gauge("memory_on").set(event.on)
         self._update_space("memory", event.path)
@@ -290,8 +287,7 @@ class Metrics(SaveListener):
         for one in seconds:
             self.histogram("peer_duration_seconds").observe(one)
         if step is not None:
-            self.gauge("peer_step").set(step)
-            self.gauge("peer_timestamp_seconds").set(time.time())
+            self._set_step(step, "peer_")
 
     @override
     def on_resume(self, event: events.ResumeEvent) -> None:
@@ -309,7 +305,7 @@ class Metrics(SaveListener):
         self._set_step(event.step)
         if event.newest is not None:  # the time of the commit below a snapshot in memory is not known
             made = 0.0 if event.from_memory else datetime.fromisoformat(event.created).timestamp()
-            self._set_newest_commit(event.newest.step, made)
+            self._set_step(event.newest.step, "last_commit_", made)
 
     @override
     def on_preempted(self, event: events.PreemptedEvent) -> None:
@@ -324,13 +320,10 @@ class Metrics(SaveListener):
             self._server.close()
             self._server = None
 
-    def _set_step(self, step: int) -> None:
-        self.gauge("step").set(step)
-        self.gauge("step_timestamp_seconds").set(time.time())
-
-    def _set_newest_commit(self, step: int, made: float) -> None:
-        self.gauge("last_commit_step").set(step)
-        self.gauge("last_commit_timestamp_seconds").set(made)
+    def _set_step(self, step: int, prefix: str = "", at: float | None = None) -> None:
+        """Set the gauges of a step and of the time ``at`` which it was reached; None: now."""
+        self.gauge(f"{prefix}step").set(step)
+        self.gauge(f"{prefix or 'step_'}timestamp_seconds").set(time.time() if at is None else at)
 
     def _update_space(self, what: str, path: Path) -> None:
         """Read the free space of the filesystem of ``path``. May block."""
