@@ -41,42 +41,24 @@ def _interval(value: Any, validated: ValidatorFunctionWrapHandler) -> Any:
 class Config(sections.Settings):
     """All settings of a job: the YAML file that `monitor.attach` takes; see docs/configuration.md."""
 
-    store: str = Field(
-        default="./driftpoint-checkpoints",
-        min_length=1,
-        description="a dedicated directory on a disk that all nodes share; or s3://BUCKET/PREFIX",
-    )
-    every: Annotated[Annotated[int, Field(ge=1)] | Literal["auto"], WrapValidator(_interval)] = Field(
-        default="auto",
-        description="optimizer steps between decisions; auto: the interval that loses least, see docs/interval.md",
-    )
-    policy: str | dict[str, Any] = Field(
-        default="full",
-        description="a name, or a mapping: {name: threshold, threshold: 0.01}; see docs/policies.md",
-        json_schema_extra=sections.policies_schema,
-    )
-    staging: Literal["auto", "eager", "lazy"] = Field(
-        default="auto", description="eager: copy before step() returns. lazy: copy during the next forward and backward"
-    )
-    encoding: str | dict[str, str] = Field(
-        default="raw",
-        description="or compact, careful, or a mapping: {exp_avg: int8-block}; see docs/encodings.md",
-        json_schema_extra=sections.encodings_schema,
-    )
-    encode: Literal["staging", "saving"] = Field(
-        default="saving",
-        description="saving: in the background. staging: on the device while copying (on CUDA: a third to copy)",
-    )
-    packing: Literal["auto", "none"] | Annotated[int, Field(ge=1, le=19)] = Field(
-        default="none", description="zstd level 1 to 19 on byte planes; auto: the highest that fits between saves"
-    )
-    differences: bool = Field(
-        default=False, description="store the difference to an earlier save where that is smaller; needs packing"
-    )
-    frozen: Literal["save", "skip"] = Field(
-        default="save",
-        description="skip: do not store frozen weights, if the script loads them itself; see docs/huggingface.md",
-    )
+    store: str = Field(default="./driftpoint-checkpoints", min_length=1)
+    """a dedicated directory on a disk that all nodes share; or s3://BUCKET/PREFIX"""
+    every: Annotated[Annotated[int, Field(ge=1)] | Literal["auto"], WrapValidator(_interval)] = "auto"
+    """optimizer steps between decisions; auto: the interval that loses least, see docs/interval.md"""
+    policy: str | dict[str, Any] = Field(default="full", json_schema_extra=sections.policies_schema)
+    """a name, or a mapping: {name: threshold, threshold: 0.01}; see docs/policies.md"""
+    staging: Literal["auto", "eager", "lazy"] = "auto"
+    """eager: copy before step() returns. lazy: copy during the next forward and backward"""
+    encoding: str | dict[str, str] = Field(default="raw", json_schema_extra=sections.encodings_schema)
+    """or compact, careful, or a mapping: {exp_avg: int8-block}; see docs/encodings.md"""
+    encode: Literal["staging", "saving"] = "saving"
+    """saving: in the background. staging: on the device while copying (on CUDA: a third to copy)"""
+    packing: Literal["auto", "none"] | Annotated[int, Field(ge=1, le=19)] = "none"
+    """zstd level 1 to 19 on byte planes; auto: the highest that fits between saves"""
+    differences: bool = False
+    """store the difference to an earlier save where that is smaller; needs packing"""
+    frozen: Literal["save", "skip"] = "save"
+    """skip: do not store frozen weights, if the script loads them itself; see docs/huggingface.md"""
     auto: sections.AutoSettings = sections.AutoSettings()
     bounds: sections.BoundSettings = sections.BoundSettings()
     budget: sections.BudgetSettings = sections.BudgetSettings()
