@@ -70,13 +70,6 @@ class Bounds:
         problem = explosive(slot, encoding)
         return None if problem is None else f"encoding {encoding!r}: {problem}"
 
-    def is_stale(self, staleness: int, interval: int | None = None) -> bool:
-        """Return whether a version this old exceeds max_staleness by the next decision, ``interval`` steps from now."""
-        steps = self.interval if interval is None else interval
-        if self.max_staleness is None or steps is None:
-            return False
-        return staleness + steps > self.max_staleness
-
 
 @dataclass(frozen=True)
 class Bounded:
@@ -168,10 +161,11 @@ class Bounded:
         return None
 
     def _stale(self, one: UnitStats, interval: int | None) -> Choice | None:
-        if one.staleness is None or not self.bounds.is_stale(one.staleness, interval):
+        """Save a unit whose version exceeds max_staleness by the next decision, ``interval`` steps from now."""
+        most, steps = self.bounds.max_staleness, self.bounds.interval if interval is None else interval
+        if one.staleness is None or most is None or steps is None or one.staleness + steps <= most:
             return None
-        steps = self.bounds.interval if interval is None else interval
-        return Choice(RAW, f"staleness {one.staleness} + interval {steps} > max_staleness {self.bounds.max_staleness}")
+        return Choice(RAW, f"staleness {one.staleness} + interval {steps} > max_staleness {most}")
 
 
 def bound(policy: Policy, bounds: Bounds) -> Policy:

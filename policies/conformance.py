@@ -49,7 +49,7 @@ def _require_same(first: Decision, second: Decision, how: str) -> None:
     for unit, choice in first.choices.items():
         other = second.choices[unit]
         if other != choice:
-            raise BrokenError(f"{how}, it says of {unit}: {_format(choice)}, and then {_format(other)}")
+            raise BrokenError(f"{how} it says of {unit}: {_format(choice)}, and then {_format(other)}")
 
 
 def _format(choice: Choice) -> str:
@@ -143,7 +143,7 @@ def _repeats(policy: Policy, bounds: Bounds) -> str:
     cases = _cases()
     first = [query_policy(policy, case, bounds) for case in cases]
     for case, before in reversed(list(zip(cases, first, strict=True))):
-        _require_same(before, query_policy(policy, case, bounds), f"{case}: asked again after other calls")
+        _require_same(before, query_policy(policy, case, bounds), f"{case}: asked again after other calls,")
     return "asked twice, in another order of calls"
 
 
@@ -151,7 +151,7 @@ def _unordered(policy: Policy, bounds: Bounds) -> str:
     for seed, case in enumerate(_models()):
         mixed = random.Random(seed).sample(case.stats, len(case.stats))
         usual, other = query_policy(policy, case, bounds), query_policy(policy, case, bounds, mixed)
-        _require_same(usual, other, f"{case}: with its units in another order")
+        _require_same(usual, other, f"{case}: with its units in another order,")
     return "shown in another order, each unit gets the same choice"
 
 
@@ -277,7 +277,7 @@ def check_before_training(policy: Policy, stats: Sequence[UnitStats], *, measure
     try:
         for case in _check_cases(stats, measured, limited):
             decision = query_policy(policy, case)
-            _require_same(decision, query_policy(policy, case), f"{case}: asked twice")
+            _require_same(decision, query_policy(policy, case), f"{case}: asked twice,")
             if case.history.commits == 0 and incomplete(case.stats, decision):
                 raise BrokenError(f"{case}: {incomplete(case.stats, decision)[0]} is left without a version")
     except BrokenError as error:

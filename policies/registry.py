@@ -216,14 +216,12 @@ class FixedEncodingPolicy:
         return self.policy.needs_drift
 
     def select(self, stats: Sequence[UnitStats], budget: Budget, history: History) -> Decision:
-        inner = self.policy.select(stats, budget, history)
-        return Decision({one.unit: self._encoded(one, inner.choices[one.unit]) for one in stats})
-
-    def _encoded(self, one: UnitStats, choice: Choice) -> Choice:
-        encoding = self.encodings.get(one.unit.slot, RAW)
-        if choice.encoding != RAW or not one.moving or encoding == RAW:
-            return choice
-        return Choice(encoding, choice.reason)
+        choices = dict(self.policy.select(stats, budget, history).choices)
+        for one in stats:
+            if one.moving and choices[one.unit].encoding == RAW:
+                encoding = self.encodings.get(one.unit.slot, RAW)
+                choices[one.unit] = Choice(encoding, choices[one.unit].reason)
+        return Decision({one.unit: choices[one.unit] for one in stats})
 
 
 def with_fixed_encoding(policy: Policy, encodings: Mapping[str, str], bounds: Bounds) -> Policy:

@@ -103,15 +103,13 @@ def checked_answer(policy: str, stats: Sequence[UnitStats], answer: object, refu
             raise PolicyError(policy, one.unit, "shown but not decided on; give it a choice, a skip at least")
     shown = {one.unit for one in stats}
     for unit in choices:
-        if unit not in shown:
-            raise _unknown_unit(policy, unit)
+        if unit in shown:
+            continue
+        if isinstance(unit, Unit):
+            raise PolicyError(policy, unit, "decided on but never shown; choose among the units given to select")
+        what = f"Decision.choices has the key {described(unit)[:80]}; keys are the units shown"
+        raise PolicyError(policy, None, what)
     return Decision({one.unit: _check_choice(policy, one.unit, choices[one.unit], refusal) for one in stats})
-
-
-def _unknown_unit(policy: str, unit: object) -> PolicyError:
-    if isinstance(unit, Unit):
-        return PolicyError(policy, unit, "decided on but never shown; choose among the units given to select")
-    return PolicyError(policy, None, f"Decision.choices has the key {described(unit)[:80]}; keys are the units shown")
 
 
 def _check_choice(policy: str, unit: Unit, choice: object, refusal: Refusal | None) -> Choice:

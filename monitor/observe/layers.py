@@ -270,7 +270,13 @@ def _claims(fqns: Sequence[str], patterns: Mapping[str, str]) -> dict[str, str]:
     """Return fqn -> layer name for the names that a pattern matches."""
     claimed: dict[str, str] = {}
     for layer, pattern in patterns.items():
-        matched = [fqn for fqn in fqns if _compiled(layer, pattern).fullmatch(fqn)]
+        try:
+            compiled = re.compile(pattern)
+        except re.error as error:
+            raise ConfigError(
+                f"the pattern {pattern!r} of layer {layer!r} is not a regular expression: {error}"
+            ) from error
+        matched = [fqn for fqn in fqns if compiled.fullmatch(fqn)]
         if not matched:
             raise ConfigError(
                 f"the pattern {pattern!r} of layer {layer!r} matches no tensor; it must match a whole name, "
@@ -284,10 +290,3 @@ def _claims(fqns: Sequence[str], patterns: Mapping[str, str]) -> dict[str, str]:
                 )
             claimed[fqn] = layer
     return claimed
-
-
-def _compiled(layer: str, pattern: str) -> re.Pattern[str]:
-    try:
-        return re.compile(pattern)
-    except re.error as error:
-        raise ConfigError(f"the pattern {pattern!r} of layer {layer!r} is not a regular expression: {error}") from error

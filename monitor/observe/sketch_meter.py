@@ -94,19 +94,14 @@ class Projection:
         draws = _draws(self.seed, key)
         with torch.inference_mode():
             for device, group in groupby(filter(torch.numel, pieces), key=lambda piece: piece.device):
-                board = self._board(device, chunk_length)
+                if (device, chunk_length) not in self._boards:
+                    self._boards[device, chunk_length] = _Board(self.width, chunk_length, self.seed, device)
+                board = self._boards[device, chunk_length]
                 for piece in group:
                     for chunk in torch.split(piece.detach(), chunk_length):
                         board.add(chunk, next(draws))
                 total += board.take()
             return total.to(torch.float32)
-
-    def _board(self, device: torch.device, chunk_length: int) -> _Board:
-        board = self._boards.get((device, chunk_length))
-        if board is None:
-            board = _Board(self.width, chunk_length, self.seed, device)
-            self._boards[device, chunk_length] = board
-        return board
 
 
 class _Board:
@@ -292,15 +287,13 @@ class SketchMeter:
             pending = self._pending.pop(unit, None)
             if pending is None:
                 raise ValueError(f"{unit} is not staged; call stage() before settle()")
+            copies, measured = pending.copies, pending.measured
             if committed:
-                self._references[unit] = self._signature_of(unit, pending)
-            return pending.copies
-
-    def _signature_of(self, unit: Unit, pending: _Pending) -> Signature:
-        measured = pending.measured
-        if measured is not None and torch.equal(measured.sample, _sample(pending.copies)):
-            return measured.signature
-        return self._signature(unit, pending.copies)
+                current = measured is not None and torch.equal(measured.sample, _sample(copies))
+                self._references[unit] = (
+                    measured.signature if measured is not None and current else self._signature(unit, copies)
+                )
+            return copies
 
     def _signature(self, unit: Unit, pieces: Sequence[torch.Tensor]) -> Signature:
         numels = tuple(piece.numel() for piece in pieces)

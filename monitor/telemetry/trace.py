@@ -111,11 +111,12 @@ class TraceRecorder(SaveListener):
             self._writer = None
             return
         waited, self._copy_wait = self._copy_wait, 0.0
+        chosen = None if decided is None else decided.interval
         line = DecisionLine(
             step=event.step,
             seconds=self._seconds(),
             commits=event.commits if decided is None else decided.commits,
-            interval=self._interval(decided),
+            interval=chosen if self._config.every == "auto" else self._config.every,
             skipped=event.skipped,
             stall=event.stall,
             copy_wait=waited,
@@ -124,11 +125,6 @@ class TraceRecorder(SaveListener):
             no_reference = [one.unit for one in decided.seen if one.staleness is None or one.changed_shape]
             self._no_reference = frozenset(no_reference) | self._table.lost
         self._put(lambda: line if decided is None else decision_line(line, decided, begun=event.skipped is None))
-
-    def _interval(self, decided: DecisionResult | None) -> int | None:
-        if self._config.every != "auto":
-            return self._config.every
-        return None if decided is None else decided.interval
 
     @override
     def on_save_begin(self, event: events.SaveBeginEvent) -> None:
@@ -326,22 +322,17 @@ def _open_file(path: Path) -> tuple[int, bool]:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise StorageError(f"{path} is no regular file: set `trace: {{path: ...}}` to another one")
-        _lock(descriptor, path)
+        try:  # until the file is closed or the process ends: lines of two jobs must not mix
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:  # on a filesystem without locks: write anyway
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                text = f"another job writes {path}: set `trace: {{path: ...}}` to a file of its own"
+                raise StorageError(text) from error
         torn = status.st_size > 0 and os.pread(descriptor, 1, status.st_size - 1) != b"\n"
     except BaseException:
         os.close(descriptor)
         raise
     return descriptor, torn
-
-
-def _lock(descriptor: int, path: Path) -> None:
-    """Lock the file until it is closed or the process ends: lines of two jobs must not mix."""
-    try:
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in (errno.EACCES, errno.EAGAIN):
-            raise StorageError(f"another job writes {path}: set `trace: {{path: ...}}` to a file of its own") from error
-        # A filesystem without locks: write anyway.
 
 
 def traced_units(table: UnitTable) -> tuple[TracedUnit, ...]:

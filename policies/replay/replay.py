@@ -168,7 +168,8 @@ class _Replay:
     def _stats(self, point: DecisionPoint) -> tuple[UnitStats, ...]:
         state, line, units = self._state, point.line, self._segment.units
         state.note_changes(frozenset(units[index].unit for index in line.changed))
-        versions = [self._version(unit.unit, line.step) for unit in units]
+        found = (state.versions.get(unit.unit) for unit in units)
+        versions = [None if one is None or one.step > line.step else one for one in found]
         since = np.array([np.inf if one is None else one.since for one in versions])
         moved = self._movement.distance(line.step, since)
         sick = set(line.sick)
@@ -201,10 +202,6 @@ class _Replay:
                 )
             shown.append(stats)
         return tuple(shown)
-
-    def _version(self, unit: Unit, step: int) -> Version | None:
-        found = self._state.versions.get(unit)
-        return None if found is None or found.step > step else found
 
     def _drift(self, point: DecisionPoint, index: int, version: Version, moved: float) -> float | None:
         """Return the recorded drift if the recorded run had this version, or else an estimate; None if unknown."""
