@@ -145,7 +145,7 @@ def recorded_interval(run: Run) -> int:
 def _covers(run: Run, every: int) -> bool:
     """Return whether the trace has nearly all decisions of a job with this interval."""
     steps = [[point.line.step for point in segment.decisions] for segment in run.segments]
-    due = sum(segment[-1] // every - (segment[0] - 1) // every for segment in steps)
+    due = sum(one[-1] // every - (one[0] - 1) // every for one in steps)
     return due <= _SPARSE * sum(len(chosen(segment.decisions, every)) for segment in run.segments)
 
 
@@ -168,7 +168,7 @@ def _every(config: Config, run: Run) -> int | None:
 
 def _gaps(run: Run) -> list[int]:
     steps = [[point.line.step for point in segment.decisions] for segment in run.segments]
-    return [later - one for segment in steps for one, later in itertools.pairwise(segment) if later > one]
+    return [later - one for taken in steps for one, later in itertools.pairwise(taken) if later > one]
 
 
 def _short(values: Mapping[str, Any]) -> str:

@@ -21,8 +21,7 @@ from policies.builtin import Observe
 from policies.encodings import explosive
 from policies.registry import anchored, policy_from, with_fixed_encoding
 from store.config_file import read_yaml
-from store.encoding import ENCODINGS as BY_NAME
-from store.encoding import encoding_named
+from store.encoding import ENCODINGS, encoding_named
 from store.errors import ConfigError
 from store.location import beside, is_url, store_place
 from store.metrics_server import LOOPBACK
@@ -199,7 +198,7 @@ def _check_divisors(encodings: Mapping[str, str]) -> None:
 
 def _encodings(key: str, value: str | dict[str, str]) -> Mapping[str, str]:
     if isinstance(value, dict):
-        _check_known(key, value.values(), BY_NAME)
+        _check_known(key, value.values(), ENCODINGS)
         return value
     _check_known(key, [value], sections.ENCODINGS)
     return sections.ENCODINGS[value]

@@ -69,7 +69,18 @@ class BudgetTracker(SaveListener):
             for one in stats
             if (choice := saved.get(one.unit)) is not None and choice.encoding is not None
         )
-        self._report_overdraft(step, self._account.begin(expected, free=first))
+        overdraft = self._account.begin(expected, free=first)
+        if overdraft < 1.0:
+            return
+        self._metrics.counter("budget_overdraft_bytes").inc(overdraft)
+        if not self._overdrawn:
+            _log.warning(
+                "budget: the save of step %d exceeds the budget by %.0f bytes, because bounds, save() or a failed "
+                "policy require it; optional units are not saved until this is repaid",
+                step,
+                overdraft,
+            )
+        self._overdrawn = True
 
     def committed(self, written: int, seconds: float) -> None:
         """Settle the last save: payload bytes over all ranks, and seconds from its beginning to the commit."""
@@ -122,16 +133,3 @@ class BudgetTracker(SaveListener):
         available = self._account.at_hand()
         if available is not None or offered is not None:
             self._metrics.gauge("budget_bytes").set(offered if available is None else available)
-
-    def _report_overdraft(self, step: int, nbytes: float) -> None:
-        if nbytes < 1.0:
-            return
-        self._metrics.counter("budget_overdraft_bytes").inc(nbytes)
-        if not self._overdrawn:
-            _log.warning(
-                "budget: the save of step %d exceeds the budget by %.0f bytes, because bounds, save() or a failed "
-                "policy require it; optional units are not saved until this is repaid",
-                step,
-                nbytes,
-            )
-        self._overdrawn = True

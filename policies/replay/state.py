@@ -135,8 +135,14 @@ class ReplayState:
 
     def begin(self, segment: RunSegment) -> None:
         """Start with the versions that the recorded run began with."""
-        commits = segment.decisions[0].line.commits
-        self.versions, self.commits = adopted(segment), commits
+        line, self.versions = segment.decisions[0].line, {}
+        for index, staleness in enumerate(line.staleness):
+            traced, encoding = segment.units[index], line.encoding[index]
+            if staleness is not None and encoding is not None:
+                step, size = line.step - staleness, (traced.nbytes, traced.numel)
+                since, error, nbytes = segment.moves_from(step), line.error[index], line.stored_bytes[index]
+                self.versions[traced.unit] = Version(step, since, encoding, error, nbytes, size)
+        self.commits = commits = line.commits
         self.newest = max((one.step for one in self.versions.values()), default=segment.newest if commits else None)
         self.durable, self.durable_newest = self.versions, self.newest
 
@@ -172,17 +178,3 @@ class ReplayState:
         effective = newest - sum((newest - one.step) * one.size[1] for one in weights) / max(1, numel)
         steps = {newest, *(one.step for one in self.versions.values() if one.step <= newest)}
         return min(steps, key=lambda step: (abs(step - effective), step)) < newest
-
-
-def adopted(segment: RunSegment) -> dict[Unit, Version]:
-    """Return the versions that the recorded run began with."""
-    line = segment.decisions[0].line
-    found = {}
-    for index, staleness in enumerate(line.staleness):
-        traced, encoding = segment.units[index], line.encoding[index]
-        if staleness is None or encoding is None:
-            continue
-        step, size = line.step - staleness, (traced.nbytes, traced.numel)
-        since = segment.moves_from(step)
-        found[traced.unit] = Version(step, since, encoding, line.error[index], line.stored_bytes[index], size)
-    return found
