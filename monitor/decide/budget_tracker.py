@@ -131,5 +131,6 @@ class BudgetTracker(SaveListener):
 
     def _update_gauge(self, offered: float | None) -> None:
         available = self._account.at_hand()
-        if available is not None or offered is not None:
-            self._metrics.gauge("budget_bytes").set(offered if available is None else available)
+        shown = available if available is not None else offered
+        if shown is not None:
+            self._metrics.gauge("budget_bytes").set(shown)

@@ -338,8 +338,11 @@ class Metrics(SaveListener):
 
 def _make(row: _Row, registry: CollectorRegistry) -> Counter | Gauge | Histogram:
     name = f"driftpoint_{row.name}"
-    more = {"buckets": row.buckets} if row.kind is Histogram else {}
-    made: Counter | Gauge | Histogram = row.kind(name, row.help, row.labels, registry=registry, **more)
+    made: Counter | Gauge | Histogram
+    if row.kind is Histogram:
+        made = Histogram(name, row.help, row.labels, registry=registry, buckets=row.buckets)
+    else:
+        made = row.kind(name, row.help, row.labels, registry=registry)
     for value in row.served:
         made.labels(value)
     return made
