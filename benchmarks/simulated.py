@@ -87,7 +87,7 @@ def recorded(folder: Path, steps: int, rate: float, apart: float) -> Run:
 
 def compared(name: str, run: Run, share: int, exact: bool) -> list[Figure]:
     """Damage under ``budget`` against the best of every other family, at the same bytes."""
-    full = sum(unit.nbytes for unit in run.eras[-1].units) * len(run.moments)
+    full = sum(unit.nbytes for unit in run.segments[-1].units) * len(run.decisions)
     limits = Limits(bytes_per_hour=full / share / (run.seconds / 3600), exact=exact)
     found = recommend(run, Terms(), limits, Costs())
     best = best_of(found)

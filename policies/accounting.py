@@ -12,97 +12,67 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import ClassVar
 
 
 class TokenBucket:
     """A token bucket. rate: tokens per second, > 0. capacity: tokens, > 0. clock: monotonic seconds."""
 
     def __init__(self, rate: float, capacity: float, clock: Callable[[], float]) -> None:
-        self._rate = rate
-        self._capacity = capacity
+        self.rate = rate
+        self.capacity = capacity
         self._clock = clock
         self._level = 0.0
         self._at = clock()
 
-    @property
-    def rate(self) -> float:
-        """Tokens per second."""
-        return self._rate
-
-    @property
-    def capacity(self) -> float:
-        """Largest number of tokens."""
-        return self._capacity
-
     def available(self) -> float:
         """Return the tokens available now; below 0: a debt."""
         now = self._clock()
-        self._level = min(self._capacity, self._level + (now - self._at) * self._rate)
+        self._level = min(self.capacity, self._level + (now - self._at) * self.rate)
         self._at = now
         return self._level
 
     def charge(self, tokens: float) -> None:
         """Take tokens, even more than are available; a negative number gives tokens back, up to the capacity."""
-        self._level = min(self._capacity, self.available() - tokens)
+        self._level = min(self.capacity, self.available() - tokens)
 
     def widen(self, capacity: float) -> None:
         """Raise the capacity to at least ``capacity``."""
         self.available()  # tokens that overflowed so far are lost
-        self._capacity = max(self._capacity, capacity)
+        self.capacity = max(self.capacity, capacity)
 
 
 _MEMORY = 0.9
 """Share of its weight that an observation keeps at the next one, so that about ten count."""
 
 
-class Pricing(Protocol):
-    """Learns the cost of saves as a line in the bytes of units: a fixed part and a price per byte."""
-
-    @property
-    def known(self) -> bool:
-        """Whether a price is known."""
-        ...
-
-    def learn(self, nbytes: float, cost: float) -> None:
-        """Record the cost of a save that was expected to take ``nbytes``."""
-        ...
-
-    def cost(self, nbytes: float) -> float:
-        """Return the expected cost of a save of ``nbytes``, >= 0."""
-        ...
-
-    def affordable(self, available: float) -> float:
-        """Return the most bytes that cost at most ``available``; below 0 if not even an empty save is affordable."""
-        ...
-
-
 @dataclass
 class Excess:
-    """Prices bytes: those of units plus those of the run state, the least excess so far.
+    """Learns the bytes that saves write: those of units plus those of the run state, the least excess so far.
 
     Units that compress worse than expected add to the excess too, but not every time: hence the least."""
 
     least: float | None = None
 
-    @property
-    def known(self) -> bool:
-        return True
+    known: ClassVar[bool] = True
 
     def learn(self, nbytes: float, cost: float) -> None:
+        """Record the cost of a save that was expected to take ``nbytes``."""
         excess = max(0.0, cost - nbytes)
         self.least = excess if self.least is None else min(self.least, excess)
 
     def cost(self, nbytes: float) -> float:
+        """Return the expected cost of a save of ``nbytes``, >= 0."""
         return nbytes + (self.least or 0.0)
 
     def affordable(self, available: float) -> float:
+        """Return the most bytes that cost at most ``available``; below 0 if not even an empty save is affordable."""
         return available - (self.least or 0.0)
 
 
 @dataclass
 class Fitted:
-    """Prices seconds: the time of a decision that saves nothing, plus a least-squares line through the rest.
+    """Learns seconds: the time of a decision that saves nothing, plus a least-squares line through the rest.
 
     Older observations fade. The line never falls. Before the first observation everything is free."""
 
@@ -112,6 +82,7 @@ class Fitted:
 
     @property
     def known(self) -> bool:
+        """Whether a price is known."""
         return self._sums[0] > 0.0
 
     def learn(self, nbytes: float, cost: float) -> None:
@@ -157,7 +128,7 @@ STORAGE = "storage"
 @dataclass
 class _Limit:
     bucket: TokenBucket
-    pricing: Pricing
+    pricing: Excess | Fitted
     charged: float | None = None  # for the save under way; None if it is free or settled
     everything: float = math.inf  # bytes of a full save
 
@@ -218,12 +189,15 @@ class Account:
 
     def offer(self) -> float | None:
         """Return the bytes of units that a save may take now, by the tightest limit; None if unlimited."""
-        self._learn_stall()
+        if STALL in self._limits and (self._begun or self._stalled):
+            self._limits[STALL].pricing.learn(self._expected if self._begun else 0.0, self._stalled)
+        self._stalled, self._begun, self._free = 0.0, False, False
         return min((limit.affordable() for limit in self._limits.values()), default=None)
 
     def begin(self, expected: float, free: bool) -> float:
         """Charge a save of ``expected`` bytes of units. Return the bytes of it that exceed the budget."""
-        beyond = 0.0 if free else max(0.0, expected - max(0.0, self._affordable()))
+        affordable = min((limit.affordable() for limit in self._limits.values()), default=math.inf)
+        beyond = 0.0 if free else max(0.0, expected - max(0.0, affordable))
         self._expected, self._begun, self._free = expected, True, free
         for name, limit in self._limits.items():
             limit.charged = None if free or name == STALL else limit.pricing.cost(expected)
@@ -244,11 +218,3 @@ class Account:
                 limit.bucket.charge(took - limit.charged if limit.charged is not None else 0.0)
                 limit.charged = None
                 limit.pricing.learn(self._expected, took)
-
-    def _affordable(self) -> float:
-        return min((limit.affordable() for limit in self._limits.values()), default=math.inf)
-
-    def _learn_stall(self) -> None:
-        if STALL in self._limits and (self._begun or self._stalled):
-            self._limits[STALL].pricing.learn(self._expected if self._begun else 0.0, self._stalled)
-        self._stalled, self._begun, self._free = 0.0, False, False

@@ -69,8 +69,7 @@ class History:
     Attributes:
         step: Optimizer step of this decision.
         commits: Commits in the store so far. Failed saves do not count, so a policy that takes turns repeats a turn
-        that
-            failed.
+            that failed.
         interval: Steps to the next decision, if they vary (``every: auto``); otherwise None.
     """
 

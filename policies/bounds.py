@@ -6,7 +6,7 @@ Pure, like all policies. A save that fails, or a commit that is late, is the cal
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -41,19 +41,14 @@ class Bounds:
         check_one_of("bounds", "precision", self.precision, ("exact", "any"))
         if self.max_drift is not None:
             check_number("bounds", "max_drift", self.max_drift)
-        if self.max_staleness is not None:
-            check_integer("bounds", "max_staleness", self.max_staleness, least=1)
-        if self.interval is not None:
-            check_integer("bounds", "interval", self.interval, least=1)
-        if self.max_staleness is not None:
-            self._check_interval(self.max_staleness)
-
-    def _check_interval(self, max_staleness: int) -> None:
-        if self.interval is None:
+        for name, steps in (("max_staleness", self.max_staleness), ("interval", self.interval)):
+            if steps is not None:
+                check_integer("bounds", name, steps, least=1)
+        if self.max_staleness is not None and self.interval is None:
             raise ConfigError("bounds: max_staleness needs interval, the most steps between two decisions")
-        if max_staleness < self.interval:
+        if self.max_staleness is not None and self.interval is not None and self.max_staleness < self.interval:
             raise ConfigError(
-                f"bounds: max_staleness {max_staleness} cannot hold with interval {self.interval}: even units "
+                f"bounds: max_staleness {self.max_staleness} cannot hold with interval {self.interval}: even units "
                 f"saved every time become {self.interval} steps old; set max_staleness >= {self.interval}, "
                 "or decide more often (a smaller `every`)"
             )
@@ -74,13 +69,6 @@ class Bounds:
             )
         problem = explosive(slot, encoding)
         return None if problem is None else f"encoding {encoding!r}: {problem}"
-
-    def is_stale(self, staleness: int, interval: int | None = None) -> bool:
-        """Return whether a version this old exceeds max_staleness by the next decision, ``interval`` steps from now."""
-        steps = self.interval if interval is None else interval
-        if self.max_staleness is None or steps is None:
-            return False
-        return staleness + steps > self.max_staleness
 
 
 @dataclass(frozen=True)
@@ -125,7 +113,10 @@ class Bounded:
 
     def select(self, stats: Sequence[UnitStats], budget: Budget, history: History) -> Decision:
         check_shown(self.name, stats)
-        rows, stale = self._rows(stats, history.step), self._stale_units(stats, history.interval)
+        rows, stale = (
+            self._rows(stats, history.step),
+            self._stored((one, self._stale(one, history.interval)) for one in stats),
+        )
         demanded = {unit for unit in (*rows, *stale) if (rows.get(unit) or stale[unit]).saved}
         answer = self.policy.select(stats, replace(budget, demanded=frozenset(demanded)), history)
         inner = checked_answer(self.name, stats, answer, self.bounds.refusal)
@@ -138,23 +129,26 @@ class Bounded:
         """Return the choices of the table that do not depend on the inner policy, except for max_staleness."""
         sick = nonfinite_slots(stats)
         first = all(one.staleness is None for one in stats)
-        found = {
-            one.unit: _gated(one, sick.get(one.unit.layer, ()), step)
-            or _unversioned(one, first)
-            or _standing(one, step)
-            or self._drifted(one)
+        return self._stored(
+            (
+                one,
+                _gated(one, sick.get(one.unit.layer, ()), step)
+                or _unversioned(one, first)
+                or _standing(one, step)
+                or self._drifted(one),
+            )
             for one in stats
+        )
+
+    def _stored(self, choices: Iterable[tuple[UnitStats, Choice | None]]) -> Mapping[Unit, Choice]:
+        """Return the choices that there are, those to save a moving unit in the encoding of its slot."""
+        return {
+            one.unit: replace(choice, encoding=self.encodings.get(one.unit.slot, RAW))
+            if choice.saved and one.moving
+            else choice
+            for one, choice in choices
+            if choice is not None
         }
-        return {one.unit: self._stored(one, choice) for one in stats if (choice := found[one.unit]) is not None}
-
-    def _stale_units(self, stats: Sequence[UnitStats], interval: int | None) -> Mapping[Unit, Choice]:
-        found = {one: self._stale(one, interval) for one in stats}
-        return {one.unit: self._stored(one, choice) for one, choice in found.items() if choice is not None}
-
-    def _stored(self, one: UnitStats, choice: Choice) -> Choice:
-        if not choice.saved or not one.moving:
-            return choice
-        return Choice(self.encodings.get(one.unit.slot, RAW), choice.reason)
 
     def _drifted(self, one: UnitStats) -> Choice | None:
         limit = self.bounds.max_drift
@@ -167,10 +161,11 @@ class Bounded:
         return None
 
     def _stale(self, one: UnitStats, interval: int | None) -> Choice | None:
-        if one.staleness is None or not self.bounds.is_stale(one.staleness, interval):
+        """Save a unit whose version exceeds max_staleness by the next decision, ``interval`` steps from now."""
+        most, steps = self.bounds.max_staleness, self.bounds.interval if interval is None else interval
+        if one.staleness is None or most is None or steps is None or one.staleness + steps <= most:
             return None
-        steps = self.bounds.interval if interval is None else interval
-        return Choice(RAW, f"staleness {one.staleness} + interval {steps} > max_staleness {self.bounds.max_staleness}")
+        return Choice(RAW, f"staleness {one.staleness} + interval {steps} > max_staleness {most}")
 
 
 def bound(policy: Policy, bounds: Bounds) -> Policy:

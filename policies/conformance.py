@@ -41,18 +41,15 @@ def query_policy(
     try:
         return checked_answer(policy.name, case.stats, policy.select(shown, case.budget, case.history), bounds.refusal)
     except (Exception, SystemExit) as error:
-        failure = failure_of(error)
-        at = f" at {failure.place}" if failure.place else ""
-        raise BrokenError(f"{case}: it {failure.what}{at}") from error
+        raise BrokenError(f"{case}: it {failure_of(error).located}") from error
 
 
-def difference(one: Decision, other: Decision) -> str | None:
-    """Describe the first difference between two decisions on the same units; None if they are equal."""
-    for unit, choice in one.choices.items():
-        second = other.choices[unit]
-        if second != choice:
-            return f"{unit}: {_format(choice)}, and then {_format(second)}"
-    return None
+def _require_same(first: Decision, second: Decision, how: str) -> None:
+    """Raise BrokenError with the first difference between two decisions on the same units."""
+    for unit, choice in first.choices.items():
+        other = second.choices[unit]
+        if other != choice:
+            raise BrokenError(f"{how} it says of {unit}: {_format(choice)}, and then {_format(other)}")
 
 
 def _format(choice: Choice) -> str:
@@ -115,20 +112,20 @@ def _try(promise: str, trial: Callable[[Policy, Bounds], str], policy: Policy, b
     except BrokenError as error:
         return Finding(promise, "broken", str(error))
     except (Exception, SystemExit) as error:  # noqa: BLE001 - the edge to the user's own code, in a simulated run
-        failure = failure_of(error)
-        return Finding(
-            promise, "broken", f"in a made-up run it {failure.what}" + (f" at {failure.place}" if failure.place else "")
-        )
+        return Finding(promise, "broken", f"in a made-up run it {failure_of(error).located}")
+
+
+def _models() -> Iterator[SyntheticCase]:
+    return map(any_case, range(MODELS))
 
 
 def _cases() -> list[SyntheticCase]:
-    return [*edge_cases(), *(any_case(seed) for seed in range(MODELS))]
+    return [*edge_cases(), *_models()]
 
 
 def _answers(policy: Policy, bounds: Bounds) -> str:
     lossy = set()
-    for seed in range(MODELS):
-        case = any_case(seed)
+    for case in _models():
         for choice in query_policy(policy, case, bounds).choices.values():
             lossy |= {choice.encoding} - {None, "raw"}
     used = f"; it chooses {', '.join(sorted(map(str, lossy)))}: needs `bounds: {{precision: any}}`" if lossy else ""
@@ -146,25 +143,20 @@ def _repeats(policy: Policy, bounds: Bounds) -> str:
     cases = _cases()
     first = [query_policy(policy, case, bounds) for case in cases]
     for case, before in reversed(list(zip(cases, first, strict=True))):
-        differs = difference(before, query_policy(policy, case, bounds))
-        if differs is not None:
-            raise BrokenError(f"{case}: asked again after other calls, it says of {differs}")
+        _require_same(before, query_policy(policy, case, bounds), f"{case}: asked again after other calls,")
     return "asked twice, in another order of calls"
 
 
 def _unordered(policy: Policy, bounds: Bounds) -> str:
-    for seed in range(MODELS):
-        case = any_case(seed)
+    for seed, case in enumerate(_models()):
         mixed = random.Random(seed).sample(case.stats, len(case.stats))
-        differs = difference(query_policy(policy, case, bounds), query_policy(policy, case, bounds, mixed))
-        if differs is not None:
-            raise BrokenError(f"{case}: with its units in another order, it says of {differs}")
+        usual, other = query_policy(policy, case, bounds), query_policy(policy, case, bounds, mixed)
+        _require_same(usual, other, f"{case}: with its units in another order,")
     return "shown in another order, each unit gets the same choice"
 
 
 def _leaves_alone(policy: Policy, bounds: Bounds) -> str:
-    for seed in range(MODELS):
-        case = any_case(seed)
+    for case in _models():
         stats = list(case.stats)
         before = copy.deepcopy((stats, case.budget, case.history))
         query_policy(policy, case, bounds, stats)
@@ -176,20 +168,17 @@ def _leaves_alone(policy: Policy, bounds: Bounds) -> str:
 def _needs_drift(policy: Policy, bounds: Bounds) -> str:
     if policy.needs_drift:
         raise _Note("not checked", "it says needs_drift, so drift is measured before each decision")
-    for seed in range(MODELS):
-        case = any_case(seed)
+    for case in _models():
         blind = [replace(one, drift=None) if one.moving else one for one in case.stats]
-        differs = difference(query_policy(policy, case, bounds), query_policy(policy, case, bounds, blind))
-        if differs is not None:
-            raise BrokenError(f"{case}: needs_drift is False, and with and without drift it says of {differs}")
+        seeing, other = query_policy(policy, case, bounds), query_policy(policy, case, bounds, blind)
+        _require_same(seeing, other, f"{case}: needs_drift is False, and with and without drift")
     return "without drift it decides the same, as needs_drift = False says"
 
 
 def _spends(policy: Policy, bounds: Bounds) -> str:
     if not spends(policy):
         raise _Note("not checked", "it does not say `spends = True`, so nothing is promised about bytes")
-    for seed in range(MODELS):
-        case = any_case(seed)
+    for case in _models():
         if case.budget.bytes is not None:
             spent = _optional_bytes(case.stats, case.budget, query_policy(policy, case, bounds))
             if spent > max(0.0, case.budget.bytes):
@@ -210,8 +199,7 @@ def _optional_bytes(stats: Sequence[UnitStats], budget: Budget, decision: Decisi
 
 def _first_save(policy: Policy, bounds: Bounds) -> str:
     bounded = Bounded(policy, bounds)
-    for seed in range(MODELS):
-        case = any_case(seed)
+    for case in _models():
         sick = nonfinite_slots(case.stats)
         for unit in incomplete(case.stats, query_policy(bounded, case, bounds)):
             if unit.layer not in sick:
@@ -289,9 +277,7 @@ def check_before_training(policy: Policy, stats: Sequence[UnitStats], *, measure
     try:
         for case in _check_cases(stats, measured, limited):
             decision = query_policy(policy, case)
-            differs = difference(decision, query_policy(policy, case))
-            if differs is not None:
-                raise BrokenError(f"{case}: asked twice, it says of {differs}")
+            _require_same(decision, query_policy(policy, case), f"{case}: asked twice,")
             if case.history.commits == 0 and incomplete(case.stats, decision):
                 raise BrokenError(f"{case}: {incomplete(case.stats, decision)[0]} is left without a version")
     except BrokenError as error:

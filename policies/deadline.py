@@ -24,6 +24,7 @@ UNKNOWN = 50e6
 """Bytes per second over all ranks, assumed until a save was measured: less than current disks write."""
 
 _NOT_NEEDED = Choice(None, "preempted: its newest version is of this step, or it needs none")
+_NO_TIME = Choice(None, "preempted: no time was left for it")
 _ALL_FIT = Choice(RAW, "preempted: there is time for everything")
 
 
@@ -91,7 +92,9 @@ class DeadlinePolicy:
         else:
             needed = frozenset(incomplete(stats, Decision({one.unit: _NOT_NEEDED for one in stats})))
             chosen = self._in_order(stats, wanted, needed, demanded.saved, budget_bytes)
-        return Decision({one.unit: chosen.get(one.unit) or _skip(demanded.choices[one.unit]) for one in stats})
+        # The others are skipped for the health gate's reason, or for lack of time.
+        others = {unit: _NO_TIME if choice.saved else choice for unit, choice in demanded.choices.items()}
+        return Decision({one.unit: chosen.get(one.unit) or others[one.unit] for one in stats})
 
     def _demanded(self, stats: Sequence[UnitStats], history: History) -> Decision:
         return self.bounds.select(stats, Budget(), history)
@@ -114,7 +117,7 @@ class DeadlinePolicy:
     ) -> dict[Unit, Choice]:
         scale = scales(stats, {})
         queue = [
-            (_rank(one.unit, needed, demanded), -worth / option.nbytes, place, one, option)
+            (0 if one.unit in needed else 1 if one.unit in demanded else 2, -worth / option.nbytes, place, one, option)
             for place, one in enumerate(wanted)
             for option, worth in [self._option(one, scale[one.unit.layer][one.unit.slot])]
             if worth > 0.0 or one.unit in needed or one.unit in demanded
@@ -140,12 +143,3 @@ class DeadlinePolicy:
 
 
 _WHY = ("it has no version that could stand in for it", "bounds demand it", "most drifted a byte, in the time left")
-
-
-def _rank(unit: Unit, needed: Collection[Unit], demanded: Collection[Unit]) -> int:
-    return 0 if unit in needed else 1 if unit in demanded else 2
-
-
-def _skip(demanded: Choice) -> Choice:
-    """Skip a unit for the health gate's reason, or for lack of time."""
-    return Choice(None, "preempted: no time was left for it") if demanded.saved else demanded

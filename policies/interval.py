@@ -143,16 +143,16 @@ class Prior:
         observations (Gelman et al., *Bayesian Data Analysis*, 3rd edition, 2.6). The mean over all kinds is
         returned."""
         seen = interruptions + 1
-        kinds = [(self._log_weight(kind), self._hours(kind)) for kind in range(_KINDS)]
-        logs = [weight + math.log(hours) - seen * math.log(hours + gpu_hours) for weight, hours in kinds]
+        hours = [self._hours(kind) for kind in range(_KINDS)]
+        logs = [
+            -kind * math.log(_RARER) + math.log(mean) - seen * math.log(mean + gpu_hours)
+            for kind, mean in enumerate(hours)
+        ]
         largest = max(logs)
         likely = [math.exp(log - largest) for log in logs]
-        means = [seen / (hours + gpu_hours) for _, hours in kinds]
+        means = [seen / (mean + gpu_hours) for mean in hours]
         mean = sum(weight * one for weight, one in zip(likely, means, strict=True)) / sum(likely)
         return self.gpus * mean
-
-    def _log_weight(self, kind: int) -> float:
-        return -kind * math.log(_RARER)
 
     def _hours(self, kind: int) -> float:
         """Return the expected GPU-hours between two interruptions of this kind of job."""

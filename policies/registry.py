@@ -58,8 +58,7 @@ def load_user_policy(reference: str, parameters: Mapping[str, Any], taken: Seque
 
     Raises:
         ConfigError: There is no such file, module, class or name; the code raises; a parameter is unknown or missing;
-        or
-            the object is not a policy.
+            or the object is not a policy.
     """
     kind = _load_class(reference, taken)
     check_parameters(reference, kind, parameters)
@@ -133,11 +132,8 @@ def _file(reference: str, path: Path) -> ModuleType:
             "configuration's file, or where there is none from the working directory"
         ) from error
     script = sys.modules.get("__main__")
-    if (
-        script is not None
-        and getattr(script, "__file__", None)
-        and Path(str(script.__file__)).resolve() == path.resolve()
-    ):
+    running = getattr(script, "__file__", None)
+    if script is not None and running and Path(str(running)).resolve() == path.resolve():
         return script  # importing the running script would execute it again
     name = f"driftpoint_policy_{hashlib.sha256(str(path).encode() + source).hexdigest()[:16]}"
     return sys.modules.get(name) or _run(reference, "cannot be imported", lambda: _execute(name, path, source))
@@ -198,9 +194,7 @@ def _run(reference: str, trouble: str, action: Callable[[], T]) -> T:
     except ConfigError:
         raise
     except (Exception, SystemExit) as error:
-        failure = failure_of(error)
-        at = f" at {failure.place}" if failure.place else ""
-        raise ConfigError(f"policy {reference} {trouble}: it {failure.what}{at}; fix that first") from error
+        raise ConfigError(f"policy {reference} {trouble}: it {failure_of(error).located}; fix that first") from error
 
 
 @dataclass(frozen=True)
@@ -222,14 +216,12 @@ class FixedEncodingPolicy:
         return self.policy.needs_drift
 
     def select(self, stats: Sequence[UnitStats], budget: Budget, history: History) -> Decision:
-        inner = self.policy.select(stats, budget, history)
-        return Decision({one.unit: self._encoded(one, inner.choices[one.unit]) for one in stats})
-
-    def _encoded(self, one: UnitStats, choice: Choice) -> Choice:
-        encoding = self.encodings.get(one.unit.slot, RAW)
-        if choice.encoding != RAW or not one.moving or encoding == RAW:
-            return choice
-        return Choice(encoding, choice.reason)
+        choices = dict(self.policy.select(stats, budget, history).choices)
+        for one in stats:
+            if one.moving and choices[one.unit].encoding == RAW:
+                encoding = self.encodings.get(one.unit.slot, RAW)
+                choices[one.unit] = Choice(encoding, choices[one.unit].reason)
+        return Decision({one.unit: choices[one.unit] for one in stats})
 
 
 def with_fixed_encoding(policy: Policy, encodings: Mapping[str, str], bounds: Bounds) -> Policy:
@@ -255,11 +247,7 @@ def with_fixed_encoding(policy: Policy, encodings: Mapping[str, str], bounds: Bo
     if not encodings:
         return policy
     if isinstance(policy, Observe):
-        return Observe(_encoded(policy.inner, encodings))
-    return _encoded(policy, encodings)
-
-
-def _encoded(policy: Policy, encodings: Mapping[str, str]) -> Policy:
+        return Observe(with_fixed_encoding(policy.inner, encodings, bounds))
     if isinstance(policy, Bounded) and isinstance(policy.policy, BudgetPolicy):
         # It weighs raw against other encodings itself: only units that bounds demand are encoded here.
         return replace(policy, policy=replace(policy.policy, encodings=encodings), encodings=encodings)

@@ -44,7 +44,7 @@ def any_case(seed: int) -> SyntheticCase:
     stats = tuple(
         _any_unit(chance, position, slot)
         for position in range(chance.randint(0, 1 + seed // 20))
-        for slot in _some_slots(chance)
+        for slot in tuple(slot for slot in (*SLOTS, FROZEN) if chance.random() < 0.7) or (WEIGHTS,)
     )
     demanded = {one.unit for one in stats if one.changed_shape or chance.random() < 0.2}
     total = sum(one.nbytes for one in stats)
@@ -63,7 +63,9 @@ def edge_cases() -> Iterator[SyntheticCase]:
     yield SyntheticCase("no drift", tuple(replace(one, drift=0.0) for one in usual))
     yield SyntheticCase("drift not a number", tuple(replace(one, drift=math.nan) for one in usual))
     yield SyntheticCase("infinite drift", tuple(replace(one, drift=math.inf) for one in usual))
-    yield SyntheticCase("everything frozen", _frozen(usual))
+    weights = [one for one in usual if one.unit.slot == WEIGHTS]
+    frozen = (replace(one, unit=Unit(one.unit.layer, FROZEN), moving=False, drift=0.0) for one in weights)
+    yield SyntheticCase("everything frozen", tuple(frozen))
     yield SyntheticCase("nothing finite", tuple(replace(one, finite=False, drift=None) for one in usual))
     yield SyntheticCase("one unit", usual[:1])
     yield SyntheticCase("units without bytes", tuple(replace(one, nbytes=0, numel=0, stored_bytes=0) for one in usual))
@@ -119,19 +121,9 @@ def _any_unit(chance: random.Random, position: int, slot: str) -> UnitStats:
     return replace(made, finite=chance.random() < 0.9, changed_shape=chance.random() < 0.1)
 
 
-def _some_slots(chance: random.Random) -> tuple[str, ...]:
-    return tuple(slot for slot in (*SLOTS, FROZEN) if chance.random() < 0.7) or (WEIGHTS,)
-
-
-def _frozen(stats: Sequence[UnitStats]) -> tuple[UnitStats, ...]:
-    weights = [one for one in stats if one.unit.slot == WEIGHTS]
-    return tuple(replace(one, unit=Unit(one.unit.layer, FROZEN), moving=False, drift=0.0) for one in weights)
-
-
 def _renamed(one: UnitStats) -> UnitStats:
-    return replace(
-        one, unit=Unit(f"net.{one.unit.layer}", "momentum_buffer" if one.unit.slot == SLOTS[1] else one.unit.slot)
-    )
+    slot = "momentum_buffer" if one.unit.slot == SLOTS[1] else one.unit.slot
+    return replace(one, unit=Unit(f"net.{one.unit.layer}", slot))
 
 
 _BUDGET_SHARE = 0.15

@@ -89,34 +89,27 @@ def checked_answer(policy: str, stats: Sequence[UnitStats], answer: object, refu
 
     Raises:
         PolicyError: Not exactly the units shown have a choice, or a choice has no reason or an encoding that
-        ``refusal``
-            refuses. With ``refusal`` None any name is allowed.
+            ``refusal`` refuses. With ``refusal`` None any name is allowed.
     """
-    choices = _choices(policy, answer)
-    for one in stats:
-        if one.unit not in choices:
-            raise PolicyError(policy, one.unit, "shown but not decided on; give it a choice, a skip at least")
-    shown = {one.unit for one in stats}
-    for unit in choices:
-        if unit not in shown:
-            raise _unknown_unit(policy, unit)
-    return Decision({one.unit: _check_choice(policy, one.unit, choices[one.unit], refusal) for one in stats})
-
-
-def _choices(policy: str, answer: object) -> dict[object, object]:
     if not isinstance(answer, Decision):
         what = f"select returned {described(answer)[:80]}, not a Decision; return Decision({{unit: Choice(...), ...}})"
         raise PolicyError(policy, None, what)
     found: object = answer.choices
     if not isinstance(found, Mapping):
         raise PolicyError(policy, None, f"Decision.choices must map units to choices, not {described(found)[:80]}")
-    return dict(found)
-
-
-def _unknown_unit(policy: str, unit: object) -> PolicyError:
-    if isinstance(unit, Unit):
-        return PolicyError(policy, unit, "decided on but never shown; choose among the units given to select")
-    return PolicyError(policy, None, f"Decision.choices has the key {described(unit)[:80]}; keys are the units shown")
+    choices: dict[object, object] = dict(found)
+    for one in stats:
+        if one.unit not in choices:
+            raise PolicyError(policy, one.unit, "shown but not decided on; give it a choice, a skip at least")
+    shown = {one.unit for one in stats}
+    for unit in choices:
+        if unit in shown:
+            continue
+        if isinstance(unit, Unit):
+            raise PolicyError(policy, unit, "decided on but never shown; choose among the units given to select")
+        what = f"Decision.choices has the key {described(unit)[:80]}; keys are the units shown"
+        raise PolicyError(policy, None, what)
+    return Decision({one.unit: _check_choice(policy, one.unit, choices[one.unit], refusal) for one in stats})
 
 
 def _check_choice(policy: str, unit: Unit, choice: object, refusal: Refusal | None) -> Choice:
@@ -152,6 +145,11 @@ class Failure:
     """``file:line`` where it was raised, or empty."""
     kind: str
     """Equal for repetitions of a failure, although texts may contain a step or a value."""
+
+    @property
+    def located(self) -> str:
+        """``what``, and the place if it is known."""
+        return f"{self.what} at {self.place}" if self.place else self.what
 
 
 def failure_of(error: BaseException) -> Failure:

@@ -163,10 +163,10 @@ def _simulation_json(
     from deploy.simulate.summary import step_seconds
 
     body: dict[str, Any] = {
-        "decisions": len(found.run.moments),
+        "decisions": len(found.run.decisions),
         "hours": found.run.seconds / 3600,
         "step_seconds": step_seconds(found.run),
-        "world_size": found.run.eras[-1].job.world_size,
+        "world_size": found.run.segments[-1].job.world_size,
         "compared": {"from_step": found.window[0], "to_step": found.window[1]},
         "assumed": None if assumed is None else dict(assumed),
         "configurations": [summary_json(one, found.baseline) for one in found.summaries],
@@ -192,12 +192,12 @@ def draw(console: Console, found: Simulation, chosen: Recommendation | None, ass
         console.print(Text("Assumed, not measured.", style="bold yellow"))
         console.print()
     run = found.run
-    steps = [moment.line.step for moment in run.moments]
+    steps = [point.line.step for point in run.decisions]
     console.print(
         output.facts(
             {
-                "Run": f"{len(run.moments)} decisions, steps {min(steps)} to {max(steps)}, {_time(run.seconds)}, "
-                f"{_time(step_seconds(run))} per step, {run.eras[-1].job.world_size} ranks",
+                "Run": f"{len(run.decisions)} decisions, steps {min(steps)} to {max(steps)}, {_time(run.seconds)}, "
+                f"{_time(step_seconds(run))} per step, {run.segments[-1].job.world_size} ranks",
                 "Compared": f"over steps {found.window[0]:.0f} to {found.window[1]:.0f}, from where all have a commit",
             }
         )

@@ -88,7 +88,7 @@ def plan_of(one: SimulationRequest, run: Run, costs: Costs | None = None) -> Rep
     config, every = one.config, _every(one.config, run)
     bounded = config
     if config.bounds.max_staleness and every is not None:
-        gap = max((widest(chosen(era.moments, every)) or 0 for era in run.eras), default=0)
+        gap = max((widest(chosen(segment.decisions, every)) or 0 for segment in run.segments), default=0)
         bounded = config.model_copy(update={"every": max(every, gap)})
     recorded, policy = recorded_config(run), bounded.bounded_policy()
     return ReplayPlan(
@@ -144,9 +144,9 @@ def recorded_interval(run: Run) -> int:
 
 def _covers(run: Run, every: int) -> bool:
     """Return whether the trace has nearly all decisions of a job with this interval."""
-    steps = [[moment.line.step for moment in era.moments] for era in run.eras]
-    due = sum(era[-1] // every - (era[0] - 1) // every for era in steps)
-    return due <= _SPARSE * sum(len(chosen(era.moments, every)) for era in run.eras)
+    steps = [[point.line.step for point in segment.decisions] for segment in run.segments]
+    due = sum(one[-1] // every - (one[0] - 1) // every for one in steps)
+    return due <= _SPARSE * sum(len(chosen(segment.decisions, every)) for segment in run.segments)
 
 
 def same_configuration(one: Config, other: Config) -> bool:
@@ -167,8 +167,8 @@ def _every(config: Config, run: Run) -> int | None:
 
 
 def _gaps(run: Run) -> list[int]:
-    steps = [[moment.line.step for moment in era.moments] for era in run.eras]
-    return [later - one for era in steps for one, later in itertools.pairwise(era) if later > one]
+    steps = [[point.line.step for point in segment.decisions] for segment in run.segments]
+    return [later - one for taken in steps for one, later in itertools.pairwise(taken) if later > one]
 
 
 def _short(values: Mapping[str, Any]) -> str:

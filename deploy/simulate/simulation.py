@@ -145,7 +145,7 @@ def recommend(
             "or record a trace with a smaller `every`"
         )
     settings = {one.summary.name: one.settings for one in found}
-    since = latest_first(one.replayed.course for one in (*beside, *(one.summary for one in found)))
+    since = latest_first(one.replayed.timeline for one in (*beside, *(one.summary for one in found)))
     tried = over(tuple({one.summary.name: one.summary for one in found}.values()), since)
     for chosen in sorted(tried, key=rank):
         request = SimulationRequest(
@@ -244,7 +244,7 @@ class Simulation:
     def window(self) -> tuple[float, float]:
         """Return the steps of the comparison: from the latest first commit to the last decision."""
         replayed = self.baseline.replayed
-        end = replayed.course.end[1]
+        end = replayed.timeline.end[1]
         return (end if replayed.since is None else replayed.since[1]), end
 
 
@@ -302,7 +302,7 @@ def simulate(
         if replayed.failures:
             first = replayed.failures[0]
             notes.append(
-                f"{one.name}: the policy failed at {len(replayed.failures)} of {len(replayed.made)} decisions (it "
+                f"{one.name}: the policy failed at {len(replayed.failures)} of {len(replayed.decisions)} decisions (it "
                 f"{first.what}{f' at {first.place}' if first.place else ''}); everything is saved there, as in a job"
             )
         known = recorded_settings(run) is run.settings
@@ -310,7 +310,7 @@ def simulate(
             notes.append(f"{one.name}: this is the recorded configuration, but the replay differs from the recording")
         if replayed.exposure.unknown:
             notes.append(f"{one.name}: some layer slots have no movement in the trace and are left out")
-    compared = over(summaries, latest_first(one.replayed.course for one in summaries))
+    compared = over(summaries, latest_first(one.replayed.timeline for one in summaries))
     return Simulation(run, compared, tuple(dict.fromkeys((*notes, *window_notes(compared)))))
 
 
@@ -319,10 +319,10 @@ def window_notes(summaries: Sequence[Summary]) -> Iterator[str]:
     for one in summaries:
         if one.saves < 2:
             yield f"{one.name}: commits {('never', 'once')[one.saves]} in this run, too rarely to compare"
-    since, course = summaries[0].replayed.since, summaries[0].replayed.course
-    inside, whole = course.steps(since), course.steps()
+    since, timeline = summaries[0].replayed.since, summaries[0].replayed.timeline
+    inside, whole = timeline.steps(since), timeline.steps()
     if since is not None and 2 * inside < whole:
-        late = next(one.name for one in summaries if one.replayed.course.first == since)
+        late = next(one.name for one in summaries if one.replayed.timeline.first == since)
         yield (
             f"configurations are compared over {inside:.0f} of {whole:.0f} steps only: {late} has its first commit at "
             f"step {since[1]:.0f}; leave it out, or record a longer run"
@@ -340,7 +340,7 @@ def _costs(run: Run, speeds: Mapping[str, float | None]) -> Costs | None:
     storage, copies = speeds.get("storage_gbps"), speeds.get("copy_gbps")
     if storage is None and copies is None:
         return None
-    stall = run.costs.stall if copies is None else _at(1e9 * copies * run.eras[-1].job.world_size)
+    stall = run.costs.stall if copies is None else _at(1e9 * copies * run.segments[-1].job.world_size)
     write = run.costs.write if storage is None else _at(1e9 * storage)
     return Costs(stall, write, run.costs.overhead)
 
@@ -367,7 +367,7 @@ def _notes(trace: Trace, run: Run, recorded: Config, costs: Costs | None) -> lis
         )
     if trace.skipped:
         found.append(f"{trace.skipped} lines of the trace are torn or of a later release and are skipped")
-    if not any(era.moved for era in run.eras):
+    if not any(segment.moved for segment in run.segments):
         found.append(
             "the trace holds no movement over several ages (`trace: {anchors: ...}` was 0, or drift.method exact): "
             "drift is taken to grow like age^0.75 from the one age that was recorded"
@@ -376,7 +376,7 @@ def _notes(trace: Trace, run: Run, recorded: Config, costs: Costs | None) -> lis
         found.append(
             "nothing was written in this run, so save durations are unknown and taken as 0: give --storage-gbps"
         )
-    if (costs is None or costs.stall is run.costs.stall) and any(era.job.observing for era in run.eras):
+    if (costs is None or costs.stall is run.costs.stall) and any(segment.job.observing for segment in run.segments):
         found.append("an observing run copies nothing, so the stall is that of measuring alone: give --copy-gbps")
     if recorded.encode == "staging":
         found.append("stall is computed from raw bytes, though this run copied encoded ones")

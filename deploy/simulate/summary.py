@@ -122,7 +122,7 @@ class Summary:
 
 def summary_of(replayed: ReplayResult, run: Run, terms: Terms) -> Summary:
     """Summarise a replay of ``run``."""
-    return Summary(replayed.plan.name, replayed, run.seconds, step_seconds(run), run.eras[-1].job.world_size, terms)
+    return Summary(replayed.plan.name, replayed, run.seconds, step_seconds(run), run.segments[-1].job.world_size, terms)
 
 
 def over(summaries: Sequence[Summary], since: Position | None) -> tuple[Summary, ...]:
@@ -133,8 +133,8 @@ def over(summaries: Sequence[Summary], since: Position | None) -> tuple[Summary,
 def step_seconds(run: Run) -> float:
     """Return the wall time per step, between the first and last decision of each segment."""
     steps = seconds = 0.0
-    for era in run.eras:
-        first, last = era.moments[0].line, era.moments[-1].line
+    for segment in run.segments:
+        first, last = segment.decisions[0].line, segment.decisions[-1].line
         steps += last.step - first.step
         seconds += last.seconds - first.seconds
     return seconds / steps if steps else 0.0

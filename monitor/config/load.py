@@ -13,27 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
 from pydantic_core import PydanticCustomError
 
-from monitor.config.schema import (
-    ENCODINGS,
-    SIGNALS,
-    AutoSettings,
-    BoundSettings,
-    BudgetSettings,
-    DaemonSettings,
-    DriftSettings,
-    LayerSettings,
-    MemorySettings,
-    MetricsSettings,
-    PreemptionSettings,
-    ResumeSettings,
-    RetentionSettings,
-    S3Settings,
-    Settings,
-    TimeoutSettings,
-    TraceSettings,
-    encodings_schema,
-    policies_schema,
-)
+from monitor.config import schema as sections
 from policies.base import Policy
 from policies.bounds import Bounds, bound
 from policies.budget import BudgetPolicy, spends
@@ -41,8 +21,7 @@ from policies.builtin import Observe
 from policies.encodings import explosive
 from policies.registry import anchored, policy_from, with_fixed_encoding
 from store.config_file import read_yaml
-from store.encoding import ENCODINGS as BY_NAME
-from store.encoding import encoding_named
+from store.encoding import ENCODINGS, encoding_named
 from store.errors import ConfigError
 from store.location import beside, is_url, store_place
 from store.metrics_server import LOOPBACK
@@ -58,60 +37,41 @@ def _interval(value: Any, validated: ValidatorFunctionWrapHandler) -> Any:
         raise PydanticCustomError("interval", "it must be a number of steps >= 1, or auto") from error
 
 
-class Config(Settings):
+class Config(sections.Settings):
     """All settings of a job: the YAML file that `monitor.attach` takes; see docs/configuration.md."""
 
-    store: str = Field(
-        default="./driftpoint-checkpoints",
-        min_length=1,
-        description="a dedicated directory on a disk that all nodes share; or s3://BUCKET/PREFIX",
-    )
-    every: Annotated[Annotated[int, Field(ge=1)] | Literal["auto"], WrapValidator(_interval)] = Field(
-        default="auto",
-        description="optimizer steps between decisions; auto: the interval that loses least, see docs/interval.md",
-    )
-    policy: str | dict[str, Any] = Field(
-        default="full",
-        description="a name, or a mapping: {name: threshold, threshold: 0.01}; see docs/policies.md",
-        json_schema_extra=policies_schema,
-    )
-    staging: Literal["auto", "eager", "lazy"] = Field(
-        default="auto",
-        description="eager: copy before step() returns. lazy: copy during the next forward and backward",
-    )
-    encoding: str | dict[str, str] = Field(
-        default="raw",
-        description="or compact, careful, or a mapping: {exp_avg: int8-block}; see docs/encodings.md",
-        json_schema_extra=encodings_schema,
-    )
-    encode: Literal["staging", "saving"] = Field(
-        default="saving",
-        description="saving: in the background. staging: on the device while copying (on CUDA: a third to copy)",
-    )
-    packing: Literal["auto", "none"] | Annotated[int, Field(ge=1, le=19)] = Field(
-        default="none", description="zstd level 1 to 19 on byte planes; auto: the highest that fits between saves"
-    )
-    differences: bool = Field(
-        default=False, description="store the difference to an earlier save where that is smaller; needs packing"
-    )
-    frozen: Literal["save", "skip"] = Field(
-        default="save",
-        description="skip: do not store frozen weights, if the script loads them itself; see docs/huggingface.md",
-    )
-    auto: AutoSettings = AutoSettings()
-    bounds: BoundSettings = BoundSettings()
-    budget: BudgetSettings = BudgetSettings()
-    drift: DriftSettings = DriftSettings()
-    layers: LayerSettings = LayerSettings()
-    memory: MemorySettings = MemorySettings()
-    daemon: DaemonSettings = DaemonSettings()
-    retention: RetentionSettings = RetentionSettings()
-    resume: ResumeSettings = ResumeSettings()
-    preemption: PreemptionSettings = PreemptionSettings()
-    trace: TraceSettings = TraceSettings()
-    s3: S3Settings = S3Settings()
-    metrics: MetricsSettings = MetricsSettings()
-    timeouts: TimeoutSettings = TimeoutSettings()
+    store: str = Field(default="./driftpoint-checkpoints", min_length=1)
+    """a dedicated directory on a disk that all nodes share; or s3://BUCKET/PREFIX"""
+    every: Annotated[Annotated[int, Field(ge=1)] | Literal["auto"], WrapValidator(_interval)] = "auto"
+    """optimizer steps between decisions; auto: the interval that loses least, see docs/interval.md"""
+    policy: str | dict[str, Any] = Field(default="full", json_schema_extra=sections.policies_schema)
+    """a name, or a mapping: {name: threshold, threshold: 0.01}; see docs/policies.md"""
+    staging: Literal["auto", "eager", "lazy"] = "auto"
+    """eager: copy before step() returns. lazy: copy during the next forward and backward"""
+    encoding: str | dict[str, str] = Field(default="raw", json_schema_extra=sections.encodings_schema)
+    """or compact, careful, or a mapping: {exp_avg: int8-block}; see docs/encodings.md"""
+    encode: Literal["staging", "saving"] = "saving"
+    """saving: in the background. staging: on the device while copying (on CUDA: a third to copy)"""
+    packing: Literal["auto", "none"] | Annotated[int, Field(ge=1, le=19)] = "none"
+    """zstd level 1 to 19 on byte planes; auto: the highest that fits between saves"""
+    differences: bool = False
+    """store the difference to an earlier save where that is smaller; needs packing"""
+    frozen: Literal["save", "skip"] = "save"
+    """skip: do not store frozen weights, if the script loads them itself; see docs/huggingface.md"""
+    auto: sections.AutoSettings = sections.AutoSettings()
+    bounds: sections.BoundSettings = sections.BoundSettings()
+    budget: sections.BudgetSettings = sections.BudgetSettings()
+    drift: sections.DriftSettings = sections.DriftSettings()
+    layers: sections.LayerSettings = sections.LayerSettings()
+    memory: sections.MemorySettings = sections.MemorySettings()
+    daemon: sections.DaemonSettings = sections.DaemonSettings()
+    retention: sections.RetentionSettings = sections.RetentionSettings()
+    resume: sections.ResumeSettings = sections.ResumeSettings()
+    preemption: sections.PreemptionSettings = sections.PreemptionSettings()
+    trace: sections.TraceSettings = sections.TraceSettings()
+    s3: sections.S3Settings = sections.S3Settings()
+    metrics: sections.MetricsSettings = sections.MetricsSettings()
+    timeouts: sections.TimeoutSettings = sections.TimeoutSettings()
 
     def bounded_policy(self) -> Policy:
         """Return the policy inside its bounds. Raise ConfigError if they are invalid or contradict each other."""
@@ -196,8 +156,8 @@ def load_config(source: str | os.PathLike[str] | Mapping[str, Any] | Config | No
     config.trace_path()
     config.memory_encodings()
     _check_endpoints(config)
-    _check_known("preemption.signals", config.preemption.signals, SIGNALS)
-    if config.every != "auto" and config.auto != AutoSettings():
+    _check_known("preemption.signals", config.preemption.signals, sections.SIGNALS)
+    if config.every != "auto" and config.auto != sections.AutoSettings():
         raise ConfigError(
             f"auto: the section holds under `every: auto` only, and every is {config.every}: set `every: auto`, or "
             "remove it"
@@ -217,7 +177,7 @@ def _check_location(config: Config) -> None:
             f"daemon: it can rescue snapshots into directories only, and the store is {place}: remove the section. "
             "With `memory: {enabled: true}` a job that restarts on this node resumes from memory itself"
         )
-    if not is_url(place) and config.s3 != S3Settings():
+    if not is_url(place) and config.s3 != sections.S3Settings():
         raise ConfigError(f"s3: the section is used for a store in s3:// only, and the store is {place}: remove it")
 
 
@@ -238,10 +198,10 @@ def _check_divisors(encodings: Mapping[str, str]) -> None:
 
 def _encodings(key: str, value: str | dict[str, str]) -> Mapping[str, str]:
     if isinstance(value, dict):
-        _check_known(key, value.values(), BY_NAME)
+        _check_known(key, value.values(), ENCODINGS)
         return value
-    _check_known(key, [value], ENCODINGS)
-    return ENCODINGS[value]
+    _check_known(key, [value], sections.ENCODINGS)
+    return sections.ENCODINGS[value]
 
 
 def _check_known(key: str, names: Iterable[str], known: Iterable[str]) -> None:

@@ -56,7 +56,7 @@ _LEAST_1: Final[JsonDict] = {"minimum": 1}
 class Settings(BaseModel):
     """Base of all sections."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     @field_validator("*", mode="before")
     @classmethod
@@ -71,59 +71,36 @@ class Settings(BaseModel):
 class BoundSettings(Settings):
     """Limits that hold under every policy; see docs/policies.md."""
 
-    max_staleness: int | None = Field(
-        default=None,
-        description="most steps since a changing layer was saved; at least `every`; `every: auto` respects it",
-        json_schema_extra=_LEAST_1,
-    )
-    max_drift: float | None = Field(
-        default=None,
-        description="relative distance from the last save at which a layer is always saved",
-        json_schema_extra={"minimum": 0},
-    )
-    precision: Literal["exact", "any"] | None = Field(
-        default=None, description="exact: lossless encodings only. null: exact, unless `encoding` is lossy"
-    )
+    max_staleness: int | None = Field(default=None, json_schema_extra=_LEAST_1)
+    """most steps since a changing layer was saved; at least `every`; `every: auto` respects it"""
+    max_drift: float | None = Field(default=None, json_schema_extra={"minimum": 0})
+    """relative distance from the last save at which a layer is always saved"""
+    precision: Literal["exact", "any"] | None = None
+    """exact: lossless encodings only. null: exact, unless `encoding` is lossy"""
 
 
 class AutoSettings(Settings):
     """Assumptions behind ``every: auto``; see docs/interval.md."""
 
-    gpu_hours_per_interruption: float = Field(
-        default=50_000.0, gt=0, le=1e12, description="GPU hours between failures; corrected by those observed"
-    )
-    preemptions_per_hour: float = Field(
-        default=0.0, ge=0, le=3600, description="preemptions of the whole job, in addition to failures"
-    )
-    max_loss_minutes: float = Field(
-        default=30.0,
-        gt=0,
-        le=_LONGEST,
-        description="most training time that one interruption may lose, without restart time",
-    )
+    gpu_hours_per_interruption: float = Field(default=50_000.0, gt=0, le=1e12)
+    """GPU hours between failures; corrected by those observed"""
+    preemptions_per_hour: float = Field(default=0.0, ge=0, le=3600)
+    """preemptions of the whole job, in addition to failures"""
+    max_loss_minutes: float = Field(default=30.0, gt=0, le=_LONGEST)
+    """most training time that one interruption may lose, without restart time"""
 
 
 class BudgetSettings(Settings):
     """Limits for policy budget; the tightest one counts; see docs/budget.md."""
 
-    bytes_per_hour: float | None = Field(
-        default=None, gt=0, allow_inf_nan=False, description="payload bytes written per hour, over all ranks"
-    )
-    stall_share: float | None = Field(
-        default=None,
-        gt=0,
-        le=1,
-        description="share of wall time that training may wait for saves and decisions, e.g. 0.01",
-    )
-    storage_share: float | None = Field(
-        default=None, gt=0, le=1, description="share of wall time that background writes may take, e.g. 0.5"
-    )
-    burst_seconds: float = Field(
-        default=3600.0,
-        gt=0,
-        le=_LONGEST,
-        description="unspent budget accumulates for this long; set it longer than the time between decisions",
-    )
+    bytes_per_hour: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """payload bytes written per hour, over all ranks"""
+    stall_share: float | None = Field(default=None, gt=0, le=1)
+    """share of wall time that training may wait for saves and decisions, e.g. 0.01"""
+    storage_share: float | None = Field(default=None, gt=0, le=1)
+    """share of wall time that background writes may take, e.g. 0.5"""
+    burst_seconds: float = Field(default=3600.0, gt=0, le=_LONGEST)
+    """unspent budget accumulates for this long; set it longer than the time between decisions"""
 
     @property
     def limited(self) -> bool:
@@ -145,144 +122,120 @@ class BudgetSettings(Settings):
 class DriftSettings(Settings):
     """How drift is measured."""
 
-    method: Literal["sketch", "exact"] = Field(
-        default="sketch",
-        description="sketch: a few kilobytes per (layer, slot). exact: a copy of the state in host memory",
-    )
-    width: int = Field(
-        default=4099, ge=64, le=1 << 20, description="values in a sketch; the error falls with the square root of it"
-    )
-    seed: int = Field(default=0, description="seed of the sketch")
+    method: Literal["sketch", "exact"] = "sketch"
+    """sketch: a few kilobytes per (layer, slot). exact: a copy of the state in host memory"""
+    width: int = Field(default=4099, ge=64, le=1 << 20)
+    """values in a sketch; the error falls with the square root of it"""
+    seed: int = 0
+    """seed of the sketch"""
 
 
 class LayerSettings(Settings):
     """How parameters are grouped into layers."""
 
-    experts: bool = Field(
-        default=False,
-        description="true: each MoE expert is a layer, if the model stores experts as separate modules",
-    )
-    patterns: dict[str, str] = Field(
-        default={}, description="layer name -> regular expression on parameter names; overrides the detected layers"
-    )
+    experts: bool = False
+    """true: each MoE expert is a layer, if the model stores experts as separate modules"""
+    patterns: dict[str, str] = {}
+    """layer name -> regular expression on parameter names; overrides the detected layers"""
 
 
 class RetentionSettings(Settings):
     """Which commits are kept; a resume uses the newest valid one."""
 
-    keep_last: int = Field(default=3, description="number of newest commits to keep", json_schema_extra=_LEAST_1)
-    keep_every: int | None = Field(
-        default=None, description="also keep one commit per this many steps", json_schema_extra=_LEAST_1
-    )
-    log_spaced: bool = Field(
-        default=True, description="also keep older ones, ever sparser; the last proven commit is always kept"
-    )
+    keep_last: int = Field(default=3, json_schema_extra=_LEAST_1)
+    """number of newest commits to keep"""
+    keep_every: int | None = Field(default=None, json_schema_extra=_LEAST_1)
+    """also keep one commit per this many steps"""
+    log_spaced: bool = True
+    """also keep older ones, ever sparser; the last proven commit is always kept"""
 
 
 class ResumeSettings(Settings):
     """Where a composite with stale weights resumes; see docs/effective-step.md."""
 
-    at: Literal["effective", "newest"] = Field(
-        default="effective",
-        description="effective: the saved step closest to the weights' age. newest: the step of the commit",
-    )
-    data: Literal["back", "on"] = Field(
-        default="back",
-        description="back: repeat the batches since that step. on: keep the newest random states and objects",
-    )
+    at: Literal["effective", "newest"] = "effective"
+    """effective: the saved step closest to the weights' age. newest: the step of the commit"""
+    data: Literal["back", "on"] = "back"
+    """back: repeat the batches since that step. on: keep the newest random states and objects"""
 
 
 class TraceSettings(Settings):
     """Record of every decision and its cost, for `driftpoint simulate`; see docs/trace.md."""
 
-    enabled: bool = Field(default=True, description="write the trace")
-    path: str | None = Field(
-        default=None, min_length=1, description="trace file; null: the store's path with .trace.jsonl appended"
-    )
-    anchors: int = Field(
-        default=6,
-        ge=0,
-        le=16,
-        description="number of earlier decisions to compare with, about 1, 2, 4... ago; 0: none",
-    )
+    enabled: bool = True
+    """write the trace"""
+    path: str | None = Field(default=None, min_length=1)
+    """trace file; null: the store's path with .trace.jsonl appended"""
+    anchors: int = Field(default=6, ge=0, le=16)
+    """number of earlier decisions to compare with, about 1, 2, 4... ago; 0: none"""
 
 
 class MemorySettings(Settings):
     """Snapshots of the newest state in shared memory that survive the process; see docs/memory.md."""
 
-    enabled: bool = Field(default=False, description="keep snapshots; takes twice the state's size of host memory")
-    every: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
-        default="auto", description="steps between snapshots; auto: as often as stall_share allows"
-    )
-    stall_share: float = Field(
-        default=0.02, gt=0, le=1, description="share of time that training may wait for snapshots, under auto"
-    )
-    path: str = Field(default="/dev/shm", min_length=1, description="directory of a file system in memory (tmpfs)")
-    versions: Literal[1, 2] = Field(
-        default=2, description="snapshots kept; 1: half the memory, but no valid one while it is replaced"
-    )
-    encoding: str | dict[str, str] = Field(
-        default="raw",
-        description="or compact, careful, a mapping: a third or half of the memory, slower, not exact",
-        json_schema_extra=encodings_schema,
-    )
-    peers: bool = Field(default=False, description="replicate each snapshot to another node; doubles the memory")
+    enabled: bool = False
+    """keep snapshots; takes twice the state's size of host memory"""
+    every: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
+    """steps between snapshots; auto: as often as stall_share allows"""
+    stall_share: float = Field(default=0.02, gt=0, le=1)
+    """share of time that training may wait for snapshots, under auto"""
+    path: str = Field(default="/dev/shm", min_length=1)
+    """directory of a file system in memory (tmpfs)"""
+    versions: Literal[1, 2] = 2
+    """snapshots kept; 1: half the memory, but no valid one while it is replaced"""
+    encoding: str | dict[str, str] = Field(default="raw", json_schema_extra=encodings_schema)
+    """or compact, careful, a mapping: a third or half of the memory, slower, not exact"""
+    peers: bool = False
+    """replicate each snapshot to another node; doubles the memory"""
 
 
 class PreemptionSettings(Settings):
     """On a signal, save as much as the time allows and exit with 75; see docs/preemption.md."""
 
-    signals: list[str] = Field(
-        default=["SIGUSR1"],
-        description="[]: none. Read docs/preemption.md before adding SIGTERM",
-        json_schema_extra={"items": {"enum": list(SIGNALS)}},
-    )
-    grace_seconds: float = Field(
-        default=30.0, gt=0, le=_LONGEST, description="seconds from the signal until the process is killed"
-    )
-    exit: bool = Field(default=True, description="false: step() returns, and the loop must stop on ckpt.preempted")
+    signals: list[str] = Field(default=["SIGUSR1"], json_schema_extra={"items": {"enum": list(SIGNALS)}})
+    """[]: none. Read docs/preemption.md before adding SIGTERM"""
+    grace_seconds: float = Field(default=30.0, gt=0, le=_LONGEST)
+    """seconds from the signal until the process is killed"""
+    exit: bool = True
+    """false: step() returns, and the loop must stop on ckpt.preempted"""
 
 
 class DaemonSettings(Settings):
     """Process on each node that writes snapshots of dead jobs to the store; see docs/daemon.md."""
 
-    enabled: bool = Field(default=False, description="register this job with the daemon")
-    start: bool = Field(default=True, description="start a daemon if none runs on the node")
-    host: str = Field(default=LOOPBACK, description="address of its Prometheus endpoint; TLS as in `metrics`")
-    port: int = Field(default=9465, ge=0, le=65535, description="port of its Prometheus endpoint; 0: any free port")
-    exit_idle_seconds: float = Field(
-        default=3600.0, gt=0, le=1e9, description="seconds without a job until the daemon exits"
-    )
+    enabled: bool = False
+    """register this job with the daemon"""
+    start: bool = True
+    """start a daemon if none runs on the node"""
+    host: str = LOOPBACK
+    """address of its Prometheus endpoint; TLS as in `metrics`"""
+    port: int = Field(default=9465, ge=0, le=65535)
+    """port of its Prometheus endpoint; 0: any free port"""
+    exit_idle_seconds: float = Field(default=3600.0, gt=0, le=1e9)
+    """seconds without a job until the daemon exits"""
 
 
 class S3Settings(Settings):
     """Connection to a store in s3://, without credentials; see docs/object-stores.md."""
 
-    endpoint: str | None = Field(
-        default=None,
-        min_length=1,
-        description="URL of a server other than Amazon's; null: AWS_ENDPOINT_URL, or the region's",
-    )
-    region: str | None = Field(
-        default=None, min_length=1, description="region of the bucket; null: AWS_REGION, or us-east-1"
-    )
-    allow_http: bool | None = Field(
-        default=None, description="allow an endpoint without https; null: AWS_ALLOW_HTTP, or false"
-    )
-    virtual_hosted: bool = Field(default=False, description="the endpoint's host already contains the bucket's name")
-    request_seconds: float = Field(default=30.0, gt=0, le=3600, description="timeout of one request and its response")
-    retry_seconds: float = Field(
-        default=60.0, ge=0, le=_LONGEST, description="seconds to retry an operation before it fails"
-    )
-    part_mib: int = Field(default=16, ge=5, le=5120, description="part size of multipart uploads, in MiB")
-    connections: int = Field(
-        default=8, ge=1, le=256, description="parallel uploads or range reads; each holds one part in memory"
-    )
-    spool: str | None = Field(
-        default=None,
-        min_length=1,
-        description="directory for packed payloads until they are uploaded; null: the temporary directory",
-    )
+    endpoint: str | None = Field(default=None, min_length=1)
+    """URL of a server other than Amazon's; null: AWS_ENDPOINT_URL, or the region's"""
+    region: str | None = Field(default=None, min_length=1)
+    """region of the bucket; null: AWS_REGION, or us-east-1"""
+    allow_http: bool | None = None
+    """allow an endpoint without https; null: AWS_ALLOW_HTTP, or false"""
+    virtual_hosted: bool = False
+    """the endpoint's host already contains the bucket's name"""
+    request_seconds: float = Field(default=30.0, gt=0, le=3600)
+    """timeout of one request and its response"""
+    retry_seconds: float = Field(default=60.0, ge=0, le=_LONGEST)
+    """seconds to retry an operation before it fails"""
+    part_mib: int = Field(default=16, ge=5, le=5120)
+    """part size of multipart uploads, in MiB"""
+    connections: int = Field(default=8, ge=1, le=256)
+    """parallel uploads or range reads; each holds one part in memory"""
+    spool: str | None = Field(default=None, min_length=1)
+    """directory for packed payloads until they are uploaded; null: the temporary directory"""
 
     def options(self) -> ObjectOptions:
         """Return the settings as options of the object store."""
@@ -292,21 +245,17 @@ class S3Settings(Settings):
 class MetricsSettings(Settings):
     """The Prometheus endpoint of rank 0; see docs/metrics.md."""
 
-    enabled: bool = Field(default=True, description="serve metrics, on rank 0 only")
-    host: str = Field(
-        default=LOOPBACK, description="address to listen on; any other than loopback needs tls, or insecure"
-    )
-    port: int = Field(
-        default=9464,
-        ge=0,
-        le=65535,
-        description="0: any free port. If the port is taken, training runs without the endpoint",
-    )
-    layer_series: int = Field(
-        default=512, ge=1, le=100_000, description="most (layer, slot) pairs with their own series; see metrics.md"
-    )
+    enabled: bool = True
+    """serve metrics, on rank 0 only"""
+    host: str = LOOPBACK
+    """address to listen on; any other than loopback needs tls, or insecure"""
+    port: int = Field(default=9464, ge=0, le=65535)
+    """0: any free port. If the port is taken, training runs without the endpoint"""
+    layer_series: int = Field(default=512, ge=1, le=100_000)
+    """most (layer, slot) pairs with their own series; see metrics.md"""
     tls: Tls = Tls()
-    insecure: bool = Field(default=False, description="let other machines read the metrics without tls")
+    insecure: bool = False
+    """let other machines read the metrics without tls"""
 
     def security(self) -> EndpointSecurity:
         """Return the TLS settings of this endpoint and the daemon's."""
@@ -316,9 +265,11 @@ class MetricsSettings(Settings):
 class TimeoutSettings(Settings):
     """Timeouts in seconds."""
 
-    commit: float = Field(default=600.0, gt=0, le=_LONGEST, description="for the segments of all ranks in one save")
-    close: float = Field(default=600.0, ge=0, le=_LONGEST, description="for the save in progress when training ends")
-    lock: float = Field(
-        default=15.0, ge=0, le=_LONGEST, description="for a store that another process on this machine has locked"
-    )
-    peer: float = Field(default=60.0, gt=0, le=_LONGEST, description="for a snapshot to arrive on its peer")
+    commit: float = Field(default=600.0, gt=0, le=_LONGEST)
+    """for the segments of all ranks in one save"""
+    close: float = Field(default=600.0, ge=0, le=_LONGEST)
+    """for the save in progress when training ends"""
+    lock: float = Field(default=15.0, ge=0, le=_LONGEST)
+    """for a store that another process on this machine has locked"""
+    peer: float = Field(default=60.0, gt=0, le=_LONGEST)
+    """for a snapshot to arrive on its peer"""

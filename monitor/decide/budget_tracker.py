@@ -69,11 +69,18 @@ class BudgetTracker(SaveListener):
             for one in stats
             if (choice := saved.get(one.unit)) is not None and choice.encoding is not None
         )
-        self._report_overdraft(step, self._account.begin(expected, free=first))
-
-    def stalled(self, seconds: float) -> None:
-        """Charge seconds that training waited for a decision or for copies of the last save."""
-        self._account.stalled(seconds)
+        overdraft = self._account.begin(expected, free=first)
+        if overdraft < 1.0:
+            return
+        self._metrics.counter("budget_overdraft_bytes").inc(overdraft)
+        if not self._overdrawn:
+            _log.warning(
+                "budget: the save of step %d exceeds the budget by %.0f bytes, because bounds, save() or a failed "
+                "policy require it; optional units are not saved until this is repaid",
+                step,
+                overdraft,
+            )
+        self._overdrawn = True
 
     def committed(self, written: int, seconds: float) -> None:
         """Settle the last save: payload bytes over all ranks, and seconds from its beginning to the commit."""
@@ -86,11 +93,11 @@ class BudgetTracker(SaveListener):
 
     @override
     def on_decision(self, event: DecisionEvent) -> None:
-        self.stalled(event.stall)
+        self._account.stalled(event.stall)
 
     @override
     def on_copy_wait(self, seconds: float) -> None:
-        self.stalled(seconds)
+        self._account.stalled(seconds)
 
     @override
     def on_commit(self, event: CommitEvent) -> None:
@@ -127,16 +134,3 @@ class BudgetTracker(SaveListener):
         shown = available if available is not None else offered
         if shown is not None:
             self._metrics.gauge("budget_bytes").set(shown)
-
-    def _report_overdraft(self, step: int, nbytes: float) -> None:
-        if nbytes < 1.0:
-            return
-        self._metrics.counter("budget_overdraft_bytes").inc(nbytes)
-        if not self._overdrawn:
-            _log.warning(
-                "budget: the save of step %d exceeds the budget by %.0f bytes, because bounds, save() or a failed "
-                "policy require it; optional units are not saved until this is repaid",
-                step,
-                nbytes,
-            )
-        self._overdrawn = True

@@ -86,17 +86,17 @@ class Decider:
         """Decide on every unit: as ``request`` asks, or by the policy if it is None. Collective."""
         units = list(self._table.sizes)
         first = [unit for unit in units if self._sees_all or not is_moving(unit)]
-        measured, mine = self._measure(first, local)
+        measured: dict[Unit, Measured] = {}
+        mine: dict[Unit, Measure] = {}
+        self._measure(first, local, measured, mine)
         stats = unit_stats(self._table, self._ledger, step, measured)
         if request is not None and request.budget_bytes is not None:
             history, budget_bytes = History(step, self._ledger.commits), request.budget_bytes
             if not run_on_rank0(self._group, lambda: self._deadline_policy.fits(stats, budget_bytes(), history)):
-                self._measure_more([unit for unit in units if unit not in measured], local, measured, mine)
+                self._measure(units, local, measured, mine)
                 stats = unit_stats(self._table, self._ledger, step, measured)
         made, saved, missing, interval = self._choose(step, stats, request)
-        self._measure_more(
-            [unit for unit in units if unit not in measured and unit not in saved], local, measured, mine
-        )
+        self._measure([unit for unit in units if unit not in saved], local, measured, mine)
         result = DecisionResult(
             stats=(),
             choices={},
@@ -120,24 +120,19 @@ class Decider:
             commits=self._ledger.commits,
         )
 
-    def _measure_more(
+    def _measure(
         self,
         units: list[Unit],
         local: Mapping[Unit, LocalUnit],
         measured: dict[Unit, Measured],
         mine: dict[Unit, Measure],
     ) -> None:
-        more, mine_more = self._measure(units, local)
-        measured.update(more)
+        """Measure the units that are not measured yet, and add the results to ``measured`` and ``mine``. Collective."""
+        more, mine_more = measure_all(self._meter, self._group, [one for one in units if one not in measured], local)
+        measured.update(
+            (unit, replace(one, drift=None) if unit in self._table.lost else one) for unit, one in more.items()
+        )
         mine.update(mine_more)
-
-    def _measure(
-        self, units: list[Unit], local: Mapping[Unit, LocalUnit]
-    ) -> tuple[dict[Unit, Measured], dict[Unit, Measure]]:
-        measured, mine = measure_all(self._meter, self._group, units, local)
-        for unit in self._table.lost & measured.keys():
-            measured[unit] = replace(measured[unit], drift=None)
-        return measured, mine
 
     def _choose(
         self, step: int, stats: tuple[UnitStats, ...], request: SaveRequest | None

@@ -72,7 +72,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
             raise UsageError("resume_path() was called before there is a Trainer: create one with this callback first")
         self._drop_plan()
         self._plan = plan_resume(self, self.config, self._args, self._model, objects=1 + len(self._extra))
-        return None if self._plan is None else str(self._plan.folder.path)
+        return None if self._plan is None else str(self._plan.folder)
 
     def on_init_end(self, args: Any, state: Any, control: Any, *, model: Any = None, **_: Any) -> None:
         self._args, self._model = args, model
@@ -221,7 +221,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
     def _drop_plan(self) -> None:
         plan, self._plan = self._plan, None
         if plan is not None:
-            plan.end()
+            plan.end.close()
 
 
 def _reseed_workers(loader: Any) -> None:

@@ -6,11 +6,13 @@ Training thread.
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from deepspeed.runtime.engine import DeepSpeedEngine
 
+from monitor.huggingface import patch_method
 from store.errors import UnsupportedError
 
 
@@ -30,25 +32,17 @@ def engine_of(model: Any, optimizer: Any) -> Any:
     )
 
 
-class EngineLoadPatch:
-    """Makes ``engine.load_checkpoint(folder)`` succeed without loading, until :meth:`remove`.
+def skip_engine_load(folder: Path) -> Callable[[], None]:
+    """Make ``engine.load_checkpoint(folder)`` succeed without loading. Return a function that ends this.
 
     Under DeepSpeed the Trainer insists on that call for the folder that it resumes from, and the stub folder holds no
     state. Other folders are loaded as usual.
     """
+    original = DeepSpeedEngine.load_checkpoint
 
-    def __init__(self, folder: Path) -> None:
-        original = DeepSpeedEngine.load_checkpoint
+    def load_checkpoint(engine: Any, load_dir: Any, *args: Any, **kwargs: Any) -> Any:
+        if str(load_dir) == str(folder):
+            return str(folder), {}
+        return original(engine, load_dir, *args, **kwargs)
 
-        def load_checkpoint(engine: Any, load_dir: Any, *args: Any, **kwargs: Any) -> Any:
-            if str(load_dir) == str(folder):
-                return str(folder), {}
-            return original(engine, load_dir, *args, **kwargs)
-
-        self._original, self._patched = original, load_checkpoint
-        DeepSpeedEngine.load_checkpoint = load_checkpoint
-
-    def remove(self) -> None:
-        """Restore the original method, unless it was patched again since."""
-        if DeepSpeedEngine.load_checkpoint is self._patched:
-            DeepSpeedEngine.load_checkpoint = self._original
+    return patch_method(DeepSpeedEngine, load_checkpoint)

@@ -15,10 +15,11 @@ import math
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -26,12 +27,10 @@ from transformers import Trainer, TrainerCallback
 
 from monitor.config.load import Config
 from monitor.distributed import Group, current_group
+from monitor.huggingface import patch_method
 from monitor.huggingface.trainer_state import TrainingLength, require_trainer_progress
 from monitor.resume.predict import ResumePrediction, predict_resume
 from store.errors import UsageError
-
-if TYPE_CHECKING:
-    from monitor.huggingface.deepspeed_engine import EngineLoadPatch
 
 _log = logging.getLogger("driftpoint")
 
@@ -43,24 +42,10 @@ _EMPTY_FILE = "nothing.safetensors"
 
 @dataclass(frozen=True)
 class ResumePlan:
-    """A stub folder and the patches that hold until training begins."""
+    """A stub folder, and what holds until training begins: ``end.close()`` removes the folder and the patches."""
 
-    folder: StubFolder
-    guard: TrainerLoadGuard
-    """Keeps Trainers without the callback from the folder."""
-    engine_load: EngineLoadPatch | None
-    """Keeps DeepSpeed from loading the folder."""
-    missing_keys_hook: Any = None
-    """Hook of the model that keeps the Trainer from warning of missing tensors."""
-
-    def end(self) -> None:
-        """Remove the folder and the patches."""
-        self.folder.remove()
-        self.guard.remove()
-        if self.engine_load is not None:
-            self.engine_load.remove()
-        if self.missing_keys_hook is not None:
-            self.missing_keys_hook.remove()
+    folder: Path
+    end: ExitStack
 
 
 def plan_resume(callback: TrainerCallback, config: Config, args: Any, model: Any, *, objects: int) -> ResumePlan | None:
@@ -78,21 +63,27 @@ def plan_resume(callback: TrainerCallback, config: Config, args: Any, model: Any
     if prediction is None:
         return None
     saved = None if prediction.user is None else require_trainer_progress(next(iter(prediction.user), None))
-    folder = StubFolder()
-    folder.write_state(trainer_state(prediction, saved, args, group))
-    hook = None
-    if type(model).__module__.startswith("peft."):
-        folder.write_empty_model()
-        hook = model.register_load_state_dict_post_hook(_ignore_missing_keys)
-    else:
-        folder.write_empty_index(model.state_dict())
-    engine_load: EngineLoadPatch | None = None
-    if args.deepspeed_plugin is not None:
-        from monitor.huggingface.deepspeed_engine import EngineLoadPatch
+    with ExitStack() as end:
+        folder = Path(tempfile.mkdtemp(prefix="driftpoint-trainer-"))
+        end.callback(shutil.rmtree, folder, ignore_errors=True)
+        (folder / "trainer_state.json").write_text(json.dumps(trainer_state(prediction, saved, args, group), indent=2))
+        if type(model).__module__.startswith("peft."):
+            save_file({}, folder / "model.safetensors")  # PEFT does not read an index
+            # Keeps the Trainer from warning of missing tensors.
+            end.callback(model.register_load_state_dict_post_hook(_ignore_missing_keys).remove)
+        else:  # an index that puts every tensor into a file without tensors: none is missing, and none is read
+            save_file({}, folder / _EMPTY_FILE)
+            index = {"metadata": {}, "weight_map": dict.fromkeys(model.state_dict(), _EMPTY_FILE)}
+            (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+        if args.deepspeed_plugin is not None:
+            from monitor.huggingface.deepspeed_engine import skip_engine_load
 
-        folder.write_engine(None if saved is None else saved["lr_scheduler"])
-        engine_load = EngineLoadPatch(folder.path)
-    return ResumePlan(folder, TrainerLoadGuard(folder.path, callback), engine_load, hook)
+            (folder / "global_step0").mkdir()
+            if saved is not None and saved["lr_scheduler"] is not None:  # of a scheduler outside the engine
+                torch.save(dict(saved["lr_scheduler"]), folder / "scheduler.pt")
+            end.callback(skip_engine_load(folder))
+        end.callback(_refuse_other_trainers(folder, callback))
+        return ResumePlan(folder, end.pop_all())
 
 
 def _ignore_missing_keys(model: Any, keys: Any) -> None:
@@ -150,59 +141,20 @@ def _is_done(step: int, length: TrainingLength, args: Any) -> bool:
     return bool(step >= length.steps and args.num_train_epochs <= length.epochs)
 
 
-class StubFolder:
-    """A temporary folder that the Trainer takes for one of its checkpoints. It is created at once."""
-
-    def __init__(self) -> None:
-        self.path = Path(tempfile.mkdtemp(prefix="driftpoint-trainer-"))
-
-    def write_state(self, state: Mapping[str, Any]) -> None:
-        """Write ``trainer_state.json``."""
-        (self.path / "trainer_state.json").write_text(json.dumps(dict(state), indent=2))
-
-    def write_empty_index(self, names: Iterable[str]) -> None:
-        """Write an index that puts every tensor into a file without tensors: none is missing, and none is read."""
-        save_file({}, self.path / _EMPTY_FILE)
-        index = {"metadata": {}, "weight_map": dict.fromkeys(names, _EMPTY_FILE)}
-        (self.path / "model.safetensors.index.json").write_text(json.dumps(index))
-
-    def write_empty_model(self) -> None:
-        """Write a model file without tensors, for models that do not read an index (PEFT)."""
-        save_file({}, self.path / "model.safetensors")
-
-    def write_engine(self, scheduler: Mapping[str, Any] | None) -> None:
-        """Write the files that the Trainer expects under DeepSpeed. ``scheduler``: state of one outside the engine."""
-        (self.path / "global_step0").mkdir()
-        if scheduler is not None:
-            torch.save(dict(scheduler), self.path / "scheduler.pt")
-
-    def remove(self) -> None:
-        """Delete the folder; errors are ignored, since it is temporary."""
-        shutil.rmtree(self.path, ignore_errors=True)
-
-
-class TrainerLoadGuard:
-    """Lets only a Trainer with ``callback`` load ``folder``, until :meth:`remove`.
+def _refuse_other_trainers(folder: Path, callback: TrainerCallback) -> Callable[[], None]:
+    """Let only a Trainer with ``callback`` load ``folder``. Return a function that ends this.
 
     Another one would train the script's initial weights and count from the resumed step. Other folders load as usual.
     """
+    original = Trainer._load_from_checkpoint
 
-    def __init__(self, folder: Path, callback: TrainerCallback) -> None:
-        original = Trainer._load_from_checkpoint
+    def _load_from_checkpoint(trainer: Any, resume_from_checkpoint: Any, *args: Any, **kwargs: Any) -> Any:
+        known = any(one is callback for one in trainer.callback_handler.callbacks)
+        if str(resume_from_checkpoint) == str(folder) and not known:
+            raise UsageError(
+                "this Trainer does not have the CheckpointCallback whose resume_path() it was given, so its "
+                "weights would not be loaded: give the Trainer callbacks=[monitor.CheckpointCallback(...)]"
+            )
+        return original(trainer, resume_from_checkpoint, *args, **kwargs)
 
-        def _load_from_checkpoint(trainer: Any, resume_from_checkpoint: Any, *args: Any, **kwargs: Any) -> Any:
-            known = any(one is callback for one in trainer.callback_handler.callbacks)
-            if str(resume_from_checkpoint) == str(folder) and not known:
-                raise UsageError(
-                    "this Trainer does not have the CheckpointCallback whose resume_path() it was given, so its "
-                    "weights would not be loaded: give the Trainer callbacks=[monitor.CheckpointCallback(...)]"
-                )
-            return original(trainer, resume_from_checkpoint, *args, **kwargs)
-
-        self._original, self._patched = original, _load_from_checkpoint
-        Trainer._load_from_checkpoint = _load_from_checkpoint
-
-    def remove(self) -> None:
-        """Restore the original method, unless it was patched again since."""
-        if Trainer._load_from_checkpoint is self._patched:
-            Trainer._load_from_checkpoint = self._original
+    return patch_method(Trainer, _load_from_checkpoint)

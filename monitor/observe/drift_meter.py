@@ -141,7 +141,8 @@ class BufferMeter:
         return unit in self._references
 
     def measure(self, unit: Unit, pieces: Sequence[torch.Tensor]) -> Measure:
-        finite = not any(_has_nan(piece) for piece in pieces)
+        floats = (piece for piece in pieces if piece.is_floating_point() or piece.is_complex())
+        finite = not any(bool(piece.isnan().any()) for piece in floats)
         reference = self._references.get(unit)
         if reference is None:
             return Measure(0.0, 0.0, finite)
@@ -200,7 +201,3 @@ def _hash(pieces: Sequence[torch.Tensor]) -> bytes:
         if piece.numel():
             state.update(piece.detach().cpu().contiguous().view(torch.uint8).numpy().data)
     return state.digest()
-
-
-def _has_nan(piece: torch.Tensor) -> bool:
-    return bool((piece.is_floating_point() or piece.is_complex()) and piece.isnan().any())

@@ -74,10 +74,6 @@ class _Node:
         return {name: _shape(self.module, name) for name in self.own}
 
     @property
-    def composite(self) -> bool:
-        return bool(self.children)
-
-    @property
     def bare(self) -> bool:
         """Whether this is a plain container: exactly torch's class, or with numbered children only."""
         if type(self.module) in _BARE:
@@ -93,11 +89,7 @@ class _Group:
 
 
 def find_layers(
-    module: nn.Module,
-    fqns: Sequence[str],
-    *,
-    experts: bool = False,
-    patterns: Mapping[str, str] | None = None,
+    module: nn.Module, fqns: Sequence[str], *, experts: bool = False, patterns: Mapping[str, str] | None = None
 ) -> tuple[Layer, ...]:
     """Group tensors into layers. Every name is in exactly one layer; layers are ordered by their first name.
 
@@ -116,7 +108,10 @@ def find_layers(
         ConfigError: if a pattern is not a regular expression, matches nothing, or matches a name that another pattern
             matches, or if a name is given twice or is not in ``module``.
     """
-    groups = _structure(_tree(module, fqns), experts)
+    top = _tree(module, fqns)
+    while not top.own and len(top.children) == 1 and not _stacked(top):  # skip modules that only wrap the model
+        (top,) = top.children.values()
+    groups = list(_trunk(top, experts))
     claimed = _claims(fqns, patterns or {})
     members: dict[str, list[str]] = {}
     blocks = {group.name for group in groups if group.block}
@@ -171,14 +166,6 @@ def _unknown(fqn: str) -> ConfigError:
     )
 
 
-def _structure(root: _Node, experts: bool) -> list[_Group]:
-    top = root
-    # Skip modules that only wrap the model.
-    while not top.own and len(top.children) == 1 and not _stacked(top):
-        top = next(iter(top.children.values()))
-    return list(_trunk(top, experts))
-
-
 def _trunk(node: _Node, experts: bool) -> Iterator[_Group]:
     """Group a module that is not one layer as a whole."""
     if node.own:
@@ -225,7 +212,7 @@ def _stacked(node: _Node) -> set[str]:
     """Return the names of the children of ``node`` that are blocks of a stack."""
     alike = _alike_children(node)
     if isinstance(node.module, nn.ModuleList) and (alike or len(node.children) == 1):
-        return alike | {name for name, child in node.children.items() if child.composite}
+        return alike | {name for name, child in node.children.items() if child.children}
     return alike
 
 
@@ -234,13 +221,13 @@ def _alike_children(node: _Node) -> set[str]:
         return set()
     candidates = dict(node.children)
     if isinstance(node.module, nn.ModuleDict):  # named members: leaves of equal shape may be unrelated
-        candidates = {name: child for name, child in candidates.items() if child.composite}
+        candidates = {name: child for name, child in candidates.items() if child.children}
     by_class: dict[tuple[type, bool], list[str]] = {}
     for name, child in candidates.items():
-        by_class.setdefault((type(child.module), child.composite), []).append(name)
+        by_class.setdefault((type(child.module), bool(child.children)), []).append(name)
     alike: set[str] = set()
     for names in by_class.values():
-        if candidates[names[0]].composite and not candidates[names[0]].bare:
+        if candidates[names[0]].children and not candidates[names[0]].bare:
             alike |= set(names) if len(names) >= 2 else set()
         else:
             alike |= _alike_by_content({name: candidates[name] for name in names})
@@ -249,7 +236,7 @@ def _alike_children(node: _Node) -> set[str]:
 
 def _alike_by_content(nodes: Mapping[str, _Node]) -> set[str]:
     """Return the names that are alike to at least one other: leaves by shapes, containers by their tensor names."""
-    if not any(node.composite for node in nodes.values()):
+    if not any(node.children for node in nodes.values()):
         shapes = {name: tuple(sorted(node.shapes().items())) for name, node in nodes.items()}
         values = list(shapes.values())
         return {name for name, shape in shapes.items() if values.count(shape) >= 2}
@@ -266,7 +253,7 @@ def _holds_stack(node: _Node) -> bool:
 def _deepest(node: _Node) -> _Node:
     """Return the innermost module that contains all tensors of ``node``."""
     while not node.own and len(node.children) == 1:
-        node = next(iter(node.children.values()))
+        (node,) = node.children.values()
     return node
 
 
@@ -283,7 +270,13 @@ def _claims(fqns: Sequence[str], patterns: Mapping[str, str]) -> dict[str, str]:
     """Return fqn -> layer name for the names that a pattern matches."""
     claimed: dict[str, str] = {}
     for layer, pattern in patterns.items():
-        matched = [fqn for fqn in fqns if _compiled(layer, pattern).fullmatch(fqn)]
+        try:
+            compiled = re.compile(pattern)
+        except re.error as error:
+            raise ConfigError(
+                f"the pattern {pattern!r} of layer {layer!r} is not a regular expression: {error}"
+            ) from error
+        matched = [fqn for fqn in fqns if compiled.fullmatch(fqn)]
         if not matched:
             raise ConfigError(
                 f"the pattern {pattern!r} of layer {layer!r} matches no tensor; it must match a whole name, "
@@ -297,10 +290,3 @@ def _claims(fqns: Sequence[str], patterns: Mapping[str, str]) -> dict[str, str]:
                 )
             claimed[fqn] = layer
     return claimed
-
-
-def _compiled(layer: str, pattern: str) -> re.Pattern[str]:
-    try:
-        return re.compile(pattern)
-    except re.error as error:
-        raise ConfigError(f"the pattern {pattern!r} of layer {layer!r} is not a regular expression: {error}") from error

@@ -15,25 +15,7 @@ the same number of slots each. Each chunk draws a sign s_c and an offset o_c in 
 Claim: E |signature|^2 = |x|^2, and its variance is at most 2 (1/k + 2/O) |x|^4 up to terms of order 1/k^2,
 *for every x*. The projection is linear, so the same holds for the difference of two signatures and a distance.
 
-Sketch of a proof. Let y_c be the signature of chunk c alone, so signature = sum s_c y_c and
-
-    |signature|^2 = sum |y_c|^2 + 2 sum_{c<d} s_c s_d <y_c, y_d>.
-
-*Mean.* The s_c are independent of all else, so the second sum has mean 0. Within a chunk all slots differ
-and so do the signs t[j]: E |y_c|^2 = |x_c|^2.
-*Within a chunk.* Two positions share a bucket with probability < 1/k, so the variance of |y_c|^2 is at most
-(2/k) |x_c|^4; chunks share these deviations only as far as their offsets agree.
-*Across chunks.* The terms s_c s_d are uncorrelated, so the variance is 4 sum E <y_c, y_d>^2. Positions j of c
-and i of d meet in a slot with probability <= 1/O (over the offsets), else in a bucket with probability 1/k.
-For i != j their signs t[i] t[j] are independent of those of other pairs, which gives (1/k + 1/O) |x_c|^2
-|x_d|^2. Pairs i = j have the sign +1 throughout. They meet all at once if o_c = o_d, with probability 1/O;
-if not, each meets with probability 1/k, which adds <x_c, x_d>^2 / k^2. Summed up: the claim.
-
-Each part is needed. Without the offsets, a column of a matrix whose width divides C accumulates in one slot.
-Without the random assignment (bucket = slot mod k), one of width k does, and the estimate has a relative
-variance of 2. Signs per row only (a random row vector times the values as rows of width k) fail if rows
-are alike: for a constant update, or all-positive ones such as second moments, all rows are parallel, and the
-estimate is a single random number squared.
+docs/decisions/0004-sketch-with-a-sign-per-value.md has the proof, and why each part is needed.
 
 Precision
 =========
@@ -112,19 +94,14 @@ class Projection:
         draws = _draws(self.seed, key)
         with torch.inference_mode():
             for device, group in groupby(filter(torch.numel, pieces), key=lambda piece: piece.device):
-                board = self._board(device, chunk_length)
+                if (device, chunk_length) not in self._boards:
+                    self._boards[device, chunk_length] = _Board(self.width, chunk_length, self.seed, device)
+                board = self._boards[device, chunk_length]
                 for piece in group:
                     for chunk in torch.split(piece.detach(), chunk_length):
                         board.add(chunk, next(draws))
                 total += board.take()
             return total.to(torch.float32)
-
-    def _board(self, device: torch.device, chunk_length: int) -> _Board:
-        board = self._boards.get((device, chunk_length))
-        if board is None:
-            board = _Board(self.width, chunk_length, self.seed, device)
-            self._boards[device, chunk_length] = board
-        return board
 
 
 class _Board:
@@ -310,15 +287,13 @@ class SketchMeter:
             pending = self._pending.pop(unit, None)
             if pending is None:
                 raise ValueError(f"{unit} is not staged; call stage() before settle()")
+            copies, measured = pending.copies, pending.measured
             if committed:
-                self._references[unit] = self._signature_of(unit, pending)
-            return pending.copies
-
-    def _signature_of(self, unit: Unit, pending: _Pending) -> Signature:
-        measured = pending.measured
-        if measured is not None and torch.equal(measured.sample, _sample(pending.copies)):
-            return measured.signature
-        return self._signature(unit, pending.copies)
+                current = measured is not None and torch.equal(measured.sample, _sample(copies))
+                self._references[unit] = (
+                    measured.signature if measured is not None and current else self._signature(unit, copies)
+                )
+            return copies
 
     def _signature(self, unit: Unit, pieces: Sequence[torch.Tensor]) -> Signature:
         numels = tuple(piece.numel() for piece in pieces)

@@ -122,11 +122,7 @@ class UnitTable:
         """Return the model's tensors as recorded in the manifest."""
         return {
             fqn: TensorRecord(
-                layer=self._layer_named(fqn),
-                shape=info.shape,
-                dtype=info.dtype,
-                kind=info.kind,
-                aliases=info.aliases,
+                layer=self._layer_named(fqn), shape=info.shape, dtype=info.dtype, kind=info.kind, aliases=info.aliases
             )
             for fqn, info in self._adapter.tensors().items()
         }

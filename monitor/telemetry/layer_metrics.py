@@ -115,8 +115,7 @@ class LayerMetrics:
             self.layer_nonfinite.labels(layer).set(layer in layers)
         if layers - before:
             _log.error(
-                "NaN or Inf in %s: not saved; the versions before are kept",
-                listed(sorted(layers - before), _NAMED),
+                "NaN or Inf in %s: not saved; the versions before are kept", listed(sorted(layers - before), _NAMED)
             )
         self.nonfinite.set(len(layers))
         self.hidden.set(self._shown.hidden)

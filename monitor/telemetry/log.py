@@ -10,18 +10,9 @@ import sys
 
 from typing_extensions import override
 
+from monitor import events
 from monitor.config.load import Config
-from monitor.events import (
-    CommitEvent,
-    DecisionEvent,
-    MeasuredEvent,
-    PreemptedEvent,
-    ResumeEvent,
-    SaveBeginEvent,
-    SaveFailedEvent,
-    SaveListener,
-    unexpected,
-)
+from monitor.events import SaveListener, unexpected
 from store.certificate import MEMORY, PEER, Certificate
 
 _log = logging.getLogger("driftpoint")
@@ -49,7 +40,7 @@ class SaveLog(SaveListener):
         self._encodings_checked = False
 
     @override
-    def on_measured(self, event: MeasuredEvent) -> None:
+    def on_measured(self, event: events.MeasuredEvent) -> None:
         if self._encodings_checked:
             return
         self._encodings_checked = True
@@ -60,7 +51,7 @@ class SaveLog(SaveListener):
             _log.warning("encoding: there is no slot %s; this job has %s", ", ".join(unused), ", ".join(sorted(slots)))
 
     @override
-    def on_decision(self, event: DecisionEvent) -> None:
+    def on_decision(self, event: events.DecisionEvent) -> None:
         if event.skipped is None or self._rank != 0:
             return
         level, text = _WHY_SKIPPED[event.skipped]
@@ -69,7 +60,7 @@ class SaveLog(SaveListener):
         _log.log(level, text, *[value for value in (event.step, event.problem) if value is not None])
 
     @override
-    def on_save_begin(self, event: SaveBeginEvent) -> None:
+    def on_save_begin(self, event: events.SaveBeginEvent) -> None:
         if event.dry_run is not None:
             _log.info(
                 "observe: step %d would have saved %d of %d layer slots, %d of %d bytes",
@@ -81,7 +72,7 @@ class SaveLog(SaveListener):
             )
 
     @override
-    def on_commit(self, event: CommitEvent) -> None:
+    def on_commit(self, event: events.CommitEvent) -> None:
         step, dropped = event.save.step, event.drawn.dropped
         if dropped:
             _log.error(
@@ -92,16 +83,14 @@ class SaveLog(SaveListener):
         _log.info("committed step %d: %d bytes, %.2f s", step, event.written_bytes, event.seconds)
 
     @override
-    def on_save_failed(self, event: SaveFailedEvent) -> None:
-        step, error = event.step, event.error
-        if self._rank == 0:
-            text, values = "the save of step %d failed, the commit before it is intact: %s", (step, error)
-        else:
-            text, values = f"rank {self._rank} could not write its segment of step %d: %s", (step, error)
-        _log.warning(text, *values, exc_info=unexpected(error))
+    def on_save_failed(self, event: events.SaveFailedEvent) -> None:
+        text = "the save of step %d failed, the commit before it is intact: %s"
+        if self._rank != 0:
+            text = f"rank {self._rank} could not write its segment of step %d: %s"
+        _log.warning(text, event.step, event.error, exc_info=unexpected(event.error))
 
     @override
-    def on_resume(self, event: ResumeEvent) -> None:
+    def on_resume(self, event: events.ResumeEvent) -> None:
         if self._rank != 0:
             return
         certificate = event.certificate
@@ -125,7 +114,7 @@ class SaveLog(SaveListener):
             _log.error("resume: %d layer slots fell back to an older version; see driftpoint show", event.fallbacks)
 
     @override
-    def on_preempted(self, event: PreemptedEvent) -> None:
+    def on_preempted(self, event: events.PreemptedEvent) -> None:
         step, seconds = event.step, event.seconds
         if event.exact:
             _log.warning("preempted: full save of step %d committed %.1f s after the signal", step, seconds)

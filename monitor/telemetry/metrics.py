@@ -16,25 +16,13 @@ import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from typing_extensions import override
 
-from monitor.events import (
-    AttachEvent,
-    BackgroundFailureEvent,
-    CommitEvent,
-    DecisionEvent,
-    MeasuredEvent,
-    MemoryEvent,
-    PreemptedEvent,
-    ResumeEvent,
-    SaveBeginEvent,
-    SaveFailedEvent,
-    SaveListener,
-    unexpected,
-)
+from monitor import events
+from monitor.events import SaveListener, unexpected
 from monitor.telemetry.layer_metrics import LayerMetrics
 from policies.anomaly import DriftReading
 from store.errors import ConfigError, NotFiniteError
@@ -167,19 +155,13 @@ class Metrics(SaveListener):
         """Why the endpoint could not be started, or None."""
 
     def counter(self, name: str) -> Counter:
-        metric = self._metrics[name]
-        assert isinstance(metric, Counter)
-        return metric
+        return cast(Counter, self._metrics[name])
 
     def gauge(self, name: str) -> Gauge:
-        metric = self._metrics[name]
-        assert isinstance(metric, Gauge)
-        return metric
+        return cast(Gauge, self._metrics[name])
 
     def histogram(self, name: str) -> Histogram:
-        metric = self._metrics[name]
-        assert isinstance(metric, Histogram)
-        return metric
+        return cast(Histogram, self._metrics[name])
 
     def serve(self, host: str, port: int, security: EndpointSecurity | None = None) -> None:
         """Start the endpoint; ``port`` 0 chooses a free one. On failure, log a warning and continue without it."""
@@ -201,10 +183,10 @@ class Metrics(SaveListener):
 
     def background_failure(self, what: str, error: BaseException) -> None:
         """Count a failure of upkeep, and log "``what`` failed"."""
-        self.on_background_failure(BackgroundFailureEvent("upkeep", f"{what} failed: {error}", error))
+        self.on_background_failure(events.BackgroundFailureEvent("upkeep", f"{what} failed: {error}", error))
 
     @override
-    def on_attach(self, event: AttachEvent) -> None:
+    def on_attach(self, event: events.AttachEvent) -> None:
         if self._first:
             self.on_epoch(event.epoch)
             self.gauge("attached_timestamp_seconds").set(time.time())
@@ -223,7 +205,7 @@ class Metrics(SaveListener):
         self.counter("policy_failures").inc()
 
     @override
-    def on_measured(self, event: MeasuredEvent) -> None:
+    def on_measured(self, event: events.MeasuredEvent) -> None:
         decided = event.decided
         staleness = {one.unit: one.staleness for one in decided.stats if one.staleness is not None}
         drift = {unit: one for unit, one in decided.drift.items() if one is not None and unit in event.committed}
@@ -234,13 +216,13 @@ class Metrics(SaveListener):
         self.layers.update_health(decided.drift.keys(), [one.unit for one in decided.stats if not one.finite])
 
     @override
-    def on_decision(self, event: DecisionEvent) -> None:
+    def on_decision(self, event: events.DecisionEvent) -> None:
         if self._first and event.skipped is not None:
             self.counter("saves_skipped").labels(event.skipped).inc()
         self.histogram("stall_seconds").observe(event.stall)
 
     @override
-    def on_save_begin(self, event: SaveBeginEvent) -> None:
+    def on_save_begin(self, event: events.SaveBeginEvent) -> None:
         if event.dry_run is not None:
             full = sum(size.nbytes for size in event.sizes.values())
             self.counter("observed_saves").inc()
@@ -251,19 +233,17 @@ class Metrics(SaveListener):
     def on_copy_wait(self, seconds: float) -> None:
         self.histogram("copy_wait_seconds").observe(seconds)
 
-    @override
-    def on_snapshot_copy_wait(self, seconds: float) -> None:
-        self.histogram("copy_wait_seconds").observe(seconds)
+    on_snapshot_copy_wait = on_copy_wait
 
     @override
-    def on_commit(self, event: CommitEvent) -> None:
+    def on_commit(self, event: events.CommitEvent) -> None:
         drawn, manifest = event.drawn, event.drawn.manifest
         self.counter("saves").inc()
         self.counter("written_bytes").inc(event.written_bytes)
         self.counter("avoided_bytes").inc(manifest.bytes_avoided)
         self.histogram("save_duration_seconds").observe(event.seconds)
         self.gauge("saves_failed_in_a_row").set(0)
-        self._set_newest_commit(manifest.step, time.time())
+        self._set_step(manifest.step, "last_commit_")
         self.layers.update(drawn.drift, {record.unit: record.staleness for record in manifest.units})
         self.layers.detect_spikes(manifest.step, _readings(drawn.drift, event.staleness))
         fresh = {record.unit for record in manifest.units if record.version == manifest.save}
@@ -271,7 +251,7 @@ class Metrics(SaveListener):
         self.counter("units_withheld").inc(len(drawn.dropped))
 
     @override
-    def on_save_failed(self, event: SaveFailedEvent) -> None:
+    def on_save_failed(self, event: events.SaveFailedEvent) -> None:
         if not self._first:
             return
         self.counter("saves_failed").inc()
@@ -285,20 +265,19 @@ class Metrics(SaveListener):
         self._update_space("store", root)
 
     @override
-    def on_background_failure(self, event: BackgroundFailureEvent) -> None:
+    def on_background_failure(self, event: events.BackgroundFailureEvent) -> None:
         self.counter("failures").labels(event.reason).inc()
         if event.message:
             level = logging.ERROR if event.severe else logging.WARNING
             _log.log(level, "%s", event.message, exc_info=unexpected(event.error))
 
     @override
-    def on_memory(self, event: MemoryEvent) -> None:
+    def on_memory(self, event: events.MemoryEvent) -> None:
         if not self._first:
             return
         if event.snapshot is not None:
             self.counter("memory_versions").inc()
-            self.gauge("memory_step").set(event.snapshot.step)
-            self.gauge("memory_timestamp_seconds").set(time.time())
+            self._set_step(event.snapshot.step, "memory_")
             self.histogram("memory_duration_seconds").observe(event.seconds)
         self.gauge("memory_on").set(event.on)
         self._update_space("memory", event.path)
@@ -308,11 +287,10 @@ class Metrics(SaveListener):
         for one in seconds:
             self.histogram("peer_duration_seconds").observe(one)
         if step is not None:
-            self.gauge("peer_step").set(step)
-            self.gauge("peer_timestamp_seconds").set(time.time())
+            self._set_step(step, "peer_")
 
     @override
-    def on_resume(self, event: ResumeEvent) -> None:
+    def on_resume(self, event: events.ResumeEvent) -> None:
         if not self._first:
             return
         certificate = event.certificate
@@ -327,10 +305,10 @@ class Metrics(SaveListener):
         self._set_step(event.step)
         if event.newest is not None:  # the time of the commit below a snapshot in memory is not known
             made = 0.0 if event.from_memory else datetime.fromisoformat(event.created).timestamp()
-            self._set_newest_commit(event.newest.step, made)
+            self._set_step(event.newest.step, "last_commit_", made)
 
     @override
-    def on_preempted(self, event: PreemptedEvent) -> None:
+    def on_preempted(self, event: events.PreemptedEvent) -> None:
         self.counter("preemptions").labels(event.outcome).inc()
 
     @override
@@ -342,13 +320,10 @@ class Metrics(SaveListener):
             self._server.close()
             self._server = None
 
-    def _set_step(self, step: int) -> None:
-        self.gauge("step").set(step)
-        self.gauge("step_timestamp_seconds").set(time.time())
-
-    def _set_newest_commit(self, step: int, made: float) -> None:
-        self.gauge("last_commit_step").set(step)
-        self.gauge("last_commit_timestamp_seconds").set(made)
+    def _set_step(self, step: int, prefix: str = "", at: float | None = None) -> None:
+        """Set the gauges of a step and of the time ``at`` which it was reached; None: now."""
+        self.gauge(f"{prefix}step").set(step)
+        self.gauge(f"{prefix or 'step_'}timestamp_seconds").set(time.time() if at is None else at)
 
     def _update_space(self, what: str, path: Path) -> None:
         """Read the free space of the filesystem of ``path``. May block."""

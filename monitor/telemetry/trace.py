@@ -19,26 +19,18 @@ import stat
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from typing_extensions import override
 
+from monitor import events
 from monitor.background import BackgroundWorker
 from monitor.config.load import Config
 from monitor.distributed import Group
-from monitor.events import (
-    AttachEvent,
-    CommitEvent,
-    DecisionEvent,
-    ResumeEvent,
-    SaveBeginEvent,
-    SaveFailedEvent,
-    SaveListener,
-)
-from monitor.ledger import PreparedCommit
+from monitor.events import SaveListener
 from monitor.observe.drift_meter import Signature, drift_ratio
 from monitor.observe.units import LocalUnit, UnitTable, is_moving
 from monitor.telemetry.drift_history import DriftHistory
@@ -67,14 +59,6 @@ class TracedJob:
     observing: bool
 
 
-@dataclass
-class _DecisionSignatures:
-    """Signatures of this rank's live values at a decision, as far as they are measured."""
-
-    step: int
-    signatures: dict[Unit, Signature] = field(default_factory=dict)
-
-
 class TraceRecorder(SaveListener):
     """Records the trace of a job. Runs on every rank; training thread."""
 
@@ -92,13 +76,13 @@ class TraceRecorder(SaveListener):
         self._units: tuple[Unit, ...] = ()
         self._moving: tuple[Unit, ...] = ()
         self._local: tuple[Unit, ...] = ()
-        self._decision: _DecisionSignatures | None = None
+        self._decision: tuple[int, dict[Unit, Signature]] | None = None  # signatures of this rank's live values
         self._no_reference: frozenset[Unit] = frozenset()
         self._copy_wait = 0.0
         self._dry_run: tuple[int, Sizes] | None = None
 
     @override
-    def on_attach(self, event: AttachEvent) -> None:
+    def on_attach(self, event: events.AttachEvent) -> None:
         path, sketched = self._config.trace_path(), self._config.drift.method == "sketch"
         self._anchors = self._group.broadcast(self._config.trace.anchors if path is not None and sketched else 0)
         if path is not None and self._group.rank == 0:
@@ -115,11 +99,11 @@ class TraceRecorder(SaveListener):
         self._put_job()
 
     @override
-    def on_decision(self, event: DecisionEvent) -> None:
+    def on_decision(self, event: events.DecisionEvent) -> None:
         decided = event.decided
         if decided is not None and self._anchors:
             found = {unit: one.signature for unit, one in decided.mine.items() if one.signature is not None}
-            self._decision = _DecisionSignatures(event.step, found)
+            self._decision = event.step, found
         if self._writer is None:
             return
         if event.skipped == "fenced":
@@ -127,29 +111,23 @@ class TraceRecorder(SaveListener):
             self._writer = None
             return
         waited, self._copy_wait = self._copy_wait, 0.0
+        chosen = None if decided is None else decided.interval
         line = DecisionLine(
             step=event.step,
             seconds=self._seconds(),
             commits=event.commits if decided is None else decided.commits,
-            interval=self._interval(decided),
+            interval=chosen if self._config.every == "auto" else self._config.every,
             skipped=event.skipped,
             stall=event.stall,
             copy_wait=waited,
         )
-        if decided is None:
-            self._put(lambda: line)
-            return
-        no_reference = [one.unit for one in decided.seen if one.staleness is None or one.changed_shape]
-        self._no_reference = frozenset(no_reference) | self._table.lost
-        self._put(lambda: decision_line(line, decided, begun=event.skipped is None))
-
-    def _interval(self, decided: DecisionResult | None) -> int | None:
-        if self._config.every != "auto":
-            return self._config.every
-        return None if decided is None else decided.interval
+        if decided is not None:
+            no_reference = [one.unit for one in decided.seen if one.staleness is None or one.changed_shape]
+            self._no_reference = frozenset(no_reference) | self._table.lost
+        self._put(lambda: line if decided is None else decision_line(line, decided, begun=event.skipped is None))
 
     @override
-    def on_save_begin(self, event: SaveBeginEvent) -> None:
+    def on_save_begin(self, event: events.SaveBeginEvent) -> None:
         if event.dry_run is not None:
             self._dry_run = event.step, event.dry_run
 
@@ -157,31 +135,36 @@ class TraceRecorder(SaveListener):
     def on_settled(self, signatures: Mapping[Unit, Signature]) -> None:
         self._put_dry_run()
         if self._decision is not None:
-            self._decision.signatures.update(signatures)
+            self._decision[1].update(signatures)
         self._put_moved()
 
     def _put_moved(self) -> None:
         """Write how far units had moved at the last decision. Collective."""
-        decision, self._decision = self._decision, None
-        if decision is None:
+        if self._decision is None:
             return
+        (step, signatures), self._decision = self._decision, None
         if self._history is None:
             self._history = DriftHistory(self._anchors, self._config.drift.width)
-        compared = self._history.add(decision.step, [decision.signatures.get(unit) for unit in self._local])
+        compared = self._history.add(step, [signatures.get(unit) for unit in self._local])
         if not compared.steps:
             return
         rows_of = {unit: place for place, unit in enumerate(self._moving)}
         rows = torch.zeros(len(compared.steps), len(rows_of), 3, dtype=torch.float64)
         rows[:, [rows_of[unit] for unit in self._local]] = compared.rows
         total, by_unit = self._group.all_reduce_sum(rows), [rows_of.get(unit) for unit in self._units]
-        self._put(lambda: moved_line(decision.step, compared.steps, total, by_unit))
+        self._put(lambda: moved_line(step, compared.steps, total, by_unit))
 
     @override
-    def on_commit(self, event: CommitEvent) -> None:
-        self._put_commit(event.save.step, event.seconds, event.written_bytes, committed_sizes(event.drawn))
+    def on_commit(self, event: events.CommitEvent) -> None:
+        sizes = {
+            record.unit: (record.nbytes, record.encoding, record.error, event.drawn.drift.get(record.unit))
+            for record in event.drawn.manifest.units
+            if record.save == event.save.name
+        }
+        self._put_commit(event.save.step, event.seconds, event.written_bytes, sizes)
 
     @override
-    def on_save_failed(self, event: SaveFailedEvent) -> None:
+    def on_save_failed(self, event: events.SaveFailedEvent) -> None:
         line = FailedLine(step=event.step, seconds=self._seconds(), reason=event.reason)
         self._put(lambda: line)
 
@@ -190,7 +173,7 @@ class TraceRecorder(SaveListener):
         self._copy_wait += seconds
 
     @override
-    def on_resume(self, event: ResumeEvent) -> None:
+    def on_resume(self, event: events.ResumeEvent) -> None:
         self._decision, self._history = None, None  # their signatures are of another branch
         line = ResumedLine(step=event.step, newest=event.commit, seconds=self._seconds())
         self._put(lambda: line)
@@ -288,7 +271,7 @@ class TraceWriter:
         """Make and append a line after the earlier ones. Does nothing after an error."""
         self._collect()
         if self._waiting >= _BACKLOG:
-            self._abandon(StorageError(f"{self._waiting} lines wait for {self._file.path}: its disk does not answer"))
+            self._abandon_waiting()
         if not self._closed:
             self._waiting += 1
             self._thread.submit(lambda: self._append(make))
@@ -297,7 +280,7 @@ class TraceWriter:
         """Write the remaining lines and close the file, for at most ``timeout`` seconds."""
         self._thread.submit(self._file.close)
         if not self._thread.join(min(timeout, _CLOSE_TIMEOUT)):
-            self._abandon(StorageError(f"{self._waiting} lines wait for {self._file.path}: its disk does not answer"))
+            self._abandon_waiting()
         self._collect()
         self._closed = True
         self._thread.stop()
@@ -321,6 +304,9 @@ class TraceWriter:
             if done.error is not None:
                 self._abandon(done.error)
 
+    def _abandon_waiting(self) -> None:
+        self._abandon(StorageError(f"{self._waiting} lines wait for {self._file.path}: its disk does not answer"))
+
     def _abandon(self, error: BaseException) -> None:
         if not self._closed:
             self._closed = True
@@ -336,22 +322,17 @@ def _open_file(path: Path) -> tuple[int, bool]:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise StorageError(f"{path} is no regular file: set `trace: {{path: ...}}` to another one")
-        _lock(descriptor, path)
+        try:  # until the file is closed or the process ends: lines of two jobs must not mix
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:  # on a filesystem without locks: write anyway
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                text = f"another job writes {path}: set `trace: {{path: ...}}` to a file of its own"
+                raise StorageError(text) from error
         torn = status.st_size > 0 and os.pread(descriptor, 1, status.st_size - 1) != b"\n"
     except BaseException:
         os.close(descriptor)
         raise
     return descriptor, torn
-
-
-def _lock(descriptor: int, path: Path) -> None:
-    """Lock the file until it is closed or the process ends: lines of two jobs must not mix."""
-    try:
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in (errno.EACCES, errno.EAGAIN):
-            raise StorageError(f"another job writes {path}: set `trace: {{path: ...}}` to a file of its own") from error
-        # A filesystem without locks: write anyway.
 
 
 def traced_units(table: UnitTable) -> tuple[TracedUnit, ...]:
@@ -415,16 +396,6 @@ def moved_line(step: int, steps: Sequence[int], rows: torch.Tensor, rows_of: Seq
         ratios = [_ratio(*row) for row in found]
         since[then] = tuple(None if row is None else ratios[row] for row in rows_of)
     return MovedLine(step=step, since=since)
-
-
-def committed_sizes(drawn: PreparedCommit) -> Sizes:
-    """Return the units that a commit wrote."""
-    manifest = drawn.manifest
-    return {
-        record.unit: (record.nbytes, record.encoding, record.error, drawn.drift.get(record.unit))
-        for record in manifest.units
-        if record.save == manifest.save.name
-    }
 
 
 def plain(value: Any) -> Any:

@@ -95,17 +95,13 @@ class Exposed:
         if end <= begin:
             return
         middle = (begin + end) / 2
-        first, inner, last = (self._squares(step, held) for step in (begin, middle, end))
+        first, inner, last = (self._movement.distance(step, held.since) ** 2 for step in (begin, middle, end))
         mean = _mean(first, inner, last, begin - held.since, end - held.since)
         error_sq = held.errors**2
         worst = np.maximum(first, last)
         scale, pace_sq = self._scales(end)
         self._add(scale, mean + error_sq, worst + error_sq, end - begin)
         self._add_ages(held, begin, end, pace_sq)
-
-    def _squares(self, step: float, held: Held) -> Vector:
-        moved: Vector = self._movement.distance(step, held.since) ** 2
-        return moved
 
     def _scales(self, step: float) -> tuple[Vector, Vector]:
         """Return the damage of a squared drift of 1, by unit, and the squared pace of each unit's layer."""
@@ -129,9 +125,8 @@ class Exposed:
             totals = [totals[0] + costs[0], totals[1] + costs[1]]
             self._sums.damage.setdefault(slot, Spread()).add(*costs, steps)
             drift = np.sqrt(mean[among])
-            self._sums.drift.setdefault(slot, Spread()).add(
-                float(drift.mean()), float(np.sqrt(worst[among]).max()), steps
-            )
+            largest = float(np.sqrt(worst[among]).max())
+            self._sums.drift.setdefault(slot, Spread()).add(float(drift.mean()), largest, steps)
         self._sums.total.add(totals[0], totals[1], steps)
 
     def _add_ages(self, held: Held, begin: float, end: float, pace_sq: Vector) -> None:
@@ -183,7 +178,7 @@ Position = tuple[int, float]
 class TimelineInterval:
     """The store's state from step ``begin`` to ``end`` of a segment; ``held`` is None without a commit."""
 
-    era: int
+    segment: int
     begin: float
     end: float
     held: Held | None
@@ -193,18 +188,18 @@ class TimelineInterval:
 class StoreTimeline:
     """The store's state over a replay: units and movement of each segment, and its intervals, in order and gapless."""
 
-    eras: Sequence[tuple[Sequence[TracedUnit], Movement]]
-    stretches: Sequence[TimelineInterval]
+    segments: Sequence[tuple[Sequence[TracedUnit], Movement]]
+    intervals: Sequence[TimelineInterval]
 
     @property
     def first(self) -> Position | None:
         """Position of the first commit. None: there is none."""
-        return next(((one.era, one.begin) for one in self.stretches if one.held is not None), None)
+        return next(((one.segment, one.begin) for one in self.intervals if one.held is not None), None)
 
     @property
     def end(self) -> Position:
         """Position of the last recorded decision."""
-        return (self.stretches[-1].era, self.stretches[-1].end) if self.stretches else (0, 0.0)
+        return (self.intervals[-1].segment, self.intervals[-1].end) if self.intervals else (0, 0.0)
 
     def steps(self, since: Position | None = None) -> float:
         """Return the steps of training from ``since`` on; None: all steps."""
@@ -217,19 +212,19 @@ class StoreTimeline:
         for one in self._after(since):
             if one.held is None:
                 continue
-            if one.era not in adding:
-                adding[one.era] = Exposed(*self.eras[one.era], sums)
-            adding[one.era].between(one.begin, one.end, one.held)
-        sums.unprotected = sum(one.end - one.begin for one in self.stretches if one.held is None)
+            if one.segment not in adding:
+                adding[one.segment] = Exposed(*self.segments[one.segment], sums)
+            adding[one.segment].between(one.begin, one.end, one.held)
+        sums.unprotected = sum(one.end - one.begin for one in self.intervals if one.held is None)
         return sums
 
     def _after(self, since: Position | None) -> Iterable[TimelineInterval]:
-        for one in self.stretches:
-            begin = one.begin if since is None or one.era > since[0] else max(one.begin, since[1])
-            if (since is None or one.era >= since[0]) and begin < one.end:
-                yield TimelineInterval(one.era, begin, one.end, one.held)
+        for one in self.intervals:
+            begin = one.begin if since is None or one.segment > since[0] else max(one.begin, since[1])
+            if (since is None or one.segment >= since[0]) and begin < one.end:
+                yield TimelineInterval(one.segment, begin, one.end, one.held)
 
 
-def latest_first(courses: Iterable[StoreTimeline]) -> Position | None:
+def latest_first(timelines: Iterable[StoreTimeline]) -> Position | None:
     """Return the position from which all timelines that ever commit have a commit. None: there is none."""
-    return max((one.first for one in courses if one.first is not None), default=None)
+    return max((one.first for one in timelines if one.first is not None), default=None)

@@ -49,7 +49,8 @@ class Movement:
         if not self._steps:
             return np.where(self._still, 0.0, np.nan)
         table = self._tables[self._nearest(step)]
-        return np.where((step <= since) | self._unmoved(table), 0.0, _read(table, np.maximum(step - since, 0.0)))
+        unmoved = (step <= since) | (self._still & np.isinf(table.ages[0]))
+        return np.where(unmoved, 0.0, _read(table, np.maximum(step - since, 0.0)))
 
     def pace_squared(self, step: float) -> Vector:
         """Return the squared distance per step, over the shortest recorded age; NaN if unknown."""
@@ -59,20 +60,16 @@ class Movement:
         with np.errstate(invalid="ignore"):
             return np.where(np.isinf(table.ages[0]), np.nan, (table.distances[0] / table.ages[0]) ** 2)
 
-    def _unmoved(self, table: _Table) -> npt.NDArray[np.bool_]:
-        unmoved: npt.NDArray[np.bool_] = self._still & np.isinf(table.ages[0])
-        return unmoved
-
     def _nearest(self, step: float) -> int:
         """Return the first recorded step at or after ``step``, or the last one."""
         return self._steps[min(bisect_left(self._steps, step), len(self._steps) - 1)]
 
 
-def movement_of(era: RunSegment) -> Movement:
+def movement_of(segment: RunSegment) -> Movement:
     """Build the movement from ``moved`` lines, and from recorded drift without its encoding error."""
-    units = len(era.units)
+    units = len(segment.units)
     found: dict[int, list[tuple[int, float, float]]] = {}
-    for step, line in era.moved.items():
+    for step, line in segment.moved.items():
         found.setdefault(step, []).extend(
             (index, float(step - since), distance)
             for since, distances in line.since.items()
@@ -81,33 +78,28 @@ def movement_of(era: RunSegment) -> Movement:
         )
     # Several ages at a nearby step are better than a single drift at this step.
     laddered = {index for points in found.values() for index, _, _ in points}
-    for moment in era.moments:
-        here = found.setdefault(moment.line.step, [])
+    for decision in segment.decisions:
+        here = found.setdefault(decision.line.step, [])
         known = {index for index, _, _ in here}
-        points = _from_drift(era, moment.line.step, _drifts(moment))
+        points = _from_drift(segment, decision)
         here.extend(point for point in points if point[0] in known or point[0] not in laddered)
-    still = [not unit.moving for unit in era.units]
+    still = [not unit.moving for unit in segment.units]
     return Movement(_filled({step: points for step, points in found.items() if points}, units), still)
 
 
-def _drifts(moment: DecisionPoint) -> Iterable[tuple[int, float, int, float]]:
-    """Yield (unit, drift, staleness, error of the version) if all are known, at the decision or as staged."""
-    line, commit = moment.line, moment.commit
+def _from_drift(segment: RunSegment, decision: DecisionPoint) -> Iterable[tuple[int, float, float]]:
+    """Yield (unit, age, distance) where drift, at the decision or as staged, and the version's error are known."""
+    line, commit = decision.line, decision.commit
     for index, staleness in enumerate(line.staleness):
         drift = line.drift[index] if index < len(line.drift) else None
         if drift is None and commit is not None and index in commit.sizes:
             drift = commit.sizes[index][3]
-        if drift is not None and staleness:
-            yield index, drift, staleness, line.error[index] if index < len(line.error) else 0.0
-
-
-def _from_drift(
-    era: RunSegment, step: int, drifts: Iterable[tuple[int, float, int, float]]
-) -> Iterable[tuple[int, float, float]]:
-    for index, drift, staleness, error in drifts:
-        since = max(step - staleness, era.start) if era.resumed else step - staleness
-        if step > since:
-            yield index, float(step - since), math.sqrt(max(0.0, drift * drift - error * error))
+        if drift is None or not staleness:
+            continue
+        error = line.error[index] if index < len(line.error) else 0.0
+        since = segment.moves_from(line.step - staleness)
+        if line.step > since:
+            yield index, float(line.step - since), math.sqrt(max(0.0, drift * drift - error * error))
 
 
 def _filled(found: Mapping[int, Sequence[tuple[int, float, float]]], units: int) -> Mapping[int, _Table]:

@@ -5,10 +5,9 @@ Also selects the recorded decisions at which another configuration would decide.
 
 from __future__ import annotations
 
-import itertools
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -58,7 +57,7 @@ class RunSegment:
     """A new process began here: clock and account start at 0."""
     resumed: bool
     """The state was that of a commit, of step ``newest``."""
-    moments: tuple[DecisionPoint, ...]
+    decisions: tuple[DecisionPoint, ...]
     moved: Mapping[int, MovedLine]
     newest: int | None = None
 
@@ -72,8 +71,12 @@ class RunSegment:
         """First step whose state is known; if unknown, one interval before the first decision."""
         if self.begins is not None:
             return self.begins
-        steps = [moment.line.step for moment in self.moments]
+        steps = [point.line.step for point in self.decisions]
         return max(0, 2 * steps[0] - steps[1]) if len(steps) > 1 else 0
+
+    def moves_from(self, version: int) -> int:
+        """Return the step from which live values move away from a version: the resume, if that is later."""
+        return max(version, self.start) if self.resumed else version
 
 
 @dataclass(frozen=True)
@@ -92,19 +95,19 @@ class Costs:
 class Run:
     """A recorded run: its segments, total seconds, and costs."""
 
-    eras: tuple[RunSegment, ...]
+    segments: tuple[RunSegment, ...]
     seconds: float
     costs: Costs
 
     @property
     def settings(self) -> Mapping[str, Any]:
         """Explicitly set configuration of the newest incarnation."""
-        return self.eras[-1].job.settings
+        return self.segments[-1].job.settings
 
     @property
-    def moments(self) -> Sequence[DecisionPoint]:
+    def decisions(self) -> Sequence[DecisionPoint]:
         """All decisions, in order."""
-        return [moment for era in self.eras for moment in era.moments]
+        return [point for segment in self.segments for point in segment.decisions]
 
 
 def run_of(trace: Trace) -> Run:
@@ -113,7 +116,7 @@ def run_of(trace: Trace) -> Run:
     Raises:
         UsageError: The trace has no decisions, or mixes several jobs.
     """
-    eras: list[RunSegment] = []
+    segments: list[RunSegment] = []
     seconds: dict[float, float] = {}
     before: JobLine | None = None
     for job, lines in incarnations(trace):
@@ -122,10 +125,10 @@ def run_of(trace: Trace) -> Run:
         _require_one_job(job, lines)
         latest = max((line.seconds for line in lines if isinstance(line, DecisionLine | CommitLine)), default=0.0)
         seconds[job.started] = max(seconds.get(job.started, 0.0), latest)
-        eras += [era for era in _eras(job, lines, again) if era.moments and era.units]
-    if not eras:
+        segments += [segment for segment in _segments(job, lines, again) if segment.decisions and segment.units]
+    if not segments:
         raise UsageError("the trace holds no decision yet: let the job continue, or use another trace")
-    return Run(tuple(eras), sum(seconds.values()), _costs(eras))
+    return Run(tuple(segments), sum(seconds.values()), _costs(segments))
 
 
 def _require_one_job(job: JobLine, lines: Sequence[Line]) -> None:
@@ -151,81 +154,75 @@ def _fits(line: Line, units: int) -> bool:
     return True
 
 
-def _eras(job: JobLine, lines: Sequence[object], again: bool) -> Iterator[RunSegment]:
+def _segments(job: JobLine, lines: Sequence[object], again: bool) -> Iterator[RunSegment]:
     resumed: ResumedLine | None = None
     held: list[object] = []
     process = not again
     for line in lines:
         if isinstance(line, ResumedLine):
-            yield _era(job, held, resumed, process)
-            resumed, held, process = line, [], process and not _decided(held)
+            yield _segment(job, held, resumed, process)
+            process = process and not any(isinstance(one, DecisionLine) for one in held)
+            resumed, held = line, []
         else:
             held.append(line)
-    yield _era(job, held, resumed, process)
+    yield _segment(job, held, resumed, process)
 
 
-def _decided(lines: Sequence[object]) -> bool:
-    return any(isinstance(line, DecisionLine) for line in lines)
-
-
-def _era(job: JobLine, lines: Sequence[object], resumed: ResumedLine | None, process: bool) -> RunSegment:
-    moments: list[DecisionPoint] = []
+def _segment(job: JobLine, lines: Sequence[object], resumed: ResumedLine | None, process: bool) -> RunSegment:
+    points: list[DecisionPoint] = []
     under_way: int | None = None
     for line in lines:
         if isinstance(line, DecisionLine):
-            if under_way is not None and under_way == len(moments) - 1:
-                last = moments[under_way]
-                moments[under_way] = DecisionPoint(last.line, line.copy_wait, last.commit, last.failed)
-            moments.append(DecisionPoint(line))
-            under_way = len(moments) - 1 if moments[-1].saved else under_way
+            if under_way is not None and under_way == len(points) - 1:
+                points[under_way] = replace(points[under_way], copied=line.copy_wait)
+            points.append(DecisionPoint(line))
+            under_way = len(points) - 1 if points[-1].saved else under_way
         elif isinstance(line, CommitLine | FailedLine):
-            found = _of_step(moments, line.step)
+            found = _of_step(points, line.step)
             if found is not None:
-                one = moments[found]
                 committed = line if isinstance(line, CommitLine) else None
-                moments[found] = DecisionPoint(one.line, one.copied, committed, committed is None)
+                points[found] = replace(points[found], commit=committed, failed=committed is None)
     moved = {line.step: line for line in lines if isinstance(line, MovedLine)}
     begins, newest = (resumed.step, resumed.newest) if resumed else (None, None)
-    return RunSegment(job, begins, process, resumed is not None, tuple(moments), moved, newest)
+    return RunSegment(job, begins, process, resumed is not None, tuple(points), moved, newest)
 
 
-def _of_step(moments: Sequence[DecisionPoint], step: int) -> int | None:
+def _of_step(points: Sequence[DecisionPoint], step: int) -> int | None:
     """Return the index of the newest save of a step: only one save runs at a time."""
-    return next((i for i in range(len(moments) - 1, -1, -1) if moments[i].line.step == step and moments[i].saved), None)
+    return next((i for i in range(len(points) - 1, -1, -1) if points[i].line.step == step and points[i].saved), None)
 
 
-def _costs(eras: Sequence[RunSegment]) -> Costs:
+def _costs(segments: Sequence[RunSegment]) -> Costs:
     """Learn the costs of saves. A run under policy observe shows only the time of decisions."""
     costs = Costs()
     overheads = []
-    for era in eras:
-        for moment in era.moments:
-            line, commit = moment.line, moment.commit
-            if line.drift or moment.saved:
-                copied = sum(era.units[index].nbytes for index in line.saved) if moment.saved else 0
-                costs.stall.learn(0 if era.job.observing else copied, line.stall + moment.copied)
-            if commit is not None and not era.job.observing:
+    for segment in segments:
+        for point in segment.decisions:
+            line, commit = point.line, point.commit
+            if line.drift or point.saved:
+                copied = sum(segment.units[index].nbytes for index in line.saved) if point.saved else 0
+                costs.stall.learn(0 if segment.job.observing else copied, line.stall + point.copied)
+            if commit is not None and not segment.job.observing:
                 costs.write.learn(commit.written, commit.took)
                 overheads.append(commit.written - sum(size[0] for size in commit.sizes.values()))
     return Costs(costs.stall, costs.write, max(0.0, min(overheads, default=0.0)))
 
 
-def chosen(moments: Sequence[DecisionPoint], every: int | None) -> list[DecisionPoint]:
+def chosen(points: Sequence[DecisionPoint], every: int | None) -> list[DecisionPoint]:
     """Select the decisions closest to the multiples of ``every`` (the later of a tie), and the forced ones.
 
     ``every`` None, or finer than the trace: all decisions."""
-    if every is None or not moments:
-        return list(moments)
-    steps = [moment.line.step for moment in moments]
+    if every is None or not points:
+        return list(points)
+    steps = [point.line.step for point in points]
     first = -(-steps[0] // every) * every
     nearest = {_nearest(steps, step) for step in range(first, steps[-1] + 1, every)}
-    return [moment for i, moment in enumerate(moments) if i in nearest or moment.line.forced]
+    return [point for i, point in enumerate(points) if i in nearest or point.line.forced]
 
 
-def widest(moments: Sequence[DecisionPoint]) -> int | None:
+def widest(points: Sequence[DecisionPoint]) -> int | None:
     """Return the most steps between two decisions; None if there are fewer than two."""
-    steps = [moment.line.step for moment in moments]
-    return max((later - step for step, later in itertools.pairwise(steps)), default=None)
+    return max((later.line.step - point.line.step for point, later in pairwise(points)), default=None)
 
 
 def _nearest(steps: Sequence[int], step: int) -> int:

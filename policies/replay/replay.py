@@ -10,8 +10,9 @@ estimated: movement (:mod:`policies.replay.movement`), bytes (:mod:`policies.enc
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
+from itertools import zip_longest
 
 import numpy as np
 
@@ -22,9 +23,10 @@ from policies.encodings import expected_bytes, expected_error
 from policies.replay.failure_cost import Held, StoreTimeline, TimelineInterval
 from policies.replay.movement import Movement, movement_of
 from policies.replay.recorded_run import DecisionPoint, Run, RunSegment, chosen
-from policies.replay.state import Pending, ReplayedSave, ReplayPlan, ReplayResult, ReplayState, Version
+from policies.replay.state import Pending, ReplayedDecision, ReplayPlan, ReplayResult, ReplayState, Version
 from policies.validation import Failure, failure_of
 from store.names import Unit
+from store.trace import TracedUnit
 
 _OUTSIDE = frozenset({"disagree", "unsupported", "fenced", "storage"})
 """``skipped`` values that do not depend on the policy."""
@@ -36,6 +38,11 @@ def replay(run: Run, plan: ReplayPlan) -> ReplayResult:
 
 
 class _Replay:
+    """The state of a replay, and of the segment that is replayed now."""
+
+    _segment: RunSegment
+    _movement: Movement
+
     def __init__(self, run: Run, plan: ReplayPlan) -> None:
         self._run = run
         self._plan = plan
@@ -44,125 +51,109 @@ class _Replay:
         self._state = ReplayState()
         self._now = 0.0
         self._account = plan.account(lambda: self._now)
-        self._made: list[ReplayedSave] = []
-        self._committed: list[ReplayedSave] = []
+        self._copied = 0.0
+        self._decisions: list[ReplayedDecision] = []
+        self._committed: list[ReplayedDecision] = []
         self._failures: list[Failure] = []
-        self._stretches: list[TimelineInterval] = []
-        self._movements: list[Movement] = []
+        self._intervals: list[TimelineInterval] = []
+        self._segments: list[tuple[tuple[TracedUnit, ...], Movement]] = []
 
     def result(self) -> ReplayResult:
-        for number, era in enumerate(self._run.eras):
-            self._begin_era(era, first=number == 0)
-            _EraReplay(self, era, number).run()
-            self._end_era(era, self._run.eras[number + 1] if number + 1 < len(self._run.eras) else None)
-        eras = tuple((era.units, movement) for era, movement in zip(self._run.eras, self._movements, strict=True))
-        course = StoreTimeline(eras, tuple(self._stretches))
-        made, committed, failures = tuple(self._made), tuple(self._committed), tuple(self._failures)
-        return ReplayResult(self._plan, made, committed, course, self._state.on_path, failures)
+        for segment, following in zip_longest(self._run.segments, self._run.segments[1:]):
+            self._begin(segment)
+            self._replay_decisions()
+            pending, self._state.pending = self._state.pending, None
+            if pending is not None and not pending.failed and self._becomes_durable(pending, following):
+                self._commit(pending)
+        decisions, committed, failures = tuple(self._decisions), tuple(self._committed), tuple(self._failures)
+        timeline = StoreTimeline(self._segments, self._intervals)
+        return ReplayResult(self._plan, decisions, committed, timeline, self._state.on_path, failures)
 
-    def _begin_era(self, era: RunSegment, first: bool) -> None:
-        state = self._state
-        line = era.moments[0].line
-        if era.process:
+    def _begin(self, segment: RunSegment) -> None:
+        self._segment, self._movement, self._copied = segment, movement_of(segment), 0.0
+        self._segments.append((segment.units, self._movement))
+        state, line = self._state, segment.decisions[0].line
+        if segment.process:
             self._now = 0.0
             self._account = self._plan.account(lambda: self._now)
         anew = bool(line.staleness) and all(one is None for one in line.staleness)
-        if first or (anew and not era.resumed and era.process):
-            state.begin(era)
-        elif era.resumed:
-            state.resume(era, self._plan.goes_back)
+        if len(self._segments) == 1 or (anew and not segment.resumed and segment.process):
+            state.begin(segment)
+        elif segment.resumed:
+            state.resume(segment, self._plan.goes_back)
         else:
-            state.durable, state.durable_newest = dict(state.versions), state.newest
+            state.durable, state.durable_newest = state.versions, state.newest
 
-    def _end_era(self, era: RunSegment, following: RunSegment | None) -> None:
-        pending, self._state.pending = self._state.pending, None
-        if pending is not None and not pending.failed and self._becomes_durable(pending, era, following):
-            self._commit(pending)
-
-    def _becomes_durable(self, pending: Pending, era: RunSegment, following: RunSegment | None) -> bool:
-        """Return whether the save under way at the end of a segment becomes durable.
+    def _becomes_durable(self, pending: Pending, following: RunSegment | None) -> bool:
+        """Return whether the save under way at the end of the segment becomes durable.
 
         A trace records a commit when training learns of it, so the last commit of a killed job may be missing. The next
         resume shows it. Steps beyond the segment belong to commits before it."""
-        last = next((moment for moment in reversed(era.moments) if moment.saved), None)
+        segment, step = self._segment, pending.decision.step
+        last = next((point for point in reversed(segment.decisions) if point.saved), None)
         cut = last is not None and last.commit is None and not last.failed
-        if last is None or not cut or following is None or era.job.observing:
+        if last is None or not cut or following is None or segment.job.observing:
             return True
-        final = era.moments[-1].line
+        final = segment.decisions[-1].line
         if following.newest is not None and last.line.step <= following.newest <= final.step:
-            return pending.made.step <= following.newest
-        return pending.made.step < last.line.step and pending.done_at <= final.seconds
+            return step <= following.newest
+        return step < last.line.step and pending.done_at <= final.seconds
 
     def _commit(self, pending: Pending) -> None:
-        state, made = self._state, pending.made
-        state.versions.update(pending.versions)
+        state = self._state
+        state.versions = {**state.versions, **pending.versions}
         state.commits += 1
-        state.newest = made.step
-        state.durable, state.durable_newest = dict(state.versions), state.newest
-        self._committed.append(made)
+        state.newest = pending.decision.step
+        state.durable, state.durable_newest = state.versions, state.newest
+        self._committed.append(pending.decision)
 
+    def _replay_decisions(self) -> None:
+        """Replay the decisions of the segment; steps between them count even without a decision there."""
+        points = self._segment.decisions
+        deciding = {id(point) for point in chosen(points, self._plan.every)}
+        self._between(self._first_step(), float(points[0].line.step))
+        for point, following in zip_longest(points, points[1:]):
+            if id(point) in deciding:
+                self._now = point.line.seconds
+                self._decide(point)
+            if following is not None:
+                self._expose(point, following, id(following) in deciding)
 
-class _EraReplay:
-    """Replays one segment."""
-
-    def __init__(self, owner: _Replay, era: RunSegment, number: int) -> None:
-        self._owner = owner
-        self._era = era
-        self._number = number
-        self._plan = owner._plan
-        self._state = owner._state
-        self._movement: Movement = movement_of(era)
-        owner._movements.append(self._movement)
-        self._copied = 0.0
-
-    def run(self) -> None:
-        """Replay all recorded decisions; steps between them count even if this configuration does not decide there."""
-        moments = self._era.moments
-        deciding = {id(moment) for moment in chosen(moments, self._plan.every)}
-        self._between(self._begin(), float(moments[0].line.step))
-        for number, moment in enumerate(moments):
-            if id(moment) in deciding:
-                self._owner._now = moment.line.seconds
-                self._decide(moment)
-            if number + 1 < len(moments):
-                then = moments[number + 1]
-                self._expose(moment, then, id(then) in deciding)
-
-    def _begin(self) -> float:
+    def _first_step(self) -> float:
         """Return the first step that counts: that of the resume, or the beginning if the store is still empty."""
-        era = self._era
-        known = era.resumed or (era.process and self._held() is None)
-        return float(min(era.start, era.moments[0].line.step) if known else era.moments[0].line.step)
+        segment, first = self._segment, self._segment.decisions[0].line.step
+        known = segment.resumed or (segment.process and self._held() is None)
+        return float(min(segment.start, first) if known else first)
 
     def _between(self, begin: float, end: float) -> None:
         if begin < end:
-            self._owner._stretches.append(TimelineInterval(self._number, begin, end, self._held()))
+            self._intervals.append(TimelineInterval(len(self._segments) - 1, begin, end, self._held()))
 
-    def _decide(self, moment: DecisionPoint) -> None:
-        line, account, state = moment.line, self._owner._account, self._state
+    def _decide(self, point: DecisionPoint) -> None:
+        line, state = point.line, self._state
         if self._copied:
-            account.stalled(self._copied)
+            self._account.stalled(self._copied)
             self._copied = 0.0
-        if not self._settled(moment):
-            self._add(ReplayedSave(line.step, line.seconds, None, (), {}, "busy"), moment)
+        impossible = line.skipped if line.skipped in _OUTSIDE else None
+        if not self._settled(point):
+            impossible = "busy"
+        if impossible:
+            self._add(ReplayedDecision(line.step, line.seconds, None, (), {}, impossible), point)
             return
-        if line.skipped in _OUTSIDE:
-            self._add(ReplayedSave(line.step, line.seconds, None, (), {}, line.skipped), moment)
-            return
-        stats = self._stats(moment)
-        budget = self._offer(moment, stats)
-        decision = self._select(stats, budget, moment)
+        stats = self._stats(point)
+        budget = self._offer(point, stats)
+        decision = self._select(stats, budget, point)
         saved = {unit: choice.encoding for unit, choice in decision.choices.items() if choice.encoding is not None}
         skipped = "withheld" if incomplete(stats, decision) else None if saved else "nothing"
-        made = ReplayedSave(line.step, line.seconds, budget.bytes, stats, {} if skipped else saved, skipped)
+        replayed = ReplayedDecision(line.step, line.seconds, budget.bytes, stats, {} if skipped else saved, skipped)
         if skipped is None:
-            made = self._save(made, moment)
-        state.on_path = state.on_path and self._as_recorded(made, moment)
-        self._add(made, moment)
+            replayed = self._save(replayed, point)
+        state.on_path = state.on_path and self._as_recorded(replayed, point)
+        self._add(replayed, point)
 
-    def _settled(self, moment: DecisionPoint) -> bool:
+    def _settled(self, point: DecisionPoint) -> bool:
         """Commit a finished save; return whether none is under way."""
-        state, pending, line = self._state, self._state.pending, moment.line
+        state, pending, line = self._state, self._state.pending, point.line
         if pending is None:
             return True
         late = line.skipped == "busy" if state.on_path else pending.done_at > line.seconds
@@ -170,95 +161,76 @@ class _EraReplay:
             return False
         state.pending = None
         if not pending.failed:
-            self._owner._account.committed(pending.made.written, pending.made.took)
-            self._owner._commit(pending)
+            self._account.committed(pending.decision.written, pending.decision.took)
+            self._commit(pending)
         return True
 
-    def _stats(self, moment: DecisionPoint) -> tuple[UnitStats, ...]:
-        state, line = self._state, moment.line
-        names = [unit.unit for unit in self._era.units]
-        self._note_changes(moment, names)
-        versions = [self._version(unit, line.step) for unit in names]
+    def _stats(self, point: DecisionPoint) -> tuple[UnitStats, ...]:
+        state, line, units = self._state, point.line, self._segment.units
+        state.note_changes(frozenset(units[index].unit for index in line.changed))
+        found = (state.versions.get(unit.unit) for unit in units)
+        versions = [None if one is None or one.step > line.step else one for one in found]
         since = np.array([np.inf if one is None else one.since for one in versions])
         moved = self._movement.distance(line.step, since)
         sick = set(line.sick)
-        if self._owner._sees_all:
-            sick |= self._found_nonfinite(moment)
+        if self._sees_all:
+            sick |= self._found_nonfinite(point)
         shown = []
-        for index, (traced, version) in enumerate(zip(self._era.units, versions, strict=True)):
-            seen = self._owner._sees_all or not traced.moving
-            drift = None
-            if version is not None and seen and index not in sick:
-                drift = self._recorded_drift(moment, index, version)
-                if drift is None and np.isfinite(moved[index]) and not self._drift_unknown(moment, index, version):
-                    drift = float(np.hypot(moved[index], version.error))
-            size = (traced.nbytes, traced.numel)
-            changed = version is not None and (
-                version.size != size or version.marked != state.changes.get(traced.unit, 0)
+        for index, (traced, version) in enumerate(zip(units, versions, strict=True)):
+            seen = self._sees_all or not traced.moving
+            stats = UnitStats(
+                unit=traced.unit,
+                position=traced.position,
+                block=traced.block,
+                nbytes=traced.nbytes,
+                drift=None,
+                staleness=None,
+                finite=not seen or index not in sick,
+                moving=traced.moving,
+                numel=traced.numel,
             )
-            shown.append(
-                UnitStats(
-                    unit=traced.unit,
-                    position=traced.position,
-                    block=traced.block,
-                    nbytes=traced.nbytes,
-                    drift=drift,
-                    staleness=None if version is None else line.step - version.step,
-                    finite=not seen or index not in sick,
-                    moving=traced.moving,
-                    changed_shape=changed,
-                    error=0.0 if version is None else version.error,
-                    numel=traced.numel,
-                    encoding=None if version is None else version.encoding,
-                    stored_bytes=0 if version is None else version.nbytes,
+            if version is not None:
+                marked = state.changes.get(traced.unit, 0)
+                stats = replace(
+                    stats,
+                    drift=self._drift(point, index, version, moved[index]) if seen and index not in sick else None,
+                    staleness=line.step - version.step,
+                    changed_shape=version.size != (traced.nbytes, traced.numel) or version.marked != marked,
+                    error=version.error,
+                    encoding=version.encoding,
+                    stored_bytes=version.nbytes,
                 )
-            )
+            shown.append(stats)
         return tuple(shown)
 
-    def _note_changes(self, moment: DecisionPoint, names: Sequence[Unit]) -> None:
-        """Mark units whose set of parameters changed, so that earlier versions do not cover them."""
-        state, now = self._state, frozenset(names[index] for index in moment.line.changed)
-        for unit in now - state.changed:
-            state.changes[unit] = state.changes.get(unit, 0) + 1
-        state.changed = now
+    def _drift(self, point: DecisionPoint, index: int, version: Version, moved: float) -> float | None:
+        """Return the recorded drift if the recorded run had this version, or else an estimate; None if unknown."""
+        line = point.line
+        recorded, drift = False, None
+        if index < min(len(line.drift), len(line.staleness)) and (staleness := line.staleness[index]) is not None:
+            recorded = (line.step - staleness, line.encoding[index]) == (version.step, version.encoding)
+            drift = line.drift[index] if recorded else None
+        # If the job resumed from memory and this version is older, its drift was unknown.
+        unknown = recorded and self._segment.resumed and version.step <= self._segment.start
+        if drift is not None or unknown or not np.isfinite(moved):
+            return drift
+        return float(np.hypot(moved, version.error))
 
-    def _version(self, unit: Unit, step: int) -> Version | None:
-        found = self._state.versions.get(unit)
-        return None if found is None or found.step > step else found
-
-    def _recorded_drift(self, moment: DecisionPoint, index: int, version: Version) -> float | None:
-        return moment.line.drift[index] if self._is_recorded(moment, index, version) else None
-
-    def _drift_unknown(self, moment: DecisionPoint, index: int, version: Version) -> bool:
-        """Return whether the drift was unknown: the job resumed from memory and this version is older."""
-        before = self._era.resumed and version.step <= self._era.start
-        return before and self._is_recorded(moment, index, version) and moment.line.drift[index] is None
-
-    def _is_recorded(self, moment: DecisionPoint, index: int, version: Version) -> bool:
-        """Return whether the recorded run had this version at that decision."""
-        line = moment.line
-        if index >= len(line.drift) or index >= len(line.staleness):
-            return False
-        staleness = line.staleness[index]
-        found = None if staleness is None else (line.step - staleness, line.encoding[index])
-        return found == (version.step, version.encoding)
-
-    def _offer(self, moment: DecisionPoint, stats: tuple[UnitStats, ...]) -> Budget:
-        account = self._owner._account
-        if not account.limited:
+    def _offer(self, point: DecisionPoint, stats: tuple[UnitStats, ...]) -> Budget:
+        if not self._account.limited:
             return Budget()
-        account.make_room(max((one.nbytes for one in stats), default=0), sum(one.nbytes for one in stats))
-        offered = account.offer()
-        if self._state.on_path and self._plan.same_offers and moment.line.staleness:
-            return Budget(moment.line.offered)
+        self._account.make_room(max((one.nbytes for one in stats), default=0), sum(one.nbytes for one in stats))
+        offered = self._account.offer()
+        if self._state.on_path and self._plan.same_offers and point.line.staleness:
+            return Budget(point.line.offered)
         return Budget(None if offered == math.inf else offered)
 
-    def _select(self, stats: tuple[UnitStats, ...], budget: Budget, moment: DecisionPoint) -> Decision:
-        line = moment.line
+    def _select(self, stats: tuple[UnitStats, ...], budget: Budget, point: DecisionPoint) -> Decision:
+        line = point.line
         history = History(line.step, self._state.commits, line.interval if self._plan.varying else None)
         decision = self._query_policy(stats, budget, history)
         if line.preempted:
-            saved = {self._era.units[index].unit: encoding for index, encoding in line.saved.items()}
+            saved = {self._segment.units[index].unit: encoding for index, encoding in line.saved.items()}
             return hurried(decision, stats, saved)
         return forced(decision, stats, "asked for by save()") if line.forced else decision
 
@@ -269,109 +241,90 @@ class _EraReplay:
             return policy.select(stats, budget, history)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - the edge to the user's own code
             failure = failure_of(error)
-        self._owner._failures.append(failure)
+        self._failures.append(failure)
         fallback = Fallback(policy.name, failure)
         return fallback.named(self._plan.bounded(fallback).select(stats, budget, history))
 
-    def _save(self, made: ReplayedSave, moment: DecisionPoint) -> ReplayedSave:
-        account, state = self._owner._account, self._state
-        shown = {one.unit: one for one in made.stats}
-        expected = sum(expected_bytes(shown[unit], encoding) for unit, encoding in made.saved.items())
-        account.begin(expected, free=state.newest is None)
-        versions = self._stored(made, moment, shown)
-        same = self._same_save(made, moment)
-        written = sum(one.nbytes for one in versions.values()) + round(self._owner._costs.overhead)
-        commit = moment.commit
-        if same and commit is not None and self._plan.same_sizes:
-            written = commit.written
-        took = self._owner._costs.write.cost(written)
-        if same and commit is not None and self._plan.costs is None:
-            took = commit.took
-        made = replace(made, written=written, took=took)
-        dropped = self._dropped(moment)
-        kept = {unit: one for unit, one in versions.items() if unit.layer not in dropped}
-        failed = moment.failed or not kept
-        state.pending = Pending(made, kept, moment.line.seconds + took, failed)
-        return made
+    def _save(self, replayed: ReplayedDecision, point: DecisionPoint) -> ReplayedDecision:
+        shown = {one.unit: one for one in replayed.stats}
+        expected = sum(expected_bytes(shown[unit], encoding) for unit, encoding in replayed.saved.items())
+        self._account.begin(expected, free=self._state.newest is None)
+        versions = self._stored(replayed, point, shown)
+        recorded = point.commit if self._as_recorded(replayed, point) else None
+        written = sum(one.nbytes for one in versions.values()) + round(self._costs.overhead)
+        if recorded is not None and self._plan.same_sizes:
+            written = recorded.written
+        took = self._costs.write.cost(written)
+        if recorded is not None and self._plan.costs is None:
+            took = recorded.took
+        replayed = replace(replayed, written=written, took=took)
+        # A commit leaves out layers with NaN or infinity.
+        sick = {self._segment.units[index].layer for index in (*point.line.sick, *self._found_nonfinite(point))}
+        kept = {unit: one for unit, one in versions.items() if unit.layer not in sick}
+        self._state.pending = Pending(replayed, kept, point.line.seconds + took, point.failed or not kept)
+        return replayed
 
     def _stored(
-        self, made: ReplayedSave, moment: DecisionPoint, shown: Mapping[Unit, UnitStats]
+        self, replayed: ReplayedDecision, point: DecisionPoint, shown: Mapping[Unit, UnitStats]
     ) -> dict[Unit, Version]:
-        sizes = moment.commit.sizes if moment.commit is not None and self._plan.same_sizes else {}
+        sizes = point.commit.sizes if point.commit is not None and self._plan.same_sizes else {}
         found = {}
-        for index, traced in enumerate(self._era.units):
-            unit, encoding = traced.unit, made.saved.get(traced.unit)
+        for index, traced in enumerate(self._segment.units):
+            unit, encoding = traced.unit, replayed.saved.get(traced.unit)
             if encoding is None:
                 continue
             error, nbytes, stored_as = expected_error(shown[unit], encoding), expected_bytes(shown[unit], encoding), ""
-            if index in sizes and moment.line.saved.get(index) == encoding:
+            if index in sizes and point.line.saved.get(index) == encoding:
                 nbytes, stored_as, error, _ = sizes[index]
-            found[unit] = Version(
-                made.step,
-                made.step,
-                stored_as or encoding,
-                error,
-                int(nbytes),
-                (traced.nbytes, traced.numel),
-                self._state.changes.get(unit, 0),
-            )
+            size, marked = (traced.nbytes, traced.numel), self._state.changes.get(unit, 0)
+            step = replayed.step
+            found[unit] = Version(step, step, stored_as or encoding, error, int(nbytes), size, marked)
         return found
 
-    def _dropped(self, moment: DecisionPoint) -> set[str]:
-        """Return the layers with NaN or infinity, which a commit leaves out."""
-        return {self._era.units[index].layer for index in (*moment.line.sick, *self._found_nonfinite(moment))}
-
-    def _found_nonfinite(self, moment: DecisionPoint) -> set[int]:
+    def _found_nonfinite(self, point: DecisionPoint) -> set[int]:
         """Return units that were found to have NaN or infinity only while they were saved."""
-        commit = moment.commit
-        return set() if commit is None else {index for index in moment.line.saved if index not in commit.sizes}
+        commit = point.commit
+        return set() if commit is None else {index for index in point.line.saved if index not in commit.sizes}
 
-    def _same_save(self, made: ReplayedSave, moment: DecisionPoint) -> bool:
-        if not moment.saved:
-            return False
-        names = self._era.units
-        return {names[index].unit: encoding for index, encoding in moment.line.saved.items()} == dict(made.saved)
+    def _as_recorded(self, replayed: ReplayedDecision, point: DecisionPoint) -> bool:
+        recorded = point.line.saved if point.saved else {}
+        return {self._segment.units[index].unit: encoding for index, encoding in recorded.items()} == replayed.saved
 
-    def _as_recorded(self, made: ReplayedSave, moment: DecisionPoint) -> bool:
-        return self._same_save(made, moment) if moment.saved else not made.saved
-
-    def _add(self, made: ReplayedSave, moment: DecisionPoint) -> None:
+    def _add(self, replayed: ReplayedDecision, point: DecisionPoint) -> None:
         """Charge the stall of a decision: the recorded one if the decision is equal."""
-        line, costs = moment.line, self._owner._costs
-        if self._plan.costs is None and self._as_recorded(made, moment):
-            stall, self._copied = line.stall, moment.copied
+        if self._plan.costs is None and self._as_recorded(replayed, point):
+            stall, self._copied = point.line.stall, point.copied
         else:
-            raw = {unit.unit: unit.nbytes for unit in self._era.units}
-            stall, self._copied = costs.stall.cost(sum(raw[unit] for unit in made.saved)), 0.0
-        self._owner._account.stalled(stall)
-        self._owner._made.append(replace(made, stall=stall + self._copied))
+            copied = sum(unit.nbytes for unit in self._segment.units if unit.unit in replayed.saved)
+            stall, self._copied = self._costs.stall.cost(copied), 0.0
+        self._account.stalled(stall)
+        self._decisions.append(replace(replayed, stall=stall + self._copied))
 
-    def _expose(self, moment: DecisionPoint, then: DecisionPoint, deciding: bool) -> None:
+    def _expose(self, point: DecisionPoint, following: DecisionPoint, deciding: bool) -> None:
         """Record the store's state up to the next recorded decision, before and after the save becomes durable.
 
         deciding: this configuration decides at the next one too."""
-        state, begin, end = self._state, float(moment.line.step), float(then.line.step)
+        state, begin, end = self._state, float(point.line.step), float(following.line.step)
         pending = state.pending
         if pending is None or pending.failed:
             self._between(begin, end)
             return
-        span = then.line.seconds - moment.line.seconds
+        span = following.line.seconds - point.line.seconds
         busy = state.on_path and deciding
-        late = then.line.skipped == "busy" if busy else pending.done_at > then.line.seconds
-        share = 1.0 if late or span <= 0 else min(1.0, max(0.0, (pending.done_at - moment.line.seconds) / span))
+        late = following.line.skipped == "busy" if busy else pending.done_at > following.line.seconds
+        share = 1.0 if late or span <= 0 else min(1.0, max(0.0, (pending.done_at - point.line.seconds) / span))
         durable_at = begin + share * (end - begin)
         self._between(begin, durable_at)
         if share < 1.0 or not late:
             state.durable = {**state.versions, **pending.versions}
-            state.durable_newest = pending.made.step
+            state.durable_newest = pending.decision.step
             self._between(durable_at, end)
 
     def _held(self) -> Held | None:
-        newest, versions = self._state.durable_newest, self._state.durable
-        found = [versions.get(unit.unit) for unit in self._era.units]
-        if newest is None or any(one is None for one in found):
+        newest, durable = self._state.durable_newest, self._state.durable
+        known = [durable[unit.unit] for unit in self._segment.units if unit.unit in durable]
+        if newest is None or len(known) < len(self._segment.units):
             return None
-        known = [one for one in found if one is not None]
         return Held(
             np.array([float(one.step) for one in known]),
             np.array([float(one.since) for one in known]),

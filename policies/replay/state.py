@@ -42,7 +42,7 @@ class ReplayPlan:
 
 
 @dataclass(frozen=True)
-class ReplayedSave:
+class ReplayedDecision:
     """One decision of a replay. written: bytes of its save, once committed. stall: seconds, copies included."""
 
     step: int
@@ -64,9 +64,9 @@ class ReplayResult:
     equal the recorded ones. ``since``: position from which exposure counts; None: from the first commit."""
 
     plan: ReplayPlan
-    made: tuple[ReplayedSave, ...]
-    committed: tuple[ReplayedSave, ...]
-    course: StoreTimeline = field(compare=False)
+    decisions: tuple[ReplayedDecision, ...]
+    committed: tuple[ReplayedDecision, ...]
+    timeline: StoreTimeline = field(compare=False)
     as_recorded: bool
     failures: tuple[Failure, ...] = ()
     since: Position | None = None
@@ -74,7 +74,7 @@ class ReplayResult:
     @cached_property
     def exposure(self) -> Exposure:
         """State of the store at a failure, from ``since`` on."""
-        return self.course.exposure(self.since)
+        return self.timeline.exposure(self.since)
 
     def seen_from(self, since: Position | None) -> ReplayResult:
         """Return the result with exposure counted from another position."""
@@ -88,7 +88,7 @@ class ReplayResult:
     @property
     def stall(self) -> float:
         """Seconds that training waited."""
-        return sum(one.stall for one in self.made)
+        return sum(one.stall for one in self.decisions)
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class Version:
 class Pending:
     """The save under way. done_at: when it becomes durable, in seconds of the run's clock, unless it failed."""
 
-    made: ReplayedSave
+    decision: ReplayedDecision
     versions: Mapping[Unit, Version]
     done_at: float
     failed: bool
@@ -133,23 +133,38 @@ class ReplayState:
     changed: frozenset[Unit] = frozenset()
     """Units that changed at the last decision."""
 
-    def begin(self, era: RunSegment) -> None:
+    def begin(self, segment: RunSegment) -> None:
         """Start with the versions that the recorded run began with."""
-        commits = era.moments[0].line.commits
-        self.versions, self.commits = adopted(era), commits
-        self.newest = max((one.step for one in self.versions.values()), default=era.newest if commits else None)
-        self.durable, self.durable_newest = dict(self.versions), self.newest
+        line, self.versions = segment.decisions[0].line, {}
+        for index, staleness in enumerate(line.staleness):
+            traced, encoding = segment.units[index], line.encoding[index]
+            if staleness is not None and encoding is not None:
+                step, size = line.step - staleness, (traced.nbytes, traced.numel)
+                since, error, nbytes = segment.moves_from(step), line.error[index], line.stored_bytes[index]
+                self.versions[traced.unit] = Version(step, since, encoding, error, nbytes, size)
+        self.commits = commits = line.commits
+        self.newest = max((one.step for one in self.versions.values()), default=segment.newest if commits else None)
+        self.durable, self.durable_newest = self.versions, self.newest
 
-    def resume(self, era: RunSegment, goes_back: bool) -> None:
+    def resume(self, segment: RunSegment, goes_back: bool) -> None:
         """Resume where the recorded run did.
 
         If a composite is resumed before its newest step, moving units count as not saved, as in a live run: the next
         save is full."""
-        back = self._returns(goes_back) if not self.on_path else (era.newest or era.start) > era.start
-        self.durable = {unit: brought_back(one, era.start) for unit, one in self.versions.items()}
-        self.durable_newest = None if self.newest is None else min(self.newest, era.start)
-        moving = {unit.unit for unit in era.units if unit.moving}
+        back = self._returns(goes_back) if not self.on_path else (segment.newest or segment.start) > segment.start
+        start = segment.start  # live values move away from there
+        self.durable = {
+            unit: replace(one, step=min(one.step, start), since=start) for unit, one in self.versions.items()
+        }
+        self.durable_newest = None if self.newest is None else min(self.newest, start)
+        moving = {unit.unit for unit in segment.units if unit.moving}
         self.versions = {unit: one for unit, one in self.durable.items() if not (back and unit in moving)}
+
+    def note_changes(self, changed: frozenset[Unit]) -> None:
+        """Mark units whose set of parameters changed, so that earlier versions do not cover them."""
+        for unit in changed - self.changed:
+            self.changes[unit] = self.changes.get(unit, 0) + 1
+        self.changed = changed
 
     def _returns(self, goes_back: bool) -> bool:
         """Return whether a save other than the newest is closest to the effective step.
@@ -163,28 +178,3 @@ class ReplayState:
         effective = newest - sum((newest - one.step) * one.size[1] for one in weights) / max(1, numel)
         steps = {newest, *(one.step for one in self.versions.values() if one.step <= newest)}
         return min(steps, key=lambda step: (abs(step - effective), step)) < newest
-
-
-def adopted(era: RunSegment) -> dict[Unit, Version]:
-    """Return the versions that the recorded run began with."""
-    line = era.moments[0].line
-    found = {}
-    for index, staleness in enumerate(line.staleness):
-        traced, encoding = era.units[index], line.encoding[index]
-        if staleness is None or encoding is None:
-            continue
-        step = line.step - staleness
-        found[traced.unit] = Version(
-            step,
-            max(step, era.start) if era.resumed else step,
-            encoding,
-            line.error[index],
-            line.stored_bytes[index],
-            (traced.nbytes, traced.numel),
-        )
-    return found
-
-
-def brought_back(version: Version, step: int) -> Version:
-    """Return a version after a resume at ``step``, from which live values move away."""
-    return replace(version, step=min(version.step, step), since=step)

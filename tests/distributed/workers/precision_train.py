@@ -28,7 +28,7 @@ from resume_reshard import differences, gathered, whole
 import monitor
 from monitor.adapters import adapter_for
 from monitor.adapters.base import Piece
-from monitor.config.load import ENCODINGS
+from monitor.config.schema import ENCODINGS
 from store.catalog import open_catalog
 from store.encoding import RAW, encoding_named
 from store.encoding.base import ValuesError

@@ -66,10 +66,10 @@ def seen(run: Run) -> list[list[UnitStats]]:
                 changed_shape=at in line.changed, error=line.error[at], numel=one.numel, encoding=line.encoding[at],
                 stored_bytes=line.stored_bytes[at],
             )
-            for at, one in enumerate(era.units)
+            for at, one in enumerate(segment.units)
         ]
-        for era in run.eras
-        for line in (moment.line for moment in era.moments)
+        for segment in run.segments
+        for line in (point.line for point in segment.decisions)
     ]  # fmt: skip
 
 
@@ -77,15 +77,15 @@ def require_same(run: Run, trace: Trace) -> ReplayResult:
     found = again(run)
     lines = [line for line in trace.lines if isinstance(line, DecisionLine)]
     commits = [line for line in trace.lines if isinstance(line, CommitLine)]
-    units = [unit.unit for unit in run.eras[-1].units]
+    units = [unit.unit for unit in run.segments[-1].units]
     assert found.as_recorded
-    assert [one.saved for one in found.made] == [
+    assert [one.saved for one in found.decisions] == [
         {units[index]: encoding for index, encoding in line.saved.items()} for line in lines
     ]
-    assert [one.offered for one in found.made] == [line.offered for line in lines]
+    assert [one.offered for one in found.decisions] == [line.offered for line in lines]
     assert [one.written for one in found.committed] == [line.written for line in commits]
     policy = plan_of(SimulationRequest("again", recorded_config(run)), run)
-    for one, shown in zip(found.made, seen(run), strict=True):
+    for one, shown in zip(found.decisions, seen(run), strict=True):
         if policy.policy.needs_drift:
             assert list(one.stats) == shown
         else:
@@ -98,7 +98,7 @@ def require_same(run: Run, trace: Trace) -> ReplayResult:
 def test_the_recorded_configuration_gives_the_recorded_run(tmp_path: Path, name: str) -> None:
     trace = recorded(tmp_path / "store", **POLICIES[name])
     found = require_same(run_of(trace), trace)
-    assert len(found.made) == 14 and len(found.committed) > 1
+    assert len(found.decisions) == 14 and len(found.committed) > 1
 
 
 @pytest.mark.parametrize("name", ["full", "parity", "budget"])
@@ -106,8 +106,8 @@ def test_so_it_does_over_a_restart_and_a_save_by_hand(tmp_path: Path, name: str)
     for _ in range(2):
         trace = recorded(tmp_path / "store", 8, asked_at=5, **POLICIES[name])
     run = run_of(trace)
-    assert [era.resumed for era in run.eras] == [False, True]
-    assert len(require_same(run, trace).made) == 17
+    assert [segment.resumed for segment in run.segments] == [False, True]
+    assert len(require_same(run, trace).decisions) == 17
 
 
 @pytest.mark.parametrize("name", ["full", "parity", "budget"])
@@ -130,8 +130,8 @@ def test_so_it_does_where_the_end_of_the_job_allowed_only_a_part(tmp_path: Path,
     other = replay(
         run, plan_of(SimulationRequest("other", load_config({"policy": {"name": "parity", "k": 5}, "every": 1})), run)
     )
-    units = [unit.unit for unit in run.eras[-1].units]
-    assert {units[index] for index in last[0].saved} <= set(other.made[-len(last)].saved)
+    units = [unit.unit for unit in run.segments[-1].units]
+    assert {units[index] for index in last[0].saved} <= set(other.decisions[-len(last)].saved)
 
 
 @pytest.mark.parametrize("name", ["parity", "threshold"])
@@ -148,7 +148,7 @@ def test_what_another_policy_would_have_done_is_what_it_does(tmp_path: Path, nam
     assert len(found.committed) == pytest.approx(len(want.committed), abs=1)
     if name == "parity":
         assert [one.saved for one in found.committed] == [one.saved for one in want.committed]
-        commits = [moment.commit for moment in truth.moments if moment.commit is not None]
+        commits = [point.commit for point in truth.decisions if point.commit is not None]
         sizes = [sum(size[0] for size in commit.sizes.values()) for commit in commits]
         assert [one.written - plain.costs.overhead for one in found.committed] == sizes
     off = np.array(drift_off(plain, truth))
@@ -160,7 +160,7 @@ def test_what_another_policy_would_have_done_is_what_it_does(tmp_path: Path, nam
 
 def test_what_a_run_that_only_observed_recorded_is_enough_for_a_recommendation(tmp_path: Path) -> None:
     run = run_of(recorded(tmp_path / "store", 40, policy="observe"))
-    full = sum(unit.nbytes for unit in run.eras[-1].units)
+    full = sum(unit.nbytes for unit in run.segments[-1].units)
     limits = Limits(bytes_per_hour=full * 40 / 8 / (run.seconds / 3600))
     found = recommend(run, Terms(), limits)
     assert found.chosen.exposure.total.mean == min(one.exposure.total.mean for one in found.tried)
@@ -172,9 +172,9 @@ def test_what_a_run_that_only_observed_recorded_is_enough_for_a_recommendation(t
 
 def drift_off(plain: Run, truth: Run) -> list[float]:
     """How far drift estimated from one trace is off from that measured in the other, relative, in later training."""
-    movement, found = movement_of(plain.eras[0]), []
-    for moment in truth.moments[10:]:
-        line = moment.line
+    movement, found = movement_of(plain.segments[0]), []
+    for point in truth.decisions[10:]:
+        line = point.line
         for index, (drift, staleness) in enumerate(zip(line.drift, line.staleness, strict=True)):
             if drift and staleness:
                 since = np.full(len(line.drift), float(line.step - staleness))

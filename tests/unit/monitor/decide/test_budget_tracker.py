@@ -117,13 +117,13 @@ def test_where_deciding_alone_takes_all_that_is_allowed_it_is_said_once(caplog: 
     clock = Clock()
     spending = BudgetTracker(Account({STALL: TokenBucket(0.01, 36.0, clock)}), Metrics())
     spending.begin(1, [unit("a")], choices(unit("a")), first=True)
-    spending.stalled(3.0)
+    spending.on_copy_wait(3.0)
     spending.committed(400, 1.0)
     spending.offer([unit("a")])
     with caplog.at_level(logging.WARNING, "driftpoint"):
         for _ in range(60):
             clock.now += 1.0
-            spending.stalled(0.02)
+            spending.on_copy_wait(0.02)
             assert (spending.offer([unit("a")]).bytes or 0.0) <= 0.0
     assert [record.message.split(",")[0] for record in caplog.records] == [
         "budget: there was nothing to spend at the last 20 decisions"

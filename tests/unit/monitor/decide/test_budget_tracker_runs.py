@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from monitor.config.load import ENCODINGS
+from monitor.config.schema import ENCODINGS
 from policies.encodings import expected_bytes
 from store.catalog import open_catalog
 from store.certificate import certify

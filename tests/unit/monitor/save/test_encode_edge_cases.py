@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import monitor
-from monitor.config.load import ENCODINGS
+from monitor.config.schema import ENCODINGS
 from monitor.save.encode import _squared
 from store.catalog import open_catalog
 from store.encoding import RAW, encoding_named

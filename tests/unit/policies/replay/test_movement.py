@@ -18,7 +18,7 @@ MOMENT = Unit("layers.0", "exp_avg")
 
 
 def movement(*movers: Mover, steps: tuple[int, ...] = (100, 200, 300), ages: tuple[int, ...] = (1, 4, 16)) -> Movement:
-    return movement_of(run_of(trace_of(movers, steps, ages)).eras[0])
+    return movement_of(run_of(trace_of(movers, steps, ages)).segments[0])
 
 
 @pytest.mark.parametrize("exponent", [0.5, 0.75, 1.0])
@@ -48,7 +48,7 @@ def test_units_are_read_apart() -> None:
 def test_the_line_of_the_nearest_later_step_counts() -> None:
     early, late = Mover(WEIGHT, 400, power(1e-2, 1.0)), Mover(WEIGHT, 400, power(1e-3, 1.0))
     lines = (job_line([early], {}), *decisions([100, 200, 300]), moved_line([early], 200, (10, 20)))
-    moved = movement_of(run_of(Trace((*lines, moved_line([late], 300, (10, 20))), 0)).eras[0])
+    moved = movement_of(run_of(Trace((*lines, moved_line([late], 300, (10, 20))), 0)).segments[0])
     assert moved.distance(199, np.array([189.0])) == pytest.approx([0.1])
     assert moved.distance(201, np.array([191.0])) == pytest.approx([0.01])
     assert moved.distance(310, np.array([300.0])) == pytest.approx([0.01])
@@ -60,7 +60,7 @@ def test_without_lines_of_movement_drift_tells_it_less_what_was_rounded() -> Non
         step=40, seconds=40, commits=1, drift=(0.05,), staleness=(10,), error=(0.03,), encoding=("bf16",),
         stored_bytes=(200,), skipped="nothing",
     )  # fmt: skip
-    moved = movement_of(run_of(Trace((job_line([mover], {}), line), 0)).eras[0])
+    moved = movement_of(run_of(Trace((job_line([mover], {}), line), 0)).segments[0])
     assert moved.distance(40, np.array([30.0])) == pytest.approx([0.04])
     assert moved.distance(40, np.array([20.0])) == pytest.approx([0.04 * 2**EXPONENT])
 
@@ -68,7 +68,7 @@ def test_without_lines_of_movement_drift_tells_it_less_what_was_rounded() -> Non
 def test_no_movement_and_what_is_not_known() -> None:
     moved = movement(Mover(Unit("layers.0", BUFFER), 400, power(1.0, 1.0), moving=False), Mover(WEIGHT, 4, power(0, 1)))
     assert moved.distance(300, np.array([100.0, 100.0])).tolist() == [0.0, 0.0]
-    nothing = movement_of(run_of(trace_of([Mover(WEIGHT, 4, power(1, 1))], (10, 20), ())).eras[0])
+    nothing = movement_of(run_of(trace_of([Mover(WEIGHT, 4, power(1, 1))], (10, 20), ())).segments[0])
     assert math.isnan(nothing.distance(20, np.array([10.0]))[0])
 
 

@@ -102,7 +102,7 @@ def test_turns_of_layers() -> None:
 
 def test_a_save_that_is_still_written_puts_off_the_next() -> None:
     found = replayed(run(), slow(15.0))
-    assert [one.skipped for one in found.made] == [None, "busy"] * 10
+    assert [one.skipped for one in found.decisions] == [None, "busy"] * 10
     # What a failure finds is the save before until 15 s after a decision, each second one of which saves.
     assert found.exposure.lost.worst == 35
     assert found.exposure.lost.mean == pytest.approx((15 * 27.5 + 5 * 17.5) / 20, rel=0.1)
@@ -129,7 +129,7 @@ def decaying(every: int) -> ReplayResult:
 
 def test_saving_seldom_is_not_flattered_by_the_steps_that_it_leaves_out() -> None:
     often, seldom = decaying(EVERY), decaying(300)
-    since = latest_first([often.course, seldom.course])
+    since = latest_first([often.timeline, seldom.timeline])
     assert since == (0, 300.0)
     mine, other = (one.seen_from(since).exposure for one in (often, seldom))
     assert mine.total.mean < other.total.mean
@@ -162,7 +162,7 @@ def test_a_budget_holds_over_every_window() -> None:
 def test_twice_the_same() -> None:
     settings: Mapping[str, Any] = {"policy": "budget", "budget": {"bytes_per_hour": 3600 * 30.0}, "encoding": "compact"}
     one, other = (replayed(run(), **settings) for _ in range(2))
-    assert (one.made, one.exposure) == (other.made, other.exposure)
+    assert (one.decisions, one.exposure) == (other.decisions, other.exposure)
 
 
 def test_a_save_that_failed_when_it_was_recorded_fails() -> None:
@@ -191,8 +191,8 @@ def test_after_a_resume_drift_begins_at_what_was_resumed() -> None:
     lines += decisions(range(70, 161, EVERY))
     lines.append(moved_line(one, 160, (10, 20, 40, 80)))
     found = replayed(run_of(Trace(tuple(lines), 0)), policy={"name": "threshold", "threshold": 0.0499})
-    assert [made.step for made in found.committed] == [10, 60, 110, 160]
-    first = next(made for made in found.made[10:] if made.step == 70)
+    assert [decision.step for decision in found.committed] == [10, 60, 110, 160]
+    first = next(decision for decision in found.decisions[10:] if decision.step == 70)
     assert [shown.drift for shown in first.stats] == pytest.approx([0.01] * 4)
     assert [shown.staleness for shown in first.stats] == [10] * 4
 
@@ -207,7 +207,7 @@ def test_a_composite_that_goes_back_saves_everything_next() -> None:
     parity: dict[str, Any] = {"policy": {"name": "parity", "k": 4}}
     for settings, saved in ((parity, 4), ({**parity, "resume": {"at": "newest"}}, 1)):
         found = replayed(run, **settings)
-        assert [len(made.saved) for made in found.committed[10:] if made.step == 90] == [saved]
+        assert [len(decision.saved) for decision in found.committed[10:] if decision.step == 90] == [saved]
         assert found.exposure.unprotected == EVERY
 
 
@@ -222,7 +222,7 @@ def test_a_restart_gives_no_burst() -> None:
         lines.append(moved_line(one, 40 * process + 40, (10, 20)))
     budget = {"bytes_per_hour": 3600 * 20.0, "burst_seconds": 1e4}
     found = replayed(run_of(Trace(tuple(lines), 0)), policy="budget", budget=budget, resume={"at": "newest"})
-    later = sum(made.written for made in found.committed[1:])
+    later = sum(decision.written for decision in found.committed[1:])
     assert 0 < later <= 20 * 31 * 5
 
 
@@ -241,10 +241,12 @@ def test_the_last_save_of_a_killed_job_counts_if_it_was_resumed(newest: int, kep
     lines.append(moved_line(one, 80, (10, 20)))
     run = run_of(Trace(tuple(lines), 0))
     found = replayed(run, policy="full")
-    before = [made.step for made in found.committed if made.seconds <= 40 and made in found.made[:4]]
+    before = [
+        decision.step for decision in found.committed if decision.seconds <= 40 and decision in found.decisions[:4]
+    ]
     assert before == [10, 20, 30] + [40] * kept
-    assert found.written == 1600 * (len(before) + len(run.eras[1].moments))
-    # Of the era of the commit only: one of a job that had gone back is older, however great its step.
+    assert found.written == 1600 * (len(before) + len(run.segments[1].decisions))
+    # Of the segment of the commit only: one of a job that had gone back is older, however great its step.
     if not kept:
         back = [line.model_copy(update={"newest": 100}) if isinstance(line, ResumedLine) else line for line in lines]
         assert len(replayed(run_of(Trace(tuple(back), 0))).committed) == len(found.committed)
