@@ -42,8 +42,7 @@ from store.location import mount_of
 _COLLECTIVE_SETTINGS = ("every", "auto", "bounds", "budget", "resume", "layers", "encoding", "frozen", "preemption")
 """Settings that decide which collectives a rank enters, and when. Others may differ: paths, timeouts, the endpoint."""
 
-_DEFAULT_FILE = "driftpoint.yaml"
-"""The configuration that the command line reads by default."""
+_DEFAULT_FILE = "driftpoint.yaml"  # the configuration that the command line reads by default
 
 
 def check_same_config(job: JobContext) -> None:

@@ -16,8 +16,7 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
-_STOP_TIMEOUT = 2.0
-"""Seconds that an idle thread gets to exit."""
+_STOP_TIMEOUT = 2.0  # seconds that an idle thread gets to exit
 
 
 @dataclass(frozen=True)

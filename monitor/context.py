@@ -28,15 +28,11 @@ class JobContext:
     table: UnitTable
     meter: DriftMeter
     user: UserState
-    pace: Schedule
-    """When to decide; alike on all ranks."""
+    pace: Schedule  # when to decide; alike on all ranks
     listeners: Listeners
-    observing: bool = False
-    """Everything is measured and nothing is written."""
-    steps: Callable[[], int] | None = None
-    """Counts optimizer steps if the framework does not."""
-    ledger: Ledger = field(default_factory=Ledger)
-    """Advances on rank 0 only; a resume resets it on all ranks."""
+    observing: bool = False  # everything is measured and nothing is written
+    steps: Callable[[], int] | None = None  # counts optimizer steps if the framework does not
+    ledger: Ledger = field(default_factory=Ledger)  # advances on rank 0 only; a resume resets it on all ranks
 
     def completed_steps(self) -> int | None:
         """Return the optimizer steps taken so far, or None if neither the framework nor ``steps`` counts them."""

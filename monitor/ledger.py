@@ -56,8 +56,7 @@ class CommitDraft:
     kept: Mapping[Unit, UnitRecord]
     """Present versions, with drift and staleness as of this save; ``saved`` replaces some."""
     saved: Mapping[Unit, Choice]
-    sizes: Mapping[Unit, UnitSize]
-    """Of all units, over all ranks."""
+    sizes: Mapping[Unit, UnitSize]  # of all units, over all ranks
     groups: Mapping[str, GroupRecord]
 
 

@@ -44,14 +44,9 @@ ECHO = 1.0
 """Seconds in which a repeated signal counts as the same one: schedulers signal a process and its parents, which forward
 it."""
 
-_MARGIN = 0.05
-"""Share of the grace period reserved for exiting."""
-
-_MIN_MARGIN = 0.2
-"""Seconds reserved for exiting at least."""
-
-_MAX_SAVES = 8
-"""Last saves at most: each is expected to use most of the time left."""
+_MARGIN = 0.05  # share of the grace period reserved for exiting
+_MIN_MARGIN = 0.2  # seconds reserved for exiting at least
+_MAX_SAVES = 8  # last saves at most: each is expected to use most of the time left
 
 _EXPIRED = b"driftpoint: preempted: grace period expired before the save finished; the previous commit is intact\n"
 
@@ -66,8 +61,7 @@ class SignalWatcher:
         self._owner = os.getpid()
         self._arrivals: dict[int, float] = {}
         self._handlers: list[_Handler] = []
-        self.first: float | None = None
-        """Time of the first signal; None until one arrives."""
+        self.first: float | None = None  # time of the first signal; None until one arrives
         if threading.current_thread() is threading.main_thread():
             for name in names:
                 self._install(signal.Signals[name])
@@ -148,12 +142,9 @@ class _Handler:
 class Deadline:
     """Deadlines on this process's monotonic clock."""
 
-    heard: float
-    """Time of the first signal on any rank."""
-    at: float
-    """When saves must be durable."""
-    end: float
-    """When the process must have exited."""
+    heard: float  # time of the first signal on any rank
+    at: float  # when saves must be durable
+    end: float  # when the process must have exited
 
     @property
     def left(self) -> float:

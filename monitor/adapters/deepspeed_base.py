@@ -201,14 +201,10 @@ class Placement:
 class FlatPartition:
     """One flat partition of master weights on this rank, by which the base optimizer's state is keyed."""
 
-    tensor: torch.Tensor
-    """1-d."""
-    group: int
-    """Index of its param group."""
-    fqns: tuple[str, ...]
-    """Every parameter in it over all ranks, in order."""
-    placements: tuple[Placement, ...]
-    """The pieces on this rank; everything between and behind them is padding."""
+    tensor: torch.Tensor  # 1-d
+    group: int  # index of its param group
+    fqns: tuple[str, ...]  # every parameter in it over all ranks, in order
+    placements: tuple[Placement, ...]  # the pieces on this rank; everything between and behind them is padding
 
 
 class ZeroAdapter(ABC):

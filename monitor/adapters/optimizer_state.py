@@ -19,11 +19,9 @@ from store.names import BUFFER, FROZEN, WEIGHTS
 _IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
 """Hyperparameters that choose an implementation and do not change the result: a load keeps them as configured."""
 
-NOT_STATE: Final = frozenset({WEIGHTS, FROZEN, BUFFER})
-"""Slots that are not optimizer state."""
+NOT_STATE: Final = frozenset({WEIGHTS, FROZEN, BUFFER})  # slots that are not optimizer state
 
-_INT_STEP = frozenset({"SparseAdam", "LBFGS"})
-"""Optimizers of torch whose step count is not a tensor."""
+_INT_STEP = frozenset({"SparseAdam", "LBFGS"})  # optimizers of torch whose step count is not a tensor
 
 LiveGroups = Sequence[tuple[Sequence[str], dict[str, Any]]]
 """(fqns, param group) of each param group of a live optimizer."""

@@ -35,8 +35,7 @@ from monitor.adapters.optimizer_state import (
 from store.errors import UnsupportedError
 from store.names import BUFFER, FROZEN, WEIGHTS
 
-SMALL = 16_384
-"""Tensors with fewer elements are written by one rank: slices would cost more than they save."""
+SMALL = 16_384  # tensors with fewer elements are written by one rank: slices would cost more than they save
 
 
 @dataclass(frozen=True)

@@ -40,8 +40,7 @@ from store.schema import ManifestRecord
 
 _log = logging.getLogger("driftpoint")
 
-_BROADCAST_LIMIT = 64 << 20
-"""Maximum bytes that rank 0 broadcasts."""
+_BROADCAST_LIMIT = 64 << 20  # maximum bytes that rank 0 broadcasts
 
 
 @dataclass(frozen=True)

@@ -22,12 +22,8 @@ from store.names import SaveId
 
 _log = logging.getLogger("driftpoint")
 
-_SILENCE = 10.0
-"""Seconds without a byte after which a peer counts as gone."""
-
-_RETRY_DELAYS = (5.0, 20.0, 60.0, 300.0)
-"""Seconds without another attempt, by the number of failures in a row."""
-
+_SILENCE = 10.0  # seconds without a byte after which a peer counts as gone
+_RETRY_DELAYS = (5.0, 20.0, 60.0, 300.0)  # seconds without another attempt, by the number of failures in a row
 _JOIN_TIMEOUT = 2.0
 
 
@@ -65,14 +61,12 @@ class ReplicaSender:
         self._writer: BackgroundWorker[float] = BackgroundWorker(f"driftpoint-sender-{rank}")
         self._lock = threading.Lock()
         self._connection: Connection | None = None
-        self._turn = 0
-        """Offers made before it last changed are not sent."""
+        self._turn = 0  # offers made before it last changed are not sent
         self._stopped = False
         self._retry_at = 0.0
         self._failures = 0
         self._logged = ""
-        self.sent: SaveId | None = None
-        """Newest version that the target has of this rank."""
+        self.sent: SaveId | None = None  # newest version that the target has of this rank
 
     @property
     def busy(self) -> bool:
@@ -190,8 +184,7 @@ class RemoteNode:
         self._endpoint, self._key, self._silence = endpoint, key, transfer_timeout(timeout)
         self._connection: Connection | None = None
         self._failure: str | None = None
-        self.nbytes = 0
-        """Bytes read so far."""
+        self.nbytes = 0  # bytes read so far
 
     def read(self, save: SaveId, rank: int, offset: int, target: memoryview) -> None:
         """Fill ``target`` from a payload. Raises MissingError if that fails."""

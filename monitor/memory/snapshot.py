@@ -35,8 +35,7 @@ from store.schema import Entry, ManifestRecord, MeasureRecord, PartRecord, State
 from store.state_tree import Leaf
 
 _ALIGN = 64
-_MARGIN = 1 << 20
-"""Bytes reserved in a payload beyond the fragments, for the run state, which may grow."""
+_MARGIN = 1 << 20  # bytes reserved in a payload beyond the fragments, for the run state, which may grow
 _NO_COPY = torch.empty(0)
 
 

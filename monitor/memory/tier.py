@@ -39,8 +39,7 @@ from store.names import SaveId, Unit
 
 _log = logging.getLogger("driftpoint")
 
-_FAILURES = 3
-"""Consecutive snapshots that may fail before the memory tier is turned off."""
+_FAILURES = 3  # consecutive snapshots that may fail before the memory tier is turned off
 
 
 def memory_tier(job: JobContext, session: StoreSession | None, saver: Saver | None) -> MemoryTier | None:

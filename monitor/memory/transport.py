@@ -31,11 +31,9 @@ _NONCE_BYTES = 32
 _PROOF_BYTES = 32
 _LOOPBACK = (int(socket.AF_INET), "127.0.0.1")
 
-Address = tuple[int, str]
-"""Address family, and an address of this machine."""
+Address = tuple[int, str]  # address family, and an address of this machine
 
-Endpoint = tuple[int, str, int]
-"""Address family, address and port of a server."""
+Endpoint = tuple[int, str, int]  # address family, address and port of a server
 
 R = TypeVar("R", bound=Record)
 

@@ -46,12 +46,9 @@ class PredictionOverride:
     """A wrong prediction and the actual resume point. The field names are the keys of a JSON file."""
 
     store_id: str
-    foreseen: str
-    """Save whose run state was predicted."""
-    onward: str
-    """Save whose run state was resumed."""
-    group: Mapping[str, Any]
-    """Record of the segment group of ``onward``."""
+    foreseen: str  # save whose run state was predicted
+    onward: str  # save whose run state was resumed
+    group: Mapping[str, Any]  # record of the segment group of ``onward``
 
 
 def read_override(config: Config, store_id: str) -> PredictionOverride | None:
@@ -90,8 +87,7 @@ def _path(config: Config) -> Path:
 class ResumePrediction:
     """The expected result of a resume."""
 
-    save: SaveId
-    """Save whose run state will be loaded; the job continues from its step."""
+    save: SaveId  # save whose run state will be loaded; the job continues from its step
     user: list[Any] | None
     """This rank's state of the objects in ``state=[...]``; None if the commit has none (it was imported)."""
     memory: bool

@@ -49,18 +49,13 @@ class ResumeResult:
 
     resolution: Resolution
     resume_point: ResumePoint
-    notes: tuple[str, ...]
-    """Messages about everything damaged, skipped or converted."""
+    notes: tuple[str, ...]  # messages about everything damaged, skipped or converted
     rounded: tuple[str, ...]
     """Values that the live dtypes cannot hold, over all ranks. If not empty, the state is not exact."""
-    memory: SaveId | None = None
-    """The in-memory snapshot that was resumed, if any."""
-    kept: frozenset[SaveId] = frozenset()
-    """That snapshot, and an older one that parts of the state come from."""
-    replicas: frozenset[int] = frozenset()
-    """Ranks of the snapshot that were read from a peer's replica."""
-    passed_over: int = 0
-    """Newer commits that were not used, since they are damaged or suspect."""
+    memory: SaveId | None = None  # the in-memory snapshot that was resumed, if any
+    kept: frozenset[SaveId] = frozenset()  # that snapshot, and an older one that parts of the state come from
+    replicas: frozenset[int] = frozenset()  # ranks of the snapshot that were read from a peer's replica
+    passed_over: int = 0  # newer commits that were not used, since they are damaged or suspect
 
 
 @dataclass(frozen=True)

@@ -33,14 +33,10 @@ from store.segment import read_leaves
 class ResumePoint:
     """The run state that a job continues from."""
 
-    save: SaveId
-    """The save of this run state; the job continues from its step."""
-    state: Mapping[str, Any]
-    """``framework``, ``user`` and ``rng`` of this rank."""
-    generators: bool
-    """Whether ``rng`` belongs to this rank."""
-    notes: tuple[str, ...] = ()
-    """Closer saves that cannot be used."""
+    save: SaveId  # the save of this run state; the job continues from its step
+    state: Mapping[str, Any]  # ``framework``, ``user`` and ``rng`` of this rank
+    generators: bool  # whether ``rng`` belongs to this rank
+    notes: tuple[str, ...] = ()  # closer saves that cannot be used
 
 
 @dataclass(frozen=True)

@@ -35,17 +35,13 @@ from store.segment import StagedFragment
 LEVELS: tuple[int | None, ...] = (None, 1, 3, 6)
 """zstd levels in rising order. Above 6, byte planes of training state hardly get smaller for the time it takes."""
 
-SHARE = 0.5
-"""Share of the time between two saves that writing a segment may take."""
+SHARE = 0.5  # share of the time between two saves that writing a segment may take
 
 LIFE = 16
 """Maximum number of deltas to one base. It bounds the damage of a corrupt base, for a sixteenth of a full save each."""
 
-_REST = 16
-"""Saves without deltas of a fragment after a delta did not pay."""
-
-_PAYS = 0.9
-"""A first delta larger than this share of its base does not pay."""
+_REST = 16  # saves without deltas of a fragment after a delta did not pay
+_PAYS = 0.9  # a first delta larger than this share of its base does not pay
 
 _LEAST_SUM = 1e-20
 """Float32 sums of squares above this lose less than float32 precision to squares that underflow."""

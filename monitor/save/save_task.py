@@ -47,12 +47,9 @@ class Progress:
     """Units whose copies the meter holds until the save is settled. A save may fail before it has all of them."""
     signatures: dict[Unit, Signature] = field(default_factory=dict)
     """Signatures of the staged values that were measured in the background thread."""
-    attempted: bool = False
-    """The manifest may exist, even if an error was raised."""
-    prepared: PreparedCommit | None = None
-    """The commit, once it is durable."""
-    write_seconds: float = 0.0
-    """Time to write the segment, from the first byte encoded to the last one durable."""
+    attempted: bool = False  # the manifest may exist, even if an error was raised
+    prepared: PreparedCommit | None = None  # the commit, once it is durable
+    write_seconds: float = 0.0  # time to write the segment, from the first byte encoded to the last one durable
 
 
 @dataclass(frozen=True)

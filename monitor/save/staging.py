@@ -23,8 +23,7 @@ from store.errors import SaveError
 from store.names import BUFFER, FROZEN, Fragment, Unit
 from store.schema import MeasureRecord
 
-_HUGE = 3.3e38
-"""Larger values may round to infinity, so they are stored raw."""
+_HUGE = 3.3e38  # larger values may round to infinity, so they are stored raw
 
 
 def in_range(values: torch.Tensor, unsigned: bool) -> torch.Tensor:
@@ -61,10 +60,8 @@ class EncodedCopy:
     encoding: str
     encoded: torch.Tensor
     copy: torch.Tensor
-    held: bool = False
-    """Whether the encoding holds all values; set by :meth:`finish`."""
-    lost: EncodingLoss = field(default_factory=EncodingLoss)
-    """Set by :meth:`finish`."""
+    held: bool = False  # whether the encoding holds all values; set by :meth:`finish`
+    lost: EncodingLoss = field(default_factory=EncodingLoss)  # set by :meth:`finish`
     _result: torch.Tensor | None = None
 
     def begin(self) -> None:

@@ -38,8 +38,7 @@ CUDA_PIECE = 1 << 20
 _INFINITE = 0x7F800000
 _INT_MIN = -(1 << 31)
 _STEP = GRID + 1
-_LEAST_SQRT_BITS = (127 - 62) << 23
-"""Bits of int8.LEAST_SQRT_SCALE, 2**-62."""
+_LEAST_SQRT_BITS = (127 - 62) << 23  # bits of int8.LEAST_SQRT_SCALE, 2**-62
 
 
 def encoder_named(name: str) -> Encoder:
