@@ -24,7 +24,7 @@ from monitor.decide.budget_tracker import BudgetTracker
 from monitor.decide.decider import Decider
 from monitor.distributed import collect_messages
 from monitor.events import AttachEvent, DecisionEvent, MeasuredEvent, ResumeEvent
-from monitor.memory.tier import memory_tier
+from monitor.memory.tier import MemoryTier
 from monitor.observe.units import LocalUnit, Surveyor
 from monitor.preemption import FinalSave, Preemption
 from monitor.resume.read import ReadBuffers
@@ -86,7 +86,8 @@ class Checkpointer:
         saver = None if opened is None else Saver(job, opened)
         self._saver: Saver | DryRunSaver = saver or DryRunSaver(job)
         self._saver.reserve(job.table.local())
-        self._memory = memory_tier(job, opened, saver)
+        in_memory = job.config.memory.enabled
+        self._memory = MemoryTier(job, opened, saver) if opened and saver and in_memory else None
         self._surveyor = Surveyor(job.adapter, job.table)
         self._step = job.completed_steps() or 0
         self._resumed: ResumeResult | None = None

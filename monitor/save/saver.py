@@ -23,7 +23,7 @@ from monitor.observe.units import LocalUnit
 from monitor.run_state import capture_run_state, to_tree
 from monitor.save.encode import Packer, SavePacking
 from monitor.save.save_task import CommitPlan, SaveResult, SaveTask, discard, prune_after_commit, run_save
-from monitor.save.staging import AsyncCopy, StagedUnit, Stager, encoded_bytes
+from monitor.save.staging import AsyncCopy, StagedUnit, Stager, UnfinishedCopy, encoded_bytes
 from monitor.save.store_session import StoreSession
 from monitor.types import DecisionResult
 from store.encoding import encoding_named
@@ -39,9 +39,9 @@ _log = logging.getLogger("driftpoint")
 
 @dataclass(frozen=True)
 class SaveStatus:
-    """Whether a save may begin, over all ranks."""
+    """Whether a save, or a snapshot in memory, may begin, over all ranks."""
 
-    skip: str | None  # why no save may begin now
+    skip: str | None  # why none may begin now
     changed: bool  # whether the pieces of any rank changed
 
 
@@ -78,12 +78,11 @@ class Saver:
         self._writer: BackgroundWorker[SaveResult | None] = BackgroundWorker(f"driftpoint-writer-{job.group.rank}")
         self._pending: _Pending | None = None
         self._outcome: TaskResult[SaveResult | None] | None = None
-        self._copying: AsyncCopy | None = None
         staging = job.config.staging
         self._lazy = staging == "lazy" or (staging == "auto" and job.adapter.state_is_private)
         self._upkeep: dict[int, str] = {}
         self._fenced = self._failed = False
-        job.adapter.before_update(self._before_update)
+        self._copies = UnfinishedCopy(job.adapter, job.listeners.on_copy_wait)
         self._highest_step = self._highest_snapshot = -1
         self._root = session.files.root if isinstance(session.files, LocalFiles) else None
         self._check_free_space()
@@ -159,7 +158,7 @@ class Saver:
             if unit.measure is not None and encoding_named(unit.encoding).lossless:
                 task.meter_stage(unit)
         self._outcome = None
-        self._copying = copying
+        self._copies.set(copying)
         self._pending = _Pending(self._writer.submit(lambda: run_save(task)), task, frozenset(decided.saved))
         if commit_plan is not None:
             self.upkeep(lambda: prune_after_commit(task), f"tidying up after the commit of step {step}")
@@ -239,8 +238,7 @@ class Saver:
 
     def finish_copies(self) -> None:
         """Return once the copies of the pending save are complete."""
-        if self._copying is not None:
-            self._copying.finish()
+        self._copies.finish()
 
     def close(self, timeout: float, clean: bool) -> None:
         """Wait for the pending save, report its outcome and release the store.
@@ -272,14 +270,6 @@ class Saver:
             return record.epoch, record.token
 
         self._session.epoch, self._session.token = run_on_rank0(self._group, claim)
-
-    def _before_update(self) -> None:
-        """Finish the copies before an optimizer step changes the state."""
-        copying, self._copying = self._copying, None
-        if copying is not None:
-            began = time.perf_counter()
-            copying.finish()
-            self._listeners.on_copy_wait(time.perf_counter() - began)
 
     def _collect(self) -> None:
         for done in self._writer.finished():

@@ -7,12 +7,14 @@ and backward (``lazy``); then the next optimizer step waits for the copies that 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 
+from monitor.adapters.base import Adapter
 from monitor.adapters.module_tensors import dtype_name
 from monitor.observe.drift_meter import DriftMeter, Measure, Signature, measure_record
 from monitor.observe.units import LocalUnit
@@ -235,6 +237,30 @@ class AsyncCopy:
                 "the state was changed between two optimizer steps while it was copied, so this save is given up; "
                 "set `staging: eager`, or do not change parameters after ckpt.step()"
             )
+
+
+class UnfinishedCopy:
+    """The copies of the last save, which the next optimizer step waits for. ``waited`` gets the seconds of a wait."""
+
+    def __init__(self, adapter: Adapter, waited: Callable[[float], None]) -> None:
+        self._copying: AsyncCopy | None = None
+        self._waited = waited
+        adapter.before_update(self._before_update)
+
+    def set(self, copying: AsyncCopy | None) -> None:
+        self._copying = copying
+
+    def finish(self) -> None:
+        """Return once the copies are complete."""
+        if self._copying is not None:
+            self._copying.finish()
+
+    def _before_update(self) -> None:
+        copying, self._copying = self._copying, None
+        if copying is not None:
+            began = time.perf_counter()
+            copying.finish()
+            self._waited(time.perf_counter() - began)
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
