@@ -9,9 +9,10 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from monitor.adapters import adapter_for
+from monitor.adapters.base import Adapter
 from monitor.adapters.frozen import SkipFrozenAdapter
 from monitor.checkpointer import Checkpointer
 from monitor.config.load import Config, load_config
@@ -241,7 +242,7 @@ def _build_job(
     settings = load_config(config)
     adapter = adapter_for(target)
     if settings.frozen == "skip":
-        adapter = SkipFrozenAdapter(adapter)
+        adapter = cast("Adapter", SkipFrozenAdapter(adapter))
     user = UserState(state)
     to_tree({"framework": adapter.run_state(), "user": user.capture()})  # raises now if something cannot be stored
     layers = find_layers(

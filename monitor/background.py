@@ -40,11 +40,6 @@ class BackgroundWorker(Generic[T]):
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
-    def running(self, number: int) -> bool:
-        """Return whether a submitted task is not finished."""
-        with self._lock:
-            return number in self._open
-
     def submit(self, task: Callable[[], T]) -> int:
         """Queue a task and return its number, counted from 1."""
         with self._lock:

@@ -18,7 +18,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from typing_extensions import override
@@ -64,12 +63,6 @@ class _ConnectionLostError(Exception):
 
 class _RejectedError(Exception):
     """The daemon refused this job, or was asked to shut down."""
-
-
-@dataclass(frozen=True)
-class _Outbox:
-    status: StatusUpdate
-    unregister: Unregister | None  # the last message
 
 
 class DaemonClient(SaveListener):
@@ -196,12 +189,14 @@ class DaemonClient(SaveListener):
     def _serve(self, connection: socket.socket, lines: _LineBuffer) -> None:
         """Send updates and read messages until the job ends or the connection is lost."""
         while True:
-            outbox = self._take_outbox()
-            if outbox is not None:
-                self._send(connection, outbox.status, lines)
-                if outbox.unregister is not None:
-                    self._send(connection, outbox.unregister, lines)
-                    return
+            with self._lock:
+                unsent, self._unsent = self._unsent, False
+                status, last = self._status, self._unregister
+            if unsent or last is not None:
+                self._send(connection, status, lines)
+            if last is not None:
+                self._send(connection, last, lines)
+                return
             ready, _, _ = select.select([connection.fileno(), self._wake], [], [])
             if self._wake in ready:
                 self._clear_wake()
@@ -238,11 +233,6 @@ class DaemonClient(SaveListener):
     def _closing(self) -> bool:
         with self._lock:
             return self._unregister is not None
-
-    def _take_outbox(self) -> _Outbox | None:
-        with self._lock:
-            unsent, self._unsent = self._unsent, False
-            return _Outbox(self._status, self._unregister) if unsent or self._unregister is not None else None
 
     def _wait(self, seconds: float | None) -> None:
         """Wait for an update or the end of the job; with ``seconds`` for the end alone."""

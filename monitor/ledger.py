@@ -19,7 +19,7 @@ from store.commit import Group
 from store.encoding import encoding_named
 from store.errors import DamagedError, NotFiniteError, SaveError
 from store.fragments import covered_numel
-from store.names import SaveId, Unit
+from store.names import RAW, SaveId, Unit
 from store.resolve import Resolution
 from store.schema import (
     Entry,
@@ -155,11 +155,19 @@ def build_manifest(draft: CommitDraft, group: Group) -> PreparedCommit:
         raise NotFiniteError(
             f"save {draft.save}: all layers to be saved have NaN or Inf; the previous versions stay", dropped
         )
-    referenced = {name for record in units for name in (record.save, *record.bases)}
-    groups = {name: record for name, record in draft.groups.items() if name in referenced}
-    groups[draft.save.name] = group.record
     written = sum(stored[unit].nbytes for unit in draft.saved)
-    manifest = ManifestRecord(
+    # Compression frames take a few bytes: a small state that does not compress grows a little.
+    avoided = max(0, sum(size.nbytes for size in draft.sizes.values()) - written)
+    manifest = manifest_of(draft, units, {**draft.groups, draft.save.name: group.record}, avoided)
+    return PreparedCommit(manifest, dropped, drift)
+
+
+def manifest_of(
+    draft: CommitDraft, units: Sequence[UnitRecord], groups: Mapping[str, GroupRecord], bytes_avoided: int
+) -> ManifestRecord:
+    """Build the manifest of ``units``, with those of the ``groups`` that they are in."""
+    referenced = {name for record in units for name in (record.save, *record.bases)}
+    return ManifestRecord(
         store_id=draft.facts.store_id,
         step=draft.save.step,
         epoch=draft.save.epoch,
@@ -169,14 +177,12 @@ def build_manifest(draft: CommitDraft, group: Group) -> PreparedCommit:
         policy=draft.facts.policy,
         created=datetime.now(UTC).isoformat(timespec="milliseconds"),
         previous=draft.previous.name if draft.previous else None,
-        # Compression frames take a few bytes: a small state that does not compress grows a little.
-        bytes_avoided=max(0, sum(size.nbytes for size in draft.sizes.values()) - written),
+        bytes_avoided=bytes_avoided,
         layers=draft.facts.layers,
         tensors=dict(draft.facts.tensors),
-        groups=groups,
+        groups={name: record for name, record in groups.items() if name in referenced},
         units=tuple(units),
     )
-    return PreparedCommit(manifest, dropped, drift)
 
 
 def _unit_record(
@@ -195,22 +201,29 @@ def _unit_record(
                 dropped,
             )
         return record.model_copy(update={"drift": None}) if unit in dropped else record
-    actual = stored[unit]
-    error = errors.get(unit, 0.0)
+    actual, error = stored[unit], errors.get(unit, 0.0)
+    size = UnitSize(actual.numel, actual.nbytes, actual.members)
+    record = new_version(unit, draft.save, size, choice.reason, encoding=actual.encoding, error=error)
+    return record.model_copy(update={"drift": error, "bases": actual.bases})
+
+
+def new_version(
+    unit: Unit, save: SaveId, size: UnitSize, reason: str, *, encoding: str = RAW, error: float = 0.0
+) -> UnitRecord:
+    """Return the record of a unit that ``save`` holds in ``size.nbytes`` bytes, at no distance from the live state."""
     return UnitRecord(
         layer=unit.layer,
         slot=unit.slot,
-        save=draft.save.name,
-        encoding=actual.encoding,
-        numel=actual.numel,
-        nbytes=actual.nbytes,
-        drift=error,
+        save=save.name,
+        encoding=encoding,
+        numel=size.numel,
+        nbytes=size.nbytes,
+        drift=0.0,
         staleness=0,
         moving=is_moving(unit),
         error=error,
-        bases=actual.bases,
-        reason=choice.reason,
-        members=actual.members,
+        reason=reason,
+        members=size.members,
     )
 
 

@@ -20,7 +20,7 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from types import FrameType
@@ -280,7 +280,12 @@ class FinalSave:
         return replace(first, saved=saved, preempted=True)
 
     def _more_to_save(self, deadline: Deadline) -> bool:
-        return bool(self.job.group.broadcast(bool(stale_units(self.job, self.step)) and deadline.left > 0.0))
+        stale = any(age != 0 for age in self._ages())  # on rank 0
+        return bool(self.job.group.broadcast(stale and deadline.left > 0.0))
+
+    def _ages(self) -> list[int | None]:
+        """Return the staleness of the units that the optimizer updates."""
+        return [self.job.ledger.staleness(unit, self.step) for unit in self.job.table.sizes if is_moving(unit)]
 
     def _save(self, request: SaveRequest, deadline: Deadline, saved: dict[Unit, Choice]) -> StepReport:
         report = self.decide(request)
@@ -296,7 +301,7 @@ class FinalSave:
 
     def _outcome(self, seconds: float, skipped: str | None) -> PreemptedEvent:
         ledger, moving = self.job.ledger, [unit for unit in self.job.table.sizes if is_moving(unit)]
-        ages = [ledger.staleness(unit, self.step) for unit in moving]
+        ages = self._ages()
         complete = ages.count(0) == len(moving)
         records = [ledger.versions[unit] for unit in moving] if complete else []
         return PreemptedEvent(
@@ -309,9 +314,3 @@ class FinalSave:
             exact=complete and all(one.version == ledger.newest and not is_lossy(one.encoding) for one in records),
             newest=ledger.newest,
         )
-
-
-def stale_units(job: JobContext, step: int) -> Mapping[Unit, int | None]:
-    """Return the moving units whose newest version is not of this step, with their staleness. Rank 0."""
-    ages = {unit: job.ledger.staleness(unit, step) for unit in job.table.sizes if is_moving(unit)}
-    return {unit: staleness for unit, staleness in ages.items() if staleness != 0}

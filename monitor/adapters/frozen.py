@@ -7,13 +7,12 @@ Training thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from monitor.adapters.base import Adapter, FragmentPlace, Piece, StateVersions, TensorInfo
+from monitor.adapters.base import Adapter, FragmentPlace, Piece, TensorInfo
 from monitor.distributed import Group
 from store.errors import ModelMismatchError, UnsupportedError
 from store.names import FROZEN, LEFT_OUT
@@ -26,13 +25,12 @@ _FACTORS = (-7046029254386353131, -4658895280553007687, -7723592293110705685)
 
 
 class SkipFrozenAdapter:
-    """An adapter without the parameters that ``inner`` calls frozen. Call :meth:`agree` on all ranks before use."""
+    """An adapter without the parameters that ``inner`` calls frozen. Call :meth:`agree` on all ranks before use.
+
+    What it does not define itself is that of ``inner``."""
 
     def __init__(self, inner: Adapter) -> None:
         self._inner = inner
-        self.framework = inner.framework
-        self.module = inner.module
-        self.state_is_private = inner.state_is_private
         self._skipped = {fqn: 0 for fqn, info in inner.tensors().items() if info.kind == "frozen"}
         for piece in inner.owned():
             if not self._is_saved(piece):
@@ -43,11 +41,8 @@ class SkipFrozenAdapter:
         parts = group.all_gather(self._skipped)
         self._skipped = {fqn: sum(part.get(fqn, 0) for part in parts) % (1 << 64) for fqn in self._skipped}
 
-    def completed_steps(self) -> int | None:
-        return self._inner.completed_steps()
-
-    def cache_lookups(self) -> AbstractContextManager[None]:
-        return self._inner.cache_lookups()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
 
     def check_attached(self) -> None:
         self._inner.check_attached()
@@ -57,12 +52,6 @@ class SkipFrozenAdapter:
                     f"{fqn} was frozen when the job attached, so `frozen: skip` left it out, and is trained now: "
                     "unfreeze it before monitor.attach, or set `frozen: save`"
                 )
-
-    def state_versions(self) -> StateVersions | None:
-        return self._inner.state_versions()
-
-    def before_update(self, hook: Callable[[], None]) -> None:
-        self._inner.before_update(hook)
 
     def tensors(self) -> Mapping[str, TensorInfo]:
         return {fqn: info for fqn, info in self._inner.tensors().items() if fqn not in self._skipped}
@@ -76,24 +65,12 @@ class SkipFrozenAdapter:
     def expected(self, slots: Mapping[str, Mapping[str, str]]) -> list[FragmentPlace]:
         return [place for place in self._inner.expected(slots) if self._is_saved(place)]
 
-    def prepare_load(self, slots: Mapping[str, Mapping[str, str]]) -> None:
-        self._inner.prepare_load(slots)
-
-    def finish_load(self) -> None:
-        self._inner.finish_load()
-
     def run_state(self) -> dict[str, Any]:
         return {**self._inner.run_state(), LEFT_OUT: self._fingerprints()}
-
-    def objects(self) -> Mapping[str, Any]:
-        return self._inner.objects()
 
     def check_run_state(self, state: Mapping[str, Any]) -> None:
         self._inner.check_run_state(state)
         require_same_frozen(state, self._fingerprints())
-
-    def load_run_state(self, state: Mapping[str, Any]) -> None:
-        self._inner.load_run_state(state)
 
     def layout_facts(self) -> dict[str, Any]:
         return {**self._inner.layout_facts(), LEFT_OUT: sorted(self._skipped)}

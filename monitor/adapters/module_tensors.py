@@ -59,9 +59,6 @@ class ParameterNames:
     def __init__(self, by_id: Mapping[int, str]) -> None:
         self._by_id = by_id
 
-    def __contains__(self, parameter: object) -> bool:
-        return id(parameter) in self._by_id
-
     def of(self, parameter: torch.Tensor, holder: str) -> str:
         """Return the fqn of a parameter that ``holder`` holds. Raise UnsupportedError if it is not in the model."""
         name = self._by_id.get(id(parameter))

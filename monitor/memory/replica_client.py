@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -34,15 +33,6 @@ def transfer_timeout(timeout: float) -> float:
 
 class _AbortedError(PeerError):
     """This rank ended the transfer itself."""
-
-
-@dataclass(frozen=True)
-class _Offer:
-    turn: int
-    save: SaveId
-    record: Path
-    payload: Path
-    keep: SaveId | None
 
 
 class ReplicaSender:
@@ -83,7 +73,7 @@ class ReplicaSender:
             keep: Replica that the target must not overwrite.
         """
         if time.monotonic() >= self._retry_at and not self._stopped:
-            self._writer.submit(partial(self._send, _Offer(self._turn, save, record, payload, keep)))
+            self._writer.submit(partial(self._send, self._turn, save, record, payload, keep))
 
     def collect(self) -> tuple[list[float], bool]:
         """Return the seconds that versions took since the last call, and whether any failed. Training thread."""
@@ -113,36 +103,36 @@ class ReplicaSender:
 
     # Background thread.
 
-    def _send(self, offer: _Offer) -> float:
+    def _send(self, turn: int, save: SaveId, record: Path, payload: Path, keep: SaveId | None) -> float:
         began = time.monotonic()
         try:
-            self._transfer(offer, began + self._timeout)
+            self._transfer(turn, record, payload, keep, began + self._timeout)
         except Exception as error:
-            if offer.turn != self._turn:
+            if turn != self._turn:
                 raise _AbortedError("the transfer was aborted") from error
             self._retry_at = time.monotonic() + _RETRY_DELAYS[min(self._failures, len(_RETRY_DELAYS) - 1)]
             self._failures += 1
             raise
         if self._failures:
-            _log.warning("rank %d: replicated to rank %d again, step %d", self._rank, self._target, offer.save.step)
-        self._failures, self.sent = 0, offer.save
+            _log.warning("rank %d: replicated to rank %d again, step %d", self._rank, self._target, save.step)
+        self._failures, self.sent = 0, save
         return time.monotonic() - began
 
-    def _transfer(self, offer: _Offer, deadline: float) -> None:
-        record = read_whole(offer.record, RECORD_LIMIT)
-        nbytes = parse_record(record, str(offer.record)).part.payload_bytes
-        keep = None if offer.keep is None else offer.keep.name
+    def _transfer(self, turn: int, path: Path, payload: Path, keep: SaveId | None, deadline: float) -> None:
+        record = read_whole(path, RECORD_LIMIT)
+        nbytes = parse_record(record, str(path)).part.payload_bytes
         connection = new_connection(self._endpoint, transfer_timeout(self._timeout), deadline)
         try:
             with self._lock:
-                if offer.turn != self._turn:
+                if turn != self._turn:
                     raise _AbortedError("the transfer was aborted")
                 self._connection = connection
             connection.connect(self._endpoint, self._key)
-            connection.send(Request(request=Put(rank=self._rank, keep=keep, record=len(record), payload=nbytes)))
+            kept = None if keep is None else keep.name
+            connection.send(Request(request=Put(rank=self._rank, keep=kept, record=len(record), payload=nbytes)))
             connection.send_bytes(record)
             self._require_ok(connection)
-            connection.send_file(offer.payload, 0, nbytes)
+            connection.send_file(payload, 0, nbytes)
             self._require_ok(connection)
         finally:
             with self._lock:

@@ -231,7 +231,7 @@ class MemoryTier:
     def _seal(self, version: Version, keep: SaveId | None) -> float:
         """Seal a snapshot and send it. Background thread."""
         seconds = seal_snapshot(version)
-        self._replication.offer(version.arena, version.slot, version.save, keep)
+        self._replication.offer(version.arena, version.slot, version.segment.save, keep)
         return seconds
 
     def _waited(self, seconds: float) -> None:

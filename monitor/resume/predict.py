@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from monitor.config.load import Config
@@ -105,7 +106,7 @@ def predict_resume(config: Config, group: Group, objects: int) -> ResumePredicti
     if config.memory.enabled:
         tier = Tier(Path(config.memory.path), catalog.store_id)
         snapshot = find_newest_snapshot(tier, catalog, None, group)
-    user = UserState([_Placeholder()] * objects)
+    user = UserState([SimpleNamespace(state_dict=dict, load_state_dict=dict)] * objects)  # they do not exist yet
     point = memory_or_store(lambda view: _predict_resume_point(view, config, group, user), catalog, snapshot)
     if point is None:
         return None
@@ -139,13 +140,3 @@ def _predict_resume_point(catalog: Catalog, config: Config, group: Group, user: 
         if not isinstance(point, RejectedVersion):
             return point
         bad |= {point}
-
-
-class _Placeholder:
-    """Stands for a user object that does not exist yet."""
-
-    def state_dict(self) -> Mapping[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        pass

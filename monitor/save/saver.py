@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -17,12 +17,20 @@ from monitor.background import BackgroundWorker, TaskResult
 from monitor.context import JobContext
 from monitor.distributed import run_on_rank0
 from monitor.events import BackgroundFailureEvent, CommitEvent, SaveBeginEvent, SaveFailedEvent
-from monitor.ledger import CommitDraft, JobFacts, PreparedCommit
+from monitor.ledger import CommitDraft, PreparedCommit
 from monitor.observe.drift_meter import Signature
 from monitor.observe.units import LocalUnit
-from monitor.run_state import capture_run_state, to_tree
 from monitor.save.encode import Packer, SavePacking
-from monitor.save.save_task import CommitPlan, SaveResult, SaveTask, discard, prune_after_commit, run_save
+from monitor.save.save_task import (
+    CommitPlan,
+    SaveResult,
+    SaveTask,
+    discard,
+    empty_segment,
+    prune_after_commit,
+    run_save,
+    with_run_state,
+)
 from monitor.save.staging import AsyncCopy, StagedUnit, Stager, UnfinishedCopy, encoded_bytes
 from monitor.save.store_session import StoreSession
 from monitor.types import DecisionResult
@@ -65,13 +73,6 @@ class Saver:
         self._meter = job.meter
         self._listeners = job.listeners
         self._session = session
-        self._facts = JobFacts(
-            store_id=session.catalog.store_id,
-            framework=job.adapter.framework,
-            policy=job.policy.name,
-            layers=job.table.layer_records(),
-            tensors=job.table.tensor_records(),
-        )
         self._stager = Stager(job.meter, job.config.encode)
         self._packer = Packer(job.config.packing, job.config.differences)
         self._began: float | None = None
@@ -79,18 +80,15 @@ class Saver:
         self._pending: _Pending | None = None
         self._outcome: TaskResult[SaveResult | None] | None = None
         staging = job.config.staging
-        self._lazy = staging == "lazy" or (staging == "auto" and job.adapter.state_is_private)
+        # Whether copies are made during the next forward and backward.
+        self.lazy = staging == "lazy" or (staging == "auto" and job.adapter.state_is_private)
         self._upkeep: dict[int, str] = {}
-        self._fenced = self._failed = False
+        self._fenced = False
+        self.failed = False  # whether the save that this rank finished last failed
         self._copies = UnfinishedCopy(job.adapter, job.listeners.on_copy_wait)
         self._highest_step = self._highest_snapshot = -1
         self._root = session.files.root if isinstance(session.files, LocalFiles) else None
         self._check_free_space()
-
-    @property
-    def lazy(self) -> bool:
-        """Whether copies are made during the next forward and backward."""
-        return self._lazy
 
     @property
     def in_progress(self) -> bool:
@@ -144,7 +142,7 @@ class Saver:
             if unit in local
         )
         copying.start()
-        if not self._lazy:
+        if not self.lazy:
             copying.finish()
         commit_plan = None
         if self._group.rank == 0:
@@ -200,11 +198,6 @@ class Saver:
     def upkeep(self, job: Callable[[], None], what: str) -> None:
         """Run a short job in the background. A failure is reported as "``what`` failed" and has no other effect."""
         self._upkeep[self._writer.submit(job)] = what
-
-    @property
-    def failed(self) -> bool:
-        """Whether the save that this rank finished last failed."""
-        return self._failed
 
     @property
     def newest(self) -> SaveId | None:
@@ -275,7 +268,7 @@ class Saver:
         for done in self._writer.finished():
             if self._pending is not None and done.number == self._pending.number:
                 self._outcome = done
-                self._failed = done.error is not None
+                self.failed = done.error is not None
                 self._fenced = self._fenced or isinstance(done.error, FencedError)
             elif done.error is not None:
                 message = f"{self._upkeep.get(done.number, 'upkeep')} failed: {done.error}"
@@ -328,31 +321,18 @@ class Saver:
         """Return the segment without its fragments, and the error if the run state cannot be captured.
 
         Such an error does not stop training: the save fails and is reported like any other."""
-        unstorable, facts = None, {}
-        try:
-            tree, leaves = to_tree(capture_run_state(self._job.adapter, self._job.user, self._group.rank))
-            facts = self._job.adapter.layout_facts() if self._group.rank == 0 else {}
-        except UsageError as error:
-            tree, leaves, unstorable = None, [], error
-        except Exception as error:  # noqa: BLE001 - the edge to the user's own objects: kept as the save's failure
-            tree, leaves, unstorable = None, [], UnsupportedError(f"the run state could not be captured: {error!r}")
         plan = [save.name, [[unit.layer, unit.slot, choice.encoding] for unit, choice in decided.saved.items()]]
-        segment = SegmentDraft(
-            store_id=self._session.catalog.store_id,
-            save=save,
-            rank=self._group.rank,
-            world_size=self._group.world_size,
-            plan=digest(seal(plan)),
-            fragments=(),
-            run_state=tree,
-            run_leaves=leaves,
-            facts=facts,
-        )
-        return segment, unstorable
+        segment = empty_segment(self._job, self._session.catalog.store_id, save, digest(seal(plan)))
+        try:
+            return with_run_state(segment, self._job), None
+        except UsageError as error:
+            return segment, error
+        except Exception as error:  # noqa: BLE001 - the edge to the user's own objects: kept as the save's failure
+            return segment, UnsupportedError(f"the run state could not be captured: {error!r}")
 
     def _commit_plan(self, save: SaveId, decided: DecisionResult) -> CommitPlan:
         draft = CommitDraft(
-            facts=replace(self._facts, tensors=self._job.table.tensor_records()),
+            facts=self._job.facts(self._session.catalog.store_id),
             save=save,
             world_size=self._group.world_size,
             commits=self._job.ledger.commits + 1,

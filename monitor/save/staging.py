@@ -18,8 +18,8 @@ from monitor.adapters.base import Adapter
 from monitor.adapters.module_tensors import dtype_name
 from monitor.observe.drift_meter import DriftMeter, Measure, Signature, measure_record
 from monitor.observe.units import LocalUnit
-from monitor.save.torch_codecs import encoder_named
-from store.encoding import CHUNK, chunk_sizes, encoding_named
+from monitor.save.torch_codecs import encoded_chunks, encoder_named, true_on
+from store.encoding import CHUNK, encoding_named
 from store.encoding.base import Bytes
 from store.errors import SaveError
 from store.names import BUFFER, FROZEN, Fragment, Unit
@@ -75,20 +75,17 @@ class EncodedCopy:
 
     @torch.no_grad()
     def _encode(self) -> None:
-        encoding, encoder, device = encoding_named(self.encoding), encoder_named(self.encoding), self.source.device
-        sums = torch.zeros(2, dtype=torch.float64, device=device)
-        held, at = torch.ones((), dtype=torch.bool, device=device), 0
+        encoder, device = encoder_named(self.encoding), self.source.device
+        sums, held = torch.zeros(2, dtype=torch.float64, device=device), true_on(device)
         scratch = torch.empty(min(CHUNK, self.source.numel()), dtype=torch.float32, device=device)
-        for values in torch.split(self.source, CHUNK):
-            stop = at + encoding.stored_bytes(values.numel(), "F32")
-            out = torch.empty(stop - at, dtype=torch.uint8, device=device)
+        for values_at, bytes_at in encoded_chunks(self.source.numel(), self.encoding):
+            values, out = self.source[values_at], torch.empty_like(self.encoded[bytes_at], device=device)
             decoded = scratch[: values.numel()]
             held &= encoder.encode(values, out) & in_range(values, encoder.unsigned)
             encoder.decode(out, decoded)
             sums[1] += decoded.double().square().sum()
             sums[0] += decoded.sub_(values).double().square().sum()
-            self.encoded[at:stop].copy_(out, non_blocking=True)
-            at = stop
+            self.encoded[bytes_at].copy_(out, non_blocking=True)
         result = torch.cat((held.double().view(1), sums))
         self._result = torch.empty(3, dtype=torch.float64, pin_memory=result.is_cuda).copy_(result, non_blocking=True)
 
@@ -103,12 +100,10 @@ class EncodedCopy:
 
     def chunks(self) -> Iterator[Bytes]:
         """Yield the encoded chunks and decode each one into ``copy``. Background thread."""
-        encoding, encoder, at, start = encoding_named(self.encoding), encoder_named(self.encoding), 0, 0
-        for size in chunk_sizes(self.copy.numel()):
-            stop = at + encoding.stored_bytes(size, "F32")
-            encoder.decode(self.encoded[at:stop], self.copy[start : start + size])
-            yield self.encoded[at:stop].numpy()
-            at, start = stop, start + size
+        encoder = encoder_named(self.encoding)
+        for values_at, bytes_at in encoded_chunks(self.copy.numel(), self.encoding):
+            encoder.decode(self.encoded[bytes_at], self.copy[values_at])
+            yield self.encoded[bytes_at].numpy()
 
 
 class StagingPool:

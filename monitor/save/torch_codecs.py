@@ -19,7 +19,6 @@ import torch
 from store.encoding import (
     BF16,
     BF16_INT8,
-    CHUNK,
     INT8_BLOCK,
     INT8_SQRT_BLOCK,
     RAW,
@@ -74,12 +73,9 @@ def encode_into(values: torch.Tensor, name: str, out: torch.Tensor) -> torch.Ten
     if name == RAW:
         out.copy_(flat.view(torch.uint8))
         return good
-    encoding, encoder, at = encoding_named(name), encoder_named(name), 0
-    for index, size in enumerate(chunk_sizes(flat.numel())):
-        stop = at + lanes_bytes(encoding.lanes(size, "F32"))
-        start = index * CHUNK
-        good &= encoder.encode(flat[start : start + size], out[at:stop])
-        at = stop
+    encoder = encoder_named(name)
+    for values_at, bytes_at in encoded_chunks(flat.numel(), name):
+        good &= encoder.encode(flat[values_at], out[bytes_at])
     return good
 
 
@@ -95,13 +91,19 @@ def decode(data: torch.Tensor, name: str, out: torch.Tensor) -> torch.Tensor:
     if name == RAW:
         flat.view(torch.uint8).copy_(data)
         return out
-    encoding, encoder, at = encoding_named(name), encoder_named(name), 0
-    for index, size in enumerate(chunk_sizes(flat.numel())):
-        stop = at + lanes_bytes(encoding.lanes(size, "F32"))
-        start = index * CHUNK
-        encoder.decode(data[at:stop], flat[start : start + size])
-        at = stop
+    encoder = encoder_named(name)
+    for values_at, bytes_at in encoded_chunks(flat.numel(), name):
+        encoder.decode(data[bytes_at], flat[values_at])
     return out
+
+
+def encoded_chunks(numel: int, name: str) -> Iterator[tuple[slice, slice]]:
+    """Yield the elements and the encoded bytes of each chunk of a float32 fragment."""
+    encoding, start, at = encoding_named(name), 0, 0
+    for size in chunk_sizes(numel):
+        stop = at + lanes_bytes(encoding.lanes(size, "F32"))
+        yield slice(start, start + size), slice(at, stop)
+        start, at = start + size, stop
 
 
 def stored_bytes(values: torch.Tensor, name: str) -> int:
