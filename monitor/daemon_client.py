@@ -256,8 +256,6 @@ class DaemonClient(SaveListener):
 
 
 class _LineBuffer:
-    """Splits received bytes into lines."""
-
     def __init__(self) -> None:
         self._rest = b""
 
@@ -278,7 +276,6 @@ class _DaemonStarter:
         self._process: subprocess.Popen[bytes] | None = None
 
     def may_start(self) -> bool:
-        """Return whether the rate limit allows another daemon."""
         return len(self._times) < _MAX_STARTS or time.monotonic() - self._times[0] > _START_PERIOD
 
     def start(self, closing: Callable[[], bool]) -> socket.socket:

@@ -259,8 +259,6 @@ def _combine_measures(group: Group) -> tuple[set[str], dict[Unit, float], dict[U
 
 @dataclass(frozen=True)
 class _StoredUnit:
-    """A unit in the segments of a save."""
-
     numel: int
     nbytes: int
     members: str

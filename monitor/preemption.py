@@ -153,7 +153,6 @@ class Deadline:
 
     @property
     def passed(self) -> float:
-        """Seconds since the signal."""
         return time.monotonic() - self.heard
 
     @property
@@ -284,7 +283,6 @@ class FinalSave:
         return bool(self.job.group.broadcast(stale and deadline.left > 0.0))
 
     def _ages(self) -> list[int | None]:
-        """Return the staleness of the units that the optimizer updates."""
         return [self.job.ledger.staleness(unit, self.step) for unit in self.job.table.sizes if is_moving(unit)]
 
     def _save(self, request: SaveRequest, deadline: Deadline, saved: dict[Unit, Choice]) -> StepReport:

@@ -66,9 +66,21 @@ def require_same_engine(engine: Any, module: Any, optimizer: Any) -> None:
             )
 
 
-def engine_objects(engine: Any) -> dict[str, Any]:
-    """Return the learning-rate scheduler as :meth:`monitor.adapters.base.Adapter.objects` does."""
-    return {} if engine.lr_scheduler is None else {"lr_scheduler": engine.lr_scheduler}
+class EngineAdapter:
+    """What the adapters of all engines have in common."""
+
+    framework = "deepspeed"
+    engine: Any
+
+    def completed_steps(self) -> int | None:
+        """Return the steps at accumulation boundaries, those skipped for an overflow included, as DeepSpeed counts."""
+        return int(self.engine.global_steps)
+
+    def state_versions(self) -> StateVersions | None:
+        return None  # check_attached() detects another optimizer
+
+    def objects(self) -> Mapping[str, Any]:
+        return {} if self.engine.lr_scheduler is None else {"lr_scheduler": self.engine.lr_scheduler}
 
 
 def check_engine_state(engine: Any, state: Mapping[str, Any]) -> None:
@@ -207,10 +219,9 @@ class FlatPartition:
     placements: tuple[Placement, ...]  # the pieces on this rank; everything between and behind them is padding
 
 
-class ZeroAdapter(ABC):
+class ZeroAdapter(EngineAdapter, ABC):
     """Adapter of a ZeRO engine; subclasses describe the layout of their stages."""
 
-    framework = "deepspeed"
     state_is_private = True
 
     def __init__(self, engine: Any) -> None:
@@ -246,10 +257,6 @@ class ZeroAdapter(ABC):
 
     # ---- Adapter
 
-    def completed_steps(self) -> int | None:
-        """Return the steps at accumulation boundaries, those skipped for an overflow included, as DeepSpeed counts."""
-        return int(self.engine.global_steps)
-
     def cache_lookups(self) -> AbstractContextManager[None]:
         return self._inventory.cache.enabled()
 
@@ -273,9 +280,6 @@ class ZeroAdapter(ABC):
                 f"{(unknown or [len(groups) - 1])[0]}), so they would not be saved; give them to "
                 "deepspeed.initialize, or take them out"
             )
-
-    def state_versions(self) -> StateVersions | None:
-        return None  # check_attached() detects another optimizer
 
     def before_update(self, hook: Callable[[], None]) -> None:
         # Master weights and moments change only in the optimizer that ZeRO wraps.
@@ -342,9 +346,6 @@ class ZeroAdapter(ABC):
             "slots": slots,
             **engine_state(self.engine),
         }
-
-    def objects(self) -> Mapping[str, Any]:
-        return engine_objects(self.engine)
 
     def check_run_state(self, state: Mapping[str, Any]) -> None:
         match_groups(state["param_groups"], self._groups())
@@ -427,5 +428,4 @@ class ZeroAdapter(ABC):
 
 
 def _wanted_slots(flat: FlatPartition, slots: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
-    """Return the slots that any parameter in a flat partition has."""
     return {slot: dtype for fqn in flat.fqns for slot, dtype in slots.get(fqn, {}).items()}

@@ -68,7 +68,6 @@ class SharedMemoryBuffers:
 
     @property
     def slots(self) -> tuple[int, ...]:
-        """The existing payloads."""
         return () if self.arena is None else self.arena.slots
 
     @property

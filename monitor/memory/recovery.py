@@ -286,7 +286,6 @@ def _candidates(reports: list[_NodeReport]) -> list[str]:
 
 
 def _speaks_for_node(reports: list[_NodeReport], rank: int) -> bool:
-    """Return whether this rank reports the records of its node."""
     return next(index for index, report in enumerate(reports) if report.node == reports[rank].node) == rank
 
 
@@ -360,11 +359,8 @@ def _missing_pieces(
 
 def _needed_entries(resolution: Resolution, save: SaveId, adapter: Adapter) -> set[Piece]:
     index = FragmentIndex(resolution.sources())
-    slots: dict[str, dict[str, str]] = {}
-    for source in resolution.sources():
-        slots.setdefault(source.entry.fqn, {})[source.entry.slot] = source.entry.dtype
     try:
-        places = adapter.expected(slots)
+        places = adapter.expected(resolution.slots())
     except UsageError:
         return set()  # the resume reports it
     found = set()

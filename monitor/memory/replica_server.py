@@ -44,8 +44,6 @@ ServedPayloads = Mapping[tuple[SaveId, int], Path]  # files of payloads by versi
 
 @dataclass
 class _Source:
-    """Replicas of one owner."""
-
     arena: Arena
     lock: threading.Lock = field(default_factory=threading.Lock)
 

@@ -53,7 +53,6 @@ class Placement:
 
     @cached_property
     def encoded(self) -> EncodedCopy | None:
-        """The copy, if it is encoded."""
         return None if self.encoding == RAW else EncodedCopy(self.source, self.encoding, self.copy, _NO_COPY)
 
 
@@ -289,7 +288,6 @@ def _entry(one: Placement) -> Entry:
 
 
 def _lost(placements: Sequence[Placement]) -> tuple[MeasureRecord, ...]:
-    """Return the encoding errors by unit."""
     found: dict[Unit, EncodingLoss] = {}
     for one in placements:
         if one.encoded is not None:

@@ -190,7 +190,6 @@ class MemoryTier:
         self._schedule.stalled(time.perf_counter() - began)
 
     def finish_copies(self) -> None:
-        """Return once the copies of the pending snapshot are complete."""
         self._copies.finish()
 
     def close(self, *, remove: bool) -> None:
@@ -229,7 +228,6 @@ class MemoryTier:
         return self._stager.stage(save, local, arena, slot, partial(self._buffers.at, slot))
 
     def _seal(self, version: Version, keep: SaveId | None) -> float:
-        """Seal a snapshot and send it. Background thread."""
         seconds = seal_snapshot(version)
         self._replication.offer(version.arena, version.slot, version.segment.save, keep)
         return seconds

@@ -28,7 +28,6 @@ from monitor.resume.select import (
     resolve_commit,
     select_commit,
     select_run_state,
-    stored_slots,
 )
 from monitor.run_state import UserState
 from monitor.save.store_session import open_existing_store
@@ -115,15 +114,11 @@ def predict_resume(config: Config, group: Group, objects: int) -> ResumePredicti
 
 
 def _apply_override(predicted: SaveId, catalog: Catalog, config: Config, group: Group) -> ResumePrediction | None:
-    def read() -> dict[str, Any] | None:
-        override = read_override(config, catalog.store_id)
-        return None if override is None else asdict(override)
-
-    override = run_on_rank0(group, read)
-    if override is None or override["foreseen"] != predicted.name:
+    override = run_on_rank0(group, partial(read_override, config, catalog.store_id))
+    if override is None or override.foreseen != predicted.name:
         return None
-    save = SaveId.parse(override["onward"])
-    state = read_run_state(catalog, save, GroupRecord(**override["group"]), group)
+    save = SaveId.parse(override.onward)
+    state = read_run_state(catalog, save, GroupRecord(**override.group), group)
     return None if state is None else ResumePrediction(save, state["user"], False)
 
 
@@ -135,8 +130,7 @@ def _predict_resume_point(catalog: Catalog, config: Config, group: Group, user: 
             return None
         catalog.forget()
         resolution = run_on_all_ranks(group, partial(resolve_commit, catalog, SaveId.parse(name), bad))
-        slots = stored_slots(resolution)
-        point = select_run_state(catalog, resolution, slots, group, user=user, settings=config.resume)
+        point = select_run_state(catalog, resolution, resolution.slots(), group, user=user, settings=config.resume)
         if not isinstance(point, RejectedVersion):
             return point
         bad |= {point}

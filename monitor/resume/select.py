@@ -60,7 +60,10 @@ def select_run_state(
     notes: list[str] = []
     for save, record in saves.items():
         found = _read_on_all_ranks(catalog, save, record, group)
-        problem = found.problem or ("" if save == own else _mismatch_on_any_rank(found.state, slots, user, group))
+        problem = found.problem
+        if not problem and save != own:
+            mismatch = run_on_all_ranks(group, partial(_mismatch, found.state, slots, user))
+            problem = _first_problem(group, mismatch)
         if problem and save == own:
             break
         if problem:
@@ -106,10 +109,6 @@ def _read_on_all_ranks(catalog: Catalog, save: SaveId, record: GroupRecord, grou
     """Read this rank's run state of a save; ``problem`` is that of the first rank that has one."""
     found = run_on_all_ranks(group, lambda: _read(catalog, save, record, group.rank))
     return replace(found, problem=_first_problem(group, found.problem))
-
-
-def _mismatch_on_any_rank(state: Mapping[str, Any], slots: Slots, user: UserState, group: Group) -> str:
-    return _first_problem(group, run_on_all_ranks(group, lambda: _mismatch(state, slots, user)))
 
 
 def _first_problem(group: Group, problem: str) -> str:
@@ -187,11 +186,3 @@ def _retry_later(catalog: Catalog) -> None:
     """Wait and drop cached records: a read error may be transient."""
     time.sleep(0.2)
     catalog.forget()
-
-
-def stored_slots(resolution: Resolution) -> Slots:
-    """Return the stored slots of each parameter, with their dtypes."""
-    slots: Slots = {}
-    for source in resolution.sources():
-        slots.setdefault(source.entry.fqn, {})[source.entry.slot] = source.entry.dtype
-    return slots

@@ -200,9 +200,7 @@ class Packer:
         """
         if seconds > 0.0:
             self._learn(done, seconds)
-        for fragment in [one for one, left in self._resting.items() if left <= 1]:
-            del self._resting[fragment]
-        self._resting = {fragment: left - 1 for fragment, left in self._resting.items()}
+        self._resting = {fragment: left - 1 for fragment, left in self._resting.items() if left > 1}
         for unit, fragment, data, retained in done.made:
             if not moved(unit):
                 continue

@@ -230,7 +230,6 @@ class Saver:
         self._collect()
 
     def finish_copies(self) -> None:
-        """Return once the copies of the pending save are complete."""
         self._copies.finish()
 
     def close(self, timeout: float, clean: bool) -> None:
