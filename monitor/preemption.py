@@ -114,8 +114,13 @@ class _Handler:
         signal.signal(number, self)
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        if not self._heard(number):
-            self._pass_on(number, frame)
+        if self._heard(number):
+            return
+        if callable(self._previous):
+            self._previous(number, frame)
+            return
+        signal.signal(number, self._previous)
+        os.kill(os.getpid(), number)
 
     def _heard(self, number: int) -> bool:
         """Return whether any watcher recorded it: earlier checkpointers of this process have handlers below."""
@@ -129,13 +134,6 @@ class _Handler:
         present: object = signal.getsignal(self._number)
         if present is self and threading.current_thread() is threading.main_thread():
             signal.signal(self._number, self._previous)
-
-    def _pass_on(self, number: int, frame: FrameType | None) -> None:
-        if callable(self._previous):
-            self._previous(number, frame)
-            return
-        signal.signal(number, self._previous)
-        os.kill(os.getpid(), number)
 
 
 @dataclass(frozen=True)
@@ -272,15 +270,14 @@ class FinalSave:
         self.saver.wait(deadline.left)
         report = self._save(request, deadline, saved)
         first, saves = report, 1
-        while report.skipped is None and saves < _MAX_SAVES and self._more_to_save(deadline):
+        while report.skipped is None and saves < _MAX_SAVES:
+            stale = any(age != 0 for age in self._ages())  # on rank 0
+            if not self.job.group.broadcast(stale and deadline.left > 0.0):
+                break
             report, saves = self._save(request, deadline, saved), saves + 1
         if self.job.group.rank == 0:
             self.job.listeners.on_preempted(self._outcome(deadline.passed, report.skipped))
         return replace(first, saved=saved, preempted=True)
-
-    def _more_to_save(self, deadline: Deadline) -> bool:
-        stale = any(age != 0 for age in self._ages())  # on rank 0
-        return bool(self.job.group.broadcast(stale and deadline.left > 0.0))
 
     def _ages(self) -> list[int | None]:
         return [self.job.ledger.staleness(unit, self.step) for unit in self.job.table.sizes if is_moving(unit)]

@@ -170,7 +170,7 @@ def engine_facts(engine: Any, inventory: ModuleTensors) -> dict[str, Any]:
         "zero_stage": int(engine.zero_optimization_stage()),
         "world_size": dist.get_world_size(),
         "mp_world_size": int(engine.mp_world_size),
-        "dtype": _precision(engine),
+        "dtype": "bf16" if engine.bfloat16_enabled() else "fp16" if engine.fp16_enabled() else "fp32",
         "ds_config": as_json(engine._config._param_dict),
         "zero_optimizer": type(optimizer).__name__,
         "optimizer": type(engine.basic_optimizer).__name__,
@@ -188,12 +188,6 @@ def engine_facts(engine: Any, inventory: ModuleTensors) -> dict[str, Any]:
         "buffer_names": list(engine._get_buffer_names()),
         "shared_params": {alias: fqn for fqn, names in inventory.aliases().items() for alias in names},
     }
-
-
-def _precision(engine: Any) -> str:
-    if engine.bfloat16_enabled():
-        return "bf16"
-    return "fp16" if engine.fp16_enabled() else "fp32"
 
 
 @dataclass(frozen=True)

@@ -246,17 +246,16 @@ class PyTorchAdapter:
             yield self._replica(fqn, BUFFER, buffer)
 
     def _groups(self) -> list[tuple[list[str], dict[str, Any]]]:
-        names = self._inventory.names()
+        names, kind = self._inventory.names(), type(self.optimizer).__name__
         return [
-            ([names.of(parameter, self._group_label(index)) for parameter in group["params"]], group)
+            ([names.of(parameter, f"param group {index} of {kind}") for parameter in group["params"]], group)
             for index, group in enumerate(self.optimizer.param_groups)
         ]
 
     def _optimized(self) -> Iterator[tuple[str, nn.Parameter, dict[str, Any]]]:
-        names = self._inventory.names()
-        for index, group in enumerate(self.optimizer.param_groups):
-            for parameter in group["params"]:
-                yield names.of(parameter, self._group_label(index)), parameter, group
+        for fqns, group in self._groups():
+            for fqn, parameter in zip(fqns, group["params"], strict=True):
+                yield fqn, parameter, group
 
     def _groups_to_restore(self, saved: Mapping[str, Any]) -> LiveGroups:
         # Frozen parameters in a group do not matter: ZeRO drops them from its groups.
@@ -272,9 +271,6 @@ class PyTorchAdapter:
     ) -> dict[str, Any]:
         scalars = saved["scalars"].get(fqn, {})
         return restored_scalars(self.optimizer, parameter, group, scalars, saved.get("optimizer"))
-
-    def _group_label(self, index: int) -> str:
-        return f"param group {index} of {type(self.optimizer).__name__}"
 
 
 def _require_no_state(wrapper: Any, optimizer: torch.optim.Optimizer) -> None:

@@ -124,7 +124,10 @@ class Replication:
             kept: Snapshot that the job resumed.
         """
         self.connect(tier)
-        self._done_reading()
+        for node in self._remote_nodes:  # a resume read from them; all ranks have their state now
+            node.close()
+        self._remote_nodes = ()
+        self.serve({})
         self.replicated = self.replicated if self.replicated == kept else None
         if self._sender is not None:
             self._replicas.keep_only_version(kept)
@@ -219,13 +222,6 @@ class Replication:
             self._server.close()
             self._server = None
         self._replicas.close(remove=remove)
-
-    def _done_reading(self) -> None:
-        """Close the connections that a resume read from; all ranks have their state."""
-        for node in self._remote_nodes:
-            node.close()
-        self._remote_nodes = ()
-        self.serve({})
 
     def _open_server(self) -> tuple[ReplicaServer | None, str | None]:
         try:

@@ -150,16 +150,6 @@ class StagingPool:
         if pinned and _fits(buffers, tensors) and not self._free.get(unit):
             self.give(unit, buffers)
 
-    @property
-    def memory_bytes(self) -> int:
-        """Bytes of free buffers."""
-        return sum(
-            buffer.numel() * buffer.element_size()
-            for sets in self._free.values()
-            for buffers in sets
-            for buffer in buffers
-        ) + sum(buffer.numel() for buffers in self._bytes.values() for buffer in buffers)
-
 
 class AsyncCopy:
     """Copies the live tensors of one save into host buffers.

@@ -47,8 +47,9 @@ def encoder_named(name: str) -> Encoder:
     return _ENCODERS[name]
 
 
-def encode(values: torch.Tensor, name: str, out: torch.Tensor | None = None) -> tuple[torch.Tensor, bool]:
-    """Encode a fragment. Waits for the device once; :func:`encode_into` does not.
+@torch.no_grad()
+def encode(values: torch.Tensor, name: str, out: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Encode a fragment, without waiting for its device.
 
     Args:
         values: Contiguous float32 of any shape; for raw any dtype.
@@ -56,27 +57,20 @@ def encode(values: torch.Tensor, name: str, out: torch.Tensor | None = None) -> 
         out: 1-d uint8 of the encoded size to fill; by default a new tensor.
 
     Returns:
-        The encoded bytes, on the device of the values, and whether the encoding can hold the values. If it cannot,
-        the bytes are undefined: store the fragment raw.
+        The encoded bytes, and a bool tensor that says whether the encoding can hold the values, both on their device.
+        If it cannot, the bytes are undefined: store the fragment raw.
     """
     if out is None:
         out = torch.empty(stored_bytes(values, name), dtype=torch.uint8, device=values.device)
-    return out, bool(encode_into(values, name, out))
-
-
-@torch.no_grad()
-def encode_into(values: torch.Tensor, name: str, out: torch.Tensor) -> torch.Tensor:
-    """Encode into ``out`` without waiting: return on the device, as a bool tensor, whether the values can be held."""
     _check(values, out, stored_bytes(values, name))
-    flat = _flat(values)
-    good = true_on(values.device)
+    flat, good = _flat(values), true_on(values.device)
     if name == RAW:
         out.copy_(flat.view(torch.uint8))
-        return good
+        return out, good
     encoder = encoder_named(name)
     for values_at, bytes_at in encoded_chunks(flat.numel(), name):
         good &= encoder.encode(flat[values_at], out[bytes_at])
-    return good
+    return out, good
 
 
 @torch.no_grad()

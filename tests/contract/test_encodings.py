@@ -78,7 +78,7 @@ def bounds(encoding: Encoding, values: Floats) -> NDArray[np.float64]:
 
 def in_torch(name: str, values: Floats) -> tuple[NDArray[np.uint8], bool]:
     data, good = encoders.encode(torch.from_numpy(values.copy()), name)
-    return data.numpy(), good
+    return data.numpy(), bool(good)
 
 
 def reader(data: bytes) -> Read:
