@@ -147,7 +147,7 @@ def build_manifest(draft: CommitDraft, group: Group) -> PreparedCommit:
     stored = _stored_units(group)
     for unit in draft.saved:
         actual, expected = stored.get(unit), draft.sizes[unit]
-        if actual is None or (actual.numel, actual.members) != (expected.numel, expected.members):
+        if actual is None or (actual.size.numel, actual.size.members) != (expected.numel, expected.members):
             raise SaveError(f"save {draft.save}: the segments hold {actual} of {unit}, expected {expected}")
     dropped = tuple(unit for unit in draft.saved if unit.layer in nonfinite)
     units = [_unit_record(draft, unit, dropped, stored, errors) for unit in draft.sizes]
@@ -155,7 +155,7 @@ def build_manifest(draft: CommitDraft, group: Group) -> PreparedCommit:
         raise NotFiniteError(
             f"save {draft.save}: all layers to be saved have NaN or Inf; the previous versions stay", dropped
         )
-    written = sum(stored[unit].nbytes for unit in draft.saved)
+    written = sum(stored[unit].size.nbytes for unit in draft.saved)
     # Compression frames take a few bytes: a small state that does not compress grows a little.
     avoided = max(0, sum(size.nbytes for size in draft.sizes.values()) - written)
     manifest = manifest_of(draft, units, {**draft.groups, draft.save.name: group.record}, avoided)
@@ -202,8 +202,7 @@ def _unit_record(
             )
         return record.model_copy(update={"drift": None}) if unit in dropped else record
     actual, error = stored[unit], errors.get(unit, 0.0)
-    size = UnitSize(actual.numel, actual.nbytes, actual.members)
-    record = new_version(unit, draft.save, size, choice.reason, encoding=actual.encoding, error=error)
+    record = new_version(unit, draft.save, actual.size, choice.reason, encoding=actual.encoding, error=error)
     return record.model_copy(update={"drift": error, "bases": actual.bases})
 
 
@@ -259,9 +258,7 @@ def _combine_measures(group: Group) -> tuple[set[str], dict[Unit, float], dict[U
 
 @dataclass(frozen=True)
 class _StoredUnit:
-    numel: int
-    nbytes: int
-    members: str
+    size: UnitSize  # nbytes: as stored
     encoding: str
     bases: tuple[str, ...]
 
@@ -274,9 +271,7 @@ def _stored_units(group: Group) -> dict[Unit, _StoredUnit]:
     # Fragments do not overlap, so the unit's number of elements means that none is missing.
     return {
         unit: _StoredUnit(
-            covered_numel(found),
-            sum(entry.nbytes for entry in found),
-            members_digest(members_of(found)),
+            UnitSize(covered_numel(found), sum(one.nbytes for one in found), members_digest(members_of(found))),
             _encoding_of(found),
             tuple(sorted({entry.base for entry in found if entry.base is not None})),
         )

@@ -70,8 +70,7 @@ class Adapter(Protocol):
 
     A load is checked first, without changing anything: :meth:`expected`, :meth:`check_run_state`. Then follow, in this
     order: the states of :meth:`objects`, :meth:`prepare_load`, copying into the pieces of :meth:`held`,
-    :meth:`load_run_state`, :meth:`finish_load`.
-    """
+    :meth:`load_run_state`, :meth:`finish_load`."""
 
     framework: str
     module: torch.nn.Module
@@ -146,8 +145,7 @@ class StepCache:
     """Caches values by key inside :meth:`enabled` only. The values are shared: do not change them.
 
     One decision asks a dozen times for the names of a model's parameters, and each lookup walks the module tree, which
-    takes longer than everything else in a decision. Between two decisions a script may change anything.
-    """
+    takes longer than everything else in a decision. Between two decisions a script may change anything."""
 
     def __init__(self) -> None:
         self._values: dict[str, Any] | None = None

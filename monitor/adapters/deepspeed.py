@@ -95,8 +95,7 @@ class Zero12Adapter(ZeroAdapter):
 
     Each param group is one flat tensor, cut into equal partitions, one per rank. A parameter's offset is derived from
     the address of its view in the flat tensor, not from DeepSpeed's parameter mappings: with ``round_robin_gradients``
-    those are in another order than the data.
-    """
+    those are in another order than the data."""
 
     def _flats(self) -> list[FlatPartition]:
         names = self._inventory.names()
@@ -200,8 +199,7 @@ class Zero3Adapter(ZeroAdapter):
 
     Every parameter is cut into ceil(numel / world size) slices, one per rank; the slices of a sub-group are consecutive
     in one flat partition. The padding on the last ranks is cut off. Parameters that are not in the optimizer (frozen
-    ones) have their slice in ``param.ds_tensor``.
-    """
+    ones) have their slice in ``param.ds_tensor``."""
 
     def _flats(self) -> list[FlatPartition]:
         names = self._inventory.names()
@@ -250,20 +248,18 @@ class Zero3Adapter(ZeroAdapter):
             raise UnsupportedError("partial optimizer offload (ratio below 1) is not supported; set its ratio to 1.0")
         if getattr(zero, "use_muon", False):
             raise UnsupportedError("Muon at ZeRO stage 3 is not supported; use stage 1 or 2")
+        parameter: Any
         for fqn, parameter in self._inventory.parameters().items():
-            self._check_parameter(fqn, parameter)
-
-    def _check_parameter(self, fqn: str, parameter: Any) -> None:
-        if not hasattr(parameter, "ds_tensor"):
-            raise UnsupportedError(
-                f"{fqn} is not partitioned by ZeRO-3: add it to the model before deepspeed.initialize"
-            )
-        if dist.get_world_size(parameter.ds_process_group) != self._world_size:
-            raise UnsupportedError(
-                f"{fqn} is partitioned over some of the ranks (MiCS or AutoEP), which is not supported: turn it off"
-            )
-        if hasattr(parameter.ds_tensor, "ds_quant_scale"):
-            raise UnsupportedError(f"{fqn} is quantized; set zero_quantized_nontrainable_weights to false")
+            if not hasattr(parameter, "ds_tensor"):
+                raise UnsupportedError(
+                    f"{fqn} is not partitioned by ZeRO-3: add it to the model before deepspeed.initialize"
+                )
+            if dist.get_world_size(parameter.ds_process_group) != self._world_size:
+                raise UnsupportedError(
+                    f"{fqn} is partitioned over some of the ranks (MiCS or AutoEP), which is not supported: turn it off"
+                )
+            if hasattr(parameter.ds_tensor, "ds_quant_scale"):
+                raise UnsupportedError(f"{fqn} is quantized; set zero_quantized_nontrainable_weights to false")
 
     def _stage_facts(self) -> dict[str, Any]:
         return {

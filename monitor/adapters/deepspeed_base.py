@@ -315,8 +315,7 @@ class ZeroAdapter(EngineAdapter, ABC):
         """Fit the slots of each flat partition to those that ``slots`` names for any parameter in it.
 
         Missing ones are created with zeros, others dropped. If ``slots`` names one for only some parameters of a
-        partition, the others' pieces become zeros.
-        """
+        partition, the others' pieces become zeros."""
         for flat in self.flats():
             fit_slots(self._base_optimizer, flat.tensor, _wanted_slots(flat, slots))
             state = self._base_optimizer.state.get(flat.tensor, {})

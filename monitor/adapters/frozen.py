@@ -99,8 +99,7 @@ def fingerprint(values: torch.Tensor, start: int) -> int:
 
     Every element is mixed with its index, and the results are added modulo 2**64, so the fingerprints of pieces add up
     to that of the parameter at any world size. Different values have equal fingerprints once in 2**64. Bits count: 0.0
-    is not -0.0. Not cryptographic. Reads the tensor on its device, in chunks.
-    """
+    is not -0.0. Not cryptographic. Reads the tensor on its device, in chunks."""
     words = values.view(_WORDS[values.element_size()]) if values.element_size() in _WORDS else values.view(torch.int64)
     per_element = words.numel() // max(1, values.numel())
     total = 0

@@ -50,8 +50,7 @@ class Replica:
 def even_slice(numel: int, rank: int, world_size: int) -> tuple[int, int]:
     """Return (start, numel) of a rank's part of ``numel`` elements in slices of ceil(numel / world size).
 
-    The last ranks may get fewer elements or none.
-    """
+    The last ranks may get fewer elements or none."""
     part = -(-numel // world_size)
     start = min(rank * part, numel)
     return start, min(part, numel - start)
@@ -68,8 +67,7 @@ def partition_replicas(replicas: Iterable[Replica]) -> list[Piece]:
     Computed without a collective. A small tensor's writer follows from its name alone, so state that an optimizer keeps
     only on ranks with elements to update does not change the writers of other tensors. Buffers are all saved by the
     first rank: where ranks disagree (running statistics that are not synchronized), the values of one rank are saved,
-    not a mixture, and it is the rank whose buffers DistributedDataParallel broadcasts.
-    """
+    not a mixture, and it is the rank whose buffers DistributedDataParallel broadcasts."""
     out: list[Piece] = []
     for replica in replicas:
         fragment = replica.piece.fragment

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from monitor.background import BackgroundWorker
-from monitor.memory.transport import Answer, Connection, Endpoint, Get, Put, Request, new_connection
+from monitor.memory.transport import Connection, Endpoint, Get, Put, Request, new_connection
 from store.errors import DriftpointError, MissingError, PeerError
 from store.memory.layout import RECORD_LIMIT, parse_record, read_whole
 from store.names import SaveId
@@ -131,18 +131,13 @@ class ReplicaSender:
             kept = None if keep is None else keep.name
             connection.send(Request(request=Put(rank=self._rank, keep=kept, record=len(record), payload=nbytes)))
             connection.send_bytes(record)
-            self._require_ok(connection)
+            connection.require_ok(self._timeout)  # the peer reserves memory
             connection.send_file(payload, 0, nbytes)
-            self._require_ok(connection)
+            connection.require_ok(self._timeout)  # the peer hashes all of it
         finally:
             with self._lock:
                 self._connection = None
             connection.close()
-
-    def _require_ok(self, connection: Connection) -> None:
-        answer = connection.receive(Answer, self._timeout)  # the peer reserves memory, or hashes all of it
-        if not answer.ok:
-            raise PeerError(answer.why)
 
     def _log_failure(self, error: BaseException | None) -> None:
         expected, text = isinstance(error, DriftpointError), str(error)
@@ -203,9 +198,7 @@ class RemoteNode:
             connection.connect(self._endpoint, self._key)
             self._connection = connection
         self._connection.send(Request(request=request))
-        answer = self._connection.receive(Answer)
-        if not answer.ok:
-            raise PeerError(answer.why)
+        self._connection.require_ok()
         self._connection.receive_into(target.cast("B") if target.nbytes else target)
 
 

@@ -132,6 +132,12 @@ class Connection:
         except ValidationError as error:
             raise PeerError(f"a peer sends a message that is not understood: {bytes(data[:200])!r}") from error
 
+    def require_ok(self, patience: float | None = None) -> None:
+        """Receive an :class:`Answer`. Raise its reason if it is a refusal."""
+        answer = self.receive(Answer, patience)
+        if not answer.ok:
+            raise PeerError(answer.why)
+
     def send_bytes(self, data: bytes | memoryview) -> None:
         view = memoryview(data)
         with _as_peer_error():
@@ -207,8 +213,7 @@ def own_address() -> Address:
     """Return the address that gloo uses for the process group, over which the ranks reach each other already.
 
     It is that of the interface in GLOO_SOCKET_IFNAME, else of the host's name, else the loopback's. Raises OSError if
-    the interface does not exist.
-    """
+    the interface does not exist."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0].strip()
     found = _interface_addresses(interface) if interface else _host_addresses()
     return next((address for address in found if _can_bind(address)), _LOOPBACK)

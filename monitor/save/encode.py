@@ -277,7 +277,9 @@ def encode_unit(
             lost.decoded_sq += staged.lost.decoded_sq
         else:
             chosen = RAW if isinstance(staged, EncodedCopy) else _applicable_encoding(encoding, copy)
-            source = _encode_copy(chosen, copy, lost)
+            known = encoding_named(chosen)
+            chunks = partial(_raw_chunks, copy) if known.lossless else partial(_lossy_chunks, copy, known, lost)
+            source = EncodedEntry(known, copy.numel(), dtype_name(copy.dtype), chunks)
             if chosen != encoding:  # the relative error of the unit is over all of its values
                 lost.decoded_sq += sum(_squared(piece.float()) for piece in torch.split(copy, CHUNK))
         plain = chosen == RAW and not packing.active
@@ -303,12 +305,6 @@ def _applicable_encoding(encoding: str, copy: torch.Tensor) -> str:
     if known.lossless or not known.applies(dtype_name(copy.dtype)):
         return RAW
     return encoding if in_range(copy, encoder_named(encoding).unsigned) else RAW
-
-
-def _encode_copy(name: str, copy: torch.Tensor, lost: EncodingLoss) -> EncodedEntry:
-    encoding = encoding_named(name)
-    chunks = partial(_raw_chunks, copy) if encoding.lossless else partial(_lossy_chunks, copy, encoding, lost)
-    return EncodedEntry(encoding, copy.numel(), dtype_name(copy.dtype), chunks)
 
 
 def _raw_chunks(copy: torch.Tensor) -> Iterator[Bytes]:

@@ -156,8 +156,7 @@ class AsyncCopy:
 
     The training thread adds and starts. The first thread that calls :meth:`finish` completes the copies, and the other
     one waits for it, so training never depends on a background thread that hangs. Until then buffers are not read and
-    sources do not change. On CUDA the copies run in a side stream into pinned memory, after all work queued before.
-    """
+    sources do not change. On CUDA the copies run in a side stream into pinned memory, after all work queued before."""
 
     def __init__(self) -> None:
         self._versions: list[tuple[torch.Tensor, int]] = []

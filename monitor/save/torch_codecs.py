@@ -78,8 +78,7 @@ def decode(data: torch.Tensor, name: str, out: torch.Tensor) -> torch.Tensor:
     """Decode a fragment into ``out`` (contiguous; float32, or any dtype for raw) and return it.
 
     ``data`` is 1-d uint8 on the same device, written by :func:`encode` with True. Bytes from a store are not checked
-    here but in :mod:`store.encoding`.
-    """
+    here but in :mod:`store.encoding`."""
     _check(out, data, stored_bytes(out, name))
     flat = _flat(out)
     if name == RAW:
@@ -134,8 +133,7 @@ class Encoder(Protocol):
         """Fill ``out`` (1-d uint8) with one encoded chunk of ``values`` (1-d float32, contiguous).
 
         Return whether all values can be held, as a 0-d bool tensor; if not, ``out`` is undefined. Both tensors are on
-        one device, which is not waited for.
-        """
+        one device, which is not waited for."""
 
     def decode(self, data: torch.Tensor, out: torch.Tensor) -> None:
         """Fill ``out`` (1-d float32) with the values of one chunk that ``encode`` wrote."""
