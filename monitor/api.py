@@ -50,7 +50,16 @@ def check_same_config(job: JobContext) -> None:
     """Raise ConfigError, on all ranks, if a rank's collective settings differ from rank 0's. Collective."""
     local = _collective_settings(job)
     rank0: Mapping[str, Any] = job.group.broadcast(local)
-    run_on_all_ranks(job.group, lambda: _require_equal(local, rank0))
+
+    def check() -> None:
+        for key, value in rank0.items():
+            if local[key] != value:
+                raise ConfigError(
+                    f"{key} is {local[key]} on this rank and {value} on rank 0: all ranks must use the same "
+                    "configuration, otherwise collectives deadlock"
+                )
+
+    run_on_all_ranks(job.group, check)
 
 
 def _collective_settings(job: JobContext) -> dict[str, Any]:
@@ -59,15 +68,6 @@ def _collective_settings(job: JobContext) -> dict[str, Any]:
     settings["memory"] = plain(job.config.memory.model_dump(include={"enabled", "every", "versions", "peers"}))
     drift = ", needs drift" if job.policy.needs_drift else ""
     return {**settings, "policy": f"{job.policy.name}{', observed' if job.observing else ''}{drift}"}
-
-
-def _require_equal(local: Mapping[str, Any], rank0: Mapping[str, Any]) -> None:
-    for key, value in rank0.items():
-        if local[key] != value:
-            raise ConfigError(
-                f"{key} is {local[key]} on this rank and {value} on rank 0: all ranks must use the same configuration, "
-                "otherwise collectives deadlock"
-            )
 
 
 def startup_message(job: JobContext, metrics: Metrics, *, has_commits: bool, unset: bool) -> str:

@@ -70,7 +70,14 @@ class SkipFrozenAdapter:
 
     def check_run_state(self, state: Mapping[str, Any]) -> None:
         self._inner.check_run_state(state)
-        require_same_frozen(state, self._fingerprints())
+        saved, live = state.get(LEFT_OUT) or {}, self._fingerprints()
+        differing = sorted(fqn for fqn in saved.keys() | live.keys() if saved.get(fqn) != live.get(fqn))
+        if differing:
+            raise ModelMismatchError(
+                "the store holds no frozen weights (`frozen: skip`), and those of this job differ from those it was "
+                f"saved with: {listed(differing, 1)}. Load the same base model, in the same dtype, before "
+                "monitor.attach"
+            )
 
     def layout_facts(self) -> dict[str, Any]:
         return {**self._inner.layout_facts(), LEFT_OUT: sorted(self._skipped)}
@@ -80,17 +87,6 @@ class SkipFrozenAdapter:
 
     def _is_saved(self, piece: Piece | FragmentPlace) -> bool:
         return piece.fragment.slot != FROZEN or piece.fragment.fqn not in self._skipped
-
-
-def require_same_frozen(state: Mapping[str, Any], live: Mapping[str, str]) -> None:
-    """Raise ModelMismatchError, naming the tensors, unless ``live`` has the fingerprints in the saved run state."""
-    saved = state.get(LEFT_OUT) or {}
-    differing = sorted(fqn for fqn in saved.keys() | live.keys() if saved.get(fqn) != live.get(fqn))
-    if differing:
-        raise ModelMismatchError(
-            "the store holds no frozen weights (`frozen: skip`), and those of this job differ from those it was saved "
-            f"with: {listed(differing, 1)}. Load the same base model, in the same dtype, before monitor.attach"
-        )
 
 
 @torch.no_grad()

@@ -96,8 +96,10 @@ def find_newest_snapshot(
     node = _scan(tier, catalog, suspect)
     on_disk = run_on_rank0(group, lambda: _newest_commit(catalog))
     reports = group.all_gather(_report(tier, node, on_disk))
+    nodes = [report.node for report in reports]
+    first = nodes.index(nodes[group.rank]) == group.rank  # of the ranks on its node
     for name in _candidates(reports):
-        found = _assemble(SaveId.parse(name), node, group, speaks=_speaks_for_node(reports, group.rank))
+        found = _assemble(SaveId.parse(name), node, group, speaks=first)
         older = run_on_all_ranks(group, partial(_previous, name, node, reports, on_disk))
         over = partial(_overlaid, catalog, on_disk=on_disk, older=older)
         candidate = run_on_all_ranks(group, partial(over, found))
@@ -269,10 +271,6 @@ def _candidates(reports: list[_NodeReport]) -> list[str]:
             ranks.setdefault(name, set()).update(there)
     whole = [name for name, there in ranks.items() if there == set(range(len(there)))]
     return sorted(whole, key=SaveId.parse, reverse=True)
-
-
-def _speaks_for_node(reports: list[_NodeReport], rank: int) -> bool:
-    return next(index for index, report in enumerate(reports) if report.node == reports[rank].node) == rank
 
 
 def _assemble(save: SaveId, node: NodeIndex, group: Group, *, speaks: bool) -> MemoryVersion | None:

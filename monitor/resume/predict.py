@@ -118,8 +118,8 @@ def _apply_override(predicted: SaveId, catalog: Catalog, config: Config, group: 
     if override is None or override.foreseen != predicted.name:
         return None
     save = SaveId.parse(override.onward)
-    state = read_run_state(catalog, save, GroupRecord(**override.group), group)
-    return None if state is None else ResumePrediction(save, state["user"], False)
+    found = read_run_state(catalog, save, GroupRecord(**override.group), group)
+    return None if found.problem else ResumePrediction(save, found.state["user"], False)
 
 
 def _predict_resume_point(catalog: Catalog, config: Config, group: Group, user: UserState) -> ResumePoint | None:

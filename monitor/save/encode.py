@@ -199,7 +199,10 @@ class Packer:
             reached: Saves that the newest commit refers to; others may be pruned at any time.
         """
         if seconds > 0.0:
-            self._learn(done, seconds)
+            made = [data for _, _, data, _ in done.made]
+            nbytes = sum(data.encoding.stored_bytes(data.numel, data.dtype) for data in made)
+            written, making = sum(data.written for data in made), sum(data.seconds for data in made)
+            self._chooser.learn(done.level, nbytes, written, making, max(0.0, seconds - making))
         self._resting = {fragment: left - 1 for fragment, left in self._resting.items() if left > 1}
         for unit, fragment, data, retained in done.made:
             if not moved(unit):
@@ -218,12 +221,6 @@ class Packer:
         """Take no deltas to earlier saves: the job rolled back, perhaps because they are damaged."""
         self._bases = {}
         self._resting = {}
-
-    def _learn(self, done: SavePacking, seconds: float) -> None:
-        made = [data for _, _, data, _ in done.made]
-        nbytes = sum(data.encoding.stored_bytes(data.numel, data.dtype) for data in made)
-        making = sum(data.seconds for data in made)
-        self._chooser.learn(done.level, nbytes, sum(data.written for data in made), making, max(0.0, seconds - making))
 
     def _note_delta(self, fragment: Fragment, nbytes: int) -> None:
         base = self._bases.get(fragment)
