@@ -99,19 +99,13 @@ class Zero12Adapter(ZeroAdapter):
 
     def _flats(self) -> list[FlatPartition]:
         names = self._inventory.names()
-        return [self._flat(index, *lists, names) for index, lists in enumerate(self._lists())]
+        return [self._flat(index, names) for index in range(len(self._lists()))]
 
     def finish_load(self) -> None:
         self._zero.update_lp_params()  # each rank casts its partition of the masters, then all gather
 
-    def _flat(
-        self,
-        index: int,
-        params: Sequence[nn.Parameter],
-        working: torch.Tensor,
-        masters: torch.Tensor,
-        names: ParameterNames,
-    ) -> FlatPartition:
+    def _flat(self, index: int, names: ParameterNames) -> FlatPartition:
+        params, working, masters = self._lists()[index]
         size = masters.numel()
         first = dist.get_rank(self._zero.real_dp_process_group[index]) * size
         placed = _in_memory_order(params, working, names)
@@ -143,13 +137,11 @@ class Zero12Adapter(ZeroAdapter):
             "param_alignment_paddings": [
                 [int(padding) for padding in group] for group in getattr(self._zero, "round_robin_bit16_padding", [])
             ],
-            "param_groups": [self._group_facts(index, *lists) for index, lists in enumerate(self._lists())],
+            "param_groups": [self._group_facts(index) for index in range(len(self._lists()))],
         }
 
-    def _group_facts(
-        self, index: int, params: Sequence[nn.Parameter], working: torch.Tensor, masters: torch.Tensor
-    ) -> dict[str, Any]:
-        names = self._inventory.names()
+    def _group_facts(self, index: int) -> dict[str, Any]:
+        names, (params, working, masters) = self._inventory.names(), self._lists()[index]
         placed = _in_memory_order(params, working, names)
         size, count = masters.numel(), int(self._zero.partition_count[index])
         end = placed[-1][1] + placed[-1][2]
